@@ -1,0 +1,153 @@
+"""Programs: for each mesh the instructions it runs, and the one order in which anybody reads them.
+
+The executor dispatches what `walk` yields, the engine puts clocks on it, a checker exhausts it: one meaning, several readers.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, assert_never, get_args
+
+from simulator.memory import MemoryUse
+from simulator.work import Body
+
+Phase = Literal["F", "B", "I", "W", "U", "S"]
+"""Forward, backward (or its input- and weight-gradient halves), update; S is a whole step that is not cut into phases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run one task: stage, phase and microbatch, printed `1F0`."""
+
+    stage: int
+    phase: Phase
+    micro_batch: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.phase}{self.micro_batch}"
+
+    @property
+    def task(self) -> str:
+        """The key of its body: the same for every microbatch."""
+        return f"{self.stage}{self.phase}"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Start sending `value` to mesh `to`, printed `send x>1`."""
+
+    value: str
+    to: int
+    num_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"send {self.value}>{self.to}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Wait for `value` from mesh `source`, printed `recv x<0`."""
+
+    value: str
+    source: int
+
+    def __str__(self) -> str:
+        return f"recv {self.value}<{self.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Forget values that nothing needs any more, printed `free x,y`."""
+
+    values: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"free {','.join(self.values)}"
+
+
+Instruction = Run | Send | Recv | Free
+
+
+def parse_instruction(text: str) -> Instruction:
+    """The instruction that prints as `text` (`num_bytes` of a send is not printed and comes back as 0)."""
+    phases = "".join(get_args(Phase))
+    if found := re.fullmatch(rf"(\d+)([{phases}])(\d+)", text):
+        return Run(int(found[1]), found[2], int(found[3]))  # pyright: ignore[reportArgumentType]
+    if found := re.fullmatch(r"send (.+)>(\d+)", text):
+        return Send(found[1], int(found[2]))
+    if found := re.fullmatch(r"recv (.+)<(\d+)", text):
+        return Recv(found[1], int(found[2]))
+    if found := re.fullmatch(r"free (.+)", text):
+        return Free(tuple(found[1].split(",")))
+    raise ValueError(f"{text!r} is not an instruction; expected e.g. '1F0', 'send x>1', 'recv x<0' or 'free x,y'")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What every mesh does in one step.
+
+    Attributes:
+        meshes: for each mesh, the ids of its devices in the cluster.
+        instructions: for each mesh, its instructions in order.
+        bodies: what one device launches for a task (`Run.task`); needed to simulate, not to run.
+        memory: for each mesh, the memory of one of its devices.
+    """
+
+    meshes: tuple[tuple[int, ...], ...]
+    instructions: tuple[tuple[Instruction, ...], ...]
+    bodies: Mapping[str, Body] = field(default_factory=dict)
+    memory: tuple[MemoryUse, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.meshes) != len(self.instructions):
+            raise ValueError(f"{len(self.meshes)} meshes but {len(self.instructions)} instruction lists; one each")
+        if self.memory and len(self.memory) != len(self.meshes):
+            raise ValueError(f"{len(self.meshes)} meshes but memory of {len(self.memory)}; one each, or none")
+
+    def __str__(self) -> str:
+        rows = (f"mesh {i}: " + " | ".join(map(str, row)) for i, row in enumerate(self.instructions))
+        return "\n".join(rows)
+
+
+class DeadlockError(ValueError):
+    """Every mesh waits for a value that no mesh can send any more."""
+
+
+def walk(program: Program) -> Iterator[tuple[int, Instruction]]:
+    """Yield (mesh, instruction) in an order in which every value is sent before it is received.
+
+    Meshes take turns; one goes on until it must wait. A deadlock raises `DeadlockError` with the grid, `>` before the
+    instruction at which each mesh is stuck.
+    """
+    position = [0] * len(program.meshes)
+    in_flight: set[tuple[str, int, int]] = set()  # (value, source, target)
+    progressed = True
+    while progressed:
+        progressed = False
+        for mesh, row in enumerate(program.instructions):
+            while position[mesh] < len(row):
+                instruction = row[position[mesh]]
+                match instruction:
+                    case Send(value, to):
+                        in_flight.add((value, mesh, to))
+                    case Recv(value, source):
+                        if (value, source, mesh) not in in_flight:
+                            break
+                        in_flight.remove((value, source, mesh))
+                    case Run() | Free():
+                        pass
+                    case _:
+                        assert_never(instruction)
+                position[mesh] += 1
+                progressed = True
+                yield mesh, instruction
+    if any(at < len(row) for at, row in zip(position, program.instructions, strict=True)):
+        raise DeadlockError(f"deadlock: every unfinished mesh waits\n{_grid(program, position)}")
+
+
+def _grid(program: Program, position: list[int]) -> str:
+    rows = []
+    for mesh, row in enumerate(program.instructions):
+        cells = [f"> {text}" if i == position[mesh] else text for i, text in enumerate(map(str, row))]
+        rows.append(f"  mesh {mesh}: " + " | ".join(cells))
+    return "\n".join(rows)
