@@ -101,9 +101,7 @@ class Work:
     collectives: Mapping[str, float] = field(default_factory=dict)
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(
-            _add(self.flops, other.flops), self.bytes + other.bytes, _add(self.collectives, other.collectives)
-        )
+        return Work(_add(self.flops, other.flops), self.bytes + other.bytes, _add(self.collectives, other.collectives))
 
     def __mul__(self, times: float) -> "Work":
         scaled = {dtype: flops * times for dtype, flops in self.flops.items()}
