@@ -1,0 +1,282 @@
+"""Clusters: devices, links and how many of each, read from YAML files.
+
+The shipped files are in `simulator/clusters` and `simulator/devices`; a user's own file works the same way.
+"""
+
+import difflib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic_core import ErrorDetails
+
+_CLUSTERS = Path(__file__).parent / "clusters"
+_DEVICES = Path(__file__).parent / "devices"
+
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class ClusterError(ValueError):
+    """A cluster or device description that can't be used; says which file, which field and what is expected."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Gemms(_Model):
+    """How a device runs matrix products: in tiles, one per core at a time (see `simulator.compute`).
+
+    Attributes:
+        efficiency: fraction of the peak that a core reaches inside an infinitely large tile, by dtype; "other" for the rest.
+        tile_half: side of the square tile that runs at half of that.
+        tile_overhead_us: what a tile costs beside its multiplications (filling and draining the pipeline).
+    """
+
+    efficiency: dict[str, Fraction]
+    tile_half: NonNegativeFloat = 0.0
+    tile_overhead_us: NonNegativeFloat = 0.0
+
+
+class Device(_Model):
+    """One accelerator: how much it holds and how fast it is.
+
+    Attributes:
+        memory_gb: size of its memory, 10^9 bytes.
+        reserve_gb: the part of it that no step gets: driver context, library workspaces, communication buffers.
+        cores: streaming multiprocessors of a GPU, cores of a CPU.
+        peak_tflop_per_s: peak of matrix products by HLO dtype ("f32", "bf16", ...).
+        vector_tflop_per_s: peak of elementwise arithmetic in f32.
+        memory_efficiency: fraction of the memory bandwidth that large kernels reach.
+        kernel_launch_us: from the end of a kernel to the start of the next one of the same executable.
+        xla_target: XLA's GpuTargetConfig, to compile for this device where there is none; None for a CPU.
+    """
+
+    name: str
+    kind: Literal["gpu", "cpu"]
+    source: str
+    memory_gb: PositiveFloat
+    reserve_gb: NonNegativeFloat = 0.0
+    cores: PositiveInt
+    peak_tflop_per_s: dict[str, PositiveFloat]
+    vector_tflop_per_s: PositiveFloat
+    memory_bandwidth_gb_per_s: PositiveFloat
+    memory_efficiency: Fraction
+    kernel_launch_us: NonNegativeFloat
+    gemms: Gemms
+    xla_target: dict[str, Any] | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Size of the memory in bytes."""
+        return round(self.memory_gb * 1e9)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that a step may use."""
+        return round((self.memory_gb - self.reserve_gb) * 1e9)
+
+    def xla_target_config(self) -> str:
+        """`xla_target` as the text proto that XLA's deviceless compilation takes. A device without one: `ClusterError`."""
+        if self.xla_target is None:
+            raise ClusterError(f"device {self.name!r} has no xla_target: XLA can't compile for it without the device")
+        return _text_proto(self.xla_target)
+
+
+class Link(_Model):
+    """What connects devices (within a host) or network cards (between hosts).
+
+    Attributes:
+        bandwidth_gb_per_s: bytes that one sender gets to one receiver per second, large messages, one direction.
+        group_bandwidth_gb_per_s: by group size, what each member of a ring sends per second, where that is another number:
+            without a switch, a larger group has more links between neighbours.
+        latency_us: time of one hop of an empty message.
+        half_size_mb: message at which half of the bandwidth is reached (`simulator.network`).
+    """
+
+    bandwidth_gb_per_s: PositiveFloat
+    group_bandwidth_gb_per_s: dict[PositiveInt, PositiveFloat] = Field(default_factory=dict)
+    latency_us: NonNegativeFloat
+    half_size_mb: NonNegativeFloat = 0.0
+
+    def bandwidth(self, group_size: int) -> float:
+        """Bytes per second that each member of a ring of `group_size` sends."""
+        return self.group_bandwidth_gb_per_s.get(group_size, self.bandwidth_gb_per_s) * 1e9
+
+
+class Cluster(_Model):
+    """Hosts with the same number of the same devices, and the network between them.
+
+    Devices are numbered host by host: host 0 has devices 0 ... `devices_per_host` - 1.
+
+    Attributes:
+        source: where the numbers come from.
+        nics_per_host: network cards of a host; its devices are spread evenly over them.
+        collective_launch_us: what a collective costs beside its hops and bytes.
+        intra_host: the link between two devices of a host.
+        inter_host: the link between two network cards of different hosts; None for a single host.
+    """
+
+    name: str
+    description: str
+    source: str
+    device: Device
+    hosts: PositiveInt
+    devices_per_host: PositiveInt
+    nics_per_host: PositiveInt = 1
+    collective_launch_us: NonNegativeFloat
+    intra_host: Link
+    inter_host: Link | None = None
+
+    def model_post_init(self, _: Any) -> None:
+        if self.hosts > 1 and self.inter_host is None:
+            raise ValueError(f"inter_host: missing, but there are {self.hosts} hosts; describe the link between them")
+
+    @property
+    def num_devices(self) -> int:
+        return self.hosts * self.devices_per_host
+
+    def host_of(self, device_id: int) -> int:
+        """The host that device `device_id` sits in."""
+        if not 0 <= device_id < self.num_devices:
+            raise ClusterError(f"device {device_id} is not in cluster {self.name!r}: it has {self.num_devices} devices")
+        return device_id // self.devices_per_host
+
+    def nic_of(self, device_id: int) -> int:
+        """The network card that device `device_id` talks to other hosts through, counted over the whole cluster."""
+        host, local = self.host_of(device_id), device_id % self.devices_per_host
+        return host * self.nics_per_host + local * self.nics_per_host // self.devices_per_host
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> Self:
+        """The cluster of a shipped file (by its name) or of a YAML file (by its path)."""
+        path = Path(name_or_path)
+        if str(name_or_path) in cluster_names():
+            path = _CLUSTERS / f"{name_or_path}.yaml"
+        elif path.suffix not in (".yaml", ".yml"):
+            raise ClusterError(
+                f"unknown cluster {str(name_or_path)!r}; expected one of {', '.join(cluster_names())}, or a path to a .yaml file"
+            )
+        data = _read(path)
+        device = data.get("device")
+        if isinstance(device, str):
+            data["device"] = _load_device(device, path)
+        return _validate(cls, data, path)
+
+    def with_size(self, hosts: int | None = None, devices_per_host: int | None = None) -> "Cluster":
+        """The same cluster with another number of hosts, or with fewer devices in each."""
+        hosts = self.hosts if hosts is None else hosts
+        local = self.devices_per_host if devices_per_host is None else devices_per_host
+        if local > self.devices_per_host:
+            raise ClusterError(f"{self.name!r} has {self.devices_per_host} devices per host, not {local}")
+        nics = max(1, self.nics_per_host * local // self.devices_per_host)
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return _validate(
+            Cluster, fields | {"hosts": hosts, "devices_per_host": local, "nics_per_host": nics}, self.name
+        )
+
+    def first_devices(self, count: int) -> "Cluster":
+        """The cluster of the first `count` devices: part of one host, or whole hosts."""
+        if not 1 <= count <= self.num_devices:
+            raise ClusterError(f"{count} devices asked of {self.name!r}, which has {self.num_devices}")
+        if count <= self.devices_per_host:
+            return self.with_size(1, count)
+        if count % self.devices_per_host:
+            raise ClusterError(
+                f"{count} devices are not whole hosts of {self.devices_per_host}, as {self.name!r} has them"
+            )
+        return self.with_size(count // self.devices_per_host)
+
+
+def cluster_names() -> tuple[str, ...]:
+    """Names of the clusters that come with the package."""
+    return tuple(sorted(path.stem for path in _CLUSTERS.glob("*.yaml")))
+
+
+def device_names() -> tuple[str, ...]:
+    """Names of the devices that come with the package."""
+    return tuple(sorted(path.stem for path in _DEVICES.glob("*.yaml")))
+
+
+def _load_device(name: str, cluster_path: Path) -> Device:
+    path = _DEVICES / f"{name}.yaml" if name in device_names() else cluster_path.parent / name
+    if path.suffix not in (".yaml", ".yml"):
+        raise ClusterError(
+            f"{cluster_path}: device: unknown device {name!r}; expected one of {', '.join(device_names())}, "
+            "a path to a .yaml file, or the fields themselves"
+        )
+    return _validate(Device, _read(path), path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ClusterError(f"{path}: can't be read ({error.strerror}); expected a YAML file") from None
+    except yaml.YAMLError as error:
+        raise ClusterError(f"{path}: is not YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise ClusterError(f"{path}: given {type(data).__name__}, expected a mapping of field names to values")
+    return data
+
+
+def _validate[M: _Model](model: type[M], data: Mapping[str, Any], source: object) -> M:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        lines = [_explain(model, details) for details in error.errors()]
+    except ValueError as error:
+        lines = [str(error)]
+    raise ClusterError("\n".join(f"{source}: {line}" for line in lines))
+
+
+def _explain(model: type[_Model], error: ErrorDetails) -> str:
+    """One line for one error of pydantic: field, what was given, what is expected."""
+    *parents, last = error["loc"]
+    field = ".".join(map(str, error["loc"]))
+    given = error["input"]
+    for parent in parents:
+        model = _SECTIONS.get(str(parent), model)
+    valid = list(model.model_fields)
+    match error["type"]:
+        case "missing":
+            return f"{field}: missing; expected {_expectation(model, last)}"
+        case "extra_forbidden":
+            close = difflib.get_close_matches(str(last), valid, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            return f"{field}: unknown field (given {given!r}); {hint}valid: {', '.join(valid)}"
+        case _:
+            return f"{field}: given {given!r}; {error['msg'].replace('Input should be', 'expected')}"
+
+
+def _expectation(model: type[_Model], field: str | int) -> str:
+    annotation = model.model_fields[str(field)].annotation
+    return _WORDS.get(annotation, f"a section with {', '.join(getattr(annotation, 'model_fields', {})) or 'entries'}")
+
+
+_WORDS: dict[Any, str] = {str: "a text", float: "a number", int: "a whole number"}
+_SECTIONS: dict[str, type[_Model]] = {"device": Device, "intra_host": Link, "inter_host": Link, "gemms": Gemms}
+
+_ENUM_FIELDS = {"feature_extension"}  # their values are names, not texts
+
+
+def _text_proto(message: Mapping[str, Any], indent: str = "") -> str:
+    lines = []
+    for key, values in message.items():
+        for value in values if isinstance(values, list) else [values]:
+            match value:
+                case dict():
+                    lines.append(f"{indent}{key} {{\n{_text_proto(value, indent + '  ')}{indent}}}")
+                case bool():
+                    lines.append(f"{indent}{key}: {str(value).lower()}")
+                case str() if key not in _ENUM_FIELDS:
+                    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+                    lines.append(f'{indent}{key}: "{escaped}"')
+                case float() if math.isfinite(value) and value.is_integer():
+                    lines.append(f"{indent}{key}: {int(value)}")
+                case _:
+                    lines.append(f"{indent}{key}: {value}")
+    return "\n".join(lines) + "\n" if lines else ""
