@@ -109,9 +109,11 @@ class _Reduction:
             pending.remove(i)
             dropped = self._drop_dead_ends(i)
             neighbours = list(self.edges[i])
-            if len(neighbours) <= 2:
+            if len(self.costs[i]) == 1:
+                self._settle(i)
+                pending.update(neighbours)
+            elif len(neighbours) <= 2:
                 self._fold(i)
-                pending.discard(i)
                 pending.update(neighbours)
             elif dropped:
                 pending.update(neighbours)
@@ -149,6 +151,14 @@ class _Reduction:
             self.edges[i][j], self.edges[j][i] = kept, kept.T
         return True
 
+    def _settle(self, i: int) -> None:
+        """Take the only option of a decision: its edges become costs of its neighbours."""
+        for j, cost in self.edges.pop(i).items():
+            self.costs[j] = self.costs[j] + cost[0]
+            del self.edges[j][i]
+        self.choice[i] = int(self.options.pop(i)[0])
+        del self.costs[i]
+
     def _fold(self, i: int) -> None:
         """Eliminate a decision with at most two neighbours: they take over its best answer to each of their options."""
         neighbours = list(self.edges[i].items())
@@ -178,13 +188,23 @@ class _Reduction:
         self.folded.append(unfold)
 
 
+def _distinct(cost: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The kind of each row, the kind of each column, and the cost of each pair of kinds."""
+    rows, kind_of_row = np.unique(cost, axis=0, return_inverse=True)
+    columns, kind_of_column = np.unique(rows, axis=1, return_inverse=True)
+    return kind_of_row, kind_of_column, columns
+
+
 def _finite(cost: np.ndarray) -> np.ndarray:
     """Forbidden entries as a cost that no sum of real ones reaches, so that differences stay numbers."""
     return np.where(np.isfinite(cost), cost, 1e12)
 
 
 def _solve_core(work: _Reduction, core: list[int], time_limit: float) -> tuple[dict[int, int], float]:
-    """The one-hot integer program of what is left: s_i over options, e_ij over pairs, e_ij's margins equal s_i and s_j."""
+    """The one-hot integer program of what is left: s_i over options, e_ij over pairs, whose margins equal s_i and s_j.
+
+    Options with equal rows in an edge are one *kind* there: e_ij runs over pairs of kinds, which are far fewer.
+    """
     at: dict[int, int] = {}
     objective: list[np.ndarray] = []
     integral: list[np.ndarray] = []
@@ -219,14 +239,14 @@ def _solve_core(work: _Reduction, core: list[int], time_limit: float) -> tuple[d
         for j, cost in work.edges[i].items():
             if i > j:
                 continue
+            kinds_i, kinds_j, cost = _distinct(cost)
             n, m = cost.shape
             pairs = add(cost.ravel(), False) + np.arange(n * m)
-            for block, owner in ((np.arange(n * m) // m, i), (np.arange(n * m) % m, j)):
-                count = len(work.costs[owner])
-                constrain(height + block, pairs, np.ones(n * m))
-                constrain(height + np.arange(count), at[owner] + np.arange(count), -np.ones(count))
-                right.append(np.zeros(count))
-                height += count
+            for kind, kinds, owner in ((np.arange(n * m) // m, kinds_i, i), (np.arange(n * m) % m, kinds_j, j)):
+                constrain(height + kind, pairs, np.ones(n * m))
+                constrain(height + kinds, at[owner] + np.arange(len(kinds)), -np.ones(len(kinds)))
+                right.append(np.zeros(kinds.max() + 1))
+                height += kinds.max() + 1
     cost = np.concatenate(objective)
     upper = np.where(np.isfinite(cost), 1.0, 0.0)  # a forbidden option is one that can't be taken
     matrix = coo_array((np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=(height, size))

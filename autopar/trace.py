@@ -1,0 +1,113 @@
+"""From a Python training step to a `StepGraph`: one flat jaxpr and what its inputs and outputs are to the user."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, Literal
+
+from autopar import graph
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """A traced step.
+
+    Attributes:
+        jaxpr: flat; an input per array leaf of the arguments, an output per leaf of the result.
+        in_paths: what the user calls each input, e.g. `0/params/Dense_0/kernel`.
+        out_paths: the same for each output.
+        batch: inputs whose first dim is the batch.
+        carried: for each output that is the next value of an input (a state that a training loop feeds back), that input.
+        in_tree: structure of the arguments.
+        out_tree: structure of the result.
+        fingerprint: hash of the jaxpr.
+    """
+
+    jaxpr: Jaxpr
+    in_paths: tuple[str, ...]
+    out_paths: tuple[str, ...]
+    batch: frozenset[int]
+    carried: dict[int, int]
+    in_tree: Any
+    out_tree: Any
+    fingerprint: str
+
+
+class TraceError(TypeError):
+    """The step can't be traced to a jaxpr of arrays."""
+
+
+def trace(fun: Callable[..., Any], args: Sequence[Any], batch_argnums: Sequence[int]) -> StepGraph:
+    """Trace `fun` for arguments like `args` (arrays or ShapeDtypeStructs in pytrees).
+
+    Raises:
+        TraceError: `fun` depends on values that are known only when it runs, or returns something other than arrays.
+    """
+    leaves, in_tree = jax.tree.flatten_with_path(tuple(args))
+    avals = [abstract(leaf) for _, leaf in leaves]
+    try:
+        jaxpr, result = jax.make_jaxpr(fun, return_shape=True)(*jax.tree.unflatten(in_tree, avals))
+    except jax.errors.JAXTypeError as error:
+        raise TraceError(
+            f"{_name(fun)} can't be traced: {str(error).splitlines()[0]}\n"
+            "It depends on the value of an argument; use jnp.where or jax.lax.cond on arrays, or make the argument static"
+            " with static_argnums."
+        ) from error
+    except TypeError as error:
+        if "not a valid JAX type" not in str(error):
+            raise
+        raise TraceError(
+            f"{_name(fun)} can't be traced: {str(error).splitlines()[0]}\n"
+            "Return only arrays and numbers, in dicts, tuples, lists or other pytrees."
+        ) from error
+    outputs, out_tree = jax.tree.flatten_with_path(result)
+    flat = graph.flatten(jaxpr)
+    in_keys, out_keys = [path for path, _ in leaves], [path for path, _ in outputs]
+    batch = frozenset(i for i, key in enumerate(in_keys) if key[0].idx in batch_argnums and avals[i].ndim > 0)
+    return StepGraph(
+        jaxpr=flat,
+        in_paths=tuple(map(_text, in_keys)),
+        out_paths=tuple(map(_text, out_keys)),
+        batch=batch,
+        carried=_carried(flat, in_keys, out_keys, batch),
+        in_tree=in_tree,
+        out_tree=out_tree,
+        fingerprint=graph.fingerprint(flat),
+    )
+
+
+def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type of an array, number or ShapeDtypeStruct."""
+    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _name(fun: Callable[..., Any]) -> str:
+    return getattr(fun, "__name__", "the step")
+
+
+def _text(path: Sequence[Any]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _carried(jaxpr: Jaxpr, in_paths: list, out_paths: list, batch: frozenset[int]) -> dict[int, int]:
+    """Outputs that have the name and type of an input: `state.params` returned as `[0].params` goes on as the next state.
+
+    Names are compared without their first key, the position of the argument or of the result, when there is one.
+    """
+    by_name: dict[tuple[str, Any, Any], int] = {}
+    for i, (path, var) in enumerate(zip(in_paths, jaxpr.invars, strict=True)):
+        if i not in batch:
+            by_name.setdefault((_text(path[1:]), var.aval.shape, var.aval.dtype), i)
+    carried: dict[int, int] = {}
+    for o, (path, atom) in enumerate(zip(out_paths, jaxpr.outvars, strict=True)):
+        if isinstance(atom, Literal):
+            continue
+        for name in (_text(path), _text(path[1:])):
+            match = by_name.get((name, atom.aval.shape, atom.aval.dtype))
+            if match is not None and match not in carried.values():
+                carried[o] = match
+                break
+    return carried
