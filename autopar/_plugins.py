@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-import jax
+Device = Any
+"""A `jax.Device`: pyright takes that name for a variable."""
 
 _PLUGIN = "jax_plugins.xla_cuda12"
 _NEEDED = {_PLUGIN: "jax-cuda12-pjrt", "nvidia.cuda_nvcc": "nvidia-cuda-nvcc-cu12"}
@@ -32,7 +34,7 @@ def silence_idle_plugin() -> None:
 
 
 @functools.cache
-def compile_only_devices(target_config: str, hosts: int, devices_per_host: int) -> tuple[jax.Device, ...]:
+def compile_only_devices(target_config: str, hosts: int, devices_per_host: int) -> tuple[Device, ...]:
     """Stand-ins for `hosts` x `devices_per_host` GPUs that programs can be compiled for but not run on, in order of their ids.
 
     `target_config` is XLA's GpuTargetConfig text: what the compiler wants to know of a GPU. The same arguments give the same

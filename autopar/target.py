@@ -6,20 +6,19 @@ The executable can't run, but its scheduled HLO and its memory are what the real
 import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from autopar._plugins import compile_only_devices
+from autopar._plugins import Device, compile_only_devices
+from simulator.cluster import Cluster
 from simulator.memory import MemoryUse
 
-if TYPE_CHECKING:
-    from simulator.cluster import Cluster
-
 # Without a device there is no autotuning, and untuned Triton GEMMs get tiny tiles: take cuBLAS, as a tuned build mostly would.
-_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+# CUB's sort asks the CUDA driver how much scratch memory it needs, and there is none.
+_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cub_radix_sort": False}
 
 
 class Lowerable(Protocol):
@@ -45,29 +44,17 @@ class TargetExecutable:
     num_devices: int
 
 
-def target_devices(cluster: "Cluster", count: int | None = None) -> tuple[jax.Device, ...]:
+def target_devices(cluster: Cluster, count: int | None = None) -> tuple[Device, ...]:
     """The first `count` (default: all) devices of `cluster`, to compile for but not to run on.
 
     To compile a `jax.pmap`ped step for the cluster give them as its devices: `jax.pmap(step, "i", devices=target_devices(cluster))`.
-    Devices of several hosts must be whole hosts. Raises ValueError for a count that the cluster can't give, or a cluster whose
-    devices are not GPUs.
+    Raises `ClusterError` for more devices than there are, parts of several hosts, or a cluster whose devices are not GPUs.
     """
-    count = cluster.num_devices if count is None else count
-    per_host = min(count, cluster.devices_per_host)
-    if not 0 < count <= cluster.num_devices:
-        raise ValueError(
-            f"{count} devices wanted of cluster {cluster.name!r}, which has {cluster.num_devices} "
-            f"({cluster.hosts} hosts x {cluster.devices_per_host}); use a smaller mesh or a cluster with more hosts"
-        )
-    if count % per_host:
-        raise ValueError(
-            f"{count} devices wanted of cluster {cluster.name!r} with {cluster.devices_per_host} devices a host; "
-            f"more than one host must be whole hosts, so a multiple of {cluster.devices_per_host}"
-        )
-    return compile_only_devices(cluster.device.xla_target_config(), count // per_host, per_host)
+    part = cluster.first_devices(cluster.num_devices if count is None else count)
+    return compile_only_devices(part.device.xla_target_config(), part.hosts, part.devices_per_host)
 
 
-def target_mesh(cluster: "Cluster", shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh:
+def target_mesh(cluster: Cluster, shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh:
     """A mesh of Auto axes over the first devices of `cluster`, row by row; errors as `target_devices`."""
     if len(shape) != len(axis_names):
         raise ValueError(f"mesh shape {shape} has {len(shape)} axes but {len(axis_names)} names {axis_names}; one each")
@@ -75,7 +62,7 @@ def target_mesh(cluster: "Cluster", shape: tuple[int, ...], axis_names: tuple[st
     return Mesh(devices, axis_names, axis_types=(AxisType.Auto,) * len(shape))
 
 
-def compile_for(step: Lowerable, args: tuple[Any, ...], cluster: "Cluster") -> TargetExecutable:
+def compile_for(step: Lowerable, args: tuple[Any, ...], cluster: Cluster) -> TargetExecutable:
     """Compile `step` (a jitted or pmapped function) for the shapes of `args` on `cluster`.
 
     The devices must be the cluster's: a jitted step takes them from its `in_shardings` or from the shardings of `args`

@@ -1,0 +1,81 @@
+"""Which devices a collective connects: the notations of `replica_groups` and `source_target_pairs`.
+
+    {{0,1},{2,3}}                       listed
+    {}                                  all devices
+    [4,2]<=[2,4]T(1,0)                  0 ... 7 as (2, 4), transposed, regrouped as 4 groups of 2
+    mesh['x'=2,'y'=4] {'y'}             along axes of a mesh, here {{0,1,2,3},{4,5,6,7}}; `'y':(2)2` is a part of an axis
+
+The last is xla/hlo/ir/mesh_and_axis.cc: an axis of size n, seen as (pre, size, rest), is split and `size` taken.
+"""
+
+import math
+import re
+
+import numpy as np
+
+from simulator.hlo.text import Instruction
+from simulator.work import Groups
+
+_LISTED = re.compile(r"\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{(.*?)\}")
+_SIZE = re.compile(r"'?([^',=]+)'?=(\d+)")
+_AXIS = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?'?")
+
+
+def groups_of(instruction: Instruction, num_devices: int) -> Groups:
+    """The groups of devices (or, for a permute, the pairs) that `instruction` names."""
+    for key in ("replica_groups=", "source_target_pairs="):
+        _, found, text = instruction.attributes.partition(key)
+        if found:
+            break
+    else:
+        return (tuple(range(num_devices)),)
+    if found := _LISTED.match(text):
+        groups = tuple(_integers(group) for group in re.findall(r"\{([\d,]*)\}", found[1]))
+        return groups or (tuple(range(num_devices)),)
+    if found := _IOTA.match(text):
+        return _as_groups(_iota(found).reshape(_integers(found[1])))
+    if found := _MESH.match(text):
+        return _mesh_groups(*found.groups())
+    raise instruction.error(
+        f"device groups {text[:80]!r} are in no known notation; it goes into simulator/hlo/groups.py"
+    )
+
+
+def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> Groups:
+    sizes = {name: int(size) for name, size in _SIZE.findall(mesh)}
+    count = math.prod(sizes.values())
+    strides, stride = {}, count
+    for name, size in sizes.items():
+        stride //= size
+        strides[name] = stride
+    inside, outside, group_size = (
+        np.zeros(count, int),
+        np.arange(count),
+        1,
+    )  # position within its group, and which group
+    for name, before, part in _AXIS.findall(axes):
+        size = int(part or sizes[name])
+        stride = strides[name] * sizes[name] // (int(before or 1) * size)
+        coordinate = np.arange(count) // stride % size
+        inside, outside, group_size = inside * size + coordinate, outside - coordinate * stride, group_size * size
+    order = np.lexsort((inside, outside))
+    if device_ids:
+        iota = _IOTA.match(device_ids)
+        order = (_iota(iota).ravel() if iota and iota[3] else np.array(_integers(device_ids)))[order]
+    return _as_groups(order.reshape(-1, group_size))
+
+
+def _iota(found: re.Match[str]) -> np.ndarray:
+    sizes = _integers(found[2])
+    devices = np.arange(math.prod(sizes)).reshape(sizes)
+    return devices.transpose(_integers(found[3])) if found[3] else devices
+
+
+def _as_groups(rows: np.ndarray) -> Groups:
+    return tuple(tuple(int(device) for device in row) for row in rows)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))

@@ -1,0 +1,89 @@
+"""What one HLO instruction launches: a kernel with its FLOP and bytes."""
+
+import re
+
+from simulator.hlo.matrix import conv_call, conv_flops, dot_of, gemm_call, is_conv_call, is_gemm_call
+from simulator.hlo.text import Computation, Instruction, Module
+from simulator.hlo.traffic import fusion_bytes, kernel_bytes
+from simulator.work import Kernel
+
+_ELEMENTWISE = (
+    "abs acos acosh add and asin asinh atan2 atanh bitcast-convert cbrt ceil clamp clz compare complex convert cosh cosine divide "
+    "erf exponential exponential-minus-one floor imag is-finite log log-plus-one logistic maximum minimum multiply negate not or "
+    "popcnt power real reduce-precision remainder round-nearest-afz round-nearest-even rsqrt select shift-left "
+    "shift-right-arithmetic shift-right-logical sign sine sinh sqrt stochastic-convert subtract tan tanh xor"
+)
+_OTHERS = (
+    "broadcast concatenate copy dynamic-slice dynamic-update-slice fft gather iota map pad reduce reduce-window reshape reverse rng "
+    "rng-bit-generator rng-get-and-update-state scatter select-and-scatter slice transpose"
+)
+_MEMORY = frozenset(f"{_ELEMENTWISE} {_OTHERS}".split())
+_MEMORY_CALLS = frozenset(("__gpu$TopK", "__cudnn$norm", "__cudnn$softmax"))
+
+
+def kernel_of(module: Module, computation: Computation, instruction: Instruction) -> Kernel:
+    """The kernel that `instruction` of `computation` launches; `HloError` if its cost isn't known."""
+    match instruction.opcode:
+        case "fusion":
+            return _fusion(instruction, module.called(instruction, "calls"))
+        case "custom-call":
+            return _custom_call(computation, instruction)
+        case "dot" | "convolution":
+            return _matrix(instruction.name, computation, [instruction], kernel_bytes(computation, instruction))
+        case "sort":
+            return _memory(instruction, kernel_bytes(computation, instruction) * _passes(computation, instruction))
+        case "copy-start":  # results: the copy, the source and a handle
+            return _memory(instruction, 2 * instruction.array.num_bytes)
+        case opcode if opcode in _MEMORY:
+            return _memory(instruction, kernel_bytes(computation, instruction))
+        case opcode:
+            raise instruction.error(
+                f"opcode {opcode!r} is not known to the simulator; its cost goes into simulator/hlo/kernels.py"
+            )
+
+
+def _fusion(instruction: Instruction, fused: Computation) -> Kernel:
+    moved = fusion_bytes(fused)
+    if products := [inner for inner in fused.instructions if inner.opcode in ("dot", "convolution")]:
+        return _matrix(instruction.name, fused, products, moved)
+    for sort in (inner for inner in fused.instructions if inner.opcode == "sort"):
+        moved *= _passes(fused, sort)
+    return _memory(instruction, moved)
+
+
+def _custom_call(computation: Computation, call: Instruction) -> Kernel:
+    found = re.search(r'custom_call_target="([^"]*)"', call.attributes)
+    target = found[1] if found else ""
+    if is_gemm_call(target):
+        return gemm_call(computation, call)
+    if is_conv_call(target):
+        return conv_call(computation, call, target)
+    if target in _MEMORY_CALLS:
+        return _memory(call, kernel_bytes(computation, call))
+    raise call.error(
+        f"custom call {target!r} is not known to the simulator; its cost goes into simulator/hlo/kernels.py"
+    )
+
+
+def _matrix(name: str, computation: Computation, products: list[Instruction], moved: float) -> Kernel:
+    """One kernel that computes HLO's own matrix products or convolutions, usually one."""
+    operands = [computation.operands(product) for product in products]
+    gemms = [dot_of(computation, product) for product in products if product.opcode == "dot"]
+    convs = [
+        conv_flops(product, inputs[1].array, product.array)
+        for product, inputs in zip(products, operands, strict=True)
+        if product.opcode == "convolution"
+    ]
+    flops = sum(gemm.flops for gemm in gemms) + sum(convs)
+    sizes = gemms[0] if len(products) == len(gemms) == 1 else None
+    return Kernel(name, "gemm" if gemms else "conv", flops, moved, operands[0][0].array.dtype, sizes)
+
+
+def _memory(instruction: Instruction, moved: float) -> Kernel:
+    dtype = instruction.array.dtype if instruction.shape else "f32"
+    return Kernel(instruction.name, "memory", 0.0, moved, dtype)
+
+
+def _passes(computation: Computation, sort: Instruction) -> float:
+    """A radix sort reads and writes everything once for each byte of the key."""
+    return computation.operands(sort)[0].array.item_bytes
