@@ -1,0 +1,50 @@
+"""Simulates programs on clusters that need not be here: describe the hardware, what runs on it, and read the timeline.
+
+>>> from simulator import Cluster, Gemm, Kernel, Program, Run, simulate
+>>> product = Kernel("matmul", "gemm", flops=2 * 4096**3, bytes=3 * 4 * 4096**2, gemm=Gemm(4096, 4096, 4096))
+>>> program = Program(meshes=((0,),), instructions=((Run(0, "S"),),), bodies={"0S": (product,)})
+>>> timeline = simulate(program, Cluster.load("p3.16xlarge"))
+>>> f"{timeline.makespan * 1e3:.1f} ms"
+'9.7 ms'
+
+It knows nothing of JAX: `simulator.hlo` reads compiled programs as text, everything else is plain numbers.
+"""
+
+from simulator.cluster import Cluster, ClusterError, Device, Link, cluster_names
+from simulator.costs import BandwidthOnly, ClusterCosts, CostModel
+from simulator.engine import simulate
+from simulator.memory import MemoryUse
+from simulator.program import DeadlockError, Free, Program, Recv, Run, Send, parse_instruction, walk
+from simulator.timeline import Span, Timeline
+from simulator.work import Collective, Done, Gemm, Kernel, Loop, Start, Work, work_of
+
+__all__ = [
+    "BandwidthOnly",
+    "Cluster",
+    "ClusterCosts",
+    "ClusterError",
+    "Collective",
+    "CostModel",
+    "DeadlockError",
+    "Device",
+    "Done",
+    "Free",
+    "Gemm",
+    "Kernel",
+    "Link",
+    "Loop",
+    "MemoryUse",
+    "Program",
+    "Recv",
+    "Run",
+    "Send",
+    "Span",
+    "Start",
+    "Timeline",
+    "Work",
+    "cluster_names",
+    "parse_instruction",
+    "simulate",
+    "walk",
+    "work_of",
+]

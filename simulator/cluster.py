@@ -27,20 +27,6 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Gemms(_Model):
-    """How a device runs matrix products: in tiles, one per core at a time (see `simulator.compute`).
-
-    Attributes:
-        efficiency: fraction of the peak that a core reaches inside an infinitely large tile, by dtype; "other" for the rest.
-        tile_half: side of the square tile that runs at half of that.
-        tile_overhead_us: what a tile costs beside its multiplications (filling and draining the pipeline).
-    """
-
-    efficiency: dict[str, Fraction]
-    tile_half: NonNegativeFloat = 0.0
-    tile_overhead_us: NonNegativeFloat = 0.0
-
-
 class Device(_Model):
     """One accelerator: how much it holds and how fast it is.
 
@@ -51,6 +37,9 @@ class Device(_Model):
         peak_tflop_per_s: peak of matrix products by HLO dtype ("f32", "bf16", ...).
         vector_tflop_per_s: peak of elementwise arithmetic in f32.
         memory_efficiency: fraction of the memory bandwidth that large kernels reach.
+        gemm_efficiency: fraction of the peak that a core reaches inside a tile of a matrix product; another one for the dtypes in
+            `gemm_efficiency_by_dtype`.
+        tile_overhead_us: what a tile costs beside its multiplications: filling and draining the pipeline.
         kernel_launch_us: from the end of a kernel to the start of the next one of the same executable.
         xla_target: XLA's GpuTargetConfig, to compile for this device where there is none; None for a CPU.
     """
@@ -66,7 +55,9 @@ class Device(_Model):
     memory_bandwidth_gb_per_s: PositiveFloat
     memory_efficiency: Fraction
     kernel_launch_us: NonNegativeFloat
-    gemms: Gemms
+    gemm_efficiency: Fraction
+    gemm_efficiency_by_dtype: dict[str, Fraction] = Field(default_factory=dict)
+    tile_overhead_us: NonNegativeFloat = 0.0
     xla_target: dict[str, Any] | None = None
 
     @property
@@ -258,7 +249,7 @@ def _expectation(model: type[_Model], field: str | int) -> str:
 
 
 _WORDS: dict[Any, str] = {str: "a text", float: "a number", int: "a whole number"}
-_SECTIONS: dict[str, type[_Model]] = {"device": Device, "intra_host": Link, "inter_host": Link, "gemms": Gemms}
+_SECTIONS: dict[str, type[_Model]] = {"device": Device, "intra_host": Link, "inter_host": Link}
 
 _ENUM_FIELDS = {"feature_extension"}  # their values are names, not texts
 

@@ -1,7 +1,8 @@
 """Cost models: what turns work into seconds. The planner and the engine ask the same one."""
 
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 from typing import Protocol
 
 from simulator.cluster import Cluster
@@ -13,7 +14,7 @@ from simulator.work import CollectiveKind, Groups, Kernel
 class CostModel(Protocol):
     """Seconds of work on one cluster."""
 
-    def kernel(self, kernel: Kernel) -> float:
+    def kernel(self, kernel: Kernel, /) -> float:
         """Seconds that a kernel occupies the compute stream."""
         ...
 
@@ -30,40 +31,44 @@ class ClusterCosts:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._kernel = lru_cache(maxsize=1 << 16)(lambda kernel: kernel_seconds(cluster.device, kernel))
-        self._routes = lru_cache(maxsize=1 << 12)(lambda kind, groups: find_routes(cluster, kind, groups))
-        self._collective = lru_cache(maxsize=1 << 16)(
-            lambda kind, num_bytes, groups: collective_seconds(cluster, kind, num_bytes, self._routes(kind, groups))
-        )
 
-    def kernel(self, kernel: Kernel) -> float:
-        return self._kernel(replace(kernel, name=""))  # kernels that differ by name only cost the same
+        @lru_cache(maxsize=1 << 16)
+        def kernel_like(kind, flops, num_bytes, dtype, gemm) -> float:  # whatever its name
+            return kernel_seconds(cluster.device, Kernel("", kind, flops, num_bytes, dtype, gemm))
+
+        @lru_cache(maxsize=1 << 12)
+        def routes(kind: CollectiveKind, groups: Groups):
+            return find_routes(cluster, kind, groups)
+
+        @lru_cache(maxsize=1 << 16)
+        def collective(kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
+            return collective_seconds(cluster, kind, num_bytes, routes(kind, groups))
+
+        self._kernel = kernel_like
+        self._collective = collective
+
+    def kernel(self, kernel: Kernel, /) -> float:
+        return self._kernel(kernel.kind, kernel.flops, kernel.bytes, kernel.dtype, kernel.gemm)
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         return self._collective(kind, num_bytes, groups)
 
 
+@dataclass(frozen=True, slots=True)
 class BandwidthOnly:
     """A toy cluster without latency, every device with the same bandwidth to every other: planners are easy to check on it.
 
-    Args:
+    Attributes:
         bandwidth: bytes per second that each device sends.
-        flops_per_s: speed of every kernel with FLOP; infinite makes compute free.
+        flop_per_s: speed of all arithmetic; infinite makes compute free.
     """
 
-    def __init__(self, bandwidth: float = 1e9, flops_per_s: float = float("inf")) -> None:
-        self.bandwidth = bandwidth
-        self.flops_per_s = flops_per_s
+    bandwidth: float = 1e9
+    flop_per_s: float = inf
 
-    def kernel(self, kernel: Kernel) -> float:
-        return kernel.flops / self.flops_per_s
+    def kernel(self, kernel: Kernel, /) -> float:
+        return kernel.flops / self.flop_per_s
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
-        return max(
-            (
-                sent_fraction(kind, len(set(group))) * num_bytes / self.bandwidth
-                for group in groups
-                if len(set(group)) > 1
-            ),
-            default=0.0,
-        )
+        size = max(len(set(group)) for group in groups)  # a device that sends to itself is alone
+        return sent_fraction(kind, size) * num_bytes / self.bandwidth if size > 1 else 0.0

@@ -1,0 +1,169 @@
+"""Puts clocks on a program: what every mesh computes, communicates and waits for, and when.
+
+All devices of a mesh do the same at the same time, so a mesh has one compute stream, which takes operations in order, and one
+communication stream, which takes what the compute stream hands it, in order. They meet where the compute stream waits.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import isclose
+from typing import assert_never
+
+from simulator.cluster import Cluster
+from simulator.costs import ClusterCosts, CostModel
+from simulator.program import Free, Program, Recv, Run, Send, walk
+from simulator.timeline import Category, Span, Stream, Timeline
+from simulator.work import Body, Collective, Done, Groups, Kernel, Loop, Start
+
+
+def simulate(program: Program, cluster: Cluster, costs: CostModel | None = None) -> Timeline:
+    """The timeline of one step of `program` on `cluster`, by default at the costs that `cluster` implies.
+
+    A send moves `num_bytes` from each device of its mesh to its partner in the other mesh.
+
+    Raises:
+        DeadlockError: the meshes wait for one another.
+        ValueError: a mesh has devices that the cluster lacks, or a task has no body.
+    """
+    costs = costs or ClusterCosts(cluster)
+    for mesh, devices in enumerate(program.meshes):
+        if not devices or max(devices) >= cluster.num_devices:
+            raise ValueError(
+                f"mesh {mesh} has devices {devices}; cluster {cluster.name!r} has devices 0 to {cluster.num_devices - 1}"
+            )
+    clocks = [_Clock(mesh, devices, costs) for mesh, devices in enumerate(program.meshes)]
+    arrivals: dict[tuple[str, int, int], float] = {}
+    for mesh, instruction in walk(program):
+        clock = clocks[mesh]
+        clock.task = str(instruction)
+        match instruction:
+            case Run():
+                clock.play(_body(program, instruction))
+            case Send(value, to, num_bytes):
+                pairs = _partners(program.meshes[mesh], program.meshes[to])
+                seconds = costs.collective("permute", num_bytes, pairs)
+                arrivals[value, mesh, to] = clock.communicate(str(instruction), seconds, "send")
+            case Recv(value, source):
+                clock.wait_until(arrivals.pop((value, source, mesh)), str(instruction), "bubble")
+            case Free():
+                pass
+            case _:
+                assert_never(instruction)
+    spans = tuple(span for clock in clocks for span in clock.spans)
+    return Timeline(spans, program.meshes, program.memory)
+
+
+@dataclass(slots=True)
+class _Clock:
+    """The two streams of one mesh: `compute` and `communication` say until when each is busy."""
+
+    mesh: int
+    devices: tuple[int, ...]
+    costs: CostModel
+    task: str = ""
+    compute: float = 0.0
+    communication: float = 0.0
+    running: dict[str, float] = field(default_factory=dict)  # collectives started and not waited for: when each ends
+    spans: list[Span] = field(default_factory=list)
+    groups: dict[Groups, Groups] = field(default_factory=dict)
+
+    def play(self, body: Body) -> None:
+        for op in body:
+            match op:
+                case Kernel():
+                    start, self.compute = self.compute, self.compute + self.costs.kernel(op)
+                    self._record(op.name, "compute", start, self.compute, op.kind)
+                case Start(collective):
+                    seconds = self.costs.collective(collective.kind, collective.num_bytes, self._global(collective))
+                    self.running[collective.name] = self.communicate(collective.name, seconds, collective.kind)
+                case Done(name):
+                    if name not in self.running:
+                        raise ValueError(f"task {self.task}: waits for collective {name!r}, which is not running")
+                    self.wait_until(self.running.pop(name), name, "wait")
+                case Loop():
+                    self._loop(op)
+                case _:
+                    assert_never(op)
+
+    def communicate(self, name: str, seconds: float, category: Category) -> float:
+        """Hand a transfer to the communication stream now; returns when it ends."""
+        start = max(self.compute, self.communication)
+        self.communication = start + seconds
+        self._record(name, "communication", start, self.communication, category)
+        return self.communication
+
+    def wait_until(self, time: float, name: str, category: Category) -> None:
+        """Let the compute stream idle until `time`."""
+        if time > self.compute:
+            self._record(name, "compute", self.compute, time, category)
+            self.compute = time
+
+    def _loop(self, loop: Loop) -> None:
+        """Play iterations until they repeat one another, then skip ahead."""
+        last = None
+        for iteration in range(1, loop.count + 1):
+            first_span, compute, communication = len(self.spans), self.compute, self.communication
+            running = dict(self.running)
+            self.play(loop.body)
+            steps = self.compute - compute, self.communication - communication
+            backlog = max(0.0, self.communication - self.compute)
+            if last is not None and _steady(last, (*steps, backlog)):
+                started = {name for name, end in self.running.items() if running.get(name) != end}
+                self._skip(loop.count - iteration, *steps, self.spans[first_span:], started)
+                return
+            last = (*steps, backlog)
+
+    def _skip(self, count: int, compute: float, communication: float, pattern: list[Span], started: set[str]) -> None:
+        """Add `count` more iterations that advance the streams by `compute` and `communication` seconds, as `pattern` did."""
+        if not count:
+            return
+        ends: dict[Stream, float] = {
+            "compute": self.compute + count * compute,
+            "communication": self.communication + count * communication,
+        }
+        begins: dict[Stream, float] = {"compute": self.compute, "communication": self.communication}
+        busy: defaultdict[tuple[Stream, Category], float] = defaultdict(float)
+        for span in pattern:
+            busy[span.stream, span.category] += count * span.seconds
+        for (stream, category), seconds in busy.items():
+            name = f"{count} x {category}"
+            self.spans.append(Span(name, self.mesh, stream, begins[stream], ends[stream], category, self.task, seconds))
+        self.compute, self.communication = ends["compute"], ends["communication"]
+        for name in started:
+            self.running[name] += count * communication
+
+    def _global(self, collective: Collective) -> Groups:
+        """Its groups in ids of the cluster; a body counts the devices of its mesh from 0."""
+        known = self.groups.get(collective.groups)
+        if known is None:
+            try:
+                known = tuple(tuple(self.devices[i] for i in group) for group in collective.groups)
+            except IndexError:
+                raise ValueError(
+                    f"task {self.task}: {collective.name} has groups {collective.groups}; mesh {self.mesh} has positions 0 to "
+                    f"{len(self.devices) - 1}"
+                ) from None
+            self.groups[collective.groups] = known
+        return known
+
+    def _record(self, name: str, stream: Stream, start: float, end: float, category: Category) -> None:
+        self.spans.append(Span(name, self.mesh, stream, start, end, category, self.task))
+
+
+def _steady(last: tuple[float, float, float], now: tuple[float, float, float]) -> bool:
+    """Both streams advanced as in the iteration before, and communication that lags behind is not about to be caught up."""
+    same = all(isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in zip(last[:2], now[:2], strict=True))
+    return same and now[2] >= last[2] * (1 - 1e-6) - 1e-12
+
+
+def _body(program: Program, run: Run) -> Body:
+    if run.task not in program.bodies:
+        known = ", ".join(sorted(program.bodies)) or "none"
+        raise ValueError(f"task {run.task} has no body, so it can't be simulated; the program has bodies of: {known}")
+    return program.bodies[run.task]
+
+
+def _partners(source: tuple[int, ...], target: tuple[int, ...]) -> Groups:
+    """Who sends to whom; the larger mesh goes round the smaller one."""
+    count = max(len(source), len(target))
+    return tuple((source[i % len(source)], target[i % len(target)]) for i in range(count))

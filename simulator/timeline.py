@@ -1,0 +1,157 @@
+"""What happened when: the spans of one simulated step, and what they add up to."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from simulator.cluster import Cluster
+from simulator.memory import MemoryUse
+
+Stream = Literal["compute", "communication"]
+STREAMS: tuple[Stream, ...] = ("compute", "communication")
+
+Category = Literal[
+    "gemm",
+    "conv",
+    "memory",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "permute",
+    "send",
+    "wait",
+    "bubble",
+]
+"""Kinds of kernel and of collective; `wait` is compute waiting for its own communication, `bubble` for another mesh."""
+
+_IDLE = ("wait", "bubble")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One stretch of one stream of one mesh, in seconds from the start of the step.
+
+    Attributes:
+        task: the instruction it belongs to, as it prints: `1F0`.
+        busy: seconds it stands for, where that is less than its length: the iterations of a loop are summed up as one span per
+            category.
+    """
+
+    name: str
+    mesh: int
+    stream: Stream
+    start: float
+    end: float
+    category: Category
+    task: str = ""
+    busy: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start if self.busy is None else self.busy
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One step of a program on a cluster.
+
+    Attributes:
+        meshes: for each mesh, the ids of its devices.
+        memory: for each mesh, the memory of one of its devices; empty if the program does not say.
+    """
+
+    spans: tuple[Span, ...]
+    meshes: tuple[tuple[int, ...], ...]
+    memory: tuple[MemoryUse, ...] = ()
+
+    @property
+    def makespan(self) -> float:
+        """Seconds of the step."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes on the fullest device; 0 if the program does not say."""
+        return max((use.total for use in self.memory), default=0)
+
+    def busy(self, mesh: int, stream: Stream) -> float:
+        """Seconds in which a stream works; a compute stream that waits does not."""
+        return sum(s.seconds for s in self.spans if (s.mesh, s.stream) == (mesh, stream) and s.category not in _IDLE)
+
+    def exposed_communication(self, mesh: int) -> float:
+        """Seconds in which the devices of a mesh do nothing but communicate."""
+        own = [span for span in self.spans if span.mesh == mesh]
+        last = {stream: max((s.end for s in own if s.stream == stream), default=0.0) for stream in STREAMS}
+        return sum(s.seconds for s in own if s.category == "wait") + max(0.0, last["communication"] - last["compute"])
+
+    def seconds_by_category(self, mesh: int) -> dict[Category, float]:
+        """Seconds that each kind of kernel, collective and idling takes on a mesh."""
+        total: Counter[Category] = Counter()
+        for span in self.spans:
+            if span.mesh == mesh:
+                total[span.category] += span.seconds  # pyright: ignore[reportArgumentType]
+        return dict(total)
+
+    def fits(self, cluster: Cluster) -> bool:
+        """Whether every mesh has room on the devices of `cluster`."""
+        if not self.memory:
+            raise ValueError("this timeline knows no memory; give the program `memory`, one MemoryUse per mesh")
+        return self.peak_bytes <= cluster.device.usable_bytes
+
+    def __str__(self) -> str:
+        rows = [f"{self.makespan * 1e3:.3f} ms, {self.peak_bytes / 1e9:.3f} GB"]
+        for mesh in range(len(self.meshes)):
+            parts = sorted(self.seconds_by_category(mesh).items(), key=lambda part: -part[1])
+            rows.append(f"mesh {mesh}: " + ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in parts))
+        return "\n".join(rows)
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """The timeline in the Trace Event Format that Perfetto and chrome://tracing open: a process per mesh, a thread per stream."""
+        events: list[dict[str, Any]] = []
+        for mesh, devices in enumerate(self.meshes):
+            events.append(_metadata("process_name", mesh, 0, f"mesh {mesh}: devices {_ranges(devices)}"))
+            events += [_metadata("thread_name", mesh, i, name) for i, name in enumerate(("tasks", *STREAMS))]
+        events += [_event(span, 0) for span in _tasks(self.spans)]
+        events += [_event(span, 1 + STREAMS.index(span.stream)) for span in self.spans]
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def save_chrome_trace(self, path: str | Path) -> None:
+        """Write `chrome_trace` as JSON; open it at ui.perfetto.dev."""
+        Path(path).write_text(json.dumps(self.chrome_trace()), encoding="utf-8")
+
+
+def _metadata(name: str, mesh: int, thread: int, value: str) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": mesh, "tid": thread, "args": {"name": value}}
+
+
+def _event(span: Span, thread: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.category,
+        "pid": span.mesh,
+        "tid": thread,
+        "ts": span.start * 1e6,
+        "dur": (span.end - span.start) * 1e6,
+        "args": {"task": span.task, "busy_us": span.seconds * 1e6},
+    }
+
+
+def _tasks(spans: Iterable[Span]) -> list[Span]:
+    """One span from the first to the last kernel of each task."""
+    tasks: dict[tuple[int, str], Span] = {}
+    for span in spans:
+        if span.task and span.stream == "compute":
+            first = tasks.get((span.mesh, span.task), span)
+            tasks[span.mesh, span.task] = Span(span.task, span.mesh, "compute", first.start, span.end, span.category)
+    return list(tasks.values())
+
+
+def _ranges(devices: tuple[int, ...]) -> str:
+    """`0-7` for consecutive ids, else all of them."""
+    first, last = min(devices), max(devices)
+    return f"{first}-{last}" if list(devices) == list(range(first, last + 1)) else ",".join(map(str, devices))
