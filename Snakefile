@@ -1,0 +1,38 @@
+# The sweep: models x meshes x strategies, planned, measured here, simulated for clusters that are not here.
+# `uv run snakemake --cores all` makes everything; `--configfile mine.yaml` changes what mine.yaml names.
+
+import json
+import sys
+
+sys.path.insert(0, workflow.basedir)  # the project itself, wherever the results go
+
+from experiments.sources import cluster_files, sources
+from experiments.sweep import make_sweep
+
+
+configfile: f"{workflow.basedir}/experiments/config/default.yaml"
+
+
+sweep = make_sweep(config)  # every key and name is right, or nothing starts
+
+PYTHON = f"PYTHONPATH={workflow.basedir} {sys.executable} -m"
+ISOLATE = f"{PYTHON} experiments.isolate"  # one cell's failure is that cell's result
+
+
+wildcard_constraints:
+    job=r"[^/]+/[^/]+/[^/]+", # platform/model-size/mesh
+
+
+# Cells are asked for by name: they are not tracked, so a fresh clone computes them although it holds tables and figures.
+rule all:
+    input:
+        expand("results/cells/{cell}", cell=sweep.cells),
+        "results/tables/cells.csv",
+        expand("results/figures/{figure}.svg", figure=sweep.figures),
+
+
+include: "experiments/rules/plan.smk"
+include: "experiments/rules/measure.smk"
+include: "experiments/rules/simulate.smk"
+include: "experiments/rules/tables.smk"
+include: "experiments/rules/figures.smk"

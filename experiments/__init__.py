@@ -1,0 +1,1 @@
+"""The sweep: models x meshes x strategies, planned, measured and simulated by a Snakemake workflow."""

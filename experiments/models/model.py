@@ -1,0 +1,55 @@
+"""What the sweep asks of a model: a state, a batch and an ordinary training step."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+
+type Batch = dict[str, jax.Array]
+type ValueAndGrad = Callable[[Callable], Callable]
+
+
+class Model(ABC):
+    """A model to train, with every size fixed. Subclasses are frozen dataclasses whose fields are the sizes."""
+
+    batch_size: int
+
+    @abstractmethod
+    def init_state(self, key: jax.Array) -> TrainState:
+        """Parameters and Adam's moments."""
+
+    @abstractmethod
+    def make_batch(self, key: jax.Array) -> Batch:
+        """One batch of made-up training data; dim 0 of every array is the batch."""
+
+    @abstractmethod
+    def train_step(self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad) -> Any:
+        """One step of training.
+
+        `value_and_grad` is the seam for whoever wants more of the gradient than JAX gives: `autopar.value_and_grad` accumulates
+        it over microbatches, the pmap strategy averages it over devices.
+        """
+
+    def abstract_args(self) -> tuple[TrainState, Batch]:
+        """Shapes and dtypes of (state, batch); nothing is allocated."""
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return jax.eval_shape(self.init_state, key), jax.eval_shape(self.make_batch, key)
+
+    @property
+    def num_parameters(self) -> int:
+        state, _ = self.abstract_args()
+        return sum(leaf.size for leaf in jax.tree.leaves(state.params))
+
+    @property
+    def dtype(self) -> str:
+        """What it computes in, in NumPy's spelling; parameters are float32."""
+        return np.dtype(np.float32).name
+
+
+def adam_state(apply: Callable, params: Any) -> TrainState:
+    """A train state with the quickstart's optimizer."""
+    return TrainState.create(apply_fn=apply, params=params, tx=optax.adam(learning_rate=1e-3))

@@ -1,0 +1,104 @@
+"""The tidy table of all cells, and the comparison with published numbers."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from experiments.cells import Cell, read_cell, read_job
+from experiments.job import Job, mesh_name
+from experiments.models import Model, build_model
+
+COLUMNS = {
+    "model": "string",
+    "size": "string",
+    "parameters": "Int64",
+    "batch": "Int64",
+    "dtype": "string",
+    "devices": "Int64",
+    "mesh": "string",
+    "strategy": "string",
+    "platform": "string",
+    "source": "string",
+    "step_time_s": "Float64",
+    "step_time_std_s": "Float64",
+    "memory_bytes_per_device": "Int64",
+    "equality_error": "Float64",
+    "planning_time_s": "Float64",
+    "compile_time_s": "Float64",
+    "status": "string",
+    "reason": "string",
+}
+"""Columns of cells.csv and their types."""
+
+CELL = ["model", "size", "mesh", "strategy", "platform"]
+"""The columns that together say which cell a row is about; `source` says where its numbers come from."""
+
+
+def cell_table(directories: Iterable[Path], published: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """One row per cell of each directory (`.../source/platform/model-size/mesh`), and one per published number of their models."""
+    sizes: dict[tuple[str, str], Mapping[str, Any]] = {}
+    rows = []
+    for directory in directories:
+        job, source = read_job(directory), directory.parts[-4]
+        sizes[job.model, job.size] = job.sizes
+        rows += [_cell_row(source, job, strategy, read_cell(directory, strategy)) for strategy in job.strategies]
+    for paper in published:
+        if numbers := sizes.get((paper["model"], paper["size"])):
+            rows += [_published_row(paper, row, numbers) for row in paper["rows"]]
+    return pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS)
+
+
+def quickstart_table(cells: pd.DataFrame) -> pd.DataFrame:
+    """Published numbers beside our predictions of the same cells, with the error in percent of what was published."""
+    paper, ours = cells[cells["source"] == "paper"], cells[cells["source"] == "simulated"]
+    both = paper.merge(ours, on=CELL, suffixes=("_published", "_predicted"))
+    table = both[CELL].copy()
+    for column, name, unit in (("step_time_s", "step_time_ms", 1e-3), ("memory_bytes_per_device", "memory_gib", 2**30)):
+        published, predicted = both[f"{column}_published"] / unit, both[f"{column}_predicted"] / unit
+        table[f"published_{name}"] = published.astype("Float64").round(3)
+        table[f"predicted_{name}"] = predicted.astype("Float64").round(3)
+        table[f"{name.rsplit('_', 1)[0]}_error_percent"] = (
+            (100 * (predicted / published - 1)).astype("Float64").round(1)
+        )
+    table["published_in"] = both["reason_published"]
+    return table
+
+
+def _cell_row(source: str, job: Job, strategy: str, cell: Cell) -> dict[str, Any]:
+    return _what(job) | {"strategy": strategy, "source": source} | asdict(cell)
+
+
+def _published_row(paper: Mapping[str, Any], row: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    job = Job(paper["model"], paper["size"], sizes, paper["cluster"], row["mesh"], (row["strategy"],))
+    return _what(job) | {
+        "strategy": row["strategy"],
+        "source": "paper",
+        "step_time_s": row["step_time_ms"] / 1e3,
+        "step_time_std_s": row["step_time_std_ms"] / 1e3,
+        "memory_bytes_per_device": round(row["memory_gib_per_device"] * 2**30),
+        "status": "ok",
+        "reason": paper["source"],
+    }
+
+
+def _what(job: Job) -> dict[str, Any]:
+    model = build_model(job.model, job.sizes)
+    return {
+        "model": job.model,
+        "size": job.size,
+        "parameters": _num_parameters(model),
+        "batch": model.batch_size,
+        "dtype": model.dtype,
+        "devices": job.num_devices,
+        "mesh": mesh_name(job.mesh),
+        "platform": job.platform,
+    }
+
+
+@cache
+def _num_parameters(model: Model) -> int:
+    return model.num_parameters

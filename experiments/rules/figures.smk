@@ -1,0 +1,15 @@
+# Step time and memory of every strategy, a figure for each model on each platform.
+
+
+rule figures:
+    input:
+        sources("figures"),
+        table="results/tables/cells.parquet",
+    output:
+        expand("results/figures/{figure}.svg", figure=sweep.figures),
+    log:
+        "results/logs/figures.log",
+    message:
+        "figures"
+    shell:
+        "{PYTHON} experiments.scripts.figures {input.table} {output} 2> {log}"

@@ -1,0 +1,19 @@
+# Run each plan on the devices present. Takes all cores, so that nothing else runs during a measurement.
+
+
+rule measure:
+    input:
+        sources("measure"),
+        plans="results/plans/{job}",
+    output:
+        cells=directory("results/cells/measured/{job}"),
+    params:
+        job=lambda wildcards: sweep[wildcards.job].to_json(),
+        settings=json.dumps(sweep.measure),
+    threads: workflow.cores
+    log:
+        "results/logs/measure/{job}.log",
+    message:
+        "measure {wildcards.job}"
+    shell:
+        "{ISOLATE} measure {params.job:q} {output.cells} {input.plans} {params.settings:q} 2> {log}"

@@ -1,0 +1,17 @@
+# Decide how each strategy shards a model on a mesh of a cluster. Needs no device.
+
+
+rule plan:
+    input:
+        sources("plan"),
+        lambda wildcards: cluster_files(sweep[wildcards.job].cluster),
+    output:
+        directory("results/plans/{job}"),
+    params:
+        job=lambda wildcards: sweep[wildcards.job].to_json(),
+    log:
+        "results/logs/plan/{job}.log",
+    message:
+        "plan {wildcards.job}"
+    shell:
+        "{ISOLATE} plan {params.job:q} {output} 2> {log}"

@@ -1,0 +1,18 @@
+# Compile each plan for a cluster that is not here, and time it on a simulated clock.
+
+
+rule simulate:
+    input:
+        sources("simulate"),
+        plans="results/plans/{job}",
+    output:
+        cells=directory("results/cells/simulated/{job}"),
+        timelines=directory("results/timelines/{job}"),
+    params:
+        job=lambda wildcards: sweep[wildcards.job].to_json(),
+    log:
+        "results/logs/simulate/{job}.log",
+    message:
+        "simulate {wildcards.job}"
+    shell:
+        "{ISOLATE} simulate {params.job:q} {output.cells} {input.plans} {output.timelines} 2> {log}"

@@ -1,0 +1,18 @@
+# Collect all cells into tidy tables, and set predictions beside published numbers.
+
+
+rule tables:
+    input:
+        sources("tables"),
+        published=f"{workflow.basedir}/{sweep.published}",
+        cells=expand("results/cells/{cell}", cell=sweep.cells),
+    output:
+        "results/tables/cells.csv",
+        "results/tables/cells.parquet",
+        "results/tables/quickstart.csv",
+    log:
+        "results/logs/tables.log",
+    message:
+        "tables"
+    shell:
+        "{PYTHON} experiments.scripts.tables results/tables {input.published} {input.cells} 2> {log}"

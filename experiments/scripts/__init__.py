@@ -1,0 +1,1 @@
+"""One script per rule of the workflow, with the rule's name."""

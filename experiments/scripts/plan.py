@@ -1,0 +1,28 @@
+"""Plan each strategy of a job: `python -m experiments.scripts.plan JOB DIRECTORY` (through `experiments.isolate`)."""
+
+import sys
+from pathlib import Path
+
+from experiments.cells import Cell, compute_cells, plan_path
+from experiments.job import Job
+from experiments.models import build_model
+from experiments.strategies import STRATEGIES
+from simulator.cluster import Cluster
+
+
+def main(job_json: str, directory: str) -> None:
+    job, results = Job.from_json(job_json), Path(directory)
+    model, cluster = build_model(job.model, job.sizes), Cluster.load(job.cluster)
+
+    def plan(strategy: str) -> Cell:
+        plan = STRATEGIES[strategy].plan(model, job.mesh, cluster)
+        if plan is None:
+            return Cell()
+        plan.save(plan_path(results, strategy))
+        return Cell(planning_time_s=plan.planning_seconds)
+
+    compute_cells("plan", job, results, plan)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

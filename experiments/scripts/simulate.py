@@ -1,0 +1,40 @@
+"""Predict each strategy of a job: `python -m experiments.scripts.simulate JOB DIRECTORY PLANS TIMELINES` (through `experiments.isolate`)."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import autopar
+from experiments.cells import Cell, compute_cells, plan_path
+from experiments.job import Job
+from experiments.models import build_model
+from experiments.strategies import STRATEGIES
+from simulator.cluster import Cluster
+
+
+def main(job_json: str, directory: str, plans: str, timelines: str) -> None:
+    job = Job.from_json(job_json)
+    model, cluster = build_model(job.model, job.sizes), Cluster.load(job.cluster)
+    Path(timelines).mkdir(parents=True, exist_ok=True)
+
+    def simulate(strategy: str) -> Cell:
+        saved = plan_path(Path(plans), strategy)
+        plan = autopar.Plan.load(saved) if saved.exists() else None
+        prediction = STRATEGIES[strategy].predict(model, job.mesh, plan, cluster)
+        prediction.timeline.save_chrome_trace(Path(timelines) / f"{strategy}.json")
+        memory, usable = prediction.timeline.memory[0].total, cluster.device.usable_bytes
+        cell = Cell(
+            step_time_s=prediction.timeline.makespan,
+            memory_bytes_per_device=memory,
+            compile_time_s=prediction.compile_seconds,
+        )
+        if memory <= usable:
+            return cell
+        reason = f"needs {memory / 2**30:.2f} GiB of the {usable / 2**30:.2f} GiB that a step may use on {cluster.device.name}"
+        return replace(cell, status="out_of_memory", reason=reason)
+
+    compute_cells("simulate", job, Path(directory), simulate, Path(plans))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,24 @@
+"""Collect cells into tables: `python -m experiments.scripts.tables TABLES PUBLISHED CELLS ...`."""
+
+import sys
+from pathlib import Path
+
+import yaml
+
+from experiments.report.tables import cell_table, quickstart_table
+
+
+def main(tables: str, published: str, *cells: str) -> None:
+    table = cell_table(map(Path, cells), yaml.safe_load(Path(published).read_text()))
+    comparison = quickstart_table(table)
+    table.to_csv(Path(tables) / "cells.csv", index=False, lineterminator="\n")
+    table.to_parquet(Path(tables) / "cells.parquet", index=False)
+    comparison.to_csv(Path(tables) / "quickstart.csv", index=False, lineterminator="\n")
+    if len(comparison):
+        print(comparison.to_string(index=False))
+    for row in table[table["status"] == "failed"].itertuples():
+        print(f"FAILED {row.source} {row.platform} {row.model}-{row.size} {row.mesh} {row.strategy}: {row.reason}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,58 @@
+"""Which files of the project each rule of the workflow depends on.
+
+Snakemake reruns a rule when an input changes, but does not see what a script imports: the rules take these files as inputs.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
+
+from simulator.cluster import cluster_names, device_names
+
+ROOT = Path(__file__).parent.parent
+
+# What a planned step is run, or predicted, with. Everything else in the two packages has a say in the plan itself.
+RUN = ("autopar/api.py", "autopar/runtime/**/*.py", "autopar/util.py", "autopar/testing.py")
+PREDICT = (
+    "autopar/_plugins.py",
+    "autopar/target.py",
+    "autopar/predict.py",
+    "simulator/engine.py",
+    "simulator/hlo/**/*.py",
+    "simulator/memory.py",
+    "simulator/program.py",
+    "simulator/timeline.py",
+)
+
+CELLS = ("experiments/cells.py", "experiments/isolate.py", "experiments/job.py")
+MODELS = ("experiments/models/*.py", "experiments/strategies.py")
+
+
+def sources(rule: str) -> list[str]:
+    """Paths of the Python files that the results of `rule` depend on, beside those of the rules before it."""
+    own = f"experiments/scripts/{rule}.py"
+    match rule:
+        case "plan":
+            planner = set(_paths(["autopar/**/*.py", "simulator/**/*.py"])) - set(_paths([*RUN, *PREDICT]))
+            return sorted(planner | set(_paths([own, *CELLS, *MODELS])))
+        case "measure":
+            return _paths([own, *RUN])
+        case "simulate":
+            return _paths([own, *PREDICT])
+        case _:
+            return _paths([own, f"experiments/report/{rule}.py"])
+
+
+def cluster_files(cluster: str) -> list[str]:
+    """The YAML file of a cluster (a shipped one's name, or a path) and that of its device."""
+    path = ROOT / "simulator/clusters" / f"{cluster}.yaml" if cluster in cluster_names() else Path(cluster)
+    device = yaml.safe_load(path.read_text())["device"]
+    if not isinstance(device, str):
+        return [str(path)]
+    shipped = ROOT / "simulator/devices" / f"{device}.yaml"
+    return [str(path), str(shipped if device in device_names() else path.parent / device)]
+
+
+def _paths(patterns: Iterable[str]) -> list[str]:
+    return sorted({str(path) for pattern in patterns for path in ROOT.glob(pattern)})

@@ -1,0 +1,196 @@
+"""The strategies of the sweep: how each plans a step, runs it on the devices present, and predicts it for a cluster.
+
+To add one: a class with the methods of `Strategy` (or a `Planned` with another method of autopar) and a line in `STRATEGIES`.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import autopar
+from autopar.target import TargetExecutable, compile_for, target_devices, target_mesh
+from experiments.models.model import Model, ValueAndGrad
+from simulator.cluster import Cluster
+from simulator.engine import simulate
+from simulator.hlo import parse_hlo
+from simulator.program import Program, Run
+from simulator.timeline import Timeline
+
+type Shape = tuple[int, ...]
+"""Devices along each axis of a logical mesh."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runnable:
+    """A compiled step, its arguments on their devices, and what they cost.
+
+    Attributes:
+        args: (state, batch), distributed; the step may donate the state.
+        gather: turns a distributed result into the arrays that the serial step returns.
+        memory_bytes: on one device, for one step.
+    """
+
+    step: Callable[..., Any]
+    args: tuple[Any, Any]
+    gather: Callable[[Any], Any]
+    memory_bytes: int
+    compile_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A step on a simulated clock, and the seconds that compiling it took here."""
+
+    timeline: Timeline
+    compile_seconds: float
+
+
+class Strategy(Protocol):
+    """A way to run a training step on several devices."""
+
+    def runs_on(self, mesh: Shape) -> bool:
+        """Whether the strategy means anything on a mesh of that shape; if not, the sweep leaves the cell out."""
+        ...
+
+    def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> autopar.Plan | None:
+        """Decide everything that needs deciding; None if nothing does. Touches no device."""
+        ...
+
+    def prepare(self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]) -> Runnable:
+        """Compile for the devices present, and distribute the host arrays `args` over them."""
+        ...
+
+    def predict(self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster) -> Prediction:
+        """Compile for `cluster` and simulate. Touches no device."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Serial:
+    """`jax.jit` with a donated state. It uses one device, so it runs on meshes of one and nowhere else."""
+
+    def runs_on(self, mesh: Shape) -> bool:
+        return prod(mesh) == 1
+
+    def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> None:
+        return None
+
+    def prepare(self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]) -> Runnable:
+        placed = jax.device_put(args, jax.devices()[0])
+        compiled, seconds = _compile(jax.jit(model.train_step, donate_argnums=0), placed)
+        return Runnable(compiled, placed, lambda result: result, _memory(compiled), seconds)
+
+    def predict(self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster) -> Prediction:
+        here = NamedSharding(target_mesh(cluster, (1,), ("device",)), PartitionSpec())
+        args = jax.tree.map(partial(_abstract, sharding=here), model.abstract_args())
+        return _simulated(compile_for(jax.jit(model.train_step, donate_argnums=0), args, cluster), cluster)
+
+
+@dataclass(frozen=True, slots=True)
+class Pmap:
+    """Data parallelism as the Alpa quickstart writes it: `jax.pmap`, gradients averaged, the state *not* donated."""
+
+    def runs_on(self, mesh: Shape) -> bool:
+        return len(mesh) == 1
+
+    def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> None:
+        return None
+
+    def prepare(self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]) -> Runnable:
+        devices = jax.devices()[: prod(mesh)]
+        along = NamedSharding(Mesh(np.array(devices), ("batch",), axis_types=(AxisType.Auto,)), PartitionSpec("batch"))
+        state, batch = args
+        replicas = jax.tree.map(lambda x: np.broadcast_to(x, (len(devices), *np.shape(x))), state)
+        shards = jax.tree.map(lambda x: x.reshape(len(devices), -1, *x.shape[1:]), batch)
+        placed = jax.device_put((replicas, shards), along)
+        compiled, seconds = _compile(_pmapped(model, devices), placed)
+        gather = partial(jax.tree.map, lambda x: x[0])
+        return Runnable(compiled, placed, gather, _memory(compiled), seconds)
+
+    def predict(self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster) -> Prediction:
+        devices = target_devices(cluster, prod(mesh))
+        state, batch = model.abstract_args()
+        replicas = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(devices), *x.shape), x.dtype), state)
+        shards = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((len(devices), x.shape[0] // len(devices), *x.shape[1:]), x.dtype), batch
+        )
+        return _simulated(compile_for(_pmapped(model, devices), (replicas, shards), cluster), cluster)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A method of autopar: planned once, and the same plan run or predicted."""
+
+    method: Callable[[], autopar.Method]
+
+    def runs_on(self, mesh: Shape) -> bool:
+        return True
+
+    def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> autopar.Plan:
+        args = model.abstract_args()
+        return autopar.plan_step(model.train_step, args, method=self.method(), cluster=cluster, mesh_shape=mesh)
+
+    def prepare(self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]) -> Runnable:
+        assert plan is not None
+        step = autopar.parallelize(model.train_step, method=autopar.PlanMethod(plan))
+        executable = step.get_executable(*args)
+        placed = step.preshard_dynamic_args(*args)
+        memory, seconds = executable.get_total_allocation_size(), executable.compile_seconds
+        return Runnable(step, placed, lambda result: result, memory, seconds)
+
+    def predict(self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster) -> Prediction:
+        assert plan is not None
+        start = time.perf_counter()
+        timeline = autopar.predict(model.train_step, model.abstract_args(), plan, cluster)
+        return Prediction(timeline, time.perf_counter() - start)
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "serial": Serial(),
+    "pmap": Pmap(),
+    "data": Planned(autopar.DataParallel),
+    "zero2": Planned(autopar.Zero2Parallel),
+    "zero3": Planned(autopar.Zero3Parallel),
+    "shard": Planned(autopar.ShardParallel),
+}
+
+
+def _pmapped(model: Model, devices: Any) -> Any:
+    def averaged(fun: Callable) -> Callable:
+        return lambda *args: jax.lax.pmean(jax.value_and_grad(fun)(*args), axis_name="batch")
+
+    value_and_grad: ValueAndGrad = averaged
+    return jax.pmap(partial(model.train_step, value_and_grad=value_and_grad), axis_name="batch", devices=devices)
+
+
+def _compile(step: Any, args: tuple[Any, Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
+    return step.lower(*args).compile(), time.perf_counter() - start
+
+
+def _memory(compiled: Any) -> int:
+    used = compiled.memory_analysis()
+    kept = used.argument_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
+    return kept + used.temp_size_in_bytes
+
+
+def _abstract(value: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+
+
+def _simulated(executable: TargetExecutable, cluster: Cluster) -> Prediction:
+    """Time a step that every device of one mesh runs alike."""
+    program = Program(
+        meshes=(tuple(range(executable.num_devices)),),
+        instructions=((Run(0, "S"),),),
+        bodies={"0S": parse_hlo(executable.hlo_text)},
+        memory=(executable.memory,),
+    )
+    return Prediction(simulate(program, cluster), executable.compile_seconds)

@@ -1,0 +1,138 @@
+"""The Alpa quickstart on 8 V100s: predicted step time and memory beside what its tutorial prints.
+
+    python -m experiments.validation.quickstart
+
+Published numbers: Alpa documentation, "Alpa Quickstart" (one AWS p3.16xlarge; GB there is 2**30 bytes). Nothing in the cluster file
+is fitted to them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+from autopar.target import TargetExecutable, compile_for, target_devices, target_mesh
+from experiments.models import MLP
+from simulator.cluster import Cluster
+from simulator.engine import simulate
+from simulator.hlo import parse_hlo
+from simulator.program import Program, Run
+
+MODEL = MLP(dim=2048, num_layers=10, batch_size=2048)
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What the tutorial prints for one way to run the step."""
+
+    seconds: float
+    memory_gib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A published result and the prediction of it."""
+
+    strategy: str
+    published: Published
+    seconds: float
+    memory_gib: float
+
+    @property
+    def seconds_error(self) -> float:
+        """Relative error of the predicted time; positive when it is too long."""
+        return self.seconds / self.published.seconds - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Relative error of the predicted memory; positive when it is too much."""
+        return self.memory_gib / self.published.memory_gib - 1
+
+
+def compare(cluster: Cluster) -> Iterator[Row]:
+    """Compile and simulate the tutorial's three ways to run its step."""
+    yield _row("serial", Published(150.57e-3, 2.78), compile_serial(cluster), cluster)
+    yield _row("data parallel (pmap)", Published(33.55e-3, 3.76), compile_pmap(cluster), cluster)
+    yield _row("Alpa (here: column/row by hand)", Published(22.85e-3, 0.50), compile_megatron(cluster), cluster)
+
+
+def compile_serial(cluster: Cluster) -> TargetExecutable:
+    """One device, the state donated."""
+    mesh = target_mesh(cluster, (1,), ("x",))
+    args = _place(MODEL.abstract_args(), mesh, lambda path: PartitionSpec())
+    return compile_for(jax.jit(MODEL.train_step, donate_argnums=0), args, cluster)
+
+
+def compile_pmap(cluster: Cluster) -> TargetExecutable:
+    """Data parallelism as the tutorial writes it: gradients averaged, the state *not* donated, so that two copies of it are alive."""
+    devices = target_devices(cluster)
+    state, batch = MODEL.abstract_args()
+    replicas = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(devices), *x.shape), x.dtype), state)
+    shards = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((len(devices), x.shape[0] // len(devices), *x.shape[1:]), x.dtype), batch
+    )
+
+    def averaged(fun: Any) -> Any:
+        return lambda *args: jax.lax.pmean(jax.value_and_grad(fun)(*args), "batch")
+
+    step = jax.pmap(partial(MODEL.train_step, value_and_grad=averaged), axis_name="batch", devices=devices)
+    return compile_for(step, (replicas, shards), cluster)
+
+
+def compile_megatron(cluster: Cluster) -> TargetExecutable:
+    """Every second kernel split by columns, the others by rows, over all devices; the batch whole on each."""
+    mesh = target_mesh(cluster, (cluster.num_devices,), ("x",))
+    state, batch = _place(MODEL.abstract_args(), mesh, _megatron_spec)
+    kept = jax.tree.map(lambda x: x.sharding, state)
+    step = jax.jit(MODEL.train_step, donate_argnums=0, out_shardings=kept)
+    return compile_for(step, (state, batch), cluster)
+
+
+def _megatron_spec(path: str) -> PartitionSpec:
+    _, dense, rest = path.partition("Dense_")
+    if not dense:
+        return PartitionSpec()
+    by_columns = int(rest.split("'")[0]) % 2 == 0
+    if "kernel" in rest:
+        return PartitionSpec(None, "x") if by_columns else PartitionSpec("x", None)
+    return PartitionSpec("x") if by_columns else PartitionSpec()
+
+
+def _place(args: Any, mesh: Mesh, spec: Any) -> Any:
+    def place(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(jax.tree_util.keystr(path))))
+
+    return jax.tree_util.tree_map_with_path(place, args)
+
+
+def _row(strategy: str, published: Published, executable: TargetExecutable, cluster: Cluster) -> Row:
+    program = Program(
+        meshes=(tuple(range(executable.num_devices)),),
+        instructions=((Run(0, "S"),),),
+        bodies={"0S": parse_hlo(executable.hlo_text)},
+        memory=(executable.memory,),
+    )
+    seconds = simulate(program, cluster).makespan
+    return Row(strategy, published, seconds, executable.memory.total / GIB)
+
+
+def main() -> None:
+    cluster = Cluster.load("p3.16xlarge")
+    table = Table("strategy", title=f"10-layer MLP, dim 2048, batch 2048, float32, on {cluster.name}")
+    for heading in ("ms published", "predicted", "error", "GiB published", "predicted", "error"):
+        table.add_column(heading, justify="right")
+    for row in compare(cluster):
+        times = f"{row.published.seconds * 1e3:.2f}", f"{row.seconds * 1e3:.2f}", f"{row.seconds_error:+.1%}"
+        memory = f"{row.published.memory_gib:.2f}", f"{row.memory_gib:.2f}", f"{row.memory_error:+.1%}"
+        table.add_row(row.strategy, *times, *memory)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
