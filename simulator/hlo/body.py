@@ -66,17 +66,20 @@ def _ops(module: Module, computation: Computation) -> Iterator[Op]:
 
 
 def _collective(module: Module, computation: Computation, instruction: Instruction) -> Collective | None:
-    """The collective that `instruction` does or starts, itself or wrapped in a computation of its own; None for other work."""
+    """The collective that `instruction` does or starts; None for other work.
+
+    It may be wrapped in a computation of its own, or fused with the slices that it reads or updates.
+    """
     opcode, _ = _split_async(instruction.opcode)
     inner = instruction
-    if opcode == "async":
-        wrapped = module.called(instruction, "calls")
-        inner = wrapped.by_name[wrapped.root]
+    if opcode in ("async", "fusion"):
+        computation = module.called(instruction, "calls")
+        inner = next((each for each in computation.instructions if each.opcode in _COLLECTIVES), inner)
         opcode = inner.opcode
     if opcode not in _COLLECTIVES:
         return None
     groups = groups_of(inner, module.num_devices)
-    operands = computation.operands(instruction)
+    operands = computation.operands(inner)
     if opcode == "ragged-all-to-all":
         operands = operands[:1]  # the others are its result buffer, offsets and sizes
     num_bytes = sum(operand.num_bytes for operand in operands)

@@ -1,6 +1,7 @@
 """What one HLO instruction launches: a kernel with its FLOP and bytes."""
 
 import re
+from dataclasses import replace
 
 from simulator.hlo.matrix import conv_call, conv_flops, dot_of, gemm_call, is_conv_call, is_gemm_call
 from simulator.hlo.text import Computation, Instruction, Module
@@ -43,6 +44,9 @@ def kernel_of(module: Module, computation: Computation, instruction: Instruction
 
 
 def _fusion(instruction: Instruction, fused: Computation) -> Kernel:
+    for call in (inner for inner in fused.instructions if inner.opcode == "custom-call"):
+        # A library call fused with the slices that it reads or updates: they only offset its pointers.
+        return replace(_custom_call(fused, call), name=instruction.name)
     moved = fusion_bytes(fused)
     if products := [inner for inner in fused.instructions if inner.opcode in ("dot", "convolution")]:
         return _matrix(instruction.name, fused, products, moved)

@@ -1,0 +1,214 @@
+"""Deviceless compilation, and the laws that its HLO must obey when `simulator.hlo` reads it."""
+
+import os
+import subprocess
+import sys
+from functools import cache, partial
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar import _plugins
+from autopar.target import TargetExecutable, compile_for, target_devices, target_mesh
+from simulator.cluster import Cluster, ClusterError, cluster_names
+from simulator.hlo import parse_hlo
+from simulator.work import Kernel, Loop, Work, work_of
+
+GPU_CLUSTERS = [name for name in cluster_names() if Cluster.load(name).device.kind == "gpu"]
+WIDTHS = (32, 128, 64, 32)
+BATCH = 64
+KERNELS = list(pairwise(WIDTHS))
+PARAMETER_BYTES = 4 * sum(rows * columns + columns for rows, columns in KERNELS)
+
+
+def loss(params, x):
+    for kernel, bias in params:
+        x = jnp.tanh(x @ kernel + bias)
+    return jnp.mean(x**2)
+
+
+def step(params, x, axis=None):
+    """Gradient descent: an MLP with a bias in each layer."""
+    grads = jax.grad(loss)(params, x)
+    if axis:
+        grads = jax.lax.pmean(grads, axis)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def abstract(place=lambda *_: None):
+    """(params, x); `place` gives a sharding to "replicated" and to "batch"."""
+    whole, split = place("replicated"), place("batch")
+    make = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    params = [(make(shape, sharding=whole), make(shape[1:], sharding=whole)) for shape in KERNELS]
+    return params, make((BATCH, WIDTHS[0]), sharding=split)
+
+
+@cache
+def data_parallel(name: str) -> TargetExecutable:
+    cluster = Cluster.load(name)
+    mesh = target_mesh(cluster, (cluster.num_devices,), ("x",))
+    specs = {"replicated": PartitionSpec(), "batch": PartitionSpec("x")}
+    args = abstract(lambda which: NamedSharding(mesh, specs[which]))
+    return compile_for(jax.jit(step, donate_argnums=0), args, cluster)
+
+
+def total_work(executable: TargetExecutable) -> Work:
+    return work_of(parse_hlo(executable.hlo_text))
+
+
+@pytest.mark.parametrize("name", GPU_CLUSTERS)
+def test_every_shipped_cluster_compiles_a_step(name):
+    executable = data_parallel(name)
+    devices = Cluster.load(name).num_devices
+    assert executable.num_devices == devices
+    assert executable.memory.arguments == PARAMETER_BYTES + 4 * BATCH * WIDTHS[0] // devices
+    assert executable.memory.aliased == PARAMETER_BYTES  # donated
+    assert executable.compile_seconds > 0
+
+
+@pytest.mark.parametrize("name", GPU_CLUSTERS)
+def test_a_step_takes_six_flops_per_parameter_and_row_but_for_the_gradient_of_the_input(name):
+    rows = BATCH // Cluster.load(name).num_devices
+    sizes = [rows_ * columns for rows_, columns in KERNELS]
+    assert sum(total_work(data_parallel(name)).flops.values()) == rows * (6 * sum(sizes) - 2 * sizes[0])
+
+
+@pytest.mark.parametrize("name", [name for name in GPU_CLUSTERS if Cluster.load(name).num_devices > 1])
+def test_data_parallelism_all_reduces_every_gradient_once(name):
+    assert total_work(data_parallel(name)).collectives == {"all_reduce": PARAMETER_BYTES}
+
+
+def test_pmap_compiles_to_the_same_work_as_data_parallelism():
+    cluster = Cluster.load("p3.16xlarge")
+    devices = target_devices(cluster)
+    params, x = abstract()
+    params, x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((8, *leaf.shape), leaf.dtype), (params, x))
+    x = jax.ShapeDtypeStruct((8, BATCH // 8, WIDTHS[0]), x.dtype)
+    mapped = jax.pmap(partial(step, axis="i"), axis_name="i", devices=devices)
+    executable = compile_for(mapped, (params, x), cluster)
+    expected = data_parallel("p3.16xlarge")
+    assert executable.num_devices == 8
+    assert total_work(executable).flops == total_work(expected).flops
+    assert total_work(executable).collectives == total_work(expected).collectives
+    assert executable.memory.aliased == 0  # not donated
+
+
+def test_part_of_a_host_is_enough_for_a_small_mesh():
+    cluster = Cluster.load("p3.16xlarge")
+    mesh = target_mesh(cluster, (2, 1), ("a", "b"))
+    assert [device.id for device in mesh.devices.flat] == [0, 1]
+    assert mesh.axis_types == (jax.sharding.AxisType.Auto,) * 2
+    x = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("a")))
+    assert compile_for(jax.jit(lambda x: x + 1), (x,), cluster).num_devices == 2
+
+
+def test_a_mesh_over_hosts_has_whole_hosts():
+    cluster = Cluster.load("p3.16xlarge").with_size(hosts=2)
+    assert [device.process_index for device in target_devices(cluster)] == [0] * 8 + [1] * 8
+    with pytest.raises(ClusterError, match="whole hosts"):
+        target_devices(cluster, 12)
+
+
+def test_the_same_devices_are_given_again():
+    first, second = (target_devices(Cluster.load("p3.16xlarge")) for _ in range(2))
+    assert first == second
+
+
+def test_sorting_compiles_without_a_driver():
+    cluster = Cluster.load("p3.16xlarge")
+    one = NamedSharding(target_mesh(cluster, (1,), ("x",)), PartitionSpec())
+    x = jax.ShapeDtypeStruct((1 << 18,), jnp.float32, sharding=one)
+    (kernel,) = (op for op in parse_hlo(compile_for(jax.jit(jnp.sort), (x,), cluster).hlo_text))
+    assert isinstance(kernel, Kernel)
+    assert kernel.bytes == 4 * (4 + 4 + 4) * (
+        1 << 18
+    )  # four passes that read keys and write them and where they came from
+
+
+def test_a_scan_becomes_a_loop():
+    cluster = Cluster.load("p3.16xlarge")
+    one = NamedSharding(target_mesh(cluster, (1,), ("x",)), PartitionSpec())
+    make = partial(jax.ShapeDtypeStruct, dtype=jnp.float32, sharding=one)
+
+    def forward(weights, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
+    executable = compile_for(jax.jit(forward), (make((3, 64, 64)), make((16, 64))), cluster)
+    assert [op.count for op in parse_hlo(executable.hlo_text) if isinstance(op, Loop)] == [3]
+    assert sum(total_work(executable).flops.values()) == 3 * 2 * 16 * 64 * 64
+
+
+# Errors
+
+
+def test_a_cpu_cluster_can_not_be_compiled_for():
+    with pytest.raises(ClusterError, match="no xla_target"):
+        target_mesh(Cluster.load("cpu-virtual"), (2,), ("x",))
+
+
+def test_a_mesh_larger_than_the_cluster_is_refused():
+    with pytest.raises(ClusterError, match="16 devices"):
+        target_mesh(Cluster.load("p3.16xlarge"), (4, 4), ("x", "y"))
+
+
+def test_a_mesh_needs_a_name_for_each_axis():
+    with pytest.raises(ValueError, match="2 axes but 1 names"):
+        target_mesh(Cluster.load("p3.16xlarge"), (2, 4), ("x",))
+
+
+def test_a_step_for_the_devices_present_is_refused():
+    with pytest.raises(ValueError, match="target_mesh"):
+        compile_for(jax.jit(lambda x: x + 1), (jax.ShapeDtypeStruct((4,), jnp.float32),), Cluster.load("p3.16xlarge"))
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setattr(_plugins, "_installed", lambda module: module != "nvidia.cuda_nvcc")
+    with pytest.raises(ImportError, match="pip install nvidia-cuda-nvcc-cu12"):
+        _plugins._compiler.__wrapped__()
+
+
+# Silence
+
+
+def starts_plugin(monkeypatch, *, gpu: bool, installed: set[str]) -> bool:
+    """Whether JAX could start the CUDA 12 plugin after `silence_idle_plugin`, on a machine with these things."""
+    plugin = _plugins._plugin()
+    started = []
+    monkeypatch.setattr(plugin, "initialize", lambda: started.append(True))
+    monkeypatch.setattr(_plugins, "_GPU_FILES", (os.devnull,) if gpu else ())
+    monkeypatch.setattr(_plugins, "_installed", lambda module: module in installed | {"jax_plugins.xla_cuda12"})
+    _plugins.silence_idle_plugin()
+    plugin.initialize()
+    return bool(started)
+
+
+def test_the_plugin_starts_only_where_it_can_run(monkeypatch):
+    cuda12, cuda13 = {"jax_cuda12_plugin"}, {"jax_plugins.xla_cuda13"}
+    starts = partial(starts_plugin, monkeypatch)
+    assert starts(gpu=True, installed=cuda12)
+    assert not starts(gpu=True, installed=cuda13)
+    assert not starts(gpu=True, installed=cuda12 | cuda13)
+    assert not starts(gpu=True, installed=set())
+    assert not starts(gpu=False, installed=cuda12)
+
+
+COMPILE = """
+from autopar.target import compile_for, target_devices
+from simulator.cluster import Cluster
+cluster = Cluster.load("p3.16xlarge")
+one = jax.sharding.SingleDeviceSharding(target_devices(cluster, 1)[0])
+compile_for(jax.jit(lambda x: x + 1), (jax.ShapeDtypeStruct((4,), "float32", sharding=one),), cluster)
+"""
+
+
+@pytest.mark.parametrize(("platforms", "then"), [(None, ""), ("cpu", COMPILE)])
+def test_importing_autopar_and_compiling_for_a_cluster_print_nothing(platforms, then):
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "TF_"))}
+    if platforms:
+        env["JAX_PLATFORMS"] = platforms
+    code = f"import autopar, jax; jax.devices()\n{then}"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""

@@ -1,0 +1,349 @@
+import time
+from pathlib import Path
+
+import pytest
+
+from simulator.hlo import HloError, parse_hlo
+from simulator.work import Collective, Done, Gemm, Kernel, Loop, Start, work_of
+
+DATA = Path(__file__).parent / "data"
+
+ADD = """
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+"""
+
+
+def module(*lines: str, computations: str = ADD, num_partitions: int = 8) -> str:
+    """HLO text whose entry computation is `lines`."""
+    header = f"HloModule m, is_scheduled=true, num_partitions={num_partitions}\n"
+    return (
+        f"{header}{computations}\nENTRY %main (p: f32[4]) -> f32[4] {{\n" + "".join(f"  {x}\n" for x in lines) + "}\n"
+    )
+
+
+def parse(*lines: str, **options) -> tuple:
+    return parse_hlo(module(*lines, **options))
+
+
+def sample(name: str) -> tuple:
+    return parse_hlo((DATA / f"{name}.hlo.txt").read_text())
+
+
+# Collectives
+
+ALL = (tuple(range(8)),)
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("{{0,1},{2,3}}", ((0, 1), (2, 3))),
+        ("{}", ALL),
+        ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['x'=8] {'x'}", ALL),
+        ("mesh['d'=2,'m'=4] {'m'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("mesh['d'=2,'m'=4] {'d'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['d'=2,'m'=4] {'d','m'}", ALL),
+        ("mesh['a'=2,'b'=2,'c'=2] {'c','a'}", ((0, 4, 1, 5), (2, 6, 3, 7))),
+        # The halves of an axis: coordinate = 2 * major + minor.
+        ("mesh['d'=2,'m'=4] {'m':(2)2}", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("mesh['d'=2,'m'=4] {'m':(1)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        # The mesh lists its devices in another order.
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", ((0, 2, 4, 6), (1, 3, 5, 7))),
+        ("mesh['a'=2,'b'=2], device_ids=([0,2,1,3]) {'b'}", ((0, 2), (1, 3))),
+    ],
+)
+def test_every_notation_of_device_groups_is_read(text, groups):
+    start, _ = parse(
+        "%p = f32[4]{0} parameter(0)",
+        f"ROOT %r = f32[4]{{0}} all-reduce(%p), channel_id=1, replica_groups={text}, to_apply=%add",
+    )
+    assert start.collective.groups == groups
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "num_bytes"),
+    [  # 4 floats of operand, groups of 8
+        ("f32[4]{0} all-reduce(%p), replica_groups={}, to_apply=%add", "all_reduce", 16),
+        ("f32[32]{0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}", "all_gather", 128),
+        (
+            "f32[2]{0} reduce-scatter(%p), replica_groups=[4,2]<=[8], dimensions={0}, to_apply=%add",
+            "reduce_scatter",
+            16,
+        ),
+        ("f32[4]{0} all-to-all(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}", "all_to_all", 16),
+        ("f32[4]{0} collective-broadcast(%p), replica_groups={{0,1,2,3}}", "all_gather", 16),
+    ],
+)
+def test_a_collective_without_a_start_blocks_and_counts_the_whole_array(line, kind, num_bytes):
+    start, done = parse("%p = f32[4]{0} parameter(0)", f"ROOT %r = {line}")
+    assert (start.collective.kind, start.collective.num_bytes) == (kind, num_bytes)
+    assert done == Done("r")
+
+
+def test_a_combined_collective_counts_all_its_operands():
+    start, _ = parse(
+        "%p = f32[4]{0} parameter(0)",
+        "%q = bf16[6,2]{1,0} parameter(1)",
+        "ROOT %r = (f32[4]{0}, /*index=1*/bf16[6,2]{1,0}) all-reduce(%p, /*index=1*/%q), replica_groups={}, to_apply=%add",
+    )
+    assert start.collective == Collective("r", "all_reduce", 4 * 4 + 12 * 2, ALL)
+
+
+def test_a_permute_keeps_its_pairs():
+    start, _ = parse(
+        "%p = f32[4]{0} parameter(0)",
+        "ROOT %r = f32[4]{0} collective-permute(%p), channel_id=1, source_target_pairs={{0,1},{1,0}}",
+    )
+    assert start.collective == Collective("r", "permute", 16, ((0, 1), (1, 0)))
+
+
+def test_work_between_start_and_done_stays_between_them():
+    body = parse(
+        "%p = f32[4]{0} parameter(0)",
+        "%s = ((f32[4]{0}), f32[32]{0}) all-gather-start(%p), replica_groups=[1,8]<=[8], dimensions={0}",
+        "%n = f32[4]{0} negate(%p)",
+        "ROOT %d = f32[32]{0} all-gather-done(%s)",
+    )
+    assert body == (Start(Collective("s", "all_gather", 128, ALL)), Kernel("n", "memory", 0, 32), Done("s"))
+
+
+def test_a_start_marked_synchronous_is_waited_for_at_once():
+    body = parse(
+        "%p = f32[4]{0} parameter(0)",
+        "%s = f32[4]{0} all-reduce-start(%p), replica_groups={}, to_apply=%add, "
+        'backend_config={"collective_backend_config":{"is_sync":true}}',
+        "%n = f32[4]{0} negate(%p)",
+        "ROOT %d = f32[4]{0} all-reduce-done(%s)",
+    )
+    assert [type(op) for op in body] == [Start, Done, Kernel]
+
+
+def test_a_wrapped_asynchronous_collective_is_unwrapped():
+    wrapped = """
+%wrapped (p: f32[8]) -> f32[1] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %scatter = f32[1]{0} reduce-scatter(%p), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add
+}
+"""
+    body = parse(
+        "%p = f32[8]{0} parameter(0)",
+        "%s = ((f32[8]{0}), f32[1]{0}, u32[]) async-start(%p), calls=%wrapped",
+        "%u = ((f32[8]{0}), f32[1]{0}, u32[]) async-update(%s)",
+        "ROOT %d = f32[1]{0} async-done(%u)",
+        computations=ADD + wrapped,
+    )
+    assert body == (Start(Collective("s", "reduce_scatter", 32, ALL)), Done("s"))
+
+
+# Kernels
+
+DIMENSIONS = (
+    '"dot_dimension_numbers":{"lhs_contracting_dimensions":["%s"],"rhs_contracting_dimensions":["%s"],'
+    '"lhs_batch_dimensions":[%s],"rhs_batch_dimensions":[%s]}'
+)
+
+
+def cublas(lhs: str, rhs: str, numbers: tuple[str, str, str, str], operands: str = "%a, %b") -> Kernel:
+    (kernel,) = parse(
+        f"%a = {lhs} parameter(0)",
+        f"%b = {rhs} parameter(1)",
+        "%bias = f32[16]{0} parameter(2)",
+        f"%g = (f32[8,16]{{1,0}}, s8[4194304]{{0}}) custom-call({operands}), "
+        f'custom_call_target="__cublas$lt$matmul", backend_config={{"gemm_backend_config":{{{DIMENSIONS % numbers}}}}}',
+        "ROOT %r = f32[8,16]{1,0} get-tuple-element(%g), index=0",
+    )
+    return kernel
+
+
+def test_a_cublas_call_is_sized_by_its_dimension_numbers_and_its_workspace_is_not_traffic():
+    kernel = cublas("f32[8,32]{1,0}", "f32[32,16]{1,0}", ("1", "0", "", ""))
+    assert kernel == Kernel("g", "gemm", 2 * 8 * 16 * 32, 4 * (8 * 32 + 32 * 16 + 8 * 16), "f32", Gemm(8, 16, 32))
+
+
+def test_a_cublas_call_of_transposed_operands_is_sized_the_same():
+    assert cublas("f32[32,8]{1,0}", "f32[16,32]{1,0}", ("0", "1", "", "")).gemm == Gemm(8, 16, 32)
+
+
+def test_a_batched_cublas_call_counts_its_batch():
+    gemm = cublas("f32[2,3,8,32]{3,2,1,0}", "f32[2,3,32,16]{3,2,1,0}", ("3", "2", '"0","1"', '"0","1"')).gemm
+    assert gemm == Gemm(8, 16, 32, batch=6)
+
+
+def test_a_bias_epilogue_is_read():
+    plain = cublas("f32[8,32]{1,0}", "f32[32,16]{1,0}", ("1", "0", "", ""))
+    bias = cublas("f32[8,32]{1,0}", "f32[32,16]{1,0}", ("1", "0", "", ""), "%a, %b, %bias")
+    assert bias.bytes - plain.bytes == 64
+
+
+def fused(*lines: str, operands: str = "%p, %i", result: str = "f32[4]{0}") -> Kernel:
+    computation = "%fused (a: f32[100,4], i: s32[]) -> f32[4] {\n" + "".join(f"  {line}\n" for line in lines) + "}\n"
+    (kernel,) = parse(
+        "%p = f32[100,4]{1,0} parameter(0)",
+        "%i = s32[] parameter(1)",
+        f"ROOT %f = {result} fusion({operands}), kind=kLoop, calls=%fused",
+        computations=ADD + computation,
+    )
+    return kernel
+
+
+ARRAY, INDEX = "%a = f32[100,4]{1,0} parameter(0)", "%i = s32[] parameter(1)"
+ZERO = "%zero = s32[] constant(0)"
+
+
+def test_a_fusion_reads_its_operands_and_writes_its_result():
+    kernel = fused(ARRAY, "ROOT %n = f32[100,4]{1,0} negate(%a)", operands="%p", result="f32[100,4]{1,0}")
+    assert kernel == Kernel("f", "memory", 0, 2 * 1600)
+
+
+def test_a_fusion_that_reduces_reads_all_and_writes_little():
+    kernel = fused(ARRAY, "%c = f32[] constant(0)", "ROOT %s = f32[4]{0} reduce(%a, %c), dimensions={0}, to_apply=%add")
+    assert kernel.bytes == 1600 + 16
+
+
+def test_a_fusion_that_slices_reads_the_slice():
+    kernel = fused(
+        ARRAY, INDEX, ZERO, "%e = f32[100,4]{1,0} exponential(%a)",
+        "%s = f32[1,4]{1,0} dynamic-slice(%e, %i, %zero), dynamic_slice_sizes={1,4}", "ROOT %b = f32[4]{0} bitcast(%s)",
+    )  # fmt: skip
+    assert kernel.bytes == 16 + 16 + 4  # slice, result, index
+
+
+def test_a_fusion_that_updates_in_place_touches_the_update():
+    kernel = fused(
+        ARRAY, INDEX, ZERO, "%c = f32[] constant(1)", "%u = f32[1,4]{1,0} broadcast(%c), dimensions={}",
+        "ROOT %d = f32[100,4]{1,0} dynamic-update-slice(%a, %u, %i, %zero)", result="f32[100,4]{1,0}",
+    )  # fmt: skip
+    assert kernel.bytes == 16 + 4
+
+
+def test_a_fusion_that_updates_what_it_computed_writes_everything():
+    kernel = fused(
+        ARRAY, INDEX, ZERO, "%n = f32[100,4]{1,0} negate(%a)", "%c = f32[] constant(1)",
+        "%u = f32[1,4]{1,0} broadcast(%c), dimensions={}",
+        "ROOT %d = f32[100,4]{1,0} dynamic-update-slice(%n, %u, %i, %zero)", result="f32[100,4]{1,0}",
+    )  # fmt: skip
+    assert kernel.bytes == 99 * 16 + 1600 + 4
+
+
+def test_a_fusion_that_scatters_reads_and_writes_the_rows_it_hits():
+    kernel = fused(
+        ARRAY, "%i = s32[3,1]{1,0} parameter(1)", "%c = f32[] constant(1)",
+        "%u = f32[3,1,4]{2,1,0} broadcast(%c), dimensions={}",
+        "ROOT %d = f32[100,4]{1,0} scatter(%a, %i, %u), update_window_dims={1,2}, inserted_window_dims={}, "
+        "scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add", result="f32[100,4]{1,0}",
+    )  # fmt: skip
+    assert kernel.bytes == 48 + 48 + 12
+
+
+def test_a_product_inside_a_fusion_is_a_gemm():
+    kernel = fused(
+        ARRAY, "%b = f32[4,8]{1,0} parameter(1)",
+        "ROOT %d = f32[100,8]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        result="f32[100,8]{1,0}",
+    )  # fmt: skip
+    assert (kernel.kind, kernel.gemm, kernel.bytes) == ("gemm", Gemm(100, 8, 4), 1600 + 128 + 3200)
+
+
+def test_names_cost_nothing():
+    assert parse(
+        "%p = f32[4]{0} parameter(0)", "%c = f32[] constant(1)", "%b = f32[2,2]{1,0} bitcast(%p)",
+        "%t = (f32[4]{0}, f32[2,2]{1,0}) tuple(%p, %b)", "ROOT %g = f32[4]{0} get-tuple-element(%t), index=0",
+    ) == ()  # fmt: skip
+
+
+def test_a_convolution_and_its_two_gradients_have_the_same_flops():
+    convolutions = [op for op in sample("convolution") if op.kind == "conv"]
+    # y is (8, 32, 16, 16), each element a sum over 3 x 3 taps of 16 channels.
+    assert [op.flops for op in convolutions] == [2 * (8 * 32 * 16 * 16) * (3 * 3 * 16)] * 3
+    # x padded to (8, 16, 33, 33), w (32, 16, 3, 3), y: each is read or written once.
+    assert {op.bytes for op in convolutions} == {4 * (8 * 16 * 33 * 33 + 32 * 16 * 3 * 3 + 8 * 32 * 16 * 16)}
+
+
+# Control flow, in compiled samples
+
+
+def test_a_loop_repeats_its_body_and_overlaps_inside_it():
+    (loop,) = (op for op in sample("ring") if isinstance(op, Loop))
+    assert loop.count == 7
+    kinds = [type(op).__name__ if not isinstance(op, Kernel) else op.kind for op in loop.body]
+    assert kinds == ["memory", "memory", "Start", "gemm", "memory", "Done"]
+    assert work_of((loop,)).collectives == {"permute": 7 * 64 * 64 * 4}
+
+
+def test_products_fused_with_slices_in_a_scan_are_counted():
+    # Forward x w over 3 layers of (32, 64) by (64, 64); backward two products each, whether or not the first is needed.
+    assert work_of(sample("scan")).flops == {"f32": 3 * 3 * 2 * 32 * 64 * 64}
+
+
+def test_a_scan_reads_one_layer_at_a_time():
+    loops = [op for op in sample("scan") if isinstance(op, Loop)]
+    products = [op for loop in loops for op in loop.body if isinstance(op, Kernel) and op.kind == "gemm"]
+    assert {op.bytes for op in products} == {4 * (32 * 64 + 64 * 64 + 32 * 64)}
+
+
+def test_a_conditional_takes_its_longer_branch():
+    body = sample("conditional")  # tanh(x @ x) @ x against 2 * x, x (128, 128)
+    assert work_of(body).flops == {"f32": 2 * 2 * 128**3}
+
+
+def test_a_trip_count_is_read_from_the_condition_when_it_is_not_annotated():
+    text = (DATA / "ring.hlo.txt").read_text()
+    without = text.replace('"known_trip_count":{"n":"7"},', "")
+    assert without != text
+    assert parse_hlo(without) == parse_hlo(text)
+
+
+def test_zero2_scatters_the_gradients_and_gathers_the_parameters():
+    parameters = 4 * (64 * 128 + 128 * 64)
+    assert work_of(sample("zero2")).collectives == {"reduce_scatter": parameters, "all_gather": parameters}
+
+
+# Errors
+
+
+def test_an_unknown_opcode_is_named_with_its_line():
+    with pytest.raises(HloError, match=r"line 11, %r = frobnicate\(...\): opcode 'frobnicate' is not known"):
+        parse("%p = f32[4]{0} parameter(0)", "ROOT %r = f32[4]{0} frobnicate(%p)")
+
+
+def test_an_unknown_custom_call_is_named():
+    with pytest.raises(HloError, match="custom call 'mystery' is not known"):
+        parse("%p = f32[4]{0} parameter(0)", 'ROOT %r = f32[4]{0} custom-call(%p), custom_call_target="mystery"')
+
+
+def test_an_unknown_element_type_is_named():
+    with pytest.raises(HloError, match="'f7'"):
+        parse("%p = f7[4]{0} parameter(0)", "ROOT %r = f7[4]{0} negate(%p)")
+
+
+def test_a_loop_of_unknown_length_is_refused():
+    text = (DATA / "ring.hlo.txt").read_text().replace('"known_trip_count":{"n":"7"},', "")
+    with pytest.raises(HloError, match="without a known trip count"):
+        parse_hlo(text.replace("direction=LT", "direction=NE"))
+
+
+@pytest.mark.parametrize(("text", "message"), [("", "HloModule"), ("HloModule m\n", "ENTRY")])
+def test_text_that_is_no_module_is_refused(text, message):
+    with pytest.raises(HloError, match=message):
+        parse_hlo(text)
+
+
+def test_a_line_that_is_not_understood_is_shown():
+    with pytest.raises(HloError, match=r"line 10 is not understood: '%p = nonsense'"):
+        parse("%p = nonsense")
+
+
+def test_a_large_step_is_read_in_well_under_two_seconds():
+    lines = [
+        f"%n{i} = f32[4]{{0}} negate(%{f'n{i - 1}' if i else 'p'}), metadata={{{'x' * 500}}}" for i in range(10_000)
+    ]
+    text = module("%p = f32[4]{0} parameter(0)", *lines)
+    start = time.perf_counter()
+    assert len(parse_hlo(text)) == 10_000
+    assert time.perf_counter() - start < 2
