@@ -10,8 +10,9 @@
 It knows nothing of JAX: `simulator.hlo` reads compiled programs as text, everything else is plain numbers.
 """
 
-from simulator.cluster import Cluster, ClusterError, Device, Link, cluster_names
+from simulator.cluster import Cluster, Device, Link, cluster_names
 from simulator.costs import BandwidthOnly, ClusterCosts, CostModel
+from simulator.description import ClusterError
 from simulator.engine import simulate
 from simulator.memory import MemoryUse
 from simulator.program import DeadlockError, Free, Program, Recv, Run, Send, parse_instruction, walk

@@ -3,31 +3,19 @@
 The shipped files are in `simulator/clusters` and `simulator/devices`; a user's own file works the same way.
 """
 
-import difflib
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from simulator.description import ClusterError, Description, Fraction, read, validate
 
 _CLUSTERS = Path(__file__).parent / "clusters"
 _DEVICES = Path(__file__).parent / "devices"
 
-Fraction = Annotated[float, Field(gt=0, le=1)]
 
-
-class ClusterError(ValueError):
-    """A cluster or device description that can't be used; says which file, which field and what is expected."""
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Device(_Model):
+class Device(Description):
     """One accelerator: how much it holds and how fast it is.
 
     Attributes:
@@ -60,6 +48,14 @@ class Device(_Model):
     tile_overhead_us: NonNegativeFloat = 0.0
     xla_target: dict[str, Any] | None = None
 
+    @model_validator(mode="after")
+    def _something_is_left(self) -> Self:
+        if self.reserve_gb >= self.memory_gb:
+            raise ValueError(
+                f"reserve_gb: given {self.reserve_gb}, expected less than memory_gb, which is {self.memory_gb}"
+            )
+        return self
+
     @property
     def memory_bytes(self) -> int:
         """Size of the memory in bytes."""
@@ -77,7 +73,7 @@ class Device(_Model):
         return _text_proto(self.xla_target)
 
 
-class Link(_Model):
+class Link(Description):
     """What connects devices (within a host) or network cards (between hosts).
 
     Attributes:
@@ -98,7 +94,7 @@ class Link(_Model):
         return self.group_bandwidth_gb_per_s.get(group_size, self.bandwidth_gb_per_s) * 1e9
 
 
-class Cluster(_Model):
+class Cluster(Description):
     """Hosts with the same number of the same devices, and the network between them.
 
     Devices are numbered host by host: host 0 has devices 0 ... `devices_per_host` - 1.
@@ -122,9 +118,11 @@ class Cluster(_Model):
     intra_host: Link
     inter_host: Link | None = None
 
-    def model_post_init(self, _: Any) -> None:
+    @model_validator(mode="after")
+    def _hosts_are_linked(self) -> Self:
         if self.hosts > 1 and self.inter_host is None:
             raise ValueError(f"inter_host: missing, but there are {self.hosts} hosts; describe the link between them")
+        return self
 
     @property
     def num_devices(self) -> int:
@@ -151,11 +149,11 @@ class Cluster(_Model):
             raise ClusterError(
                 f"unknown cluster {str(name_or_path)!r}; expected one of {', '.join(cluster_names())}, or a path to a .yaml file"
             )
-        data = _read(path)
+        data = read(path)
         device = data.get("device")
         if isinstance(device, str):
             data["device"] = _load_device(device, path)
-        return _validate(cls, data, path)
+        return validate(cls, data, path)
 
     def with_size(self, hosts: int | None = None, devices_per_host: int | None = None) -> "Cluster":
         """The same cluster with another number of hosts, or with fewer devices in each."""
@@ -165,9 +163,7 @@ class Cluster(_Model):
             raise ClusterError(f"{self.name!r} has {self.devices_per_host} devices per host, not {local}")
         nics = max(1, self.nics_per_host * local // self.devices_per_host)
         fields = {name: getattr(self, name) for name in type(self).model_fields}
-        return _validate(
-            Cluster, fields | {"hosts": hosts, "devices_per_host": local, "nics_per_host": nics}, self.name
-        )
+        return validate(Cluster, fields | {"hosts": hosts, "devices_per_host": local, "nics_per_host": nics}, self.name)
 
     def first_devices(self, count: int) -> "Cluster":
         """The cluster of the first `count` devices: part of one host, or whole hosts."""
@@ -199,57 +195,8 @@ def _load_device(name: str, cluster_path: Path) -> Device:
             f"{cluster_path}: device: unknown device {name!r}; expected one of {', '.join(device_names())}, "
             "a path to a .yaml file, or the fields themselves"
         )
-    return _validate(Device, _read(path), path)
+    return validate(Device, read(path), path)
 
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ClusterError(f"{path}: can't be read ({error.strerror}); expected a YAML file") from None
-    except yaml.YAMLError as error:
-        raise ClusterError(f"{path}: is not YAML: {error}") from None
-    if not isinstance(data, dict):
-        raise ClusterError(f"{path}: given {type(data).__name__}, expected a mapping of field names to values")
-    return data
-
-
-def _validate[M: _Model](model: type[M], data: Mapping[str, Any], source: object) -> M:
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        lines = [_explain(model, details) for details in error.errors()]
-    except ValueError as error:
-        lines = [str(error)]
-    raise ClusterError("\n".join(f"{source}: {line}" for line in lines))
-
-
-def _explain(model: type[_Model], error: ErrorDetails) -> str:
-    """One line for one error of pydantic: field, what was given, what is expected."""
-    *parents, last = error["loc"]
-    field = ".".join(map(str, error["loc"]))
-    given = error["input"]
-    for parent in parents:
-        model = _SECTIONS.get(str(parent), model)
-    valid = list(model.model_fields)
-    match error["type"]:
-        case "missing":
-            return f"{field}: missing; expected {_expectation(model, last)}"
-        case "extra_forbidden":
-            close = difflib.get_close_matches(str(last), valid, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            return f"{field}: unknown field (given {given!r}); {hint}valid: {', '.join(valid)}"
-        case _:
-            return f"{field}: given {given!r}; {error['msg'].replace('Input should be', 'expected')}"
-
-
-def _expectation(model: type[_Model], field: str | int) -> str:
-    annotation = model.model_fields[str(field)].annotation
-    return _WORDS.get(annotation, f"a section with {', '.join(getattr(annotation, 'model_fields', {})) or 'entries'}")
-
-
-_WORDS: dict[Any, str] = {str: "a text", float: "a number", int: "a whole number"}
-_SECTIONS: dict[str, type[_Model]] = {"device": Device, "intra_host": Link, "inter_host": Link}
 
 _ENUM_FIELDS = {"feature_extension"}  # their values are names, not texts
 
@@ -266,7 +213,7 @@ def _text_proto(message: Mapping[str, Any], indent: str = "") -> str:
                 case str() if key not in _ENUM_FIELDS:
                     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
                     lines.append(f'{indent}{key}: "{escaped}"')
-                case float() if math.isfinite(value) and value.is_integer():
+                case float() if value.is_integer():
                     lines.append(f"{indent}{key}: {int(value)}")
                 case _:
                     lines.append(f"{indent}{key}: {value}")

@@ -1,0 +1,222 @@
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from simulator.cluster import Cluster, Device, Link, cluster_names, device_names
+from simulator.description import ClusterError
+
+DEVICE = {
+    "name": "toy",
+    "kind": "gpu",
+    "source": "made up",
+    "memory_gb": 16,
+    "cores": 10,
+    "peak_tflop_per_s": {"f32": 10},
+    "vector_tflop_per_s": 10,
+    "memory_bandwidth_gb_per_s": 1000,
+    "memory_efficiency": 1.0,
+    "kernel_launch_us": 0,
+    "gemm_efficiency": 1.0,
+}
+CLUSTER = {
+    "name": "toy",
+    "description": "two hosts of four",
+    "source": "made up",
+    "device": DEVICE,
+    "hosts": 2,
+    "devices_per_host": 4,
+    "nics_per_host": 2,
+    "collective_launch_us": 0,
+    "intra_host": {"bandwidth_gb_per_s": 100, "latency_us": 0},
+    "inter_host": {"bandwidth_gb_per_s": 10, "latency_us": 0},
+}
+
+
+def load(folder: Path, **changes: object) -> Cluster:
+    path = folder / "toy.yaml"
+    fields = {key: value for key, value in (CLUSTER | changes).items() if value != "left out"}
+    path.write_text(yaml.safe_dump(fields))
+    return Cluster.load(path)
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_every_shipped_cluster_loads_and_is_called_like_its_file(name: str) -> None:
+    cluster = Cluster.load(name)
+    assert cluster.name == name
+    assert (cluster.device.xla_target is None) == (cluster.device.kind == "cpu")
+
+
+def test_the_clusters_of_the_sweep_are_shipped() -> None:
+    assert {"p3.16xlarge", "dgx_a100_80", "dgx_h100", "h200", "cpu-virtual"} <= set(cluster_names())
+    assert [Cluster.load(name).num_devices for name in ("p3.16xlarge", "h200", "cpu-virtual")] == [8, 1, 8]
+
+
+def test_a_v100_holds_what_the_driver_reports_less_a_reserve() -> None:
+    device = Cluster.load("p3.16xlarge").device
+    assert device.memory_bytes == 16_935_682_048  # 16 GiB less what ECC and the driver take
+    assert device.usable_bytes == device.memory_bytes - 1_000_000_000
+
+
+def test_a_device_can_be_named_inline_or_a_file_beside_the_cluster(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(DEVICE))
+    assert load(tmp_path, device="mine.yaml") == load(tmp_path)
+    assert load(tmp_path, device="v100_sxm2_16gb").device == Cluster.load("p3.16xlarge").device
+
+
+def test_devices_are_numbered_host_by_host_and_spread_over_the_cards(tmp_path: Path) -> None:
+    cluster = load(tmp_path)
+    assert [cluster.host_of(i) for i in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [cluster.nic_of(i) for i in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    with pytest.raises(ClusterError, match=r"device 8 is not in cluster 'toy': it has 8 devices"):
+        cluster.host_of(8)
+
+
+def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None:
+    cluster = load(tmp_path)
+    half = cluster.first_devices(2)
+    assert (half.hosts, half.devices_per_host, half.nics_per_host) == (1, 2, 1)
+    assert cluster.first_devices(8) == cluster
+    assert cluster.with_size(hosts=16).num_devices == 64
+    for count, text in ((6, "6 devices are not whole hosts of 4"), (9, "9 devices asked of 'toy', which has 8")):
+        with pytest.raises(ClusterError, match=text):
+            cluster.first_devices(count)
+    with pytest.raises(ClusterError, match="has 4 devices per host, not 5"):
+        cluster.with_size(devices_per_host=5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"hosts": "left out"}, "hosts: missing; expected a whole number"),
+        ({"intra_host": "left out"}, "intra_host: missing; expected a section with bandwidth_gb_per_s, "),
+        ({"hosts": -2}, "hosts: given -2; expected greater than 0"),
+        ({"hosts": "two"}, "hosts: given 'two'; expected a valid integer"),
+        ({"hosts": True}, "hosts: given True; expected a valid integer"),
+        ({"inter_host": 5}, "inter_host: given 5; expected a valid dictionary or instance of Link"),
+        ({"inter_host": "left out"}, "inter_host: missing, but there are 2 hosts"),
+        (
+            {"device_per_host": 8},
+            "device_per_host: unknown field (given 8); did you mean 'devices_per_host'? valid: name, ",
+        ),
+        (
+            {"intra_host": {"bandwith_gb_per_s": 5, "bandwidth_gb_per_s": 5, "latency_us": 0}},
+            "intra_host.bandwith_gb_per_s: unknown field (given 5); did you mean 'bandwidth_gb_per_s'? "
+            "valid: bandwidth_gb_per_s, group_bandwidth_gb_per_s, latency_us, half_size_mb",
+        ),
+        (
+            {"inter_host": {"bandwidth_gb_per_s": float("nan"), "latency_us": 0}},
+            "inter_host.bandwidth_gb_per_s: given nan; expected a finite number",
+        ),
+        ({"device": DEVICE | {"memory_gb": -16}}, "device.memory_gb: given -16; expected greater than 0"),
+        (
+            {"device": DEVICE | {"memory_efficiency": 85}},
+            "device.memory_efficiency: given 85; expected less than or equal to 1",
+        ),
+        (
+            {"device": DEVICE | {"peak_tflop_per_s": {"f32": "fast"}}},
+            "device.peak_tflop_per_s.f32: given 'fast'; expected a valid number",
+        ),
+        (
+            {"device": DEVICE | {"reserve_gb": 20.0}},
+            "reserve_gb: given 20.0, expected less than memory_gb, which is 16",
+        ),
+        ({"device": "v1000"}, f"device: unknown device 'v1000'; expected one of {', '.join(device_names())}"),
+    ],
+)
+def test_a_wrong_field_is_reported_with_file_field_and_what_is_expected(
+    tmp_path: Path, changes: dict[str, object], expected: str
+) -> None:
+    with pytest.raises(ClusterError, match=re.escape(f"toy.yaml: {expected}")):
+        load(tmp_path, **changes)
+
+
+def test_every_wrong_field_is_reported_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError) as error:
+        load(tmp_path, hosts=-1, devices_per_host="left out")
+    assert [line.split(": ")[1] for line in str(error.value).splitlines()] == ["hosts", "devices_per_host"]
+
+
+def test_a_device_file_is_named_in_errors_about_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(DEVICE | {"cores": 0}))
+    with pytest.raises(ClusterError, match=r"mine\.yaml: cores: given 0; expected greater than 0"):
+        load(tmp_path, device="mine.yaml")
+
+
+def test_an_unknown_name_lists_the_clusters() -> None:
+    with pytest.raises(ClusterError, match=r"unknown cluster 'p4'; expected one of .*dgx_a100_80.*p3\.16xlarge.*path"):
+        Cluster.load("p4")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(None, "can't be read"), ("a: [1", "is not YAML"), ("- 8", r"given \[8\], expected fields")],
+)
+def test_a_file_that_holds_no_fields_is_refused(tmp_path: Path, text: str | None, expected: str) -> None:
+    path = tmp_path / "bad.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ClusterError, match=expected):
+        Cluster.load(path)
+
+
+def test_a_cluster_does_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Cluster.load("h200").hosts = 2  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_link_without_a_switch_has_one_bandwidth_a_group_size() -> None:
+    link = Link(bandwidth_gb_per_s=20, group_bandwidth_gb_per_s={4: 80}, latency_us=1)
+    assert [link.bandwidth(size) for size in (2, 4)] == [20e9, 80e9]
+
+
+def test_the_xla_target_prints_as_a_text_proto() -> None:
+    target = {
+        "gpu_device_info": {
+            "core_count": 80,
+            "clock_rate_ghz": 1.53,
+            "ecc_enabled": True,
+            "rate": [{"key": 1}, {"key": 2}],
+        },
+        "version": {"feature_extension": "NONE"},
+        "platform_name": "CUDA",
+    }
+    expected = """\
+gpu_device_info {
+  core_count: 80
+  clock_rate_ghz: 1.53
+  ecc_enabled: true
+  rate {
+    key: 1
+  }
+  rate {
+    key: 2
+  }
+}
+version {
+  feature_extension: NONE
+}
+platform_name: "CUDA"
+"""
+    assert Device(**DEVICE, xla_target=target).xla_target_config() == expected
+    with pytest.raises(ClusterError, match="device 'toy' has no xla_target"):
+        Device(**DEVICE).xla_target_config()
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("p3.16xlarge", ("core_count: 80", "major: 7", "device_memory_size: 16935682048")),
+        ("dgx_a100_80", ("core_count: 108", "major: 8", "device_memory_size: 85100068864")),
+        ("dgx_h100", ("core_count: 132", "major: 9", "device_memory_size: 84942979072")),
+        ("h200", ("core_count: 132", "major: 9", "device_memory_size: 151397597184")),
+    ],
+)
+def test_the_compiler_is_told_of_the_same_gpu(name: str, facts: tuple[str, ...]) -> None:
+    device = Cluster.load(name).device
+    text = device.xla_target_config()
+    assert all(fact in text for fact in facts)
+    assert f"core_count: {device.cores}" in text
+    assert f"device_memory_size: {device.memory_bytes}" in text
+    assert f'device_description_str: "{device.name}"' in text

@@ -1,0 +1,107 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.cluster import Cluster, Device, cluster_names
+from simulator.compute import kernel_seconds
+from simulator.work import Gemm, Kernel
+
+TOY = Device(
+    name="toy",
+    kind="gpu",
+    source="made up",
+    memory_gb=16,
+    cores=10,
+    peak_tflop_per_s={"f32": 10, "bf16": 100},
+    vector_tflop_per_s=1,
+    memory_bandwidth_gb_per_s=1000,
+    memory_efficiency=0.5,
+    kernel_launch_us=3,
+    gemm_efficiency=0.8,
+    gemm_efficiency_by_dtype={"bf16": 0.5},
+    tile_overhead_us=2,
+)
+DEVICES = [Cluster.load(name).device for name in cluster_names()]
+
+
+def gemm(m: int, n: int, k: int, dtype: str = "f32", width: int = 4, batch: int = 1) -> Kernel:
+    sizes = Gemm(m, n, k, batch)
+    return Kernel("gemm", "gemm", sizes.flops, batch * width * (m * k + k * n + m * n), dtype, sizes)
+
+
+def test_a_memory_kernel_takes_its_traffic_or_its_arithmetic() -> None:
+    assert kernel_seconds(TOY, Kernel("copy", "memory", 0, 1e9)) == pytest.approx(3e-6 + 1e9 / 500e9)
+    assert kernel_seconds(TOY, Kernel("exp", "memory", 1e12, 1e9)) == pytest.approx(3e-6 + 1e12 / 1e12)
+
+
+def test_an_empty_kernel_costs_its_launch() -> None:
+    assert kernel_seconds(TOY, Kernel("nothing", "memory", 0, 0)) == pytest.approx(3e-6)
+
+
+def test_a_product_takes_whole_waves_of_tiles() -> None:
+    # ten 256 x 128 tiles fill the ten cores once; a core does 0.8 TFLOP/s; traffic is nothing
+    wave = 2e-6 + 2 * 256 * 128 * 2**20 / 0.8e12
+    tiles = Gemm(2560, 128, 2**20)
+    assert kernel_seconds(TOY, Kernel("g", "gemm", tiles.flops, 0, gemm=tiles)) == pytest.approx(3e-6 + wave)
+    # one more row needs a tile more: the best of the tilings has a few smaller tiles in its last wave
+    more = kernel_seconds(TOY, Kernel("g", "gemm", 0, 0, gemm=Gemm(2561, 128, 2**20)))
+    assert 1.02 * wave < more < 1.3 * wave
+
+
+def test_a_small_result_with_a_long_inner_dimension_is_split_over_the_cores() -> None:
+    # one 64 x 64 tile would keep one of ten cores busy; 4 parts of it keep 4
+    whole = 2e-6 + 2 * 64 * 64 * 2**20 / 0.8e12
+    split = kernel_seconds(TOY, Kernel("g", "gemm", 0, 0, gemm=Gemm(64, 64, 2**20)))
+    assert whole / 16 < split < whole / 3
+
+
+def test_arithmetic_and_traffic_overlap_for_the_most_part() -> None:
+    # a kernel of unknown sizes with 1 s of arithmetic (8 TFLOP/s) and 1 s of traffic (500 GB/s)
+    seconds = kernel_seconds(TOY, Kernel("g", "conv", 8e12, 500e9)) - 3e-6
+    assert seconds == pytest.approx(2 ** (1 / 2.5))
+
+
+def test_each_dtype_has_its_own_peak_and_efficiency() -> None:
+    assert kernel_seconds(TOY, Kernel("g", "conv", 8e12, 0, "f32")) == pytest.approx(1 + 3e-6)
+    assert kernel_seconds(TOY, Kernel("g", "conv", 50e12, 0, "bf16")) == pytest.approx(1 + 3e-6)
+    assert kernel_seconds(TOY, Kernel("g", "conv", 0.8e12, 0, "s32")) == pytest.approx(
+        1 + 3e-6
+    )  # unknown: elementwise peak
+
+
+@pytest.mark.parametrize("size", [2048, 4096, 8192])
+def test_a_v100_runs_large_f32_products_at_nine_tenths_of_its_peak(size: int) -> None:
+    seconds = kernel_seconds(Cluster.load("p3.16xlarge").device, gemm(size, size, size))
+    assert 0.87 < 2 * size**3 / seconds / 15.7e12 < 0.93
+
+
+def test_large_products_take_the_measured_time_on_an_h100() -> None:
+    # XLA's table of H100 products (OpenXLA, Apache-2.0): 4096 x 4096 x 4096 at 403 TFLOP/s in f32, which is TF32, and two of them at
+    # 804 TFLOP/s in bf16
+    device = Cluster.load("dgx_h100").device
+    assert kernel_seconds(device, gemm(4096, 4096, 4096)) == pytest.approx(2 * 4096**3 / 403e12, rel=0.1)
+    assert kernel_seconds(device, gemm(4096, 4096, 4096, "bf16", 2, batch=2)) == pytest.approx(
+        4 * 4096**3 / 804e12, rel=0.1
+    )
+
+
+dims = st.integers(1, 20_000)
+
+
+@given(st.sampled_from(DEVICES), dims, dims, dims, st.sampled_from(["f32", "f16", "bf16"]))
+def test_no_product_beats_the_roofline(device: Device, m: int, n: int, k: int, dtype: str) -> None:
+    kernel = gemm(m, n, k, dtype, 2)
+    peak = device.peak_tflop_per_s[dtype] * 1e12
+    floor = max(kernel.flops / peak, kernel.bytes / device.memory_bandwidth_gb_per_s / 1e9)
+    assert kernel_seconds(device, kernel) >= floor
+
+
+@given(st.sampled_from(DEVICES), dims, dims, dims)
+def test_a_product_and_its_transpose_cost_the_same(device: Device, m: int, n: int, k: int) -> None:
+    assert kernel_seconds(device, gemm(m, n, k)) == pytest.approx(kernel_seconds(device, gemm(n, m, k)))
+
+
+@given(st.sampled_from(DEVICES), dims, dims, dims, dims)
+def test_a_longer_inner_dimension_takes_at_least_as_long(device: Device, m: int, n: int, one: int, other: int) -> None:
+    short, long = sorted((one, other))
+    assert kernel_seconds(device, gemm(m, n, short)) <= kernel_seconds(device, gemm(m, n, long))

@@ -1,0 +1,46 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.cluster import Cluster
+from simulator.compute import kernel_seconds
+from simulator.costs import BandwidthOnly, ClusterCosts, CostModel
+from simulator.network import collective_seconds, find_routes
+from simulator.work import Gemm, Kernel
+
+CLUSTER = Cluster.load("p3.16xlarge")
+
+
+def test_cluster_costs_are_those_of_the_device_and_the_network() -> None:
+    costs: CostModel = ClusterCosts(CLUSTER)
+    kernel = Kernel("dot", "gemm", 2e9, 3e6, "f32", Gemm(1000, 1000, 1000))
+    groups = ((0, 1, 2, 3), (4, 5, 6, 7))
+    routes = find_routes(CLUSTER, "all_gather", groups)
+    assert costs.kernel(kernel) == kernel_seconds(CLUSTER.device, kernel)
+    assert costs.collective("all_gather", 1e6, groups) == collective_seconds(CLUSTER, "all_gather", 1e6, routes)
+
+
+def test_kernels_that_differ_by_name_only_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr("simulator.costs.kernel_seconds", lambda device, kernel: calls.append(kernel) or 1.0)
+    costs = ClusterCosts(CLUSTER)
+    assert [costs.kernel(Kernel(f"add.{i}", "memory", 0, 8)) for i in range(3)] == [1.0] * 3
+    assert len(calls) == 1
+
+
+@given(st.integers(2, 16), st.floats(1, 1e12))
+def test_bandwidth_only_charges_bytes_and_nothing_else(size: int, num_bytes: float) -> None:
+    costs: CostModel = BandwidthOnly(bandwidth=2.0)
+    groups = (tuple(range(size)),)
+    assert costs.collective("all_gather", num_bytes, groups) == pytest.approx(num_bytes * (size - 1) / size / 2)
+    assert costs.collective("all_reduce", num_bytes, groups) == pytest.approx(
+        2 * costs.collective("all_gather", num_bytes, groups)
+    )
+    assert costs.collective("permute", num_bytes, ((0, 1), (1, 0))) == pytest.approx(num_bytes / 2)
+    assert costs.collective("permute", num_bytes, ((0, 0),)) == costs.collective("all_reduce", num_bytes, ((0,),)) == 0
+
+
+def test_bandwidth_only_makes_compute_free_unless_told_otherwise() -> None:
+    kernel = Kernel("dot", "gemm", 6.0, 1e9)
+    assert BandwidthOnly().kernel(kernel) == 0
+    assert BandwidthOnly(flop_per_s=3.0).kernel(kernel) == 2

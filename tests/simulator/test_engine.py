@@ -1,0 +1,213 @@
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.cluster import Cluster
+from simulator.costs import BandwidthOnly
+from simulator.engine import simulate
+from simulator.memory import MemoryUse
+from simulator.program import DeadlockError, Instruction, Program, Recv, Run, Send
+from simulator.timeline import Span, Timeline
+from simulator.work import Body, Collective, Done, Kernel, Loop, Op, Start
+
+CLUSTER = Cluster.load("cpu-virtual")
+COSTS = BandwidthOnly(bandwidth=1.0, flop_per_s=1.0)  # a FLOP or a sent byte takes a second
+PAIR = ((0, 1),)
+
+
+def compute(seconds: float, name: str = "dot") -> Kernel:
+    return Kernel(name, "gemm", seconds, 0)
+
+
+def start(seconds: float, name: str = "gather") -> Start:
+    return Start(Collective(name, "all_gather", 2 * seconds, PAIR))  # each of two devices sends half
+
+
+def step(*body: Op) -> Timeline:
+    """The timeline of one task on devices 0 and 1."""
+    return simulate(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, COSTS)
+
+
+def test_kernels_take_turns_on_the_compute_stream() -> None:
+    timeline = step(compute(2, "a"), compute(3, "b"))
+    assert timeline.spans == (
+        Span("a", 0, "compute", 0, 2, "gemm", "0S0"),
+        Span("b", 0, "compute", 2, 5, "gemm", "0S0"),
+    )
+    assert timeline.makespan == 5
+
+
+def test_communication_hides_behind_compute_until_it_is_waited_for() -> None:
+    timeline = step(compute(1), start(5), compute(2), Done("gather"), compute(1))
+    # gather runs from 1 to 6; compute is done at 3, waits for 3 seconds and goes on to 7
+    assert timeline.makespan == 7
+    assert timeline.busy(0, "compute") == 4
+    assert timeline.busy(0, "communication") == 5
+    assert timeline.exposed_communication(0) == 3
+    assert timeline.seconds_by_category(0) == {"gemm": 4, "all_gather": 5, "wait": 3}
+
+
+def test_communication_that_is_done_in_time_costs_nothing() -> None:
+    timeline = step(start(2), compute(5), Done("gather"))
+    assert (timeline.makespan, timeline.exposed_communication(0)) == (5, 0)
+
+
+def test_a_collective_waited_for_at_once_is_exposed() -> None:
+    assert step(compute(1), start(4), Done("gather")).exposed_communication(0) == 4
+
+
+def test_collectives_queue_on_the_communication_stream() -> None:
+    timeline = step(start(3, "a"), start(4, "b"), Done("a"), compute(1), Done("b"))
+    assert [(s.name, s.start, s.end) for s in timeline.spans if s.stream == "communication"] == [
+        ("a", 0, 3),
+        ("b", 3, 7),
+    ]
+    assert timeline.makespan == 7
+
+
+def test_what_nobody_waits_for_still_counts() -> None:
+    timeline = step(compute(1), start(4))
+    assert (timeline.makespan, timeline.exposed_communication(0)) == (5, 4)
+
+
+def test_waiting_for_what_does_not_run_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"task 0S0: waits for collective 'gather', which is not running"):
+        step(Done("gather"))
+
+
+def test_a_loop_of_a_million_iterations_is_as_long_as_they_are() -> None:
+    timeline = step(compute(1), Loop(10**6, (start(3), compute(2), Done("gather"))), compute(1))
+    assert timeline.makespan == pytest.approx(2 + 3e6)
+    assert timeline.busy(0, "compute") == pytest.approx(2 + 2e6)
+    assert timeline.busy(0, "communication") == pytest.approx(3e6)
+    assert timeline.exposed_communication(0) == pytest.approx(1e6)
+    assert len(timeline.spans) < 20
+
+
+def test_nested_loops_multiply() -> None:
+    timeline = step(Loop(1000, (compute(1), Loop(1000, (compute(2),)))))
+    assert timeline.makespan == pytest.approx(1000 * (1 + 2000))
+    assert timeline.busy(0, "compute") == pytest.approx(timeline.makespan)
+
+
+def test_an_empty_loop_does_nothing() -> None:
+    assert step(Loop(0, (compute(1),)), Loop(5, ())).makespan == 0
+
+
+TWO_STAGES = Program(
+    meshes=((0, 1), (2, 3)),
+    instructions=(
+        (Run(0, "F", 0), Send("x0", 1, 1), Run(0, "F", 1), Send("x1", 1, 1)),
+        (Recv("x0", 0), Run(1, "F", 0), Recv("x1", 0), Run(1, "F", 1)),
+    ),
+    bodies={"0F": (compute(2),), "1F": (compute(5),)},
+    memory=(MemoryUse(arguments=3), MemoryUse(arguments=4)),
+)
+
+
+def test_a_stage_waits_for_the_one_before_it_and_overlaps_with_it() -> None:
+    timeline = simulate(TWO_STAGES, CLUSTER, COSTS)
+    # mesh 0: 0-2 and 2-4, sends 2-3 and 4-5; mesh 1: 3-8 and 8-13, the second input being there at 5
+    assert timeline.makespan == 13
+    assert timeline.seconds_by_category(0) == {"gemm": 4, "send": 2}
+    assert timeline.seconds_by_category(1) == {"gemm": 10, "bubble": 3}
+    assert timeline.exposed_communication(1) == 0
+    assert timeline.memory == TWO_STAGES.memory
+
+
+def test_groups_count_the_devices_of_their_mesh() -> None:
+    asked = []
+
+    class Spy(BandwidthOnly):
+        def collective(self, kind, num_bytes, groups):
+            asked.append(groups)
+            return 0.0
+
+    body: Body = (Start(Collective("sum", "all_reduce", 1, ((0, 1), (2, 3)))), Done("sum"))
+    simulate(Program(((4, 6, 5, 7),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, Spy())
+    assert asked == [((4, 6), (5, 7))]
+
+
+def test_a_group_outside_its_mesh_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"gather has groups \(\(0, 1\),\); mesh 0 has positions 0 to 0"):
+        simulate(Program(((3,),), ((Run(0, "S"),),), {"0S": (start(1),)}), CLUSTER, COSTS)
+
+
+def test_a_mesh_outside_the_cluster_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"mesh 1 has devices \(8,\); cluster 'cpu-virtual' has devices 0 to 7"):
+        simulate(Program(((0,), (8,)), ((), ())), CLUSTER)
+
+
+def test_a_task_without_a_body_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"task 0F has no body.*has bodies of: 1F"):
+        simulate(Program(((0,),), ((Run(0, "F"),),), {"1F": ()}), CLUSTER)
+
+
+def test_a_deadlock_is_shown() -> None:
+    rows: tuple[tuple[Instruction, ...], ...] = ((Recv("y", 1), Send("x", 1)), (Recv("x", 0), Send("y", 0)))
+    with pytest.raises(DeadlockError, match=r"mesh 0: > recv y<1 \| send x>1"):
+        simulate(Program(((0,), (1,)), rows), CLUSTER)
+
+
+seconds = st.integers(0, 20)
+kernels = seconds.map(compute)
+synchronous = seconds.map(lambda time: (start(time), Done("gather")))
+overlapped = st.tuples(seconds, seconds).map(lambda times: (start(times[0]), compute(times[1]), Done("gather")))
+flat = st.lists(kernels.map(lambda kernel: (kernel,)) | synchronous | overlapped, max_size=4).map(
+    lambda parts: tuple(op for part in parts for op in part)
+)
+loops = st.builds(Loop, st.integers(0, 6), flat)
+nested = st.builds(lambda count, body, inner: Loop(count, (*body, inner)), st.integers(0, 6), flat, loops)
+bodies = st.builds(lambda body, loop: (*body, loop), flat, loops | nested)
+
+
+def unrolled(body: Body) -> Body:
+    parts = (unrolled(op.body) * op.count if isinstance(op, Loop) else (op,) for op in body)
+    return tuple(op for part in parts for op in part)
+
+
+@given(bodies)
+def test_a_loop_takes_as_long_as_its_iterations_written_out(body: Body) -> None:
+    short, long = step(*body), step(*unrolled(body))
+    assert short.makespan == pytest.approx(long.makespan)
+    assert short.seconds_by_category(0) == pytest.approx(long.seconds_by_category(0))
+
+
+@given(bodies)
+def test_a_step_is_as_long_as_its_busier_stream_and_no_longer_than_both(body: Body) -> None:
+    timeline = step(*body)
+    busy = timeline.busy(0, "compute"), timeline.busy(0, "communication")
+    assert max(busy) <= timeline.makespan + 1e-9
+    assert timeline.makespan <= sum(busy) + 1e-9
+    assert timeline.makespan == pytest.approx(busy[0] + timeline.exposed_communication(0))
+
+
+@given(bodies)
+def test_spans_of_a_stream_follow_one_another(body: Body) -> None:
+    timeline = step(*unrolled(body))
+    for stream in ("compute", "communication"):
+        own = [span for span in timeline.spans if span.stream == stream]
+        assert all(first.end <= second.start for first, second in pairwise(own))
+
+
+@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=5), st.integers(1, 6))
+def test_a_pipeline_takes_at_least_its_slowest_stage_and_at_most_everything(
+    stages: list[tuple[int, int]], micro_batches: int
+) -> None:
+    """Stage i computes `stages[i][0]` seconds per microbatch and sends for `stages[i][1]`."""
+    count = len(stages)
+    rows = []
+    for i, (_, sent) in enumerate(stages):
+        row: list[Instruction] = []
+        for micro_batch in range(micro_batches):
+            row += [Recv(f"x{micro_batch}", i - 1)] if i else []
+            row += [Run(i, "F", micro_batch)]
+            row += [Send(f"x{micro_batch}", i + 1, sent)] if i + 1 < count else []
+        rows.append(tuple(row))
+    bodies = {f"{i}F": (compute(time),) for i, (time, _) in enumerate(stages)}
+    timeline = simulate(Program(tuple((i,) for i in range(count)), tuple(rows), bodies), CLUSTER, COSTS)
+    times, sends = [time for time, _ in stages], [sent for _, sent in stages[:-1]]
+    # one microbatch passes every stage and link, the others queue behind it at the slowest of them: exact for FIFO stages
+    assert timeline.makespan == pytest.approx(sum(times) + sum(sends) + (micro_batches - 1) * max(times + sends))

@@ -1,0 +1,74 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from simulator.cluster import Cluster
+from simulator.memory import MemoryUse
+from simulator.timeline import Span, Timeline
+
+TIMELINE = Timeline(
+    spans=(
+        Span("dot.1", 0, "compute", 0.0, 2e-3, "gemm", "0F0"),
+        Span("dot.2", 0, "compute", 2e-3, 3e-3, "gemm", "0F0"),
+        Span("send x>1", 0, "communication", 3e-3, 4e-3, "send", "send x>1"),
+        Span("recv x<0", 1, "compute", 0.0, 4e-3, "bubble", "recv x<0"),
+        Span("98 x gemm", 1, "compute", 4e-3, 9e-3, "gemm", "1F0", busy=3e-3),
+        Span("98 x wait", 1, "compute", 4e-3, 9e-3, "wait", "1F0", busy=2e-3),
+    ),
+    meshes=((0, 1, 2), (5, 7)),
+    memory=(MemoryUse(arguments=int(15e9)), MemoryUse(arguments=int(12e9), temporaries=int(2e9))),
+)
+
+
+def test_a_summary_span_counts_its_busy_seconds() -> None:
+    assert TIMELINE.makespan == 9e-3
+    assert TIMELINE.busy(1, "compute") == 3e-3
+    assert TIMELINE.exposed_communication(1) == 2e-3
+    assert TIMELINE.seconds_by_category(1) == {"bubble": 4e-3, "gemm": 3e-3, "wait": 2e-3}
+
+
+def test_the_fullest_device_decides_whether_it_fits() -> None:
+    assert TIMELINE.peak_bytes == int(15e9)
+    assert TIMELINE.fits(Cluster.load("p3.16xlarge"))  # 16.9 GB less 1 GB in reserve
+    full = Timeline((), ((0,),), (MemoryUse(arguments=int(16e9)),))
+    assert not full.fits(Cluster.load("p3.16xlarge"))
+    assert full.fits(Cluster.load("dgx_a100_80"))
+
+
+def test_without_memory_nothing_is_said_about_fitting() -> None:
+    timeline = Timeline((), ((0,),))
+    assert (timeline.makespan, timeline.peak_bytes) == (0, 0)
+    with pytest.raises(ValueError, match="knows no memory"):
+        timeline.fits(Cluster.load("h200"))
+
+
+def test_it_prints_what_each_mesh_spends_its_time_on() -> None:
+    assert str(TIMELINE) == (
+        "9.000 ms, 15.000 GB\n"
+        "mesh 0: gemm 3.000 ms, send 1.000 ms\n"
+        "mesh 1: bubble 4.000 ms, gemm 3.000 ms, wait 2.000 ms"
+    )
+
+
+def test_the_trace_names_meshes_and_streams_and_counts_in_microseconds(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    TIMELINE.save_chrome_trace(path)
+    events = json.loads(path.read_text())["traceEvents"]
+    names = [(e["pid"], e["tid"], e["args"]["name"]) for e in events if e["ph"] == "M"]
+    assert names == [
+        (0, 0, "mesh 0: devices 0-2"),
+        (0, 0, "tasks"),
+        (0, 1, "compute"),
+        (0, 2, "communication"),
+        (1, 0, "mesh 1: devices 5,7"),
+        (1, 0, "tasks"),
+        (1, 1, "compute"),
+        (1, 2, "communication"),
+    ]
+    spans = {(e["pid"], e["tid"], e["name"]): (e["ts"], e["dur"]) for e in events if e["ph"] == "X"}
+    assert spans[0, 1, "dot.2"] == pytest.approx((2000, 1000))
+    assert spans[0, 2, "send x>1"] == pytest.approx((3000, 1000))
+    assert spans[0, 0, "0F0"] == pytest.approx((0, 3000))  # a task lasts from its first to its last kernel
+    assert (1, 0, "recv x<0") in spans
+    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")

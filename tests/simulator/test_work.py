@@ -1,0 +1,41 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.work import Collective, Done, Gemm, Kernel, Loop, Start, Work, work_of
+
+ADD = Kernel("add", "memory", flops=3, bytes=12)
+DOT = Kernel("dot", "gemm", flops=2 * 4 * 5 * 6, bytes=100, dtype="bf16", gemm=Gemm(4, 5, 6))
+SUM = Collective("sum", "all_reduce", 64, ((0, 1),))
+
+
+def test_a_batched_product_counts_a_multiply_add_as_two() -> None:
+    assert Gemm(4, 5, 6, batch=7).flops == 2 * 7 * 4 * 5 * 6
+
+
+def test_work_of_a_body_sums_kernels_and_collectives_with_loops_multiplied_out() -> None:
+    body = (ADD, Start(SUM), Done("sum"), Loop(10, (DOT, Loop(2, (ADD, Start(SUM), Done("sum"))))))
+    assert work_of(body) == Work({"f32": 3 + 60, "bf16": 2400}, 12 + 240 + 1000, {"all_reduce": 64 + 1280})
+
+
+def test_a_kernel_without_arithmetic_adds_no_dtype() -> None:
+    assert work_of((Kernel("copy", "memory", 0, 8),)) == Work({}, 8)
+
+
+works = st.builds(
+    Work,
+    st.dictionaries(st.sampled_from(["f32", "bf16"]), st.integers(0, 10**9)),
+    st.integers(0, 10**9),
+    st.dictionaries(st.sampled_from(["all_reduce", "permute"]), st.integers(0, 10**9)),
+)
+
+
+@given(works, works, works)
+def test_work_adds_in_any_order(one: Work, two: Work, three: Work) -> None:
+    assert one + two == two + one
+    assert (one + two) + three == one + (two + three)
+    assert one + Work() == one
+
+
+@given(works)
+def test_twice_is_adding_it_to_itself(work: Work) -> None:
+    assert work * 2 == work + work
