@@ -1,0 +1,48 @@
+"""autopar plans, runs and predicts parallel training of unmodified JAX steps.
+
+    step --trace--> StepGraph --plan--> Plan --lower--> Program --run or simulate--> result or Timeline
+
+`parallelize` does all of it for the devices that are here; `plan_step` and `predict` for a cluster that is not.
+"""
+
+from autopar._plugins import silence_idle_plugin
+
+silence_idle_plugin()
+
+from autopar import testing, util  # noqa: E402 (nothing may start JAX's backends before)
+from autopar.api import ParallelizedFunction, init, parallelize, plan_step, predict, shutdown  # noqa: E402
+from autopar.gradients import grad, value_and_grad  # noqa: E402
+from autopar.methods import DataParallel, PlanMethod, ShardParallel, Zero2Parallel, Zero3Parallel  # noqa: E402
+from autopar.microbatch import MicrobatchError  # noqa: E402
+from autopar.plan import Plan, PlanError  # noqa: E402
+from autopar.runtime.executable import Executable  # noqa: E402
+from autopar.sharding.decisions import ShardingError  # noqa: E402
+from autopar.sharding.rules import MissingRuleError  # noqa: E402
+from autopar.sharding.solver import InfeasibleError  # noqa: E402
+from autopar.trace import TraceError  # noqa: E402
+
+__all__ = [
+    "DataParallel",
+    "Executable",
+    "InfeasibleError",
+    "MicrobatchError",
+    "MissingRuleError",
+    "ParallelizedFunction",
+    "Plan",
+    "PlanError",
+    "PlanMethod",
+    "ShardParallel",
+    "ShardingError",
+    "TraceError",
+    "Zero2Parallel",
+    "Zero3Parallel",
+    "grad",
+    "init",
+    "parallelize",
+    "plan_step",
+    "predict",
+    "shutdown",
+    "testing",
+    "util",
+    "value_and_grad",
+]

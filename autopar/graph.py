@@ -7,7 +7,7 @@ what JAX itself lowers it to: the recomputation stays.
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,7 +39,7 @@ def flatten(jaxpr: Jaxpr) -> Jaxpr:
     builder = _Builder()
     invars = [Var(v.aval) for v in jaxpr.invars]
     outvars = builder.inline(jaxpr, invars)
-    eqns = _needed(builder.eqns, outvars)
+    eqns = [eqn for _, eqn in needed(enumerate(builder.eqns), outvars)]
     return Jaxpr(
         constvars=list(builder.constants),
         invars=invars,
@@ -101,34 +101,32 @@ class _Builder:
         return [after.get(atom, atom) if isinstance(atom, Var) else atom for atom in invars]
 
 
-def _needed(eqns: Sequence[JaxprEqn], outvars: Iterable[Atom]) -> list[JaxprEqn]:
-    """The equations on which `outvars` or an effect depend, in order."""
-    live = {atom for atom in outvars if isinstance(atom, Var)}
+def needed(
+    eqns: Iterable[tuple[int, JaxprEqn]], outvars: Iterable[Atom], given: Collection[Var] = ()
+) -> list[tuple[int, JaxprEqn]]:
+    """The numbered equations on which `outvars` or an effect depend when the values in `given` are known, in order."""
+    live = {atom for atom in outvars if isinstance(atom, Var)}.difference(given)
     kept = []
-    for eqn in reversed(eqns):
+    for number, eqn in reversed(list(eqns)):
         if eqn.effects or not live.isdisjoint(eqn.outvars):
-            kept.append(eqn)
-            live.update(atom for atom in eqn.invars if isinstance(atom, Var))
+            kept.append((number, eqn))
+            live.update(atom for atom in eqn.invars if isinstance(atom, Var) and atom not in given)
     return kept[::-1]
 
 
-def evaluate(
-    eqns: Iterable[JaxprEqn],
-    env: dict[Var, Any],
-    before: Callable[[JaxprEqn, list[Any]], list[Any]],
-    after: Callable[[JaxprEqn, list[Any]], list[Any]],
-) -> None:
-    """Run `eqns` on the values in `env` and add their results to it.
+type Hook = Callable[[int, list[Any]], list[Any]]
+"""Sees the number of an equation and its operands or results, and gives them back, perhaps changed."""
 
-    `before` sees, and may replace, the operands of each equation; `after` its results.
-    """
-    for eqn in eqns:
-        operands = before(eqn, [read(atom, env) for atom in eqn.invars])
+
+def evaluate(eqns: Iterable[tuple[int, JaxprEqn]], env: dict[Var, Any], before: Hook, after: Hook) -> None:
+    """Run numbered `eqns` on the values in `env` and add their results, passing operands and results by the hooks."""
+    for number, eqn in eqns:
+        operands = before(number, [read(atom, env) for atom in eqn.invars])
         scope = str(eqn.source_info.name_stack)
         with eqn.ctx.manager, jax.named_scope(scope) if scope else nullcontext():
             result = eqn.primitive.bind(*operands, **eqn.params)
         results = list(result) if eqn.primitive.multiple_results else [result]
-        env.update(zip(eqn.outvars, after(eqn, results), strict=True))
+        env.update(zip(eqn.outvars, after(number, results), strict=True))
 
 
 def read(atom: Atom, env: dict[Var, Any]) -> Any:

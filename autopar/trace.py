@@ -1,13 +1,16 @@
 """From a Python training step to a `StepGraph`: one flat jaxpr and what its inputs and outputs are to the user."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar import graph
+from autopar.gradients import marking
+from autopar.microbatch import MicrobatchError, Microbatching, split
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class StepGraph:
         in_tree: structure of the arguments.
         out_tree: structure of the result.
         fingerprint: hash of the jaxpr.
+        microbatching: how microbatches are put together, in which case the jaxpr is that of one microbatch; None otherwise.
     """
 
     jaxpr: Jaxpr
@@ -33,22 +37,74 @@ class StepGraph:
     in_tree: Any
     out_tree: Any
     fingerprint: str
+    microbatching: Microbatching | None = None
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.microbatching.count if self.microbatching else 1
+
+    @property
+    def in_avals(self) -> Any:
+        """The arguments of the step as ShapeDtypeStructs, with the whole batch."""
+        count = self.num_micro_batches
+
+        def full(i: int, var: Var) -> jax.ShapeDtypeStruct:
+            shape = (var.aval.shape[0] * count, *var.aval.shape[1:]) if i in self.batch else var.aval.shape
+            return jax.ShapeDtypeStruct(shape, var.aval.dtype, weak_type=var.aval.weak_type)
+
+        return jax.tree.unflatten(self.in_tree, [full(i, var) for i, var in enumerate(self.jaxpr.invars)])
 
 
 class TraceError(TypeError):
     """The step can't be traced to a jaxpr of arrays."""
 
 
-def trace(fun: Callable[..., Any], args: Sequence[Any], batch_argnums: Sequence[int]) -> StepGraph:
+def trace(
+    fun: Callable[..., Any], args: Sequence[Any], batch_argnums: Collection[int], num_micro_batches: int = 1
+) -> StepGraph:
     """Trace `fun` for arguments like `args` (arrays or ShapeDtypeStructs in pytrees).
+
+    Args:
+        batch_argnums: arguments whose arrays have the batch as their first dim.
+        num_micro_batches: parts that the batch will be cut into.
 
     Raises:
         TraceError: `fun` depends on values that are known only when it runs, or returns something other than arrays.
+        MicrobatchError: the batch can't be cut, or the step can't be run in microbatches with the same result.
     """
     leaves, in_tree = jax.tree.flatten_with_path(tuple(args))
+    in_keys = [path for path, _ in leaves]
     avals = [abstract(leaf) for _, leaf in leaves]
+    batch = frozenset(i for i, key in enumerate(in_keys) if key[0].idx in batch_argnums and avals[i].ndim > 0)
+    full, out_keys, out_tree = _flat_jaxpr(fun, in_tree, avals, num_micro_batches > 1)
+    out_paths = tuple(map(_text, out_keys))
+    jaxpr, microbatching = full, None
+    if num_micro_batches > 1:
+        for i in batch:
+            avals[i] = _microbatch(avals[i], num_micro_batches, _text(in_keys[i]))
+        jaxpr, _, _ = _flat_jaxpr(fun, in_tree, avals, True)
+        microbatching = split(jaxpr, full, batch, num_micro_batches, out_paths)
+    return StepGraph(
+        jaxpr=jaxpr,
+        in_paths=tuple(map(_text, in_keys)),
+        out_paths=out_paths,
+        batch=batch,
+        carried=_carried(jaxpr, in_keys, out_keys, batch),
+        in_tree=in_tree,
+        out_tree=out_tree,
+        fingerprint=graph.fingerprint(jaxpr),
+        microbatching=microbatching,
+    )
+
+
+def _flat_jaxpr(fun: Callable[..., Any], in_tree: Any, avals: list, marked: bool) -> tuple[Jaxpr, list, Any]:
+    """The flat jaxpr of `fun`, the paths of its outputs and their tree."""
     try:
-        jaxpr, result = jax.make_jaxpr(fun, return_shape=True)(*jax.tree.unflatten(in_tree, avals))
+        with marking() if marked else nullcontext():
+            # A function of its own: JAX remembers traces by function, and must not mix marked with unmarked ones.
+            jaxpr, result = jax.make_jaxpr(lambda *args: fun(*args), return_shape=True)(
+                *jax.tree.unflatten(in_tree, avals)
+            )
     except jax.errors.JAXTypeError as error:
         raise TraceError(
             f"{_name(fun)} can't be traced: {str(error).splitlines()[0]}\n"
@@ -63,19 +119,16 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], batch_argnums: Sequence[
             "Return only arrays and numbers, in dicts, tuples, lists or other pytrees."
         ) from error
     outputs, out_tree = jax.tree.flatten_with_path(result)
-    flat = graph.flatten(jaxpr)
-    in_keys, out_keys = [path for path, _ in leaves], [path for path, _ in outputs]
-    batch = frozenset(i for i, key in enumerate(in_keys) if key[0].idx in batch_argnums and avals[i].ndim > 0)
-    return StepGraph(
-        jaxpr=flat,
-        in_paths=tuple(map(_text, in_keys)),
-        out_paths=tuple(map(_text, out_keys)),
-        batch=batch,
-        carried=_carried(flat, in_keys, out_keys, batch),
-        in_tree=in_tree,
-        out_tree=out_tree,
-        fingerprint=graph.fingerprint(flat),
-    )
+    return graph.flatten(jaxpr), [path for path, _ in outputs], out_tree
+
+
+def _microbatch(aval: jax.ShapeDtypeStruct, count: int, path: str) -> jax.ShapeDtypeStruct:
+    if aval.shape[0] % count:
+        raise MicrobatchError(
+            f"batch input {path} has shape {aval.shape}: its first dim can't be cut into {count} microbatches; pad the batch or"
+            " choose a divisor as num_micro_batches"
+        )
+    return jax.ShapeDtypeStruct((aval.shape[0] // count, *aval.shape[1:]), aval.dtype, weak_type=aval.weak_type)
 
 
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from autopar.gradients import accumulate_p
 from autopar.graph import Atom
 from autopar.sharding.costs import MeshCosts, Step
 from autopar.sharding.factors import Assignment, OpFactors
@@ -69,7 +70,8 @@ class Decisions:
         labels: for each decision, the input path or the equation it belongs to.
         costs: for each decision, seconds of each option; edges likewise for pairs of decisions.
         placements: where each value is; None for a free one.
-        decided: (equation number, placements of its results) for the equations that decide.
+        decided: (equation number, placements of its results) for the equations whose results are to be pinned: those that
+            decide, and those where microbatches accumulate.
         uses: every place where a value is read with a spec that some decision requires.
         roles: for each input "batch", "parameter", "state" or "other".
     """
@@ -79,7 +81,7 @@ class Decisions:
     edges: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     placements: dict[Var, Placement | None] = field(default_factory=dict)
     inputs: list[Placement] = field(default_factory=list)
-    decided: list[tuple[int, tuple[Placement, ...]]] = field(default_factory=list)
+    decided: list[tuple[int, tuple[Placement | None, ...]]] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     roles: list[str] = field(default_factory=list)
 
@@ -179,6 +181,8 @@ class _Builder:
         factors = self.factors[number]
         if factors is None:
             self.found.placements.update(zip(eqn.outvars, placed, strict=True))
+            if eqn.primitive is accumulate_p:
+                self.found.decided.append((number, tuple(placed)))
         elif not any(placed):
             self.found.placements.update(dict.fromkeys(eqn.outvars))
         elif factors.decides or not self._follow(number, eqn, factors, placed):

@@ -73,6 +73,7 @@ def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, second
         Constraint(eqn, "out", r, placement.specs[choice[placement.decision]])
         for eqn, results in decisions.decided
         for r, placement in enumerate(results)
+        if placement is not None
     ]
 
     def output_spec(o: int, atom: Atom) -> Spec:

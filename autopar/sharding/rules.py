@@ -23,7 +23,7 @@ POINTWISE = frozenset({
 })  # fmt: skip
 """Primitives that work on each element alone; operands may be scalars or have dims of size one."""
 
-PASS_THROUGH = frozenset({"optimization_barrier", "sharding_constraint"})
+PASS_THROUGH = frozenset({"accumulate", "optimization_barrier", "sharding_constraint"})
 """Primitives whose i-th result is their i-th operand."""
 
 

@@ -1,0 +1,243 @@
+"""`parallelize` and what belongs to it: trace the step, plan it, compile it, run it."""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import wraps
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh
+
+from autopar.devices import cluster_of, device_mesh, logical_mesh
+from autopar.lower import compile_program
+from autopar.methods import Method, PlanMethod, PlanningMethod, ShardParallel
+from autopar.plan import Plan
+from autopar.planning import make_plan
+from autopar.runtime.executable import Executable
+from autopar.sharding.spec import LogicalMesh
+from autopar.trace import StepGraph, abstract, trace
+from simulator.cluster import Cluster
+from simulator.engine import simulate
+from simulator.timeline import Timeline
+
+type Argnums = Literal["auto"] | int | Sequence[int]
+
+
+def parallelize(
+    fun: Callable[..., Any] | None = None,
+    *,
+    static_argnums: Argnums = "auto",
+    donate_argnums: Argnums = "auto",
+    batch_argnums: int | Sequence[int] = (1,),
+    method: Method | None = None,
+) -> Any:
+    """Parallelize a training step over devices; also a decorator, with or without arguments.
+
+    Args:
+        fun: a function of arrays (in pytrees), as one would give it to `jax.jit`.
+        static_argnums: arguments that are constants of the compiled step. "auto": those with something in them that is not an
+            array, and plain Python numbers and strings; never a flax TrainState.
+        donate_argnums: arguments whose memory the step may reuse. "auto": flax TrainStates.
+        batch_argnums: arguments whose arrays have the batch as their first dim.
+        method: how to parallelize (`autopar.methods`); ShardParallel() by default.
+
+    Returns:
+        A `ParallelizedFunction`. It compiles once for each structure, shapes and dtypes of its arguments.
+    """
+    if fun is None:
+        return lambda f: parallelize(
+            f,
+            static_argnums=static_argnums,
+            donate_argnums=donate_argnums,
+            batch_argnums=batch_argnums,
+            method=method,
+        )
+    return ParallelizedFunction(fun, static_argnums, donate_argnums, batch_argnums, method or ShardParallel())
+
+
+class ParallelizedFunction:
+    """What `parallelize` returns: called like the function it was given.
+
+    It takes numpy and jax arrays, distributes them over the devices, and returns distributed arrays.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        static_argnums: Argnums,
+        donate_argnums: Argnums,
+        batch_argnums: int | Sequence[int],
+        method: Method,
+    ) -> None:
+        wraps(fun)(self)
+        self.fun = fun
+        self.method = method
+        self._static_argnums = static_argnums
+        self._donate_argnums = donate_argnums
+        self._batch_argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+        self._executables: dict[Any, Executable] = {}
+        self._last: tuple[tuple[int, ...], tuple[Any, ...], Executable] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._last is not None:
+            static, static_args, executable = self._last
+            if not static or static_args == tuple(args[i] for i in static if i < len(args)):
+                try:
+                    return executable(*_without(args, static))
+                except (TypeError, ValueError):
+                    pass  # of other shapes or structure, or not in place yet; found out below
+        executable, dynamic = self._prepare(args)
+        return executable(*executable.shard_args(*dynamic))
+
+    def get_executable(self, *args: Any) -> Executable:
+        """The executable for arguments like these, compiled if need be; ShapeDtypeStructs will do."""
+        return self._prepare(args)[0]
+
+    def get_last_executable(self) -> Executable | None:
+        """The executable of the last call."""
+        return self._last[2] if self._last else None
+
+    def preshard_dynamic_args(self, *args: Any) -> tuple[Any, ...]:
+        """The arguments that are not static, distributed as the step wants them."""
+        executable, dynamic = self._prepare(args)
+        return executable.shard_args(*dynamic)
+
+    def _prepare(self, args: Sequence[Any]) -> tuple[Executable, tuple[Any, ...]]:
+        static = _static_argnums(self._static_argnums, args)
+        dynamic = tuple(_without(args, static))
+        static_args = tuple(args[i] for i in static)
+        leaves, tree = jax.tree.flatten(dynamic)
+        avals = tuple((a.shape, a.dtype, a.weak_type) for a in map(abstract, leaves))
+        key = (static, static_args, tree, avals)
+        if key not in self._executables:
+            self._executables[key] = self._compile(args, static)
+        executable = self._executables[key]
+        self._last = (static, static_args, executable)
+        return executable, dynamic
+
+    def _compile(self, args: Sequence[Any], static: tuple[int, ...]) -> Executable:
+        start = time.perf_counter()
+        kept = [i for i in range(len(args)) if i not in static]
+
+        def positions(argnums: Collection[int]) -> tuple[int, ...]:
+            """Numbers of arguments among those that are not static."""
+            return tuple(kept.index(i % len(args)) for i in argnums if i % len(args) in kept)
+
+        def fun(*dynamic: Any) -> Any:
+            full = list(args)
+            for i, arg in zip(kept, dynamic, strict=True):
+                full[i] = arg
+            return self.fun(*full)
+
+        wraps(self.fun)(fun)
+        dynamic = [args[i] for i in kept]
+        batch = positions([i for i in self._batch_argnums if i < len(args)])
+        donated = positions(_donate_argnums(self._donate_argnums, args))
+        step, plan, mesh = self._plan(fun, dynamic, batch)
+        return Executable(step, plan, mesh, donated, time.perf_counter() - start)
+
+    def _plan(
+        self, fun: Callable[..., Any], args: Sequence[Any], batch: tuple[int, ...]
+    ) -> tuple[StepGraph, Plan, Mesh]:
+        match self.method:
+            case PlanMethod(plan, devices):
+                step = trace(fun, args, batch, plan.num_micro_batches)
+                plan.check(step.fingerprint)
+                return step, plan, device_mesh(devices, plan.stages[0].mesh_shape)
+            case PlanningMethod() as method:
+                mesh = device_mesh(method.devices)
+                step = trace(fun, args, batch, method.num_micro_batches)
+                logical = LogicalMesh(mesh.devices.shape, mesh.axis_names)
+                cluster = cluster_of(mesh) if method.cluster is None else _cluster(method.cluster)
+                return step, make_plan(step, logical, cluster, method.options, type(method).__name__), mesh
+            case other:
+                raise TypeError(f"method is {other!r}, expected one of autopar.methods, e.g. autopar.ShardParallel()")
+
+
+def plan_step(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    method: PlanningMethod | None = None,
+    cluster: Cluster | str,
+    mesh_shape: Sequence[int],
+    batch_argnums: Sequence[int] = (1,),
+) -> Plan:
+    """Plan `fun` for arguments like `args` (arrays or ShapeDtypeStructs) on a cluster that need not be here.
+
+    Args:
+        mesh_shape: logical mesh over the cluster's first devices; stands in for `method.devices`.
+    """
+    method = method or ShardParallel()
+    step = trace(fun, args, batch_argnums, method.num_micro_batches)
+    return make_plan(step, logical_mesh(mesh_shape), _cluster(cluster), method.options, type(method).__name__)
+
+
+def predict(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    plan: Plan,
+    cluster: Cluster | str,
+    *,
+    donate_argnums: Argnums = "auto",
+    batch_argnums: Sequence[int] = (1,),
+) -> Timeline:
+    """Step time and per-device memory of a plan on a cluster that need not be here.
+
+    The step is compiled for the cluster's GPUs on this machine; memory is the compiler's buffer assignment, and the timeline
+    comes from simulating the compiled program.
+    """
+    cluster = _cluster(cluster)
+    step = trace(fun, args, batch_argnums, plan.num_micro_batches)
+    program, _ = compile_program(step, plan, cluster, _donate_argnums(donate_argnums, args))
+    return simulate(program, cluster)
+
+
+def init(cluster: str = "local") -> None:
+    """Get ready to run on the devices of this process; nothing to do for them, so that steps run without it, too."""
+    if cluster != "local":
+        raise ValueError(f"cluster={cluster!r}: only 'local', the devices of this process, is available so far")
+    jax.devices()
+
+
+def shutdown() -> None:
+    """Forget compiled programs and free what they hold on the devices."""
+    jax.clear_caches()
+
+
+def _cluster(cluster: Any) -> Cluster:
+    return cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
+
+
+def _without(args: Sequence[Any], static: Sequence[int]) -> Sequence[Any]:
+    return [arg for i, arg in enumerate(args) if i not in static] if static else args
+
+
+def _static_argnums(argnums: Argnums, args: Sequence[Any]) -> tuple[int, ...]:
+    if argnums == "auto":
+        return tuple(i for i, arg in enumerate(args) if _is_static(arg))
+    return _as_tuple(argnums, len(args))
+
+
+def _donate_argnums(argnums: Argnums, args: Sequence[Any]) -> tuple[int, ...]:
+    if argnums == "auto":
+        return tuple(i for i, arg in enumerate(args) if isinstance(arg, TrainState))
+    return _as_tuple(argnums, len(args))
+
+
+def _as_tuple(argnums: Any, count: int) -> tuple[int, ...]:
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if any(not -count <= i < count for i in numbers):
+        raise ValueError(f"argnums {numbers} for a step with {count} arguments; count from 0 to {count - 1}")
+    return tuple(sorted(i % count for i in numbers))
+
+
+def _is_static(arg: Any) -> bool:
+    if isinstance(arg, TrainState):
+        return False
+    if isinstance(arg, bool | int | float | complex | str):
+        return True
+    arrays = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
+    return not all(isinstance(leaf, arrays) for leaf in jax.tree.leaves(arg))

@@ -1,0 +1,101 @@
+"""The devices that are here: as a mesh to run on, and as a cluster that the cost model knows."""
+
+import warnings
+from collections.abc import Sequence
+from math import prod
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from autopar.methods import Devices
+from autopar.sharding.spec import LogicalMesh
+from simulator.cluster import Cluster
+
+AXIS_NAMES = ("x", "y", "z", "w")
+"""Names of mesh axes where the user gives none."""
+
+_CLUSTER_OF_KIND = {"V100": "p3.16xlarge", "A100": "dgx_a100_80", "H100": "dgx_h100", "H200": "h200"}
+
+
+def logical_mesh(shape: Sequence[int]) -> LogicalMesh:
+    """A mesh of `shape` with the default axis names."""
+    if not 1 <= len(shape) <= len(AXIS_NAMES):
+        raise ValueError(f"mesh shape {tuple(shape)} has {len(shape)} axes, expected 1 to {len(AXIS_NAMES)}")
+    return LogicalMesh(tuple(shape), AXIS_NAMES[: len(shape)])
+
+
+def device_mesh(devices: Devices, shape: Sequence[int] | None = None) -> Mesh:
+    """The mesh that the user means, with Auto axes.
+
+    Args:
+        devices: see `autopar.methods.Devices`.
+        shape: the mesh shape, when it is known already (from a plan); the devices' own by default.
+
+    Raises:
+        ValueError: more devices than are here, or another number than `shape` needs.
+    """
+    if isinstance(devices, Mesh):
+        mesh = Mesh(devices.devices, devices.axis_names, axis_types=(AxisType.Auto,) * devices.devices.ndim)
+        if shape is not None and tuple(shape) != mesh.devices.shape:
+            raise ValueError(f"the plan needs a mesh of shape {tuple(shape)}, got one of shape {mesh.devices.shape}")
+        return mesh
+    chosen, own_shape = _choose(devices, prod(shape) if shape is not None else None)
+    shape = own_shape if shape is None else tuple(shape)
+    if prod(shape) != len(chosen):
+        raise ValueError(f"a mesh of shape {shape} needs {prod(shape)} devices, got {len(chosen)}")
+    names = logical_mesh(shape).axis_names
+    return Mesh(np.array(chosen).reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _choose(devices: Devices, count: int | None) -> tuple[list[jax.Device], tuple[int, ...]]:
+    present = jax.devices()
+    if devices is None:
+        devices = len(present) if count is None else count
+    if isinstance(devices, int):
+        devices = (devices,)
+    assert not isinstance(devices, Mesh)
+    given = list(devices)
+    listed = [device for device in given if isinstance(device, jax.Device)]
+    if listed and len(listed) == len(given):
+        return listed, (len(listed),)
+    sizes = [size for size in given if isinstance(size, int | np.integer) and size > 0]
+    if not given or len(sizes) != len(given):
+        raise ValueError(
+            f"devices={devices!r}, expected a jax.sharding.Mesh, a mesh shape such as (2, 4), a number or a list of devices"
+        )
+    wanted = prod(sizes)
+    if wanted > len(present):
+        raise ValueError(
+            f"a mesh of shape {tuple(sizes)} needs {wanted} devices, but only {len(present)} {present[0].platform} device(s)"
+            f" are here; for virtual ones set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} and"
+            " JAX_PLATFORMS=cpu before starting Python"
+        )
+    return present[:wanted], tuple(int(size) for size in sizes)
+
+
+def cluster_of(mesh: Mesh) -> Cluster:
+    """The hardware under `mesh` as the cost model knows it.
+
+    A GPU of an unknown kind is taken for an A100, with a warning: plans stay correct, but may not be the fastest.
+    """
+    device = mesh.devices.flat[0]
+    count = mesh.devices.size
+    if device.platform == "cpu":
+        return _sized("cpu-virtual", count)
+    for kind, name in _CLUSTER_OF_KIND.items():
+        if kind in device.device_kind:
+            return _sized(name, count)
+    warnings.warn(
+        f"no cluster file for {device.device_kind!r}: planning as for an A100; give the method cluster= a file of your own",
+        stacklevel=2,
+    )
+    return _sized("dgx_a100_80", count)
+
+
+def _sized(name: str, count: int) -> Cluster:
+    """A shipped cluster, grown to whole hosts until it holds `count` devices."""
+    cluster = Cluster.load(name)
+    if count <= cluster.devices_per_host:
+        return cluster.first_devices(count)
+    return cluster.with_size(hosts=-(-count // cluster.devices_per_host))

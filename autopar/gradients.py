@@ -1,0 +1,59 @@
+"""`grad` and `value_and_grad` that say where gradients are complete, so that a step can accumulate them over microbatches."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+
+accumulate_p = Primitive("accumulate")
+"""Identity on values that a microbatch contributes to. Only in traced steps, between `marking` and lowering."""
+accumulate_p.multiple_results = True
+accumulate_p.def_abstract_eval(lambda *avals: avals)
+
+_marking: ContextVar[bool] = ContextVar("marking", default=False)
+
+
+@contextmanager
+def marking() -> Iterator[None]:
+    """While it lasts, `value_and_grad` marks its results with `accumulate_p`."""
+    token = _marking.set(True)
+    try:
+        yield
+    finally:
+        _marking.reset(token)
+
+
+def value_and_grad(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """`jax.value_and_grad`, with the same arguments, for steps that may run in microbatches.
+
+    In a step parallelized with `num_micro_batches` > 1 the value, the auxiliary values and the gradients that it returns are
+    those of the whole batch: sums and means over examples are put together from the microbatches' own. Anywhere else it
+    is `jax.value_and_grad`.
+    """
+    differentiated = jax.value_and_grad(fun, *args, **kwargs)
+
+    @wraps(fun)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        result = differentiated(*args, **kwargs)
+        if not _marking.get():
+            return result
+        leaves, tree = jax.tree.flatten(result)
+        return jax.tree.unflatten(tree, accumulate_p.bind(*map(jax.numpy.asarray, leaves)))
+
+    return marked
+
+
+def grad(fun: Callable[..., Any], *args: Any, has_aux: bool = False, **kwargs: Any) -> Callable[..., Any]:
+    """`jax.grad`, with the same arguments, for steps that may run in microbatches; see `value_and_grad`."""
+    differentiated = value_and_grad(fun, *args, has_aux=has_aux, **kwargs)
+
+    @wraps(fun)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = differentiated(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return gradient

@@ -1,0 +1,120 @@
+"""From a plan to what runs: the constrained step for a mesh, and the `Program` that is executed and simulated."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Var
+from jax.sharding import Mesh, NamedSharding
+
+from autopar import graph
+from autopar.microbatch import Microbatching
+from autopar.plan import Plan, Stage
+from autopar.sharding.spec import Spec, partition_spec
+from autopar.target import compile_for, target_mesh
+from autopar.trace import StepGraph
+from simulator.cluster import Cluster
+from simulator.hlo import parse_hlo
+from simulator.program import Program, Run
+
+WHOLE_STEP = Run(0, "S")
+"""The one instruction of a plan without a pipeline."""
+
+
+def jit_step(step: StepGraph, plan: Plan, mesh: Mesh, donate_argnums: Sequence[int] = ()) -> jax.stages.Wrapped:
+    """The step as a jitted function of its own arguments, partitioned over `mesh` as `plan` says.
+
+    Raises:
+        PlanError: the plan is for another step.
+    """
+    plan.check(step.fingerprint)
+    (stage,) = plan.stages
+
+    def shardings(specs: Sequence[Spec]) -> list[NamedSharding]:
+        return [NamedSharding(mesh, partition_spec(spec)) for spec in specs]
+
+    return jax.jit(
+        _constrained(step, stage, mesh),
+        in_shardings=jax.tree.unflatten(step.in_tree, shardings([value.spec for value in stage.inputs])),
+        out_shardings=jax.tree.unflatten(step.out_tree, shardings([value.spec for value in stage.outputs])),
+        donate_argnums=donate_argnums,
+    )
+
+
+def program_of(plan: Plan) -> Program:
+    """Who runs what, without bodies: enough to execute."""
+    (stage,) = plan.stages
+    return Program(meshes=(tuple(range(stage.mesh.num_devices)),), instructions=((WHOLE_STEP,),))
+
+
+def compile_program(
+    step: StepGraph, plan: Plan, cluster: Cluster, donate_argnums: Sequence[int] = ()
+) -> tuple[Program, float]:
+    """The plan's program with its body and memory as XLA compiles them for `cluster`, and the seconds that took."""
+    (stage,) = plan.stages
+    jitted = jit_step(step, plan, target_mesh(cluster, stage.mesh_shape, stage.axis_names), donate_argnums)
+    compiled = compile_for(jitted, step.in_avals, cluster)
+    program = program_of(plan)
+    bodies = {WHOLE_STEP.task: parse_hlo(compiled.hlo_text)}
+    return Program(program.meshes, program.instructions, bodies, (compiled.memory,)), compiled.compile_seconds
+
+
+def _constrained(step: StepGraph, stage: Stage, mesh: Mesh) -> Callable[..., Any]:
+    """The step, with the stage's constraints imposed on its intermediate values."""
+    wanted: dict[tuple[int, str], dict[int, NamedSharding]] = defaultdict(dict)
+    for constraint in stage.constraints:
+        sharding = NamedSharding(mesh, partition_spec(constraint.spec))
+        wanted[constraint.eqn, constraint.side][constraint.index] = sharding
+
+    def constrain(side: str, number: int, values: list[Any]) -> list[Any]:
+        values = list(values)
+        for index, sharding in wanted.get((number, side), {}).items():
+            values[index] = jax.lax.with_sharding_constraint(values[index], sharding)
+        return values
+
+    evaluate = partial(graph.evaluate, before=partial(constrain, "in"), after=partial(constrain, "out"))
+
+    def run(*args: Any) -> Any:
+        env = dict(zip(step.jaxpr.invars, jax.tree.leaves(args), strict=True))
+        env.update(zip(step.jaxpr.constvars, step.jaxpr.consts, strict=True))
+        if step.microbatching is None:
+            evaluate(enumerate(step.jaxpr.eqns), env)
+        else:
+            batch = [step.jaxpr.invars[i] for i in sorted(step.batch)]
+            _accumulate(step.microbatching, batch, env, evaluate, partial(constrain, "out"))
+            evaluate(step.microbatching.tail, env)
+        return jax.tree.unflatten(step.out_tree, [graph.read(atom, env) for atom in step.jaxpr.outvars])
+
+    return run
+
+
+def _accumulate(
+    micro: Microbatching, batch: Sequence[Var], env: dict[Var, Any], evaluate: Callable[..., None], pin: graph.Hook
+) -> None:
+    """Run the body for one microbatch after the other and add to `env` what they accumulate.
+
+    Microbatch i has the examples i, i + count, i + 2 count...: every device finds its part of each in its own shard.
+    """
+    pinned = [
+        value for number, eqn in micro.marks for value in pin(number, [jnp.zeros_like(v.aval) for v in eqn.outvars])
+    ]
+
+    def rows(whole: jax.Array) -> jax.Array:
+        return whole.reshape(-1, micro.count, *whole.shape[1:]).swapaxes(0, 1)
+
+    def add(totals: list[jax.Array], parts: list[jax.Array]) -> tuple[list[jax.Array], None]:
+        inner = env | dict(zip(batch, parts, strict=True))
+        evaluate(micro.body, inner)
+        values = [
+            v for number, eqn in micro.marks for v in pin(number, [graph.read(atom, inner) for atom in eqn.invars])
+        ]
+        kept = zip(micro.combine, totals, values, strict=True)
+        return [value.astype(t.dtype) if how == "same" else t + value for how, t, value in kept], None
+
+    totals, _ = jax.lax.scan(add, pinned, [rows(env[var]) for var in batch])
+    accumulated = [var for _, eqn in micro.marks for var in eqn.outvars]
+    for how, var, total in zip(micro.combine, accumulated, totals, strict=True):
+        env[var] = (total / micro.count).astype(total.dtype) if how == "mean" else total

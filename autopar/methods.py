@@ -1,0 +1,75 @@
+"""Methods: what a plan may choose, and on which devices. The value of `parallelize(method=...)`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import jax
+from jax.sharding import Mesh
+
+from autopar.plan import Plan
+from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3, ShardingOptions
+from simulator.cluster import Cluster
+
+type Devices = Mesh | int | Sequence[int] | Sequence[jax.Device] | None
+"""A mesh, a number of devices, a mesh shape such as (2, 4), a list of devices, or None for all that are there."""
+
+
+@dataclass(frozen=True)
+class PlanningMethod:
+    """What the methods that make a plan have in common.
+
+    Attributes:
+        devices: where to run: a `jax.sharding.Mesh`, a mesh shape such as (2, 4), a number or a list of devices; all by default.
+        num_micro_batches: parts to cut the batch into; gradients from `autopar.grad` are accumulated over them.
+        cluster: the hardware that the cost model describes (a `simulator.Cluster`, a name or a path); the devices' own by
+            default.
+    """
+
+    devices: Devices = None
+    num_micro_batches: int = 1
+    cluster: Cluster | str | Path | None = None
+
+    options: ClassVar[ShardingOptions] = AUTO
+
+    def __post_init__(self) -> None:
+        if self.num_micro_batches < 1:
+            raise ValueError(f"num_micro_batches is {self.num_micro_batches}, expected at least 1")
+
+
+class ShardParallel(PlanningMethod):
+    """Finds the cheapest sharding of every value: data, operator and ZeRO parallelism in any mixture."""
+
+
+class DataParallel(PlanningMethod):
+    """Shards the batch; parameters and optimizer state are whole on every device."""
+
+    options = DATA_PARALLEL
+
+
+class Zero2Parallel(PlanningMethod):
+    """Data parallelism with sharded gradients and optimizer state (ZeRO stage 2, arXiv 1910.02054)."""
+
+    options = ZERO2
+
+
+class Zero3Parallel(PlanningMethod):
+    """Data parallelism with sharded gradients, optimizer state and parameters (ZeRO stage 3, or FSDP)."""
+
+    options = ZERO3
+
+
+@dataclass(frozen=True)
+class PlanMethod:
+    """Runs a plan that is there already, without solving.
+
+    Attributes:
+        devices: where to run; must be as many as the plan's mesh has, by default the first ones that are there.
+    """
+
+    plan: Plan
+    devices: Devices = None
+
+
+type Method = PlanningMethod | PlanMethod

@@ -1,0 +1,247 @@
+"""Splitting a step into microbatches, without ever changing what it computes.
+
+How a value of the whole batch comes from the values of its `n` microbatches follows from two traces of the step, one for each
+batch size, read side by side. Every value is told by a `Kind`: the same for all examples, one row per example, or linear
+in such rows; and by the power of `n` by which its whole-batch value is larger. A sum over examples is linear with power
+one; divided by the number of examples, a literal that differs between the traces by `n`, it is linear with power zero, a
+mean. Whatever does not fit is refused.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal as OneOf
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from autopar.gradients import accumulate_p
+from autopar.graph import Atom, needed
+from autopar.sharding.rules import PASS_THROUGH, op_factors
+
+type Combine = OneOf["sum", "mean", "same"]
+type Numbered = tuple[int, JaxprEqn]
+
+
+class MicrobatchError(ValueError):
+    """The step can't be run in microbatches with the same result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatching:
+    """How a step runs in microbatches.
+
+    Attributes:
+        count: number of microbatches.
+        body: numbered equations that run for each, up to the marked values.
+        tail: numbered equations that run once, on the accumulated values.
+        marks: the numbered `accumulate` equations: the body ends at their operands, the tail starts at their results.
+        combine: how each of their results is put together.
+    """
+
+    count: int
+    body: tuple[Numbered, ...]
+    tail: tuple[Numbered, ...]
+    marks: tuple[Numbered, ...]
+    combine: tuple[Combine, ...]
+
+
+def split(micro: Jaxpr, full: Jaxpr, batch: frozenset[int], count: int, out_paths: Sequence[str]) -> Microbatching:
+    """Split a flat jaxpr traced for one microbatch; `full` is the same step traced for the whole batch.
+
+    Raises:
+        MicrobatchError: nothing is marked, an output depends on the batch other than through marked values, or a marked value
+            can't be put together from microbatches.
+    """
+    numbered = list(enumerate(micro.eqns))
+    marks = [(number, eqn) for number, eqn in numbered if eqn.primitive is accumulate_p]
+    if not marks:
+        raise MicrobatchError(
+            "num_micro_batches > 1, but the step takes no gradient with autopar.grad or autopar.value_and_grad; use one of"
+            " them in place of jax's, so that it is known what to accumulate"
+        )
+    marked = tuple(atom for _, eqn in marks for atom in eqn.invars)
+    accumulated = tuple(var for _, eqn in marks for var in eqn.outvars)
+    body = needed(numbered, marked)
+    if any(eqn.primitive is accumulate_p for _, eqn in body):
+        raise MicrobatchError("a loss depends on the gradients of another autopar.grad; that can't run in microbatches")
+    tail = needed(numbered, micro.outvars, given=accumulated)
+    batch_vars = {micro.invars[i] for i in batch}
+    for path, atom in zip(out_paths, micro.outvars, strict=True):
+        outside = needed(tail, [atom], given=accumulated)
+        read = [atom, *(operand for _, eqn in outside for operand in eqn.invars)]
+        if any(isinstance(a, Var) and a in batch_vars for a in read):
+            raise MicrobatchError(
+                f"output {path or 'of the step'} depends on the batch outside autopar.grad / value_and_grad, so it can't be put"
+                " together from microbatches; return it from the loss function with has_aux=True"
+            )
+    kinds = _Kinds(micro, full, batch, count)
+    combine = tuple(kinds.combine(atom) for atom in marked)
+    return Microbatching(count, tuple(body), tuple(tail), tuple(marks), combine)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How the whole batch's value relates to the microbatches'.
+
+    Attributes:
+        form: "same" for all microbatches; "rows", one per example along `dim`; or "linear", the mean of the microbatches'.
+        power: the whole batch's value is larger by count ** power; None for zeros, which fit any power.
+    """
+
+    form: OneOf["same", "rows", "linear"]
+    power: int | None = 0
+    dim: int = 0
+
+
+class _Unfit(Exception):
+    """Why a value has no kind."""
+
+
+_ADDS = {"add", "add_any", "sub", "concatenate", "scatter-add", "dynamic_update_slice", "pad"}
+_SCALES = {
+    *("neg", "convert_element_type", "copy", "copy_p", "reshape", "transpose", "broadcast_in_dim", "squeeze", "slice"),
+    *("reduce_sum", "stop_gradient", "split", "rev", "cumsum", "real", "imag", "optimization_barrier", "accumulate"),
+    *("dynamic_slice", "gather"),
+}  # fmt: skip
+_INDEXED = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2}  # operands before the indices
+_ORDERED = {"max", "min", "abs", "reduce_max", "reduce_min", "sort"}  # keep a positive factor, but are not linear
+
+
+class _Kinds:
+    def __init__(self, micro: Jaxpr, full: Jaxpr, batch: frozenset[int], count: int) -> None:
+        self.count = count
+        self.kinds: dict[Var, Kind | _Unfit] = dict.fromkeys((*micro.constvars, *micro.invars), Kind("same"))
+        self.kinds.update((micro.invars[i], Kind("rows")) for i in batch)
+        if [eqn.primitive for eqn in micro.eqns] != [eqn.primitive for eqn in full.eqns]:
+            raise MicrobatchError(
+                "the step does different things for batches of different size; that can't run in microbatches"
+            )
+        for eqn, whole in zip(micro.eqns, full.eqns, strict=True):
+            try:
+                found = self._results(eqn, whole)
+            except _Unfit as unfit:
+                found = [unfit] * len(eqn.outvars)
+            self.kinds.update(zip(eqn.outvars, found, strict=True))
+
+    def combine(self, atom: Atom) -> Combine:
+        kind = Kind("same") if isinstance(atom, Literal) else self.kinds[atom]
+        if isinstance(kind, _Unfit):
+            raise MicrobatchError(
+                f"can't accumulate over microbatches: {kind}. Write the loss as a sum or a mean over the examples of the batch,"
+                " or use num_micro_batches=1"
+            )
+        if kind.form == "rows":
+            raise MicrobatchError(
+                f"autopar.grad returns a value with one row per example, of shape {atom.aval.shape} for a microbatch;"
+                " return sums or means over the batch, or use num_micro_batches=1"
+            )
+        match kind.power:
+            case 0 | None:
+                return "same" if kind.form == "same" else "mean"
+            case 1:
+                return "sum"
+            case power:
+                raise MicrobatchError(
+                    f"a loss or gradient that grows with the batch size to the power {power} can't be accumulated over"
+                    " microbatches; write the loss as a sum or a mean over the examples"
+                )
+
+    def _operand(self, atom: Atom, whole: Atom) -> Kind:
+        if isinstance(atom, Var):
+            kind = self.kinds[atom]
+            if isinstance(kind, _Unfit):
+                raise kind
+            return kind
+        assert isinstance(whole, Literal)
+        value, full = np.asarray(atom.val), np.asarray(whole.val)
+        if not value.any() and not full.any():
+            return Kind("same", None)
+        for power in (0, 1, -1):
+            if np.allclose(np.float64(value) * float(self.count) ** power, np.float64(full), rtol=1e-6, atol=0):
+                return Kind("same", power)
+        raise _Unfit(f"a constant of the step is {value} for a microbatch and {full} for the batch")
+
+    def _results(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[Kind | _Unfit]:
+        name = eqn.primitive.name
+        operands = [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
+        if name in PASS_THROUGH:
+            return list(operands)
+        where = f"{name} in {eqn.source_info.name_stack}"
+        power = _power(name, eqn, operands, where)
+        linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
+        rows = [k for k, kind in enumerate(operands) if kind.form == "rows"]
+        if linear and rows:
+            raise _Unfit(f"{where} mixes single examples with a statistic of the whole batch (batch normalisation?)")
+        if linear:
+            if not _is_linear(name, linear):
+                raise _Unfit(f"{where} is not linear in a statistic of the batch (a masked mean? a ratio of sums?)")
+            return [Kind("linear", power)] * len(eqn.outvars)
+        if not rows:
+            return [self._created(eqn, whole, Kind("same", power), where)] * len(eqn.outvars)
+        factors = op_factors(whole)  # a microbatch may have a single example, and dims of size one have no factor
+        batch = {factors.operands[k][operands[k].dim] for k in rows}
+        if len(batch) != 1 or not (batch_dim := batch.pop()):
+            raise _Unfit(f"{where} pairs examples with one another")
+        factor = batch_dim[0]
+        match factors.kinds[factor]:
+            case "sum":
+                return [Kind("linear", None if power is None else power + 1)] * len(eqn.outvars)
+            case "parallel":
+                dims = [[d for d, of in enumerate(result) if of and of[0] == factor] for result in factors.results]
+                return [Kind("rows", power, found[0]) for found in dims]
+            case _:
+                raise _Unfit(f"{where} works across the examples of the batch")
+
+    def _created(self, eqn: JaxprEqn, whole: JaxprEqn, kind: Kind, where: str) -> Kind:
+        """The kind of something made of what is the same for all: repeated per example when its shape says so."""
+        shape, full = eqn.outvars[0].aval.shape, whole.outvars[0].aval.shape
+        grown = [dim for dim, (a, b) in enumerate(zip(shape, full, strict=True)) if a != b]
+        if not grown:
+            return kind
+        uniform = eqn.primitive.name == "broadcast_in_dim" or (
+            eqn.primitive.name == "iota" and eqn.params["dimension"] not in grown
+        )
+        if len(grown) > 1 or not uniform:
+            raise _Unfit(f"{where} depends on the size of the batch or on an example's position in it")
+        return replace(kind, form="rows", dim=grown[0])
+
+
+def _power(name: str, eqn: JaxprEqn, operands: Sequence[Kind], where: str) -> int | None:
+    """The power of the result, from those of the operands."""
+    powers = [kind.power for kind in operands]
+    if name in ("mul", "dot_general"):
+        return None if None in powers else sum(p for p in powers if p is not None)
+    if name == "div":
+        return None if powers[0] is None else powers[0] - (powers[1] or 0)
+    if name in ("integer_pow", "square"):
+        return None if powers[0] is None else powers[0] * eqn.params.get("y", 2)
+    data = powers
+    if name == "select_n":
+        data = powers[1:]
+    elif name == "scatter-add":
+        data = [powers[0], powers[2]]
+        if operands[2].form == "rows" and operands[0].form != "rows" and powers[0] is not None:
+            raise _Unfit(f"{where} adds a sum over examples to something else in place")
+    elif name in _INDEXED:
+        data = powers[: _INDEXED[name]]
+    if name in _ADDS | _SCALES | _ORDERED | {"select_n"}:
+        known = {p for p in data if p is not None}
+        if len(known) > 1:
+            raise _Unfit(f"{where} adds a sum over examples to a mean over examples")
+        return known.pop() if known else None
+    if any(powers):
+        raise _Unfit(f"{where} is not linear in the size of the batch")
+    return 0
+
+
+def _is_linear(name: str, linear: Sequence[int]) -> bool:
+    """Whether the primitive is linear in the operands at the positions `linear`, taken together."""
+    if name in ("mul", "dot_general"):
+        return len(linear) == 1
+    if name == "div":
+        return linear == [0]
+    if name == "select_n":
+        return 0 not in linear
+    if name in _INDEXED:
+        return all(k < _INDEXED[name] for k in linear)
+    return name in _ADDS | _SCALES

@@ -1,0 +1,186 @@
+"""The plan: everything that was decided about a step, as a value that is saved, printed, executed and simulated.
+
+A plan holds no program. It says where each input, output and constrained value of a stage lives, and which traced step it was
+made for (`fingerprint`).
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import numpy as np
+from jax.sharding import PartitionSpec
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from autopar.sharding.spec import LogicalMesh, Spec, local_shape, partition_spec
+from autopar.work import array_bytes
+
+VERSION = 1
+
+
+class PlanError(ValueError):
+    """A plan that can't be read, or that belongs to another step or mesh."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _dtype(name: str) -> str:
+    return np.dtype(name).name
+
+
+class Value(_Model):
+    """An input or output of a stage.
+
+    Attributes:
+        path: what the user calls it, e.g. `0/params/Dense_0/kernel`.
+        role: "batch", "parameter", "state" (carried, but no parameter), "other", or "output".
+    """
+
+    path: str
+    role: Literal["batch", "parameter", "state", "other", "output"]
+    shape: tuple[int, ...]
+    dtype: Annotated[str, AfterValidator(_dtype)]
+    spec: Spec
+
+    def device_bytes(self, mesh: LogicalMesh) -> int:
+        """Bytes of one device's shard."""
+        return array_bytes(local_shape(self.shape, self.spec, mesh), np.dtype(self.dtype))
+
+
+class Constraint(_Model):
+    """The sharding of a value inside a stage.
+
+    Attributes:
+        eqn: number of the equation in the flat jaxpr.
+        side: "in" to reshard operand `index` before the equation reads it, "out" for result `index`.
+        name: the equation for a reader: its place in the model and its primitive.
+    """
+
+    eqn: int
+    side: Literal["in", "out"]
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec
+
+
+class Stage(_Model):
+    """A run of layers on one submesh.
+
+    Attributes:
+        mesh_shape, axis_names: the logical mesh.
+        constraints: what the step's values inside are pinned to.
+    """
+
+    mesh_shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    constraints: tuple[Constraint, ...] = ()
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        return LogicalMesh(self.mesh_shape, self.axis_names)
+
+
+class Plan(_Model):
+    """How to run one step on one cluster.
+
+    Attributes:
+        fingerprint: hash of the traced step that the plan is for.
+        method: name of the method that made it.
+        cluster: name of the cluster it was made for.
+        num_micro_batches: parts that the batch is cut into, gradients being accumulated over them.
+        predicted_seconds: the planner's estimate of one step.
+        gap: proven relative distance of that estimate from the best one.
+        planning_seconds: what planning took.
+    """
+
+    version: Literal[1] = VERSION
+    fingerprint: str
+    method: str
+    cluster: str
+    num_micro_batches: int = 1
+    stages: tuple[Stage, ...]
+    predicted_seconds: float
+    gap: float = 0.0
+    planning_seconds: float
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The plan that `to_json` wrote. Raises PlanError for anything else."""
+        try:
+            version = json.loads(text).get("version")
+        except (ValueError, AttributeError) as error:
+            raise PlanError(f"not a plan: {error}; expected the JSON that Plan.save writes") from error
+        if version != VERSION:
+            raise PlanError(f"plan of version {version}, expected {VERSION}; plan the step again")
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise PlanError(f"not a plan: {where}: {first['msg']}; plan the step again") from error
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The plan saved at `path`. Raises PlanError when the file holds none."""
+        return cls.from_json(Path(path).read_text())
+
+    def check(self, fingerprint: str) -> None:
+        """Raise PlanError unless the plan is for the step of that fingerprint."""
+        if fingerprint != self.fingerprint:
+            raise PlanError(
+                f"this plan is for the step with fingerprint {self.fingerprint}, but this step has {fingerprint}: its"
+                " code, shapes, dtypes or number of microbatches differ; plan the step again"
+            )
+
+    def table(self) -> Table:
+        """Every input, output and constrained value: shape, dtype, PartitionSpec, bytes per device."""
+        mesh = ", ".join(" x ".join(f"{a}={n}" for a, n in stage.mesh.sizes.items()) for stage in self.stages)
+        title = (
+            f"{self.method} on {self.cluster}, mesh {mesh}, {self.num_micro_batches} microbatch(es),"
+            f" {self.predicted_seconds * 1e3:.3g} ms predicted"
+        )
+        table = Table(title=title, title_justify="left")
+        for name in ("value", "role", "shape", "dtype", "PartitionSpec", "bytes per device"):
+            table.add_column(name, justify="right" if name == "bytes per device" else "left", overflow="fold")
+        for stage in self.stages:
+            for value in stage.inputs:
+                table.add_row(*_row(value.path, value.role, value, stage.mesh))
+            table.add_section()
+            for constraint in stage.constraints:
+                table.add_row(*_row(constraint.name, constraint.side, constraint, stage.mesh))
+            table.add_section()
+            for value in stage.outputs:
+                table.add_row(*_row(value.path, value.role, value, stage.mesh))
+            table.add_section()
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=140)
+        with console.capture() as captured:
+            console.print(self.table())
+        return captured.get()
+
+
+def _row(name: str, role: str, value: Value | Constraint, mesh: LogicalMesh) -> Iterable[str]:
+    size = array_bytes(local_shape(value.shape, value.spec, mesh), np.dtype(value.dtype))
+    return name, role, str(value.shape), value.dtype, spec_text(partition_spec(value.spec)), f"{size:,}"
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """`P('x', None)`, as one writes it."""
+    return f"P({', '.join(map(repr, spec))})"

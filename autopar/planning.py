@@ -1,0 +1,78 @@
+"""From a traced step to a plan."""
+
+from dataclasses import asdict
+
+import jax
+import numpy as np
+
+from autopar.plan import Constraint, Plan, Stage, Value
+from autopar.sharding.options import ShardingOptions
+from autopar.sharding.planner import Shardings, plan_shardings
+from autopar.sharding.spec import LogicalMesh
+from autopar.trace import StepGraph
+from simulator.cluster import Cluster
+from simulator.costs import ClusterCosts, CostModel
+
+
+def make_plan(
+    step: StepGraph,
+    mesh: LogicalMesh,
+    cluster: Cluster,
+    options: ShardingOptions,
+    method: str,
+    costs: CostModel | None = None,
+) -> Plan:
+    """The cheapest plan for `step` on `mesh`, as `cluster` (or another cost model of it) prices it; no device is touched.
+
+    Raises:
+        MissingRuleError, ShardingError, InfeasibleError, TimeoutError: see `plan_shardings`.
+    """
+    if mesh.num_devices > cluster.num_devices:
+        raise ValueError(
+            f"a mesh of shape {mesh.shape} needs {mesh.num_devices} devices, but cluster {cluster.name!r} has"
+            f" {cluster.num_devices}; use a smaller mesh or a cluster with more hosts"
+        )
+    shardings = plan_shardings(step, mesh, costs or ClusterCosts(cluster), options)
+    return Plan(
+        fingerprint=step.fingerprint,
+        method=method,
+        cluster=cluster.name,
+        num_micro_batches=step.num_micro_batches,
+        stages=(_stage(step, mesh, shardings),),
+        predicted_seconds=shardings.seconds,
+        gap=shardings.gap,
+        planning_seconds=shardings.solve_seconds,
+    )
+
+
+def _stage(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:
+    full = jax.tree.leaves(step.in_avals)
+    inputs = [
+        Value(path=path, role=role, shape=aval.shape, dtype=str(aval.dtype), spec=spec)
+        for path, role, aval, spec in zip(step.in_paths, found.roles, full, found.inputs, strict=True)
+    ]
+    outputs = [
+        Value(
+            path=f"result/{path}".removesuffix("/"),
+            role="output",
+            shape=atom.aval.shape,
+            dtype=str(atom.aval.dtype),
+            spec=spec,
+        )
+        for path, atom, spec in zip(step.out_paths, step.jaxpr.outvars, found.outputs, strict=True)
+    ]
+    constraints = []
+    for constraint in found.constraints:
+        eqn = step.jaxpr.eqns[constraint.eqn]
+        aval = (eqn.invars if constraint.side == "in" else eqn.outvars)[constraint.index].aval
+        name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/")
+        constraints.append(
+            Constraint(**asdict(constraint), name=name, shape=aval.shape, dtype=np.dtype(aval.dtype).name)
+        )
+    return Stage(
+        mesh_shape=mesh.shape,
+        axis_names=mesh.axis_names,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        constraints=tuple(constraints),
+    )

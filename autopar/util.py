@@ -1,0 +1,40 @@
+"""Timing."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+
+def benchmark_func(
+    run_func: Callable[[], object],
+    sync_func: Callable[[], object] | None = None,
+    warmup: int = 1,
+    repeat: int = 3,
+    number: int = 5,
+    min_repeat_second: float | None = None,
+) -> np.ndarray:
+    """Seconds of one call of `run_func`, measured `repeat` times as the mean over `number` calls.
+
+    Args:
+        sync_func: waits until the device has finished; called before and after each measurement.
+        min_repeat_second: raises `number` until one measurement takes at least this long.
+
+    Returns:
+        Array of shape (repeat,).
+    """
+    sync = sync_func or (lambda: None)
+    for _ in range(warmup):
+        run_func()
+    if min_repeat_second:
+        number = max(number, int(np.ceil(min_repeat_second / _seconds(run_func, sync, 1))))
+    return np.array([_seconds(run_func, sync, number) / number for _ in range(repeat)])
+
+
+def _seconds(run_func: Callable[[], object], sync: Callable[[], object], number: int) -> float:
+    sync()
+    start = time.perf_counter()
+    for _ in range(number):
+        run_func()
+    sync()
+    return time.perf_counter() - start

@@ -1,0 +1,6 @@
+"""Eight virtual CPU devices stand in for eight GPUs; set before JAX starts."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
