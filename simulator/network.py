@@ -79,20 +79,23 @@ def _ring_seconds(cluster: Cluster, kind: CollectiveKind, num_bytes: float, ring
     if ring.size == 1:
         return 0.0
     intra, inter = cluster.intra_host, cluster.inter_host
-    sent = sent_fraction(kind, ring.size) * num_bytes
-    seconds = _transfer(intra, sent, intra.bandwidth(ring.per_host)) if ring.per_host > 1 else 0.0
-    latency = (ring.size - ring.hosts if ring.hosts > 1 else ring.size - 1) * intra.latency_us
-    if ring.hosts > 1:
-        assert inter is not None  # a cluster of several hosts has one
-        if kind == "all_to_all":  # no ring: every device of the host sends what is for other hosts over the network
-            sent = num_bytes * ring.per_host * (ring.size - ring.per_host) / ring.size
-        seconds = max(seconds, _transfer(inter, sent, inter.bandwidth_gb_per_s * 1e9 * ring.nics))
-        latency += ring.hosts * inter.latency_us
-    if kind == "all_reduce":
-        latency *= 2
-    elif kind == "all_to_all":  # all partners at once
-        latency = max(intra.latency_us, inter.latency_us if inter and ring.hosts > 1 else 0.0)
-    return (cluster.collective_launch_us + latency) * 1e-6 + seconds
+    within = across = sent_fraction(kind, ring.size) * num_bytes
+    if kind == "all_to_all":  # no ring: each device of the host sends over the network what is for the other hosts
+        across = ring.per_host * (ring.size - ring.per_host) / ring.size * num_bytes
+    seconds = _transfer(intra, within, intra.bandwidth(ring.per_host)) if ring.per_host > 1 else 0.0
+    if inter is not None and ring.hosts > 1:
+        seconds = max(seconds, _transfer(inter, across, inter.bandwidth_gb_per_s * 1e9 * ring.nics))
+    return (cluster.collective_launch_us + _latency_us(cluster, kind, ring)) * 1e-6 + seconds
+
+
+def _latency_us(cluster: Cluster, kind: CollectiveKind, ring: Ring) -> float:
+    """Hops of a chunk on its way round the ring; in an all_to_all everybody sends to everybody at once."""
+    intra = cluster.intra_host.latency_us
+    if cluster.inter_host is None or ring.hosts == 1:
+        return {"all_reduce": 2 * (ring.size - 1), "all_to_all": 1}.get(kind, ring.size - 1) * intra
+    inter = cluster.inter_host.latency_us
+    once = (ring.size - ring.hosts) * intra + ring.hosts * inter
+    return {"all_reduce": 2 * once, "all_to_all": max(intra, inter)}.get(kind, once)
 
 
 def _permute_seconds(cluster: Cluster, num_bytes: float, flows: Flows) -> float:
