@@ -141,6 +141,21 @@ def test_a_wrapped_asynchronous_collective_is_unwrapped():
     assert body == (Start(Collective("s", "reduce_scatter", 32, ALL)), Done("s"))
 
 
+def test_a_collective_fused_with_slices_is_found():
+    fused = """
+%offset (p: f32[8]) -> f32[1] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %scatter = f32[1]{0} reduce-scatter(%p), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add
+}
+"""
+    body = parse(
+        "%p = f32[8]{0} parameter(0)",
+        "ROOT %f = f32[1]{0} fusion(%p), kind=kCustom, calls=%offset",
+        computations=ADD + fused,
+    )
+    assert body == (Start(Collective("f", "reduce_scatter", 32, ALL)), Done("f"))
+
+
 # Kernels
 
 DIMENSIONS = (
@@ -248,6 +263,30 @@ def test_a_product_inside_a_fusion_is_a_gemm():
         result="f32[100,8]{1,0}",
     )  # fmt: skip
     assert (kernel.kind, kernel.gemm, kernel.bytes) == ("gemm", Gemm(100, 8, 4), 1600 + 128 + 3200)
+
+
+def test_a_product_that_is_not_fused_is_a_gemm():
+    (kernel,) = parse(
+        "%a = bf16[5,3,4]{2,1,0} parameter(0)",
+        "%b = bf16[5,4,7]{2,1,0} parameter(1)",
+        "ROOT %d = bf16[5,3,7]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, "
+        "rhs_contracting_dims={1}",
+    )
+    assert kernel == Kernel("d", "gemm", 2 * 5 * 3 * 7 * 4, 2 * 5 * (12 + 28 + 21), "bf16", Gemm(3, 7, 4, batch=5))
+
+
+def test_an_asynchronous_copy_is_one_kernel():
+    assert parse(
+        "%p = f32[4]{0} parameter(0)",
+        "%s = (f32[4]{0:S(5)}, f32[4]{0}, u32[]) copy-start(%p)",
+        "ROOT %d = f32[4]{0:S(5)} copy-done(%s)",
+    ) == (Kernel("s", "memory", 0, 32),)
+
+
+def test_a_call_is_what_it_calls():
+    called = "%twice (a: f32[4]) -> f32[4] {\n  %a = f32[4]{0} parameter(0)\n  ROOT %n = f32[4]{0} negate(%a)\n}\n"
+    body = parse("%p = f32[4]{0} parameter(0)", "ROOT %c = f32[4]{0} call(%p), to_apply=%twice", computations=called)
+    assert body == (Kernel("n", "memory", 0, 32),)
 
 
 def test_names_cost_nothing():
