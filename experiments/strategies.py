@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import autopar
+from autopar.methods import PlanningMethod
 from autopar.target import TargetExecutable, compile_for, target_devices, target_mesh
 from experiments.models.model import Model, ValueAndGrad
 from simulator.cluster import Cluster
@@ -128,7 +129,7 @@ class Pmap:
 class Planned:
     """A method of autopar: planned once, and the same plan run or predicted."""
 
-    method: Callable[[], autopar.Method]
+    method: Callable[[], PlanningMethod]
 
     def runs_on(self, mesh: Shape) -> bool:
         return True

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
@@ -51,5 +52,6 @@ class Model(ABC):
 
 
 def adam_state(apply: Callable, params: Any) -> TrainState:
-    """A train state with the quickstart's optimizer."""
-    return TrainState.create(apply_fn=apply, params=params, tx=optax.adam(learning_rate=1e-3))
+    """A train state with the quickstart's optimizer, all of it arrays."""
+    state = TrainState.create(apply_fn=apply, params=params, tx=optax.adam(learning_rate=1e-3))
+    return state.replace(step=jnp.zeros((), jnp.int32))  # flax's own 0 is weakly typed until it has been on a device

@@ -40,7 +40,7 @@ class MLPModel(nn.Module):
     @nn.compact
     def __call__(self, x):
         for i in range(self.num_layers):
-            if i % 2 == 0:
+            if i % 2 == 0:  # noqa: SIM108
                 x = nn.Dense(features=self.hidden_dim * 4)(x)
             else:
                 x = nn.Dense(features=self.hidden_dim)(x)
@@ -182,13 +182,12 @@ def pmap_train_step(state, batch):
 
 # Replicate model and distribute batch
 devices = jax.local_devices()
-mesh = jax.make_mesh((len(devices),), ("batch",), devices=devices)
-per_device = jax.sharding.NamedSharding(mesh, jax.P("batch"))
+per_device = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("batch",)), jax.P("batch"))
 state = jax.tree.map(lambda x: jax.device_put(np.stack([np.array(x)] * len(devices)), per_device), state)
 
 
 def shard_batch(x):
-    x = np.array(x).reshape((len(devices), -1) + x.shape[1:])
+    x = np.array(x).reshape((len(devices), -1, *x.shape[1:]))
     return jax.device_put(x, per_device)
 
 
