@@ -13,11 +13,18 @@ from simulator.cluster import cluster_names, device_names
 ROOT = Path(__file__).parent.parent
 
 # What a planned step is run, or predicted, with. Everything else in the two packages has a say in the plan itself.
-RUN = ("autopar/api.py", "autopar/runtime/**/*.py", "autopar/util.py", "autopar/testing.py")
+RUN = (
+    "autopar/api.py",
+    "autopar/lower.py",
+    "autopar/runtime/**/*.py",
+    "autopar/testing.py",
+    "autopar/util.py",
+)
 PREDICT = (
     "autopar/_plugins.py",
+    "autopar/api.py",
+    "autopar/lower.py",
     "autopar/target.py",
-    "autopar/predict.py",
     "simulator/engine.py",
     "simulator/hlo/**/*.py",
     "simulator/memory.py",

@@ -6,7 +6,14 @@ import pytest
 
 from experiments.report.figures import draw_cells, save_svg
 
-COMMON = {"model": "mlp", "size": "tiny", "parameters": 1_000_000, "batch": 8, "dtype": "float32", "platform": "p3.16xlarge"}
+COMMON = {
+    "model": "mlp",
+    "size": "tiny",
+    "parameters": 1_000_000,
+    "batch": 8,
+    "dtype": "float32",
+    "platform": "p3.16xlarge",
+}
 COLUMNS = ["mesh", "strategy", "source", "step_time_s", "step_time_std_s", "memory_bytes_per_device", "status"]
 
 

@@ -7,7 +7,9 @@ from experiments import isolate
 from experiments.cells import Cell, compute_cells, read_cell, write_cell
 from experiments.job import Job
 
-JOB = Job("mlp", "tiny", {"dim": 4, "num_layers": 2, "batch_size": 4}, "p3.16xlarge", (2, 4), ("data", "zero2", "shard"))
+JOB = Job(
+    "mlp", "tiny", {"dim": 4, "num_layers": 2, "batch_size": 4}, "p3.16xlarge", (2, 4), ("data", "zero2", "shard")
+)
 
 
 def test_a_job_comes_back_from_json() -> None:
@@ -25,7 +27,9 @@ def test_an_exception_is_reported_by_its_message() -> None:
 
 
 def test_a_killed_process_is_reported_by_its_signal_and_last_words() -> None:
-    assert isolate.reason_of(-6, "F0000 hlo.cc:12] Check failed\n") == "killed by SIGABRT: F0000 hlo.cc:12] Check failed"
+    assert (
+        isolate.reason_of(-6, "F0000 hlo.cc:12] Check failed\n") == "killed by SIGABRT: F0000 hlo.cc:12] Check failed"
+    )
     assert isolate.reason_of(-9, "") == "killed by SIGKILL"
 
 

@@ -1,0 +1,38 @@
+from pathlib import Path
+
+import pytest
+
+from experiments.sources import PREDICT, ROOT, RUN, cluster_files, sources
+
+
+def names(rule: str) -> set[str]:
+    return {str(Path(path).relative_to(ROOT)) for path in sources(rule)}
+
+
+def test_editing_the_clock_reruns_simulations_but_neither_plans_nor_measurements() -> None:
+    assert "simulator/engine.py" in names("simulate")
+    assert "simulator/engine.py" not in names("plan") | names("measure")
+
+
+def test_editing_what_things_cost_reruns_plans() -> None:
+    assert {"simulator/network.py", "simulator/compute.py", "simulator/costs.py"} <= names("plan")
+
+
+def test_editing_the_planner_or_a_model_reruns_plans() -> None:
+    assert {"autopar/graph.py", "autopar/sharding/solver.py", "experiments/models/gpt.py"} <= names("plan")
+
+
+def test_every_module_is_a_source_of_some_rule() -> None:
+    modules = {
+        str(path.relative_to(ROOT)) for package in ("autopar", "simulator") for path in (ROOT / package).rglob("*.py")
+    }
+    assert modules <= names("plan") | names("measure") | names("simulate")
+
+
+@pytest.mark.parametrize("pattern", [*RUN, *PREDICT])
+def test_every_named_source_exists(pattern: str) -> None:
+    assert list(ROOT.glob(pattern))
+
+
+def test_a_cluster_depends_on_its_own_files() -> None:
+    assert [Path(path).name for path in cluster_files("p3.16xlarge")] == ["p3.16xlarge.yaml", "v100_sxm2_16gb.yaml"]

@@ -1,0 +1,68 @@
+"""The workflow as a user starts it, on its smoke configuration."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+type Snakemake = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def snakemake(tmp_path: Path) -> Snakemake:
+    """Runs snakemake in an empty directory on a configuration file."""
+
+    def run(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        files = ["--snakefile", str(ROOT / "Snakefile"), "--configfile", str(config)]
+        command = [sys.executable, "-m", "snakemake", *files, "--cores", "2", *arguments]
+        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        return subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=300)
+
+    return run
+
+
+def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(snakemake: Snakemake, tmp_path: Path) -> None:
+    config = yaml.safe_load((ROOT / "experiments/config/smoke.yaml").read_text())
+    # An odd batch can't be split over two devices by pmap: that one cell fails.
+    config["models"]["mlp"]["odd"] = config["models"]["mlp"]["tiny"] | {"batch_size": 15}
+    config["platforms"].append({"cluster": "p3.16xlarge", "source": "simulated", "models": {"mlp": "odd"}})
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+
+    first = snakemake(path)
+    assert first.returncode == 0, first.stdout + first.stderr
+
+    cells = pd.read_csv(tmp_path / "results/tables/cells.csv", dtype={"mesh": str})
+    meshes = [("1", "serial"), ("1", "pmap"), ("1", "shard"), ("2", "pmap"), ("2", "shard")]
+    for size, source in (("tiny", "simulated"), ("tiny", "measured"), ("odd", "simulated")):
+        rows = cells[(cells["size"] == size) & (cells["source"] == source)]
+        assert list(zip(rows["mesh"], rows["strategy"], strict=True)) == meshes
+    failed = cells["status"] == "failed"
+    assert cells[failed][["size", "mesh", "strategy"]].to_numpy().tolist() == [["odd", "2", "pmap"]]
+    assert "15" in cells[failed]["reason"].item()
+    assert (cells[~failed]["step_time_s"] > 0).all()
+    assert (cells[~failed]["memory_bytes_per_device"] > 0).all()
+    assert (cells[cells["source"] == "measured"]["equality_error"] < 5e-3).all()
+    assert cells[cells["strategy"] == "shard"]["planning_time_s"].notna().all()
+    assert "FAILED" in first.stdout  # progress, a line per cell
+    assert len(list((tmp_path / "results/figures").glob("*.svg"))) == 3
+
+    second = snakemake(path)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "Nothing to be done" in second.stdout + second.stderr
+
+
+def test_a_misspelt_key_stops_the_workflow_before_it_starts(snakemake: Snakemake, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("measures: {warmup: 1}\n")
+    failed = snakemake(path)
+    assert failed.returncode != 0
+    assert "unknown key 'measures'; did you mean 'measure'?" in failed.stdout + failed.stderr
+    assert not (tmp_path / "results").exists()
