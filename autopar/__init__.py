@@ -17,8 +17,8 @@ from autopar.microbatch import MicrobatchError  # noqa: E402
 from autopar.plan import Plan, PlanError  # noqa: E402
 from autopar.runtime.executable import Executable  # noqa: E402
 from autopar.sharding.decisions import ShardingError  # noqa: E402
+from autopar.sharding.problem import InfeasibleError  # noqa: E402
 from autopar.sharding.rules import MissingRuleError  # noqa: E402
-from autopar.sharding.solver import InfeasibleError  # noqa: E402
 from autopar.trace import TraceError  # noqa: E402
 
 __all__ = [

@@ -74,8 +74,8 @@ class ParallelizedFunction:
         wraps(fun)(self)
         self.fun = fun
         self.method = method
-        self._static_argnums = static_argnums
-        self._donate_argnums = donate_argnums
+        self._static_argnums: Argnums = static_argnums
+        self._donate_argnums: Argnums = donate_argnums
         self._batch_argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
         self._executables: dict[Any, Executable] = {}
         self._last: tuple[tuple[int, ...], tuple[Any, ...], Executable] | None = None

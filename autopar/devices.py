@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from autopar.methods import Devices
+from autopar.methods import Device, Devices
 from autopar.sharding.spec import LogicalMesh
 from simulator.cluster import Cluster
 
@@ -48,7 +48,7 @@ def device_mesh(devices: Devices, shape: Sequence[int] | None = None) -> Mesh:
     return Mesh(np.array(chosen).reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape))
 
 
-def _choose(devices: Devices, count: int | None) -> tuple[list[jax.Device], tuple[int, ...]]:
+def _choose(devices: Devices, count: int | None) -> tuple[list[Device], tuple[int, ...]]:
     present = jax.devices()
     if devices is None:
         devices = len(present) if count is None else count

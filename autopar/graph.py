@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import (
     closed_call_p,
@@ -127,6 +128,12 @@ def evaluate(eqns: Iterable[tuple[int, JaxprEqn]], env: dict[Var, Any], before: 
             result = eqn.primitive.bind(*operands, **eqn.params)
         results = list(result) if eqn.primitive.multiple_results else [result]
         env.update(zip(eqn.outvars, after(number, results), strict=True))
+
+
+def aval_of(atom: Atom) -> ShapedArray:
+    """Shape and dtype of an atom of a flat jaxpr, whose values are all arrays."""
+    assert isinstance(atom.aval, ShapedArray), atom.aval
+    return atom.aval
 
 
 def read(atom: Atom, env: dict[Var, Any]) -> Any:

@@ -99,7 +99,9 @@ def _accumulate(
     Microbatch i has the examples i, i + count, i + 2 count...: every device finds its part of each in its own shard.
     """
     pinned = [
-        value for number, eqn in micro.marks for value in pin(number, [jnp.zeros_like(v.aval) for v in eqn.outvars])
+        value
+        for number, eqn in micro.marks
+        for value in pin(number, [jnp.zeros(graph.aval_of(v).shape, graph.aval_of(v).dtype) for v in eqn.outvars])
     ]
 
     def rows(whole: jax.Array) -> jax.Array:

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import jax
 from jax.sharding import Mesh
 
 from autopar.plan import Plan
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3, ShardingOptions
 from simulator.cluster import Cluster
 
-type Devices = Mesh | int | Sequence[int] | Sequence[jax.Device] | None
+type Device = Any  # jax.Device, which type checkers can't see
+type Devices = Mesh | int | Sequence[int] | Sequence[Device] | None
 """A mesh, a number of devices, a mesh shape such as (2, 4), a list of devices, or None for all that are there."""
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.gradients import accumulate_p
-from autopar.graph import Atom, needed
+from autopar.graph import Atom, aval_of, needed
 from autopar.sharding.rules import PASS_THROUGH, op_factors
 
 type Combine = OneOf["sum", "mean", "same"]
@@ -75,7 +75,7 @@ def split(micro: Jaxpr, full: Jaxpr, batch: frozenset[int], count: int, out_path
                 " together from microbatches; return it from the loss function with has_aux=True"
             )
     kinds = _Kinds(micro, full, batch, count)
-    combine = tuple(kinds.combine(atom) for atom in marked)
+    combine: tuple[Combine, ...] = tuple(kinds.combine(atom) for atom in marked)
     return Microbatching(count, tuple(body), tuple(tail), tuple(marks), combine)
 
 
@@ -132,7 +132,7 @@ class _Kinds:
             )
         if kind.form == "rows":
             raise MicrobatchError(
-                f"autopar.grad returns a value with one row per example, of shape {atom.aval.shape} for a microbatch;"
+                f"autopar.grad returns a value with one row per example, of shape {aval_of(atom).shape} for a microbatch;"
                 " return sums or means over the batch, or use num_micro_batches=1"
             )
         match kind.power:
@@ -194,7 +194,7 @@ class _Kinds:
 
     def _created(self, eqn: JaxprEqn, whole: JaxprEqn, kind: Kind, where: str) -> Kind:
         """The kind of something made of what is the same for all: repeated per example when its shape says so."""
-        shape, full = eqn.outvars[0].aval.shape, whole.outvars[0].aval.shape
+        shape, full = aval_of(eqn.outvars[0]).shape, aval_of(whole.outvars[0]).shape
         grown = [dim for dim, (a, b) in enumerate(zip(shape, full, strict=True)) if a != b]
         if not grown:
             return kind

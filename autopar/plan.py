@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from autopar.sharding.decisions import Role
 from autopar.sharding.spec import LogicalMesh, Spec, local_shape, partition_spec
 from autopar.work import array_bytes
 
@@ -42,7 +43,7 @@ class Value(_Model):
     """
 
     path: str
-    role: Literal["batch", "parameter", "state", "other", "output"]
+    role: Role | Literal["output"]
     shape: tuple[int, ...]
     dtype: Annotated[str, AfterValidator(_dtype)]
     spec: Spec

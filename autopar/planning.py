@@ -5,6 +5,7 @@ from dataclasses import asdict
 import jax
 import numpy as np
 
+from autopar.graph import aval_of
 from autopar.plan import Constraint, Plan, Stage, Value
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.planner import Shardings, plan_shardings
@@ -55,8 +56,8 @@ def _stage(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:
         Value(
             path=f"result/{path}".removesuffix("/"),
             role="output",
-            shape=atom.aval.shape,
-            dtype=str(atom.aval.dtype),
+            shape=aval_of(atom).shape,
+            dtype=str(aval_of(atom).dtype),
             spec=spec,
         )
         for path, atom, spec in zip(step.out_paths, step.jaxpr.outvars, found.outputs, strict=True)
@@ -64,7 +65,7 @@ def _stage(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:
     constraints = []
     for constraint in found.constraints:
         eqn = step.jaxpr.eqns[constraint.eqn]
-        aval = (eqn.invars if constraint.side == "in" else eqn.outvars)[constraint.index].aval
+        aval = aval_of((eqn.invars if constraint.side == "in" else eqn.outvars)[constraint.index])
         name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/")
         constraints.append(
             Constraint(**asdict(constraint), name=name, shape=aval.shape, dtype=np.dtype(aval.dtype).name)

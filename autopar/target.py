@@ -79,11 +79,15 @@ def compile_for(step: Lowerable, args: tuple[Any, ...], cluster: Cluster) -> Tar
             f"the step was compiled for {len(devices)} x {kinds}, not for devices of cluster {cluster.name!r}; give it "
             "shardings over target_mesh(cluster, ...), or for pmap devices=target_devices(cluster)"
         )
+    return TargetExecutable(compiled.as_text(), memory_of(compiled), seconds, len(devices))
+
+
+def memory_of(compiled: Any) -> MemoryUse:
+    """Bytes on one device as the compiler of `compiled` (a `jax.stages.Compiled`) laid them out."""
     used = compiled.memory_analysis()
-    memory = MemoryUse(
+    return MemoryUse(
         arguments=used.argument_size_in_bytes,
         outputs=used.output_size_in_bytes,
         aliased=used.alias_size_in_bytes,
         temporaries=used.temp_size_in_bytes,
     )
-    return TargetExecutable(compiled.as_text(), memory, seconds, len(devices))

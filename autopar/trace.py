@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar import graph
 from autopar.gradients import marking
+from autopar.graph import aval_of
 from autopar.microbatch import MicrobatchError, Microbatching, split
 
 
@@ -49,8 +50,8 @@ class StepGraph:
         count = self.num_micro_batches
 
         def full(i: int, var: Var) -> jax.ShapeDtypeStruct:
-            shape = (var.aval.shape[0] * count, *var.aval.shape[1:]) if i in self.batch else var.aval.shape
-            return jax.ShapeDtypeStruct(shape, var.aval.dtype, weak_type=var.aval.weak_type)
+            shape = (aval_of(var).shape[0] * count, *aval_of(var).shape[1:]) if i in self.batch else aval_of(var).shape
+            return jax.ShapeDtypeStruct(shape, aval_of(var).dtype, weak_type=aval_of(var).weak_type)
 
         return jax.tree.unflatten(self.in_tree, [full(i, var) for i, var in enumerate(self.jaxpr.invars)])
 
@@ -141,7 +142,7 @@ def _name(fun: Callable[..., Any]) -> str:
     return getattr(fun, "__name__", "the step")
 
 
-def _text(path: Sequence[Any]) -> str:
+def _text(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -153,13 +154,13 @@ def _carried(jaxpr: Jaxpr, in_paths: list, out_paths: list, batch: frozenset[int
     by_name: dict[tuple[str, Any, Any], int] = {}
     for i, (path, var) in enumerate(zip(in_paths, jaxpr.invars, strict=True)):
         if i not in batch:
-            by_name.setdefault((_text(path[1:]), var.aval.shape, var.aval.dtype), i)
+            by_name.setdefault((_text(path[1:]), aval_of(var).shape, aval_of(var).dtype), i)
     carried: dict[int, int] = {}
     for o, (path, atom) in enumerate(zip(out_paths, jaxpr.outvars, strict=True)):
         if isinstance(atom, Literal):
             continue
         for name in (_text(path), _text(path[1:])):
-            match = by_name.get((name, atom.aval.shape, atom.aval.dtype))
+            match = by_name.get((name, aval_of(atom).shape, aval_of(atom).dtype))
             if match is not None and match not in carried.values():
                 carried[o] = match
                 break

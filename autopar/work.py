@@ -6,6 +6,7 @@ from math import prod
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from autopar.graph import aval_of
 from simulator.work import Gemm, Kernel
 
 _HLO_DTYPE = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u", "complex": "c"}
@@ -34,10 +35,10 @@ def kernel_of(eqn: JaxprEqn, operands: Sequence[tuple[int, ...]], moved_bytes: f
     """
     name = eqn.primitive.name
     if name == "dot_general":
-        dtype = hlo_dtype(eqn.invars[0].aval.dtype)
+        dtype = hlo_dtype(aval_of(eqn.invars[0]).dtype)
         gemm = _gemm(eqn.params["dimension_numbers"], operands[0], operands[1])
         return Kernel(name, "gemm", gemm.flops, moved_bytes, dtype, gemm)
-    dtype = hlo_dtype(eqn.outvars[0].aval.dtype)
+    dtype = hlo_dtype(aval_of(eqn.outvars[0]).dtype)
     return Kernel(name, "memory", float(max(map(prod, operands), default=0)), moved_bytes, dtype)
 
 

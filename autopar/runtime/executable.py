@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from autopar.lower import jit_step, program_of
 from autopar.plan import Plan
+from autopar.target import memory_of
 from autopar.trace import StepGraph
 from simulator.memory import MemoryUse
 from simulator.program import Program
@@ -50,13 +51,7 @@ class Executable:
     @property
     def memory(self) -> MemoryUse:
         """Bytes on one device, by the compiler's buffer assignment."""
-        used = self._compiled.memory_analysis()
-        return MemoryUse(
-            arguments=used.argument_size_in_bytes,
-            outputs=used.output_size_in_bytes,
-            aliased=used.alias_size_in_bytes,
-            temporaries=used.temp_size_in_bytes,
-        )
+        return memory_of(self._compiled)
 
     def get_total_allocation_size(self) -> int:
         """Bytes that one device needs to run the step."""
@@ -64,7 +59,7 @@ class Executable:
 
     def get_hlo_text(self) -> str:
         """The compiled program of one device."""
-        return self._compiled.as_text()
+        return self._compiled.as_text() or ""
 
     def save_plan(self, path: str | Path) -> None:
         self.plan.save(path)

@@ -11,20 +11,23 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any
+from typing import Literal as OneOf
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.gradients import accumulate_p
-from autopar.graph import Atom
+from autopar.graph import Atom, aval_of
 from autopar.sharding.costs import MeshCosts, Step
 from autopar.sharding.factors import Assignment, OpFactors
 from autopar.sharding.options import Freedom, ShardingOptions
+from autopar.sharding.problem import ChoiceProblem
 from autopar.sharding.rules import PASS_THROUGH, POINTWISE, op_factors
-from autopar.sharding.solver import ChoiceProblem
 from autopar.sharding.spec import LogicalMesh, Spec, all_specs, axes_of, divides, local_shape
 from autopar.trace import StepGraph
 from autopar.work import array_bytes, kernel_of
+
+type Role = OneOf["batch", "parameter", "state", "other"]
 
 Specs = tuple[Spec, ...]
 """One spec per option of a decision."""
@@ -83,7 +86,7 @@ class Decisions:
     inputs: list[Placement] = field(default_factory=list)
     decided: list[tuple[int, tuple[Placement | None, ...]]] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
-    roles: list[str] = field(default_factory=list)
+    roles: list[Role] = field(default_factory=list)
 
     def problem(self) -> ChoiceProblem:
         return ChoiceProblem(self.costs, self.edges)
@@ -126,7 +129,7 @@ class _Builder:
         parameters = _parameters(self.step, self.marked)
         states = set(self.step.carried.values())
         for i, (var, path) in enumerate(zip(self.step.jaxpr.invars, self.step.in_paths, strict=True)):
-            role = "batch" if i in self.step.batch else "other"
+            role: Role = "batch" if i in self.step.batch else "other"
             if i in states:
                 role = "parameter" if var in parameters else "state"
             self.found.roles.append(role)
@@ -136,12 +139,12 @@ class _Builder:
             self.found.placements[var] = placement
             self.depth[var] = 0
         for var in self.step.jaxpr.constvars:
-            specs = (((),) * len(var.aval.shape),)
+            specs = (((),) * len(aval_of(var).shape),)
             self.found.placements[var] = self._decide("constant", specs, np.zeros(1))
             self.depth[var] = 0
 
-    def _input_specs(self, role: str, var: Var, path: str) -> list[Spec]:
-        shape, mesh = var.aval.shape, self.mesh
+    def _input_specs(self, role: Role, var: Var, path: str) -> list[Spec]:
+        shape, mesh = aval_of(var).shape, self.mesh
         specs = all_specs(shape, mesh)
         if role == "batch" and self.options.data_parallel:
             wanted = (tuple(a for a in mesh.axis_names if mesh.sizes[a] > 1), *((),) * (len(shape) - 1))
@@ -191,7 +194,7 @@ class _Builder:
     def _follow(self, number: int, eqn: JaxprEqn, factors: OpFactors, placed: list[Placement | None]) -> bool:
         """Let the equation follow its largest (then deepest) operand, if it can under each of that one's options."""
         candidates = [k for k, placement in enumerate(placed) if placement is not None]
-        leader = max(candidates, key=lambda k: (eqn.invars[k].aval.size, self._depth(eqn.invars[k])))
+        leader = max(candidates, key=lambda k: (aval_of(eqn.invars[k]).size, self._depth(eqn.invars[k])))
         placement = placed[leader]
         assert placement is not None
         followed = _followed(factors, leader, placement.specs, self.mesh)
@@ -226,7 +229,7 @@ class _Builder:
         return [option for a in assignments for option in _completions(factors, a, results, scatter, self.mesh)]
 
     def _results(self, eqn: JaxprEqn) -> tuple[tuple[tuple[int, ...], int], ...]:
-        return tuple((tuple(var.aval.shape), var.aval.dtype.itemsize) for var in eqn.outvars)
+        return tuple((tuple(aval_of(var).shape), aval_of(var).dtype.itemsize) for var in eqn.outvars)
 
     def _costs(self, eqn: JaxprEqn, factors: OpFactors, options: Sequence[Option]) -> np.ndarray:
         """Seconds of each option on one device: its kernel (what it moves when fused), and completing partial results."""
@@ -242,7 +245,7 @@ class _Builder:
         mesh, count = self.mesh, len(eqn.invars)
         specs = [factors.operand_spec(k, option.assignment) for k in range(count)]
         specs += [factors.result_spec(r, option.assignment) for r in range(len(eqn.outvars))]
-        avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+        avals = [aval_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
         shapes = [local_shape(aval.shape, spec, mesh) for aval, spec in zip(avals, specs, strict=True)]
         moved = sum(
             array_bytes(shape, aval.dtype) for shape, aval, held in zip(shapes, avals, stored, strict=True) if held
@@ -271,7 +274,7 @@ class _Builder:
         if placement.decision == decision and placement.specs == required:
             return
         self.found.uses.append(Use(eqn, operand, placement, decision, required))
-        num_bytes = array_bytes(atom.aval.shape, atom.aval.dtype)
+        num_bytes = array_bytes(aval_of(atom).shape, aval_of(atom).dtype)
         matrix = self.costs.reshard_matrix(num_bytes, placement.specs, required)
         if not matrix.any():
             return

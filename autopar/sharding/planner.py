@@ -6,11 +6,12 @@ from typing import Literal as OneOf
 
 from jax.extend.core import Literal
 
-from autopar.graph import Atom
+from autopar.graph import Atom, aval_of
 from autopar.sharding.costs import MeshCosts
-from autopar.sharding.decisions import Decisions, enumerate_decisions
+from autopar.sharding.decisions import Decisions, Role, enumerate_decisions
 from autopar.sharding.options import AUTO, ShardingOptions
-from autopar.sharding.solver import Solution, solve
+from autopar.sharding.problem import Solution
+from autopar.sharding.solver import solve
 from autopar.sharding.spec import LogicalMesh, Spec, replicated
 from autopar.trace import StepGraph
 from simulator.costs import CostModel
@@ -48,7 +49,7 @@ class Shardings:
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
     constraints: tuple[Constraint, ...]
-    roles: tuple[str, ...]
+    roles: tuple[Role, ...]
     seconds: float
     gap: float
     solve_seconds: float
@@ -81,7 +82,7 @@ def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, second
             placement = decisions.inputs[step.carried[o]]
         else:
             placement = None if isinstance(atom, Literal) else decisions.placements[atom]
-        return placement.specs[choice[placement.decision]] if placement else replicated(len(atom.aval.shape))
+        return placement.specs[choice[placement.decision]] if placement else replicated(len(aval_of(atom).shape))
 
     for use in decisions.uses:
         present = use.value.specs[choice[use.value.decision]]

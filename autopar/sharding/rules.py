@@ -10,6 +10,7 @@ from math import prod
 
 from jax.extend.core import JaxprEqn
 
+from autopar.graph import Atom, aval_of
 from autopar.sharding.factors import Dims, FactorBuilder, Kind, OpFactors
 
 POINTWISE = frozenset({
@@ -194,7 +195,7 @@ def _whole_along(eqn: JaxprEqn, axes: tuple[int, ...]) -> OpFactors:
     axes = tuple(axis % rank for axis in axes)
     kept = tuple(() if dim in axes else build.new(size) for dim, size in enumerate(_shape(eqn.outvars[0])))
 
-    def dims(atom: object) -> Dims:
+    def dims(atom: Atom) -> Dims:
         shape = _shape(atom)
         if len(shape) != rank:
             return ((),) * len(shape)
@@ -281,8 +282,8 @@ def _scatter(combine: Kind) -> Callable[[JaxprEqn], OpFactors]:
     return rule
 
 
-def _shape(atom: object) -> tuple[int, ...]:
-    return atom.aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+def _shape(atom: Atom) -> tuple[int, ...]:
+    return aval_of(atom).shape
 
 
 RULES: dict[str, Callable[[JaxprEqn], OpFactors]] = {

@@ -1,64 +1,16 @@
-"""One-hot choice problems: pick one option per decision so that node and edge costs add up to the least.
+"""Solving choice problems: exact reductions first, HiGHS for what is left.
 
-This is the integer program of Alpa (OSDI'22, equation 1) without its memory rows. Exact reductions come first: options that
-another one beats whatever the neighbours do (dead-end elimination, Goldstein 1994), and decisions with at most two
-neighbours, which fold into them. HiGHS solves what is left.
+The reductions are dead-end elimination (Goldstein 1994: an option goes when another one beats it whatever the neighbours do)
+and folding a decision with at most two neighbours into them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
-FORBIDDEN = np.inf
-"""Cost of an option, or a pair of options, that must not be chosen."""
-
-
-class InfeasibleError(ValueError):
-    """No choice avoids every forbidden option."""
-
-
-@dataclass(frozen=True)
-class ChoiceProblem:
-    """Costs of options and of pairs of options, in seconds.
-
-    Attributes:
-        nodes: for each decision, the cost of each option.
-        edges: for pairs (i, j) of decisions with i < j, the cost of each pair of options, (options of i, options of j).
-    """
-
-    nodes: Sequence[np.ndarray]
-    edges: Mapping[tuple[int, int], np.ndarray]
-
-    def __post_init__(self) -> None:
-        for (i, j), cost in self.edges.items():
-            if not i < j or cost.shape != (len(self.nodes[i]), len(self.nodes[j])):
-                sizes = (len(self.nodes[i]), len(self.nodes[j]))
-                raise ValueError(f"edge {(i, j)} needs i < j and costs of shape {sizes}, got {cost.shape}")
-
-    def cost(self, choice: Sequence[int]) -> float:
-        """What `choice`, an option per decision, costs."""
-        nodes = sum(float(cost[k]) for cost, k in zip(self.nodes, choice, strict=True))
-        return nodes + sum(float(cost[choice[i], choice[j]]) for (i, j), cost in self.edges.items())
-
-
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """A choice, what it costs, and how far from the optimum it may be.
-
-    Attributes:
-        choice: the chosen option of each decision.
-        objective: its cost in seconds.
-        gap: proven relative distance to the optimum (0 when optimal).
-        core: decisions that were left for HiGHS.
-    """
-
-    choice: tuple[int, ...]
-    objective: float
-    gap: float
-    core: int
+from autopar.sharding.ilp import solve_ilp
+from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Solution
 
 
 def solve(problem: ChoiceProblem, time_limit: float = 60.0) -> Solution:
@@ -73,8 +25,8 @@ def solve(problem: ChoiceProblem, time_limit: float = 60.0) -> Solution:
     core = sorted(work.costs)
     gap = 0.0
     if core:
-        chosen, gap = _solve_core(work, core, time_limit)
-        work.choice.update(chosen)
+        chosen, gap = solve_ilp(work.rest(core), time_limit)
+        work.choice.update((i, int(work.options[i][k])) for i, k in zip(core, chosen, strict=True))
     for unfold in reversed(work.folded):
         unfold(work.choice)
     choice = tuple(work.choice[i] for i in range(len(problem.nodes)))
@@ -93,7 +45,7 @@ class _Reduction:
     options: dict[int, np.ndarray] = field(init=False)
     edges: dict[int, dict[int, np.ndarray]] = field(init=False)
     choice: dict[int, int] = field(init=False, default_factory=dict)
-    folded: list = field(init=False, default_factory=list)
+    folded: list[Callable[[dict[int, int]], None]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.costs = {i: np.array(cost, float) for i, cost in enumerate(self.problem.nodes)}
@@ -117,6 +69,12 @@ class _Reduction:
                 pending.update(neighbours)
             elif dropped:
                 pending.update(neighbours)
+
+    def rest(self, core: list[int]) -> ChoiceProblem:
+        """The problem of the decisions that are left, numbered by their position in `core`."""
+        at = {i: position for position, i in enumerate(core)}
+        edges = {(at[i], at[j]): cost for i in core for j, cost in self.edges[i].items() if i < j}
+        return ChoiceProblem([self.costs[i] for i in core], edges)
 
     def _join(self, i: int, j: int, cost: np.ndarray) -> None:
         """Add an edge, on top of one that may be there."""
@@ -188,83 +146,6 @@ class _Reduction:
         self.folded.append(unfold)
 
 
-def _distinct(cost: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The kind of each row, the kind of each column, and the cost of each pair of kinds."""
-    rows, kind_of_row = np.unique(cost, axis=0, return_inverse=True)
-    columns, kind_of_column = np.unique(rows, axis=1, return_inverse=True)
-    return kind_of_row, kind_of_column, columns
-
-
 def _finite(cost: np.ndarray) -> np.ndarray:
     """Forbidden entries as a cost that no sum of real ones reaches, so that differences stay numbers."""
     return np.where(np.isfinite(cost), cost, 1e12)
-
-
-def _solve_core(work: _Reduction, core: list[int], time_limit: float) -> tuple[dict[int, int], float]:
-    """The one-hot integer program of what is left: s_i over options, e_ij over pairs, whose margins equal s_i and s_j.
-
-    Options with equal rows in an edge are one *kind* there: e_ij runs over pairs of kinds, which are far fewer.
-    """
-    at: dict[int, int] = {}
-    objective: list[np.ndarray] = []
-    integral: list[np.ndarray] = []
-    size = 0
-
-    def add(costs: np.ndarray, binary: bool) -> int:
-        nonlocal size
-        objective.append(costs)
-        integral.append(np.full(len(costs), int(binary)))
-        size += len(costs)
-        return size - len(costs)
-
-    for i in core:
-        at[i] = add(work.costs[i], True)
-    rows: list[np.ndarray] = []
-    columns: list[np.ndarray] = []
-    values: list[np.ndarray] = []
-    right: list[np.ndarray] = []
-    height = 0
-
-    def constrain(row: np.ndarray, column: np.ndarray, value: np.ndarray) -> None:
-        rows.append(row)
-        columns.append(column)
-        values.append(value)
-
-    for i in core:
-        count = len(work.costs[i])
-        constrain(np.full(count, height), at[i] + np.arange(count), np.ones(count))
-        right.append(np.ones(1))
-        height += 1
-    for i in core:
-        for j, cost in work.edges[i].items():
-            if i > j:
-                continue
-            kinds_i, kinds_j, cost = _distinct(cost)
-            n, m = cost.shape
-            pairs = add(cost.ravel(), False) + np.arange(n * m)
-            for kind, kinds, owner in ((np.arange(n * m) // m, kinds_i, i), (np.arange(n * m) % m, kinds_j, j)):
-                constrain(height + kind, pairs, np.ones(n * m))
-                constrain(height + kinds, at[owner] + np.arange(len(kinds)), -np.ones(len(kinds)))
-                right.append(np.zeros(kinds.max() + 1))
-                height += kinds.max() + 1
-    cost = np.concatenate(objective)
-    upper = np.where(np.isfinite(cost), 1.0, 0.0)  # a forbidden option is one that can't be taken
-    matrix = coo_array((np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=(height, size))
-    bound = np.concatenate(right)
-    scale = max(float(np.max(cost, where=np.isfinite(cost), initial=0.0)), 1e-30)
-    result = milp(
-        np.where(np.isfinite(cost), cost, 0.0) / scale,
-        integrality=np.concatenate(integral),
-        bounds=Bounds(0, upper),
-        constraints=LinearConstraint(matrix.tocsr(), bound, bound),
-        options={"time_limit": time_limit, "mip_rel_gap": 1e-6},
-    )
-    if result.x is None:
-        if result.status == 1:
-            raise TimeoutError(f"HiGHS found no sharding plan within {time_limit} s; raise the time limit")
-        raise InfeasibleError("no choice of shardings satisfies every requirement")
-    chosen = {}
-    for i in core:
-        within = result.x[at[i] : at[i] + len(work.costs[i])]
-        chosen[i] = int(work.options[i][int(np.argmax(within))])
-    return chosen, float(result.mip_gap or 0.0)

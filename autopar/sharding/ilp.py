@@ -1,0 +1,88 @@
+"""The integer program of a choice problem, for HiGHS."""
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+from autopar.sharding.problem import ChoiceProblem, InfeasibleError
+
+
+def solve_ilp(problem: ChoiceProblem, time_limit: float) -> tuple[list[int], float]:
+    """The cheapest choice, and how far from the optimum it may be (relative).
+
+    The integer program of Alpa (OSDI'22, equation 1) without its memory rows: s_i over options, e_ij over pairs of options,
+    whose margins equal s_i and s_j. Options with equal rows in an edge are one *kind* there: e_ij runs over pairs of kinds,
+    which are far fewer.
+
+    Raises:
+        InfeasibleError: every choice holds a forbidden option or pair.
+        TimeoutError: HiGHS found no choice within `time_limit` seconds.
+    """
+    at: list[int] = []
+    objective: list[np.ndarray] = []
+    integral: list[np.ndarray] = []
+    size = 0
+
+    def add(costs: np.ndarray, binary: bool) -> int:
+        nonlocal size
+        objective.append(costs)
+        integral.append(np.full(len(costs), int(binary)))
+        size += len(costs)
+        return size - len(costs)
+
+    for cost in problem.nodes:
+        at.append(add(cost, True))
+    rows: list[np.ndarray] = []
+    columns: list[np.ndarray] = []
+    values: list[np.ndarray] = []
+    right: list[np.ndarray] = []
+    height = 0
+
+    def constrain(row: np.ndarray, column: np.ndarray, value: np.ndarray) -> None:
+        rows.append(row)
+        columns.append(column)
+        values.append(value)
+
+    for i, cost in enumerate(problem.nodes):
+        count = len(cost)
+        constrain(np.full(count, height), at[i] + np.arange(count), np.ones(count))
+        right.append(np.ones(1))
+        height += 1
+    for (i, j), matrix in problem.edges.items():
+        kinds_i, kinds_j, cost = _distinct(matrix)
+        n, m = cost.shape
+        pairs = add(cost.ravel(), False) + np.arange(n * m)
+        for kind, kinds, owner in ((np.arange(n * m) // m, kinds_i, i), (np.arange(n * m) % m, kinds_j, j)):
+            constrain(height + kind, pairs, np.ones(n * m))
+            constrain(height + kinds, at[owner] + np.arange(len(kinds)), -np.ones(len(kinds)))
+            right.append(np.zeros(kinds.max() + 1))
+            height += kinds.max() + 1
+    cost = np.concatenate(objective)
+    upper = np.where(np.isfinite(cost), 1.0, 0.0)  # a forbidden option is one that can't be taken
+    rows_by_columns = coo_array(
+        (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=(height, size)
+    )
+    bound = np.concatenate(right)
+    scale = max(float(np.max(cost, where=np.isfinite(cost), initial=0.0)), 1e-30)
+    result = milp(
+        np.where(np.isfinite(cost), cost, 0.0) / scale,
+        integrality=np.concatenate(integral),
+        bounds=Bounds(0, upper),  # pyright: ignore[reportArgumentType]
+        constraints=LinearConstraint(rows_by_columns.tocsr(), bound, bound),  # pyright: ignore[reportArgumentType]
+        options={"time_limit": time_limit, "mip_rel_gap": 1e-6},
+    )
+    if result.x is None:
+        if result.status == 1:
+            raise TimeoutError(f"HiGHS found no sharding plan within {time_limit} s; raise the time limit")
+        raise InfeasibleError("no choice of shardings satisfies every requirement")
+    chosen = [
+        int(np.argmax(result.x[start : start + len(cost)])) for start, cost in zip(at, problem.nodes, strict=True)
+    ]
+    return chosen, float(result.mip_gap or 0.0)
+
+
+def _distinct(cost: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The kind of each row, the kind of each column, and the cost of each pair of kinds."""
+    rows, kind_of_row = np.unique(cost, axis=0, return_inverse=True)
+    columns, kind_of_column = np.unique(rows, axis=1, return_inverse=True)
+    return kind_of_row, kind_of_column, columns

@@ -1,0 +1,51 @@
+"""One-hot choice problems: pick one option per decision so that node and edge costs add up to the least."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+class InfeasibleError(ValueError):
+    """No choice avoids every forbidden option."""
+
+
+@dataclass(frozen=True)
+class ChoiceProblem:
+    """Costs of options and of pairs of options, in seconds; an infinite cost forbids.
+
+    Attributes:
+        nodes: for each decision, the cost of each option.
+        edges: for pairs (i, j) of decisions with i < j, the cost of each pair of options, (options of i, options of j).
+    """
+
+    nodes: Sequence[np.ndarray]
+    edges: Mapping[tuple[int, int], np.ndarray]
+
+    def __post_init__(self) -> None:
+        for (i, j), cost in self.edges.items():
+            if not i < j or cost.shape != (len(self.nodes[i]), len(self.nodes[j])):
+                sizes = (len(self.nodes[i]), len(self.nodes[j]))
+                raise ValueError(f"edge {(i, j)} needs i < j and costs of shape {sizes}, got {cost.shape}")
+
+    def cost(self, choice: Sequence[int]) -> float:
+        """What `choice`, an option per decision, costs."""
+        nodes = sum(float(cost[k]) for cost, k in zip(self.nodes, choice, strict=True))
+        return nodes + sum(float(cost[choice[i], choice[j]]) for (i, j), cost in self.edges.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A choice, what it costs, and how far from the optimum it may be.
+
+    Attributes:
+        choice: the chosen option of each decision.
+        objective: its cost in seconds.
+        gap: proven relative distance to the optimum (0 when optimal).
+        core: decisions that were left for HiGHS.
+    """
+
+    choice: tuple[int, ...]
+    objective: float
+    gap: float
+    core: int
