@@ -12,7 +12,7 @@ from experiments.cells import Cell, read_cell, read_job
 from experiments.job import Job, mesh_name
 from experiments.models import Model, build_model
 
-COLUMNS = {
+COLUMNS: dict[str, Any] = {
     "model": "string",
     "size": "string",
     "parameters": "Int64",
@@ -34,6 +34,22 @@ COLUMNS = {
 }
 """Columns of cells.csv and their types."""
 
+COMPARISON = [
+    "model",
+    "size",
+    "mesh",
+    "strategy",
+    "platform",
+    "published_step_time_ms",
+    "predicted_step_time_ms",
+    "step_time_error_percent",
+    "published_memory_gib",
+    "predicted_memory_gib",
+    "memory_error_percent",
+    "published_in",
+]
+"""Columns of quickstart.csv."""
+
 CELL = ["model", "size", "mesh", "strategy", "platform"]
 """The columns that together say which cell a row is about; `source` says where its numbers come from."""
 
@@ -52,20 +68,37 @@ def cell_table(directories: Iterable[Path], published: Iterable[Mapping[str, Any
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS)
 
 
+def rows_of(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows as plain Python values, None where one is missing."""
+    return [
+        {str(name): None if pd.isna(value) else value for name, value in row.items()}
+        for row in table.to_dict("records")
+    ]
+
+
 def quickstart_table(cells: pd.DataFrame) -> pd.DataFrame:
     """Published numbers beside our predictions of the same cells, with the error in percent of what was published."""
-    paper, ours = cells[cells["source"] == "paper"], cells[cells["source"] == "simulated"]
-    both = paper.merge(ours, on=CELL, suffixes=("_published", "_predicted"))
-    table = both[CELL].copy()
-    for column, name, unit in (("step_time_s", "step_time_ms", 1e-3), ("memory_bytes_per_device", "memory_gib", 2**30)):
-        published, predicted = both[f"{column}_published"] / unit, both[f"{column}_predicted"] / unit
-        table[f"published_{name}"] = published.astype("Float64").round(3)
-        table[f"predicted_{name}"] = predicted.astype("Float64").round(3)
-        table[f"{name.rsplit('_', 1)[0]}_error_percent"] = (
-            (100 * (predicted / published - 1)).astype("Float64").round(1)
-        )
-    table["published_in"] = both["reason_published"]
-    return table
+    rows = rows_of(cells)
+    ours = {_cell(row): row for row in rows if row["source"] == "simulated"}
+    compared = [_comparison(row, ours[_cell(row)]) for row in rows if row["source"] == "paper" and _cell(row) in ours]
+    return pd.DataFrame(compared, columns=COMPARISON)
+
+
+def _cell(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(row[name] for name in CELL)
+
+
+def _comparison(paper: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    compared = {name: paper[name] for name in CELL}
+    for column, name, unit_name, unit in (
+        ("step_time_s", "step_time", "ms", 1e-3),
+        ("memory_bytes_per_device", "memory", "gib", 2**30),
+    ):
+        compared[f"published_{name}_{unit_name}"] = round(paper[column] / unit, 3)
+        if ours[column] is not None:
+            compared[f"predicted_{name}_{unit_name}"] = round(ours[column] / unit, 3)
+            compared[f"{name}_error_percent"] = round(100 * (ours[column] / paper[column] - 1), 1)
+    return compared | {"published_in": paper["reason"]}
 
 
 def _cell_row(source: str, job: Job, strategy: str, cell: Cell) -> dict[str, Any]:

@@ -6,15 +6,17 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.report.figures import draw_cells, save_svg
+from experiments.report.tables import rows_of
 
 
 def main(table: str, *figures: str) -> None:
-    cells = pd.read_parquet(table)
+    cells = rows_of(pd.read_parquet(table))
     for path in map(Path, figures):
         source, platform, name = path.stem.split("_")
         model, size = name.split("-", 1)
-        of_model = cells[(cells["model"] == model) & (cells["size"] == size) & (cells["platform"] == platform)]
-        save_svg(draw_cells(of_model, source), path)
+        place = (platform, model, size)
+        rows = [row for row in cells if (row["platform"], row["model"], row["size"]) == place]
+        save_svg(draw_cells(rows, source), path)
 
 
 if __name__ == "__main__":

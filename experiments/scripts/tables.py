@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from experiments.report.tables import cell_table, quickstart_table
+from experiments.report.tables import cell_table, quickstart_table, rows_of
 
 
 def main(tables: str, published: str, *cells: str) -> None:
@@ -16,8 +16,10 @@ def main(tables: str, published: str, *cells: str) -> None:
     comparison.to_csv(Path(tables) / "quickstart.csv", index=False, lineterminator="\n")
     if len(comparison):
         print(comparison.to_string(index=False))
-    for row in table[table["status"] == "failed"].itertuples():
-        print(f"FAILED {row.source} {row.platform} {row.model}-{row.size} {row.mesh} {row.strategy}: {row.reason}")
+    for row in rows_of(table):
+        if row["status"] == "failed":
+            where = "{source} {platform} {model}-{size} {mesh} {strategy}".format_map(row)
+            print(f"FAILED {where}: {row['reason']}")
 
 
 if __name__ == "__main__":

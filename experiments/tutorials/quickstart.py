@@ -197,7 +197,7 @@ batch = jax.tree.map(shard_batch, batch)
 # Benchmark data parallel execution
 def data_parallel_execution():
     global state
-    state = pmap_train_step(state, batch)
+    state = pmap_train_step(state, batch)  # pyright: ignore[reportGeneralTypeIssues]
 
 
 costs = benchmark_func(data_parallel_execution, sync_func, warmup=5, number=10, repeat=5) * 1e3
