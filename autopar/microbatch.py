@@ -45,15 +45,21 @@ class Microbatching:
     combine: tuple[Combine, ...]
 
 
-def split(micro: Jaxpr, full: Jaxpr, batch: frozenset[int], count: int, out_paths: Sequence[str]) -> Microbatching:
-    """Split a flat jaxpr traced for one microbatch; `full` is the same step traced for the whole batch.
+def split(
+    micro: Jaxpr, sizes: tuple[Jaxpr, Jaxpr], batch: frozenset[int], count: int, out_paths: Sequence[str]
+) -> Microbatching:
+    """Split a flat jaxpr traced for one microbatch.
+
+    Args:
+        sizes: the same step traced for two batch sizes above one, the second `count` times the first. (A microbatch of a
+            single example won't do: tracing simplifies dims of size one away.)
 
     Raises:
         MicrobatchError: nothing is marked, an output depends on the batch other than through marked values, or a marked value
             can't be put together from microbatches.
     """
     numbered = list(enumerate(micro.eqns))
-    marks = [(number, eqn) for number, eqn in numbered if eqn.primitive is accumulate_p]
+    marks = _marks(micro)
     if not marks:
         raise MicrobatchError(
             "num_micro_batches > 1, but the step takes no gradient with autopar.grad or autopar.value_and_grad; use one of"
@@ -74,9 +80,17 @@ def split(micro: Jaxpr, full: Jaxpr, batch: frozenset[int], count: int, out_path
                 f"output {path or 'of the step'} depends on the batch outside autopar.grad / value_and_grad, so it can't be put"
                 " together from microbatches; return it from the loss function with has_aux=True"
             )
-    kinds = _Kinds(micro, full, batch, count)
-    combine: tuple[Combine, ...] = tuple(kinds.combine(atom) for atom in marked)
+    kinds = _Kinds(*sizes, batch, count)
+    combine: tuple[Combine, ...] = tuple(kinds.combine(atom) for _, eqn in _marks(sizes[0]) for atom in eqn.invars)
+    if len(combine) != len(marked):
+        raise MicrobatchError(
+            "the step takes other gradients when a microbatch has a single example; use fewer microbatches"
+        )
     return Microbatching(count, tuple(body), tuple(tail), tuple(marks), combine)
+
+
+def _marks(jaxpr: Jaxpr) -> list[Numbered]:
+    return [(number, eqn) for number, eqn in enumerate(jaxpr.eqns) if eqn.primitive is accumulate_p]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +192,7 @@ class _Kinds:
             return [Kind("linear", power)] * len(eqn.outvars)
         if not rows:
             return [self._created(eqn, whole, Kind("same", power), where)] * len(eqn.outvars)
-        factors = op_factors(whole)  # a microbatch may have a single example, and dims of size one have no factor
+        factors = op_factors(eqn)
         batch = {factors.operands[k][operands[k].dim] for k in rows}
         if len(batch) != 1 or not (batch_dim := batch.pop()):
             raise _Unfit(f"{where} pairs examples with one another")

@@ -81,10 +81,18 @@ def trace(
     out_paths = tuple(map(_text, out_keys))
     jaxpr, microbatching = full, None
     if num_micro_batches > 1:
+
+        def resized(rows: Callable[[int], int]) -> Jaxpr:
+            sized = [_with_rows(a, rows(a.shape[0])) if i in batch else a for i, a in enumerate(avals)]
+            return _flat_jaxpr(fun, in_tree, sized, True)[0]
+
         for i in batch:
-            avals[i] = _microbatch(avals[i], num_micro_batches, _text(in_keys[i]))
-        jaxpr, _, _ = _flat_jaxpr(fun, in_tree, avals, True)
-        microbatching = split(jaxpr, full, batch, num_micro_batches, out_paths)
+            _check_divisible(avals[i], num_micro_batches, _text(in_keys[i]))
+        jaxpr = resized(lambda rows: rows // num_micro_batches)
+        sizes = (jaxpr, full)
+        if any(avals[i].shape[0] == num_micro_batches for i in batch):
+            sizes = (resized(lambda rows: 2 * rows // num_micro_batches), resized(lambda rows: 2 * rows))
+        microbatching = split(jaxpr, sizes, batch, num_micro_batches, out_paths)
     return StepGraph(
         jaxpr=jaxpr,
         in_paths=tuple(map(_text, in_keys)),
@@ -123,13 +131,16 @@ def _flat_jaxpr(fun: Callable[..., Any], in_tree: Any, avals: list, marked: bool
     return graph.flatten(jaxpr), [path for path, _ in outputs], out_tree
 
 
-def _microbatch(aval: jax.ShapeDtypeStruct, count: int, path: str) -> jax.ShapeDtypeStruct:
+def _check_divisible(aval: jax.ShapeDtypeStruct, count: int, path: str) -> None:
     if aval.shape[0] % count:
         raise MicrobatchError(
             f"batch input {path} has shape {aval.shape}: its first dim can't be cut into {count} microbatches; pad the batch or"
             " choose a divisor as num_micro_batches"
         )
-    return jax.ShapeDtypeStruct((aval.shape[0] // count, *aval.shape[1:]), aval.dtype, weak_type=aval.weak_type)
+
+
+def _with_rows(aval: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, *aval.shape[1:]), aval.dtype, weak_type=aval.weak_type)
 
 
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:

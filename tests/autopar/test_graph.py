@@ -1,0 +1,87 @@
+"""Flat jaxprs compute what they were made from."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from autopar import graph
+
+
+def run(jaxpr, *args):
+    env = dict(zip(jaxpr.invars, args, strict=True)) | dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
+    graph.evaluate(enumerate(jaxpr.eqns), env, before=lambda _, v: v, after=lambda _, v: v)
+    return [graph.read(atom, env) for atom in jaxpr.outvars]
+
+
+def names(jaxpr):
+    return [eqn.primitive.name for eqn in jaxpr.eqns]
+
+
+def test_calls_are_inlined_and_each_variable_is_bound_once():
+    inner = jax.jit(lambda x: jax.nn.relu(x) * 2)
+
+    def f(x):
+        return inner(inner(x)) + jax.nn.silu(x)
+
+    x = jnp.array([-1.0, 0.0, 2.0])
+    flat = graph.flatten(jax.make_jaxpr(f)(x))
+    assert not {"jit", "custom_jvp_call", "custom_vjp_call"} & set(names(flat))
+    bound = [var for eqn in flat.eqns for var in eqn.outvars]
+    assert len(bound) == len(set(bound))
+    np.testing.assert_allclose(run(flat, x)[0], f(x), rtol=1e-6)
+
+
+def test_gradients_of_inlined_calls_stay_what_they_were():
+    """d relu(0) is 0 by relu's own rule; it must not become that of max."""
+    x = jnp.array([-1.0, 0.0, 2.0])
+    flat = graph.flatten(jax.make_jaxpr(jax.grad(lambda x: jax.nn.relu(x).sum()))(x))
+    np.testing.assert_array_equal(run(flat, x)[0], [0.0, 0.0, 1.0])
+
+
+def test_constants_are_shared_and_keep_their_values():
+    table = jnp.arange(6.0)
+    f = jax.jit(lambda x: x + table)
+    flat = graph.flatten(jax.make_jaxpr(lambda x: f(x) * f(x + 1))(table))
+    assert len(flat.constvars) <= 1
+    np.testing.assert_allclose(run(flat, table)[0], (2 * table) * (2 * table + 1))
+
+
+def test_a_checkpoint_keeps_its_recomputation_behind_a_barrier():
+    @jax.checkpoint
+    def layer(x):
+        return jnp.sin(jnp.sin(x))
+
+    x = jnp.ones(4)
+    flat = graph.flatten(jax.make_jaxpr(jax.value_and_grad(lambda x: layer(x).sum()))(x))
+    assert names(flat).count("optimization_barrier") == 1
+    assert names(flat).count("sin") == 3, "two forward, one of them again for the backward pass"
+    np.testing.assert_allclose(run(flat, x)[1], jax.grad(lambda x: jnp.sin(jnp.sin(x)).sum())(x), rtol=1e-6)
+
+
+def test_unused_equations_go():
+    def f(x):
+        jnp.exp(x)
+        return x + 1
+
+    assert names(graph.flatten(jax.make_jaxpr(f)(1.0))) == ["add"]
+
+
+def test_an_input_or_a_literal_may_be_an_output():
+    flat = graph.flatten(jax.make_jaxpr(lambda x: (x, 3.0))(1.0))
+    assert flat.outvars[0] is flat.invars[0]
+    assert isinstance(flat.outvars[1], Literal)
+
+
+def test_fingerprints_tell_programs_apart_and_nothing_else():
+    def fingerprint(f, *args):
+        return graph.fingerprint(graph.flatten(jax.make_jaxpr(f)(*args)))
+
+    x = jnp.ones((2, 3))
+    f = lambda x: jax.nn.gelu(x) + 1  # noqa: E731
+    assert fingerprint(f, x) == fingerprint(lambda y: jax.nn.gelu(y) + 1, x)
+    assert fingerprint(f, x) != fingerprint(lambda x: jax.nn.gelu(x) + 2, x)
+    assert fingerprint(f, x) != fingerprint(f, jnp.ones((3, 2)))
+    assert fingerprint(f, x) != fingerprint(f, x.astype(jnp.bfloat16))
+    assert fingerprint(lambda x: x.sum(0), jnp.ones((2, 2))) != fingerprint(lambda x: x.sum(1), jnp.ones((2, 2)))
+    assert fingerprint(lambda x, y: x - y, x, x) != fingerprint(lambda x, y: y - x, x, x)

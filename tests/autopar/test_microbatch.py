@@ -1,0 +1,154 @@
+"""Microbatches give the result of the whole batch, or are refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autopar
+from autopar.testing import assert_allclose
+from autopar.trace import trace
+
+RNG = np.random.default_rng(0)
+PARAMS = {"w": RNG.standard_normal((6, 3)).astype(np.float32), "b": RNG.standard_normal(3).astype(np.float32)}
+BATCH = {
+    "x": RNG.standard_normal((8, 6)).astype(np.float32),
+    "y": RNG.integers(0, 3, 8),
+    "mask": RNG.integers(0, 2, 8).astype(np.float32),
+}
+
+
+def outputs(params, batch):
+    return jnp.tanh(batch["x"] @ params["w"] + params["b"])
+
+
+def per_example(params, batch):
+    return -jnp.take_along_axis(jax.nn.log_softmax(outputs(params, batch)), batch["y"][:, None], axis=1)[:, 0]
+
+
+def mean_loss(params, batch):
+    return per_example(params, batch).mean()
+
+
+FITTING = {
+    "mean": mean_loss,
+    "sum": lambda p, b: per_example(p, b).sum(),
+    "masked sum": lambda p, b: (per_example(p, b) * b["mask"]).sum(),
+    "masked, over all examples": lambda p, b: (per_example(p, b) * b["mask"]).sum() / b["mask"].size,
+    "mean with weight decay": lambda p, b: mean_loss(p, b) + 1e-2 * (p["w"] ** 2).sum(),
+    "twice the mean": lambda p, b: 2 * mean_loss(p, b) - 1,
+    "mean squared error": lambda p, b: jnp.mean((outputs(p, b) - 1.0) ** 2),
+    "sum over outputs, mean over examples": lambda p, b: (outputs(p, b) ** 2).sum(-1).mean(),
+    "weights of examples": lambda p, b: jnp.einsum("b,b->", per_example(p, b), b["mask"]) / 8.0 * 8.0,
+    "checkpointed": lambda p, b: jax.checkpoint(mean_loss)(p, b),
+}
+REFUSED = {
+    "masked mean": lambda p, b: (per_example(p, b) * b["mask"]).sum() / b["mask"].sum(),
+    "sum with weight decay": lambda p, b: per_example(p, b).sum() + (p["w"] ** 2).sum(),
+    "perplexity": lambda p, b: jnp.exp(mean_loss(p, b)),
+    "square of the mean": lambda p, b: mean_loss(p, b) ** 2,
+    "largest": lambda p, b: per_example(p, b).max(),
+    "batch normalisation": lambda p, b: ((outputs(p, b) - outputs(p, b).mean(0)) ** 2).mean(),
+    "contrastive": lambda p, b: jax.nn.logsumexp(outputs(p, b) @ outputs(p, b).T, axis=1).mean(),
+    "position in the batch": lambda p, b: (per_example(p, b) * jnp.arange(b["x"].shape[0])).mean(),
+    "neighbours": lambda p, b: (per_example(p, b)[1:] * per_example(p, b)[:-1]).mean(),
+    "size of the batch": lambda p, b: mean_loss(p, b) * jnp.sqrt(b["x"].shape[0]),
+}
+
+
+def step_of(loss):
+    def step(params, batch):
+        value, gradients = autopar.value_and_grad(lambda p: loss(p, batch))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    return step
+
+
+@pytest.mark.parametrize("loss", FITTING.values(), ids=FITTING.keys())
+@pytest.mark.parametrize("count", [2, 8])
+def test_sums_and_means_over_the_batch_are_exact(loss, count):
+    step = step_of(loss)
+    micro = autopar.parallelize(step, method=autopar.DataParallel(devices=1, num_micro_batches=count))
+    assert_allclose(micro(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_neither_is_refused(loss):
+    with pytest.raises(autopar.MicrobatchError):
+        trace(step_of(loss), (PARAMS, BATCH), (1,), num_micro_batches=2)
+
+
+@settings(max_examples=15)
+@given(
+    rows=st.sampled_from([2, 4, 6, 12]),
+    parts=st.sampled_from([2, 3, 6]),
+    width=st.integers(1, 4),
+    scale=st.floats(-3, 3).filter(lambda s: abs(s) > 1e-2),
+    mean=st.booleans(),
+)
+def test_microbatches_equal_the_batch_for_random_losses(rows, parts, width, scale, mean):
+    rows *= parts
+    x = np.random.default_rng(rows).standard_normal((rows, width)).astype(np.float32)
+
+    def loss(p, b):
+        z = scale * jnp.sin(b @ p)
+        return z.mean() if mean else (z**2).sum()
+
+    p = np.ones((width, 2), np.float32)
+    micro = autopar.parallelize(step_of(loss), method=autopar.DataParallel(devices=1, num_micro_batches=parts))
+    assert_allclose(micro(p, x), step_of(loss)(p, x), rtol=1e-4, atol=1e-4)
+
+
+def test_auxiliary_values_are_put_together():
+    def step(params, batch):
+        def loss(p):
+            each = per_example(p, batch)
+            return each.mean(), {"count": batch["mask"].sum(), "mean": each.mean(), "fixed": jnp.int32(3)}
+
+        (value, aux), gradients = autopar.value_and_grad(loss, has_aux=True)(params)
+        return gradients, value, aux
+
+    micro = autopar.parallelize(step, method=autopar.DataParallel(devices=1, num_micro_batches=4))
+    assert_allclose(micro(PARAMS, BATCH), step(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
+
+
+def test_grad_alone_accumulates():
+    def step(params, batch):
+        return autopar.grad(lambda p: mean_loss(p, batch))(params)
+
+    micro = autopar.parallelize(step, method=autopar.DataParallel(devices=1, num_micro_batches=2))
+    assert_allclose(micro(PARAMS, BATCH), step(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
+
+
+def test_outside_parallelize_they_are_jaxs_own():
+    value, gradients = autopar.value_and_grad(mean_loss)(PARAMS, BATCH)
+    assert_allclose((value, gradients), jax.value_and_grad(mean_loss)(PARAMS, BATCH))
+    assert_allclose(jax.jit(autopar.grad(mean_loss))(PARAMS, BATCH), gradients)
+
+
+def test_a_step_without_autopar_grad_is_refused():
+    with pytest.raises(autopar.MicrobatchError, match="autopar.grad"):
+        trace(lambda p, b: jax.grad(mean_loss)(p, b), (PARAMS, BATCH), (1,), num_micro_batches=2)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused():
+    with pytest.raises(autopar.MicrobatchError, match=r"1/mask has shape \(8,\).* 3 microbatches"):
+        trace(step_of(mean_loss), (PARAMS, BATCH), (1,), num_micro_batches=3)
+
+
+def test_an_output_computed_beside_the_gradient_is_refused_by_name():
+    def step(params, batch):
+        return autopar.grad(lambda p: mean_loss(p, batch))(params), {"largest": batch["x"].max()}
+
+    with pytest.raises(autopar.MicrobatchError, match="1/largest depends on the batch outside"):
+        trace(step, (PARAMS, BATCH), (1,), num_micro_batches=2)
+
+
+def test_rows_per_example_are_refused():
+    def step(params, batch):
+        return autopar.grad(lambda p: (mean_loss(p, batch), per_example(p, batch)), has_aux=True)(params)
+
+    with pytest.raises(autopar.MicrobatchError, match="one row per example"):
+        trace(step, (PARAMS, BATCH), (1,), num_micro_batches=2)
