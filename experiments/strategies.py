@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -107,22 +108,15 @@ class Pmap:
     def prepare(self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]) -> Runnable:
         devices = jax.devices()[: prod(mesh)]
         along = NamedSharding(Mesh(np.array(devices), ("batch",), axis_types=(AxisType.Auto,)), PartitionSpec("batch"))
-        state, batch = args
-        replicas = jax.tree.map(lambda x: np.broadcast_to(x, (len(devices), *np.shape(x))), state)
-        shards = jax.tree.map(lambda x: x.reshape(len(devices), -1, *x.shape[1:]), batch)
-        placed = jax.device_put((replicas, shards), along)
+        placed = jax.device_put(_replicate_and_split(args, len(devices)), along)
         compiled, seconds = _compile(_pmapped(model, devices), placed)
         gather = partial(jax.tree.map, lambda x: x[0])
         return Runnable(compiled, placed, gather, _memory(compiled), seconds)
 
     def predict(self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster) -> Prediction:
         devices = target_devices(cluster, prod(mesh))
-        state, batch = model.abstract_args()
-        replicas = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(devices), *x.shape), x.dtype), state)
-        shards = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((len(devices), x.shape[0] // len(devices), *x.shape[1:]), x.dtype), batch
-        )
-        return _simulated(compile_for(_pmapped(model, devices), (replicas, shards), cluster), cluster)
+        args = jax.eval_shape(partial(_replicate_and_split, count=len(devices)), model.abstract_args())
+        return _simulated(compile_for(_pmapped(model, devices), args, cluster), cluster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +155,18 @@ STRATEGIES: dict[str, Strategy] = {
     "zero3": Planned(autopar.Zero3Parallel),
     "shard": Planned(autopar.ShardParallel),
 }
+
+
+def _replicate_and_split(args: tuple[Any, Any], count: int) -> tuple[Any, Any]:
+    """What pmap takes: `count` copies of the state and `count` parts of the batch, along a new first dim."""
+
+    def split(x: jax.Array) -> jax.Array:
+        if x.shape[0] % count:
+            raise ValueError(f"a batch of {x.shape[0]} can't be split over {count} devices; use a multiple of {count}")
+        return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+
+    state, batch = args
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), state), jax.tree.map(split, batch)
 
 
 def _pmapped(model: Model, devices: Any) -> Any:
