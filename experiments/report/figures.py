@@ -58,10 +58,11 @@ def draw_cells(rows: Sequence[Row], source: str) -> Figure:
         figure = Figure(figsize=(7.0, 4.6), layout="constrained")
         times, memory = figure.subplots(2, 1, sharex=True)
         _draw_bars(times, ours, paper, "step_time_s", 1e-3)
-        _draw_bars(memory, ours, paper, "memory_bytes_per_device", 2**30)
+        unit, unit_name = _memory_unit(ours)
+        _draw_bars(memory, ours, paper, "memory_bytes_per_device", unit)
         times.set_title(_title(ours[0]), loc="left", fontsize=9)
         times.set_ylabel("step time (ms)")
-        memory.set_ylabel("memory per device (GiB)")
+        memory.set_ylabel(f"memory per device ({unit_name})")
         memory.set_xlabel("mesh: devices along each axis")
         figure.legend(handles=_legend(ours, paper), loc="outside right upper", frameon=False)
     return figure
@@ -86,6 +87,11 @@ def _draw_bars(axes: Axes, ours: Sequence[Row], paper: Sequence[Row], column: st
             if (mesh, row["strategy"]) in published:
                 axes.plot(x, published[mesh, row["strategy"]], **DIAMOND)
     axes.set_xticks(range(len(meshes)), meshes)
+
+
+def _memory_unit(ours: Sequence[Row]) -> tuple[int, str]:
+    largest = max((row["memory_bytes_per_device"] or 0 for row in ours), default=0)
+    return (2**20, "MiB") if largest < 2**29 else (2**30, "GiB")
 
 
 def _colours(ours: Sequence[Row]) -> dict[str, str]:

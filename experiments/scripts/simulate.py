@@ -4,12 +4,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+
 import autopar
 from experiments.cells import Cell, compute_cells, plan_path
 from experiments.job import Job
 from experiments.models import build_model
 from experiments.strategies import STRATEGIES
 from simulator.cluster import Cluster
+
+jax.config.update("jax_platforms", "cpu")  # touches no device, so it leaves GPUs alone where there are some
 
 
 def main(job_json: str, directory: str, plans: str, timelines: str) -> None:
