@@ -110,6 +110,8 @@ class ParallelizedFunction:
         static_args = tuple(args[i] for i in static)
         leaves, tree = jax.tree.flatten(dynamic)
         avals = tuple((a.shape, a.dtype, a.weak_type) for a in map(abstract, leaves))
+        for i, arg in zip(static, static_args, strict=True):
+            _check_hashable(i, arg)
         key = (static, static_args, tree, avals)
         if key not in self._executables:
             self._executables[key] = self._compile(args, static)
@@ -232,6 +234,16 @@ def _as_tuple(argnums: Any, count: int) -> tuple[int, ...]:
     if any(not -count <= i < count for i in numbers):
         raise ValueError(f"argnums {numbers} for a step with {count} arguments; count from 0 to {count - 1}")
     return tuple(sorted(i % count for i in numbers))
+
+
+def _check_hashable(i: int, arg: Any) -> None:
+    try:
+        hash(arg)
+    except TypeError as error:
+        raise TypeError(
+            f"argument {i} holds something that is no array, so it is static, but a {type(arg).__name__} can't be hashed;"
+            " pass only arrays in it, or close the step over it"
+        ) from error
 
 
 def _is_static(arg: Any) -> bool:

@@ -31,7 +31,10 @@ class _Model(BaseModel):
 
 
 def _dtype(name: str) -> str:
-    return np.dtype(name).name
+    try:
+        return np.dtype(name).name
+    except TypeError as error:
+        raise ValueError(f"{name!r} is no dtype") from error
 
 
 class Value(_Model):

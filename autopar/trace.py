@@ -158,19 +158,23 @@ def _text(path: tuple[Any, ...]) -> str:
 
 
 def _carried(jaxpr: Jaxpr, in_paths: list, out_paths: list, batch: frozenset[int]) -> dict[int, int]:
-    """Outputs that have the name and type of an input: `state.params` returned as `[0].params` goes on as the next state.
+    """Outputs that have the name and type of an input: `params` of argument 0, returned as `params` of result 0, goes on.
 
-    Names are compared without their first key, the position of the argument or of the result, when there is one.
+    Names are compared without the position of the argument or, in a tuple, of the result. What has no other name than its
+    position goes on when it is the first of both.
     """
     by_name: dict[tuple[str, Any, Any], int] = {}
     for i, (path, var) in enumerate(zip(in_paths, jaxpr.invars, strict=True)):
-        if i not in batch:
+        if i not in batch and (path[1:] or path[0].idx == 0):
             by_name.setdefault((_text(path[1:]), aval_of(var).shape, aval_of(var).dtype), i)
     carried: dict[int, int] = {}
     for o, (path, atom) in enumerate(zip(out_paths, jaxpr.outvars, strict=True)):
         if isinstance(atom, Literal):
             continue
-        for name in (_text(path), _text(path[1:])):
+        names = [_text(path)]
+        if path and (path[1:] or _text(path) == "0"):
+            names.append(_text(path[1:]))
+        for name in names:
             match = by_name.get((name, aval_of(atom).shape, aval_of(atom).dtype))
             if match is not None and match not in carried.values():
                 carried[o] = match

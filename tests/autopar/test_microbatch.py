@@ -129,7 +129,7 @@ def test_outside_parallelize_they_are_jaxs_own():
 
 
 def test_a_step_without_autopar_grad_is_refused():
-    with pytest.raises(autopar.MicrobatchError, match="autopar.grad"):
+    with pytest.raises(autopar.MicrobatchError, match=r"autopar\.grad"):
         trace(lambda p, b: jax.grad(mean_loss)(p, b), (PARAMS, BATCH), (1,), num_micro_batches=2)
 
 

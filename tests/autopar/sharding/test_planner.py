@@ -1,0 +1,118 @@
+"""What the planner finds on small steps where the answer is known (the costs are bandwidth alone)."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import autopar
+from autopar.sharding.decisions import ShardingError
+from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
+from autopar.sharding.planner import plan_shardings
+from autopar.sharding.rules import MissingRuleError
+from autopar.sharding.spec import LogicalMesh
+from autopar.trace import trace
+from simulator.costs import BandwidthOnly
+from tests.steps import mlp_args, mlp_step
+
+COSTS = BandwidthOnly(1e9, 1e10)
+LINE = LogicalMesh((4,), ("x",))
+
+
+def specs(step, shardings, start, end=""):
+    """Specs of the inputs whose path starts and ends so."""
+    found = zip(step.in_paths, shardings.inputs, strict=True)
+    return {path: spec for path, spec in found if path.startswith(start) and path.endswith(end)}
+
+
+def wide_mlp():
+    """Weights larger than activations: model parallelism pays (CHECKS: 6 layers, hidden 256, batch 32)."""
+    args = jax.eval_shape(lambda: mlp_args((256,) * 6, batch_size=32, features=256))
+    return trace(mlp_step, args, (1,))
+
+
+@pytest.fixture(scope="module")
+def step():
+    return trace(mlp_step, mlp_args((64, 64), batch_size=16, features=64), (1,))
+
+
+def test_wide_layers_alternate_column_and_row():
+    step = wide_mlp()
+    found = plan_shardings(step, LINE, COSTS)
+    kernels = list(specs(step, found, "0/params", "kernel").values())
+    column, row = ((), ("x",)), (("x",), ())
+    assert kernels in ([column, row] * 3, [row, column] * 3)
+    assert found.gap == 0
+
+
+def test_optimizer_state_goes_where_its_parameter_is():
+    step = wide_mlp()
+    found = plan_shardings(step, LINE, COSTS)
+    for name in ("mu", "nu"):
+        states = specs(step, found, f"0/opt_state/0/{name}", "kernel")
+        assert list(states.values()) == list(specs(step, found, "0/params", "kernel").values())
+
+
+def test_data_parallel_keeps_the_state_whole(step):
+    found = plan_shardings(step, LINE, COSTS, DATA_PARALLEL)
+    assert set(specs(step, found, "1/").values()) == {(("x",), ())}
+    assert not any(any(spec) for spec in specs(step, found, "0/").values())
+
+
+def test_zero2_shards_optimizer_state_and_nothing_else(step):
+    found = plan_shardings(step, LINE, COSTS, ZERO2)
+    assert not any(any(spec) for spec in specs(step, found, "0/params").values())
+    for path, spec in specs(step, found, "0/opt_state").items():
+        assert any(spec) or path.endswith("count")
+
+
+def test_zero3_shards_parameters_too(step):
+    found = plan_shardings(step, LINE, COSTS, ZERO3)
+    assert all(any(spec) for spec in specs(step, found, "0/params").values())
+
+
+def test_all_axes_of_a_mesh_take_part_in_data_parallelism(step):
+    found = plan_shardings(step, LogicalMesh((2, 2), ("x", "y")), COSTS, DATA_PARALLEL)
+    assert set(specs(step, found, "1/").values()) == {(("x", "y"), ())}
+
+
+def test_carried_outputs_are_where_their_inputs_are(step):
+    found = plan_shardings(step, LINE, COSTS)
+    for o, i in step.carried.items():
+        assert found.outputs[o] == found.inputs[i]
+
+
+def test_fixing_choices_never_makes_a_plan_cheaper(step):
+    best = plan_shardings(step, LINE, COSTS, AUTO).seconds
+    assert all(best <= plan_shardings(step, LINE, COSTS, fixed).seconds for fixed in (DATA_PARALLEL, ZERO2, ZERO3))
+
+
+def test_roles_are_found_by_what_depends_on_the_batch():
+    state, batch = mlp_args(tx=optax.adam(1e-2))
+    step = trace(lambda s, b, lr: mlp_step(s, b), (state, batch, jnp.float32(1)), (1,))
+    found = plan_shardings(step, LINE, COSTS)
+    roles = dict(zip(step.in_paths, found.roles, strict=True))
+    assert {role for path, role in roles.items() if path.startswith("0/params")} == {"parameter"}
+    assert {role for path, role in roles.items() if path.startswith("0/opt_state")} == {"state"}
+    assert roles["1/x"] == "batch"
+    assert roles["2"] == "other"
+
+
+def test_a_batch_that_does_not_divide_is_refused_by_name():
+    step = trace(mlp_step, mlp_args(batch_size=6), (1,))
+    with pytest.raises(ShardingError, match=r"1/x has shape \(6, 32\).* 4 devices"):
+        plan_shardings(step, LINE, COSTS, DATA_PARALLEL)
+
+
+def test_the_automatic_plan_finds_a_way_for_a_batch_that_does_not_divide():
+    args = mlp_args(batch_size=6)
+    planned = autopar.parallelize(mlp_step, method=autopar.ShardParallel(devices=4), donate_argnums=())
+    autopar.testing.assert_allclose(planned(*args), jax.jit(mlp_step)(*args), rtol=1e-3, atol=1e-3)
+
+
+def test_a_primitive_without_a_rule_stops_with_its_name_and_where_rules_go():
+    unknown = jax.extend.core.Primitive("unheard_of")
+    unknown.def_abstract_eval(lambda x: x)
+    step = trace(lambda x: unknown.bind(x), (jnp.ones((4, 2)),), ())
+    with pytest.raises(MissingRuleError, match=r"'unheard_of'.*float32\[4,2\](.|\n)*autopar/sharding/rules"):
+        plan_shardings(step, LINE, COSTS)

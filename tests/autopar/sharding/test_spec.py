@@ -1,0 +1,65 @@
+"""Specs and logical meshes."""
+
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from autopar.sharding.spec import (
+    LogicalMesh,
+    all_specs,
+    axes_of,
+    from_partition_spec,
+    local_shape,
+    partition_spec,
+    replicated,
+)
+from tests.generators import meshes
+
+SHAPES = st.lists(st.integers(1, 16), max_size=3).map(tuple)
+
+
+@given(SHAPES, meshes())
+def test_every_spec_divides_evenly_and_the_replicated_one_is_first(shape, mesh):
+    specs = all_specs(shape, mesh)
+    assert specs[0] == replicated(len(shape))
+    assert len(specs) == len(set(specs))
+    for spec in specs:
+        local = local_shape(shape, spec, mesh)
+        assert prod(local) * mesh.ways(axes_of(spec)) == prod(shape)
+
+
+@given(SHAPES, meshes())
+def test_specs_survive_jaxs_form(shape, mesh):
+    for spec in all_specs(shape, mesh):
+        assert from_partition_spec(partition_spec(spec), len(shape)) == spec
+
+
+def test_two_axes_on_a_vector_can_be_placed_four_ways():
+    assert all_specs((8,), LogicalMesh((2, 4), ("x", "y"))) == [((),), (("y",),), (("x",),), (("x", "y"),)]
+
+
+def test_short_partition_specs_leave_the_other_dims_whole():
+    assert from_partition_spec(PartitionSpec("x"), 3) == (("x",), (), ())
+
+
+@given(meshes(), st.data())
+def test_groups_cut_the_devices_into_equal_parts(mesh, data):
+    axes = data.draw(st.lists(st.sampled_from(mesh.axis_names), unique=True))
+    groups = mesh.groups(axes)
+    assert sorted(device for group in groups for device in group) == list(range(mesh.num_devices))
+    assert {len(group) for group in groups} == {mesh.ways(axes)}
+    positions = np.arange(mesh.num_devices).reshape(mesh.shape)
+    for group in groups:
+        where = np.argwhere(np.isin(positions, group))
+        for dim, axis in enumerate(mesh.axis_names):
+            assert len(set(where[:, dim])) == (mesh.sizes[axis] if axis in axes else 1)
+
+
+@pytest.mark.parametrize(("shape", "names"), [((2, 4), ("x",)), ((2, 2), ("x", "x")), ((0,), ("x",))])
+def test_meshes_that_make_no_sense_are_refused(shape, names):
+    with pytest.raises(ValueError, match="mesh shape"):
+        LogicalMesh(shape, names)

@@ -1,0 +1,203 @@
+"""`parallelize` computes what one device computes, for every method, mesh and shape; and helps when it can't."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autopar
+from autopar.testing import assert_allclose
+from simulator.cluster import Cluster
+from tests.steps import mlp_args, mlp_step, serial
+
+METHODS = [autopar.ShardParallel, autopar.DataParallel, autopar.Zero2Parallel, autopar.Zero3Parallel]
+CLOSE = {"rtol": 2e-3, "atol": 2e-3}  # Adam's first step divides by tiny second moments
+
+
+@settings(max_examples=25)
+@given(
+    method=st.sampled_from(METHODS),
+    devices=st.sampled_from([1, 2, 4, 8, (2, 2), (2, 4), (4, 2), (1, 8)]),
+    sizes=st.lists(st.sampled_from([3, 8, 16, 24, 40]), min_size=1, max_size=3).map(tuple),
+    rows=st.integers(1, 3),
+    count=st.sampled_from([1, 1, 2]),
+)
+def test_every_method_equals_one_device_in_value_and_state(method, devices, sizes, rows, count):
+    args = mlp_args(sizes, batch_size=8 * rows * count)
+    planned = autopar.parallelize(mlp_step, method=method(devices=devices, num_micro_batches=count), donate_argnums=())
+    assert_allclose(planned(*args), serial(mlp_step, *args), **CLOSE)
+
+
+def test_three_steps_with_donated_state_equal_one_device():
+    state, batch = mlp_args()
+    expected = state
+    planned = autopar.parallelize(mlp_step, method=autopar.ShardParallel(devices=(2, 4)))
+    for _ in range(3):
+        expected, loss = serial(mlp_step, expected, batch)
+        state, value = planned(state, batch)
+        assert_allclose(value, loss, **CLOSE)
+    assert_allclose(state.params, expected.params, **CLOSE)
+    assert len(planned._executables) == 1
+
+
+def test_numpy_and_jax_arrays_wherever_they_are_will_do():
+    state, batch = mlp_args()
+    expected = serial(mlp_step, state, batch)
+    planned = autopar.parallelize(mlp_step, method=autopar.DataParallel(), donate_argnums=())
+    moved = jax.device_put((state, batch), jax.devices()[3])
+    assert_allclose(planned(state, batch), expected, **CLOSE)
+    assert_allclose(planned(*moved), expected, **CLOSE)
+    assert_allclose(planned(jax.tree.map(np.asarray, state), batch), expected, **CLOSE)
+    assert_allclose(planned(*planned.preshard_dynamic_args(state, batch)), expected, **CLOSE)
+
+
+def test_results_are_distributed_and_turn_into_numpy():
+    planned = autopar.parallelize(mlp_step, method=autopar.Zero3Parallel())
+    state, _ = planned(*mlp_args())
+    kernel = state.params["params"]["Dense_1"]["kernel"]
+    assert len(kernel.sharding.device_set) == 8
+    assert kernel.addressable_shards[0].data.size == kernel.size // 8
+    assert np.array(kernel).shape == (64, 64)
+
+
+def test_each_structure_shape_and_dtype_compiles_once():
+    planned = autopar.parallelize(mlp_step, method=autopar.DataParallel(devices=2), donate_argnums=())
+    small, large = mlp_args(batch_size=8), mlp_args(batch_size=16)
+    first = planned.get_executable(*small)
+    planned(*small)
+    planned(*large)
+    assert planned.get_executable(*small) is first
+    assert planned.get_executable(*large) is not first
+
+
+def test_shapes_compile_ahead_of_time():
+    args = mlp_args()
+    planned = autopar.parallelize(mlp_step, donate_argnums=())
+    ahead = planned.get_executable(*jax.eval_shape(lambda *args: args, *args))
+    assert_allclose(planned(*args), serial(mlp_step, *args), **CLOSE)
+    assert planned.get_executable(*args) is ahead
+
+
+def test_a_train_state_is_donated_and_other_arguments_are_not():
+    state, batch = mlp_args()
+    planned = autopar.parallelize(mlp_step, method=autopar.DataParallel())
+    state, batch = planned.preshard_dynamic_args(state, batch)
+    planned(state, batch)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(batch))
+
+
+def test_numbers_and_functions_are_static():
+    @autopar.parallelize(batch_argnums=(0,), method=autopar.DataParallel(devices=2))
+    def f(x, power, how):
+        assert isinstance(power, int)
+        return how(x) ** power
+
+    x = np.arange(4.0, dtype=np.float32)
+    np.testing.assert_allclose(f(x, 2, jnp.negative), x**2)
+    np.testing.assert_allclose(f(x, 3, jnp.negative), -(x**3))
+    np.testing.assert_allclose(f(x, 3, jnp.abs), x**3)
+
+
+def test_static_and_donated_arguments_can_be_named():
+    f = autopar.parallelize(
+        lambda x, k: x * k, static_argnums=1, donate_argnums=(0,), batch_argnums=(0,), method=autopar.DataParallel(2)
+    )
+    (x,) = f.preshard_dynamic_args(np.ones(4, np.float32), 3)
+    np.testing.assert_allclose(f(x, 3), 3 * np.ones(4))
+    assert x.is_deleted()
+
+
+def test_an_argument_that_cannot_be_static_is_refused():
+    f = autopar.parallelize(lambda x, names: x, batch_argnums=(0,))
+    with pytest.raises(TypeError, match=r"argument 1 .* can't be hashed"):
+        f(np.ones(8), {"a": "text"})
+
+
+def test_meshes_are_taken_as_a_mesh_a_shape_a_number_or_a_list():
+    devices = jax.devices()
+    explicit = jax.make_mesh((2, 2), ("rows", "columns"))
+    for given_devices, shape in [(explicit, (2, 2)), ((2, 2), (2, 2)), (4, (4,)), (devices[4:], (4,)), (None, (8,))]:
+        planned = autopar.parallelize(mlp_step, method=autopar.DataParallel(devices=given_devices), donate_argnums=())
+        assert planned.get_executable(*mlp_args()).mesh.devices.shape == shape
+    planned = autopar.parallelize(mlp_step, method=autopar.DataParallel(devices=devices[4:]), donate_argnums=())
+    state, _ = planned(*mlp_args())
+    assert state.step.sharding.device_set == set(devices[4:])
+
+
+def test_a_mesh_larger_than_the_machine_says_how_to_get_virtual_devices():
+    planned = autopar.parallelize(mlp_step, method=autopar.ShardParallel(devices=(4, 4)))
+    with pytest.raises(ValueError, match=r"needs 16 devices, but only 8(.|\n)*force_host_platform_device_count=16"):
+        planned(*mlp_args())
+
+
+@pytest.mark.parametrize("devices", ["all", (), (2, "x"), (0,)])
+def test_devices_that_make_no_sense_are_refused(devices):
+    with pytest.raises(ValueError, match=r"expected a jax\.sharding\.Mesh, a mesh shape"):
+        autopar.parallelize(mlp_step, method=autopar.ShardParallel(devices=devices))(*mlp_args())
+
+
+def test_a_method_must_be_a_method():
+    with pytest.raises(TypeError, match=r"'data', expected .*ShardParallel"):
+        autopar.parallelize(mlp_step, method="data")(*mlp_args())  # pyright: ignore[reportArgumentType]
+
+
+def test_errors_in_a_running_step_are_not_hidden():
+    planned = autopar.parallelize(mlp_step, method=autopar.DataParallel(), donate_argnums=())
+    state, batch = mlp_args()
+    planned(state, batch)
+    with pytest.raises(autopar.ShardingError, match="1/x has shape"):
+        planned(state, {"x": batch["x"][:3], "y": batch["y"][:3]})
+    with pytest.raises(TypeError):
+        planned(state)
+
+
+def test_a_saved_plan_runs_without_solving(tmp_path, monkeypatch):
+    args = mlp_args()
+    planned = autopar.parallelize(mlp_step, method=autopar.ShardParallel(devices=(2, 4)), donate_argnums=())
+    planned.get_executable(*args).plan.save(tmp_path / "plan.json")
+    monkeypatch.setattr("autopar.sharding.planner.solve", None)
+    again = autopar.parallelize(
+        mlp_step, method=autopar.PlanMethod(autopar.Plan.load(tmp_path / "plan.json")), donate_argnums=()
+    )
+    assert_allclose(again(*args), serial(mlp_step, *args), **CLOSE)
+    assert again.get_executable(*args).plan == planned.get_executable(*args).plan
+
+
+def test_the_executable_tells_memory_and_program():
+    executable = autopar.parallelize(mlp_step, method=autopar.DataParallel(devices=2)).get_executable(*mlp_args())
+    state, batch = mlp_args()
+    state_bytes = sum(jnp.asarray(leaf).nbytes for leaf in jax.tree.leaves(state))
+    batch_bytes = sum(leaf.nbytes for leaf in batch.values())
+    assert executable.memory.arguments == state_bytes + batch_bytes // 2
+    assert executable.get_total_allocation_size() == executable.memory.total >= state_bytes
+    assert str(executable.program) == "mesh 0: 0S0"
+    assert "all-reduce" in executable.get_hlo_text()
+
+
+def test_gradients_are_reduced_in_one_collective():
+    executable = autopar.parallelize(mlp_step, method=autopar.DataParallel(devices=4)).get_executable(*mlp_args())
+    assert executable.get_hlo_text().count(" all-reduce(") == 1
+
+
+def test_predictions_need_no_devices():
+    args = jax.eval_shape(lambda: mlp_args((256, 256), batch_size=64))
+    cluster = Cluster.load("dgx_a100_80").with_size(hosts=2)
+    plan = autopar.plan_step(mlp_step, args, method=autopar.DataParallel(), cluster=cluster, mesh_shape=(16,))
+    timeline = autopar.predict(mlp_step, args, plan, cluster)
+    assert 0 < timeline.makespan < 1e-2
+    assert timeline.memory[0].total < cluster.device.memory_bytes
+
+
+def test_a_mesh_larger_than_the_cluster_is_refused():
+    with pytest.raises(ValueError, match=r"needs 16 devices, but cluster 'p3\.16xlarge' has 8"):
+        autopar.plan_step(mlp_step, mlp_args(), cluster="p3.16xlarge", mesh_shape=(16,))
+
+
+def test_init_and_shutdown():
+    autopar.init()
+    autopar.shutdown()
+    with pytest.raises(ValueError, match=r"'ray'.*'local'"):
+        autopar.init(cluster="ray")

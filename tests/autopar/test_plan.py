@@ -1,0 +1,72 @@
+"""Plans survive JSON, read well, and refuse what they are not for."""
+
+import json
+
+import pytest
+
+import autopar
+from autopar.plan import Plan, PlanError
+from tests.steps import mlp_args, mlp_step
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return autopar.plan_step(mlp_step, mlp_args(), cluster="p3.16xlarge", mesh_shape=(2, 4))
+
+
+def test_a_plan_survives_json(plan):
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_survives_a_file(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_plan_does_not_change(plan):
+    with pytest.raises(ValueError, match="frozen"):
+        plan.cluster = "another"
+
+
+def test_a_printed_plan_shows_every_value_with_its_spec_and_bytes(plan):
+    text = str(plan)
+    assert text.startswith("ShardParallel on p3.16xlarge, mesh x=2 x y=4, 1 microbatch(es)")
+    for value in plan.stages[0].inputs:
+        assert value.path in text
+    kernel = next(v for v in plan.stages[0].inputs if v.path == "0/params/params/Dense_1/kernel")
+    row = next(line for line in text.splitlines() if kernel.path in line)
+    assert "(64, 64)" in row
+    assert "float32" in row
+    assert f"{kernel.device_bytes(plan.stages[0].mesh):,}" in row
+
+
+def test_bytes_per_device_are_those_of_a_shard(plan):
+    mesh = plan.stages[0].mesh
+    for value in plan.stages[0].inputs:
+        ways = mesh.ways(axis for axes in value.spec for axis in axes)
+        size = 4
+        for n in value.shape:
+            size *= n
+        assert value.device_bytes(mesh) == size // ways
+
+
+def test_a_plan_for_another_step_is_refused(plan):
+    other = autopar.parallelize(mlp_step, method=autopar.PlanMethod(plan))
+    with pytest.raises(PlanError, match=f"{plan.fingerprint}.*this step has"):
+        other(*mlp_args(batch_size=32))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "not a plan"), ("[]", "not a plan"), ('{"version": 99}', "version 99, expected 1"), ("{}", "version None")],
+)
+def test_what_is_no_plan_is_refused(text, message):
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(text)
+
+
+def test_a_damaged_plan_says_where(plan):
+    data = json.loads(plan.to_json())
+    data["stages"][0]["inputs"][0]["dtype"] = "float31"
+    with pytest.raises(PlanError, match=r"stages\.0\.inputs\.0\.dtype"):
+        Plan.from_json(json.dumps(data))

@@ -1,0 +1,33 @@
+"""Hypothesis strategies that several test files share."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from autopar.sharding.problem import ChoiceProblem
+from autopar.sharding.spec import LogicalMesh
+
+MESHES = [(1,), (2,), (4,), (8,), (1, 4), (2, 2), (2, 4), (2, 2, 2)]
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> LogicalMesh:
+    """Logical meshes of up to eight devices."""
+    shape = draw(st.sampled_from(MESHES))
+    return LogicalMesh(shape, ("x", "y", "z")[: len(shape)])
+
+
+@st.composite
+def choice_problems(draw: st.DrawFn, decisions: int = 6, options: int = 4) -> ChoiceProblem:
+    """Small random choice problems, some pairs of options forbidden."""
+    sizes = draw(st.lists(st.integers(1, options), min_size=1, max_size=decisions))
+    density = draw(st.floats(0, 1))
+    forbidden = draw(st.sampled_from([0.0, 0.1, 0.4]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    nodes = [rng.integers(0, 10, size).astype(float) for size in sizes]
+    edges = {}
+    for i in range(len(sizes)):
+        for j in range(i + 1, len(sizes)):
+            if rng.random() < density:
+                cost = rng.integers(0, 10, (sizes[i], sizes[j])).astype(float)
+                edges[i, j] = np.where(rng.random(cost.shape) < forbidden, np.inf, cost)
+    return ChoiceProblem(nodes, edges)
