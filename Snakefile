@@ -3,6 +3,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 sys.path.insert(0, workflow.basedir)  # the project itself, wherever the results go
 

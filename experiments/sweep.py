@@ -38,8 +38,8 @@ class Sweep:
 
     @property
     def figures(self) -> list[str]:
-        """Names of the figures: `source_platform_model-size`, one for each model on each platform."""
-        return sorted({"_".join([source, *name.split("/")[:2]]) for source, jobs in self.jobs.items() for name in jobs})
+        """Names of the figures: `source/platform/model-size`, one for each model on each platform."""
+        return list(dict.fromkeys(cell.rsplit("/", 1)[0] for cell in self.cells))
 
 
 def make_sweep(config: Mapping[str, Any]) -> Sweep:
@@ -54,7 +54,9 @@ def make_sweep(config: Mapping[str, Any]) -> Sweep:
             build_model(model, numbers)
     jobs: dict[Source, dict[str, Job]] = {source: {} for source in get_args(Source)}
     for platform in config["platforms"]:
-        jobs[platform["source"]] |= {job.name: job for job in _jobs(platform, config)}
+        for job in _jobs(platform, config):
+            if jobs[platform["source"]].setdefault(job.name, job) != job:
+                raise ValueError(f"two clusters are called {job.platform!r}; give one of the files another name")
     return Sweep(jobs, config["measure"], config["published"])
 
 

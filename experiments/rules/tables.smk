@@ -4,7 +4,7 @@
 rule tables:
     input:
         sources("tables"),
-        published=f"{workflow.basedir}/{sweep.published}",
+        published=Path(workflow.basedir) / sweep.published,
         cells=expand("results/cells/{cell}", cell=sweep.cells),
     output:
         "results/tables/cells.csv",

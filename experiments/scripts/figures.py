@@ -1,4 +1,4 @@
-"""Draw the table of cells: `python -m experiments.scripts.figures TABLE FIGURE ...`, each figure `source_platform_model-size.svg`."""
+"""Draw the table of cells: `python -m experiments.scripts.figures TABLE FIGURE ...`, each `.../source/platform/model-size.svg`."""
 
 import sys
 from pathlib import Path
@@ -12,8 +12,8 @@ from experiments.report.tables import rows_of
 def main(table: str, *figures: str) -> None:
     cells = rows_of(pd.read_parquet(table))
     for path in map(Path, figures):
-        source, platform, name = path.stem.split("_")
-        model, size = name.split("-", 1)
+        source, platform, name = path.parts[-3:]
+        model, size = name.removesuffix(".svg").split("-", 1)
         place = (platform, model, size)
         rows = [row for row in cells if (row["platform"], row["model"], row["size"]) == place]
         save_svg(draw_cells(rows, source), path)

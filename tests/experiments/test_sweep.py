@@ -26,7 +26,7 @@ def test_the_default_sweep_covers_models_meshes_and_strategies(config: Any) -> N
         }
     assert sweep["p3.16xlarge/gpt-125M/2x4"].strategies == ("data", "zero2", "zero3", "shard")
     assert "measured/cpu-virtual/mlp-reduced/8" in sweep.cells
-    assert "simulated_p3.16xlarge_gpt-125M" in sweep.figures
+    assert "simulated/p3.16xlarge/gpt-125M" in sweep.figures
 
 
 def test_serial_runs_on_one_device_and_pmap_along_one_axis(config: Any) -> None:
@@ -93,3 +93,15 @@ def test_a_cluster_of_ones_own_is_named_by_its_file(config: Any, tmp_path: Path)
     own.write_text(shipped.read_text())
     config["platforms"] = [{"cluster": str(own), "source": "simulated", "models": {"mlp": "reduced"}}]
     assert "simulated/ours/mlp-reduced/2x4" in make_sweep(config).cells
+
+
+def test_two_clusters_of_the_same_name_are_refused(config: Any, tmp_path: Path) -> None:
+    shipped = DEFAULT.parents[2] / "simulator/clusters/p3.16xlarge.yaml"
+    config["platforms"] = []
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "ours.yaml").write_text(shipped.read_text())
+        cluster = str(tmp_path / folder / "ours.yaml")
+        config["platforms"].append({"cluster": cluster, "source": "simulated", "models": {"mlp": "reduced"}})
+    with pytest.raises(ValueError, match="two clusters are called 'ours'"):
+        make_sweep(config)

@@ -55,7 +55,7 @@ def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(snakem
     assert all(row["equality_error"] < 5e-3 for row in done if row["source"] == "measured")
     assert all(row["planning_time_s"] > 0 for row in done if row["strategy"] == "shard")
     assert "FAILED" in first.stdout  # progress, a line per cell
-    assert len(list((tmp_path / "results/figures").glob("*.svg"))) == 2
+    assert len(list((tmp_path / "results/figures").rglob("*.svg"))) == 2
 
     second = snakemake(path)
     assert second.returncode == 0, second.stdout + second.stderr
