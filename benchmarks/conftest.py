@@ -1,0 +1,3 @@
+"""The same eight virtual devices as for the tests."""
+
+from tests.conftest import *  # noqa: F403
