@@ -13,8 +13,11 @@ from typing import Literal
 
 from autopar.sharding.spec import LogicalMesh, Spec, divides
 
-Kind = Literal["parallel", "sum", "max", "whole"]
-"""Each shard on its own; partial results to be added (or maximised); or must not be sharded at all."""
+Kind = Literal["parallel", "sum", "max", "min", "whole"]
+"""Each shard on its own; partial results to be added (or the largest, or smallest, taken); or must not be sharded at all."""
+
+PARTIAL: frozenset[Kind] = frozenset({"sum", "max", "min"})
+"""The kinds that leave partial results."""
 
 type Dims = tuple[tuple[int, ...], ...]
 """For each dim of an array, its factors, major first; a dim of size one has none."""
@@ -33,6 +36,8 @@ class OpFactors:
         operands: the factors of each operand's dims.
         results: the factors of each result's dims.
         decides: True when the choice is worth a decision of its own, False when it can follow its largest operand.
+        once: operands that count on one device only, the first, where results are partial sums: the array that a scatter
+            adds to. (XLA's partitioner does so, too.)
     """
 
     sizes: tuple[int, ...]
@@ -40,6 +45,7 @@ class OpFactors:
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     decides: bool = False
+    once: tuple[int, ...] = ()
 
     def assignments(self, mesh: LogicalMesh) -> list[Assignment]:
         """Every way to give each mesh axis to one factor or to none, with all dims divided evenly; none first."""
@@ -86,7 +92,7 @@ class OpFactors:
     def partial_axes(self, assignment: Assignment) -> tuple[str, ...]:
         """The mesh axes over which results are partial."""
         kinds = zip(self.kinds, assignment, strict=True)
-        return tuple(axis for kind, axes in kinds if kind in ("sum", "max") for axis in axes)
+        return tuple(axis for kind, axes in kinds if kind in PARTIAL for axis in axes)
 
 
 def _spec(dims: Dims, assignment: Assignment) -> Spec:
@@ -111,5 +117,7 @@ class FactorBuilder:
     def dims(self, shape: Sequence[int], kind: Kind = "parallel") -> Dims:
         return tuple(self.new(size, kind) for size in shape)
 
-    def build(self, operands: Iterable[Dims], results: Iterable[Dims], decides: bool = False) -> OpFactors:
-        return OpFactors(tuple(self.sizes), tuple(self.kinds), tuple(operands), tuple(results), decides)
+    def build(
+        self, operands: Iterable[Dims], results: Iterable[Dims], decides: bool = False, once: tuple[int, ...] = ()
+    ) -> OpFactors:
+        return OpFactors(tuple(self.sizes), tuple(self.kinds), tuple(operands), tuple(results), decides, once)

@@ -1,0 +1,62 @@
+"""The rule table: for each primitive, what its equation does to array dims (`OpFactors`).
+
+To teach the planner a primitive, write a function from its equation to `OpFactors` and enter it in the `RULES` of its
+family; a pointwise one only needs its name in `POINTWISE`. tests/autopar/sharding/test_rules.py then runs every sharding that
+the rule allows and compares it with the unsharded equation.
+"""
+
+from jax.extend.core import JaxprEqn
+
+from autopar.sharding.factors import OpFactors
+from autopar.sharding.rules import contract, index, linalg, order, random, reduce, shape
+from autopar.sharding.rules.common import Rule, replicated
+from autopar.sharding.rules.pointwise import POINTWISE, pointwise
+
+__all__ = ["PASS_THROUGH", "POINTWISE", "REPLICATED", "RULES", "MissingRuleError", "is_replicated_only", "op_factors"]
+
+PASS_THROUGH = frozenset({"accumulate", "device_put", "optimization_barrier", "sharding_constraint"})
+"""Primitives whose i-th result is their i-th operand."""
+
+REPLICATED = frozenset({"cholesky_update", "custom_linear_solve", "pure_callback", "rng_bit_generator", "rng_uniform"})
+"""Primitives that every device computes whole, for want of a better rule."""
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(POINTWISE, pointwise),
+    **shape.RULES,
+    **reduce.RULES,
+    **contract.RULES,
+    **index.RULES,
+    **order.RULES,
+    **linalg.RULES,
+    **random.RULES,
+    **dict.fromkeys(REPLICATED, replicated),
+}
+
+
+class MissingRuleError(NotImplementedError):
+    """The step uses a primitive that the planner has no rule for."""
+
+    def __init__(self, eqn: JaxprEqn) -> None:
+        shapes = ", ".join(str(atom.aval) for atom in eqn.invars)
+        results = ", ".join(str(var.aval) for var in eqn.outvars)
+        super().__init__(
+            f"no sharding rule for primitive {eqn.primitive.name!r}, used as ({shapes}) -> ({results})"
+            f" in {str(eqn.source_info.name_stack) or 'the step'}; rules live in autopar/sharding/rules"
+        )
+
+
+def op_factors(eqn: JaxprEqn) -> OpFactors:
+    """The factors of `eqn`, from the rule of its primitive.
+
+    Raises:
+        MissingRuleError: there is no rule for the primitive.
+    """
+    rule = RULES.get(eqn.primitive.name)
+    if rule is None:
+        raise MissingRuleError(eqn)
+    return rule(eqn)
+
+
+def is_replicated_only(name: str) -> bool:
+    """Whether the primitive is planned as replicated for want of a better rule; a plan says so."""
+    return name in REPLICATED
