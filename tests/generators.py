@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from autopar.sharding.problem import ChoiceProblem
+from autopar.sharding.problem import ChoiceProblem, Limit
 from autopar.sharding.spec import LogicalMesh
 
 MESHES = [(1,), (2,), (4,), (8,), (1, 4), (2, 2), (2, 4), (2, 2, 2)]
@@ -18,7 +18,7 @@ def meshes(draw: st.DrawFn) -> LogicalMesh:
 
 @st.composite
 def choice_problems(draw: st.DrawFn, decisions: int = 6, options: int = 4) -> ChoiceProblem:
-    """Small random choice problems, some pairs of options forbidden."""
+    """Small random choice problems, some pairs of options forbidden, some with limits."""
     sizes = draw(st.lists(st.integers(1, options), min_size=1, max_size=decisions))
     density = draw(st.floats(0, 1))
     forbidden = draw(st.sampled_from([0.0, 0.1, 0.4]))
@@ -30,4 +30,10 @@ def choice_problems(draw: st.DrawFn, decisions: int = 6, options: int = 4) -> Ch
             if rng.random() < density:
                 cost = rng.integers(0, 10, (sizes[i], sizes[j])).astype(float)
                 edges[i, j] = np.where(rng.random(cost.shape) < forbidden, np.inf, cost)
-    return ChoiceProblem(nodes, edges)
+    limits = []
+    for _ in range(draw(st.integers(0, 2))):
+        uses = {i: rng.integers(0, 10, size).astype(float) for i, size in enumerate(sizes) if rng.random() < 0.7}
+        least = sum(float(use.min()) for use in uses.values())
+        most = sum(float(use.max()) for use in uses.values())
+        limits.append(Limit(uses, least + (most - least) * draw(st.floats(-0.2, 1))))
+    return ChoiceProblem(nodes, edges, limits)

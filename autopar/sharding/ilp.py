@@ -10,9 +10,9 @@ from autopar.sharding.problem import ChoiceProblem, InfeasibleError
 def solve_ilp(problem: ChoiceProblem, time_limit: float) -> tuple[list[int], float]:
     """The cheapest choice, and how far from the optimum it may be (relative).
 
-    The integer program of Alpa (OSDI'22, equation 1) without its memory rows: s_i over options, e_ij over pairs of options,
-    whose margins equal s_i and s_j. Options with equal rows in an edge are one *kind* there: e_ij runs over pairs of kinds,
-    which are far fewer.
+    The integer program of Alpa (OSDI'22, equation 1): s_i over options, e_ij over pairs of options, whose margins equal s_i
+    and s_j, and a row per limit. Options with equal rows in an edge are one *kind* there: e_ij runs over pairs of kinds, which
+    are far fewer.
 
     Raises:
         InfeasibleError: every choice holds a forbidden option or pair.
@@ -57,18 +57,26 @@ def solve_ilp(problem: ChoiceProblem, time_limit: float) -> tuple[list[int], flo
             constrain(height + kinds, at[owner] + np.arange(len(kinds)), -np.ones(len(kinds)))
             right.append(np.zeros(kinds.max() + 1))
             height += kinds.max() + 1
+    equations = height
+    for limit in problem.limits:
+        scale = max(abs(limit.bound), 1.0)
+        for i, use in limit.uses.items():
+            constrain(np.full(len(use), height), at[i] + np.arange(len(use)), use / scale)
+        right.append(np.array([limit.bound / scale]))
+        height += 1
     cost = np.concatenate(objective)
     upper = np.where(np.isfinite(cost), 1.0, 0.0)  # a forbidden option is one that can't be taken
     rows_by_columns = coo_array(
         (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=(height, size)
     )
-    bound = np.concatenate(right)
+    upper_bound = np.concatenate(right)
+    lower_bound = np.where(np.arange(height) < equations, upper_bound, -np.inf)
     scale = max(float(np.max(cost, where=np.isfinite(cost), initial=0.0)), 1e-30)
     result = milp(
         np.where(np.isfinite(cost), cost, 0.0) / scale,
         integrality=np.concatenate(integral),
         bounds=Bounds(0, upper),  # pyright: ignore[reportArgumentType]
-        constraints=LinearConstraint(rows_by_columns.tocsr(), bound, bound),  # pyright: ignore[reportArgumentType]
+        constraints=LinearConstraint(rows_by_columns.tocsr(), lower_bound, upper_bound),  # pyright: ignore[reportArgumentType]
         options={"time_limit": time_limit, "mip_rel_gap": 1e-6},
     )
     if result.x is None:

@@ -7,7 +7,24 @@ import numpy as np
 
 
 class InfeasibleError(ValueError):
-    """No choice avoids every forbidden option."""
+    """No choice avoids every forbidden option and keeps within every limit."""
+
+
+@dataclass(frozen=True, eq=False)
+class Limit:
+    """A bound on a sum over decisions: what is alive at one moment must fit into memory.
+
+    Attributes:
+        uses: for the decisions that take part, how much each option uses.
+        bound: what the chosen options may use together.
+    """
+
+    uses: Mapping[int, np.ndarray]
+    bound: float
+
+    def used(self, choice: Sequence[int]) -> float:
+        """What the options of `choice` use together."""
+        return sum(float(use[choice[i]]) for i, use in self.uses.items())
 
 
 @dataclass(frozen=True)
@@ -17,16 +34,22 @@ class ChoiceProblem:
     Attributes:
         nodes: for each decision, the cost of each option.
         edges: for pairs (i, j) of decisions with i < j, the cost of each pair of options, (options of i, options of j).
+        limits: what every choice must keep within.
     """
 
     nodes: Sequence[np.ndarray]
     edges: Mapping[tuple[int, int], np.ndarray]
+    limits: Sequence[Limit] = ()
 
     def __post_init__(self) -> None:
         for (i, j), cost in self.edges.items():
             if not i < j or cost.shape != (len(self.nodes[i]), len(self.nodes[j])):
                 sizes = (len(self.nodes[i]), len(self.nodes[j]))
                 raise ValueError(f"edge {(i, j)} needs i < j and costs of shape {sizes}, got {cost.shape}")
+
+    def fits(self, choice: Sequence[int]) -> bool:
+        """Whether `choice` keeps within every limit (to the precision of the solver)."""
+        return all(limit.used(choice) <= limit.bound * (1 + 1e-6) for limit in self.limits)
 
     def cost(self, choice: Sequence[int]) -> float:
         """What `choice`, an option per decision, costs."""

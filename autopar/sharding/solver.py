@@ -10,16 +10,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.sharding.ilp import solve_ilp
-from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Solution
+from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Limit, Solution
 
 
 def solve(problem: ChoiceProblem, time_limit: float = 60.0) -> Solution:
     """The cheapest choice.
 
     Raises:
-        InfeasibleError: every choice holds a forbidden option or pair.
+        InfeasibleError: every choice holds a forbidden option or pair, or exceeds a limit.
         TimeoutError: HiGHS found no choice within `time_limit` seconds.
     """
+    if problem.limits:  # they seldom bind, and without them the problem is far easier
+        relaxed = solve(ChoiceProblem(problem.nodes, problem.edges), time_limit)
+        if problem.fits(relaxed.choice):
+            return relaxed
     work = _Reduction(problem)
     work.reduce()
     core = sorted(work.costs)
@@ -31,7 +35,7 @@ def solve(problem: ChoiceProblem, time_limit: float = 60.0) -> Solution:
         unfold(work.choice)
     choice = tuple(work.choice[i] for i in range(len(problem.nodes)))
     objective = problem.cost(choice)
-    if not np.isfinite(objective):
+    if not np.isfinite(objective) or not problem.fits(choice):
         raise InfeasibleError("no choice of shardings satisfies every requirement")
     return Solution(choice, objective, gap, len(core))
 
@@ -45,12 +49,19 @@ class _Reduction:
     options: dict[int, np.ndarray] = field(init=False)
     edges: dict[int, dict[int, np.ndarray]] = field(init=False)
     choice: dict[int, int] = field(init=False, default_factory=dict)
+    uses: dict[int, np.ndarray] = field(init=False)
+    bounds: np.ndarray = field(init=False)
     folded: list[Callable[[dict[int, int]], None]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.costs = {i: np.array(cost, float) for i, cost in enumerate(self.problem.nodes)}
         self.options = {i: np.arange(len(cost)) for i, cost in self.costs.items()}
         self.edges = {i: {} for i in self.costs}
+        self.bounds = np.array([limit.bound for limit in self.problem.limits])
+        self.uses = {i: np.zeros((len(self.bounds), len(cost))) for i, cost in self.costs.items()}
+        for row, limit in enumerate(self.problem.limits):
+            for i, use in limit.uses.items():
+                self.uses[i][row] = use
         for (i, j), cost in self.problem.edges.items():
             self._join(i, j, np.array(cost, float))
 
@@ -64,7 +75,7 @@ class _Reduction:
             if len(self.costs[i]) == 1:
                 self._settle(i)
                 pending.update(neighbours)
-            elif len(neighbours) <= 2:
+            elif len(neighbours) <= 2 and (self.uses[i] == self.uses[i][:, :1]).all():
                 self._fold(i)
                 pending.update(neighbours)
             elif dropped:
@@ -74,7 +85,11 @@ class _Reduction:
         """The problem of the decisions that are left, numbered by their position in `core`."""
         at = {i: position for position, i in enumerate(core)}
         edges = {(at[i], at[j]): cost for i in core for j, cost in self.edges[i].items() if i < j}
-        return ChoiceProblem([self.costs[i] for i in core], edges)
+        limits = [
+            Limit({at[i]: self.uses[i][row] for i in core if self.uses[i][row].any()}, bound)
+            for row, bound in enumerate(self.bounds)
+        ]
+        return ChoiceProblem([self.costs[i] for i in core], edges, limits)
 
     def _join(self, i: int, j: int, cost: np.ndarray) -> None:
         """Add an edge, on top of one that may be there."""
@@ -95,8 +110,11 @@ class _Reduction:
             for cost in self.edges[i].values():
                 cost = _finite(cost)
                 margin += (cost[:, None, :] - cost[None, :, :]).min(axis=2)
-            # margin[a, b] >= 0: b is never worse than a. Ties are broken towards the lower index.
+            # margin[a, b] >= 0: b is never worse than a. Ties are broken towards the lower index. With limits, b must
+            # not use more either.
             beaten = (margin > 0) | ((margin == 0) & np.tri(before, k=-1, dtype=bool))
+            for use in self.uses[i]:
+                beaten &= use[None, :] <= use[:, None]
             beaten[:, ~alive] = False
             for a in range(before - 1, -1, -1):
                 if alive[a] and (beaten[a] & alive).any():
@@ -104,6 +122,7 @@ class _Reduction:
         if alive.all():
             return False
         self.costs[i], self.options[i] = self.costs[i][alive], self.options[i][alive]
+        self.uses[i] = self.uses[i][:, alive]
         for j in list(self.edges[i]):
             kept = self.edges[i][j][alive]
             self.edges[i][j], self.edges[j][i] = kept, kept.T
@@ -115,6 +134,7 @@ class _Reduction:
             self.costs[j] = self.costs[j] + cost[0]
             del self.edges[j][i]
         self.choice[i] = int(self.options.pop(i)[0])
+        self.bounds -= self.uses.pop(i)[:, 0]
         del self.costs[i]
 
     def _fold(self, i: int) -> None:
@@ -128,6 +148,7 @@ class _Reduction:
         best = total.argmin(axis=0)
         least = total.min(axis=0)
         names = [j for j, _ in neighbours]
+        self.bounds -= self.uses.pop(i)[:, 0]  # the same for all its options
         options, theirs = self.options.pop(i), {j: self.options[j] for j in names}
         del self.edges[i]
         for j in names:

@@ -13,7 +13,8 @@ from tests.generators import choice_problems
 
 
 def brute_force(problem):
-    return min(problem.cost(choice) for choice in product(*(range(len(cost)) for cost in problem.nodes)))
+    choices = product(*(range(len(cost)) for cost in problem.nodes))
+    return min((problem.cost(choice) for choice in choices if problem.fits(choice)), default=np.inf)
 
 
 @settings(max_examples=300)
@@ -26,6 +27,7 @@ def test_the_cheapest_choice_is_found(problem):
     else:
         solution = solve(problem)
         assert problem.cost(solution.choice) == solution.objective == pytest.approx(best)
+        assert problem.fits(solution.choice)
         assert solution.gap < 1e-6
 
 
