@@ -1,0 +1,183 @@
+"""A plan played back over its step: where every value is, and how every equation is split, with no solver and no device.
+
+A plan pins the values that were decided; the rest follows from the factors of each equation, as it did for the planner.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal as OneOf
+from typing import Protocol
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from autopar.graph import Atom, aval_of
+from autopar.plan import Plan
+from autopar.sharding.factors import Assignment, OpFactors
+from autopar.sharding.rules import PASS_THROUGH, op_factors
+from autopar.sharding.spec import LogicalMesh, Spec, axes_of, replicated
+from autopar.trace import StepGraph
+
+
+class Planned(Protocol):
+    """A step and the plan for it: an `Executable`, or a `PlannedStep`."""
+
+    @property
+    def step(self) -> StepGraph: ...
+    @property
+    def plan(self) -> Plan: ...
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A traced step and the plan for it, for devices that need not be here.
+
+    Raises:
+        PlanError: the plan is for another step.
+    """
+
+    step: StepGraph
+    plan: Plan
+
+    def __post_init__(self) -> None:
+        self.plan.check(self.step.fingerprint)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One equation as the plan runs it.
+
+    Attributes:
+        number: its number in the flat jaxpr.
+        factors: what it does to array dims; None when its results are its operands.
+        assignment: the mesh axes of each factor.
+        sources: where each operand is before; None for what is computed wherever it is needed.
+        operands: the spec with which the equation reads each operand.
+        results: the spec of each result, completed.
+        batch: the factors that run over the batch.
+    """
+
+    number: int
+    eqn: JaxprEqn
+    factors: OpFactors | None
+    assignment: Assignment
+    sources: tuple[Spec | None, ...]
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+    batch: frozenset[int]
+
+    @property
+    def name(self) -> str:
+        """Its place in the model and its primitive."""
+        return equation_name(self.eqn)
+
+    @property
+    def completions(self) -> tuple[tuple[OneOf["all_reduce", "reduce_scatter"], str], ...]:
+        """How partial results are completed along each axis over which there are some."""
+        if self.factors is None:
+            return ()
+        return completions(self.factors, self.assignment, self.results[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A step as a plan runs it.
+
+    Attributes:
+        mesh: the logical mesh.
+        equations: one for each equation of the flat jaxpr.
+        values: where each value is; those computed wherever they are needed are absent.
+    """
+
+    mesh: LogicalMesh
+    equations: tuple[Played, ...]
+    values: dict[Var, Spec]
+
+
+def replay(planned: Planned) -> Replay:
+    """Follow the plan through the step.
+
+    Raises:
+        PlanError: the plan is for another step.
+    """
+    step, plan = planned.step, planned.plan
+    plan.check(step.fingerprint)
+    (stage,) = plan.stages
+    pins = {(c.eqn, c.side, c.index): c.spec for c in stage.constraints}
+    values = {var: value.spec for var, value in zip(step.jaxpr.invars, stage.inputs, strict=True)}
+    values.update((var, replicated(len(aval_of(var).shape))) for var in step.jaxpr.constvars)
+    batch: dict[Atom, frozenset[int]] = {step.jaxpr.invars[i]: frozenset({0}) for i in step.batch}
+    equations = []
+    for number, eqn in enumerate(step.jaxpr.eqns):
+        sources = tuple(None if isinstance(a, Literal) else values.get(a) for a in eqn.invars)
+        read = [pins.get((number, "in", k), source) for k, source in enumerate(sources)]
+        pinned = [pins.get((number, "out", r)) for r in range(len(eqn.outvars))]
+        factors = None if eqn.primitive.name in PASS_THROUGH else op_factors(eqn)
+        if factors is None:
+            results = [pin if pin is not None else spec for pin, spec in zip(pinned, read, strict=True)]
+            assignment, marked = (), frozenset()
+            batch.update((var, _dims(atom, batch)) for atom, var in zip(eqn.invars, eqn.outvars, strict=True))
+            operands = tuple(spec if spec is not None else _whole(a) for spec, a in zip(read, eqn.invars, strict=True))
+        else:
+            assignment = assignment_of(factors, read, pinned)
+            known = any(spec is not None for spec in read)
+            derived = [factors.result_spec(r, assignment) if known else None for r in range(len(pinned))]
+            results = [pin if pin is not None else spec for pin, spec in zip(pinned, derived, strict=True)]
+            operands = tuple(factors.operand_spec(k, assignment) for k in range(len(read)))
+            dims = [_dims(atom, batch) for atom in eqn.invars]
+            marked = frozenset(
+                of[d][0] for of, marks in zip(factors.operands, dims, strict=True) for d in marks if of[d]
+            )
+            for var, of in zip(eqn.outvars, factors.results, strict=True):
+                batch[var] = frozenset(dim for dim, inner in enumerate(of) if inner and inner[0] in marked)
+        values.update((var, spec) for var, spec in zip(eqn.outvars, results, strict=True) if spec is not None)
+        full = tuple(spec if spec is not None else _whole(v) for spec, v in zip(results, eqn.outvars, strict=True))
+        equations.append(Played(number, eqn, factors, assignment, sources, operands, full, marked))
+    return Replay(stage.mesh, tuple(equations), values)
+
+
+def assignment_of(
+    factors: OpFactors, operands: Sequence[Spec | None], results: Sequence[Spec | None] = ()
+) -> Assignment:
+    """The assignment under which an equation reads its operands with these specs (None: whatever it needs).
+
+    The specs of results count for the factors that no operand has.
+    """
+    chosen: dict[int, tuple[str, ...]] = {}
+    used: set[str] = set()
+
+    def add(dims: Sequence[tuple[int, ...]], spec: Spec, known: frozenset[int]) -> None:
+        for of, axes in zip(dims, spec, strict=True):
+            if axes and of and of[0] not in known and of[0] not in chosen and used.isdisjoint(axes):
+                chosen[of[0]] = axes
+                used.update(axes)
+
+    for dims, spec in zip(factors.operands, operands, strict=True):
+        if spec is not None:
+            add(dims, spec, frozenset())
+    read = frozenset(of[0] for dims in factors.operands for of in dims if of)
+    for dims, spec in zip(factors.results, results, strict=False):
+        if spec is not None:
+            add(dims, spec, read)
+    return tuple(chosen.get(f, ()) for f in range(len(factors.sizes)))
+
+
+def completions(
+    factors: OpFactors, assignment: Assignment, result: Spec
+) -> tuple[tuple[OneOf["all_reduce", "reduce_scatter"], str], ...]:
+    """The collective that completes the first result, which ends up as `result`, along each axis over which it is partial."""
+    scattered = axes_of(result)
+    partial = factors.partial_axes(assignment)
+    return tuple(("reduce_scatter" if axis in scattered else "all_reduce", axis) for axis in partial)
+
+
+def equation_name(eqn: JaxprEqn) -> str:
+    """Its place in the model and its primitive, as in `autopar.plan.Constraint`."""
+    return f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/")
+
+
+def _dims(atom: Atom, marks: dict[Atom, frozenset[int]]) -> frozenset[int]:
+    return frozenset() if isinstance(atom, Literal) else marks.get(atom, frozenset())
+
+
+def _whole(atom: Atom) -> Spec:
+    return replicated(len(aval_of(atom).shape))

@@ -1,0 +1,85 @@
+"""The reasons of a plan as a table, and printed while planning when AUTOPAR_DEBUG_PRINT_AS_STRATEGY=1."""
+
+import os
+from dataclasses import fields
+from math import ceil
+from typing import TYPE_CHECKING
+
+from autopar.inspect.reasons import Reason, explain
+from autopar.inspect.replay import Planned, PlannedStep
+from autopar.inspect.words import describe_spec
+from autopar.methods import DataParallel, PlanningMethod, ShardParallel, Zero2Parallel, Zero3Parallel
+from autopar.plan import Plan
+from autopar.sharding.options import AUTO, ShardingOptions
+from autopar.trace import StepGraph
+from simulator.cluster import Cluster
+from simulator.costs import ClusterCosts, CostModel
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PRINT_VARIABLE = "AUTOPAR_DEBUG_PRINT_AS_STRATEGY"
+"""The environment variable that has every plan printed with its reasons when it is "1"."""
+
+_METHODS: tuple[type[PlanningMethod], ...] = (ShardParallel, DataParallel, Zero2Parallel, Zero3Parallel)
+
+
+def strategies(
+    planned: Planned,
+    *,
+    costs: CostModel | None = None,
+    options: ShardingOptions | None = None,
+    runners_up: int | None = 3,
+) -> "pd.DataFrame":
+    """A row for every input and equation of the step: what was chosen, what it costs, and what else there was.
+
+    Args:
+        planned: an executable, or a `PlannedStep`.
+        costs: the cost model that the plan was made with; by default that of the shipped cluster of the plan's name.
+        options: the limits that the plan was made with; by default those of its method.
+        runners_up: how many candidates that were not chosen to tell of each decision; None for all.
+
+    Returns:
+        The fields of `Reason` as columns; specs as text, `runners_up` as tuples of `RunnerUp`. Seconds of what follows are NaN,
+        the others add up to the plan's predicted time.
+
+    Raises:
+        PlanError: the plan is for another step, or was made with other options.
+        ValueError: there is no shipped cluster of the plan's name, and no `costs`.
+    """
+    import pandas as pd  # takes a second to import, and only tables need it
+
+    reasons = explain(
+        planned, costs or default_costs(planned.plan), options or default_options(planned.plan), runners_up
+    )
+    columns = [field.name for field in fields(Reason)]
+    rows = [
+        {name: getattr(each, name) for name in columns} | {"result": describe_spec(each.result)} for each in reasons
+    ]
+    return pd.DataFrame(rows, columns=columns).astype({"eqn": "Int64"})
+
+
+def print_if_asked(step: StepGraph, plan: Plan, costs: CostModel, options: ShardingOptions) -> None:
+    """Print the reasons of a plan that was just made, if the user asked for it with the environment variable."""
+    if os.environ.get(PRINT_VARIABLE) == "1":
+        print(*explain(PlannedStep(step, plan), costs, options), sep="\n")
+
+
+def default_costs(plan: Plan) -> CostModel:
+    """The cost model of the shipped cluster that the plan was made for, grown to whole hosts where its mesh is larger."""
+    try:
+        cluster = Cluster.load(plan.cluster)
+    except ValueError as error:
+        raise ValueError(
+            f"the plan is for cluster {plan.cluster!r}, which is not a shipped one; give the cost model it was made with,"
+            " e.g. costs=ClusterCosts(cluster)"
+        ) from error
+    count = plan.stages[0].mesh.num_devices
+    if count > cluster.num_devices:
+        cluster = cluster.with_size(hosts=ceil(count / cluster.devices_per_host))
+    return ClusterCosts(cluster)
+
+
+def default_options(plan: Plan) -> ShardingOptions:
+    """The limits of the plan's method; none for a method of another name."""
+    return {method.__name__: method.options for method in _METHODS}.get(plan.method, AUTO)
