@@ -65,6 +65,7 @@ def cell_table(directories: Iterable[Path], published: Iterable[Mapping[str, Any
     for paper in published:
         if numbers := sizes.get((paper["model"], paper["size"])):
             rows += [_published_row(paper, row, numbers) for row in paper["rows"]]
+    rows = [{name: _readable(value) for name, value in row.items()} for row in rows]
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS)
 
 
@@ -130,6 +131,11 @@ def _what(job: Job) -> dict[str, Any]:
         "mesh": mesh_name(job.mesh),
         "platform": job.platform,
     }
+
+
+def _readable(value: Any) -> Any:
+    """Six digits of a float: more than any clock or model here is good for."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 @cache
