@@ -9,7 +9,7 @@ from autopar._plugins import silence_idle_plugin
 
 silence_idle_plugin()
 
-from autopar import testing, util  # noqa: E402 (nothing may start JAX's backends before)
+from autopar import inspect, testing, util  # noqa: E402 (nothing may start JAX's backends before)
 from autopar.api import ParallelizedFunction, init, parallelize, plan_step, predict, shutdown  # noqa: E402
 from autopar.gradients import grad, value_and_grad  # noqa: E402
 from autopar.methods import DataParallel, PlanMethod, ShardParallel, Zero2Parallel, Zero3Parallel  # noqa: E402
@@ -17,6 +17,7 @@ from autopar.microbatch import MicrobatchError  # noqa: E402
 from autopar.plan import Plan, PlanError  # noqa: E402
 from autopar.runtime.executable import Executable  # noqa: E402
 from autopar.sharding.decisions import ShardingError  # noqa: E402
+from autopar.sharding.planner import MemoryBudgetError  # noqa: E402
 from autopar.sharding.problem import InfeasibleError  # noqa: E402
 from autopar.sharding.rules import MissingRuleError  # noqa: E402
 from autopar.trace import TraceError  # noqa: E402
@@ -25,6 +26,7 @@ __all__ = [
     "DataParallel",
     "Executable",
     "InfeasibleError",
+    "MemoryBudgetError",
     "MicrobatchError",
     "MissingRuleError",
     "ParallelizedFunction",
@@ -38,6 +40,7 @@ __all__ = [
     "Zero3Parallel",
     "grad",
     "init",
+    "inspect",
     "parallelize",
     "plan_step",
     "predict",

@@ -153,7 +153,7 @@ class ParallelizedFunction:
                 step = trace(fun, args, batch, method.num_micro_batches)
                 logical = LogicalMesh(mesh.devices.shape, mesh.axis_names)
                 cluster = cluster_of(mesh) if method.cluster is None else _cluster(method.cluster)
-                return step, make_plan(step, logical, cluster, method.options, type(method).__name__), mesh
+                return step, _make_plan(step, logical, cluster, method), mesh
             case other:
                 raise TypeError(f"method is {other!r}, expected one of autopar.methods, e.g. autopar.ShardParallel()")
 
@@ -174,7 +174,7 @@ def plan_step(
     """
     method = method or ShardParallel()
     step = trace(fun, args, batch_argnums, method.num_micro_batches)
-    return make_plan(step, logical_mesh(mesh_shape), _cluster(cluster), method.options, type(method).__name__)
+    return _make_plan(step, logical_mesh(mesh_shape), _cluster(cluster), method)
 
 
 def predict(
@@ -207,6 +207,11 @@ def init(cluster: str = "local") -> None:
 def shutdown() -> None:
     """Forget compiled programs and free what they hold on the devices."""
     jax.clear_caches()
+
+
+def _make_plan(step: StepGraph, mesh: LogicalMesh, cluster: Cluster, method: PlanningMethod) -> Plan:
+    name = type(method).__name__
+    return make_plan(step, mesh, cluster, method.options, name, memory_budget=method.memory_budget)
 
 
 def _cluster(cluster: Any) -> Cluster:

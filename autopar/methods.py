@@ -25,11 +25,14 @@ class PlanningMethod:
         num_micro_batches: parts to cut the batch into; gradients from `autopar.grad` are accumulated over them.
         cluster: the hardware that the cost model describes (a `simulator.Cluster`, a name or a path); the devices' own by
             default.
+        memory_budget: bytes of one device that the step may use; by default its memory less the reserve that its cluster
+            file states.
     """
 
     devices: Devices = None
     num_micro_batches: int = 1
     cluster: Cluster | str | Path | None = None
+    memory_budget: float | None = None
 
     options: ClassVar[ShardingOptions] = AUTO
 

@@ -102,6 +102,7 @@ class Plan(_Model):
         cluster: name of the cluster it was made for.
         num_micro_batches: parts that the batch is cut into, gradients being accumulated over them.
         predicted_seconds: the planner's estimate of one step.
+        predicted_bytes: its estimate of the memory that one device needs.
         gap: proven relative distance of that estimate from the best one.
         planning_seconds: what planning took.
     """
@@ -113,6 +114,7 @@ class Plan(_Model):
     num_micro_batches: int = 1
     stages: tuple[Stage, ...]
     predicted_seconds: float
+    predicted_bytes: int
     gap: float = 0.0
     planning_seconds: float
 
@@ -156,7 +158,7 @@ class Plan(_Model):
         mesh = ", ".join(" x ".join(f"{a}={n}" for a, n in stage.mesh.sizes.items()) for stage in self.stages)
         title = (
             f"{self.method} on {self.cluster}, mesh {mesh}, {self.num_micro_batches} microbatch(es),"
-            f" {self.predicted_seconds * 1e3:.3g} ms predicted"
+            f" {self.predicted_seconds * 1e3:.3g} ms and {self.predicted_bytes / 1e9:.3g} GB per device predicted"
         )
         table = Table(title=title, title_justify="left")
         for name in ("value", "role", "shape", "dtype", "PartitionSpec", "bytes per device"):

@@ -22,10 +22,15 @@ def make_plan(
     options: ShardingOptions,
     method: str,
     costs: CostModel | None = None,
+    memory_budget: float | None = None,
 ) -> Plan:
     """The cheapest plan for `step` on `mesh`, as `cluster` (or another cost model of it) prices it; no device is touched.
 
+    Args:
+        memory_budget: bytes of one device that the step may use; by default the device's memory less its reserve.
+
     Raises:
+        MemoryBudgetError: no plan fits.
         MissingRuleError, ShardingError, InfeasibleError, TimeoutError: see `plan_shardings`.
     """
     if mesh.num_devices > cluster.num_devices:
@@ -33,7 +38,8 @@ def make_plan(
             f"a mesh of shape {mesh.shape} needs {mesh.num_devices} devices, but cluster {cluster.name!r} has"
             f" {cluster.num_devices}; use a smaller mesh or a cluster with more hosts"
         )
-    shardings = plan_shardings(step, mesh, costs or ClusterCosts(cluster), options)
+    budget = cluster.device.usable_bytes if memory_budget is None else memory_budget
+    shardings = plan_shardings(step, mesh, costs or ClusterCosts(cluster), options, budget)
     return Plan(
         fingerprint=step.fingerprint,
         method=method,
@@ -41,6 +47,7 @@ def make_plan(
         num_micro_batches=step.num_micro_batches,
         stages=(_stage(step, mesh, shardings),),
         predicted_seconds=shardings.seconds,
+        predicted_bytes=round(shardings.peak_bytes),
         gap=shardings.gap,
         planning_seconds=shardings.solve_seconds,
     )

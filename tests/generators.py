@@ -35,5 +35,8 @@ def choice_problems(draw: st.DrawFn, decisions: int = 6, options: int = 4) -> Ch
         uses = {i: rng.integers(0, 10, size).astype(float) for i, size in enumerate(sizes) if rng.random() < 0.7}
         least = sum(float(use.min()) for use in uses.values())
         most = sum(float(use.max()) for use in uses.values())
-        limits.append(Limit(uses, least + (most - least) * draw(st.floats(-0.2, 1))))
+        pairs = {
+            key: rng.integers(0, 10, cost.shape).astype(float) for key, cost in edges.items() if rng.random() < 0.3
+        }
+        limits.append(Limit(uses, least + (most - least) * draw(st.floats(-0.2, 1)), pairs))
     return ChoiceProblem(nodes, edges, limits)

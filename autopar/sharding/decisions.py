@@ -119,7 +119,7 @@ class _Builder:
         eqns = step.jaxpr.eqns
         self.factors = [None if eqn.primitive.name in PASS_THROUGH else op_factors(eqn) for eqn in eqns]
         self.marked = _batch_factors(step, self.factors)
-        self.stored = _stored(step)
+        self.stored = stored_values(step)
         self.depth: dict[Var, int] = {}
         self._known_costs: dict[Any, np.ndarray] = {}  # repeated layers ask again
 
@@ -390,7 +390,7 @@ _FUSIBLE = POINTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze", "slice
 """Primitives whose results a fusion keeps in registers when only other fusible equations or reductions read them."""
 
 
-def _stored(step: StepGraph) -> set[Var]:
+def stored_values(step: StepGraph) -> set[Var]:
     """The values that are written to memory: inputs, outputs, and what a kernel other than a fusion writes or reads."""
     stored = {*step.jaxpr.invars, *step.jaxpr.constvars, *(a for a in step.jaxpr.outvars if isinstance(a, Var))}
     for eqn in step.jaxpr.eqns:

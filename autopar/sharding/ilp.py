@@ -48,20 +48,26 @@ def solve_ilp(problem: ChoiceProblem, time_limit: float) -> tuple[list[int], flo
         constrain(np.full(count, height), at[i] + np.arange(count), np.ones(count))
         right.append(np.ones(1))
         height += 1
+    of_pairs: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in problem.limits]
     for (i, j), matrix in problem.edges.items():
-        kinds_i, kinds_j, cost = _distinct(matrix)
+        used = [limit.pairs.get((i, j)) for limit in problem.limits]
+        kinds_i, kinds_j, cost, *used = _distinct(matrix, *(np.zeros_like(matrix) if u is None else u for u in used))
         n, m = cost.shape
         pairs = add(cost.ravel(), False) + np.arange(n * m)
+        for limit, use in enumerate(used):
+            if use.any():
+                of_pairs[limit].append((pairs, use.ravel()))
         for kind, kinds, owner in ((np.arange(n * m) // m, kinds_i, i), (np.arange(n * m) % m, kinds_j, j)):
             constrain(height + kind, pairs, np.ones(n * m))
             constrain(height + kinds, at[owner] + np.arange(len(kinds)), -np.ones(len(kinds)))
             right.append(np.zeros(kinds.max() + 1))
             height += kinds.max() + 1
     equations = height
-    for limit in problem.limits:
+    for number, limit in enumerate(problem.limits):
         scale = max(abs(limit.bound), 1.0)
-        for i, use in limit.uses.items():
-            constrain(np.full(len(use), height), at[i] + np.arange(len(use)), use / scale)
+        of_nodes = [(at[i] + np.arange(len(use)), use) for i, use in limit.uses.items()]
+        for columns_used, use in of_nodes + of_pairs[number]:
+            constrain(np.full(len(use), height), columns_used, use / scale)
         right.append(np.array([limit.bound / scale]))
         height += 1
     cost = np.concatenate(objective)
@@ -89,8 +95,8 @@ def solve_ilp(problem: ChoiceProblem, time_limit: float) -> tuple[list[int], flo
     return chosen, float(result.mip_gap or 0.0)
 
 
-def _distinct(cost: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The kind of each row, the kind of each column, and the cost of each pair of kinds."""
-    rows, kind_of_row = np.unique(cost, axis=0, return_inverse=True)
-    columns, kind_of_column = np.unique(rows, axis=1, return_inverse=True)
-    return kind_of_row, kind_of_column, columns
+def _distinct(*matrices: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The kind of each row, the kind of each column, and each matrix as one over pairs of kinds."""
+    _, rows, kind_of_row = np.unique(np.hstack(matrices), axis=0, return_index=True, return_inverse=True)
+    _, columns, kind_of_column = np.unique(np.vstack(matrices), axis=1, return_index=True, return_inverse=True)
+    return kind_of_row, kind_of_column, *(matrix[np.ix_(rows, columns)] for matrix in matrices)

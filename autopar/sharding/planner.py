@@ -1,7 +1,8 @@
 """Intra-operator planning: the cheapest sharding of a traced step on a logical mesh."""
 
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal as OneOf
 
 from jax.extend.core import Literal
@@ -9,8 +10,9 @@ from jax.extend.core import Literal
 from autopar.graph import Atom, aval_of
 from autopar.sharding.costs import MeshCosts
 from autopar.sharding.decisions import Decisions, Role, enumerate_decisions
+from autopar.sharding.memory import Memory
 from autopar.sharding.options import AUTO, ShardingOptions
-from autopar.sharding.problem import Solution
+from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Limit, Solution
 from autopar.sharding.solver import solve
 from autopar.sharding.spec import LogicalMesh, Spec, replicated
 from autopar.trace import StepGraph
@@ -42,6 +44,7 @@ class Shardings:
         constraints: shardings of intermediate values.
         roles: for each input "batch", "parameter", "state" or "other".
         seconds: what the cost model says the step takes.
+        peak_bytes: estimate of what one device needs.
         gap: proven relative distance from the cheapest plan.
         solve_seconds: time spent planning.
     """
@@ -51,24 +54,78 @@ class Shardings:
     constraints: tuple[Constraint, ...]
     roles: tuple[Role, ...]
     seconds: float
+    peak_bytes: float
     gap: float
     solve_seconds: float
 
 
-def plan_shardings(step: StepGraph, mesh: LogicalMesh, model: CostModel, options: ShardingOptions = AUTO) -> Shardings:
-    """The cheapest sharding of `step` on `mesh` under `model`, among those that `options` allow.
+class MemoryBudgetError(InfeasibleError):
+    """No plan that is allowed fits into the memory of a device.
+
+    Attributes:
+        budget: bytes that were given; `least`: bytes below which no plan gets.
+    """
+
+    def __init__(self, budget: float, least: float) -> None:
+        self.budget, self.least = budget, least
+        needs = f"at least {least / 1e9:.3g} GB" if least > budget else "more than that"
+        super().__init__(
+            f"no plan fits into {budget / 1e9:.3g} GB per device: every one that is allowed needs {needs}. More devices, a smaller"
+            " batch, more microbatches (num_micro_batches with autopar.grad), jax.checkpoint around layers, or a method that"
+            " shards more (ShardParallel, Zero3Parallel) would help"
+        )
+
+
+def plan_shardings(
+    step: StepGraph,
+    mesh: LogicalMesh,
+    model: CostModel,
+    options: ShardingOptions = AUTO,
+    memory_budget: float = math.inf,
+) -> Shardings:
+    """The cheapest sharding of `step` on `mesh` under `model`, among those that `options` allow and `memory_budget` holds.
+
+    Args:
+        memory_budget: bytes of one device that the step may use.
 
     Raises:
         MissingRuleError, ShardingError: see `enumerate_decisions`.
+        MemoryBudgetError: no plan fits into `memory_budget`.
         InfeasibleError, TimeoutError: see `solve`.
     """
     start = time.perf_counter()
     decisions = enumerate_decisions(step, MeshCosts(mesh, model), options)
-    solution = solve(decisions.problem(), options.time_limit)
-    return _shardings(step, decisions, solution, time.perf_counter() - start)
+    memory = Memory(step, decisions, mesh)
+    solution, peak_bytes = _solve_within(memory, decisions.problem(), memory_budget, options.time_limit)
+    return _shardings(step, decisions, solution, peak_bytes, time.perf_counter() - start)
 
 
-def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, seconds: float) -> Shardings:
+def _solve_within(memory: Memory, problem: ChoiceProblem, budget: float, time_limit: float) -> tuple[Solution, float]:
+    """The cheapest choice whose peak memory is within `budget`, and that peak.
+
+    Limits are added where a solution breaks them, moment by moment: few moments ever matter. What copies kept from another
+    moment took is no part of a limit; it is taken off its bound.
+    """
+    limits: dict[int, Limit] = {}
+    while True:
+        try:
+            solution = solve(replace(problem, limits=tuple(limits.values())), time_limit)
+        except InfeasibleError as error:
+            if not limits:
+                raise
+            raise MemoryBudgetError(budget, memory.least()) from error
+        used = memory.of_values(solution.choice) + memory.of_copies(solution.choice)
+        moment = int(used.argmax())
+        if used[moment] <= budget:
+            return solution, float(used[moment])
+        kept = used[moment] - memory.limit(moment, budget).used(solution.choice)
+        tightened = 0.98 * limits[moment].bound if moment in limits else budget
+        limits[moment] = memory.limit(moment, min(tightened, budget - kept))
+
+
+def _shardings(
+    step: StepGraph, decisions: Decisions, solution: Solution, peak_bytes: float, seconds: float
+) -> Shardings:
     choice = solution.choice
     constraints = [
         Constraint(eqn, "out", r, placement.specs[choice[placement.decision]])
@@ -95,6 +152,7 @@ def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, second
         constraints=tuple(sorted(constraints, key=lambda c: (c.eqn, c.side, c.index))),
         roles=tuple(decisions.roles),
         seconds=solution.objective,
+        peak_bytes=peak_bytes,
         gap=solution.gap,
         solve_seconds=seconds,
     )

@@ -1,7 +1,7 @@
 """One-hot choice problems: pick one option per decision so that node and edge costs add up to the least."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,14 +17,17 @@ class Limit:
     Attributes:
         uses: for the decisions that take part, how much each option uses.
         bound: what the chosen options may use together.
+        pairs: for pairs (i, j) of decisions that have an edge, i < j, how much each pair of options uses beside that.
     """
 
     uses: Mapping[int, np.ndarray]
     bound: float
+    pairs: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     def used(self, choice: Sequence[int]) -> float:
         """What the options of `choice` use together."""
-        return sum(float(use[choice[i]]) for i, use in self.uses.items())
+        pairs = sum(float(use[choice[i], choice[j]]) for (i, j), use in self.pairs.items())
+        return pairs + sum(float(use[choice[i]]) for i, use in self.uses.items())
 
 
 @dataclass(frozen=True)

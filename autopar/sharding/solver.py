@@ -50,6 +50,7 @@ class _Reduction:
     edges: dict[int, dict[int, np.ndarray]] = field(init=False)
     choice: dict[int, int] = field(init=False, default_factory=dict)
     uses: dict[int, np.ndarray] = field(init=False)
+    pairs: dict[int, dict[int, np.ndarray]] = field(init=False, default_factory=dict)
     bounds: np.ndarray = field(init=False)
     folded: list[Callable[[dict[int, int]], None]] = field(init=False, default_factory=list)
 
@@ -62,6 +63,11 @@ class _Reduction:
         for row, limit in enumerate(self.problem.limits):
             for i, use in limit.uses.items():
                 self.uses[i][row] = use
+            for (i, j), use in limit.pairs.items():
+                both = np.zeros((len(self.bounds), *use.shape))
+                both[row] = use
+                self.pairs.setdefault(i, {})[j] = self.pairs.get(i, {}).get(j, 0) + both
+                self.pairs.setdefault(j, {})[i] = self.pairs[i][j].swapaxes(1, 2)
         for (i, j), cost in self.problem.edges.items():
             self._join(i, j, np.array(cost, float))
 
@@ -75,7 +81,7 @@ class _Reduction:
             if len(self.costs[i]) == 1:
                 self._settle(i)
                 pending.update(neighbours)
-            elif len(neighbours) <= 2 and (self.uses[i] == self.uses[i][:, :1]).all():
+            elif len(neighbours) <= 2 and i not in self.pairs and (self.uses[i] == self.uses[i][:, :1]).all():
                 self._fold(i)
                 pending.update(neighbours)
             elif dropped:
@@ -85,10 +91,16 @@ class _Reduction:
         """The problem of the decisions that are left, numbered by their position in `core`."""
         at = {i: position for position, i in enumerate(core)}
         edges = {(at[i], at[j]): cost for i in core for j, cost in self.edges[i].items() if i < j}
-        limits = [
-            Limit({at[i]: self.uses[i][row] for i in core if self.uses[i][row].any()}, bound)
-            for row, bound in enumerate(self.bounds)
-        ]
+        limits = []
+        for row, bound in enumerate(self.bounds):
+            uses = {at[i]: self.uses[i][row] for i in core if self.uses[i][row].any()}
+            pairs = {
+                (at[i], at[j]): use[row]
+                for i, others in self.pairs.items()
+                for j, use in others.items()
+                if i < j and use[row].any()
+            }
+            limits.append(Limit(uses, bound, pairs))
         return ChoiceProblem([self.costs[i] for i in core], edges, limits)
 
     def _join(self, i: int, j: int, cost: np.ndarray) -> None:
@@ -113,8 +125,10 @@ class _Reduction:
             # margin[a, b] >= 0: b is never worse than a. Ties are broken towards the lower index. With limits, b must
             # not use more either.
             beaten = (margin > 0) | ((margin == 0) & np.tri(before, k=-1, dtype=bool))
-            for use in self.uses[i]:
-                beaten &= use[None, :] <= use[:, None]
+            more = self.uses[i][:, None, :] - self.uses[i][:, :, None]  # by how much b uses more than a, at the worst
+            for use in self.pairs.get(i, {}).values():
+                more = more + (use[:, None, :, :] - use[:, :, None, :]).max(axis=3)
+            beaten &= (more <= 0).all(axis=0)
             beaten[:, ~alive] = False
             for a in range(before - 1, -1, -1):
                 if alive[a] and (beaten[a] & alive).any():
@@ -123,6 +137,9 @@ class _Reduction:
             return False
         self.costs[i], self.options[i] = self.costs[i][alive], self.options[i][alive]
         self.uses[i] = self.uses[i][:, alive]
+        for j in list(self.pairs.get(i, {})):
+            self.pairs[i][j] = self.pairs[i][j][:, alive]
+            self.pairs[j][i] = self.pairs[i][j].swapaxes(1, 2)
         for j in list(self.edges[i]):
             kept = self.edges[i][j][alive]
             self.edges[i][j], self.edges[j][i] = kept, kept.T
@@ -133,6 +150,11 @@ class _Reduction:
         for j, cost in self.edges.pop(i).items():
             self.costs[j] = self.costs[j] + cost[0]
             del self.edges[j][i]
+        for j, use in self.pairs.pop(i, {}).items():
+            self.uses[j] = self.uses[j] + use[:, 0]
+            del self.pairs[j][i]
+            if not self.pairs[j]:
+                del self.pairs[j]
         self.choice[i] = int(self.options.pop(i)[0])
         self.bounds -= self.uses.pop(i)[:, 0]
         del self.costs[i]

@@ -201,3 +201,16 @@ def test_init_and_shutdown():
     autopar.shutdown()
     with pytest.raises(ValueError, match=r"'ray'.*'local'"):
         autopar.init(cluster="ray")
+
+
+def test_memory_is_a_constraint_by_default():
+    args = jax.eval_shape(lambda: mlp_args((8192, 8192), batch_size=64, features=8192))  # 1.6 GB with Adam
+    cluster = Cluster.load("p3.16xlarge")
+    small = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory_gb": 2.0})})
+    with pytest.raises(autopar.MemoryBudgetError, match="per device"):
+        autopar.plan_step(mlp_step, args, method=autopar.DataParallel(), cluster=small, mesh_shape=(8,))
+    plan = autopar.plan_step(mlp_step, args, cluster=small, mesh_shape=(8,))
+    assert plan.predicted_bytes < small.device.usable_bytes
+    tight = autopar.ShardParallel(memory_budget=1e6)
+    with pytest.raises(autopar.MemoryBudgetError, match=r"0\.001 GB"):
+        autopar.plan_step(mlp_step, args, method=tight, cluster=cluster, mesh_shape=(8,))

@@ -8,7 +8,7 @@ import pytest
 import autopar
 from autopar.sharding.decisions import ShardingError
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
-from autopar.sharding.planner import plan_shardings
+from autopar.sharding.planner import MemoryBudgetError, plan_shardings
 from autopar.sharding.rules import MissingRuleError
 from autopar.sharding.spec import LogicalMesh
 from autopar.trace import trace
@@ -116,3 +116,31 @@ def test_a_primitive_without_a_rule_stops_with_its_name_and_where_rules_go():
     step = trace(lambda x: unknown.bind(x), (jnp.ones((4, 2)),), ())
     with pytest.raises(MissingRuleError, match=r"'unheard_of'.*float32\[4,2\](.|\n)*autopar/sharding/rules"):
         plan_shardings(step, LINE, COSTS)
+
+
+def test_as_memory_shrinks_plans_shard_more_at_rising_cost_and_then_fail(step):
+    fast = BandwidthOnly(1e9, 1e13)  # computing everything everywhere is cheapest
+    best = plan_shardings(step, LINE, fast)
+    assert not any(any(spec) for spec in best.inputs)
+    plans = [best]
+    error = None
+    while error is None:
+        budget = 0.9 * plans[-1].peak_bytes
+        try:
+            plans.append(plan_shardings(step, LINE, fast, memory_budget=budget))
+        except MemoryBudgetError as refused:
+            error = refused
+    seconds, peaks = [plan.seconds for plan in plans], [plan.peak_bytes for plan in plans]
+    assert len(plans) >= 3
+    assert seconds == sorted(seconds)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < 0.5 * peaks[0]
+    assert error.budget == budget
+    assert "num_micro_batches" in str(error)
+
+
+def test_fixed_choices_that_do_not_fit_are_refused(step):
+    whole = plan_shardings(step, LINE, COSTS, DATA_PARALLEL).peak_bytes
+    with pytest.raises(MemoryBudgetError, match="no plan fits"):
+        plan_shardings(step, LINE, COSTS, DATA_PARALLEL, memory_budget=0.9 * whole)
+    assert plan_shardings(step, LINE, COSTS, ZERO3, memory_budget=0.9 * whole).peak_bytes < whole

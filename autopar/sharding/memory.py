@@ -1,0 +1,116 @@
+"""Bytes alive on one device at every moment of a step, as a function of what is decided.
+
+A moment is an equation of the flat jaxpr. Inputs live through the whole step, and a carried output takes the place of its
+input. Other values live from the equation that makes them to the last that reads them, if they are stored at all: what a
+fusion keeps in registers is not.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jax.extend.core import Var
+
+from autopar.graph import Atom, aval_of
+from autopar.sharding.decisions import Decisions, Specs, stored_values
+from autopar.sharding.problem import Limit
+from autopar.sharding.spec import LogicalMesh, Spec, local_shape
+from autopar.trace import StepGraph
+from autopar.work import array_bytes
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Lifetime:
+    """A value that takes memory from moment `start` to moment `end`, both included; `sizes` in bytes per option."""
+
+    decision: int
+    start: int
+    end: int
+    sizes: np.ndarray
+
+
+class Memory:
+    """The memory of a step under each choice."""
+
+    def __init__(self, step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> None:
+        self.step, self.decisions, self.mesh = step, decisions, mesh
+        self.moments = len(step.jaxpr.eqns) + 1
+        self.lifetimes = _lifetimes(step, decisions, mesh)
+
+    def of_values(self, choice: Sequence[int]) -> np.ndarray:
+        """Bytes of the values alive at each moment, shape (moments,)."""
+        return self._sum((life.start, life.end, life.sizes[choice[life.decision]]) for life in self.lifetimes)
+
+    def of_copies(self, choice: Sequence[int]) -> np.ndarray:
+        """Bytes of resharded copies alive at each moment, shape (moments,).
+
+        The compiler makes one copy for all who want the same, and keeps it from the first to the last of them.
+        """
+        alive: dict[tuple[Atom, Spec], tuple[int, int]] = {}
+        for use in self.decisions.uses:
+            required = use.required[choice[use.decision]]
+            if use.eqn is None or use.value.specs[choice[use.value.decision]] == required:
+                continue
+            atom = self.step.jaxpr.eqns[use.eqn].invars[use.operand]
+            first, last = alive.get((atom, required), (use.eqn, use.eqn))
+            alive[atom, required] = min(first, use.eqn), max(last, use.eqn)
+        return self._sum((first, last, self._sizes(atom, (spec,))[0]) for (atom, spec), (first, last) in alive.items())
+
+    def limit(self, moment: int, budget: float) -> Limit:
+        """That the values alive at `moment` and the copies made for it must fit into `budget` bytes."""
+        uses: dict[int, np.ndarray] = {}
+        pairs: dict[tuple[int, int], np.ndarray] = {}
+        for life in self.lifetimes:
+            if life.start <= moment <= life.end:
+                uses[life.decision] = uses.get(life.decision, 0) + life.sizes
+        for use in self.decisions.uses:
+            i, j = use.value.decision, use.decision
+            if use.eqn != moment or (min(i, j), max(i, j)) not in self.decisions.edges:
+                continue
+            sizes = self._sizes(self.step.jaxpr.eqns[moment].invars[use.operand], use.required)
+            moved = np.array([[present != required for required in use.required] for present in use.value.specs])
+            key, copied = ((i, j), moved * sizes) if i < j else ((j, i), (moved * sizes).T)
+            pairs[key] = pairs.get(key, 0) + copied
+        return Limit(uses, budget, pairs)
+
+    def least(self) -> float:
+        """Bytes that no choice gets below: at some moment, when every decision takes what is smallest then."""
+        smallest = self._sum((life.start, life.end, life.sizes.min()) for life in self.lifetimes)
+        return float(smallest.max())
+
+    def _sizes(self, atom: Atom, specs: Specs) -> np.ndarray:
+        return _sizes(atom, specs, self.mesh)
+
+    def _sum(self, lives: Iterable[tuple[int, int, float]]) -> np.ndarray:
+        change = np.zeros(self.moments + 1)
+        for start, end, size in lives:
+            change[start] += size
+            change[end + 1] -= size
+        return np.cumsum(change)[:-1]
+
+
+def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list[Lifetime]:
+    eqns = step.jaxpr.eqns
+    last = len(eqns)
+    reused = {step.jaxpr.outvars[o] for o in step.carried if isinstance(step.jaxpr.outvars[o], Var)}
+    start: dict[Var, int] = dict.fromkeys((*step.jaxpr.invars, *step.jaxpr.constvars), 0)
+    end: dict[Var, int] = dict.fromkeys(start, last)
+    for number, eqn in enumerate(eqns):
+        end.update((atom, number) for atom in eqn.invars if isinstance(atom, Var) and end.get(atom, 0) < last)
+        start.update(dict.fromkeys(eqn.outvars, number))
+    end.update((atom, last) for atom in step.jaxpr.outvars if isinstance(atom, Var))
+    found = []
+    for var in stored_values(step):
+        placement = decisions.placements.get(var)
+        if placement is None or (var in reused and start[var] > 0):
+            continue
+        found.append(
+            Lifetime(placement.decision, start[var], end.get(var, start[var]), _sizes(var, placement.specs, mesh))
+        )
+    return found
+
+
+def _sizes(atom: Atom, specs: Specs, mesh: LogicalMesh) -> np.ndarray:
+    """Bytes on one device under each spec."""
+    aval = aval_of(atom)
+    return np.array([array_bytes(local_shape(aval.shape, spec, mesh), aval.dtype) for spec in specs], float)
