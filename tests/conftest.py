@@ -5,7 +5,7 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
-from hypothesis import settings  # noqa: E402
+from hypothesis import settings
 
 settings.register_profile("autopar", deadline=None, derandomize=True)  # shared machines are slow, and tests repeatable
 settings.load_profile("autopar")

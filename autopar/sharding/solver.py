@@ -58,7 +58,7 @@ class _Reduction:
         self.costs = {i: np.array(cost, float) for i, cost in enumerate(self.problem.nodes)}
         self.options = {i: np.arange(len(cost)) for i, cost in self.costs.items()}
         self.edges = {i: {} for i in self.costs}
-        self.bounds = np.array([limit.bound for limit in self.problem.limits])
+        self.bounds = np.array([limit.bound for limit in self.problem.limits], float)
         self.uses = {i: np.zeros((len(self.bounds), len(cost))) for i, cost in self.costs.items()}
         for row, limit in enumerate(self.problem.limits):
             for i, use in limit.uses.items():
