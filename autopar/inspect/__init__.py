@@ -1,6 +1,10 @@
 """What a plan does and why, without a device: placements, reshardings, reasons, kinds of parallelism, differences, pictures."""
 
 from autopar.inspect.classify import Classification, ParameterClass, classify
+from autopar.inspect.diff import PlanDiff, diff
+from autopar.inspect.dump import DEBUG_FILES, dump_debug_info
+from autopar.inspect.hlo import Status, hlo_text
+from autopar.inspect.picture import picture
 from autopar.inspect.placement import PlacementSpec, input_placement_specs, output_placement_specs
 from autopar.inspect.reasons import Reason, RunnerUp
 from autopar.inspect.replay import PlannedStep
@@ -8,16 +12,23 @@ from autopar.inspect.resharding import ReshardingTask, resharding_tasks
 from autopar.inspect.strategies import strategies
 
 __all__ = [
+    "DEBUG_FILES",
     "Classification",
     "ParameterClass",
     "PlacementSpec",
+    "PlanDiff",
     "PlannedStep",
     "Reason",
     "ReshardingTask",
     "RunnerUp",
+    "Status",
     "classify",
+    "diff",
+    "dump_debug_info",
+    "hlo_text",
     "input_placement_specs",
     "output_placement_specs",
+    "picture",
     "resharding_tasks",
     "strategies",
 ]

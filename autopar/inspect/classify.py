@@ -8,7 +8,6 @@ parameter meets the activations, in the forward pass: what does the axis split t
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Literal as OneOf
 
@@ -18,6 +17,7 @@ from jax.extend.core import Literal, Var
 from autopar.graph import Atom, aval_of
 from autopar.inspect.placement import array_text
 from autopar.inspect.replay import Planned, Played, replay
+from autopar.inspect.words import nearest
 from autopar.plan import Stage, Value, spec_text
 from autopar.sharding.spec import LogicalMesh, Spec, axes_of, partition_spec
 from autopar.trace import StepGraph
@@ -85,8 +85,9 @@ class Classification:
         """The class of one parameter, by its path. Raises KeyError, with the nearest paths, when there is none."""
         found = {each.path: each for each in self.parameters}
         if path not in found:
-            near = get_close_matches(path, found, 3, 0.3) or list(found)[:3]
-            raise KeyError(f"no parameter {path!r}; did you mean {' or '.join(near) or 'another plan (it has none)'}?")
+            raise KeyError(
+                f"no parameter {path!r}; did you mean {nearest(path, found) or 'another plan, as this has none'}?"
+            )
         return found[path]
 
     def on(self, axis: str) -> str:
@@ -107,8 +108,9 @@ class Classification:
             return "one device"
         if len(set(axes.values())) == 1:
             return next(iter(axes.values()))
-        mixed = len(set(axes.values()) - {"replicated"}) > 1
-        return ("mixture: " if mixed else "") + ", ".join(f"{label} on {axis}" for axis, label in axes.items())
+        text = ", ".join(f"{label} on {axis}" for axis, label in axes.items())
+        mixed = len(set(axes.values()) - {"replicated"}) > 1 and "mixture" not in text
+        return f"mixture: {text}" if mixed else text
 
     @property
     def layers(self) -> dict[str, str]:

@@ -33,7 +33,7 @@ class RunnerUp:
     extra_seconds: float
 
     def __str__(self) -> str:
-        return f"{self.choice} (+{self.extra_seconds * 1e6:.4g} us)"
+        return f"{self.choice} ({self.extra_seconds * 1e6:+.4g} us)"
 
 
 @dataclass(frozen=True, slots=True)

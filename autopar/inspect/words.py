@@ -1,6 +1,7 @@
 """Candidates of the planner in words."""
 
 from collections.abc import Collection
+from difflib import get_close_matches
 
 from autopar.inspect.replay import completions
 from autopar.plan import spec_text
@@ -25,6 +26,12 @@ def describe_spec(spec: Spec) -> str:
     """`P(None, 'x')`, or `whole P(None, None)`."""
     text = spec_text(partition_spec(spec))
     return text if axes_of(spec) else f"whole {text}"
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """Up to three of the `known` names that could have been meant, for an error."""
+    inside = [other for other in known if name in other]
+    return " or ".join((inside or get_close_matches(name, known, 3, 0.3) or list(known))[:3])
 
 
 def _where(factors: OpFactors, factor: int, is_batch: bool) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from autopar import inspect
 from autopar.lower import jit_step, program_of
 from autopar.plan import Plan
 from autopar.target import memory_of
@@ -20,9 +21,11 @@ class Executable:
     """One step, for arguments of one structure, shape and dtype.
 
     Attributes:
-        plan: what it runs.
+        step: what was traced.
+        plan: how it runs.
         program: the same as instructions.
         mesh: the devices it runs on.
+        jitted, compiled: the step as JAX has it, before and after compilation.
         in_shardings, out_shardings: pytrees like the arguments and the result.
         plan_seconds, compile_seconds: what tracing and planning, and compiling took.
     """
@@ -30,19 +33,21 @@ class Executable:
     def __init__(
         self, step: StepGraph, plan: Plan, mesh: Mesh, donate_argnums: Sequence[int] = (), plan_seconds: float = 0.0
     ) -> None:
+        self.step = step
         self.plan = plan
         self.mesh = mesh
         self.program: Program = program_of(plan)
         self.plan_seconds = plan_seconds
         start = time.perf_counter()
-        self._compiled = jit_step(step, plan, mesh, donate_argnums).lower(*step.in_avals).compile()
+        self.jitted = jit_step(step, plan, mesh, donate_argnums)
+        self.compiled = self.jitted.lower(*step.in_avals).compile()
         self.compile_seconds = time.perf_counter() - start
-        self.in_shardings: Any = self._compiled.input_shardings[0]
-        self.out_shardings: Any = self._compiled.output_shardings
+        self.in_shardings: Any = self.compiled.input_shardings[0]
+        self.out_shardings: Any = self.compiled.output_shardings
 
     def __call__(self, *args: Any) -> Any:
         """Run the step on arguments that are where `in_shardings` wants them."""
-        return self._compiled(*args)
+        return self.compiled(*args)
 
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
         """`args` on the devices, as the plan wants them; what is in place already is not copied."""
@@ -51,15 +56,27 @@ class Executable:
     @property
     def memory(self) -> MemoryUse:
         """Bytes on one device, by the compiler's buffer assignment."""
-        return memory_of(self._compiled)
+        return memory_of(self.compiled)
 
     def get_total_allocation_size(self) -> int:
         """Bytes that one device needs to run the step."""
         return self.memory.total
 
-    def get_hlo_text(self) -> str:
-        """The compiled program of one device."""
-        return self._compiled.as_text() or ""
+    def get_hlo_text(self, status: inspect.Status = "optimized") -> str:
+        """The program: "traced", "annotated" with shardings, "partitioned" for one device, or "optimized" as it runs."""
+        return inspect.hlo_text(self, status)
+
+    def get_input_placement_specs(self) -> Any:
+        """A tuple like the arguments, with a `PlacementSpec` for every array."""
+        return inspect.input_placement_specs(self)
+
+    def get_output_placement_specs(self) -> Any:
+        """A pytree like the result, with a `PlacementSpec` for every array."""
+        return inspect.output_placement_specs(self)
+
+    def dump_debug_info(self, folder: str | Path, name: str = "train_step") -> tuple[Path, ...]:
+        """Write plan, reasons, placements, reshardings, programs and memory to `folder`; see `autopar.inspect.DEBUG_FILES`."""
+        return inspect.dump_debug_info(self, folder, name)
 
     def save_plan(self, path: str | Path) -> None:
         self.plan.save(path)

@@ -1,0 +1,103 @@
+"""Everything there is to know about an executable, as files in a folder."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+
+from autopar.inspect.classify import classify
+from autopar.inspect.hlo import hlo_text
+from autopar.inspect.placement import input_placement_specs, output_placement_specs
+from autopar.inspect.reasons import explain
+from autopar.inspect.resharding import resharding_tasks
+from autopar.inspect.strategies import default_costs, default_options
+from autopar.plan import Value
+
+if TYPE_CHECKING:
+    from autopar.runtime.executable import Executable
+
+DEBUG_FILES = {
+    "_plan.json": "the plan; `Plan.load` reads it",
+    "_plan.txt": "the plan as a table",
+    "_parallelism.txt": "which parallelism each parameter has on which mesh axis",
+    "_strategies.txt": "what every equation chose, what that costs, and what else there was",
+    "_input_placement_specs.txt": "where each input lives",
+    "_output_placement_specs.txt": "where each output lives",
+    "_resharding_tasks.txt": "where a value changes its sharding, with bytes and collectives",
+    "_stage_0.traced.mlir": "StableHLO of the step as written",
+    "_stage_0.annotated.mlir": "the same with the plan's shardings",
+    "_stage_0.partitioned.hlo": "HLO of one device right after partitioning",
+    "_stage_0.hlo": "HLO of one device as it runs",
+    "_stage_0.mem_usage.txt": "bytes on one device",
+}
+"""What `dump_debug_info` writes: endings of file names, as in Alpa's dumps where those have the same, and contents.
+
+Alpa's `.grad_sync_channel_ids.txt` has no equivalent: no gradient is synchronised before microbatches have been accumulated.
+"""
+
+
+def dump_debug_info(executable: "Executable", folder: str | Path, name: str = "train_step") -> tuple[Path, ...]:
+    """Write the files of `DEBUG_FILES` to `folder`, each name starting with `name`; returns their paths.
+
+    Each file is there whole or not at all; files of an earlier dump are replaced.
+
+    Raises:
+        ValueError: the folder can't be made or written to, or `name` is no file name.
+    """
+    if not name or Path(name).name != name:
+        raise ValueError(f"name={name!r} can't start a file name; give one without slashes, e.g. 'train_step'")
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return tuple(_write(folder / f"{name}{ending}", text) for ending, text in _texts(executable))
+    except OSError as error:
+        raise ValueError(f"can't write debug info to {folder}: {error}; give a folder that can be made here") from error
+
+
+def _write(path: Path, text: str) -> Path:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text if text.endswith("\n") else f"{text}\n")
+    return partial.replace(path)
+
+
+def _texts(executable: "Executable") -> Iterator[tuple[str, str]]:
+    plan, (stage,) = executable.plan, executable.plan.stages
+    yield "_plan.json", plan.to_json()
+    yield "_plan.txt", str(plan)
+    yield "_parallelism.txt", str(classify(executable))
+    yield "_strategies.txt", _strategies(executable)
+    yield "_input_placement_specs.txt", _specs(stage.inputs, input_placement_specs(executable))
+    yield "_output_placement_specs.txt", _specs(stage.outputs, output_placement_specs(executable))
+    yield "_resharding_tasks.txt", "\n".join(map(str, resharding_tasks(executable)))
+    yield "_stage_0.traced.mlir", hlo_text(executable, "traced")
+    yield "_stage_0.annotated.mlir", hlo_text(executable, "annotated")
+    yield "_stage_0.partitioned.hlo", hlo_text(executable, "partitioned")
+    yield "_stage_0.hlo", hlo_text(executable, "optimized")
+    yield "_stage_0.mem_usage.txt", _memory(executable)
+
+
+def _specs(values: tuple[Value, ...], specs: object) -> str:
+    """A line for each array, to be searched by path."""
+    return "\n".join(f"{v.path}: {spec}" for v, spec in zip(values, jax.tree.leaves(specs), strict=True))
+
+
+def _strategies(executable: "Executable") -> str:
+    plan = executable.plan
+    try:
+        return "\n".join(map(str, explain(executable, default_costs(plan), default_options(plan))))
+    except ValueError as error:  # of a cluster or options that the plan does not carry
+        return f"not known: {error}"
+
+
+def _memory(executable: "Executable") -> str:
+    used = executable.memory
+    rows = {
+        "total_allocation_size": used.total,
+        "arguments": used.arguments,
+        "outputs": used.outputs,
+        "aliased": used.aliased,
+        "temporaries": used.temporaries,
+    }
+    return "\n".join(f"{name}: {size / 2**30:.3f} GiB ({size:,} bytes)" for name, size in rows.items())

@@ -1,0 +1,74 @@
+"""The program of a step at each stage of its compilation, as text."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, get_args
+from typing import Literal as OneOf
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from autopar.lower import jit_step
+from autopar.plan import Stage
+from autopar.sharding.spec import replicated
+
+if TYPE_CHECKING:
+    from autopar.runtime.executable import Executable
+
+Status = OneOf["traced", "annotated", "partitioned", "optimized"]
+"""StableHLO as the step was written; StableHLO with the plan's shardings; HLO of one device right after partitioning, its
+collectives in place; and HLO of one device as it runs."""
+
+
+def hlo_text(executable: "Executable", status: Status) -> str:
+    """The program of an executable at one stage of its compilation.
+
+    "partitioned" compiles the step once more, since only the compiler knows.
+
+    Raises:
+        ValueError: an unknown status.
+    """
+    match status:
+        case "traced":
+            return _traced(executable).as_text()
+        case "annotated":
+            return _lowered(executable).as_text()
+        case "partitioned":
+            return _partitioned(executable)
+        case "optimized":
+            return executable.compiled.as_text() or ""
+        case other:
+            raise ValueError(f"unknown status {other!r}; expected one of {', '.join(get_args(Status))}")
+
+
+def _lowered(executable: "Executable") -> jax.stages.Lowered:
+    return executable.jitted.lower(*executable.step.in_avals)
+
+
+def _traced(executable: "Executable") -> jax.stages.Lowered:
+    """The step for one device, with nothing pinned."""
+    (stage,) = executable.plan.stages
+    bare = Stage(
+        mesh_shape=(1,) * len(stage.mesh_shape),
+        axis_names=stage.axis_names,
+        inputs=tuple(v.model_copy(update={"spec": replicated(len(v.shape))}) for v in stage.inputs),
+        outputs=tuple(v.model_copy(update={"spec": replicated(len(v.shape))}) for v in stage.outputs),
+    )
+    first = executable.mesh.devices.reshape(-1)[:1].reshape(bare.mesh_shape)
+    mesh = Mesh(first, bare.axis_names, axis_types=(AxisType.Auto,) * first.ndim)
+    plan = executable.plan.model_copy(update={"stages": (bare,)})
+    return jit_step(executable.step, plan, mesh).lower(*executable.step.in_avals)
+
+
+def _partitioned(executable: "Executable") -> str:
+    lowered = _lowered(executable)
+    if executable.mesh.devices.size == 1:
+        return lowered.as_text("hlo")  # there is nothing to partition
+    with TemporaryDirectory() as folder:
+        lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"})
+        dumps = sorted(Path(folder).glob("*.after_spmd-partitioning.*"))
+        if not dumps:
+            raise RuntimeError(
+                "XLA did not compile the step again, so there is no partitioned HLO; clear JAX's compilation cache"
+            )
+        return dumps[0].read_text()
