@@ -17,7 +17,9 @@ __all__ = ["PASS_THROUGH", "POINTWISE", "REPLICATED", "RULES", "MissingRuleError
 PASS_THROUGH = frozenset({"accumulate", "device_put", "optimization_barrier", "sharding_constraint"})
 """Primitives whose i-th result is their i-th operand."""
 
-REPLICATED = frozenset({"cholesky_update", "custom_linear_solve", "pure_callback", "rng_bit_generator", "rng_uniform"})
+REPLICATED = frozenset({
+    *("cholesky_update", "custom_linear_solve", "pure_callback", "random_gamma", "rng_bit_generator", "rng_uniform"),
+})  # fmt: skip
 """Primitives that every device computes whole, for want of a better rule."""
 
 RULES: dict[str, Rule] = {

@@ -27,7 +27,6 @@ RULES: dict[str, Rule] = {
     "random_bits": _per_key,
     "random_clone": pointwise,
     "random_fold_in": pointwise,
-    "random_gamma": pointwise,
     "random_seed": pointwise,
     "random_split": _per_key,
     "random_unwrap": _wrapping,

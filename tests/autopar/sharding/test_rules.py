@@ -1,0 +1,128 @@
+"""The rule table proves itself: whatever sharding a rule allows gives what the unsharded equation gives."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autopar.graph import flatten
+from autopar.sharding.rules import POINTWISE, REPLICATED, RULES, MissingRuleError, is_replicated_only, op_factors
+from autopar.sharding.spec import LogicalMesh
+from tests.autopar.sharding.cases import CASES, RANDOM, ints
+from tests.autopar.sharding.proof import check, device_mesh, equations
+
+# The first of each is what Hypothesis tries first: the most candidates on the largest mesh.
+MESHES = [LogicalMesh(shape, ("x", "y")[: len(shape)]) for shape in ((2, 4), (2, 2), (4,), (2,))]
+SIZES = [8, 4, 1, 6, 2, 3]
+
+
+@pytest.mark.parametrize("label", CASES)
+@settings(max_examples=2)
+@given(data=st.data())
+def test_every_candidate_equals_the_unsharded_equation(label: str, data: st.DataObject) -> None:
+    mesh = data.draw(st.sampled_from(MESHES))
+    fun, args = CASES[label](lambda: data.draw(st.sampled_from(SIZES)))
+    for eqn, operands in equations(label.split(":")[0], fun, args):
+        check(eqn, operands, mesh)
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_every_case_has_something_to_shard(label: str) -> None:
+    fun, args = CASES[label](lambda: 8)
+    found = equations(label.split(":")[0], fun, args)
+    assert found
+    assert all(len(op_factors(eqn).assignments(MESHES[-1])) > 1 for eqn, _ in found)
+
+
+def test_every_primitive_with_a_rule_has_a_case() -> None:
+    covered = {label.split(":")[0] for label in CASES} | set(RANDOM)
+    assert set(RULES) - POINTWISE - REPLICATED - covered == set()
+
+
+@pytest.mark.parametrize("name", sorted(POINTWISE))
+def test_pointwise_primitives_work_on_shards(name: str) -> None:
+    fun, args = _pointwise(name)
+    ((eqn, operands),) = equations(name, fun, args)
+    assert check(eqn, operands, MESHES[-1]) == 2
+
+
+_SPECIAL = {
+    "add_any": lambda x: jax.vjp(lambda x: (x, x), x)[1]((x, 2 * x)),
+    "convert_element_type": lambda x: x.astype(np.int32),
+    "copy": jnp.copy,
+    "eq_to": lambda x: lax.eq_to_p.bind(x, x),
+    "le_to": lambda x: lax.le_to_p.bind(x, x),
+    "lt_to": lambda x: lax.lt_to_p.bind(x, x),
+    "igamma_grad_a": lambda x: lax.igamma_grad_a(abs(x) + 1, abs(x) + 2),
+    "integer_pow": lambda x: lax.integer_pow(x, 3),
+    "name": lambda x: checkpoint_name(x, "x"),
+    "reduce_precision": lambda x: lax.reduce_precision(x, 4, 3),
+    "regularized_incomplete_beta": lambda x: lax.betainc(abs(x) + 1, abs(x) + 2, jnp.clip(x / 4 + 0.5, 0, 1)),
+    "select_n": lambda x: lax.select_n(x > 0, x, 2 * x),
+    "square": lax.square,
+    "stop_gradient": lambda x: lax.stop_gradient_p.bind(x),
+}
+_OF_INTEGERS = {
+    *("and", "clz", "not", "or", "population_count", "shift_left", "shift_right_arithmetic", "xor"),
+    "shift_right_logical",
+}
+
+
+def _pointwise(name: str) -> tuple[Any, tuple[Any, ...]]:
+    """A function of an array of four elements that uses the primitive, and the array."""
+    x = ints(
+        4, dtype=np.int32 if name in _OF_INTEGERS else np.complex64 if name in ("conj", "imag", "real") else np.float32
+    )
+    if name in _SPECIAL:
+        return _SPECIAL[name], (x,)
+    primitive = getattr(lax, f"{name}_p")
+    fun = getattr(lax, name if hasattr(lax, name) else f"bitwise_{name}", None) or primitive.bind
+    for count in (1, 2, 3):
+        try:
+            jax.eval_shape(fun, *(x,) * count)
+        except TypeError:
+            continue
+        return fun, (x,) * count
+    raise AssertionError(f"how is {name} called?")
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_numbers_are_made_shard_by_shard(name: str) -> None:
+    """No device needs to hear from another, and the numbers are those that one device makes."""
+    key, rows = jax.random.key(3), ints(8, 2, low=0, dtype=np.uint32)
+    fun = RANDOM[name]
+    jaxpr = flatten(jax.make_jaxpr(fun)(key, rows))
+    (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == name]
+    factors = op_factors(eqn)
+    assert factors.results[0][0] == (0,)
+    assert factors.kinds[0] == "parallel"
+    sharded = NamedSharding(device_mesh(LogicalMesh((4,), ("x",))), P("x"))
+    replicated = NamedSharding(sharded.mesh, P())
+    compiled = jax.jit(fun, in_shardings=(replicated, sharded), out_shardings=sharded).lower(key, rows).compile()
+    text = compiled.as_text()
+    assert not any(kind in text for kind in ("all-reduce", "all-gather", "all-to-all", "collective-permute"))
+    placed = jax.device_put(key, replicated), jax.device_put(rows, sharded)
+    np.testing.assert_allclose(compiled(*placed), fun(key, rows), rtol=1e-6)
+
+
+def test_a_primitive_without_a_rule_is_an_error() -> None:
+    jaxpr = jax.make_jaxpr(lambda x: lax.scan(lambda c, _: (c + 1, None), x, None, 3)[0])(1.0)
+    (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    with pytest.raises(MissingRuleError, match="no sharding rule for primitive 'scan'"):
+        op_factors(eqn)
+
+
+def test_a_primitive_without_a_better_rule_is_whole_and_says_so() -> None:
+    jaxpr = jax.make_jaxpr(lambda k: lax.rng_bit_generator(k, (8, 8)))(np.zeros(4, np.uint32))
+    (eqn,) = jaxpr.eqns
+    assert is_replicated_only(eqn.primitive.name)
+    assert len(op_factors(eqn).assignments(MESHES[0])) == 1
+    assert not is_replicated_only("sort")
