@@ -13,7 +13,9 @@ MODELS = {
     "gpt": GPT(num_layers=1, hidden_size=16, num_heads=4, sequence_length=8, vocab_size=32, batch_size=8),
 }
 MESHES = [(2,), (4,), (8,), (2, 4)]
-CELLS = [(name, mesh) for mesh in MESHES for name, strategy in STRATEGIES.items() if strategy.runs_on(mesh)]
+CELLS = [("serial", (1,))] + [
+    (name, mesh) for mesh in MESHES for name, strategy in STRATEGIES.items() if strategy.runs_on(mesh)
+]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -49,3 +51,14 @@ def test_pmap_refuses_a_batch_that_its_devices_cannot_share() -> None:
     ):
         with pytest.raises(ValueError, match="a batch of 15 can't be split over 2 devices; use a multiple of 2"):
             use()
+
+
+def test_predictions_donate_the_state_in_serial_but_not_in_pmap() -> None:
+    model, cluster = MODELS["mlp"], Cluster.load("p3.16xlarge")
+    state, _ = model.abstract_args()
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    serial, pmap = (STRATEGIES[name].predict(model, (1,), None, cluster).timeline for name in ("serial", "pmap"))
+    assert serial.memory[0].aliased == state_bytes
+    assert pmap.memory[0].aliased == 0
+    assert serial.makespan > 0
+    assert pmap.makespan > 0

@@ -1,6 +1,7 @@
 """The workflow as a user starts it, on its smoke configuration."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,13 +20,18 @@ type Snakemake = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def snakemake(tmp_path: Path) -> Snakemake:
-    """Runs snakemake in an empty directory on a configuration file."""
+    """Runs snakemake in an empty directory, on a configuration file and a copy of the project that nobody edits meanwhile."""
+    project, results = tmp_path / "project", tmp_path / "sweep"
+    for package in ("autopar", "experiments", "simulator"):
+        shutil.copytree(ROOT / package, project / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "Snakefile", project)
+    results.mkdir()
 
     def run(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        files = ["--snakefile", str(ROOT / "Snakefile"), "--configfile", str(config)]
+        files = ["--snakefile", str(project / "Snakefile"), "--configfile", str(config)]
         command = [sys.executable, "-m", "snakemake", *files, "--cores", "2", *arguments]
         environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        return subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=300)
+        return subprocess.run(command, cwd=results, env=environment, text=True, capture_output=True, timeout=400)
 
     return run
 
@@ -35,19 +41,22 @@ def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(snakem
     # An odd batch can't be split over two devices by pmap: that one cell fails.
     config["models"]["mlp"]["odd"] = config["models"]["mlp"]["tiny"] | {"batch_size": 15}
     config["platforms"][1]["models"]["mlp"] = "odd"
+    config["meshes"] = [[2]]
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))
 
     first = snakemake(path)
     assert first.returncode == 0, first.stdout + first.stderr
 
-    cells = rows_of(pd.read_parquet(tmp_path / "results/tables/cells.parquet"))
+    cells = rows_of(pd.read_parquet(tmp_path / "sweep/results/tables/cells.parquet"))
     failed = [row for row in cells if row["status"] == "failed"]
     done = [row for row in cells if row["status"] == "ok"]
-    places = [("1", "serial"), ("1", "pmap"), ("1", "shard"), ("2", "pmap"), ("2", "shard")]
-    for size, source in (("tiny", "simulated"), ("odd", "measured")):
-        of_model = [row for row in cells if (row["size"], row["source"]) == (size, source)]
-        assert [(row["mesh"], row["strategy"]) for row in of_model] == places
+    assert [(row["source"], row["size"], row["mesh"], row["strategy"]) for row in cells] == [
+        ("simulated", "tiny", "2", "pmap"),
+        ("simulated", "tiny", "2", "shard"),
+        ("measured", "odd", "2", "pmap"),
+        ("measured", "odd", "2", "shard"),
+    ]
     assert [(row["size"], row["mesh"], row["strategy"]) for row in failed] == [("odd", "2", "pmap")]
     assert failed[0]["reason"].startswith("ValueError: a batch of 15 can't be split over 2 devices")
     assert len(done) == len(cells) - 1
@@ -55,7 +64,7 @@ def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(snakem
     assert all(row["equality_error"] < 5e-3 for row in done if row["source"] == "measured")
     assert all(row["planning_time_s"] > 0 for row in done if row["strategy"] == "shard")
     assert "FAILED" in first.stdout  # progress, a line per cell
-    assert len(list((tmp_path / "results/figures").rglob("*.svg"))) == 2
+    assert len(list((tmp_path / "sweep/results/figures").rglob("*.svg"))) == 2
 
     second = snakemake(path)
     assert second.returncode == 0, second.stdout + second.stderr
@@ -68,4 +77,4 @@ def test_a_misspelt_key_stops_the_workflow_before_it_starts(snakemake: Snakemake
     failed = snakemake(path)
     assert failed.returncode != 0
     assert "unknown key 'measures'; did you mean 'measure'?" in failed.stdout + failed.stderr
-    assert not (tmp_path / "results").exists()
+    assert not (tmp_path / "sweep/results").exists()
