@@ -33,7 +33,7 @@ def _matrices(fun: Callable[..., Any], count: int = 1) -> Case:
     """`fun` of (batches of) symmetric positive definite 4 by 4 matrices."""
 
     def case(size: Sizes) -> Built:
-        half = ints(size(), size(), 4, 4)
+        half = ints(size(), 4, 4)
         return fun, (half @ half.swapaxes(-1, -2) + 9 * np.eye(4, dtype=np.float32),) * count
 
     return case

@@ -1,0 +1,205 @@
+"""Training steps as people write them with flax and optax."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+type Step = tuple[Callable[..., Any], Callable[[], Any], Any]
+"""The step, what makes its first state, and a batch."""
+
+_random = np.random.default_rng(0)
+_images = {"x": _random.normal(size=(16, 8, 8, 8)).astype(np.float32), "y": np.arange(16) % 8}
+_tokens = {"x": (np.arange(16 * 8).reshape(16, 8) * 7) % 32, "y": np.arange(16) % 8}
+
+
+def _linen(model: nn.Module, batch: Any, optimizer: optax.GradientTransformation, **rngs: int) -> Step:
+    """A step of `model` as a classifier: cross-entropy, all variable collections carried, dropout from a key in the state."""
+
+    def init() -> Any:
+        keys = {name: jax.random.key(seed) for name, seed in {"params": 0, **rngs}.items()}
+        variables = model.init(keys, batch["x"])
+        params = variables.pop("params")
+        return {"params": params, "rest": variables, "opt": optimizer.init(params), "step": jnp.int32(0)}
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            drawn = {name: jax.random.fold_in(jax.random.key(seed), state["step"]) for name, seed in rngs.items()}
+            logits, rest = model.apply(
+                {"params": params, **state["rest"]}, batch["x"], rngs=drawn, mutable=list(state["rest"])
+            )
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), rest
+
+        (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "rest": rest, "opt": opt, "step": state["step"] + 1}, value
+
+    return step, init, batch
+
+
+class _Residual(nn.Module):
+    features: int
+    strides: int = 1
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        norm = lambda: nn.BatchNorm(use_running_average=False)  # noqa: E731
+        y = nn.Conv(self.features, (3, 3), self.strides, use_bias=False)(nn.relu(norm()(x)))
+        y = nn.Conv(self.features, (3, 3), use_bias=False)(nn.relu(norm()(y)))
+        if x.shape != y.shape:
+            x = nn.Conv(self.features, (1, 1), self.strides, use_bias=False)(x)
+        return x + y
+
+
+class WideResNet(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.max_pool(nn.Conv(16, (3, 3))(x), (3, 3), (2, 2), "SAME")
+        x = _Residual(32, 2)(_Residual(16)(x))
+        return nn.Dense(8)(nn.avg_pool(x, x.shape[1:3]).reshape(x.shape[0], -1))
+
+
+class ConvNext(nn.Module):
+    """Depthwise, dilated and transposed convolutions, GroupNorm and a resize."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.Conv(8, (3, 3), feature_group_count=8, kernel_dilation=2)(x)
+        x = nn.GroupNorm(4)(nn.gelu(x))
+        x = nn.ConvTranspose(8, (2, 2), (2, 2))(x)
+        x = jax.image.resize(x, (x.shape[0], 8, 8, 8), "bilinear")
+        return nn.Dense(8)(x.mean((1, 2)))
+
+
+class VisionTransformer(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.Conv(32, (2, 2), (2, 2))(x).reshape(x.shape[0], -1, 32)
+        first = self.param("first", nn.initializers.zeros, (1, 1, 32))
+        x = jnp.concatenate([jnp.tile(first, (x.shape[0], 1, 1)), x], 1)
+        x = x + self.param("position", nn.initializers.normal(0.02), x.shape[1:])
+        x = nn.Dropout(0.1, deterministic=False)(x)
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(4, dropout_rate=0.1, deterministic=False)(y, y)
+        y = nn.Dense(64)(nn.RMSNorm()(x))
+        x = x + nn.Dropout(0.1, deterministic=False)(nn.Dense(32)(nn.gelu(y)))
+        return nn.Dense(8)(x[:, 0])
+
+
+class MixtureOfExperts(nn.Module):
+    """Two experts of four for each token, each expert with room for a few, dispatched with einsums."""
+
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        x = nn.Embed(32, 16)(tokens)
+        gates = nn.softmax(nn.Dense(4, use_bias=False)(x).astype(jnp.float32))
+        chosen, experts = jax.lax.top_k(gates, 2)
+        hot = jax.nn.one_hot(experts, 4).transpose(0, 2, 1, 3).reshape(x.shape[0], -1, 4)
+        place = jnp.cumsum(hot, 1) * hot - 1
+        room = jax.nn.one_hot(place.astype(jnp.int32), 6) * hot[..., None]
+        room = room.reshape(x.shape[0], 2, -1, 4, 6).transpose(0, 2, 1, 3, 4)
+        combine = jnp.einsum("bsk,bskec->bsec", chosen / chosen.sum(-1, keepdims=True), room)
+        up = self.param("up", nn.initializers.lecun_normal(), (4, 16, 32))
+        down = self.param("down", nn.initializers.lecun_normal(), (4, 32, 16))
+        inner = nn.relu(jnp.einsum("bsec,bsm,emh->ebch", (combine > 0).astype(x.dtype), x, up))
+        x = x + jnp.einsum("bsec,ebch,ehm->bsm", combine, inner, down)
+        return nn.Dense(8)(x.mean(1))
+
+
+class Attention(nn.Module):
+    """Causal attention by jax.nn, rotary positions, a lookup and its gradient, and a padding mask."""
+
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        x = nn.Embed(32, 32)(tokens)
+        q, k, v = (nn.DenseGeneral((4, 8))(x) for _ in range(3))
+        angles = jnp.arange(x.shape[1])[:, None] / 10 ** jnp.linspace(0, 2, 4)
+        sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]
+
+        def rotate(h: Any) -> Any:
+            a, b = jnp.split(h, 2, -1)
+            return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+        out = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        x = x + nn.DenseGeneral(32, (-2, -1))(out)
+        last = jnp.maximum((tokens != 0).sum(1) - 1, 0)
+        return nn.Dense(8)(jnp.take_along_axis(x, last[:, None, None], 1)[:, 0])
+
+
+def nnx_mlp() -> Step:
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.up, self.norm = nnx.Linear(8, 32, rngs=rngs), nnx.LayerNorm(32, rngs=rngs)
+            self.down = nnx.Linear(32, 8, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.down(nnx.gelu(self.norm(self.up(x))))
+
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Model(nnx.Rngs(0))))
+    optimizer = optax.sgd(0.1, momentum=0.9, nesterov=True)
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return ((nnx.merge(graph, params)(batch["x"]) - batch["y"]) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    batch = {name: _random.normal(size=(16, 8)).astype(np.float32) for name in ("x", "y")}
+
+    def init() -> Any:
+        params = nnx.split(Model(nnx.Rngs(0)))[1]
+        return {"params": params, "opt": optimizer.init(params)}
+
+    return step, init, batch
+
+
+def mixed_precision() -> Step:
+    """bfloat16 compute, a dynamic loss scale and a step that is skipped when a gradient is not finite."""
+    model = nn.Dense(8, dtype=jnp.bfloat16)
+    batch = {"x": _random.normal(size=(16, 8)).astype(np.float32), "y": np.arange(16) % 8}
+    optimizer = optax.apply_if_finite(optax.lamb(1e-2), 3)
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            logits = model.apply(params, batch["x"]).astype(jnp.float32)
+            return state["scale"] * optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+        grads = jax.tree.map(lambda g: g / state["scale"], jax.grad(loss)(state["params"]))
+        finite = jnp.all(jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]))
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        scale = jnp.where(finite, state["scale"] * 2, state["scale"] / 2)
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "scale": scale}, finite
+
+    def init() -> Any:
+        params = model.init(jax.random.key(0), batch["x"])
+        return {"params": params, "opt": optimizer.init(params), "scale": jnp.float32(8)}
+
+    return step, init, batch
+
+
+_adamw = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10)),
+)
+
+STEPS: dict[str, Callable[[], Step]] = {
+    "Wide-ResNet": lambda: _linen(WideResNet(), _images, optax.sgd(optax.exponential_decay(0.1, 10, 0.9), 0.9)),
+    "ConvNext": lambda: _linen(ConvNext(), _images, optax.adam(1e-2)),
+    "ViT": lambda: _linen(VisionTransformer(), _images, _adamw, dropout=1),
+    "MoE": lambda: _linen(MixtureOfExperts(), _tokens, optax.adafactor(1e-2)),
+    "attention": lambda: _linen(Attention(), _tokens, _adamw),
+    "nnx MLP": nnx_mlp,
+    "mixed precision": mixed_precision,
+    "lion": lambda: _linen(Attention(), _tokens, optax.lion(1e-3)),
+    "muon": lambda: _linen(Attention(), _tokens, optax.contrib.muon(1e-3)),
+    "rmsprop": lambda: _linen(Attention(), _tokens, optax.rmsprop(1e-3, centered=True, momentum=0.9)),
+    "noisy sgd": lambda: _linen(Attention(), _tokens, optax.noisy_sgd(1e-3, key=jax.random.key(0))),
+}
