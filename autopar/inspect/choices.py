@@ -6,6 +6,7 @@ Nothing is solved again: the decisions are enumerated as the planner did, and th
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal as OneOf
 from typing import NamedTuple
 
 import numpy as np
@@ -72,9 +73,10 @@ def recover(planned: Planned, model: CostModel, options: ShardingOptions) -> Cho
         PlanError: the plan is for another step, or takes options that the planner would not have under `options`.
     """
     step, played = planned.step, replay(planned)
-    costs = MeshCosts(played.mesh, model)
-    decisions = enumerate_decisions(step, costs, options)
-    compute = enumerate_decisions(step, MeshCosts(played.mesh, _KernelsOnly(model)), options).costs
+    decisions, *parts = (
+        enumerate_decisions(step, MeshCosts(played.mesh, each), options)
+        for each in (model, _Part(model, "kernels"), _Part(model, "completions"), _Part(model, "moves"))
+    )
     reads: dict[int | None, list[Use]] = defaultdict(list)
     for use in decisions.uses:
         reads[use.eqn].append(use)
@@ -84,30 +86,44 @@ def recover(planned: Planned, model: CostModel, options: ShardingOptions) -> Cho
         neighbours[j].append((i, cost.T))
     owner = _owners(decisions, played)
     taken = _taken(step, decisions, played, owner, reads)
-    resharding, own = np.zeros(len(taken)), np.zeros(len(taken))
-    for use in decisions.uses:
-        seconds = _reshard(use, step, costs, taken)
-        resharding[use.decision] += seconds
-        if use.decision == use.value.decision:  # counted in the decision's own cost, not in an edge
-            own[use.decision] += seconds
+    moves = _moves(step, decisions, taken)
     split = []
     for i, k in enumerate(taken):
-        kernels = float(compute[i][k])
-        split.append(Seconds(kernels, float(decisions.costs[i][k] - own[i]) - kernels, float(resharding[i])))
+        compute, communication, inside = (float(part.costs[i][k]) for part in parts)
+        split.append(Seconds(compute, communication, inside + float(moves[i])))
     return Choices(played, decisions, owner, taken, reads, tuple(split), neighbours)
 
 
 @dataclass(frozen=True, slots=True)
-class _KernelsOnly:
-    """A cost model in which communication is free: what remains of a decision's cost is compute."""
+class _Part:
+    """A cost model in which all but one kind of work is free: costs are sums, so this is how they split."""
 
     model: CostModel
+    part: OneOf["kernels", "completions", "moves"]
 
     def kernel(self, kernel: Kernel, /) -> float:
-        return self.model.kernel(kernel)
+        return self.model.kernel(kernel) if self.part == "kernels" else 0.0
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
-        return 0.0
+        part = "completions" if kind in ("all_reduce", "reduce_scatter") else "moves"
+        return self.model.collective(kind, num_bytes, groups) if self.part == part else 0.0
+
+
+def _moves(step: StepGraph, decisions: Decisions, taken: Sequence[int]) -> np.ndarray:
+    """Seconds of the edges, for each decision those of the values that it reads with another spec than they have."""
+    moved: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for use in decisions.uses:
+        i, j = use.value.decision, use.decision
+        if i != j and use.value.specs[taken[i]] != use.required[taken[j]]:
+            atoms = step.jaxpr.outvars if use.eqn is None else step.jaxpr.eqns[use.eqn].invars
+            aval = aval_of(atoms[use.operand])
+            moved[min(i, j), max(i, j)][j] += array_bytes(aval.shape, aval.dtype)
+    seconds = np.zeros(len(taken))
+    for (i, j), cost in decisions.edges.items():
+        readers = moved[i, j] or {j: 1}
+        for reader, num_bytes in readers.items():  # in both directions only where two decisions read from one another
+            seconds[reader] += float(cost[taken[i], taken[j]]) * num_bytes / sum(readers.values())
+    return seconds
 
 
 def _owners(decisions: Decisions, played: Replay) -> dict[int, int]:
@@ -154,11 +170,3 @@ def _fitting(name: str, fits: Sequence[bool], costs: np.ndarray) -> int:
             " was made with (options=ShardingOptions() allows the most)"
         )
     return min(options, key=lambda k: costs[k])
-
-
-def _reshard(use: Use, step: StepGraph, costs: MeshCosts, taken: Sequence[int]) -> float:
-    """Seconds of one use under the options taken."""
-    atoms = step.jaxpr.outvars if use.eqn is None else step.jaxpr.eqns[use.eqn].invars
-    aval = aval_of(atoms[use.operand])
-    source, target = use.value.specs[taken[use.value.decision]], use.required[taken[use.decision]]
-    return costs.reshard(array_bytes(aval.shape, aval.dtype), source, target)

@@ -140,6 +140,8 @@ def _predictions(a: Plan, b: Plan) -> Iterator[str]:
     if a.predicted_seconds != b.predicted_seconds:
         ratio = f" ({b.predicted_seconds / a.predicted_seconds:.2f} x)" if a.predicted_seconds else ""
         yield f"predicted step: {a.predicted_seconds * 1e3:.4g} ms -> {b.predicted_seconds * 1e3:.4g} ms{ratio}"
+    if a.predicted_bytes != b.predicted_bytes:
+        yield f"predicted bytes per device: {a.predicted_bytes:,} -> {b.predicted_bytes:,}"
     bytes_a, bytes_b = _input_bytes(a), _input_bytes(b)
     parts = [
         f"{_ROLES[role]} {bytes_a[role]:,} -> {bytes_b[role]:,}"

@@ -51,8 +51,10 @@ def test_two_axes_can_do_different_things():
     assert found.label.startswith("mixture: ")
     assert "ZeRO" in found.on("x")
     assert found.on("y").startswith("operator parallel (column, row")
-    assert dict(found["0/params/params/up/kernel"].kinds) == {"x": ("ZeRO-2",), "y": ("column",)}
-    assert dict(found["0/params/params/down/kernel"].kinds) == {"x": ("ZeRO-2",), "y": ("row",)}
+    for layer, kind in (("up", "column"), ("down", "row")):
+        ((_, on_x), (_, on_y)) = found[f"0/params/params/{layer}/kernel"].kinds
+        assert on_x in [("ZeRO-2",), ("ZeRO-3",)]  # they cost the same here
+        assert on_y == (kind,)
 
 
 def test_layers_are_told_apart():

@@ -37,6 +37,7 @@ def test_plans_alone_say_what_they_know():
         "newly pinned inside" in line for line in found.lines
     )
     assert any(line.startswith("predicted step: ") for line in found.lines)
+    assert any(line.startswith("predicted bytes per device: ") for line in found.lines)
 
 
 def test_mesh_and_microbatches_are_told():

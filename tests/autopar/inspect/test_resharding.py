@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.inspect import resharding_tasks
+from autopar.inspect import resharding_tasks, strategies
 from tests.autopar.inspect.plans import OPTIONS, SLOW, planned
 
 
@@ -37,12 +37,13 @@ def test_every_constraint_on_an_operand_is_a_task(method, shape):
     assert all(t.source != t.target for t in tasks)
 
 
-def test_times_of_the_collectives_are_the_planners_resharding_time():
-    from autopar.inspect import strategies
-
-    each = planned("decoder", "ShardParallel", (4,))
-    groups = (tuple(range(4)),)
-    seconds = sum(
-        SLOW.collective(kind, size, groups) for t in resharding_tasks(each) for kind, size, _ in t.collectives
-    )
-    assert seconds == pytest.approx(strategies(each, costs=SLOW)["resharding_seconds"].sum(), rel=1e-9)
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("method", OPTIONS)
+def test_who_reads_what_must_be_moved_pays_for_it(method, shape):
+    each = planned("decoder", method, shape)
+    table = strategies(each, costs=SLOW)
+    paying = {int(n) for n in table["eqn"][table["resharding_seconds"] > 0].dropna()}
+    moving = {t.eqn for t in resharding_tasks(each) if t.collectives}
+    deciding = {int(n) for n in table["eqn"][table["kind"] == "decides"].dropna()}
+    assert moving & deciding <= paying
+    assert bool(moving) == bool((table["resharding_seconds"] > 0).any())

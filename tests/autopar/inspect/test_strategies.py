@@ -10,12 +10,13 @@ from autopar.plan import PlanError
 from autopar.sharding.options import AUTO
 from simulator.costs import BandwidthOnly
 from tests.autopar.inspect.plans import OPTIONS, SLOW, planned, respecced
+from tests.steps import mlp_args, mlp_step
 
 SECONDS = ["compute_seconds", "communication_seconds", "resharding_seconds"]
 
 
 @pytest.mark.parametrize("costs", [SLOW, None], ids=["bandwidth only", "cluster"])
-@pytest.mark.parametrize("shape", [(1,), (4,), (2, 2)])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
 @pytest.mark.parametrize("method", OPTIONS)
 @pytest.mark.parametrize("step", ["mlp", "decoder", "mlp in microbatches"])
 def test_costs_add_up_to_the_predicted_time(step, method, shape, costs):
@@ -117,3 +118,9 @@ def test_alternatives_that_a_method_forbids_can_be_priced():
     assert len(table)
     own = strategies(planned("wide mlp", "DataParallel"), costs=costs)
     assert sum(map(len, table["runners_up"])) > sum(map(len, own["runners_up"]))
+
+
+def test_an_executable_on_the_devices_here_is_explained_by_default():
+    executable = autopar.parallelize(mlp_step, method=autopar.ShardParallel((2, 2))).get_executable(*mlp_args())
+    table = strategies(executable)
+    assert table[SECONDS].sum().sum() == pytest.approx(executable.plan.predicted_seconds, rel=1e-9)
