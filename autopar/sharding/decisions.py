@@ -5,6 +5,7 @@ section 4.2) has one spec per option of the decision it follows, so it costs no 
 are *free*: they are computed wherever they are needed.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,7 +19,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.gradients import accumulate_p
 from autopar.graph import Atom, aval_of
-from autopar.sharding.costs import MeshCosts, Step
+from autopar.sharding.costs import Combined, MeshCosts, Step
 from autopar.sharding.factors import Assignment, OpFactors
 from autopar.sharding.options import Freedom, ShardingOptions
 from autopar.sharding.problem import ChoiceProblem
@@ -118,7 +119,15 @@ class _Builder:
         self.found = Decisions()
         eqns = step.jaxpr.eqns
         self.factors = [None if eqn.primitive.name in PASS_THROUGH else op_factors(eqn) for eqn in eqns]
-        self.marked = _batch_factors(step, self.factors)
+        self.marked, self.per_example = _batch_factors(step, self.factors)
+        self.combined = MeshCosts(costs.mesh, Combined(costs.model))
+        self.readers = Counter(
+            atom
+            for eqn, factors in zip(eqns, self.factors, strict=True)
+            if factors is not None and factors.decides
+            for atom in eqn.invars
+            if isinstance(atom, Var)
+        )
         self.stored = stored_values(step)
         self.depth: dict[Var, int] = {}
         self._known_costs: dict[Any, np.ndarray] = {}  # repeated layers ask again
@@ -236,7 +245,7 @@ class _Builder:
         stored = tuple(isinstance(a, Var) and a in self.stored for a in (*eqn.invars, *eqn.outvars))
         avals = tuple(atom.aval for atom in (*eqn.invars, *eqn.outvars))
         numbers = eqn.params.get("dimension_numbers")
-        key = (eqn.primitive.name, numbers, factors, avals, stored, tuple(options))
+        key = (eqn.primitive.name, numbers, factors, avals, stored, tuple(options), eqn.outvars[0] in self.per_example)
         if key not in self._known_costs:
             self._known_costs[key] = np.array([self._cost(eqn, factors, option, stored) for option in options])
         return self._known_costs[key]
@@ -250,7 +259,7 @@ class _Builder:
         moved = sum(
             array_bytes(shape, aval.dtype) for shape, aval, held in zip(shapes, avals, stored, strict=True) if held
         )
-        seconds = sum(self.costs.collective(*step) for step in option.collectives)
+        seconds = sum(self._costs_of(eqn.outvars[0]).collective(*step) for step in option.collectives)
         return seconds + (self.costs.model.kernel(kernel_of(eqn, shapes[:count], moved)) if moved else 0.0)
 
     # -- shared
@@ -275,15 +284,21 @@ class _Builder:
             return
         self.found.uses.append(Use(eqn, operand, placement, decision, required))
         num_bytes = array_bytes(aval_of(atom).shape, aval_of(atom).dtype)
-        matrix = self.costs.reshard_matrix(num_bytes, placement.specs, required)
+        matrix = self._costs_of(atom).reshard_matrix(num_bytes, placement.specs, required)
         if not matrix.any():
             return
+        if eqn is not None and atom not in self.per_example and (factors := self.factors[eqn]) and factors.decides:
+            matrix = matrix / self.readers[atom]  # pyright: ignore[reportArgumentType]  # the compiler makes one copy for all who want the same
         i, j = placement.decision, decision
         if i == j:
             self.found.costs[i] = self.found.costs[i] + np.diagonal(matrix)
             return
         key, matrix = ((i, j), matrix) if i < j else ((j, i), matrix.T)
         self.found.edges[key] = self.found.edges[key] + matrix if key in self.found.edges else matrix
+
+    def _costs_of(self, atom: Atom) -> MeshCosts:
+        """Costs of collectives on this value; those of weights and gradients are combined by the compiler."""
+        return self.costs if atom in self.per_example else self.combined
 
     def _placement(self, atom: Atom) -> Placement | None:
         return None if isinstance(atom, Literal) else self.found.placements[atom]
@@ -330,15 +345,16 @@ def _completions(
         )
         if not divides(shape, spec, mesh):
             continue
-        scattered = tuple(axis for axis, onto in zip(partial, dims, strict=True) if onto is not None)
-        reduced = tuple(axis for axis in partial if axis not in scattered)
         steps: list[Step] = []
         for r, (size, width) in enumerate(results):
-            local = prod(local_shape(size, specs[r], mesh)) * width
-            if scattered:
-                steps.append(("reduce_scatter", local, scattered))
-            if reduced:
-                steps.append(("all_reduce", local / mesh.ways(scattered), reduced))
+            local: float = prod(local_shape(size, specs[r], mesh)) * width
+            for dim in (*range(len(shape)), None):
+                axes = tuple(axis for axis, onto in zip(partial, dims, strict=True) if onto == dim)
+                if axes and dim is not None:
+                    steps.append(("reduce_scatter", local, axes))
+                    local /= mesh.ways(axes)
+                elif axes:
+                    steps.append(("all_reduce", local, axes))
         options.append(Option(assignment, (spec, *specs[1:]), tuple(steps)))
     return tuple(options)
 
@@ -360,8 +376,11 @@ def _only(assignments: Sequence[Assignment], marked: frozenset[int], mesh: Logic
     return [a for a in allowed if ways(a) == most]
 
 
-def _batch_factors(step: StepGraph, factors: Sequence[OpFactors | None]) -> list[frozenset[int]]:
-    """For each equation the factors that run over the batch, found by following the batch dims of the inputs."""
+def _batch_factors(step: StepGraph, factors: Sequence[OpFactors | None]) -> tuple[list[frozenset[int]], frozenset[Var]]:
+    """For each equation the factors that run over the batch, and the values that have a batch dim.
+
+    Found by following the batch dims of the inputs.
+    """
     dims_of: dict[Var, frozenset[int]] = {step.jaxpr.invars[i]: frozenset({0}) for i in step.batch}
     marked = []
     for eqn, op in zip(step.jaxpr.eqns, factors, strict=True):
@@ -374,7 +393,7 @@ def _batch_factors(step: StepGraph, factors: Sequence[OpFactors | None]) -> list
         marked.append(found)
         for var, result in zip(eqn.outvars, op.results, strict=True):
             dims_of[var] = frozenset(dim for dim, of in enumerate(result) if of and of[0] in found)
-    return marked
+    return marked, frozenset(var for var, dims in dims_of.items() if dims)
 
 
 def _parameters(step: StepGraph, marked: Sequence[frozenset[int]]) -> set[Var]:
