@@ -108,7 +108,7 @@ def _batch_groups(groups: int) -> Case:
 
 
 def _pool(fun: Callable[[Any], Any]) -> Case:
-    return lambda size: (fun, (ints(size(), 6, 6, size()),))
+    return lambda size: (fun, (ints(size(), 8, 8, size()),))
 
 
 def _window(init: Any, combine: Callable[..., Any], strides: int = 2) -> Callable[[Any], Any]:
@@ -235,8 +235,8 @@ CASES: dict[str, Case] = {
     "reduce": _on(lambda x: lax.reduce(x, np.float32(0), lambda a, b: a + b * b - b, (1,))),
     "reduce_and: truth": _on(lambda x: jnp.all(x > -3, 0)),
     "reduce_and: bits": _on(lambda x: lax.reduce_and_p.bind(x, axes=(0,)), dtype=np.int32),
-    "reduce_max": _on(lambda x: x.max(1)),
-    "reduce_min": _on(lambda x: x.min((0, 1))),
+    "reduce_max": _on(lambda x: x.max(1), low=-99, high=99),
+    "reduce_min": _on(lambda x: x.min((0, 1)), low=-99, high=99),
     "reduce_or: truth": _on(lambda x: jnp.any(x > 2, 1)),
     "reduce_or: bits": _on(lambda x: lax.reduce_or_p.bind(x, axes=(0,)), dtype=np.int32),
     "reduce_prod": _on(lambda x: x.prod(1)),
@@ -304,7 +304,7 @@ CASES: dict[str, Case] = {
     "fft: two dims": _on(jnp.fft.fft2, 3),
     "sort": _on(lambda x: jnp.sort(x, 0)),
     "sort: with its indices": _on(lambda x: jnp.argsort(x, 1)),
-    "top_k": _on(lambda x: lax.top_k(x, 1)),
+    "top_k": _on(lambda x: lax.top_k(x, min(2, x.shape[1]))),
     # linalg
     "cholesky": _matrices(jnp.linalg.cholesky),
     "eig": _matrices(jnp.linalg.eig),
