@@ -170,8 +170,8 @@ def _replicate_and_split(args: tuple[Any, Any], count: int) -> tuple[Any, Any]:
 
 
 def _pmapped(model: Model, devices: Any) -> Any:
-    def averaged(fun: Callable) -> Callable:
-        return lambda *args: jax.lax.pmean(jax.value_and_grad(fun)(*args), axis_name="batch")
+    def averaged(fun: Callable, **options: Any) -> Callable:
+        return lambda *args: jax.lax.pmean(jax.value_and_grad(fun, **options)(*args), axis_name="batch")
 
     value_and_grad: ValueAndGrad = averaged
     return jax.pmap(partial(model.train_step, value_and_grad=value_and_grad), axis_name="batch", devices=devices)

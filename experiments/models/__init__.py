@@ -4,14 +4,29 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from experiments.models.bert import BERT
 from experiments.models.gpt import GPT
 from experiments.models.mlp import MLP
 from experiments.models.model import Model
+from experiments.models.moe import MoE
+from experiments.models.nnx_mlp import NnxMLP
+from experiments.models.unet import UNet
+from experiments.models.vit import ViT
+from experiments.models.wide_resnet import WideResNet
 from experiments.names import known
 
-__all__ = ["GPT", "MLP", "MODELS", "Model", "build_model"]
+__all__ = ["BERT", "GPT", "MLP", "MODELS", "MoE", "Model", "NnxMLP", "UNet", "ViT", "WideResNet", "build_model"]
 
-MODELS: dict[str, type[Model]] = {"mlp": MLP, "gpt": GPT}
+MODELS: dict[str, type[Model]] = {
+    "mlp": MLP,
+    "nnx_mlp": NnxMLP,
+    "gpt": GPT,
+    "bert": BERT,
+    "moe": MoE,
+    "wide_resnet": WideResNet,
+    "vit": ViT,
+    "unet": UNet,
+}
 
 
 def build_model(name: str, size: Mapping[str, Any]) -> Model:

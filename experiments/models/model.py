@@ -11,7 +11,7 @@ import optax
 from flax.training.train_state import TrainState
 
 type Batch = dict[str, jax.Array]
-type ValueAndGrad = Callable[[Callable], Callable]
+type ValueAndGrad = Callable[..., Callable]
 
 
 class Model(ABC):
@@ -32,7 +32,7 @@ class Model(ABC):
         """One step of training.
 
         `value_and_grad` is the seam for whoever wants more of the gradient than JAX gives: `autopar.value_and_grad` accumulates
-        it over microbatches, the pmap strategy averages it over devices.
+        it over microbatches, the pmap strategy averages it over devices. Called as `jax.value_and_grad` is, `has_aux` included.
         """
 
     def abstract_args(self) -> tuple[TrainState, Batch]:

@@ -1,0 +1,93 @@
+"""A BERT encoder (Devlin et al., 2019) that learns to fill in masked tokens."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax.training.train_state import TrainState
+
+from experiments.models.model import Batch, Model, ValueAndGrad, adam_state
+from experiments.models.transformer import EncoderBlock
+
+MASK = 0
+"""The token that stands for a hidden one."""
+
+
+class Encoder(nn.Module):
+    """Token ids (batch, length) in, logits (batch, length, vocabulary) out, in float32."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    sequence_length: int
+    vocab_size: int
+    dtype: Any
+    remat: bool
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        embed = nn.Embed(self.vocab_size, self.hidden_size, dtype=self.dtype, name="tokens")
+        positions = nn.Embed(self.sequence_length, self.hidden_size, dtype=self.dtype, name="positions")
+        x = nn.LayerNorm(dtype=self.dtype, name="norm")(embed(tokens) + positions(jnp.arange(tokens.shape[1])))
+        block = nn.remat(EncoderBlock) if self.remat else EncoderBlock
+        for i in range(self.num_layers):
+            x = block(self.num_heads, self.dtype, norm_first=False, name=f"block_{i}")(x)
+        x = nn.gelu(nn.Dense(self.hidden_size, dtype=self.dtype, name="transform")(x))
+        x = nn.LayerNorm(dtype=self.dtype, name="head_norm")(x)
+        bias = self.param("bias", nn.initializers.zeros, (self.vocab_size,))
+        return embed.attend(x).astype(jnp.float32) + bias
+
+
+@dataclass(frozen=True, slots=True)
+class BERT(Model):
+    """Cross-entropy of the masked tokens, 15 % of all.
+
+    Attributes:
+        compute_dtype: dtype of activations and matrix products; parameters, softmax and loss are float32.
+        remat: recompute each block in the backward pass instead of keeping its activations.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    sequence_length: int
+    vocab_size: int
+    batch_size: int
+    compute_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    remat: bool = False
+
+    @property
+    def dtype(self) -> str:
+        return self.compute_dtype
+
+    def init_state(self, key: jax.Array) -> TrainState:
+        module = Encoder(
+            self.num_layers,
+            self.hidden_size,
+            self.num_heads,
+            self.sequence_length,
+            self.vocab_size,
+            jnp.dtype(self.compute_dtype),
+            self.remat,
+        )
+        return adam_state(module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32)))
+
+    def make_batch(self, key: jax.Array) -> Batch:
+        words, hidden = jax.random.split(key)
+        labels = jax.random.randint(words, (self.batch_size, self.sequence_length), 1, self.vocab_size)
+        masked = jax.random.uniform(hidden, labels.shape) < 0.15
+        return {"tokens": jnp.where(masked, MASK, labels), "labels": labels, "masked": masked}
+
+    def train_step(
+        self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
+    ) -> tuple[TrainState, jax.Array]:
+        def loss(params: nn.FrozenDict) -> jax.Array:
+            logits = state.apply_fn(params, batch["tokens"])
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+            return jnp.where(batch["masked"], losses, 0).sum() / batch["masked"].sum()
+
+        value, grads = value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value

@@ -1,0 +1,57 @@
+"""The encoder block that several models are made of."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+
+class SelfAttention(nn.Module):
+    """Every position attends to every other; one projection for queries, keys and values. (batch, length, hidden) to the same."""
+
+    num_heads: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        batch, length, hidden = x.shape
+        head_dim = hidden // self.num_heads
+        qkv = nn.Dense(3 * hidden, dtype=self.dtype, name="qkv")(x)
+        # Heads outside, query-key-value inside: columns of the projection can then be sharded by head.
+        qkv = qkv.reshape(batch, length, self.num_heads, 3, head_dim)
+        query, key, value = qkv[:, :, :, 0], qkv[:, :, :, 1], qkv[:, :, :, 2]
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / head_dim**0.5
+        weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(self.dtype)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+        return nn.Dense(hidden, dtype=self.dtype, name="out")(mixed.reshape(batch, length, hidden))
+
+
+class FeedForward(nn.Module):
+    """Two dense layers, `widening` x as wide in between."""
+
+    dtype: Any
+    widening: int = 4
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = nn.gelu(nn.Dense(self.widening * x.shape[-1], dtype=self.dtype, name="up")(x))
+        return nn.Dense(x.shape[-1], dtype=self.dtype, name="down")(y)
+
+
+class EncoderBlock(nn.Module):
+    """Attention and a feed-forward layer around skip connections, normalised before each (as ViT) or after the sum (as BERT)."""
+
+    num_heads: int
+    dtype: Any
+    norm_first: bool = True
+    widening: int = 4
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        attention = SelfAttention(self.num_heads, self.dtype, name="attention")
+        feed_forward = FeedForward(self.dtype, self.widening, name="feed_forward")
+        norms = nn.LayerNorm(dtype=self.dtype), nn.LayerNorm(dtype=self.dtype)
+        for norm, layer in zip(norms, (attention, feed_forward), strict=True):
+            x = x + layer(norm(x)) if self.norm_first else norm(x + layer(x))
+        return x

@@ -1,0 +1,84 @@
+"""A vision transformer (Dosovitskiy et al., 2021)."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax.training.train_state import TrainState
+
+from experiments.models.model import Batch, Model, ValueAndGrad, adam_state
+from experiments.models.transformer import EncoderBlock
+
+
+class VisionTransformer(nn.Module):
+    """Images (batch, height, width, 3) in, logits (batch, classes) out, in float32."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    patch_size: int
+    num_classes: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        patch = (self.patch_size, self.patch_size)
+        x = nn.Conv(self.hidden_size, patch, patch, "VALID", dtype=self.dtype, name="patches")(images)
+        x = x.reshape(x.shape[0], -1, self.hidden_size)
+        token = self.param("class", nn.initializers.zeros, (1, 1, self.hidden_size)).astype(self.dtype)
+        x = jnp.concatenate([jnp.broadcast_to(token, (x.shape[0], 1, self.hidden_size)), x], axis=1)
+        x = x + self.param("positions", nn.initializers.normal(0.02), x.shape[1:]).astype(self.dtype)
+        for i in range(self.num_layers):
+            x = EncoderBlock(self.num_heads, self.dtype, name=f"block_{i}")(x)
+        x = nn.LayerNorm(dtype=self.dtype, name="norm")(x[:, 0])
+        return nn.Dense(self.num_classes, dtype=self.dtype, name="head")(x).astype(jnp.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class ViT(Model):
+    """Classification with cross-entropy. `compute_dtype` as in `GPT`; `image_size` is a multiple of `patch_size`."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    patch_size: int
+    image_size: int
+    num_classes: int
+    batch_size: int
+    compute_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+
+    @property
+    def dtype(self) -> str:
+        return self.compute_dtype
+
+    def init_state(self, key: jax.Array) -> TrainState:
+        module = VisionTransformer(
+            self.num_layers,
+            self.hidden_size,
+            self.num_heads,
+            self.patch_size,
+            self.num_classes,
+            jnp.dtype(self.compute_dtype),
+        )
+        return adam_state(module.apply, module.init(key, jnp.zeros((1, self.image_size, self.image_size, 3))))
+
+    def make_batch(self, key: jax.Array) -> Batch:
+        pixels, classes = jax.random.split(key)
+        shape = (self.batch_size, self.image_size, self.image_size, 3)
+        return {
+            "images": jax.random.normal(pixels, shape),
+            "labels": jax.random.randint(classes, (self.batch_size,), 0, self.num_classes),
+        }
+
+    def train_step(
+        self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
+    ) -> tuple[TrainState, jax.Array]:
+        def loss(params: nn.FrozenDict) -> jax.Array:
+            logits = state.apply_fn(params, batch["images"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+        value, grads = value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
