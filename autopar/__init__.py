@@ -16,7 +16,8 @@ from autopar.methods import DataParallel, PlanMethod, ShardParallel, Zero2Parall
 from autopar.microbatch import MicrobatchError  # noqa: E402
 from autopar.plan import Plan, PlanError  # noqa: E402
 from autopar.runtime.executable import Executable  # noqa: E402
-from autopar.sharding.decisions import ShardingError  # noqa: E402
+from autopar.sharding.options import ShardingOptions  # noqa: E402
+from autopar.sharding.pins import ShardingError  # noqa: E402
 from autopar.sharding.planner import MemoryBudgetError  # noqa: E402
 from autopar.sharding.problem import InfeasibleError  # noqa: E402
 from autopar.sharding.rules import MissingRuleError  # noqa: E402
@@ -35,6 +36,7 @@ __all__ = [
     "PlanMethod",
     "ShardParallel",
     "ShardingError",
+    "ShardingOptions",
     "TraceError",
     "Zero2Parallel",
     "Zero3Parallel",

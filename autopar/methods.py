@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -34,33 +34,53 @@ class PlanningMethod:
     cluster: Cluster | str | Path | None = None
     memory_budget: float | None = None
 
-    options: ClassVar[ShardingOptions] = AUTO
+    @property
+    def sharding(self) -> ShardingOptions:
+        """What plans may choose."""
+        raise NotImplementedError
 
     def __post_init__(self) -> None:
         if self.num_micro_batches < 1:
             raise ValueError(f"num_micro_batches is {self.num_micro_batches}, expected at least 1")
 
 
+@dataclass(frozen=True)
 class ShardParallel(PlanningMethod):
-    """Finds the cheapest sharding of every value: data, operator and ZeRO parallelism in any mixture."""
+    """Finds the cheapest sharding of every value: data, operator and ZeRO parallelism in any mixture.
+
+    Attributes:
+        options: limits on what it may choose, and specs that it must keep.
+    """
+
+    options: ShardingOptions = AUTO
+
+    @property
+    def sharding(self) -> ShardingOptions:
+        return self.options
 
 
 class DataParallel(PlanningMethod):
     """Shards the batch; parameters and optimizer state are whole on every device."""
 
-    options = DATA_PARALLEL
+    @property
+    def sharding(self) -> ShardingOptions:
+        return DATA_PARALLEL
 
 
 class Zero2Parallel(PlanningMethod):
     """Data parallelism with sharded gradients and optimizer state (ZeRO stage 2, arXiv 1910.02054)."""
 
-    options = ZERO2
+    @property
+    def sharding(self) -> ShardingOptions:
+        return ZERO2
 
 
 class Zero3Parallel(PlanningMethod):
     """Data parallelism with sharded gradients, optimizer state and parameters (ZeRO stage 3, or FSDP)."""
 
-    options = ZERO3
+    @property
+    def sharding(self) -> ShardingOptions:
+        return ZERO3
 
 
 @dataclass(frozen=True)

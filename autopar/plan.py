@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from autopar.sharding.decisions import Role
+from autopar.sharding.dataflow import Role
 from autopar.sharding.spec import LogicalMesh, Spec, local_shape, partition_spec
 from autopar.work import array_bytes
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from autopar.graph import aval_of
+from autopar.inspect.strategies import print_if_asked
 from autopar.plan import Constraint, Plan, Stage, Value
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.planner import Shardings, plan_shardings
@@ -39,8 +40,9 @@ def make_plan(
             f" {cluster.num_devices}; use a smaller mesh or a cluster with more hosts"
         )
     budget = cluster.device.usable_bytes if memory_budget is None else memory_budget
-    shardings = plan_shardings(step, mesh, costs or ClusterCosts(cluster), options, budget)
-    return Plan(
+    costs = costs or ClusterCosts(cluster)
+    shardings = plan_shardings(step, mesh, costs, options, budget)
+    plan = Plan(
         fingerprint=step.fingerprint,
         method=method,
         cluster=cluster.name,
@@ -51,6 +53,8 @@ def make_plan(
         gap=shardings.gap,
         planning_seconds=shardings.solve_seconds,
     )
+    print_if_asked(step, plan, costs, options)
+    return plan
 
 
 def _stage(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:

@@ -82,4 +82,4 @@ def default_costs(plan: Plan) -> CostModel:
 
 def default_options(plan: Plan) -> ShardingOptions:
     """The limits of the plan's method; none for a method of another name."""
-    return {method.__name__: method.options for method in _METHODS}.get(plan.method, AUTO)
+    return {method.__name__: method().sharding for method in _METHODS}.get(plan.method, AUTO)

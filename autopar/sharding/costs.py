@@ -1,12 +1,13 @@
 """Seconds on a logical mesh: kernels, collectives along mesh axes, and changes of spec."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from autopar.sharding.spec import LogicalMesh, Spec
+from autopar.sharding.spec import LogicalMesh, Spec, axes_of
 from simulator.costs import CostModel
 from simulator.work import CollectiveKind, Groups, Kernel
 
@@ -20,6 +21,7 @@ class MeshCosts:
 
     mesh: LogicalMesh
     model: CostModel
+    forbidden: frozenset[CollectiveKind] = frozenset()
 
     @lru_cache  # noqa: B019 (one per planning run)
     def groups(self, axes: tuple[str, ...]) -> Groups:
@@ -27,13 +29,20 @@ class MeshCosts:
 
     @lru_cache  # noqa: B019
     def collective(self, kind: CollectiveKind, num_bytes: float, axes: tuple[str, ...]) -> float:
-        """Seconds of one collective along `axes` (nothing to do along none)."""
+        """Seconds of one collective along `axes` (nothing to do along none); infinite for a forbidden one."""
+        if kind in self.forbidden and axes and num_bytes:
+            return math.inf
         return self.model.collective(kind, num_bytes, self.groups(axes)) if axes and num_bytes else 0.0
 
     @lru_cache  # noqa: B019
     def reshard(self, num_bytes: float, source: Spec, target: Spec) -> float:
         """Seconds to bring an array of `num_bytes` (the whole of it) from `source` to `target`."""
-        return sum(self.collective(*step) for step in reshard_steps(num_bytes, source, target, self.mesh))
+        steps = sum(self.collective(*step) for step in reshard_steps(num_bytes, source, target, self.mesh))
+        return steps + self.copy(copied_bytes(num_bytes, source, target, self.mesh))
+
+    def copy(self, num_bytes: float) -> float:
+        """Seconds to move bytes within device memory."""
+        return self.model.kernel(Kernel("copy", "memory", 0.0, num_bytes)) if num_bytes else 0.0
 
     @lru_cache  # noqa: B019
     def reshard_matrix(self, num_bytes: float, sources: tuple[Spec, ...], targets: tuple[Spec, ...]) -> np.ndarray:
@@ -63,18 +72,43 @@ class Combined:
 def reshard_steps(num_bytes: float, source: Spec, target: Spec, mesh: LogicalMesh) -> Iterator[Step]:
     """The collectives that bring an array of `num_bytes` from `source` to `target`.
 
-    Axes that appear are local slices and cost nothing; axes that move to another dim are an all_to_all; axes that vanish
-    are an all_gather for each dim they shard, taken last, when the array is as small as it gets.
+    Axes that appear are local slices and cost nothing. Axes that leave a dim are an all_to_all when all of them join the
+    minor end of one other dim, and otherwise an all_gather along the dim, taken last, when the array is as small as it gets;
+    that is what XLA's partitioner makes of them.
     """
-    if source == target:
-        return
-    before = {axis: (dim, position) for dim, axes in enumerate(source) for position, axis in enumerate(axes)}
-    after = {axis: (dim, position) for dim, axes in enumerate(target) for position, axis in enumerate(axes)}
-    moved = tuple(axis for axis in before if axis in after and before[axis] != after[axis])
-    local = num_bytes / mesh.ways(before.keys() | after.keys())
-    if moved:
-        yield "all_to_all", local, moved
-    for axes in source:
-        if gone := tuple(axis for axis in axes if axis not in after):
-            local *= mesh.ways(gone)
-            yield "all_gather", local, gone
+    local = num_bytes / mesh.ways(axes_of(source) | axes_of(target))
+    gathers = []
+    for dim, axes in enumerate(source):
+        leaving = _leaving(axes, target[dim])
+        if not leaving:
+            continue
+        joined = [e for e, others in enumerate(source) if e != dim and target[e] == others + leaving]
+        if joined:
+            yield "all_to_all", local, leaving
+        else:
+            gathers.append(leaving)
+    for leaving in gathers:
+        local *= mesh.ways(leaving)
+        yield "all_gather", local, leaving
+
+
+def copied_bytes(num_bytes: float, source: Spec, target: Spec, mesh: LogicalMesh) -> float:
+    """Bytes moved in device memory to change from `source` to `target`, beside what the collectives move.
+
+    Collectives work on the leading dim: along any other, what they gave is transposed into place, a read and a write.
+    """
+    moved = 0.0
+    local = num_bytes / mesh.ways(axes_of(source))
+    for dim, axes in enumerate(source):
+        if leaving := _leaving(axes, target[dim]):
+            local *= mesh.ways(leaving)
+            moved += 2 * local if dim > 0 else 0.0
+    return moved
+
+
+def _leaving(axes: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes of a dim that can't stay: those from the first on which the two specs differ."""
+    kept = 0
+    while kept < min(len(axes), len(wanted)) and axes[kept] == wanted[kept]:
+        kept += 1
+    return axes[kept:]

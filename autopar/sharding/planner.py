@@ -5,11 +5,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal as OneOf
 
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from autopar.graph import Atom, aval_of
 from autopar.sharding.costs import MeshCosts
-from autopar.sharding.decisions import Decisions, Role, enumerate_decisions
+from autopar.sharding.dataflow import Role
+from autopar.sharding.decisions import Decisions, enumerate_decisions
 from autopar.sharding.memory import Memory
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Limit, Solution
@@ -94,7 +95,7 @@ def plan_shardings(
         InfeasibleError, TimeoutError: see `solve`.
     """
     start = time.perf_counter()
-    decisions = enumerate_decisions(step, MeshCosts(mesh, model), options)
+    decisions = enumerate_decisions(step, MeshCosts(mesh, model, options.forbidden), options)
     memory = Memory(step, decisions, mesh)
     solution, peak_bytes = _solve_within(memory, decisions.problem(), memory_budget, options.time_limit)
     return _shardings(step, decisions, solution, peak_bytes, time.perf_counter() - start)
@@ -127,29 +128,37 @@ def _shardings(
     step: StepGraph, decisions: Decisions, solution: Solution, peak_bytes: float, seconds: float
 ) -> Shardings:
     choice = solution.choice
-    constraints = [
-        Constraint(eqn, "out", r, placement.specs[choice[placement.decision]])
-        for eqn, results in decisions.decided
-        for r, placement in enumerate(results)
-        if placement is not None
-    ]
+    pinned: dict[Var, Constraint] = {}
+    for eqn, results in decisions.decided:
+        for r, placement in enumerate(results):
+            if placement is not None:
+                spec = placement.specs[choice[placement.decision]]
+                pinned[step.jaxpr.eqns[eqn].outvars[r]] = Constraint(eqn, "out", r, spec)
+    made_by = {var: (n, r) for n, eqn in enumerate(step.jaxpr.eqns) for r, var in enumerate(eqn.outvars)}
+    deciding = {eqn for eqn, _ in decisions.decided}
+    moves = []
+    for use in decisions.uses:
+        present, required = use.value.specs[choice[use.value.decision]], use.required[choice[use.decision]]
+        if use.eqn is None or (present == required and use.eqn not in deciding):
+            continue
+        if present != required:
+            moves.append(Constraint(use.eqn, "in", use.operand, required))
+        # A value that follows is pinned where somebody wants it otherwise, or decides by it: the partitioner would be free to
+        # make it the other way and move it back for the rest.
+        var = step.jaxpr.eqns[use.eqn].invars[use.operand]
+        if isinstance(var, Var) and var in made_by and var not in pinned:
+            pinned[var] = Constraint(made_by[var][0], "out", made_by[var][1], present)
 
     def output_spec(o: int, atom: Atom) -> Spec:
-        if o in step.carried:
-            placement = decisions.inputs[step.carried[o]]
-        else:
-            placement = None if isinstance(atom, Literal) else decisions.placements[atom]
+        placement = decisions.outputs.get(o)
+        if placement is None and not isinstance(atom, Literal):
+            placement = decisions.placements[atom]
         return placement.specs[choice[placement.decision]] if placement else replicated(len(aval_of(atom).shape))
 
-    for use in decisions.uses:
-        present = use.value.specs[choice[use.value.decision]]
-        required = use.required[choice[use.decision]]
-        if use.eqn is not None and present != required:
-            constraints.append(Constraint(use.eqn, "in", use.operand, required))
     return Shardings(
         inputs=tuple(p.specs[choice[p.decision]] for p in decisions.inputs),
         outputs=tuple(output_spec(o, atom) for o, atom in enumerate(step.jaxpr.outvars)),
-        constraints=tuple(sorted(constraints, key=lambda c: (c.eqn, c.side, c.index))),
+        constraints=tuple(sorted([*pinned.values(), *moves], key=lambda c: (c.eqn, c.side, c.index))),
         roles=tuple(decisions.roles),
         seconds=solution.objective,
         peak_bytes=peak_bytes,

@@ -14,6 +14,10 @@ type Spec = tuple[tuple[str, ...], ...]
 """For each array dim the mesh axes that shard it, major first: `(("x",), ())` is `PartitionSpec("x", None)`."""
 
 
+type Specs = tuple[Spec, ...]
+"""One spec per option of a decision."""
+
+
 @dataclass(frozen=True)
 class LogicalMesh:
     """Names and sizes of mesh axes; devices are numbered in row-major order of the axes.

@@ -18,7 +18,7 @@ def test_zero_2_differs_from_data_parallelism_in_the_optimizer_state():
     found = diff(planned("mlp", "DataParallel"), planned("mlp", "Zero2Parallel"))
     assert "method: DataParallel -> Zero2Parallel" in found.lines
     assert "parallelism: data parallel -> ZeRO-2" in found.lines
-    assert any(line.startswith("parameters: 2 of 4 data parallel on x -> ZeRO-2 on x: ") for line in found.lines)
+    assert any(line.startswith("parameters: 4 of 4 data parallel on x -> ZeRO-2 on x: ") for line in found.lines)
     state = [line for line in found.lines if line.startswith("optimizer state: ")]
     assert state
     assert "0/opt_state/0/mu/params/Dense_0/" in "".join(state)

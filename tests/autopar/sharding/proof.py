@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from autopar.graph import evaluate, flatten
-from autopar.sharding.decisions import Option, _completions
+from autopar.sharding.candidates import Option, completions
 from autopar.sharding.factors import Assignment, OpFactors
 from autopar.sharding.rules import op_factors
 from autopar.sharding.spec import LogicalMesh, Spec, local_shape, partition_spec
@@ -30,7 +30,7 @@ type Shapes = Sequence[tuple[int, ...]]
 def candidates(eqn: JaxprEqn, factors: OpFactors, mesh: LogicalMesh) -> list[Option]:
     """Every assignment of the equation with every way to complete its results."""
     results = tuple((v.aval.shape, v.aval.dtype.itemsize) for v in eqn.outvars)
-    return [o for a in factors.assignments(mesh) for o in _completions(factors, a, results, True, mesh)]
+    return [o for a in factors.assignments(mesh) for o in completions(factors, a, results, True, mesh)]
 
 
 def equations(name: str, fun: Callable[..., Any], args: Sequence[Any]) -> list[tuple[JaxprEqn, list[Any]]]:

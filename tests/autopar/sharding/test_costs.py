@@ -26,7 +26,9 @@ R, X0, Y0, Y1, XY0 = ((), ()), (("x",), ()), (("y",), ()), ((), ("y",)), (("x", 
         ((("x",), ("y",)), R, [("all_gather", 2000.0, ("x",)), ("all_gather", 8000.0, ("y",))]),
         (Y0, Y1, [("all_to_all", 2000.0, ("y",))]),
         (Y0, (("x",), ("y",)), [("all_to_all", 1000.0, ("y",))]),
-        (XY0, Y1, [("all_to_all", 1000.0, ("y",)), ("all_gather", 2000.0, ("x",))]),
+        (Y0, (("x", "y"), ()), [("all_gather", 4000.0, ("y",))]),
+        (XY0, Y1, [("all_gather", 8000.0, ("x", "y"))]),
+        (XY0, (("x",), ("y",)), [("all_to_all", 1000.0, ("y",))]),
     ],
 )
 def test_steps_between_specs_of_an_array_of_8000_bytes(source, target, steps):

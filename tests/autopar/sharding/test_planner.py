@@ -6,8 +6,8 @@ import optax
 import pytest
 
 import autopar
-from autopar.sharding.decisions import ShardingError
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
+from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import MemoryBudgetError, plan_shardings
 from autopar.sharding.rules import MissingRuleError
 from autopar.sharding.spec import LogicalMesh

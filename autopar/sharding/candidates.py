@@ -1,0 +1,114 @@
+"""Candidates of an equation: ways to shard its factors, and to complete the partial results that some leave."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+from autopar.sharding.costs import Step
+from autopar.sharding.factors import Assignment, OpFactors
+from autopar.sharding.spec import LogicalMesh, Spec, Specs, divides, local_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One candidate of an equation: how its factors are sharded and how partial results are completed.
+
+    Attributes:
+        results: specs of the completed results.
+        collectives: what completes them.
+        copied: bytes that completing them moves within device memory (a reduce_scatter along any but the leading dim).
+    """
+
+    assignment: Assignment
+    results: tuple[Spec, ...]
+    collectives: tuple[Step, ...] = ()
+    copied: float = 0.0
+
+
+@lru_cache(maxsize=65536)
+def followed(factors: OpFactors, leader: int, specs: Specs, mesh: LogicalMesh) -> tuple[Assignment, ...] | None:
+    """The assignment under each spec of the operand that an equation follows; None when it can't keep one of them."""
+    assignments = []
+    for spec in specs:
+        assignment = factors.assign(leader, spec, mesh)
+        if assignment is None:
+            return None
+        assignments.append(assignment)
+    return tuple(assignments)
+
+
+@lru_cache(maxsize=65536)
+def completions(
+    factors: OpFactors,
+    assignment: Assignment,
+    results: tuple[tuple[tuple[int, ...], int], ...],
+    scatter: bool,
+    mesh: LogicalMesh,
+) -> tuple[Option, ...]:
+    """The ways to complete partial results: an all_reduce, or (when `scatter`) a reduce_scatter onto some dim per axis.
+
+    `results` are (shape, bytes of an element) of each result. The plain all_reduce comes first.
+    """
+    specs = tuple(factors.result_spec(r, assignment) for r in range(len(results)))
+    partial = factors.partial_axes(assignment)
+    if not partial:
+        return (Option(assignment, specs),)
+    shape, _ = results[0]
+    scatter = scatter and len(results) == 1 and not {"max", "min"} & set(factors.kinds)
+    options = []
+    for dims in product((None, *range(len(shape))) if scatter else (None,), repeat=len(partial)):
+        spec = tuple(
+            (*axes, *(axis for axis, onto in zip(partial, dims, strict=True) if onto == dim))
+            for dim, axes in enumerate(specs[0])
+        )
+        if not divides(shape, spec, mesh):
+            continue
+        steps: list[Step] = []
+        copied = 0.0
+        for r, (size, width) in enumerate(results):
+            local: float = prod(local_shape(size, specs[r], mesh)) * width
+            for dim in (*range(len(shape)), None):
+                axes = tuple(axis for axis, onto in zip(partial, dims, strict=True) if onto == dim)
+                if axes and dim is not None:
+                    steps.append(("reduce_scatter", local, axes))
+                    copied += 2 * local if dim > 0 else 0.0
+                    local /= mesh.ways(axes)
+                elif axes:
+                    steps.append(("all_reduce", local, axes))
+        options.append(Option(assignment, (spec, *specs[1:]), tuple(steps), copied))
+    return tuple(options)
+
+
+@lru_cache(maxsize=65536)
+def required(factors: OpFactors, operand: int, assignments: tuple[Assignment, ...]) -> Specs:
+    """The spec that an operand must have under each assignment."""
+    return tuple(factors.operand_spec(operand, assignment) for assignment in assignments)
+
+
+def batch_only(assignments: Sequence[Assignment], marked: frozenset[int], mesh: LogicalMesh) -> list[Assignment]:
+    """The assignments that shard the factors in `marked` as far as can be, and no others."""
+
+    def ways(assignment: Assignment) -> int:
+        return mesh.ways(axis for axes in assignment for axis in axes)
+
+    allowed = [a for a in assignments if all(not axes or f in marked for f, axes in enumerate(a))]
+    most = max(map(ways, allowed))
+    return [a for a in allowed if ways(a) == most]
+
+
+def batch_on(assignments: Iterable[Assignment], marked: frozenset[int], axis: str) -> list[Assignment]:
+    """The assignments that shard a factor in `marked` along `axis`, if there is such a factor; otherwise all."""
+    assignments = list(assignments)
+    return [a for a in assignments if any(axis in a[f] for f in marked)] if marked else assignments
+
+
+def scattered_if_possible(options: Sequence[Option]) -> list[Option]:
+    """Without all_reduces where a reduce_scatter completes the same partial results."""
+
+    def reduces(option: Option) -> bool:
+        return any(kind == "all_reduce" for kind, _, _ in option.collectives)
+
+    scattered = {option.assignment for option in options if option.collectives and not reduces(option)}
+    return [option for option in options if not (reduces(option) and option.assignment in scattered)]

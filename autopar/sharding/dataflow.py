@@ -1,0 +1,105 @@
+"""What can be said of a step before anything is decided: what depends on the batch, what is a parameter, what is stored."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal as OneOf
+
+from jax.extend.core import Literal, Var
+
+from autopar.graph import Atom
+from autopar.sharding.factors import OpFactors
+from autopar.sharding.rules import PASS_THROUGH, POINTWISE, op_factors
+from autopar.trace import StepGraph
+
+type Role = OneOf["batch", "parameter", "state", "other"]
+"""What an input is: per example; carried and used per example; carried for the optimizer's sake; none of these."""
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """Facts about a traced step.
+
+    Attributes:
+        factors: of each equation; None for those that only pass values through.
+        marked: for each equation, the factors that run over the batch.
+        per_example: the values that have a batch dim.
+        roles: of each input.
+        readers: how many deciding equations read each value.
+        stored: the values that are written to memory.
+    """
+
+    factors: tuple[OpFactors | None, ...]
+    marked: tuple[frozenset[int], ...]
+    per_example: frozenset[Var]
+    roles: tuple[Role, ...]
+    readers: Counter[Var]
+    stored: frozenset[Var]
+
+
+def analyse(step: StepGraph) -> Dataflow:
+    """The facts about `step`. Raises MissingRuleError when an equation has no sharding rule."""
+    eqns = step.jaxpr.eqns
+    factors = tuple(None if eqn.primitive.name in PASS_THROUGH else op_factors(eqn) for eqn in eqns)
+    marked, per_example = _batch_factors(step, factors)
+    deciding = [eqn for eqn, op in zip(eqns, factors, strict=True) if op is not None and op.decides]
+    readers = Counter(atom for eqn in deciding for atom in eqn.invars if isinstance(atom, Var))
+    return Dataflow(factors, tuple(marked), per_example, _roles(step, marked), readers, frozenset(stored_values(step)))
+
+
+def _roles(step: StepGraph, marked: Sequence[frozenset[int]]) -> tuple[Role, ...]:
+    parameters, carried = _parameters(step, marked), set(step.carried.values())
+
+    def role(i: int, var: Var) -> Role:
+        if i in step.batch:
+            return "batch"
+        if i in carried:
+            return "parameter" if var in parameters else "state"
+        return "other"
+
+    return tuple(role(i, var) for i, var in enumerate(step.jaxpr.invars))
+
+
+def _batch_factors(step: StepGraph, factors: Sequence[OpFactors | None]) -> tuple[list[frozenset[int]], frozenset[Var]]:
+    """For each equation the factors that run over the batch, and the values that have a batch dim.
+
+    Found by following the batch dims of the inputs.
+    """
+    dims_of: dict[Var, frozenset[int]] = {step.jaxpr.invars[i]: frozenset({0}) for i in step.batch}
+    marked = []
+    for eqn, op in zip(step.jaxpr.eqns, factors, strict=True):
+        marks = [frozenset() if isinstance(a, Literal) else dims_of.get(a, frozenset()) for a in eqn.invars]
+        if op is None:
+            marked.append(frozenset())
+            dims_of.update(zip(eqn.outvars, marks, strict=True))
+            continue
+        found = frozenset(op.operands[k][dim][0] for k, dims in enumerate(marks) for dim in dims if op.operands[k][dim])
+        marked.append(found)
+        for var, result in zip(eqn.outvars, op.results, strict=True):
+            dims_of[var] = frozenset(dim for dim, of in enumerate(result) if of and of[0] in found)
+    return marked, frozenset(var for var, dims in dims_of.items() if dims)
+
+
+def _parameters(step: StepGraph, marked: Sequence[frozenset[int]]) -> set[Var]:
+    """The inputs that computation per example depends on; other carried state belongs to the optimizer."""
+    reaching: set[Atom] = set()
+    for eqn, marks in zip(reversed(step.jaxpr.eqns), reversed(marked), strict=True):
+        if marks or not reaching.isdisjoint(eqn.outvars):
+            reaching.update(atom for atom in eqn.invars if isinstance(atom, Var))
+    return {var for var in step.jaxpr.invars if var in reaching}
+
+
+_FUSIBLE = POINTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze", "slice", "transpose"}
+"""Primitives whose results a fusion keeps in registers when only other fusible equations or reductions read them."""
+
+
+def stored_values(step: StepGraph) -> set[Var]:
+    """The values that are written to memory: inputs, outputs, and what a kernel other than a fusion writes or reads."""
+    stored = {*step.jaxpr.invars, *step.jaxpr.constvars, *(a for a in step.jaxpr.outvars if isinstance(a, Var))}
+    for eqn in step.jaxpr.eqns:
+        name = eqn.primitive.name
+        if name not in _FUSIBLE and name not in PASS_THROUGH:
+            stored.update(eqn.outvars)
+            if not name.startswith("reduce_"):
+                stored.update(atom for atom in eqn.invars if isinstance(atom, Var))
+    return stored

@@ -1,0 +1,130 @@
+"""Where inputs may be: what the options leave free, and what the user pins."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from jax.sharding import PartitionSpec
+
+from autopar.graph import aval_of
+from autopar.sharding.dataflow import Role
+from autopar.sharding.options import Freedom, ShardingOptions
+from autopar.sharding.spec import (
+    LogicalMesh,
+    Spec,
+    Specs,
+    all_specs,
+    axes_of,
+    divides,
+    from_partition_spec,
+    partition_spec,
+)
+from autopar.trace import StepGraph
+
+
+class ShardingError(ValueError):
+    """The options can't hold for this step on this mesh."""
+
+
+def input_specs(role: Role, path: str, shape: Sequence[int], mesh: LogicalMesh, options: ShardingOptions) -> list[Spec]:
+    """The specs that `options` allow an input, the least sharded first.
+
+    Raises:
+        ShardingError: the batch can't be divided as `options` want it.
+    """
+    specs = all_specs(shape, mesh)
+    if role == "batch" and options.data_parallel:
+        wanted = (tuple(a for a in mesh.axis_names if mesh.sizes[a] > 1), *((),) * (len(shape) - 1))
+        _check_batch(path, shape, wanted, mesh)
+        return [wanted]
+    if role == "batch" and options.batch_axis is not None:
+        if options.batch_axis not in mesh.sizes:
+            raise ShardingError(
+                f"batch_axis={options.batch_axis!r} is no axis of the mesh, which has {mesh.axis_names}"
+            )
+        _check_batch(path, shape, ((options.batch_axis,), *((),) * (len(shape) - 1)), mesh)
+        if mesh.sizes[options.batch_axis] > 1:
+            specs = [spec for spec in specs if options.batch_axis in spec[0]]
+    freedom: Freedom = "any"
+    if role == "parameter":
+        freedom = options.parameters
+    elif role == "state":
+        freedom = options.optimizer_state
+    elif role == "other" and options.data_parallel:
+        freedom = "replicated"
+    if freedom == "replicated":
+        return specs[:1]
+    if freedom == "sharded":
+        most = max(mesh.ways(axes_of(spec)) for spec in specs)
+        return [spec for spec in specs if mesh.ways(axes_of(spec)) == most]
+    return specs
+
+
+def _check_batch(path: str, shape: Sequence[int], wanted: Spec, mesh: LogicalMesh) -> None:
+    if not divides(shape, wanted, mesh):
+        raise ShardingError(
+            f"batch input {path} has shape {tuple(shape)}: its first dim must divide evenly over"
+            f" {mesh.ways(axes_of(wanted))} devices; pad the batch or use a mesh of another size"
+        )
+
+
+class Pins:
+    """The user's own specs of inputs, outputs and named values, by pattern.
+
+    Raises:
+        ShardingError: a pattern matches nothing, names an unknown axis, or does not divide what it matches; two patterns want
+            different specs of the same value.
+    """
+
+    def __init__(self, patterns: Mapping[str, PartitionSpec], step: StepGraph, mesh: LogicalMesh) -> None:
+        shapes = {path: aval_of(var).shape for path, var in zip(step.in_paths, step.jaxpr.invars, strict=True)}
+        for path, atom in zip(step.out_paths, step.jaxpr.outvars, strict=True):
+            shapes[f"result/{path}".removesuffix("/")] = aval_of(atom).shape
+        for eqn in step.jaxpr.eqns:
+            if eqn.primitive.name == "name":
+                shapes[eqn.params["name"]] = aval_of(eqn.outvars[0]).shape
+        self._pinned: dict[str, Spec] = {}
+        for pattern, partition in patterns.items():
+            matched = [name for name in shapes if fnmatchcase(name, pattern)]
+            if not matched:
+                near = difflib.get_close_matches(pattern, shapes, n=3, cutoff=0.3)
+                raise ShardingError(
+                    f"pin {pattern!r} matches no input, result or named value; near it are {', '.join(near) or 'none'}"
+                )
+            for name in matched:
+                spec = _checked(name, partition, shapes[name], mesh)
+                if self._pinned.setdefault(name, spec) != spec:
+                    raise ShardingError(
+                        f"{name} is pinned to {partition_spec(self._pinned[name])} by one pattern and to {partition} by"
+                        f" {pattern!r}; keep one"
+                    )
+
+    def find(self, name: str) -> Spec | None:
+        """What `name` is pinned to, if it is."""
+        return self._pinned.get(name)
+
+    def restrict(self, path: str, allowed: Specs) -> Specs:
+        """Of the specs allowed for an input, those that its pin allows."""
+        pinned = self.find(path)
+        if pinned is None:
+            return allowed
+        if pinned not in allowed:
+            raise ShardingError(
+                f"{path} is pinned to {partition_spec(pinned)}, which the method's own choices for it rule out; drop the pin or"
+                " use ShardParallel"
+            )
+        return (pinned,)
+
+
+def _checked(name: str, partition: PartitionSpec, shape: Sequence[int], mesh: LogicalMesh) -> Spec:
+    if len(partition) > len(shape):
+        raise ShardingError(f"{name} is pinned to {partition}, but has only {len(shape)} dims: shape {tuple(shape)}")
+    spec = from_partition_spec(partition, len(shape))
+    unknown = axes_of(spec) - set(mesh.axis_names)
+    if unknown:
+        raise ShardingError(
+            f"{name} is pinned to {partition}: {sorted(unknown)} not among the mesh's axes {mesh.axis_names}"
+        )
+    if not divides(shape, spec, mesh):
+        raise ShardingError(f"{name} is pinned to {partition}, which does not divide its shape {tuple(shape)} evenly")
+    return tuple(tuple(axis for axis in axes if mesh.sizes[axis] > 1) for axes in spec)

@@ -1,0 +1,166 @@
+"""Options hold, pins are kept and the rest is planned around them; what can't hold is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.sharding.options import DATA_PARALLEL, ShardingOptions
+from autopar.sharding.pins import ShardingError
+from autopar.sharding.planner import plan_shardings
+from autopar.sharding.problem import InfeasibleError
+from autopar.sharding.spec import LogicalMesh
+from autopar.testing import assert_allclose
+from autopar.trace import trace
+from simulator.costs import BandwidthOnly
+from tests.steps import mlp_args, mlp_step, serial
+
+COSTS = BandwidthOnly(1e9, 1e10)
+LINE, GRID = LogicalMesh((4,), ("x",)), LogicalMesh((2, 2), ("x", "y"))
+KERNEL = "0/params/params/Dense_0/kernel"
+
+
+@pytest.fixture(scope="module")
+def step():
+    return trace(mlp_step, mlp_args((64, 64), batch_size=16, features=64), (1,))
+
+
+def inputs(step, **options):
+    mesh = options.pop("mesh", LINE)
+    found = plan_shardings(step, mesh, COSTS, ShardingOptions(**options))
+    return dict(zip(step.in_paths, found.inputs, strict=True))
+
+
+def test_a_pinned_input_stays_where_it_is_pinned(step):
+    free = inputs(step)[KERNEL]
+    for spec in [P(), P("x"), P(None, "x")]:
+        pinned = inputs(step, pins={KERNEL: spec})[KERNEL]
+        assert pinned == tuple(() if i >= len(spec) or spec[i] is None else (spec[i],) for i in range(2))
+    assert any(free)
+
+
+def test_patterns_pin_every_match(step):
+    found = inputs(step, pins={"0/params/*/kernel": P("x"), "1/*": P()})
+    assert [spec for path, spec in found.items() if path.startswith("0/params") and "kernel" in path] == [
+        (("x",), ())
+    ] * 2
+    assert found["1/x"] == ((), ())
+
+
+def test_outputs_can_be_pinned():
+    args = (np.ones((8, 16), np.float32), np.ones((16, 32), np.float32))
+    step = trace(lambda a, b: a @ b, args, ())
+    for spec, expected in [(P("x"), (("x",), ())), (P(None, "x"), ((), ("x",)))]:
+        assert plan_shardings(step, LINE, COSTS, ShardingOptions(pins={"result": spec})).outputs == (expected,)
+
+
+def test_named_values_are_pinned_where_they_are_named():
+    def f(a, b):
+        return jnp.sin(checkpoint_name(a @ b, "product")) @ b.T
+
+    args = (np.random.default_rng(0).random((8, 16), np.float32), np.ones((16, 32), np.float32))
+    options = ShardingOptions(pins={"product": P(("x", "y"))})
+    planned = autopar.parallelize(f, batch_argnums=(), method=autopar.ShardParallel(devices=(2, 2), options=options))
+    plan = planned.get_executable(*args).plan
+    named = [c for c in plan.stages[0].constraints if c.name.endswith("name")]
+    assert [c.spec for c in named if c.side == "out"] == [(("x", "y"), ())]
+    assert_allclose(planned(*args), f(*args))
+
+
+def test_pinned_steps_compute_what_one_device_computes():
+    args = mlp_args()
+    options = ShardingOptions(pins={"0/params/*/kernel": P("y", "x"), "1/x": P(None, "y")})
+    planned = autopar.parallelize(
+        mlp_step, method=autopar.ShardParallel(devices=(2, 4), options=options), donate_argnums=()
+    )
+    state, loss = planned(*args)
+    assert state.params["params"]["Dense_1"]["kernel"].sharding.spec == P("y", "x")
+    assert_allclose((state, loss), serial(mlp_step, *args), rtol=2e-3, atol=2e-3)
+
+
+def test_the_batch_can_be_forced_onto_an_axis(step):
+    found = inputs(step, batch_axis="y", mesh=GRID)
+    assert all("y" in found[path][0] for path in ("1/x", "1/y"))
+    with pytest.raises(ShardingError, match=r"1/x has shape \(6, 32\).* 4 devices"):
+        inputs(trace(mlp_step, mlp_args(batch_size=6), (1,)), batch_axis="x")
+    with pytest.raises(ShardingError, match=r"batch_axis='z' is no axis .*'x', 'y'"):
+        inputs(step, batch_axis="z", mesh=GRID)
+
+
+def test_forced_batches_are_data_parallel_or_model_parallel_by_the_mesh(step):
+    """[4, 1] with the batch on the first axis leaves data parallelism, [1, 4] leaves the rest to the second axis."""
+    wide = trace(mlp_step, jax.eval_shape(lambda: mlp_args((256,) * 4, batch_size=32, features=256)), (1,))
+    data = inputs(wide, batch_axis="x", mesh=LogicalMesh((4, 1), ("x", "y")))
+    assert data["1/x"] == (("x",), ())
+    model = inputs(wide, batch_axis="x", mesh=LogicalMesh((1, 4), ("x", "y")))
+    kernels = [spec for path, spec in model.items() if path.startswith("0/params") and "kernel" in path]
+    assert kernels == [((), ("y",)), (("y",), ())] * 2
+
+
+def test_forbidden_collectives_are_not_planned(step):
+    def kinds(options):
+        planned = autopar.parallelize(mlp_step, method=autopar.ShardParallel(devices=4, options=options))
+        return planned.get_executable(*mlp_args()).get_hlo_text()
+
+    text = kinds(ShardingOptions(forbidden=frozenset({"all_gather", "all_to_all", "reduce_scatter"})))
+    assert "all-gather" not in text
+    assert "all-to-all" not in text
+
+
+def test_options_that_leave_no_plan_are_infeasible(step):
+    everything = frozenset({"all_gather", "all_to_all", "reduce_scatter", "all_reduce", "permute"})
+    with pytest.raises(InfeasibleError):
+        plan_shardings(
+            step, LINE, COSTS, ShardingOptions(data_parallel=True, parameters="sharded", forbidden=everything)
+        )
+
+
+def test_reduce_scatter_can_be_preferred(step):
+    found = plan_shardings(step, LINE, COSTS, ShardingOptions(data_parallel=True, parameters="replicated"))
+    scattered = plan_shardings(
+        step,
+        LINE,
+        COSTS,
+        ShardingOptions(
+            data_parallel=True, parameters="replicated", optimizer_state="sharded", prefer_reduce_scatter=True
+        ),
+    )
+    outs = [c.spec for c in scattered.constraints if c.side == "out" and len(c.spec) == 2]
+    assert any(spec in [(("x",), ()), ((), ("x",))] for spec in outs)
+    assert scattered.peak_bytes < found.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"0/params/params/Dense_0/kernle": P("x")}, r"matches no input.*Dense_0/kernel"),
+        ({KERNEL: P("z")}, r"\['z'\] not among the mesh's axes \('x',\)"),
+        ({"0/params/params/Dense_0/bias": P(None, "x")}, "has only 1 dims"),
+        ({KERNEL: P("x"), "0/params/*/kernel": P(None, "x")}, "keep one"),
+        ({"0/step": P("x")}, "has only 0 dims"),
+    ],
+)
+def test_pins_that_cannot_hold_are_refused(step, pins, message):
+    with pytest.raises(ShardingError, match=message):
+        inputs(step, pins=pins)
+
+
+def test_a_pin_that_does_not_divide_is_refused():
+    step = trace(mlp_step, mlp_args((6,)), (1,))
+    with pytest.raises(ShardingError, match=r"does not divide its shape \(32, 6\)"):
+        inputs(step, pins={KERNEL: P(None, "x")})
+
+
+def test_a_pin_against_the_methods_own_choice_is_refused(step):
+    from dataclasses import replace
+
+    with pytest.raises(ShardingError, match="rule out"):
+        plan_shardings(step, LINE, COSTS, replace(DATA_PARALLEL, pins={KERNEL: P("x")}))
+
+
+def test_a_carried_output_cannot_be_pinned_elsewhere(step):
+    with pytest.raises(ShardingError, match="pin both alike"):
+        inputs(step, pins={KERNEL: P("x"), f"result/{KERNEL}": P(None, "x")})
