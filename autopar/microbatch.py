@@ -111,14 +111,32 @@ class _Unfit(Exception):
     """Why a value has no kind."""
 
 
-_ADDS = {"add", "add_any", "sub", "concatenate", "scatter-add", "dynamic_update_slice", "pad"}
+_PRODUCTS = {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"}
+_SCATTERS = {"scatter-add", "scatter-sub"}
+_ADDS = {"add", "add_any", "sub", "concatenate", "stack", *_SCATTERS, "dynamic_update_slice", "pad"}
 _SCALES = {
     *("neg", "convert_element_type", "copy", "copy_p", "reshape", "transpose", "broadcast_in_dim", "squeeze", "slice"),
     *("reduce_sum", "stop_gradient", "split", "rev", "cumsum", "real", "imag", "optimization_barrier", "accumulate"),
-    *("dynamic_slice", "gather"),
+    *("dynamic_slice", "gather", "name", "tile", "unstack", "reduce_window_sum", "select_and_scatter_add"),
 }  # fmt: skip
-_INDEXED = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2}  # operands before the indices
-_ORDERED = {"max", "min", "abs", "reduce_max", "reduce_min", "sort"}  # keep a positive factor, but are not linear
+_INDEXED = {
+    "gather": 1,
+    "dynamic_slice": 1,
+    "dynamic_update_slice": 2,
+    "select_and_scatter_add": 1,
+}  # data before indices
+_ORDERED = {
+    "max",
+    "min",
+    "abs",
+    "reduce_max",
+    "reduce_min",
+    "reduce_window_max",
+    "cummax",
+    "cummin",
+    "sort",
+    "top_k",
+}  # keep a positive factor, but are not linear
 
 
 class _Kinds:
@@ -223,7 +241,7 @@ class _Kinds:
 def _power(name: str, eqn: JaxprEqn, operands: Sequence[Kind], where: str) -> int | None:
     """The power of the result, from those of the operands."""
     powers = [kind.power for kind in operands]
-    if name in ("mul", "dot_general"):
+    if name in _PRODUCTS:
         return None if None in powers else sum(p for p in powers if p is not None)
     if name == "div":
         return None if powers[0] is None else powers[0] - (powers[1] or 0)
@@ -232,7 +250,7 @@ def _power(name: str, eqn: JaxprEqn, operands: Sequence[Kind], where: str) -> in
     data = powers
     if name == "select_n":
         data = powers[1:]
-    elif name == "scatter-add":
+    elif name in _SCATTERS:
         data = [powers[0], powers[2]]
         if operands[2].form == "rows" and operands[0].form != "rows" and powers[0] is not None:
             raise _Unfit(f"{where} adds a sum over examples to something else in place")
@@ -250,7 +268,7 @@ def _power(name: str, eqn: JaxprEqn, operands: Sequence[Kind], where: str) -> in
 
 def _is_linear(name: str, linear: Sequence[int]) -> bool:
     """Whether the primitive is linear in the operands at the positions `linear`, taken together."""
-    if name in ("mul", "dot_general"):
+    if name in _PRODUCTS:
         return len(linear) == 1
     if name == "div":
         return linear == [0]

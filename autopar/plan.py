@@ -6,18 +6,17 @@ made for (`fingerprint`).
 
 import json
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-import numpy as np
 from jax.sharding import PartitionSpec
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from rich.console import Console
 from rich.table import Table
 
 from autopar.sharding.dataflow import Role
 from autopar.sharding.spec import LogicalMesh, Spec, local_shape, partition_spec
-from autopar.work import array_bytes
 
 VERSION = 1
 
@@ -30,14 +29,24 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def _dtype(name: str) -> str:
-    try:
-        return np.dtype(name).name
-    except TypeError as error:
-        raise ValueError(f"{name!r} is no dtype") from error
+class _Array(_Model):
+    """An array and where it lives.
+
+    Attributes:
+        itemsize: bytes of an element.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: PositiveInt
+    spec: Spec
+
+    def device_bytes(self, mesh: LogicalMesh) -> int:
+        """Bytes of one device's shard."""
+        return prod(local_shape(self.shape, self.spec, mesh)) * self.itemsize
 
 
-class Value(_Model):
+class Value(_Array):
     """An input or output of a stage.
 
     Attributes:
@@ -47,16 +56,9 @@ class Value(_Model):
 
     path: str
     role: Role | Literal["output"]
-    shape: tuple[int, ...]
-    dtype: Annotated[str, AfterValidator(_dtype)]
-    spec: Spec
-
-    def device_bytes(self, mesh: LogicalMesh) -> int:
-        """Bytes of one device's shard."""
-        return array_bytes(local_shape(self.shape, self.spec, mesh), np.dtype(self.dtype))
 
 
-class Constraint(_Model):
+class Constraint(_Array):
     """The sharding of a value inside a stage.
 
     Attributes:
@@ -69,9 +71,6 @@ class Constraint(_Model):
     side: Literal["in", "out"]
     index: int
     name: str
-    shape: tuple[int, ...]
-    dtype: str
-    spec: Spec
 
 
 class Stage(_Model):
@@ -105,6 +104,7 @@ class Plan(_Model):
         predicted_bytes: its estimate of the memory that one device needs.
         gap: proven relative distance of that estimate from the best one.
         planning_seconds: what planning took.
+        warnings: what a reader should know, e.g. primitives that every device computes whole for want of a better rule.
     """
 
     version: Literal[1] = VERSION
@@ -117,6 +117,7 @@ class Plan(_Model):
     predicted_bytes: int
     gap: float = 0.0
     planning_seconds: float
+    warnings: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=1)
@@ -160,7 +161,7 @@ class Plan(_Model):
             f"{self.method} on {self.cluster}, mesh {mesh}, {self.num_micro_batches} microbatch(es),"
             f" {self.predicted_seconds * 1e3:.3g} ms and {self.predicted_bytes / 1e9:.3g} GB per device predicted"
         )
-        table = Table(title=title, title_justify="left")
+        table = Table(title=title, title_justify="left", caption="\n".join(self.warnings), caption_justify="left")
         for name in ("value", "role", "shape", "dtype", "PartitionSpec", "bytes per device"):
             table.add_column(name, justify="right" if name == "bytes per device" else "left", overflow="fold")
         for stage in self.stages:
@@ -183,8 +184,8 @@ class Plan(_Model):
 
 
 def _row(name: str, role: str, value: Value | Constraint, mesh: LogicalMesh) -> Iterable[str]:
-    size = array_bytes(local_shape(value.shape, value.spec, mesh), np.dtype(value.dtype))
-    return name, role, str(value.shape), value.dtype, spec_text(partition_spec(value.spec)), f"{size:,}"
+    spec = spec_text(partition_spec(value.spec))
+    return name, role, str(value.shape), value.dtype, spec, f"{value.device_bytes(mesh):,}"
 
 
 def spec_text(spec: PartitionSpec) -> str:

@@ -1,15 +1,17 @@
 """From a traced step to a plan."""
 
+from collections import Counter
 from dataclasses import asdict
+from typing import Any
 
 import jax
-import numpy as np
 
 from autopar.graph import aval_of
 from autopar.inspect.strategies import print_if_asked
 from autopar.plan import Constraint, Plan, Stage, Value
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.planner import Shardings, plan_shardings
+from autopar.sharding.rules import is_replicated_only
 from autopar.sharding.spec import LogicalMesh
 from autopar.trace import StepGraph
 from simulator.cluster import Cluster
@@ -52,6 +54,7 @@ def make_plan(
         predicted_bytes=round(shardings.peak_bytes),
         gap=shardings.gap,
         planning_seconds=shardings.solve_seconds,
+        warnings=_warnings(step),
     )
     print_if_asked(step, plan, costs, options)
     return plan
@@ -60,16 +63,15 @@ def make_plan(
 def _stage(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:
     full = jax.tree.leaves(step.in_avals)
     inputs = [
-        Value(path=path, role=role, shape=aval.shape, dtype=str(aval.dtype), spec=spec)
+        Value(path=path, role=role, spec=spec, **_array(aval))
         for path, role, aval, spec in zip(step.in_paths, found.roles, full, found.inputs, strict=True)
     ]
     outputs = [
         Value(
             path=f"result/{path}".removesuffix("/"),
             role="output",
-            shape=aval_of(atom).shape,
-            dtype=str(aval_of(atom).dtype),
             spec=spec,
+            **_array(aval_of(atom)),
         )
         for path, atom, spec in zip(step.out_paths, step.jaxpr.outvars, found.outputs, strict=True)
     ]
@@ -78,13 +80,24 @@ def _stage(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:
         eqn = step.jaxpr.eqns[constraint.eqn]
         aval = aval_of((eqn.invars if constraint.side == "in" else eqn.outvars)[constraint.index])
         name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/")
-        constraints.append(
-            Constraint(**asdict(constraint), name=name, shape=aval.shape, dtype=np.dtype(aval.dtype).name)
-        )
+        constraints.append(Constraint(**asdict(constraint), name=name, **_array(aval)))
     return Stage(
         mesh_shape=mesh.shape,
         axis_names=mesh.axis_names,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         constraints=tuple(constraints),
+    )
+
+
+def _array(aval: Any) -> dict[str, Any]:
+    return {"shape": aval.shape, "dtype": str(aval.dtype), "itemsize": aval.dtype.itemsize}
+
+
+def _warnings(step: StepGraph) -> tuple[str, ...]:
+    """One for each primitive that is planned as replicated for want of a better rule."""
+    counts = Counter(eqn.primitive.name for eqn in step.jaxpr.eqns if is_replicated_only(eqn.primitive.name))
+    return tuple(
+        f"{count} x {name}: computed whole on every device, there is no better rule for it"
+        for name, count in sorted(counts.items())
     )

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Literal as OneOf
 
 import numpy as np
@@ -21,7 +22,6 @@ from autopar.inspect.words import nearest
 from autopar.plan import Stage, Value, spec_text
 from autopar.sharding.spec import LogicalMesh, Spec, axes_of, partition_spec
 from autopar.trace import StepGraph
-from autopar.work import array_bytes
 
 type DataKind = OneOf["data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
 """The axis splits the batch; ZeRO also stores in parts the optimizer state (1), and gradients (2), and parameters (3)."""
@@ -147,7 +147,7 @@ def classify(planned: Planned) -> Classification:
         kinds = tuple(
             (axis, _kinds(roles[axis], axis in axes_of(value.spec), axis in state, reduced, axis)) for axis in axes
         )
-        size = array_bytes(value.shape, np.dtype(value.dtype))
+        size = prod(value.shape) * value.itemsize
         found.append(ParameterClass(value.path, array_text(value), value.spec, size, kinds))
     return Classification(stage.mesh, tuple(found))
 

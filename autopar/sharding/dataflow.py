@@ -21,7 +21,7 @@ class Dataflow:
     """Facts about a traced step.
 
     Attributes:
-        factors: of each equation; None for those that only pass values through.
+        factors: of each equation; None for those that pass values through or have no result.
         marked: for each equation, the factors that run over the batch.
         per_example: the values that have a batch dim.
         roles: of each input.
@@ -40,7 +40,8 @@ class Dataflow:
 def analyse(step: StepGraph) -> Dataflow:
     """The facts about `step`. Raises MissingRuleError when an equation has no sharding rule."""
     eqns = step.jaxpr.eqns
-    factors = tuple(None if eqn.primitive.name in PASS_THROUGH else op_factors(eqn) for eqn in eqns)
+    passing = [eqn.primitive.name in PASS_THROUGH or not eqn.outvars for eqn in eqns]
+    factors = tuple(None if passes else op_factors(eqn) for eqn, passes in zip(eqns, passing, strict=True))
     marked, per_example = _batch_factors(step, factors)
     deciding = [eqn for eqn, op in zip(eqns, factors, strict=True) if op is not None and op.decides]
     readers = Counter(atom for eqn in deciding for atom in eqn.invars if isinstance(atom, Var))
@@ -71,7 +72,7 @@ def _batch_factors(step: StepGraph, factors: Sequence[OpFactors | None]) -> tupl
         marks = [frozenset() if isinstance(a, Literal) else dims_of.get(a, frozenset()) for a in eqn.invars]
         if op is None:
             marked.append(frozenset())
-            dims_of.update(zip(eqn.outvars, marks, strict=True))
+            dims_of.update(zip(eqn.outvars, marks if eqn.outvars else (), strict=True))
             continue
         found = frozenset(op.operands[k][dim][0] for k, dims in enumerate(marks) for dim in dims if op.operands[k][dim])
         marked.append(found)

@@ -7,6 +7,7 @@ are *free*: they are computed wherever they are needed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from autopar.sharding.factors import Assignment, OpFactors
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import Pins, ShardingError, input_specs
 from autopar.sharding.problem import ChoiceProblem
+from autopar.sharding.rules import POINTWISE
 from autopar.sharding.spec import Specs, local_shape, partition_spec, replicated
 from autopar.trace import StepGraph
 from autopar.work import array_bytes, kernel_of
@@ -110,6 +112,7 @@ class _Builder:
         self.pins = Pins(options.pins, step, self.mesh)
         self.combined = MeshCosts(costs.mesh, Combined(costs.model), costs.forbidden)
         self.depth: dict[Var, int] = {}
+        self.content: dict[Var, int] = {}
         self._known_costs: dict[Any, np.ndarray] = {}  # repeated layers ask again
 
     # -- inputs and outputs
@@ -151,8 +154,12 @@ class _Builder:
 
     def add_equation(self, number: int, eqn: JaxprEqn) -> None:
         placed = [self._placement(atom) for atom in eqn.invars]
+        if eqn.primitive.name in POINTWISE or eqn.primitive.name == "broadcast_in_dim":
+            self.content[eqn.outvars[0]] = max(map(self._content, eqn.invars), default=0)
         self.depth.update(dict.fromkeys(eqn.outvars, 1 + max((self._depth(a) for a in eqn.invars), default=0)))
         factors = self.flow.factors[number]
+        if not eqn.outvars:
+            return
         if factors is None:
             self.found.placements.update(zip(eqn.outvars, placed, strict=True))
             if eqn.primitive is accumulate_p:
@@ -173,9 +180,17 @@ class _Builder:
         return factors.decides or (sums and aval_of(eqn.outvars[0]).ndim > 0)
 
     def _follow(self, number: int, eqn: JaxprEqn, factors: OpFactors, placed: list[Placement | None]) -> bool:
-        """Let the equation follow its largest (then deepest) operand, if it can under each of that one's options."""
-        candidates = [k for k, placement in enumerate(placed) if placement is not None]
-        leader = max(candidates, key=lambda k: (aval_of(eqn.invars[k]).size, self._depth(eqn.invars[k])))
+        """Let the equation follow an operand, if it can under each of that one's options.
+
+        The largest leads, among equals the one with most in it: what a broadcast made larger is whole along its new dims, and
+        can be cut to fit the others at no cost. Then the deepest.
+        """
+
+        def rank(k: int) -> tuple[int, ...]:
+            atom = eqn.invars[k]
+            return prod(aval_of(atom).shape), self._content(atom), self._depth(atom)
+
+        leader = max((k for k, placement in enumerate(placed) if placement is not None), key=rank)
         placement = placed[leader]
         assert placement is not None
         assignments = followed(factors, leader, placement.specs, self.mesh)
@@ -219,10 +234,10 @@ class _Builder:
         """Seconds of each option on one device: its kernel (what it moves when fused), and completing partial results."""
         stored = tuple(isinstance(a, Var) and a in self.flow.stored for a in (*eqn.invars, *eqn.outvars))
         avals = tuple(atom.aval for atom in (*eqn.invars, *eqn.outvars))
-        numbers = eqn.params.get("dimension_numbers")
+        params = str(eqn.params) if factors.decides else ""
         key = (
             eqn.primitive.name,
-            numbers,
+            params,
             factors,
             avals,
             stored,
@@ -290,6 +305,10 @@ class _Builder:
 
     def _placement(self, atom: Atom) -> Placement | None:
         return None if isinstance(atom, Literal) else self.found.placements[atom]
+
+    def _content(self, atom: Atom) -> int:
+        """Number of elements before broadcasting."""
+        return 0 if isinstance(atom, Literal) else self.content.get(atom, prod(aval_of(atom).shape))
 
     def _depth(self, atom: Atom) -> int:
         return 0 if isinstance(atom, Literal) else self.depth[atom]

@@ -214,3 +214,30 @@ def test_memory_is_a_constraint_by_default():
     tight = autopar.ShardParallel(memory_budget=1e6)
     with pytest.raises(autopar.MemoryBudgetError, match=r"0\.001 GB"):
         autopar.plan_step(mlp_step, args, method=tight, cluster=cluster, mesh_shape=(8,))
+
+
+def test_a_state_may_carry_a_random_key_and_steps_may_print(capfd):
+    @autopar.parallelize(method=autopar.ShardParallel(devices=(2, 2)))
+    def step(state, batch):
+        key, now = jax.random.split(state["key"])
+        kept = jax.random.bernoulli(now, 0.5, batch.shape)
+        jax.debug.print("step")
+        return {"key": key, "w": state["w"] + jnp.where(kept, batch, 0).sum(0)}
+
+    state = {"key": jax.random.key(0), "w": jnp.zeros(8)}
+    batch = np.ones((16, 8), np.float32)
+    expected = step.fun(state, batch)
+    actual = step(state, batch)
+    np.testing.assert_allclose(actual["w"], expected["w"])
+    assert jax.random.key_data(actual["key"]).tolist() == jax.random.key_data(expected["key"]).tolist()
+    assert capfd.readouterr().out.count("step") >= 2
+
+
+def test_what_is_computed_whole_everywhere_is_said():
+    def step(key, batch):
+        return jax.random.gamma(key, 2.0, (8,)) + batch
+
+    args = (jax.random.key(0), jnp.ones(8))
+    plan = autopar.plan_step(step, args, cluster="p3.16xlarge", mesh_shape=(4,))
+    assert plan.warnings == ("1 x random_gamma: computed whole on every device, there is no better rule for it",)
+    assert "random_gamma" in str(plan)

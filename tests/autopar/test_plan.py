@@ -67,6 +67,6 @@ def test_what_is_no_plan_is_refused(text, message):
 
 def test_a_damaged_plan_says_where(plan):
     data = json.loads(plan.to_json())
-    data["stages"][0]["inputs"][0]["dtype"] = "float31"
-    with pytest.raises(PlanError, match=r"stages\.0\.inputs\.0\.dtype"):
+    data["stages"][0]["inputs"][0]["itemsize"] = "large"
+    with pytest.raises(PlanError, match=r"stages\.0\.inputs\.0\.itemsize"):
         Plan.from_json(json.dumps(data))

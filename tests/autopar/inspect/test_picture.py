@@ -93,6 +93,6 @@ def test_what_can_not_be_drawn_is_refused():
         picture("kernel", plan)
     with pytest.raises(ValueError, match=r"call picture\(value, plan\)"):
         picture("0/params/params/Dense_0/kernel")
-    foreign = Value(path="w", role="other", shape=(4,), dtype="float32", spec=((),))
+    foreign = Value(path="w", role="other", shape=(4,), dtype="float32", itemsize=4, spec=((),))
     with pytest.raises(ValueError, match=r"w with spec P\(None\) is not of this plan"):
         picture(foreign, plan)
