@@ -19,7 +19,7 @@ SMALL: dict[str, Model] = {
     "mlp": MLP(dim=32, num_layers=4, batch_size=16),
     "nnx_mlp": NnxMLP(dim=32, num_layers=2, batch_size=16),
     "gpt": GPT(num_layers=2, hidden_size=32, num_heads=8, sequence_length=16, vocab_size=64, batch_size=8),
-    "bert": BERT(num_layers=2, hidden_size=32, num_heads=8, sequence_length=16, vocab_size=64, batch_size=8),
+    "bert": BERT(num_layers=1, hidden_size=32, num_heads=8, sequence_length=16, vocab_size=64, batch_size=8),
     "moe": MoE(
         num_layers=2,
         hidden_size=32,
@@ -30,9 +30,9 @@ SMALL: dict[str, Model] = {
         vocab_size=64,
         batch_size=8,
     ),
-    "wide_resnet": WideResNet(num_layers=14, channels=8, width=2, image_size=32, num_classes=16, batch_size=16),
-    "vit": ViT(num_layers=2, hidden_size=32, num_heads=8, patch_size=4, image_size=16, num_classes=16, batch_size=16),
-    "unet": UNet(channels=8, depth=2, image_size=16, batch_size=16),
+    "wide_resnet": WideResNet(num_layers=8, channels=8, width=2, image_size=32, num_classes=16, batch_size=16),
+    "vit": ViT(num_layers=1, hidden_size=32, num_heads=8, patch_size=4, image_size=16, num_classes=16, batch_size=16),
+    "unet": UNet(channels=8, depth=1, image_size=16, batch_size=16),
 }
 """One of each, small enough to be trained on a CPU in a second."""
 

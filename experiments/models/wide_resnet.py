@@ -12,8 +12,8 @@ from flax.training.train_state import TrainState
 
 from experiments.models.model import Batch, Model, ValueAndGrad
 
-BLOCKS = {14: (1, 1, 1, 1), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
-"""Bottleneck blocks in each of the four groups, by number of layers (14 is for tests)."""
+BLOCKS = {8: (1, 1), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
+"""Bottleneck blocks in each group, by number of layers (8 is for tests)."""
 
 
 class NormState(TrainState):

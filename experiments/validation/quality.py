@@ -1,0 +1,165 @@
+"""The automatic plan beside data parallelism, ZeRO and parallelism by hand on the same mesh: simulated step times.
+
+    python -m experiments.validation.quality [--full] [--only PATTERN] [--output results/tables/quality.csv]
+
+Every way is compiled by XLA for the cluster and simulated; one that does not fit into a device's memory is no candidate.
+Without `--full` the models have few layers.
+"""
+
+import argparse
+import csv
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import autopar
+from autopar.methods import PlanningMethod
+from autopar.sharding.problem import InfeasibleError
+from experiments.models import Model
+from experiments.models.published import PUBLISHED
+from experiments.validation.by_hand import ByHand
+from simulator.cluster import Cluster
+from simulator.engine import simulate
+from simulator.hlo import parse_hlo
+from simulator.program import Program, Run
+from simulator.timeline import Timeline
+
+type Shape = tuple[int, ...]
+type Way = type[PlanningMethod] | ByHand
+
+AUTOMATIC = "automatic"
+METHODS: dict[str, Way] = {
+    AUTOMATIC: autopar.ShardParallel,
+    "data": autopar.DataParallel,
+    "zero2": autopar.Zero2Parallel,
+    "zero3": autopar.Zero3Parallel,
+}
+BY_HAND: dict[int, dict[str, Way]] = {
+    1: {"megatron": ByHand(tensor="x"), "fsdp": ByHand(data="x", fsdp=True)},
+    2: {"megatron": ByHand(data="x", tensor="y"), "fsdp+tp": ByHand(data="x", tensor="y", fsdp=True)},
+}
+"""By number of mesh axes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to run one model.
+
+    Attributes:
+        step_seconds, memory_bytes: simulated time and compiled memory of one device; None where there is no program.
+        planned_seconds, planned_bytes: what the planner thought of it, for the ways that are planned.
+        status: "ok", "out of memory", or why there is no program.
+    """
+
+    model: str
+    cluster: str
+    mesh: str
+    way: str
+    status: str
+    step_seconds: float | None = None
+    memory_bytes: int | None = None
+    planned_seconds: float | None = None
+    planned_bytes: int | None = None
+    planning_seconds: float | None = None
+
+
+def measure(name: str, model: Model, cluster: Cluster, mesh: Shape, ways: Sequence[str] = ()) -> Iterator[Row]:
+    """Plan, compile and simulate each way (or only those in `ways`)."""
+    for way, method in (METHODS | BY_HAND[len(mesh)]).items():
+        if ways and way not in ways:
+            continue
+        row = Row(name, cluster.name, "x".join(map(str, mesh)), way, "ok")
+        try:
+            if isinstance(method, ByHand):
+                executable = method.compile(model, mesh, cluster)
+                program = Program(
+                    meshes=(tuple(range(executable.num_devices)),),
+                    instructions=((Run(0, "S"),),),
+                    bodies={"0S": parse_hlo(executable.hlo_text)},
+                    memory=(executable.memory,),
+                )
+                timeline = simulate(program, cluster)
+            else:
+                row, timeline = _planned(row, model, method, mesh, cluster)
+        except InfeasibleError as error:
+            yield replace(row, status=f"no plan: {error}")
+            continue
+        used = timeline.memory[0].total
+        status = "ok" if used <= cluster.device.usable_bytes else "out of memory"
+        yield replace(row, status=status, step_seconds=timeline.makespan, memory_bytes=used)
+
+
+def _planned(
+    row: Row, model: Model, method: type[PlanningMethod], mesh: Shape, cluster: Cluster
+) -> tuple[Row, Timeline]:
+    args = model.abstract_args()
+    plan = autopar.plan_step(model.train_step, args, method=method(), cluster=cluster, mesh_shape=mesh)
+    planned = replace(
+        row,
+        planned_seconds=plan.predicted_seconds,
+        planned_bytes=plan.predicted_bytes,
+        planning_seconds=plan.planning_seconds,
+    )
+    return planned, autopar.predict(model.train_step, args, plan, cluster)
+
+
+def behind(rows: Sequence[Row]) -> float | None:
+    """How far the automatic plan is behind the best way that fits (negative: ahead of all others)."""
+    fit = {row.way: row.step_seconds for row in rows if row.status == "ok" and row.step_seconds is not None}
+    others = [seconds for way, seconds in fit.items() if way != AUTOMATIC]
+    return fit[AUTOMATIC] / min(others) - 1 if AUTOMATIC in fit and others else None
+
+
+def _cells(full: bool) -> Iterator[tuple[str, Model, str, Shape]]:
+    few = {"gpt-350M": 4, "moe-380M": 4}
+    for name, model in PUBLISHED.items():
+        if not full and name not in few and name != "wide_resnet-250M":
+            continue
+        if not full and name in few:
+            model = replace(model, num_layers=few[name])  # pyright: ignore[reportArgumentType]
+            name = f"{name} ({few[name]} layers)"
+        for cluster in ("dgx_a100_80", "p3.16xlarge"):
+            for mesh in ((8,), (2, 4)):
+                yield name, model, cluster, mesh
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="every model and size of the suites, with all layers")
+    parser.add_argument("--only", default="", help="a pattern of `model cluster mesh`")
+    parser.add_argument("--ways", default="", help="only these, with commas between")
+    parser.add_argument("--output", type=Path, default=Path("results/tables/quality.csv"))
+    args = parser.parse_args()
+    names = [field.name for field in fields(Row)]
+    with args.output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        for name, model, cluster, mesh in _cells(args.full):
+            if not re.search(args.only, f"{name} {cluster} {'x'.join(map(str, mesh))}"):
+                continue
+            rows = []
+            for row in measure(name, model, Cluster.load(cluster), mesh, args.ways.split(",") if args.ways else ()):
+                rows.append(row)
+                writer.writerow(asdict(row))
+                file.flush()
+                print(_text(row), flush=True)
+            gap = behind(rows)
+            print(f"    automatic {'' if gap is None else f'{gap:+.1%}'}", file=sys.stderr, flush=True)
+
+
+def _text(row: Row) -> str:
+    times = (
+        "" if row.step_seconds is None else f"{row.step_seconds * 1e3:9.2f} ms {(row.memory_bytes or 0) / 1e9:6.2f} GB"
+    )
+    planned = (
+        ""
+        if row.planned_seconds is None
+        else f"planned {row.planned_seconds * 1e3:8.2f} ms {(row.planned_bytes or 0) / 1e9:6.2f} GB"
+    )
+    return f"{row.model:22} {row.cluster:12} {row.mesh:4} {row.way:10} {row.status[:40]:14} {times} {planned}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Every model, planned automatically on 1-D and 2-D meshes, computes what one device computes."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.devices import logical_mesh
+from autopar.planning import make_plan
+from autopar.sharding.options import AUTO
+from autopar.sharding.spec import axes_of
+from autopar.trace import trace
+from experiments.models.published import SMALL
+from simulator.cluster import Cluster
+from simulator.costs import BandwidthOnly
+
+# Adam divides a gradient by its own size, so that noise in a small one becomes a step; SGD shows gradients as they are.
+SGD = optax.sgd(1.0)
+
+# Small models behave like large ones where messages have no latency.
+COSTS = BandwidthOnly(bandwidth=1e9, flop_per_s=1e11)
+
+
+@pytest.fixture(scope="module", params=SMALL)
+def trained(request: pytest.FixtureRequest) -> Any:
+    """A model, its first (state, batch), and what one device makes of it."""
+    model = SMALL[request.param]
+    random = np.random.default_rng(0)
+
+    def parameter(path: Any, x: jax.ShapeDtypeStruct) -> np.ndarray:
+        positive = path[-1] in (jax.tree_util.DictKey("scale"), jax.tree_util.DictKey("var"))
+        values = random.normal(1.0 if positive else 0.0, 0.1, x.shape)  # none of them 0, where a mistake may not show
+        return values.astype(x.dtype)
+
+    state, _ = model.abstract_args()
+    params = jax.tree_util.tree_map_with_path(parameter, state.params)
+    state = state.replace(step=np.int32(0), params=params, tx=SGD, opt_state=SGD.init(params))
+    if hasattr(state, "batch_stats"):
+        state = state.replace(batch_stats=jax.tree_util.tree_map_with_path(parameter, state.batch_stats))
+    args = state, jax.jit(model.make_batch)(jax.random.key(0))
+    return model, args, jax.jit(model.train_step)(*args)
+
+
+@pytest.mark.parametrize("mesh", [(1, 8), (2, 4), (8, 1)], ids=str)
+def test_loss_and_updated_state_equal_one_device(trained: Any, mesh: tuple[int, int]) -> None:
+    model, args, expected = trained
+    traced = trace(model.train_step, args, (1,))
+    plan = make_plan(traced, logical_mesh(mesh), Cluster.load("cpu-virtual"), AUTO, "ShardParallel", COSTS)
+    used = {axis for constraint in plan.stages[0].constraints for axis in axes_of(constraint.spec)}
+    assert used == {axis for axis, size in plan.stages[0].mesh.sizes.items() if size > 1}
+    step = autopar.parallelize(model.train_step, method=autopar.PlanMethod(plan, mesh), donate_argnums=())
+    actual = step(*args)
+    for (path, one), other in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True):
+        atol = 1e-4 * max(1e-2, float(np.abs(one).max()))
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=atol, err_msg=jax.tree_util.keystr(path))
