@@ -140,7 +140,7 @@ def assignment_of(
 ) -> Assignment:
     """The assignment under which an equation reads its operands with these specs (None: whatever it needs).
 
-    The specs of results count for the factors that no operand has.
+    The specs of results count for the factors that no operand with a spec has.
     """
     chosen: dict[int, tuple[str, ...]] = {}
     used: set[str] = set()
@@ -154,7 +154,8 @@ def assignment_of(
     for dims, spec in zip(factors.operands, operands, strict=True):
         if spec is not None:
             add(dims, spec, frozenset())
-    read = frozenset(of[0] for dims in factors.operands for of in dims if of)
+    known = zip(factors.operands, operands, strict=True)
+    read = frozenset(of[0] for dims, spec in known if spec is not None for of in dims if of)
     for dims, spec in zip(factors.results, results, strict=False):
         if spec is not None:
             add(dims, spec, read)

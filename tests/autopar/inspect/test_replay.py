@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from autopar.inspect import PlannedStep
-from autopar.inspect.replay import replay
+from autopar.inspect.replay import assignment_of, replay
 from autopar.plan import PlanError
+from autopar.sharding.factors import OpFactors
 from autopar.sharding.spec import axes_of
 from tests.autopar.inspect.plans import OPTIONS, planned, step_graph
 
@@ -45,3 +46,13 @@ def test_a_plan_for_another_step_is_refused():
     object.__setattr__(mixed := replace(mixed), "plan", other)
     with pytest.raises(PlanError, match="plan the step again"):
         replay(mixed)
+
+
+def test_a_factor_that_only_a_free_operand_shares_with_the_result_is_read_off_the_result():
+    """A scatter-add into zeros: where the vocabulary is sharded shows in the result alone."""
+    vocabulary, hidden, tokens = (0,), (1,), (2,)
+    factors = OpFactors(
+        (16, 8, 4), ("parallel", "parallel", "sum"), ((vocabulary, hidden), (tokens,)), ((vocabulary, hidden),), True
+    )
+    found = assignment_of(factors, [None, ((),)], [(("y",), ("x",))])
+    assert found == (("y",), ("x",), ())
