@@ -33,7 +33,7 @@ _INNER_JAXPR = {
 
 
 def flatten(jaxpr: Jaxpr) -> Jaxpr:
-    """`jaxpr` with calls inlined, unused equations removed and each variable bound once.
+    """`jaxpr` with calls inlined, equal equations merged, unused ones removed and each variable bound once.
 
     Constants of inlined calls become leading `constvars`, with their values in `consts`.
     """
@@ -56,6 +56,7 @@ class _Builder:
         self.eqns: list[JaxprEqn] = []
         self.constants: dict[Var, Any] = {}
         self._constant_of: dict[int, Var] = {}
+        self._known: dict[Any, list[Var]] = {}
 
     def inline(self, jaxpr: Jaxpr, args: Sequence[Atom], name_stack: Any = None) -> list[Atom]:
         """Append the equations of `jaxpr` applied to `args`; return its results."""
@@ -76,11 +77,21 @@ class _Builder:
                     invars = self._barrier(invars, eqn)
                 outvars = self.inline(eqn.params["jaxpr"], invars, stack)
             else:
-                outvars = [Var(v.aval) for v in eqn.outvars]
-                source = eqn.source_info.replace(name_stack=stack)
-                self.eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=source))
+                outvars = self._apply(eqn.replace(invars=invars), stack)
             env.update(zip(eqn.outvars, outvars, strict=True))
         return [rename(atom) for atom in jaxpr.outvars]
+
+    def _apply(self, eqn: JaxprEqn, name_stack: Any) -> list[Var]:
+        """The results of `eqn`, computed before if there is an equal equation (what a barrier holds back is not equal)."""
+        key = _value_number(eqn)
+        if key is None or key not in self._known:
+            outvars = [Var(v.aval) for v in eqn.outvars]
+            source = eqn.source_info.replace(name_stack=name_stack)
+            self.eqns.append(eqn.replace(outvars=outvars, source_info=source))
+            if key is None:
+                return outvars
+            self._known[key] = outvars
+        return self._known[key]
 
     def _constant(self, value: Any, var: Var) -> Var:
         if id(value) not in self._constant_of:
@@ -100,6 +111,21 @@ class _Builder:
         self.eqns.append(eqn.replace(invars=list(held), outvars=outvars, primitive=barrier, params={}))
         after = dict(zip(held, outvars, strict=True))
         return [after.get(atom, atom) if isinstance(atom, Var) else atom for atom in invars]
+
+
+def _value_number(eqn: JaxprEqn) -> Any:
+    """Equal for equations that compute the same; None for one that must stay, or whose parameters can't be compared."""
+    if eqn.effects:
+        return None
+    # By repr: -0.0 is not 0.0.
+    atoms = tuple((repr(a.val), a.aval) if isinstance(a, Literal) else a for a in eqn.invars)
+    context = (eqn.ctx.compute_type, eqn.ctx.threefry_partitionable, eqn.ctx.cur_abstract_mesh, eqn.ctx.xla_metadata)
+    key = (eqn.primitive, atoms, tuple(sorted(eqn.params.items())), context)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def needed(

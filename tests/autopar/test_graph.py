@@ -59,6 +59,21 @@ def test_a_checkpoint_keeps_its_recomputation_behind_a_barrier():
     np.testing.assert_allclose(run(flat, x)[1], jax.grad(lambda x: jnp.sin(jnp.sin(x)).sum())(x), rtol=1e-6)
 
 
+def test_equal_equations_are_one():
+    def f(x):
+        y = jax.jit(lambda x: x.astype(jnp.float16))(x)
+        return y * x.astype(jnp.float16), jax.random.uniform(jax.random.key(0)), jax.random.uniform(jax.random.key(1))
+
+    x = jnp.ones((2, 2))
+    flat = graph.flatten(jax.make_jaxpr(f)(x))
+    halves = [eqn for eqn in flat.eqns if eqn.outvars[0].aval.dtype == jnp.float16]
+    assert [eqn.primitive.name for eqn in halves] == ["convert_element_type", "mul"]
+    assert names(flat).count("random_bits") == 2
+    signs = graph.flatten(jax.make_jaxpr(lambda x: (jnp.maximum(x, 0.0), jnp.maximum(x, -0.0)))(x))
+    assert names(signs) == ["max", "max"]
+    assert run(flat, x)[1:] == list(f(x)[1:])
+
+
 def test_unused_equations_go():
     def f(x):
         jnp.exp(x)
