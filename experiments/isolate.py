@@ -35,11 +35,15 @@ def reason_of(code: int, errors: str) -> str:
     """Why a process ended: the message of its last exception, or the signal that killed it and its last words."""
     if code < 0:
         name = signal.Signals(-code).name
-        words = errors.strip().splitlines()[-1:]
+        words = [line.strip() for line in errors.splitlines() if not _FRAME.match(line)][-1:]
         return ": ".join([f"killed by {name}", *words])
     last = errors.rsplit("Traceback (most recent call last):\n", 1)[-1]
     message = re.search(r"^(?=\S).*", last, re.MULTILINE | re.DOTALL)
     return (message[0] if message else f"exit status {code}").strip()
+
+
+_FRAME = re.compile(r"\s*(@ |\*\*\*|$)")
+"""A line of the stack trace that an abort prints after its message."""
 
 
 def _run(command: list[str]) -> tuple[int, str]:

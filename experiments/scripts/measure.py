@@ -1,6 +1,7 @@
 """Run each strategy of a job: `python -m experiments.scripts.measure JOB DIRECTORY PLANS SETTINGS` (through `experiments.isolate`)."""
 
 import json
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,9 @@ from experiments.job import Job
 from experiments.models import Model, build_model
 from experiments.strategies import STRATEGIES
 from simulator.cluster import Cluster
+
+PATIENT_COLLECTIVES = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+"""On a busy machine a virtual device may come late to a collective; XLA's default is to abort after 40 s."""
 
 
 def main(job_json: str, directory: str, plans: str, settings: str) -> None:
@@ -39,6 +43,8 @@ def main(job_json: str, directory: str, plans: str, settings: str) -> None:
         def step() -> None:
             nonlocal result
             result = runnable.step(next_state(result), batch)
+            if jax.default_backend() == "cpu":  # virtual devices share the cores: steps in flight starve one another
+                jax.block_until_ready(result)
 
         seconds = benchmark_func(step, lambda: jax.block_until_ready(result), **repetitions)
         return Cell(
@@ -57,6 +63,7 @@ def use_devices_like(cluster: Cluster, needed: int) -> None:
     if cluster.device.kind == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", cluster.num_devices)
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {PATIENT_COLLECTIVES}"
     present = jax.devices()
     if present[0].platform != cluster.device.kind or len(present) < needed:
         raise ValueError(

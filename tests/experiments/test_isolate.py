@@ -82,3 +82,8 @@ def test_a_cell_whose_planning_failed_fails_for_the_same_reason(tmp_path: Path) 
     assert read_cell(results, "data") == Cell(step_time_s=1.0, planning_time_s=0.25)
     assert read_cell(results, "zero2") == Cell("failed", "planning: no rule for sort")
     assert json.loads((results / "shard.json").read_text())["planning_time_s"] is None
+
+
+def test_the_last_words_before_an_abort_are_not_its_stack_trace() -> None:
+    errors = "F0001 rendezvous.cc: Termination timeout exceeded\n*** Check failure stack trace: ***\n    @     0x7f (unknown)\n\n"
+    assert reason_of(-6, errors) == "killed by SIGABRT: F0001 rendezvous.cc: Termination timeout exceeded"
