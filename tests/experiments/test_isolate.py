@@ -86,4 +86,4 @@ def test_a_cell_whose_planning_failed_fails_for_the_same_reason(tmp_path: Path) 
 
 def test_the_last_words_before_an_abort_are_not_its_stack_trace() -> None:
     errors = "F0001 rendezvous.cc: Termination timeout exceeded\n*** Check failure stack trace: ***\n    @     0x7f (unknown)\n\n"
-    assert reason_of(-6, errors) == "killed by SIGABRT: F0001 rendezvous.cc: Termination timeout exceeded"
+    assert isolate.reason_of(-6, errors) == "killed by SIGABRT: F0001 rendezvous.cc: Termination timeout exceeded"
