@@ -19,14 +19,14 @@ from autopar.target import TargetExecutable, compile_for, target_mesh
 from experiments.models.model import Model
 from simulator.cluster import Cluster
 
-_PARAMETERS: tuple[tuple[str, tuple[int, ...]], ...] = (
-    (r"(qkv|up)/(kernel|bias)$", (-1,)),
-    (r"(out|down)/kernel$", (-2,)),
-    (r"experts/(up|down)$", (0,)),
-    (r"tokens/embedding$", (0,)),
-    (r"Bottleneck.*Conv_1/kernel$|block_\d_\d/Conv_1/kernel$", (-1,)),
-    (r"block_\d_\d/(BatchNorm_1)/(scale|bias|mean|var)$", (-1,)),
-    (r"block_\d_\d/Conv_2/kernel$", (-2,)),
+_PARAMETERS: tuple[tuple[str, int], ...] = (
+    (r"(qkv|up)/(kernel|bias)$", -1),
+    (r"(out|down)/kernel$", -2),
+    (r"experts/(up|down)$", 0),
+    (r"tokens/embedding$", 0),
+    (r"/Conv_1/kernel$", -1),
+    (r"/BatchNorm_1/(scale|bias|mean|var)$", -1),
+    (r"/Conv_2/kernel$", -2),
 )
 """Which dim of a parameter tensor parallelism shards, by its path."""
 
@@ -74,11 +74,9 @@ class ByHand:
         """Where a parameter, or what the optimizer keeps of it, lives."""
         axes: list[str | None] = [None] * len(shape)
         if self.tensor:
-            for pattern, dims in _PARAMETERS:
-                if re.search(pattern, path):
-                    for dim in dims:
-                        if shape[dim] % mesh.shape[self.tensor] == 0:
-                            axes[dim] = self.tensor
+            for pattern, dim in _PARAMETERS:
+                if re.search(pattern, path) and shape[dim] % mesh.shape[self.tensor] == 0:
+                    axes[dim] = self.tensor
         if self.fsdp and prod(shape) > 1:
             free = [d for d, axis in enumerate(axes) if axis is None and shape[d] % mesh.shape[self.data] == 0]
             if free:
@@ -100,9 +98,9 @@ class ByHand:
 
         def interceptor(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
             result = call(*args, **kwargs)
-            module = context.module
-            named = context.method_name == "__call__" and module.name and module.name not in ("positions",)
-            return jax.tree.map(lambda x: pin(module.name, x), result) if named else result
+            name = context.module.name
+            has_batch = context.method_name == "__call__" and name and name != "positions"
+            return jax.tree.map(lambda x: pin(name, x), result) if has_batch else result
 
         return interceptor
 
