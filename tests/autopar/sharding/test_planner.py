@@ -26,7 +26,7 @@ def specs(step, shardings, start, end=""):
 
 
 def wide_mlp():
-    """Weights larger than activations: model parallelism pays (CHECKS: 6 layers, hidden 256, batch 32)."""
+    """Weights larger than activations: model parallelism pays."""
     args = jax.eval_shape(lambda: mlp_args((256,) * 6, batch_size=32, features=256))
     return trace(mlp_step, args, (1,))
 
