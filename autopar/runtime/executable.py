@@ -77,6 +77,3 @@ class Executable:
     def dump_debug_info(self, folder: str | Path, name: str = "train_step") -> tuple[Path, ...]:
         """Write plan, reasons, placements, reshardings, programs and memory to `folder`; see `autopar.inspect.DEBUG_FILES`."""
         return inspect.dump_debug_info(self, folder, name)
-
-    def save_plan(self, path: str | Path) -> None:
-        self.plan.save(path)
