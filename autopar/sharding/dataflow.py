@@ -9,7 +9,8 @@ from jax.extend.core import Literal, Var
 
 from autopar.graph import Atom
 from autopar.sharding.factors import OpFactors
-from autopar.sharding.rules import PASS_THROUGH, POINTWISE, op_factors
+from autopar.sharding.rules import PASS_THROUGH, op_factors
+from autopar.sharding.storage import stored_values
 from autopar.trace import StepGraph
 
 type Role = OneOf["batch", "parameter", "state", "other"]
@@ -88,19 +89,3 @@ def _parameters(step: StepGraph, marked: Sequence[frozenset[int]]) -> set[Var]:
         if marks or not reaching.isdisjoint(eqn.outvars):
             reaching.update(atom for atom in eqn.invars if isinstance(atom, Var))
     return {var for var in step.jaxpr.invars if var in reaching}
-
-
-_FUSIBLE = POINTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze", "slice", "transpose"}
-"""Primitives whose results a fusion keeps in registers when only other fusible equations or reductions read them."""
-
-
-def stored_values(step: StepGraph) -> set[Var]:
-    """The values that are written to memory: inputs, outputs, and what a kernel other than a fusion writes or reads."""
-    stored = {*step.jaxpr.invars, *step.jaxpr.constvars, *(a for a in step.jaxpr.outvars if isinstance(a, Var))}
-    for eqn in step.jaxpr.eqns:
-        name = eqn.primitive.name
-        if name not in _FUSIBLE and name not in PASS_THROUGH:
-            stored.update(eqn.outvars)
-            if not name.startswith("reduce_"):
-                stored.update(atom for atom in eqn.invars if isinstance(atom, Var))
-    return stored

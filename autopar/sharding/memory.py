@@ -12,10 +12,10 @@ import numpy as np
 from jax.extend.core import Var
 
 from autopar.graph import Atom, aval_of
-from autopar.sharding.dataflow import stored_values
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.problem import Limit
 from autopar.sharding.spec import LogicalMesh, Spec, Specs, local_shape
+from autopar.sharding.storage import stored_values
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
 
