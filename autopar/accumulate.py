@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from autopar import graph
+from autopar.evaluate import Hook
 from autopar.microbatch import Microbatching
 
 
 def accumulate(
-    micro: Microbatching, batch: Sequence[Var], env: dict[Var, Any], evaluate: Callable[..., None], pin: graph.Hook
+    micro: Microbatching, batch: Sequence[Var], env: dict[Var, Any], evaluate: Callable[..., None], pin: Hook
 ) -> None:
     """Run the body for one microbatch after the other and add to `env` what they accumulate.
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from autopar import graph
 from autopar.accumulate import accumulate
+from autopar.evaluate import evaluate
 from autopar.plan import Plan, Stage
 from autopar.sharding.spec import Spec, partition_spec
 from autopar.target import compile_for, target_mesh
@@ -70,20 +71,21 @@ def _constrained(step: StepGraph, stage: Stage, mesh: Mesh) -> Callable[..., Any
     def constrain(side: str, number: int, values: list[Any]) -> list[Any]:
         values = list(values)
         for index, sharding in wanted.get((number, side), {}).items():
-            values[index] = jax.lax.with_sharding_constraint(values[index], sharding)
+            if values[index] is not None:  # a branch sees its own
+                values[index] = jax.lax.with_sharding_constraint(values[index], sharding)
         return values
 
-    evaluate = partial(graph.evaluate, before=partial(constrain, "in"), after=partial(constrain, "out"))
+    run_eqns = partial(evaluate, before=partial(constrain, "in"), after=partial(constrain, "out"))
 
     def run(*args: Any) -> Any:
         env = dict(zip(step.jaxpr.invars, jax.tree.leaves(args), strict=True))
         env.update(zip(step.jaxpr.constvars, step.jaxpr.consts, strict=True))
         if step.microbatching is None:
-            evaluate(enumerate(step.jaxpr.eqns), env)
+            run_eqns(enumerate(step.jaxpr.eqns), env)
         else:
             batch = [step.jaxpr.invars[i] for i in sorted(step.batch)]
-            accumulate(step.microbatching, batch, env, evaluate, partial(constrain, "out"))
-            evaluate(step.microbatching.tail, env)
+            accumulate(step.microbatching, batch, env, run_eqns, partial(constrain, "out"))
+            run_eqns(step.microbatching.tail, env)
         return jax.tree.unflatten(step.out_tree, [graph.read(atom, env) for atom in step.jaxpr.outvars])
 
     return run

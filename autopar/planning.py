@@ -9,6 +9,7 @@ import jax
 from autopar.graph import aval_of
 from autopar.inspect.strategies import print_if_asked
 from autopar.plan import Constraint, Plan, Stage, Value
+from autopar.regions import loop_p
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.planner import Shardings, plan_shardings
 from autopar.sharding.rules import is_replicated_only
@@ -95,9 +96,13 @@ def _array(aval: Any) -> dict[str, Any]:
 
 
 def _warnings(step: StepGraph) -> tuple[str, ...]:
-    """One for each primitive that is planned as replicated for want of a better rule."""
+    """For each primitive that is planned as replicated for want of a better rule, and for loops of unknown length."""
     counts = Counter(eqn.primitive.name for eqn in step.jaxpr.eqns if is_replicated_only(eqn.primitive.name))
-    return tuple(
+    found = [
         f"{count} x {name}: computed whole on every device, there is no better rule for it"
         for name, count in sorted(counts.items())
-    )
+    ]
+    endless = sum(eqn.primitive is loop_p and eqn.params["length"] is None for eqn in step.jaxpr.eqns)
+    if endless:
+        found.append(f"{endless} x while_loop: how often it runs is not known, its costs count once")
+    return tuple(found)

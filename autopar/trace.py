@@ -9,6 +9,7 @@ import jax
 from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar import graph
+from autopar.flatten import flatten
 from autopar.gradients import marking
 from autopar.graph import aval_of
 from autopar.microbatch import MicrobatchError, Microbatching, split
@@ -128,7 +129,7 @@ def _flat_jaxpr(fun: Callable[..., Any], in_tree: Any, avals: list, marked: bool
             "Return only arrays and numbers, in dicts, tuples, lists or other pytrees."
         ) from error
     outputs, out_tree = jax.tree.flatten_with_path(result)
-    return graph.flatten(jaxpr), [path for path, _ in outputs], out_tree
+    return flatten(jaxpr), [path for path, _ in outputs], out_tree
 
 
 def _check_divisible(aval: jax.ShapeDtypeStruct, count: int, path: str) -> None:

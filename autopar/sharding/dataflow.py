@@ -7,6 +7,7 @@ from typing import Literal as OneOf
 
 from jax.extend.core import Literal, Var
 
+from autopar import regions
 from autopar.graph import Atom
 from autopar.sharding.factors import OpFactors
 from autopar.sharding.rules import PASS_THROUGH, op_factors
@@ -43,10 +44,12 @@ def analyse(step: StepGraph) -> Dataflow:
     eqns = step.jaxpr.eqns
     passing = [eqn.primitive.name in PASS_THROUGH or not eqn.outvars for eqn in eqns]
     factors = tuple(None if passes else op_factors(eqn) for eqn, passes in zip(eqns, passing, strict=True))
-    marked, per_example = _batch_factors(step, factors)
+    marked, per_example = batch_factors(step, factors)
     deciding = [eqn for eqn, op in zip(eqns, factors, strict=True) if op is not None and op.decides]
     readers = Counter(atom for eqn in deciding for atom in eqn.invars if isinstance(atom, Var))
-    return Dataflow(factors, tuple(marked), per_example, _roles(step, marked), readers, frozenset(stored_values(step)))
+    return Dataflow(
+        factors, tuple(marked), frozenset(per_example), _roles(step, marked), readers, frozenset(stored_values(step))
+    )
 
 
 def _roles(step: StepGraph, marked: Sequence[frozenset[int]]) -> tuple[Role, ...]:
@@ -62,30 +65,46 @@ def _roles(step: StepGraph, marked: Sequence[frozenset[int]]) -> tuple[Role, ...
     return tuple(role(i, var) for i, var in enumerate(step.jaxpr.invars))
 
 
-def _batch_factors(step: StepGraph, factors: Sequence[OpFactors | None]) -> tuple[list[frozenset[int]], frozenset[Var]]:
-    """For each equation the factors that run over the batch, and the values that have a batch dim.
+def batch_factors(
+    step: StepGraph, factors: Sequence[OpFactors | None]
+) -> tuple[list[frozenset[int]], dict[Var, frozenset[int]]]:
+    """For each equation the factors that run over the batch, and the batch dims of the values that have some.
 
-    Found by following the batch dims of the inputs.
+    Found by following the batch dims of the inputs; what a loop hands on has those that it has after any iteration.
     """
+    eqns = step.jaxpr.eqns
     dims_of: dict[Var, frozenset[int]] = {step.jaxpr.invars[i]: frozenset({0}) for i in step.batch}
-    marked = []
-    for eqn, op in zip(step.jaxpr.eqns, factors, strict=True):
-        marks = [frozenset() if isinstance(a, Literal) else dims_of.get(a, frozenset()) for a in eqn.invars]
-        if op is None:
-            marked.append(frozenset())
-            dims_of.update(zip(eqn.outvars, marks if eqn.outvars else (), strict=True))
-            continue
-        found = frozenset(op.operands[k][dim][0] for k, dims in enumerate(marks) for dim in dims if op.operands[k][dim])
-        marked.append(found)
-        for var, result in zip(eqn.outvars, op.results, strict=True):
-            dims_of[var] = frozenset(dim for dim, of in enumerate(result) if of and of[0] in found)
-    return marked, frozenset(var for var, dims in dims_of.items() if dims)
+    handed_on: dict[Var, frozenset[int]] = {}
+    while True:
+        marked: list[frozenset[int]] = []
+        known = dict(handed_on)
+        for eqn, op in zip(eqns, factors, strict=True):
+            marks = [frozenset() if isinstance(a, Literal) else dims_of.get(a, frozenset()) for a in eqn.invars]
+            if op is None:
+                marked.append(frozenset())
+                dims_of.update(zip(eqn.outvars, marks if eqn.outvars else (), strict=True))
+                continue
+            found = frozenset(op.operands[k][d][0] for k, dims in enumerate(marks) for d in dims if op.operands[k][d])
+            marked.append(found)
+            for var, result in zip(eqn.outvars, op.results, strict=True):
+                dims = frozenset(dim for dim, of in enumerate(result) if of and of[0] in found)
+                dims_of[var] = dims | handed_on.get(var, frozenset())
+            if eqn.primitive is regions.loop_result_p:
+                carry, result = eqn.invars[0], eqn.outvars[0]
+                assert isinstance(carry, Var)
+                handed_on[carry] = dims_of[carry] | dims_of[result]
+        if handed_on == known:
+            return marked, {var: dims for var, dims in dims_of.items() if dims}
 
 
 def _parameters(step: StepGraph, marked: Sequence[frozenset[int]]) -> set[Var]:
     """The inputs that computation per example depends on; other carried state belongs to the optimizer."""
     reaching: set[Atom] = set()
-    for eqn, marks in zip(reversed(step.jaxpr.eqns), reversed(marked), strict=True):
-        if marks or not reaching.isdisjoint(eqn.outvars):
-            reaching.update(atom for atom in eqn.invars if isinstance(atom, Var))
-    return {var for var in step.jaxpr.invars if var in reaching}
+    while True:
+        known = len(reaching)
+        for eqn, marks in zip(reversed(step.jaxpr.eqns), reversed(marked), strict=True):
+            held = eqn.primitive is regions.loop_result_p and eqn.invars[0] in reaching
+            if marks or held or not reaching.isdisjoint(eqn.outvars):
+                reaching.update(atom for atom in eqn.invars if isinstance(atom, Var))
+        if len(reaching) == known:
+            return {var for var in step.jaxpr.invars if var in reaching}

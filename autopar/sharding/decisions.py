@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from autopar import regions
 from autopar.gradients import accumulate_p
 from autopar.graph import Atom, aval_of
 from autopar.sharding.candidates import (
@@ -110,6 +111,7 @@ class _Builder:
         self.found = Decisions()
         self.flow = analyse(step)
         self.pins = Pins(options.pins, step, self.mesh)
+        self.repeats = regions.repeats(step.jaxpr.eqns)
         self.combined = MeshCosts(costs.mesh, Combined(costs.model), costs.forbidden)
         self.depth: dict[Var, int] = {}
         self.content: dict[Var, int] = {}
@@ -169,7 +171,7 @@ class _Builder:
             self.found.decided.append((number, (result,)))
             self.found.placements[eqn.outvars[0]] = result
             self._use(number, 0, eqn.invars[0], result.decision, result.specs)
-        elif not any(placed):
+        elif not any(placed) and eqn.primitive is not regions.loop_carry_p:
             self.found.placements.update(dict.fromkeys(eqn.outvars))
         elif self._decides(number, eqn, factors) or not self._follow(number, eqn, factors, placed):
             self._choose(number, eqn, factors)
@@ -190,7 +192,9 @@ class _Builder:
             atom = eqn.invars[k]
             return prod(aval_of(atom).shape), self._content(atom), self._depth(atom)
 
-        leader = max((k for k, placement in enumerate(placed) if placement is not None), key=rank)
+        leader = factors.leader
+        if leader is None:
+            leader = max((k for k, placement in enumerate(placed) if placement is not None), key=rank)
         placement = placed[leader]
         assert placement is not None
         assignments = followed(factors, leader, placement.specs, self.mesh)
@@ -198,7 +202,7 @@ class _Builder:
             return False
         results = self._results(eqn)
         options = [completions(factors, assignment, results, False, self.mesh)[0] for assignment in assignments]
-        costs = self._costs(eqn, factors, options)
+        costs = self._costs(number, eqn, factors, options)
         self.found.costs[placement.decision] = self.found.costs[placement.decision] + costs
         self._use_operands(number, eqn, factors, placement.decision, assignments)
         for r, var in enumerate(eqn.outvars):
@@ -209,7 +213,7 @@ class _Builder:
         """Make the equation a decision over all its candidates."""
         options = self._options(eqn, factors, self.flow.marked[number])
         label = f"{eqn.primitive.name} in {eqn.source_info.name_stack}"
-        costs = self._costs(eqn, factors, options)
+        costs = self._costs(number, eqn, factors, options)
         first = self._decide(label, tuple(o.results[0] for o in options), costs)
         results = [Placement(first.decision, tuple(o.results[r] for o in options)) for r in range(len(eqn.outvars))]
         self.found.decided.append((number, tuple(results)))
@@ -230,8 +234,10 @@ class _Builder:
     def _results(self, eqn: JaxprEqn) -> tuple[tuple[tuple[int, ...], int], ...]:
         return tuple((tuple(aval_of(var).shape), aval_of(var).dtype.itemsize) for var in eqn.outvars)
 
-    def _costs(self, eqn: JaxprEqn, factors: OpFactors, options: Sequence[Option]) -> np.ndarray:
+    def _costs(self, number: int, eqn: JaxprEqn, factors: OpFactors, options: Sequence[Option]) -> np.ndarray:
         """Seconds of each option on one device: its kernel (what it moves when fused), and completing partial results."""
+        if eqn.primitive in regions.MARKERS:
+            return np.zeros(len(options))
         stored = tuple(isinstance(a, Var) and a in self.flow.stored for a in (*eqn.invars, *eqn.outvars))
         avals = tuple(atom.aval for atom in (*eqn.invars, *eqn.outvars))
         params = str(eqn.params) if factors.decides else ""
@@ -246,7 +252,7 @@ class _Builder:
         )
         if key not in self._known_costs:
             self._known_costs[key] = np.array([self._cost(eqn, factors, option, stored) for option in options])
-        return self._known_costs[key]
+        return self._known_costs[key] * self.repeats[number]
 
     def _cost(self, eqn: JaxprEqn, factors: OpFactors, option: Option, stored: Sequence[bool]) -> float:
         mesh, count = self.mesh, len(eqn.invars)
@@ -292,6 +298,8 @@ class _Builder:
             and factors.decides
         ):
             matrix = matrix / self.flow.readers[atom]  # pyright: ignore[reportArgumentType]  # the compiler makes one copy for all who want the same
+        if eqn is not None:
+            matrix = matrix * self.repeats[eqn]
         i, j = placement.decision, decision
         if i == j:
             self.found.costs[i] = self.found.costs[i] + np.diagonal(matrix)

@@ -38,6 +38,7 @@ class OpFactors:
         decides: True when the choice is worth a decision of its own, False when it can follow its largest operand.
         once: operands that count on one device only, the first, where results are partial sums: the array that a scatter
             adds to. (XLA's partitioner does so, too.)
+        leader: the operand to follow, when it must be this one.
     """
 
     sizes: tuple[int, ...]
@@ -46,6 +47,7 @@ class OpFactors:
     results: tuple[Dims, ...]
     decides: bool = False
     once: tuple[int, ...] = ()
+    leader: int | None = None
 
     def assignments(self, mesh: LogicalMesh) -> list[Assignment]:
         """Every way to give each mesh axis to one factor or to none, with all dims divided evenly; none first."""

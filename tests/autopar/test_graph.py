@@ -6,11 +6,13 @@ import numpy as np
 from jax.extend.core import Literal
 
 from autopar import graph
+from autopar.evaluate import evaluate
+from autopar.flatten import flatten
 
 
 def run(jaxpr, *args):
     env = dict(zip(jaxpr.invars, args, strict=True)) | dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
-    graph.evaluate(enumerate(jaxpr.eqns), env, before=lambda _, v: v, after=lambda _, v: v)
+    evaluate(enumerate(jaxpr.eqns), env, before=lambda _, v: v, after=lambda _, v: v)
     return [graph.read(atom, env) for atom in jaxpr.outvars]
 
 
@@ -25,7 +27,7 @@ def test_calls_are_inlined_and_each_variable_is_bound_once():
         return inner(inner(x)) + jax.nn.silu(x)
 
     x = jnp.array([-1.0, 0.0, 2.0])
-    flat = graph.flatten(jax.make_jaxpr(f)(x))
+    flat = flatten(jax.make_jaxpr(f)(x))
     assert not {"jit", "custom_jvp_call", "custom_vjp_call"} & set(names(flat))
     bound = [var for eqn in flat.eqns for var in eqn.outvars]
     assert len(bound) == len(set(bound))
@@ -35,14 +37,14 @@ def test_calls_are_inlined_and_each_variable_is_bound_once():
 def test_gradients_of_inlined_calls_stay_what_they_were():
     """d relu(0) is 0 by relu's own rule; it must not become that of max."""
     x = jnp.array([-1.0, 0.0, 2.0])
-    flat = graph.flatten(jax.make_jaxpr(jax.grad(lambda x: jax.nn.relu(x).sum()))(x))
+    flat = flatten(jax.make_jaxpr(jax.grad(lambda x: jax.nn.relu(x).sum()))(x))
     np.testing.assert_array_equal(run(flat, x)[0], [0.0, 0.0, 1.0])
 
 
 def test_constants_are_shared_and_keep_their_values():
     table = jnp.arange(6.0)
     f = jax.jit(lambda x: x + table)
-    flat = graph.flatten(jax.make_jaxpr(lambda x: f(x) * f(x + 1))(table))
+    flat = flatten(jax.make_jaxpr(lambda x: f(x) * f(x + 1))(table))
     assert len(flat.constvars) <= 1
     np.testing.assert_allclose(run(flat, table)[0], (2 * table) * (2 * table + 1))
 
@@ -53,7 +55,7 @@ def test_a_checkpoint_keeps_its_recomputation_behind_a_barrier():
         return jnp.sin(jnp.sin(x))
 
     x = jnp.ones(4)
-    flat = graph.flatten(jax.make_jaxpr(jax.value_and_grad(lambda x: layer(x).sum()))(x))
+    flat = flatten(jax.make_jaxpr(jax.value_and_grad(lambda x: layer(x).sum()))(x))
     assert names(flat).count("optimization_barrier") == 1
     assert names(flat).count("sin") == 3, "two forward, one of them again for the backward pass"
     np.testing.assert_allclose(run(flat, x)[1], jax.grad(lambda x: jnp.sin(jnp.sin(x)).sum())(x), rtol=1e-6)
@@ -65,11 +67,11 @@ def test_equal_equations_are_one():
         return y * x.astype(jnp.float16), jax.random.uniform(jax.random.key(0)), jax.random.uniform(jax.random.key(1))
 
     x = jnp.ones((2, 2))
-    flat = graph.flatten(jax.make_jaxpr(f)(x))
+    flat = flatten(jax.make_jaxpr(f)(x))
     halves = [eqn for eqn in flat.eqns if eqn.outvars[0].aval.dtype == jnp.float16]
     assert [eqn.primitive.name for eqn in halves] == ["convert_element_type", "mul"]
     assert names(flat).count("random_bits") == 2
-    signs = graph.flatten(jax.make_jaxpr(lambda x: (jnp.maximum(x, 0.0), jnp.maximum(x, -0.0)))(x))
+    signs = flatten(jax.make_jaxpr(lambda x: (jnp.maximum(x, 0.0), jnp.maximum(x, -0.0)))(x))
     assert names(signs) == ["max", "max"]
     assert run(flat, x)[1:] == list(f(x)[1:])
 
@@ -79,18 +81,18 @@ def test_unused_equations_go():
         jnp.exp(x)
         return x + 1
 
-    assert names(graph.flatten(jax.make_jaxpr(f)(1.0))) == ["add"]
+    assert names(flatten(jax.make_jaxpr(f)(1.0))) == ["add"]
 
 
 def test_an_input_or_a_literal_may_be_an_output():
-    flat = graph.flatten(jax.make_jaxpr(lambda x: (x, 3.0))(1.0))
+    flat = flatten(jax.make_jaxpr(lambda x: (x, 3.0))(1.0))
     assert flat.outvars[0] is flat.invars[0]
     assert isinstance(flat.outvars[1], Literal)
 
 
 def test_fingerprints_tell_programs_apart_and_nothing_else():
     def fingerprint(f, *args):
-        return graph.fingerprint(graph.flatten(jax.make_jaxpr(f)(*args)))
+        return graph.fingerprint(flatten(jax.make_jaxpr(f)(*args)))
 
     x = jnp.ones((2, 3))
     f = lambda x: jax.nn.gelu(x) + 1  # noqa: E731

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar.graph import flatten
+from autopar.flatten import flatten
 from autopar.work import array_bytes, hlo_dtype, kernel_of
 from simulator.work import Kernel
 

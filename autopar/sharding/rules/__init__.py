@@ -8,7 +8,7 @@ the rule allows and compares it with the unsharded equation.
 from jax.extend.core import JaxprEqn
 
 from autopar.sharding.factors import OpFactors
-from autopar.sharding.rules import contract, index, linalg, order, random, reduce, shape
+from autopar.sharding.rules import contract, control, index, linalg, order, random, reduce, shape
 from autopar.sharding.rules.common import Rule, replicated
 from autopar.sharding.rules.pointwise import POINTWISE, pointwise
 
@@ -27,6 +27,7 @@ RULES: dict[str, Rule] = {
     **shape.RULES,
     **reduce.RULES,
     **contract.RULES,
+    **control.RULES,
     **index.RULES,
     **order.RULES,
     **linalg.RULES,

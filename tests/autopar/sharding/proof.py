@@ -16,7 +16,8 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from autopar.graph import evaluate, flatten
+from autopar.evaluate import evaluate
+from autopar.flatten import flatten
 from autopar.sharding.candidates import Option, completions
 from autopar.sharding.factors import Assignment, OpFactors
 from autopar.sharding.rules import op_factors

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.graph import flatten
+from autopar.flatten import flatten
 from autopar.sharding.factors import FactorBuilder, OpFactors
 from autopar.sharding.rules import op_factors
 from autopar.sharding.spec import LogicalMesh, divides

@@ -1,0 +1,159 @@
+"""Loops and branches are planned with the rest of the step, and compute what one device computes."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import autopar
+from autopar.devices import logical_mesh
+from autopar.planning import make_plan
+from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO3
+from autopar.testing import assert_allclose
+from autopar.trace import trace
+from simulator.cluster import Cluster
+from simulator.costs import BandwidthOnly
+
+COSTS = BandwidthOnly(bandwidth=1e9, flop_per_s=1e11)
+CLUSTER = Cluster.load("cpu-virtual")
+RANDOM = np.random.default_rng(0)
+
+
+def normal(*shape, scale=1.0):
+    return (scale * RANDOM.normal(size=shape)).astype(np.float32)
+
+
+def trained(loss):
+    """An SGD step of `loss(params, batch)`."""
+
+    def step(params, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step
+
+
+def layers_in_a_scan():
+    """Blocks of two matrices, stacked, each recomputed in the backward pass."""
+    params = {"up": normal(4, 64, 256, scale=0.1), "down": normal(4, 256, 64, scale=0.1), "bias": normal(4, 256)}
+
+    @jax.checkpoint
+    def layer(x, p):
+        return x + jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"], None
+
+    def loss(params, x):
+        return (lax.scan(layer, x, params)[0] ** 2).mean()
+
+    return trained(loss), params, normal(16, 64)
+
+
+def lstm():
+    """Over time, with the hidden state as the carry and the weights as constants of the loop."""
+    model = nn.RNN(nn.OptimizedLSTMCell(64))
+    x, y = normal(16, 6, 32), normal(16, 64)
+    params = jax.jit(model.init)(jax.random.key(0), x)
+    optimizer = optax.adam(1e-2)
+
+    def step(state, batch):
+        params, opt = state
+
+        def loss(params):
+            return ((model.apply(params, batch["x"])[:, -1] - batch["y"]) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt = optimizer.update(grads, opt)
+        return (optax.apply_updates(params, updates), opt), value
+
+    return step, (params, optimizer.init(params)), {"x": x, "y": y}
+
+
+def branch_and_while():
+    """A step that is skipped when the gradient is too large, and a loop that stops when a norm is small enough."""
+
+    def step(state, x):
+        def loss(w):
+            return (jnp.tanh(x @ w["a"]) @ w["b"]).mean()
+
+        value, grads = jax.value_and_grad(loss)(state["w"])
+        norm = optax.tree.norm(grads)
+        w = lax.cond(norm < 1e3, lambda w: jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), lambda w: w, state["w"])
+        scaled, count = lax.while_loop(
+            lambda c: (c[0] ** 2).sum() > 1.0, lambda c: (c[0] * 0.5, c[1] + 1), (w["a"] @ w["b"], 0)
+        )
+        return {"w": w, "scaled": scaled, "count": count}, value
+
+    state = {"w": {"a": normal(64, 256), "b": normal(256, 64)}, "scaled": normal(64, 64), "count": np.int32(0)}
+    return step, state, normal(16, 64)
+
+
+def examples_in_a_map():
+    """A loop over the batch itself: each iteration has a single example."""
+
+    def loss(w, x):
+        return lax.map(lambda row: (jnp.tanh(row @ w) ** 2).sum(), x).mean()
+
+    return trained(loss), normal(64, 256), normal(8, 64)
+
+
+STEPS = {f.__name__: f for f in (layers_in_a_scan, lstm, branch_and_while, examples_in_a_map)}
+
+
+@pytest.mark.parametrize("options", [AUTO, DATA_PARALLEL, ZERO3], ids=["auto", "data", "zero3"])
+@pytest.mark.parametrize("mesh", [(8,), (2, 4)], ids=str)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_planned_loop_equals_one_device(name, mesh, options):
+    step, state, batch = STEPS[name]()
+    if name == "examples_in_a_map" and options is not AUTO:
+        pytest.skip("has no batch dim to shard inside the loop")
+    plan = make_plan(trace(step, (state, batch), (1,)), logical_mesh(mesh), CLUSTER, options, "ShardParallel", COSTS)
+    planned = autopar.parallelize(step, method=autopar.PlanMethod(plan, mesh), donate_argnums=())
+    assert_allclose(planned(state, batch), jax.jit(step)(state, batch), rtol=1e-3, atol=1e-4)
+
+
+def plan_of(build, mesh=(8,), options=AUTO):
+    step, state, batch = build()
+    traced = trace(step, (state, batch), (1,))
+    return traced, make_plan(traced, logical_mesh(mesh), CLUSTER, options, "ShardParallel", COSTS)
+
+
+def test_a_layer_in_a_scan_is_planned_as_it_would_be_alone():
+    """Column, then row, as for unrolled layers; the leading dim, over which the loop runs, stays whole."""
+    _, plan = plan_of(layers_in_a_scan)
+    specs = {value.path: value.spec for value in plan.stages[0].inputs}
+    assert specs["0/up"] == ((), (), ("x",))
+    assert specs["0/down"] == ((), ("x",), ())
+    assert specs["0/bias"] == ((), ("x",))
+
+
+def test_what_a_loop_does_counts_as_often_as_it_does_it():
+    def build(length):
+        def loss(params, x):
+            return (lax.scan(lambda c, p: (jnp.tanh(c @ p), None), x, params)[0] ** 2).mean()
+
+        return lambda: (trained(loss), normal(length, 64, 64), normal(16, 64))
+
+    seconds = [plan_of(build(length), options=DATA_PARALLEL)[1].predicted_seconds for length in (2, 4, 8)]
+    assert seconds[2] - seconds[1] == pytest.approx(2 * (seconds[1] - seconds[0]), rel=0.05)
+
+
+def test_the_carry_stays_where_it_is():
+    """What a loop hands on is, after every iteration, where the next one expects it."""
+    traced, plan = plan_of(lstm, (2, 4))
+    eqns = traced.jaxpr.eqns
+    pinned = {(c.eqn, c.side, c.index): c.spec for c in plan.stages[0].constraints}
+    results = [n for n, eqn in enumerate(eqns) if eqn.primitive.name == "loop_result"]
+    assert results
+    number_of = {var: n for n, eqn in enumerate(eqns) for var in eqn.outvars}
+    for n in results:
+        carry, after = (number_of.get(atom) for atom in eqns[n].invars[:2])
+        held = pinned[carry, "out", 0]
+        arrives = pinned.get((n, "in", 1), pinned.get((after, "out", 0)))
+        assert arrives in (held, None)
+
+
+def test_the_number_of_iterations_of_a_while_loop_is_said_to_be_unknown():
+    _, plan = plan_of(branch_and_while)
+    assert any("while_loop" in warning and "once" in warning for warning in plan.warnings)
