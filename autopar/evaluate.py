@@ -41,7 +41,7 @@ class _Run:
                 operands = self.before(number, [read(atom, env) for atom in eqn.invars])
                 scope = str(eqn.source_info.name_stack)
                 with eqn.ctx.manager, jax.named_scope(scope) if scope else nullcontext():
-                    result = eqn.primitive.bind(*operands, **eqn.params)
+                    result = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
                 results = list(result) if eqn.primitive.multiple_results else [result]
                 env.update(zip(eqn.outvars, self.after(number, results), strict=True))
             position += 1

@@ -1,17 +1,19 @@
 """From a plan to what runs: the constrained step for a mesh, and the `Program` that is executed and simulated."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding
 
 from autopar import graph
 from autopar.accumulate import accumulate
-from autopar.evaluate import evaluate
+from autopar.evaluate import Numbered, evaluate
 from autopar.plan import Plan, Stage
+from autopar.sharding.manual import on_devices
 from autopar.sharding.spec import Spec, partition_spec
 from autopar.target import compile_for, target_mesh
 from autopar.trace import StepGraph
@@ -75,7 +77,9 @@ def _constrained(step: StepGraph, stage: Stage, mesh: Mesh) -> Callable[..., Any
                 values[index] = jax.lax.with_sharding_constraint(values[index], sharding)
         return values
 
-    run_eqns = partial(evaluate, before=partial(constrain, "in"), after=partial(constrain, "out"))
+    def run_eqns(eqns: Iterable[Numbered], env: dict[Var, Any]) -> None:
+        here = ((number, on_devices(eqn, mesh)) for number, eqn in eqns)
+        evaluate(here, env, before=partial(constrain, "in"), after=partial(constrain, "out"))
 
     def run(*args: Any) -> Any:
         env = dict(zip(step.jaxpr.invars, jax.tree.leaves(args), strict=True))

@@ -97,9 +97,11 @@ def _array(aval: Any) -> dict[str, Any]:
 
 def _warnings(step: StepGraph) -> tuple[str, ...]:
     """For each primitive that is planned as replicated for want of a better rule, and for loops of unknown length."""
-    counts = Counter(eqn.primitive.name for eqn in step.jaxpr.eqns if is_replicated_only(eqn.primitive.name))
+    counts = Counter(
+        eqn.primitive.name for eqn in step.jaxpr.eqns if eqn.outvars and is_replicated_only(eqn.primitive.name)
+    )
     found = [
-        f"{count} x {name}: computed whole on every device, there is no better rule for it"
+        f"{count} x {name}: computed whole on every device, there is no better rule for it in autopar/sharding/rules"
         for name, count in sorted(counts.items())
     ]
     endless = sum(eqn.primitive is loop_p and eqn.params["length"] is None for eqn in step.jaxpr.eqns)

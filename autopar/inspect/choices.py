@@ -131,7 +131,7 @@ def _owners(decisions: Decisions, played: Replay) -> dict[int, int]:
     inputs = {placement.decision for placement in decisions.inputs}
     owner: dict[int, int] = {}
     for each in played.equations:
-        placement = decisions.placements[each.eqn.outvars[0]]
+        placement = decisions.placements[each.eqn.outvars[0]] if each.eqn.outvars else None
         if placement is not None and placement.decision not in inputs:
             owner.setdefault(placement.decision, each.number)
     return owner

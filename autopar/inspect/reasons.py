@@ -106,7 +106,7 @@ def explain(
     """
     tell = _Teller(planned.step, recover(planned, model, options), runners_up)
     inputs = map(tell.input, range(len(planned.step.jaxpr.invars)))
-    return (*inputs, *map(tell.equation, tell.choices.replay.equations))
+    return (*inputs, *(tell.equation(each) for each in tell.choices.replay.equations if each.eqn.outvars))
 
 
 _NO_SECONDS = Seconds(nan, nan, nan)

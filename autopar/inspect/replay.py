@@ -12,8 +12,8 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.graph import Atom, aval_of
 from autopar.plan import Plan
+from autopar.sharding.dataflow import batch_factors, step_factors
 from autopar.sharding.factors import Assignment, OpFactors
-from autopar.sharding.rules import PASS_THROUGH, op_factors
 from autopar.sharding.spec import LogicalMesh, Spec, axes_of, replicated
 from autopar.trace import StepGraph
 
@@ -105,17 +105,16 @@ def replay(planned: Planned) -> Replay:
     pins = {(c.eqn, c.side, c.index): c.spec for c in stage.constraints}
     values = {var: value.spec for var, value in zip(step.jaxpr.invars, stage.inputs, strict=True)}
     values.update((var, replicated(len(aval_of(var).shape))) for var in step.jaxpr.constvars)
-    batch: dict[Atom, frozenset[int]] = {step.jaxpr.invars[i]: frozenset({0}) for i in step.batch}
+    known_factors = step_factors(step)
+    known_marks, _ = batch_factors(step, known_factors)
     equations = []
-    for number, eqn in enumerate(step.jaxpr.eqns):
+    for number, (eqn, factors, marked) in enumerate(zip(step.jaxpr.eqns, known_factors, known_marks, strict=True)):
         sources = tuple(None if isinstance(a, Literal) else values.get(a) for a in eqn.invars)
         read = [pins.get((number, "in", k), source) for k, source in enumerate(sources)]
         pinned = [pins.get((number, "out", r)) for r in range(len(eqn.outvars))]
-        factors = None if eqn.primitive.name in PASS_THROUGH else op_factors(eqn)
         if factors is None:
-            results = [pin if pin is not None else spec for pin, spec in zip(pinned, read, strict=True)]
-            assignment, marked = (), frozenset()
-            batch.update((var, _dims(atom, batch)) for atom, var in zip(eqn.invars, eqn.outvars, strict=True))
+            results = [pin if pin is not None else spec for pin, spec in zip(pinned, read, strict=bool(pinned))]
+            assignment = ()
             operands = tuple(spec if spec is not None else _whole(a) for spec, a in zip(read, eqn.invars, strict=True))
         else:
             assignment = assignment_of(factors, read, pinned)
@@ -123,12 +122,6 @@ def replay(planned: Planned) -> Replay:
             derived = [factors.result_spec(r, assignment) if known else None for r in range(len(pinned))]
             results = [pin if pin is not None else spec for pin, spec in zip(pinned, derived, strict=True)]
             operands = tuple(factors.operand_spec(k, assignment) for k in range(len(read)))
-            dims = [_dims(atom, batch) for atom in eqn.invars]
-            marked = frozenset(
-                of[d][0] for of, marks in zip(factors.operands, dims, strict=True) for d in marks if of[d]
-            )
-            for var, of in zip(eqn.outvars, factors.results, strict=True):
-                batch[var] = frozenset(dim for dim, inner in enumerate(of) if inner and inner[0] in marked)
         values.update((var, spec) for var, spec in zip(eqn.outvars, results, strict=True) if spec is not None)
         full = tuple(spec if spec is not None else _whole(v) for spec, v in zip(results, eqn.outvars, strict=True))
         equations.append(Played(number, eqn, factors, assignment, sources, operands, full, marked))
@@ -174,10 +167,6 @@ def completions(
 def equation_name(eqn: JaxprEqn) -> str:
     """Its place in the model and its primitive, as in `autopar.plan.Constraint`."""
     return f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/")
-
-
-def _dims(atom: Atom, marks: dict[Atom, frozenset[int]]) -> frozenset[int]:
-    return frozenset() if isinstance(atom, Literal) else marks.get(atom, frozenset())
 
 
 def _whole(atom: Atom) -> Spec:

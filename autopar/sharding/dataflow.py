@@ -42,14 +42,19 @@ class Dataflow:
 def analyse(step: StepGraph) -> Dataflow:
     """The facts about `step`. Raises MissingRuleError when an equation has no sharding rule."""
     eqns = step.jaxpr.eqns
-    passing = [eqn.primitive.name in PASS_THROUGH or not eqn.outvars for eqn in eqns]
-    factors = tuple(None if passes else op_factors(eqn) for eqn, passes in zip(eqns, passing, strict=True))
+    factors = step_factors(step)
     marked, per_example = batch_factors(step, factors)
     deciding = [eqn for eqn, op in zip(eqns, factors, strict=True) if op is not None and op.decides]
     readers = Counter(atom for eqn in deciding for atom in eqn.invars if isinstance(atom, Var))
     return Dataflow(
         factors, tuple(marked), frozenset(per_example), _roles(step, marked), readers, frozenset(stored_values(step))
     )
+
+
+def step_factors(step: StepGraph) -> tuple[OpFactors | None, ...]:
+    """The factors of each equation; None for those that pass values through or have no result."""
+    passing = [eqn.primitive.name in PASS_THROUGH or not eqn.outvars for eqn in step.jaxpr.eqns]
+    return tuple(None if passes else op_factors(eqn) for eqn, passes in zip(step.jaxpr.eqns, passing, strict=True))
 
 
 def _roles(step: StepGraph, marked: Sequence[frozenset[int]]) -> tuple[Role, ...]:

@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from autopar import regions
 from autopar.gradients import accumulate_p
 from autopar.graph import Atom, aval_of
+from autopar.sharding import manual
 from autopar.sharding.candidates import (
     Option,
     batch_on,
@@ -221,6 +222,8 @@ class _Builder:
         self._use_operands(number, eqn, factors, first.decision, tuple(o.assignment for o in options))
 
     def _options(self, eqn: JaxprEqn, factors: OpFactors, marked: frozenset[int]) -> list[Option]:
+        if eqn.primitive.name == manual.SHARD_MAP:
+            return list(completions(factors, manual.assignment(eqn, self.mesh), self._results(eqn), False, self.mesh))
         assignments = factors.assignments(self.mesh)
         if self.options.data_parallel:
             assignments = batch_only(assignments, marked, self.mesh)
@@ -238,6 +241,8 @@ class _Builder:
         """Seconds of each option on one device: its kernel (what it moves when fused), and completing partial results."""
         if eqn.primitive in regions.MARKERS:
             return np.zeros(len(options))
+        if eqn.primitive.name == manual.SHARD_MAP:
+            return np.array([manual.seconds(eqn, self.costs) * self.repeats[number]])
         stored = tuple(isinstance(a, Var) and a in self.flow.stored for a in (*eqn.invars, *eqn.outvars))
         avals = tuple(atom.aval for atom in (*eqn.invars, *eqn.outvars))
         params = str(eqn.params) if factors.decides else ""

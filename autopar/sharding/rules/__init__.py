@@ -5,10 +5,11 @@ family; a pointwise one only needs its name in `POINTWISE`. tests/autopar/shardi
 the rule allows and compares it with the unsharded equation.
 """
 
+from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn
 
 from autopar.sharding.factors import OpFactors
-from autopar.sharding.rules import contract, control, index, linalg, order, random, reduce, shape
+from autopar.sharding.rules import contract, control, index, linalg, manual, order, random, reduce, shape
 from autopar.sharding.rules.common import Rule, replicated
 from autopar.sharding.rules.pointwise import POINTWISE, pointwise
 
@@ -31,35 +32,39 @@ RULES: dict[str, Rule] = {
     **index.RULES,
     **order.RULES,
     **linalg.RULES,
+    **manual.RULES,
     **random.RULES,
     **dict.fromkeys(REPLICATED, replicated),
 }
 
 
 class MissingRuleError(NotImplementedError):
-    """The step uses a primitive that the planner has no rule for."""
+    """The step uses a primitive that has no rule, and that can't be computed whole on every device either."""
 
     def __init__(self, eqn: JaxprEqn) -> None:
         shapes = ", ".join(str(atom.aval) for atom in eqn.invars)
         results = ", ".join(str(var.aval) for var in eqn.outvars)
         super().__init__(
             f"no sharding rule for primitive {eqn.primitive.name!r}, used as ({shapes}) -> ({results})"
-            f" in {str(eqn.source_info.name_stack) or 'the step'}; rules live in autopar/sharding/rules"
+            f" in {str(eqn.source_info.name_stack) or 'the step'}: it has effects, or works on something other than arrays;"
+            " rules live in autopar/sharding/rules"
         )
 
 
 def op_factors(eqn: JaxprEqn) -> OpFactors:
-    """The factors of `eqn`, from the rule of its primitive.
+    """The factors of `eqn`, from the rule of its primitive; without one, every device computes it whole.
 
     Raises:
-        MissingRuleError: there is no rule for the primitive.
+        MissingRuleError: there is no rule for the primitive, which has effects or works on something other than arrays.
     """
     rule = RULES.get(eqn.primitive.name)
     if rule is None:
-        raise MissingRuleError(eqn)
+        if eqn.effects or not all(isinstance(atom.aval, ShapedArray) for atom in (*eqn.invars, *eqn.outvars)):
+            raise MissingRuleError(eqn)
+        rule = replicated
     return rule(eqn)
 
 
 def is_replicated_only(name: str) -> bool:
     """Whether the primitive is planned as replicated for want of a better rule; a plan says so."""
-    return name in REPLICATED
+    return name in REPLICATED or name not in RULES.keys() | PASS_THROUGH

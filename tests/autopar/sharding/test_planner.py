@@ -6,12 +6,13 @@ import optax
 import pytest
 
 import autopar
+from autopar.planning import make_plan
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import MemoryBudgetError, plan_shardings
-from autopar.sharding.rules import MissingRuleError
 from autopar.sharding.spec import LogicalMesh
 from autopar.trace import trace
+from simulator.cluster import Cluster
 from simulator.costs import BandwidthOnly
 from tests.steps import mlp_args, mlp_step
 
@@ -110,12 +111,17 @@ def test_the_automatic_plan_finds_a_way_for_a_batch_that_does_not_divide():
     autopar.testing.assert_allclose(planned(*args), jax.jit(mlp_step)(*args), rtol=1e-3, atol=1e-3)
 
 
-def test_a_primitive_without_a_rule_stops_with_its_name_and_where_rules_go():
+def test_a_primitive_without_a_rule_is_computed_whole_and_the_plan_says_so():
     unknown = jax.extend.core.Primitive("unheard_of")
     unknown.def_abstract_eval(lambda x: x)
-    step = trace(lambda x: unknown.bind(x), (jnp.ones((4, 2)),), ())
-    with pytest.raises(MissingRuleError, match=r"'unheard_of'.*float32\[4,2\](.|\n)*autopar/sharding/rules"):
-        plan_shardings(step, LINE, COSTS)
+    step = trace(lambda x: jnp.sin(unknown.bind(jnp.sin(x))), (jnp.ones((4, 2)),), (0,))
+    plan = make_plan(step, LINE, Cluster.load("cpu-virtual"), AUTO, "ShardParallel", COSTS)
+    (warning,) = plan.warnings
+    assert "unheard_of" in warning
+    assert "autopar/sharding/rules" in warning
+    number = next(n for n, eqn in enumerate(step.jaxpr.eqns) if eqn.primitive is unknown)
+    pins = {(c.eqn, c.side): c.spec for c in plan.stages[0].constraints}
+    assert pins[number, "out"] == ((), ())
 
 
 def test_as_memory_shrinks_plans_shard_more_at_rising_cost_and_then_fail(step):

@@ -115,11 +115,10 @@ def test_random_numbers_are_made_shard_by_shard(name: str) -> None:
     np.testing.assert_allclose(compiled(*placed), fun(key, rows), rtol=1e-6)
 
 
-def test_a_primitive_without_a_rule_is_an_error() -> None:
-    jaxpr = jax.make_jaxpr(lambda x: lax.scan(lambda c, _: (c + 1, None), x, None, 3)[0])(1.0)
-    (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
-    with pytest.raises(MissingRuleError, match="no sharding rule for primitive 'scan'"):
-        op_factors(eqn)
+def test_a_primitive_with_effects_and_without_a_rule_is_an_error() -> None:
+    jaxpr = jax.make_jaxpr(lambda x: jax.debug.callback(print, x))(1.0)
+    with pytest.raises(MissingRuleError, match="no sharding rule for primitive 'debug_callback'"):
+        op_factors(jaxpr.eqns[-1])
 
 
 def test_a_primitive_without_a_better_rule_is_whole_and_says_so() -> None:
