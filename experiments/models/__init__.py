@@ -6,6 +6,7 @@ from typing import Any
 
 from experiments.models.bert import BERT
 from experiments.models.gpt import GPT
+from experiments.models.lstm import LSTM
 from experiments.models.mlp import MLP
 from experiments.models.model import Model
 from experiments.models.moe import MoE
@@ -15,7 +16,7 @@ from experiments.models.vit import ViT
 from experiments.models.wide_resnet import WideResNet
 from experiments.names import known
 
-__all__ = ["BERT", "GPT", "MLP", "MODELS", "MoE", "Model", "NnxMLP", "UNet", "ViT", "WideResNet", "build_model"]
+__all__ = ["BERT", "GPT", "LSTM", "MLP", "MODELS", "MoE", "Model", "NnxMLP", "UNet", "ViT", "WideResNet", "build_model"]
 
 MODELS: dict[str, type[Model]] = {
     "mlp": MLP,
@@ -26,6 +27,7 @@ MODELS: dict[str, type[Model]] = {
     "wide_resnet": WideResNet,
     "vit": ViT,
     "unet": UNet,
+    "lstm": LSTM,
 }
 
 

@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 from experiments.models.model import Batch, Model, ValueAndGrad, adam_state
-from experiments.models.transformer import EncoderBlock
+from experiments.models.transformer import Block
 
 MASK = 0
 """The token that stands for a hidden one."""
@@ -32,7 +32,7 @@ class Encoder(nn.Module):
         embed = nn.Embed(self.vocab_size, self.hidden_size, dtype=self.dtype, name="tokens")
         positions = nn.Embed(self.sequence_length, self.hidden_size, dtype=self.dtype, name="positions")
         x = nn.LayerNorm(dtype=self.dtype, name="norm")(embed(tokens) + positions(jnp.arange(tokens.shape[1])))
-        block = nn.remat(EncoderBlock) if self.remat else EncoderBlock
+        block = nn.remat(Block) if self.remat else Block
         for i in range(self.num_layers):
             x = block(self.num_heads, self.dtype, norm_first=False, name=f"block_{i}")(x)
         x = nn.gelu(nn.Dense(self.hidden_size, dtype=self.dtype, name="transform")(x))

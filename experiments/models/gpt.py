@@ -1,6 +1,7 @@
 """A GPT-2 style decoder (Radford et al., 2019)."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -10,41 +11,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 from experiments.models.model import Batch, Model, ValueAndGrad, adam_state
-
-
-class Attention(nn.Module):
-    """Causal self-attention with one projection for queries, keys and values."""
-
-    num_heads: int
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        batch, length, hidden = x.shape
-        head_dim = hidden // self.num_heads
-        qkv = nn.Dense(3 * hidden, dtype=self.dtype, name="qkv")(x)
-        # Heads outside, query-key-value inside: columns of the projection can then be sharded by head.
-        query, key, value = jnp.split(qkv.reshape(batch, length, self.num_heads, 3 * head_dim), 3, axis=-1)
-        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / head_dim**0.5
-        causal = jnp.tril(jnp.ones((length, length), dtype=bool))
-        scores = jnp.where(causal, scores, jnp.finfo(scores.dtype).min)
-        weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(self.dtype)
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
-        return nn.Dense(hidden, dtype=self.dtype, name="out")(mixed.reshape(batch, length, hidden))
-
-
-class Block(nn.Module):
-    """Attention, then a feed-forward layer of 4 x the width, each behind a layer norm and around a skip connection."""
-
-    num_heads: int
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        hidden = x.shape[-1]
-        x = x + Attention(self.num_heads, self.dtype, name="attention")(nn.LayerNorm(dtype=self.dtype)(x))
-        y = nn.Dense(4 * hidden, dtype=self.dtype, name="up")(nn.LayerNorm(dtype=self.dtype)(x))
-        return x + nn.Dense(hidden, dtype=self.dtype, name="down")(nn.gelu(y))
+from experiments.models.transformer import Block
 
 
 class Decoder(nn.Module):
@@ -58,15 +25,21 @@ class Decoder(nn.Module):
     dtype: Any
     remat: bool
     tied_head: bool
+    scan_layers: bool
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         embed = nn.Embed(self.vocab_size, self.hidden_size, dtype=self.dtype, name="tokens")
         positions = nn.Embed(self.sequence_length, self.hidden_size, dtype=self.dtype, name="positions")
         x = embed(tokens) + positions(jnp.arange(tokens.shape[1]))
-        block = nn.remat(Block) if self.remat else Block
-        for i in range(self.num_layers):
-            x = block(self.num_heads, self.dtype, name=f"block_{i}")(x)
+        make = partial(nn.remat(Block) if self.remat else Block, self.num_heads, self.dtype, causal=True)
+        if self.scan_layers:
+            split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            layers = nn.scan(lambda block, x, _: (block(x), None), length=self.num_layers, **split)
+            x, _ = layers(make(name="blocks"), x, None)
+        else:
+            for i in range(self.num_layers):
+                x = make(name=f"block_{i}")(x)
         x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)
         head = nn.Dense(self.vocab_size, use_bias=False, dtype=self.dtype, name="head")
         logits = embed.attend(x) if self.tied_head else head(x)
@@ -81,6 +54,7 @@ class GPT(Model):
         compute_dtype: dtype of activations and matrix products; parameters, softmax and loss are float32.
         remat: recompute each block in the backward pass instead of keeping its activations.
         tied_head: the token embedding is also the output projection.
+        scan_layers: one `lax.scan` over stacked blocks in place of a block after the other.
     """
 
     num_layers: int
@@ -92,6 +66,7 @@ class GPT(Model):
     compute_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     remat: bool = False
     tied_head: bool = True
+    scan_layers: bool = False
 
     @property
     def dtype(self) -> str:
@@ -107,6 +82,7 @@ class GPT(Model):
             jnp.dtype(self.compute_dtype),
             self.remat,
             self.tied_head,
+            self.scan_layers,
         )
         return adam_state(module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32)))
 

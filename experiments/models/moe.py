@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 from experiments.models.model import Batch, Model, ValueAndGrad, adam_state
-from experiments.models.transformer import EncoderBlock, SelfAttention
+from experiments.models.transformer import Block, SelfAttention
 
 
 def top2_gating(gates: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
@@ -101,7 +101,7 @@ class MoEModule(nn.Module):
         embed = nn.Embed(self.vocab_size, self.hidden_size, dtype=self.dtype, name="tokens")
         positions = nn.Embed(self.sequence_length, self.hidden_size, dtype=self.dtype, name="positions")
         x, balance = embed(tokens) + positions(jnp.arange(tokens.shape[1])), jnp.float32(0)
-        dense, expert = (nn.remat(EncoderBlock), nn.remat(ExpertBlock)) if self.remat else (EncoderBlock, ExpertBlock)
+        dense, expert = (nn.remat(Block), nn.remat(ExpertBlock)) if self.remat else (Block, ExpertBlock)
         for i in range(self.num_layers):
             if i % 2:
                 sizes = self.num_heads, self.num_experts, self.group_size, self.widening

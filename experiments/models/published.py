@@ -5,8 +5,11 @@ heads or experts of GPT and MoE, channels and width of Wide-ResNet. They train i
 rematerialisation; batches here are what a single host of eight devices holds without microbatches.
 """
 
+from dataclasses import replace
+
 from experiments.models.bert import BERT
 from experiments.models.gpt import GPT
+from experiments.models.lstm import LSTM
 from experiments.models.mlp import MLP
 from experiments.models.model import Model
 from experiments.models.moe import MoE
@@ -15,10 +18,13 @@ from experiments.models.unet import UNet
 from experiments.models.vit import ViT
 from experiments.models.wide_resnet import WideResNet
 
+_SMALL_GPT = GPT(num_layers=2, hidden_size=32, num_heads=8, sequence_length=16, vocab_size=64, batch_size=8)
+
 SMALL: dict[str, Model] = {
     "mlp": MLP(dim=32, num_layers=4, batch_size=16),
     "nnx_mlp": NnxMLP(dim=32, num_layers=2, batch_size=16),
-    "gpt": GPT(num_layers=2, hidden_size=32, num_heads=8, sequence_length=16, vocab_size=64, batch_size=8),
+    "gpt": _SMALL_GPT,
+    "gpt_scanned": replace(_SMALL_GPT, scan_layers=True, remat=True),
     "bert": BERT(num_layers=1, hidden_size=32, num_heads=8, sequence_length=16, vocab_size=64, batch_size=8),
     "moe": MoE(
         num_layers=2,
@@ -33,6 +39,7 @@ SMALL: dict[str, Model] = {
     "wide_resnet": WideResNet(num_layers=8, channels=8, width=2, image_size=32, num_classes=16, batch_size=16),
     "vit": ViT(num_layers=1, hidden_size=32, num_heads=8, patch_size=4, image_size=16, num_classes=16, batch_size=16),
     "unet": UNet(channels=8, depth=1, image_size=16, batch_size=16),
+    "lstm": LSTM(num_layers=1, hidden_size=32, sequence_length=8, vocab_size=64, batch_size=16),
 }
 """One of each, small enough to be trained on a CPU in a second."""
 

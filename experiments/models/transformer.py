@@ -1,4 +1,4 @@
-"""The encoder block that several models are made of."""
+"""The transformer block that several models are made of."""
 
 from typing import Any
 
@@ -8,10 +8,15 @@ from flax import linen as nn
 
 
 class SelfAttention(nn.Module):
-    """Every position attends to every other; one projection for queries, keys and values. (batch, length, hidden) to the same."""
+    """One projection for queries, keys and values. (batch, length, hidden) to the same.
+
+    Attributes:
+        causal: a position attends to itself and those before it, not to every other.
+    """
 
     num_heads: int
     dtype: Any
+    causal: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -19,9 +24,11 @@ class SelfAttention(nn.Module):
         head_dim = hidden // self.num_heads
         qkv = nn.Dense(3 * hidden, dtype=self.dtype, name="qkv")(x)
         # Heads outside, query-key-value inside: columns of the projection can then be sharded by head.
-        qkv = qkv.reshape(batch, length, self.num_heads, 3, head_dim)
-        query, key, value = qkv[:, :, :, 0], qkv[:, :, :, 1], qkv[:, :, :, 2]
+        query, key, value = jnp.split(qkv.reshape(batch, length, self.num_heads, 3 * head_dim), 3, axis=-1)
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / head_dim**0.5
+        if self.causal:
+            visible = jnp.tril(jnp.ones((length, length), dtype=bool))
+            scores = jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
         weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(self.dtype)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
         return nn.Dense(hidden, dtype=self.dtype, name="out")(mixed.reshape(batch, length, hidden))
@@ -39,17 +46,18 @@ class FeedForward(nn.Module):
         return nn.Dense(x.shape[-1], dtype=self.dtype, name="down")(y)
 
 
-class EncoderBlock(nn.Module):
-    """Attention and a feed-forward layer around skip connections, normalised before each (as ViT) or after the sum (as BERT)."""
+class Block(nn.Module):
+    """Attention and a feed-forward layer around skip connections, normalised before each (as GPT) or after the sum (as BERT)."""
 
     num_heads: int
     dtype: Any
     norm_first: bool = True
     widening: int = 4
+    causal: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        attention = SelfAttention(self.num_heads, self.dtype, name="attention")
+        attention = SelfAttention(self.num_heads, self.dtype, self.causal, name="attention")
         feed_forward = FeedForward(self.dtype, self.widening, name="feed_forward")
         norms = nn.LayerNorm(dtype=self.dtype), nn.LayerNorm(dtype=self.dtype)
         for norm, layer in zip(norms, (attention, feed_forward), strict=True):

@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 from experiments.models.model import Batch, Model, ValueAndGrad, adam_state
-from experiments.models.transformer import EncoderBlock
+from experiments.models.transformer import Block
 
 
 class VisionTransformer(nn.Module):
@@ -32,7 +32,7 @@ class VisionTransformer(nn.Module):
         x = jnp.concatenate([jnp.broadcast_to(token, (x.shape[0], 1, self.hidden_size)), x], axis=1)
         x = x + self.param("positions", nn.initializers.normal(0.02), x.shape[1:]).astype(self.dtype)
         for i in range(self.num_layers):
-            x = EncoderBlock(self.num_heads, self.dtype, name=f"block_{i}")(x)
+            x = Block(self.num_heads, self.dtype, name=f"block_{i}")(x)
         x = nn.LayerNorm(dtype=self.dtype, name="norm")(x[:, 0])
         return nn.Dense(self.num_classes, dtype=self.dtype, name="head")(x).astype(jnp.float32)
 
