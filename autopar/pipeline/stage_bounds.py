@@ -1,5 +1,7 @@
 """Bounds for stage construction: what stages cost at least, and what the layers before a suffix cost at least."""
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Self
@@ -16,6 +18,8 @@ class CostTable:
 
     Attributes:
         devices: number of devices of each pool, in units of what the submeshes that can hold a stage have in common.
+        sizes: devices of each submesh, in the same units.
+        usable: submeshes that can hold a stage.
         repeats: microbatches after the first.
         num_costs: how many exact costs were asked for.
         num_surprises: how many of them were larger than their bound.
@@ -25,89 +29,72 @@ class CostTable:
         self.problem = problem
         self.repeats = problem.num_micro_batches - 1
         self.num_costs = self.num_surprises = 0
-        layers, meshes = problem.num_layers, len(problem.submeshes)
-        self._kind = _stage_kinds(problem)
-        self._exact: dict[tuple[int, int], tuple[StageCost, ...]] = {}
-        self._places: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        starts, stops = np.nonzero(self._kind >= 0)
-        by_kind = np.argsort(self._kind[starts, stops], kind="stable")
-        splits = np.flatnonzero(np.diff(self._kind[starts, stops][by_kind])) + 1
-        for group in np.split(by_kind, splits):
-            self._places[int(self._kind[starts[group[0]], stops[group[0]]])] = starts[group], stops[group]
-        shape = (meshes, layers + 1, layers + 1)
-        self._seconds, self._slowest = np.full(shape, np.inf), np.full(shape, np.inf)
-        self._fixed, self._per_batch = np.zeros(shape), np.zeros(shape)
+        self._kind, self._places = _stage_kinds(problem)
+        self._exact: set[tuple[int, int]] = set()
+        self._known: dict[tuple[int, int], tuple[StageCost, ...]] = {}
+        self._levels: dict[int, np.ndarray] = {}
         for mesh, submesh in enumerate(problem.submeshes):
-            for starts, stops in self._places.values():
-                start, stop = int(starts[0]), int(stops[0])
+            for kind, (starts, stops) in enumerate(self._places):
                 if problem.lower_bound is None:
-                    self.exact(mesh, start, stop)
+                    self.exact(mesh, starts[0], stops[0])
                 else:
-                    self._store(mesh, start, stop, (problem.lower_bound(start, stop, submesh),))
+                    self._known[mesh, kind] = tuple(problem.lower_bound(starts[0], stops[0], submesh))
         self.num_surprises = 0
-        self._units = self._common_sizes()
-        self.devices = tuple(pool.num_devices // unit for pool, unit in zip(problem.pools, self._units, strict=True))
-        self._sizes = [submesh.num_devices // self._units[submesh.pool] for submesh in problem.submeshes]
-        self.usable = [mesh for mesh in range(meshes) if np.isfinite(self._seconds[mesh]).any()]
+        self.usable = [i for i, found in enumerate(np.isfinite(self.level(1)[0]).any(axis=(1, 2))) if found]
+        units = [self._unit(pool) for pool in range(len(problem.pools))]
+        self.devices = tuple(pool.num_devices // unit for pool, unit in zip(problem.pools, units, strict=True))
+        self.sizes = [submesh.num_devices // units[submesh.pool] for submesh in problem.submeshes]
+        self.can_use_all = all(pool.num_devices % unit == 0 for pool, unit in zip(problem.pools, units, strict=True))
         self.cuts = self._cheapest_transfers()
 
     def exact(self, mesh: int, start: int, stop: int) -> tuple[StageCost, ...]:
-        """The exact costs, one for each logical shape, asked for at most once."""
-        key = int(self._kind[start, stop]), mesh
-        if key not in self._exact:
+        """The exact costs, asked for at most once for each kind of stage."""
+        kind = int(self._kind[start, stop])
+        if (mesh, kind) not in self._exact:
+            bounds = self._known.get((mesh, kind), ())
             costs = tuple(self.problem.costs(start, stop, self.problem.submeshes[mesh]))
-            bound = self._seconds[mesh, start, stop], self._slowest[mesh, start, stop]
             self.num_costs += 1
-            self._exact[key] = costs
-            self._store(mesh, start, stop, costs)
-            known = self._seconds[mesh, start, stop], self._slowest[mesh, start, stop]
-            self.num_surprises += known[0] > bound[0] * 1.001 or known[1] > bound[1] * 1.001
-        return self._exact[key]
+            self.num_surprises += any(self._terms(mesh, costs, k) != self._terms(mesh, bounds, k) for k in self._levels)
+            self._exact.add((mesh, kind))
+            self._known[mesh, kind] = costs
+            for in_flight, level in self._levels.items():
+                level[:, mesh, *self._places[kind]] = np.reshape(self._terms(mesh, costs, in_flight), (2, 1))
+        return self._known[mesh, kind]
 
-    def column(self, mesh: int, stop: int, in_flight: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """By first layer, for stages that end before `stop`: seconds, the slowest term, and whether they fit in memory."""
+    def level(self, in_flight: int) -> np.ndarray:
+        """Seconds and the slowest term of every stage that fits with so many microbatches, [2, submesh, start, stop]."""
+        if in_flight not in self._levels:
+            size = self.problem.num_layers + 1
+            self._levels[in_flight] = level = np.full((2, len(self.problem.submeshes), size, size), np.inf)
+            for (mesh, kind), costs in self._known.items():
+                level[:, mesh, *self._places[kind]] = np.reshape(self._terms(mesh, costs, in_flight), (2, 1))
+        return self._levels[in_flight]
+
+    def fits(self, mesh: int, cost: StageCost, in_flight: int) -> bool:
         budget = self.problem.pools[self.problem.submeshes[mesh].pool].memory_bytes
-        fits = self._fixed[mesh, :stop, stop] + in_flight * self._per_batch[mesh, :stop, stop] <= budget
-        return self._seconds[mesh, :stop, stop], self._slowest[mesh, :stop, stop], fits
+        return cost.fixed_bytes + in_flight * cost.micro_batch_bytes <= budget
+
+    def busy(self, cost: StageCost) -> float:
+        """Seconds after the first microbatch: the slowest term of the objective."""
+        return self.repeats * cost.seconds + cost.once_seconds
 
     def without(self, left: tuple[int, ...], mesh: int) -> tuple[int, ...] | None:
         """The devices that are left when a stage gets `mesh`; None if there are not enough."""
-        pool, size = self.problem.submeshes[mesh].pool, self._sizes[mesh]
-        if mesh not in self.usable or left[pool] < size:
-            return None
-        return (*left[:pool], left[pool] - size, *left[pool + 1 :])
+        pool, size = self.problem.submeshes[mesh].pool, self.sizes[mesh]
+        return None if left[pool] < size else (*left[:pool], left[pool] - size, *left[pool + 1 :])
 
-    def size(self, mesh: int) -> int:
-        """Devices of a submesh, in the units of `devices`."""
-        return self._sizes[mesh]
+    def _terms(self, mesh: int, costs: Sequence[StageCost], in_flight: int) -> tuple[float, float]:
+        costs = [cost for cost in costs if self.fits(mesh, cost, in_flight)]
+        return min((c.seconds for c in costs), default=np.inf), min((self.busy(c) for c in costs), default=np.inf)
 
-    @property
-    def covers_all(self) -> bool:
-        """Whether the units divide all pools, as they must where no device may be idle."""
-        return all(pool.num_devices % unit == 0 for pool, unit in zip(self.problem.pools, self._units, strict=True))
-
-    def slowest_range(self) -> tuple[float, float]:
-        """The smallest and the largest slowest term of a stage."""
-        finite = self._slowest[np.isfinite(self._slowest)]
-        return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-
-    def _store(self, mesh: int, start: int, stop: int, costs: tuple[StageCost, ...]) -> None:
-        """Enter the least of `costs` in each respect for all stages of the same kind."""
-        at = mesh, *self._places[int(self._kind[start, stop])]
-        pool = self.problem.pools[self.problem.submeshes[mesh].pool]
-        costs = tuple(c for c in costs if c.fixed_bytes + c.micro_batch_bytes <= pool.memory_bytes)
-        self._seconds[at] = min((c.seconds for c in costs), default=np.inf)
-        self._slowest[at] = min((self.repeats * c.seconds + c.once_seconds for c in costs), default=np.inf)
-        self._fixed[at] = min((c.fixed_bytes for c in costs), default=0.0)
-        self._per_batch[at] = min((c.micro_batch_bytes for c in costs), default=0.0)
-
-    def _common_sizes(self) -> list[int]:
-        """For each pool the greatest common divisor of its usable submeshes."""
-        units = [0] * len(self.problem.pools)
-        for mesh, submesh in enumerate(self.problem.submeshes):
-            if np.isfinite(self._seconds[mesh]).any():
-                units[submesh.pool] = gcd(units[submesh.pool], submesh.num_devices)
-        return [unit or pool.num_devices for unit, pool in zip(units, self.problem.pools, strict=True)]
+    def _unit(self, pool: int) -> int:
+        """The greatest common divisor of the usable submeshes of a pool."""
+        sizes = [
+            self.problem.submeshes[mesh].num_devices
+            for mesh in self.usable
+            if self.problem.submeshes[mesh].pool == pool
+        ]
+        return gcd(*sizes) or 1
 
     def _cheapest_transfers(self) -> np.ndarray:
         """By layer before which the cut is, the least seconds of a transfer between two submeshes."""
@@ -119,18 +106,22 @@ class CostTable:
         return cuts
 
 
-def _stage_kinds(problem: StageProblem) -> np.ndarray:
-    """A number for every (start, stop) that is the same for interchangeable stages; -1 where there is no stage."""
+def _stage_kinds(problem: StageProblem) -> tuple[np.ndarray, list[tuple[list[int], list[int]]]]:
+    """A number for every (start, stop), the same for interchangeable stages, and for each number its starts and stops."""
     layers = problem.num_layers
     kinds = problem.layer_kinds if problem.layer_kinds is not None else range(layers)
-    numbers: dict[tuple, int] = {}
+    numbers: defaultdict[tuple, int] = defaultdict(lambda: len(numbers))
     table = np.full((layers + 1, layers + 1), -1)
+    places: list[tuple[list[int], list[int]]] = []
     for start in range(layers):
         number = -1
         for stop in range(start + 1, layers + 1):
-            number = numbers.setdefault((number, kinds[stop - 1]), len(numbers))
-            table[start, stop] = number
-    return table
+            table[start, stop] = number = numbers[number, kinds[stop - 1]]
+            if number == len(places):
+                places.append(([], []))
+            places[number][0].append(start)
+            places[number][1].append(stop)
+    return table, places
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,60 +130,59 @@ class Remainder:
 
     For each of several thresholds the least sum over stages whose slowest term stays below it. Between two thresholds the slowest
     term is at least the lower one, which together with the sum bounds the objective; thresholds are close together where the
-    optimum can be. Memory is counted as if every stage were the last.
+    optimum can be. All stages are taken to hold as many microbatches as the last one of these layers does.
     """
 
-    thresholds: np.ndarray  # [threshold], the last one infinite
+    lower: np.ndarray  # [threshold]: the next smaller threshold
     sums: np.ndarray  # [first layer of the suffix, devices left of each pool..., threshold]
 
     @classmethod
-    def of(cls, table: CostTable) -> Self | None:
-        """Bounds from what `table` knows; None if nothing can fit."""
-        if not (table.covers_all or table.problem.leave_idle):
-            return None
-        low, high = table.slowest_range()
-        thresholds = np.geomspace(low, high, _THRESHOLDS) if low > 0 else np.linspace(low, high, _THRESHOLDS)
-        for _ in range(2):
-            remainder = cls(np.append(thresholds, np.inf), _least_sums(table, np.append(thresholds, np.inf)))
-            sums = remainder.sums[(table.problem.num_layers, *table.devices)]
-            if not np.isfinite(sums).any():
-                return None
-            lower = np.append(low, thresholds)
-            upper = np.append(thresholds, high)
-            near = np.flatnonzero(sums + lower <= 1.1 * np.min(sums + upper))
-            thresholds = np.linspace(lower[near[0]], upper[near[-1]], _THRESHOLDS)
-        return cls(np.append(thresholds, np.inf), _least_sums(table, np.append(thresholds, np.inf)))
+    def of(cls, table: CostTable, in_flight: int) -> Self:
+        """Bounds from what `table` knows, for stages with at least `in_flight` microbatches."""
+        slowest = table.level(in_flight)[1]
+        slowest = slowest[np.isfinite(slowest)]
+        low, high = (slowest.min(), slowest.max()) if slowest.size else (0.0, 0.0)
+        thresholds = np.linspace(low, high, _THRESHOLDS)
+        for _ in range(3):
+            lower, upper = np.append(0.0, thresholds), np.append(thresholds, high)
+            sums = _least_sums(table, in_flight, np.append(thresholds, np.inf))
+            least = sums[(-1, *table.devices)]
+            near = np.flatnonzero(least + lower <= 1.05 * np.min(least + upper))
+            if near.size == 0 or not np.isfinite(least).any():
+                break
+            thresholds = np.linspace(max(low, lower[near[0]]), upper[near[-1]], _THRESHOLDS)
+        return cls(lower, sums)
 
     def bounds(self, stop: int, left: tuple[int, ...], total: np.ndarray, slowest: np.ndarray) -> np.ndarray:
         """Least objective of any plan with a suffix that starts at layer 0, 1, ... `stop` - 1 and has these terms."""
         sums = self.sums[(slice(stop), *left)]
-        lower = np.append(0.0, self.thresholds[:-1])
-        return total + (sums + np.maximum(slowest[:, None], lower)).min(axis=1)
+        return total + (sums + np.maximum(slowest[:, None], self.lower)).min(axis=1)
 
     def bound(self, first: int, left: tuple[int, ...], total: float, slowest: float) -> float:
         """The same for one suffix."""
-        lower = np.append(0.0, self.thresholds[:-1])
-        return total + float((self.sums[(first, *left)] + np.maximum(slowest, lower)).min())
+        return total + float((self.sums[(first, *left)] + np.maximum(slowest, self.lower)).min())
 
 
-def _least_sums(table: CostTable, thresholds: np.ndarray) -> np.ndarray:
+def _least_sums(table: CostTable, in_flight: int, thresholds: np.ndarray) -> np.ndarray:
     layers = table.problem.num_layers
     grid = tuple(devices + 1 for devices in table.devices)
     sums = np.full((layers + 1, *grid, len(thresholds)), np.inf)
     sums[0] = 0.0
     if not table.problem.leave_idle:
         sums[0].reshape(-1, len(thresholds))[1:] = np.inf  # every device must have been used
+    seconds, slowest = table.level(in_flight)
     for stop in range(1, layers + 1):
         for mesh in table.usable:
-            seconds, slowest, fits = table.column(mesh, stop, 1)
-            starts = np.flatnonzero(fits & np.isfinite(seconds))
-            if starts.size:
-                pool, size = table.problem.submeshes[mesh].pool, table.size(mesh)
-                before = [slice(None)] * len(grid)
-                before[pool] = slice(0, grid[pool] - size)
-                after = [slice(None)] * len(grid)
-                after[pool] = slice(size, None)
-                cost = np.where(slowest[starts, None] <= thresholds, seconds[starts, None] + table.cuts[stop], np.inf)
+            starts = np.flatnonzero(np.isfinite(seconds[mesh, :stop, stop]))
+            pool, size = table.problem.submeshes[mesh].pool, table.sizes[mesh]
+            if starts.size and size < grid[pool]:
+                before, after = [slice(None)] * len(grid), [slice(None)] * len(grid)
+                before[pool], after[pool] = slice(0, grid[pool] - size), slice(size, None)
+                cost = np.where(
+                    slowest[mesh, starts, stop, None] <= thresholds,
+                    seconds[mesh, starts, stop, None] + table.cuts[stop],
+                    np.inf,
+                )
                 cost = cost.reshape(len(starts), *(1,) * len(grid), len(thresholds))
                 target = sums[(stop, *after)]
                 np.minimum(target, (sums[(starts, *before)] + cost).min(axis=0), out=target)

@@ -102,16 +102,17 @@ class _Search:
 
     def run(self) -> _Suffix | None:
         """The best plan, or None if it is not better than the one known before."""
-        while (remainder := Remainder.of(self.table)) is not None:
-            outcome = self._run(remainder)
-            if not isinstance(outcome, _Stale):
-                return outcome
-        return None
+        if not (self.table.can_use_all or self.problem.leave_idle):
+            return None
+        while isinstance(outcome := self._run(), _Stale):
+            pass
+        return outcome
 
-    def _run(self, remainder: Remainder) -> "_Suffix | _Stale | None":
+    def _run(self) -> "_Suffix | _Stale | None":
         """Best-first search; gives up once so many costs turned out larger than their bounds that these are worth renewing."""
-        patience = max(8, self.table.num_surprises)
         known = self.table.num_surprises
+        patience = max(8, known)
+        self.remainders: dict[int, Remainder] = {}
         order = count()
         heap: list[tuple[float, int, int, _Suffix | tuple[_Suffix, int, int]]] = []
 
@@ -120,13 +121,15 @@ class _Search:
                 heappush(heap, (bound, first, next(order), entry))
 
         fronts: defaultdict[tuple, list[tuple[float, float]]] = defaultdict(list)
-        push(0.0, self.problem.num_layers, _Suffix(self.problem.num_layers, self.table.devices))
+        nothing = _Suffix(self.problem.num_layers, self.table.devices)
+        push(self._remainder(0).bound(nothing.first, nothing.left, 0.0, 0.0), nothing.first, nothing)
         while heap:
-            _, first, _, entry = heappop(heap)
+            _, _, _, entry = heappop(heap)
             if isinstance(entry, tuple):  # the last stage has a bound only: find out what it costs
                 after, start, mesh = entry
                 for cost in self.table.exact(mesh, start, after.first):
                     if suffix := self._extended(after, start, mesh, cost):
+                        remainder = self._remainder(suffix.count)
                         bound = remainder.bound(suffix.first, suffix.left, suffix.total, suffix.slowest)
                         push(bound, suffix.first, suffix)
                 if self.table.num_surprises - known >= patience:
@@ -136,10 +139,20 @@ class _Search:
                     if entry.count in self.totals:
                         return entry
                     continue
-                for mesh in range(len(self.problem.submeshes)):
-                    for start, bound in self._children(entry, mesh, remainder):
+                for mesh in self.table.usable:
+                    for start, bound in self._children(entry, mesh):
                         push(bound, start, (entry, start, mesh))
         return None
+
+    def _remainder(self, later: int) -> Remainder:
+        """Bounds for the layers before a suffix of `later` stages; the same ones serve several numbers of stages."""
+        in_flight = min(self.in_flight[later:], default=self.in_flight[-1])
+        coarse = in_flight - in_flight % (1 << max(0, in_flight.bit_length() - 3))  # three leading bits
+        if coarse not in self.remainders:
+            level = self.table.level(coarse)
+            same = (self.remainders[k] for k in self.remainders if np.array_equal(self.table.level(k), level))
+            self.remainders[coarse] = next(same, None) or Remainder.of(self.table, coarse)
+        return self.remainders[coarse]
 
     def _state(self, suffix: _Suffix) -> tuple:
         neighbour = suffix.stage.submesh if suffix.stage and self.problem.transfer else None
@@ -157,34 +170,32 @@ class _Search:
             return 0.0
         return self.problem.transfer(after.first, self.problem.submeshes[mesh], after.stage.submesh)
 
-    def _children(self, after: _Suffix, mesh: int, remainder: Remainder) -> Iterator[tuple[int, float]]:
+    def _children(self, after: _Suffix, mesh: int) -> Iterator[tuple[int, float]]:
         """First layers of a stage on `mesh` in front of `after`, and a bound of every plan with it."""
         left = self.table.without(after.left, mesh)
         if left is None or after.count >= len(self.in_flight) or self._parts(after, mesh) is None:
             return
         transfer = self._transfer(after, mesh)
-        seconds, slowest, fits_ = self.table.column(mesh, after.first, self.in_flight[after.count])
+        seconds, slowest = self.table.level(self.in_flight[after.count])[:, mesh, : after.first, after.first]
         slowest = np.maximum(slowest, max(after.slowest, self.table.repeats * transfer))
+        remainder = self._remainder(after.count + 1)
         bounds = remainder.bounds(after.first, left, after.total + transfer + seconds, slowest)
-        for start in np.flatnonzero(fits_ & (bounds < self.limit)):
+        for start in np.flatnonzero(bounds < self.limit):
             yield int(start), float(bounds[start])
 
     def _extended(self, after: _Suffix, start: int, mesh: int, cost: StageCost) -> _Suffix | None:
-        submesh = self.problem.submeshes[mesh]
-        memory = cost.fixed_bytes + self.in_flight[after.count] * cost.micro_batch_bytes
         left, parts = self.table.without(after.left, mesh), self._parts(after, mesh)
-        if memory > self.problem.pools[submesh.pool].memory_bytes or left is None or parts is None:
+        if left is None or parts is None or not self.table.fits(mesh, cost, self.in_flight[after.count]):
             return None
         transfer = self._transfer(after, mesh)
-        busy = self.table.repeats * cost.seconds + cost.once_seconds
         return _Suffix(
             first=start,
             left=left,
             count=after.count + 1,
             total=after.total + transfer + cost.seconds,
-            slowest=max(after.slowest, busy, self.table.repeats * transfer),
+            slowest=max(after.slowest, self.table.busy(cost), self.table.repeats * transfer),
             parts=parts,
-            stage=Stage(start, after.first, submesh, cost),
+            stage=Stage(start, after.first, self.problem.submeshes[mesh], cost),
             after=after,
         )
 

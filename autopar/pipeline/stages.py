@@ -37,9 +37,6 @@ class StageCost:
 type Costs = Callable[[int, int, Submesh], Sequence[StageCost]]
 """(first layer, layer after the last, submesh) -> a cost per logical shape; none if it can't run there."""
 
-type LowerBound = Callable[[int, int, Submesh], StageCost]
-"""(first layer, layer after the last, submesh) -> no cost of the same stage is smaller in any respect."""
-
 type Transfer = Callable[[int, Submesh, Submesh], float]
 """(layer before which the cut is, source, destination) -> seconds to move a microbatch's activations and gradients."""
 
@@ -58,8 +55,9 @@ class StageProblem:
         num_micro_batches: microbatches per step.
         costs: exact costs; asked only where the optimum may depend on them, once per stage and submesh.
         in_flight: microbatches in flight, by position (`in_flight_of`).
-        lower_bound: cheap bounds of `costs`. If both are additive over layers up to a positive rest, as an intra-operator solve is,
-            the sum over single layers is such a bound. None: `costs` is cheap itself.
+        lower_bound: cheap bounds of `costs`: for each of its entries one that is nowhere larger. The costs of an intra-operator
+            solve are at least those of its parts: the sum over single layers, by logical shape, is such a bound. None: `costs`
+            is cheap itself.
         layer_kinds: layers with the same kind are interchangeable: stages of the same kinds in the same order share their costs.
         transfer: seconds between stages; None: nothing.
         leave_idle: whether devices may be left without work.
@@ -71,7 +69,7 @@ class StageProblem:
     num_micro_batches: int
     costs: Costs
     in_flight: InFlight = lambda later, stages: later + 1
-    lower_bound: LowerBound | None = None
+    lower_bound: Costs | None = None
     layer_kinds: Sequence[Hashable] | None = None
     transfer: Transfer | None = None
     leave_idle: bool = False

@@ -27,7 +27,9 @@ class HostPool:
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.devices_per_host < 1:
-            raise ValueError(f"a pool needs hosts and devices, got {self.hosts} hosts of {self.devices_per_host} devices")
+            raise ValueError(
+                f"a pool needs hosts and devices, got {self.hosts} hosts of {self.devices_per_host} devices"
+            )
 
     @property
     def num_devices(self) -> int:
