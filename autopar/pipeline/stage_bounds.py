@@ -143,15 +143,13 @@ class Remainder:
         slowest = slowest[np.isfinite(slowest)]
         low, high = (slowest.min(), slowest.max()) if slowest.size else (0.0, 0.0)
         thresholds = np.linspace(low, high, _THRESHOLDS)
-        for _ in range(3):
-            lower, upper = np.append(0.0, thresholds), np.append(thresholds, high)
-            sums = _least_sums(table, in_flight, np.append(thresholds, np.inf))
-            least = sums[(-1, *table.devices)]
-            near = np.flatnonzero(least + lower <= 1.05 * np.min(least + upper))
-            if near.size == 0 or not np.isfinite(least).any():
-                break
-            thresholds = np.linspace(max(low, lower[near[0]]), upper[near[-1]], _THRESHOLDS)
-        return cls(lower, sums)
+        for _ in range(2):
+            sums = _least_sums(table, in_flight, thresholds)[(-1, *table.devices)]
+            if np.isfinite(sums).any():
+                lower, upper = np.append(low, thresholds), np.append(thresholds, high)
+                near = np.flatnonzero(sums + lower <= 1.05 * np.min(sums + upper))
+                thresholds = np.linspace(lower[near[0]], upper[near[-1]], _THRESHOLDS)
+        return cls(np.append(0.0, thresholds), _least_sums(table, in_flight, thresholds))
 
     def bounds(self, stop: int, left: tuple[int, ...], total: np.ndarray, slowest: np.ndarray) -> np.ndarray:
         """Least objective of any plan with a suffix that starts at layer 0, 1, ... `stop` - 1 and has these terms."""
@@ -164,6 +162,8 @@ class Remainder:
 
 
 def _least_sums(table: CostTable, in_flight: int, thresholds: np.ndarray) -> np.ndarray:
+    """`Remainder.sums` for these thresholds and, last, without any."""
+    thresholds = np.append(thresholds, np.inf)
     layers = table.problem.num_layers
     grid = tuple(devices + 1 for devices in table.devices)
     sums = np.full((layers + 1, *grid, len(thresholds)), np.inf)

@@ -10,6 +10,7 @@ every other one adds the time of the slowest stage. Here transfers between stage
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from autopar.pipeline.schedules import Pipeline, schedule_kind
 from autopar.pipeline.submeshes import HostPool, Submesh
@@ -114,7 +115,7 @@ class NoStagesError(ValueError):
 def step_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
     """The predicted time of a step with these stages: what stage construction minimises."""
     repeats = problem.num_micro_batches - 1
-    pairs = zip(stages, stages[1:], strict=False)
+    pairs = pairwise(stages)
     transfers = [problem.transfer(b.start, a.submesh, b.submesh) for a, b in pairs] if problem.transfer else []
     total = sum(stage.cost.seconds for stage in stages) + sum(transfers)
     slowest = max(repeats * stage.cost.seconds + stage.cost.once_seconds for stage in stages)

@@ -6,6 +6,7 @@ of one host, or several whole hosts of one pool.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 SubmeshSizes = Literal["powers_of_two", "whole_hosts", "all"]
@@ -74,7 +75,7 @@ def counting_suffices(pool: HostPool, submeshes: Sequence[Submesh]) -> bool:
     They do if every size divides the next larger one and the host: put in the largest first, and no gap is left.
     """
     sizes = sorted({mesh.devices_per_host for mesh in submeshes} | {pool.devices_per_host})
-    return all(large % small == 0 for small, large in zip(sizes, sizes[1:], strict=False))
+    return all(large % small == 0 for small, large in pairwise(sizes))
 
 
 def fits(pool: HostPool, submeshes: Sequence[Submesh]) -> bool:
