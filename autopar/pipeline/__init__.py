@@ -1,0 +1,1 @@
+"""Inter-operator planning: layers, stages, schedules and what moves between stages."""

@@ -1,0 +1,128 @@
+"""The problem of stage construction: which layers form a stage, and which devices each stage gets.
+
+The time of a step is estimated as in Alpa (Zheng et al., OSDI'22, equation 2): the first microbatch passes through all stages, and
+every other one adds the time of the slowest stage. Here transfers between stages and what a stage does once per step count too:
+
+    sum of (stage + transfer) + max of ((micro_batches - 1) x stage or transfer + once per step)
+
+`stage_search.construct_stages` finds the exact optimum over all ways to cut the layers and to hand out the devices.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from autopar.pipeline.schedules import Pipeline, schedule_kind
+from autopar.pipeline.submeshes import HostPool, Submesh
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one stage costs on one submesh, seen as one logical mesh.
+
+    Attributes:
+        seconds: forward and backward of one microbatch.
+        once_seconds: what happens once per step: synchronising gradients, the update.
+        fixed_bytes: memory of one device for parameters, optimizer state, temporaries.
+        micro_batch_bytes: memory of one device for the activations of each microbatch in flight.
+        logical_shape: shape of the logical mesh.
+    """
+
+    seconds: float
+    once_seconds: float = 0.0
+    fixed_bytes: float = 0.0
+    micro_batch_bytes: float = 0.0
+    logical_shape: tuple[int, ...] = ()
+
+
+type Costs = Callable[[int, int, Submesh], Sequence[StageCost]]
+"""(first layer, layer after the last, submesh) -> a cost per logical shape; none if it can't run there."""
+
+type Transfer = Callable[[int, Submesh, Submesh], float]
+"""(layer before which the cut is, source, destination) -> seconds to move a microbatch's activations and gradients."""
+
+type InFlight = Callable[[int, int], int]
+"""(number of later stages, number of stages) -> of how many microbatches a stage holds activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageProblem:
+    """What to cut, and what it costs.
+
+    Attributes:
+        num_layers: layers, in the order of the forward pass.
+        pools: the devices; all of them get work unless `leave_idle`.
+        submeshes: what a stage may get (`enumerate_submeshes`).
+        num_micro_batches: microbatches per step.
+        costs: exact costs; asked only where the optimum may depend on them, once per stage and submesh.
+        in_flight: microbatches in flight, by position (`in_flight_of`).
+        lower_bound: cheap bounds of `costs`: for each of its entries one that is nowhere larger. The costs of an intra-operator
+            solve are at least those of its parts: the sum over single layers, by logical shape, is such a bound. None: `costs`
+            is cheap itself.
+        layer_kinds: layers with the same kind are interchangeable: stages of the same kinds in the same order share their costs.
+        transfer: seconds between stages; None: nothing.
+        leave_idle: whether devices may be left without work.
+    """
+
+    num_layers: int
+    pools: tuple[HostPool, ...]
+    submeshes: tuple[Submesh, ...]
+    num_micro_batches: int
+    costs: Costs
+    in_flight: InFlight = lambda later, stages: later + 1
+    lower_bound: Costs | None = None
+    layer_kinds: Sequence[Hashable] | None = None
+    transfer: Transfer | None = None
+    leave_idle: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or self.num_micro_batches < 1:
+            raise ValueError(
+                f"{self.num_layers} layers and {self.num_micro_batches} microbatches; stages need at least one of each"
+            )
+        if self.layer_kinds is not None and len(self.layer_kinds) != self.num_layers:
+            raise ValueError(f"{len(self.layer_kinds)} layer kinds for {self.num_layers} layers; one each")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Layers `start` to `stop` - 1 on `submesh`."""
+
+    start: int
+    stop: int
+    submesh: Submesh
+    cost: StageCost
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """The stages in order.
+
+    Attributes:
+        seconds: predicted time of a step.
+        num_costs: how many exact costs were asked for.
+    """
+
+    stages: tuple[Stage, ...]
+    seconds: float
+    num_costs: int
+
+
+class NoStagesError(ValueError):
+    """No way to cut the layers fits on the devices."""
+
+
+def step_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
+    """The predicted time of a step with these stages: what stage construction minimises."""
+    repeats = problem.num_micro_batches - 1
+    pairs = pairwise(stages)
+    transfers = [problem.transfer(b.start, a.submesh, b.submesh) for a, b in pairs] if problem.transfer else []
+    total = sum(stage.cost.seconds for stage in stages) + sum(transfers)
+    slowest = max(repeats * stage.cost.seconds + stage.cost.once_seconds for stage in stages)
+    return total + max(slowest, repeats * max(transfers, default=0.0))
+
+
+def in_flight_of(schedule: str, num_micro_batches: int) -> InFlight:
+    """Microbatches in flight by position in the schedule of that name, one stage on each mesh."""
+    kind = schedule_kind(schedule)
+    return lambda later, stages: kind.in_flight(stages - 1 - later, Pipeline(stages, num_micro_batches))
