@@ -79,6 +79,7 @@ class Stage(_Model):
     Attributes:
         mesh_shape, axis_names: the logical mesh.
         constraints: what the step's values inside are pinned to.
+        deferred: mesh axes along which devices accumulate gradients apart, and complete them once, after the last microbatch.
     """
 
     mesh_shape: tuple[int, ...]
@@ -86,6 +87,7 @@ class Stage(_Model):
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     constraints: tuple[Constraint, ...] = ()
+    deferred: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> LogicalMesh:

@@ -73,8 +73,9 @@ def recover(planned: Planned, model: CostModel, options: ShardingOptions) -> Cho
         PlanError: the plan is for another step, or takes options that the planner would not have under `options`.
     """
     step, played = planned.step, replay(planned)
+    (stage,) = planned.plan.stages
     decisions, *parts = (
-        enumerate_decisions(step, MeshCosts(played.mesh, each), options)
+        enumerate_decisions(step, MeshCosts(played.mesh, each), options, stage.deferred)
         for each in (model, _Part(model, "kernels"), _Part(model, "completions"), _Part(model, "moves"))
     )
     reads: dict[int | None, list[Use]] = defaultdict(list)
