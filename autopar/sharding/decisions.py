@@ -237,6 +237,8 @@ class _Builder:
 
     def _options(self, number: int, eqn: JaxprEqn, factors: OpFactors, marked: frozenset[int]) -> list[Option]:
         if eqn.primitive.name == manual.SHARD_MAP:
+            if self.deferred and number in self.body:
+                raise ShardingError("a shard_map of the step's own decides where examples are")
             return list(completions(factors, manual.assignment(eqn, self.mesh), self._results(eqn), False, self.mesh))
         assignments = [a for a in factors.assignments(self.mesh) if self._fits(number, a)]
         if not assignments:
