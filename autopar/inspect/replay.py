@@ -136,7 +136,19 @@ def replay(planned: Planned) -> Replay:
             operands = tuple(factors.operand_spec(k, assignment) for k in range(len(read)))
         values.update((var, spec) for var, spec in zip(eqn.outvars, results, strict=True) if spec is not None)
         full = tuple(spec if spec is not None else _whole(v) for spec, v in zip(results, eqn.outvars, strict=True))
-        equations.append(Played(number, eqn, factors, assignment, sources, operands, full, marked, stage.deferred if number in apart else ()))
+        equations.append(
+            Played(
+                number,
+                eqn,
+                factors,
+                assignment,
+                sources,
+                operands,
+                full,
+                marked,
+                stage.deferred if number in apart else (),
+            )
+        )
     return Replay(stage.mesh, tuple(equations), values)
 
 

@@ -39,6 +39,8 @@ def check_parts(step: StepGraph, mesh: LogicalMesh, deferred: Axes) -> None:
 
     Where the compiler still partitions the body, along other axes, its equations must be those that were planned.
     """
+    if not deferred:
+        return
     parts = step.cut(mesh.ways(deferred))
     planned = [eqn.primitive for eqn in step.jaxpr.eqns]
     if mesh.ways(deferred) < mesh.num_devices and planned != [eqn.primitive for eqn in parts.jaxpr.eqns]:

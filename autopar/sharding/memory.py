@@ -2,7 +2,7 @@
 
 A moment is an equation of the flat jaxpr. Inputs live through the whole step, and a carried output takes the place of its
 input. Other values live from the equation that makes them to the last that reads them, if they are stored at all: what a
-fusion keeps in registers is not.
+fusion keeps in registers is not. What microbatches accumulate lives as long as their loop.
 """
 
 from collections.abc import Iterable, Sequence

@@ -102,27 +102,43 @@ def plan_shardings(
         InfeasibleError, TimeoutError: see `solve`.
     """
     start = time.perf_counter()
-    costs = MeshCosts(mesh, model, options.forbidden)
-    found, refused = [], []
-    for deferred in candidates(step, mesh, options.data_parallel):
+    best, refused = _cheapest(step, MeshCosts(mesh, model, options.forbidden), options, memory_budget)
+    divided = any(best.inputs[i][0] for i in step.batch)
+    if step.microbatching and divided and not best.deferred and refused is not None:
+        best = replace(best, warnings=(f"gradients are completed in every microbatch: {refused}",))
+    return replace(best, solve_seconds=time.perf_counter() - start)
+
+
+def _cheapest(
+    step: StepGraph, costs: MeshCosts, options: ShardingOptions, budget: float
+) -> tuple[Shardings, ValueError | None]:
+    """The cheapest plan, whatever it defers, and why one that defers could not be had.
+
+    Pure data parallelism defers if it can; so it is not compared with plans that don't.
+    """
+    refused: ValueError | None = None
+    plans = []
+    for deferred in candidates(step, costs.mesh, options.data_parallel):
         try:
-            found.append(_plan_deferring(step, costs, options, memory_budget, deferred))
+            plans.append(_plan_deferring(step, costs, options, budget, deferred))
         except (ShardingError, InfeasibleError) as error:
-            refused.append(error)
-    if not found or not options.data_parallel:
-        found.append(_plan_deferring(step, costs, options, memory_budget, ()))
-    for best in sorted(found, key=lambda plan: plan.seconds):
+            refused = refused or error
+    try:
+        if not plans or not options.data_parallel:
+            plans.append(_plan_deferring(step, costs, options, budget, ()))
+    except (ShardingError, InfeasibleError):
+        if not plans:
+            raise
+    if any(plan.deferred for plan in plans):
+        refused = None
+    for plan in sorted(plans, key=lambda plan: plan.seconds):
         try:
-            if best.deferred:
-                check_parts(step, mesh, best.deferred)
+            check_parts(step, costs.mesh, plan.deferred)
         except MicrobatchError as error:
-            refused.append(error)
-            continue
-        break
-    else:
-        best = _plan_deferring(step, costs, options, memory_budget, ())
-    warnings = () if best.deferred or not refused else (f"gradients are completed in every microbatch: {refused[0]}",)
-    return replace(best, solve_seconds=time.perf_counter() - start, warnings=warnings)
+            refused = refused or error
+        else:
+            return plan, refused
+    return _plan_deferring(step, costs, options, budget, ()), refused
 
 
 def _plan_deferring(
