@@ -1,35 +1,118 @@
-"""Running a step in microbatches: the body in a loop, and what it accumulates."""
+"""Running a step in microbatches: the body in a loop, and what it accumulates.
 
-from collections.abc import Callable, Sequence
+Along *deferred* mesh axes each device runs the loop on its own examples, as if devices were more microbatches, and what they
+accumulated is completed once, after the loop. Along the other axes the compiler partitions the body, and completes in it
+whatever it must.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
+from jax.sharding import Mesh
 
 from autopar import graph
 from autopar.evaluate import Hook
-from autopar.microbatch import Microbatching
+from autopar.microbatch import Combine
+from autopar.sharding.spec import Spec, axes_of, partition_spec, replicated
+from autopar.trace import StepGraph
+
+type Env = dict[Var, Any]
 
 
-def accumulate(
-    micro: Microbatching, batch: Sequence[Var], env: dict[Var, Any], evaluate: Callable[..., None], pin: Hook
-) -> None:
-    """Run the body for one microbatch after the other and add to `env` what they accumulate.
+def accumulate(step: StepGraph, env: Env, evaluate: Callable[..., None], pin: Hook) -> None:
+    """Run the body for one microbatch after the other and add to `env` what they accumulate."""
+    assert step.microbatching is not None
+    totals = _loop(step, step.num_micro_batches, env, evaluate, pin)
+    means = map(_scaled, step.microbatching.combine, totals, [step.num_micro_batches] * len(totals))
+    env.update(zip(_accumulated(step), means, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """How devices accumulate apart.
+
+    Attributes:
+        parts: the step for one device's examples of a microbatch, `StepGraph.cut`.
+        axes: the mesh axes along which devices do so.
+        inputs: where the inputs of the step are. What is sharded along `axes` is gathered for each microbatch.
+        results: where the accumulated values go; a reduce_scatter completes them along the axes that they have there.
+    """
+
+    parts: StepGraph
+    mesh: Mesh
+    axes: tuple[str, ...]
+    inputs: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+
+
+def accumulate_apart(step: StepGraph, apart: Apart, env: Env, evaluate: Callable[..., None], pin: Hook) -> None:
+    """As `accumulate`, with one synchronisation along `apart.axes`, after the last microbatch.
+
+    Right whatever the shardings are: each device computes with plain arrays along `apart.axes`, and how their results are put
+    together was proved by `microbatch.split` for as many microbatches.
+    """
+    parts = apart.parts
+    assert parts.microbatching is not None
+    combine = parts.microbatching.combine
+    inputs = [
+        ((*apart.axes,), *spec[1:]) if i in step.batch else _along(spec, apart.axes)
+        for i, spec in enumerate(apart.inputs)
+    ]
+    inputs += [replicated(graph.aval_of(var).ndim) for var in step.jaxpr.constvars]
+    results = [_along(spec, apart.axes) for spec in apart.results]
+    variables = (*parts.jaxpr.invars, *parts.jaxpr.constvars)
+    sharded = {
+        var: spec
+        for i, (var, spec) in enumerate(zip(variables, inputs, strict=True))
+        if i not in step.batch and axes_of(spec)
+    }
+
+    def one(eqns: Any, inner: Env) -> None:
+        inner.update((var, _gathered(inner[var], spec)) for var, spec in sharded.items())
+        evaluate(eqns, inner)
+
+    def local(*shards: jax.Array) -> list[jax.Array]:
+        totals = _loop(parts, step.num_micro_batches, dict(zip(variables, shards, strict=True)), one, pin)
+        values = map(_scaled, combine, totals, [parts.num_micro_batches] * len(totals))
+        completed = zip(combine, values, results, strict=True)
+        return [value if how == "same" else _completed(value, spec, apart.axes) for how, value, spec in completed]
+
+    ones = (axis for axis, size in apart.mesh.shape.items() if size == 1)
+    run = jax.shard_map(
+        local,
+        mesh=apart.mesh,
+        in_specs=tuple(map(partition_spec, inputs)),
+        out_specs=list(map(partition_spec, results)),
+        axis_names={*apart.axes, *ones},
+        check_vma=False,  # the equations were traced without a mesh, and nothing is differentiated through this
+    )
+    values = run(*(env[var] for var in (*step.jaxpr.invars, *step.jaxpr.constvars)))
+    env.update(zip(_accumulated(step), values, strict=True))
+
+
+def _loop(step: StepGraph, count: int, env: Env, evaluate: Callable[..., None], pin: Hook) -> list[jax.Array]:
+    """What `count` microbatches, each like the batch of `step`, add up to.
 
     Microbatch i has the examples i, i + count, i + 2 count...: every device finds its part of each in its own shard.
     """
-    pinned = [
+    micro = step.microbatching
+    assert micro is not None
+    batch = [step.jaxpr.invars[i] for i in sorted(step.batch)]
+    zeros = [
         value
         for number, eqn in micro.marks
         for value in pin(number, [jnp.zeros(graph.aval_of(v).shape, graph.aval_of(v).dtype) for v in eqn.outvars])
     ]
 
     def rows(whole: jax.Array) -> jax.Array:
-        return whole.reshape(-1, micro.count, *whole.shape[1:]).swapaxes(0, 1)
+        return whole.reshape(-1, count, *whole.shape[1:]).swapaxes(0, 1)
 
-    def add(totals: list[jax.Array], parts: list[jax.Array]) -> tuple[list[jax.Array], None]:
-        inner = env | dict(zip(batch, parts, strict=True))
+    def add(totals: list[jax.Array], shares: list[jax.Array]) -> tuple[list[jax.Array], None]:
+        inner = env | dict(zip(batch, shares, strict=True))
         evaluate(micro.body, inner)
         values = [
             v for number, eqn in micro.marks for v in pin(number, [graph.read(atom, inner) for atom in eqn.invars])
@@ -37,7 +120,34 @@ def accumulate(
         kept = zip(micro.combine, totals, values, strict=True)
         return [value.astype(t.dtype) if how == "same" else t + value for how, t, value in kept], None
 
-    totals, _ = jax.lax.scan(add, pinned, [rows(env[var]) for var in batch])
-    accumulated = [var for _, eqn in micro.marks for var in eqn.outvars]
-    for how, var, total in zip(micro.combine, accumulated, totals, strict=True):
-        env[var] = (total / micro.count).astype(total.dtype) if how == "mean" else total
+    return jax.lax.scan(add, zeros, [rows(env[var]) for var in batch])[0]
+
+
+def _accumulated(step: StepGraph) -> list[Var]:
+    assert step.microbatching is not None
+    return [var for _, eqn in step.microbatching.marks for var in eqn.outvars]
+
+
+def _scaled(how: Combine, total: jax.Array, parts: int) -> jax.Array:
+    return (total / parts).astype(total.dtype) if how == "mean" else total
+
+
+def _along(spec: Spec, axes: tuple[str, ...]) -> Spec:
+    """The part of `spec` that concerns `axes`."""
+    return tuple(tuple(axis for axis in dim if axis in axes) for dim in spec)
+
+
+def _gathered(shard: jax.Array, spec: Spec) -> jax.Array:
+    for dim, axes in enumerate(spec):
+        if axes:
+            shard = jax.lax.all_gather(shard, axes, axis=dim, tiled=True)
+    return shard
+
+
+def _completed(partial: jax.Array, spec: Spec, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over devices along `axes`, left where `spec` wants it."""
+    for dim, scattered in enumerate(spec):
+        if scattered:
+            partial = jax.lax.psum_scatter(partial, scattered, scatter_dimension=dim, tiled=True)
+    rest = tuple(axis for axis in axes if axis not in axes_of(spec))
+    return jax.lax.psum(partial, rest) if rest else partial

@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 from jax.extend.core import Var
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import graph
-from autopar.accumulate import accumulate
+from autopar.accumulate import Apart, accumulate, accumulate_apart
 from autopar.evaluate import Numbered, evaluate
 from autopar.plan import Plan, Stage
 from autopar.sharding.manual import on_devices
-from autopar.sharding.spec import Spec, partition_spec
+from autopar.sharding.spec import Spec, partition_spec, replicated
 from autopar.target import compile_for, target_mesh
 from autopar.trace import StepGraph
 from simulator.cluster import Cluster
@@ -65,17 +65,8 @@ def compile_program(
 
 def _constrained(step: StepGraph, stage: Stage, mesh: Mesh) -> Callable[..., Any]:
     """The step, with the stage's constraints imposed on its intermediate values."""
-    wanted: dict[tuple[int, str], dict[int, NamedSharding]] = defaultdict(dict)
-    for constraint in stage.constraints:
-        sharding = NamedSharding(mesh, partition_spec(constraint.spec))
-        wanted[constraint.eqn, constraint.side][constraint.index] = sharding
-
-    def constrain(side: str, number: int, values: list[Any]) -> list[Any]:
-        values = list(values)
-        for index, sharding in wanted.get((number, side), {}).items():
-            if values[index] is not None:  # a branch sees its own
-                values[index] = jax.lax.with_sharding_constraint(values[index], sharding)
-        return values
+    constrain = _constraints(stage, lambda spec: NamedSharding(mesh, partition_spec(spec)))
+    apart = _apart(step, stage, mesh)
 
     def run_eqns(eqns: Iterable[Numbered], env: dict[Var, Any]) -> None:
         here = ((number, on_devices(eqn, mesh)) for number, eqn in eqns)
@@ -87,9 +78,52 @@ def _constrained(step: StepGraph, stage: Stage, mesh: Mesh) -> Callable[..., Any
         if step.microbatching is None:
             run_eqns(enumerate(step.jaxpr.eqns), env)
         else:
-            batch = [step.jaxpr.invars[i] for i in sorted(step.batch)]
-            accumulate(step.microbatching, batch, env, run_eqns, partial(constrain, "out"))
+            if apart is None:
+                accumulate(step, env, run_eqns, partial(constrain, "out"))
+            else:
+                inside = _constraints(stage, partial(_inside, mesh=mesh, manual=apart.axes))
+                local = partial(evaluate, before=partial(inside, "in"), after=partial(inside, "out"))
+                accumulate_apart(step, apart, env, local, partial(inside, "out"))
             run_eqns(step.microbatching.tail, env)
         return jax.tree.unflatten(step.out_tree, [graph.read(atom, env) for atom in step.jaxpr.outvars])
 
     return run
+
+
+def _apart(step: StepGraph, stage: Stage, mesh: Mesh) -> Apart | None:
+    """How devices accumulate apart, if the plan has them do so."""
+    if not stage.deferred or step.microbatching is None:
+        return None
+    wanted = {(c.eqn, c.index): c.spec for c in stage.constraints if c.side == "out"}
+    results = tuple(
+        wanted.get((number, r), replicated(graph.aval_of(var).ndim))
+        for number, eqn in step.microbatching.marks
+        for r, var in enumerate(eqn.outvars)
+    )
+    parts = step.cut(stage.mesh.ways(stage.deferred))
+    return Apart(parts, mesh, stage.deferred, tuple(value.spec for value in stage.inputs), results)
+
+
+def _constraints(
+    stage: Stage, place: Callable[[Spec], NamedSharding | PartitionSpec | None]
+) -> Callable[[str, int, list[Any]], list[Any]]:
+    """A function of side, equation number and values that gives the values where `place` has the stage's specs."""
+    wanted: dict[tuple[int, str], dict[int, Spec]] = defaultdict(dict)
+    for constraint in stage.constraints:
+        wanted[constraint.eqn, constraint.side][constraint.index] = constraint.spec
+
+    def constrain(side: str, number: int, values: list[Any]) -> list[Any]:
+        values = list(values)
+        for index, spec in wanted.get((number, side), {}).items():
+            sharding = place(spec)
+            if sharding is not None and values[index] is not None:  # a branch sees its own
+                values[index] = jax.lax.with_sharding_constraint(values[index], sharding)
+        return values
+
+    return constrain
+
+
+def _inside(spec: Spec, mesh: Mesh, manual: Sequence[str]) -> PartitionSpec | None:
+    """`spec` for a device that computes apart along `manual`; None where the compiler has nothing to partition."""
+    free = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in manual]
+    return partition_spec(tuple(tuple(axis for axis in axes if axis in free) for axes in spec)) if free else None

@@ -79,6 +79,7 @@ class Stage(_Model):
     Attributes:
         mesh_shape, axis_names: the logical mesh.
         constraints: what the step's values inside are pinned to.
+        deferred: mesh axes along which devices accumulate gradients apart, and complete them once, after the last microbatch.
     """
 
     mesh_shape: tuple[int, ...]
@@ -86,6 +87,7 @@ class Stage(_Model):
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     constraints: tuple[Constraint, ...] = ()
+    deferred: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> LogicalMesh:
@@ -157,8 +159,10 @@ class Plan(_Model):
     def table(self) -> Table:
         """Every input, output and constrained value: shape, dtype, PartitionSpec, bytes per device."""
         mesh = ", ".join(" x ".join(f"{a}={n}" for a, n in stage.mesh.sizes.items()) for stage in self.stages)
+        deferred = ", ".join(axis for stage in self.stages for axis in stage.deferred)
+        once = f" (gradients completed once along {deferred})" if deferred else ""
         title = (
-            f"{self.method} on {self.cluster}, mesh {mesh}, {self.num_micro_batches} microbatch(es),"
+            f"{self.method} on {self.cluster}, mesh {mesh}, {self.num_micro_batches} microbatch(es){once},"
             f" {self.predicted_seconds * 1e3:.3g} ms and {self.predicted_bytes / 1e9:.3g} GB per device predicted"
         )
         table = Table(title=title, title_justify="left", caption="\n".join(self.warnings), caption_justify="left")

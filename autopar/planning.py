@@ -55,7 +55,7 @@ def make_plan(
         predicted_bytes=round(shardings.peak_bytes),
         gap=shardings.gap,
         planning_seconds=shardings.solve_seconds,
-        warnings=_warnings(step),
+        warnings=(*shardings.warnings, *_warnings(step)),
     )
     print_if_asked(step, plan, costs, options)
     return plan
@@ -88,6 +88,7 @@ def _stage(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         constraints=tuple(constraints),
+        deferred=found.deferred,
     )
 
 

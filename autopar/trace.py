@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import jax
@@ -29,6 +31,7 @@ class StepGraph:
         out_tree: structure of the result.
         fingerprint: hash of the jaxpr.
         microbatching: how microbatches are put together, in which case the jaxpr is that of one microbatch; None otherwise.
+        retrace: the same step, traced for another number of microbatches; None for a graph that was not traced from a function.
     """
 
     jaxpr: Jaxpr
@@ -40,6 +43,17 @@ class StepGraph:
     out_tree: Any
     fingerprint: str
     microbatching: Microbatching | None = None
+    retrace: "Callable[[int], StepGraph] | None" = field(default=None, repr=False, compare=False)
+
+    def cut(self, ways: int) -> "StepGraph":
+        """The step with every microbatch cut once more, into `ways` equal parts, such as devices take.
+
+        Raises:
+            MicrobatchError: the parts can't be put together.
+        """
+        if self.retrace is None:
+            raise MicrobatchError("the step can't be traced again; get it from autopar.trace.trace")
+        return self.retrace(self.num_micro_batches * ways)
 
     @property
     def num_micro_batches(self) -> int:
@@ -78,33 +92,37 @@ def trace(
     in_keys = [path for path, _ in leaves]
     avals = [abstract(leaf) for _, leaf in leaves]
     batch = frozenset(i for i, key in enumerate(in_keys) if key[0].idx in batch_argnums and avals[i].ndim > 0)
-    full, out_keys, out_tree = _flat_jaxpr(fun, in_tree, avals, num_micro_batches > 1)
-    out_paths = tuple(map(_text, out_keys))
-    jaxpr, microbatching = full, None
-    if num_micro_batches > 1:
 
-        def resized(rows: Callable[[int], int]) -> Jaxpr:
-            sized = [_with_rows(a, rows(a.shape[0])) if i in batch else a for i, a in enumerate(avals)]
-            return _flat_jaxpr(fun, in_tree, sized, True)[0]
+    @cache
+    def sized(scale: Fraction, marked: bool) -> tuple[Jaxpr, list, Any]:
+        """The step for a batch that is larger by `scale`."""
+        scaled = [_with_rows(a, int(a.shape[0] * scale)) if i in batch else a for i, a in enumerate(avals)]
+        return _flat_jaxpr(fun, in_tree, scaled, marked)
 
+    @cache
+    def graph_for(count: int) -> StepGraph:
+        microbatching, whole, part = None, Fraction(1), Fraction(1, count)
         for i in batch:
-            _check_divisible(avals[i], num_micro_batches, _text(in_keys[i]))
-        jaxpr = resized(lambda rows: rows // num_micro_batches)
-        sizes = (jaxpr, full)
-        if any(avals[i].shape[0] == num_micro_batches for i in batch):
-            sizes = (resized(lambda rows: 2 * rows // num_micro_batches), resized(lambda rows: 2 * rows))
-        microbatching = split(jaxpr, sizes, batch, num_micro_batches, out_paths)
-    return StepGraph(
-        jaxpr=jaxpr,
-        in_paths=tuple(map(_text, in_keys)),
-        out_paths=out_paths,
-        batch=batch,
-        carried=_carried(jaxpr, in_keys, out_keys, batch),
-        in_tree=in_tree,
-        out_tree=out_tree,
-        fingerprint=graph.fingerprint(jaxpr),
-        microbatching=microbatching,
-    )
+            _check_divisible(avals[i], count, _text(in_keys[i]))
+        jaxpr, out_keys, out_tree = sized(part, count > 1)
+        if count > 1:
+            single = any(avals[i].shape[0] == count for i in batch)
+            sizes = [sized(scale * 2 if single else scale, True)[0] for scale in (part, whole)]
+            microbatching = split(jaxpr, (sizes[0], sizes[1]), batch, count, tuple(map(_text, out_keys)))
+        return StepGraph(
+            jaxpr=jaxpr,
+            in_paths=tuple(map(_text, in_keys)),
+            out_paths=tuple(map(_text, out_keys)),
+            batch=batch,
+            carried=_carried(jaxpr, in_keys, out_keys, batch),
+            in_tree=in_tree,
+            out_tree=out_tree,
+            fingerprint=graph.fingerprint(jaxpr),
+            microbatching=microbatching,
+            retrace=graph_for,
+        )
+
+    return graph_for(num_micro_batches)
 
 
 def _flat_jaxpr(fun: Callable[..., Any], in_tree: Any, avals: list, marked: bool) -> tuple[Jaxpr, list, Any]:

@@ -73,8 +73,9 @@ def recover(planned: Planned, model: CostModel, options: ShardingOptions) -> Cho
         PlanError: the plan is for another step, or takes options that the planner would not have under `options`.
     """
     step, played = planned.step, replay(planned)
+    (stage,) = planned.plan.stages
     decisions, *parts = (
-        enumerate_decisions(step, MeshCosts(played.mesh, each), options)
+        enumerate_decisions(step, MeshCosts(played.mesh, each), options, stage.deferred)
         for each in (model, _Part(model, "kernels"), _Part(model, "completions"), _Part(model, "moves"))
     )
     reads: dict[int | None, list[Use]] = defaultdict(list)
@@ -131,9 +132,9 @@ def _owners(decisions: Decisions, played: Replay) -> dict[int, int]:
     inputs = {placement.decision for placement in decisions.inputs}
     owner: dict[int, int] = {}
     for each in played.equations:
-        placement = decisions.placements[each.eqn.outvars[0]] if each.eqn.outvars else None
-        if placement is not None and placement.decision not in inputs:
-            owner.setdefault(placement.decision, each.number)
+        for placement in map(decisions.placements.get, each.eqn.outvars):
+            if placement is not None and placement.decision not in inputs:
+                owner.setdefault(placement.decision, each.number)
     return owner
 
 
@@ -153,8 +154,11 @@ def _taken(
         each = played.equations[number]
         placements = [decisions.placements[var] for var in each.eqn.outvars]
         fits = [
-            all(use.required[k] == each.operands[use.operand] for use in reads[number])
-            and all(p is None or p.specs[k] == spec for p, spec in zip(placements, each.results, strict=True))
+            all(use.required[k] == each.operands[use.operand] for use in reads[number] if use.decision == decision)
+            and all(
+                p is None or p.decision != decision or p.specs[k] == spec
+                for p, spec in zip(placements, each.results, strict=True)
+            )
             for k in range(len(decisions.costs[decision]))
         ]
         taken[decision] = _fitting(f"equation {number}, {each.name},", fits, decisions.costs[decision])

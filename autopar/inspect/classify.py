@@ -250,7 +250,8 @@ def _completions(update: Atom | None, value: Value, makers: Mapping[Var, Played]
         each = makers[atom]
         if not each.batch:
             waiting.extend(each.eqn.invars)
-        for kind, axis in each.completions if each.batch else ():
+        synchronised = [(kind, axis) for axis, kind in each.synchronised(each.eqn.outvars.index(atom)).items()]
+        for kind, axis in (*synchronised, *(each.completions if each.batch else ())):
             found.setdefault(axis, set()).add(kind)
     return found
 

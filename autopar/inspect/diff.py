@@ -62,12 +62,17 @@ def _plan(planned: Plan | Planned) -> Plan:
 def _setting(a: Plan, b: Plan) -> Iterator[str]:
     facts = [(_mesh(a), _mesh(b), "mesh")]
     facts += [(a.num_micro_batches, b.num_micro_batches, "microbatches")]
+    facts += [(_once(a), _once(b), "completed once for all microbatches along")]
     facts += [(a.method, b.method, "method"), (a.cluster, b.cluster, "cluster")]
     for before, after, name in facts:
         if before != after:
             yield f"{name}: {before} -> {after}"
     if a.fingerprint != b.fingerprint:
         yield f"they are for different steps (or microbatches of different size): {a.fingerprint} and {b.fingerprint}"
+
+
+def _once(plan: Plan) -> str:
+    return "; ".join(", ".join(stage.deferred) or "no axis" for stage in plan.stages)
 
 
 def _mesh(plan: Plan) -> str:

@@ -6,6 +6,7 @@ from typing import Literal as OneOf
 
 import numpy as np
 
+from autopar.gradients import accumulate_p
 from autopar.graph import Atom, aval_of
 from autopar.inspect.choices import Choices, Seconds, recover
 from autopar.inspect.placement import array_text
@@ -110,6 +111,7 @@ def explain(
 
 
 _NO_SECONDS = Seconds(nan, nan, nan)
+_NO_COST = Seconds(0.0, 0.0, 0.0)
 
 
 class _Teller:
@@ -140,6 +142,11 @@ class _Teller:
         seconds, runners_up, follows = _NO_SECONDS, (), ""
         if placement is None:
             kind, choice, why = "free", "computed wherever it is needed", "made of constants alone"
+        elif each.deferred and each.eqn.primitive is accumulate_p:
+            kind, why = "decides", "microbatches accumulated apart"
+            choice = f"completed along {', '.join(each.deferred)} once, after all microbatches"
+            own = [self.choices.seconds(d) for d, number in self.choices.owner.items() if number == each.number]
+            seconds = Seconds(*map(sum, zip(_NO_COST, *own, strict=True)))
         elif self.choices.owner.get(placement.decision) == each.number:
             kind, choice = "decides", _choice(each)
             why = "can't keep every sharding that its largest operand may have"

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from autopar.gradients import accumulate_p
 from autopar.graph import Atom, aval_of
 from autopar.plan import Plan
 from autopar.sharding.dataflow import batch_factors, step_factors
@@ -54,6 +55,7 @@ class Played:
         operands: the spec with which the equation reads each operand.
         results: the spec of each result, completed.
         batch: the factors that run over the batch.
+        deferred: mesh axes along which results stay partial, until they have been accumulated.
     """
 
     number: int
@@ -64,6 +66,7 @@ class Played:
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
     batch: frozenset[int]
+    deferred: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -75,7 +78,15 @@ class Played:
         """How partial results are completed along each axis over which there are some."""
         if self.factors is None:
             return ()
-        return completions(self.factors, self.assignment, self.results[0])
+        found = completions(self.factors, self.assignment, self.results[0])
+        return tuple((kind, axis) for kind, axis in found if axis not in self.deferred)
+
+    def synchronised(self, result: int) -> dict[str, OneOf["all_reduce", "reduce_scatter"]]:
+        """How a result that microbatches accumulated apart is completed along each axis."""
+        if self.eqn.primitive is not accumulate_p:
+            return {}
+        there = axes_of(self.results[result])
+        return {axis: "reduce_scatter" if axis in there else "all_reduce" for axis in self.deferred}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +118,7 @@ def replay(planned: Planned) -> Replay:
     values.update((var, replicated(len(aval_of(var).shape))) for var in step.jaxpr.constvars)
     known_factors = step_factors(step)
     known_marks, _ = batch_factors(step, known_factors)
+    apart = {n for n, _ in (*step.microbatching.body, *step.microbatching.marks)} if step.microbatching else set()
     equations = []
     for number, (eqn, factors, marked) in enumerate(zip(step.jaxpr.eqns, known_factors, known_marks, strict=True)):
         sources = tuple(None if isinstance(a, Literal) else values.get(a) for a in eqn.invars)
@@ -124,7 +136,19 @@ def replay(planned: Planned) -> Replay:
             operands = tuple(factors.operand_spec(k, assignment) for k in range(len(read)))
         values.update((var, spec) for var, spec in zip(eqn.outvars, results, strict=True) if spec is not None)
         full = tuple(spec if spec is not None else _whole(v) for spec, v in zip(results, eqn.outvars, strict=True))
-        equations.append(Played(number, eqn, factors, assignment, sources, operands, full, marked))
+        equations.append(
+            Played(
+                number,
+                eqn,
+                factors,
+                assignment,
+                sources,
+                operands,
+                full,
+                marked,
+                stage.deferred if number in apart else (),
+            )
+        )
     return Replay(stage.mesh, tuple(equations), values)
 
 

@@ -28,6 +28,7 @@ from autopar.sharding.candidates import (
 )
 from autopar.sharding.costs import Combined, MeshCosts
 from autopar.sharding.dataflow import Role, analyse
+from autopar.sharding.deferral import fits, leads, partial_completions, synchronisations
 from autopar.sharding.factors import Assignment, OpFactors
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import Pins, ShardingError, input_specs
@@ -90,14 +91,19 @@ class Decisions:
         return ChoiceProblem(self.costs, self.edges)
 
 
-def enumerate_decisions(step: StepGraph, costs: MeshCosts, options: ShardingOptions) -> Decisions:
+def enumerate_decisions(
+    step: StepGraph, costs: MeshCosts, options: ShardingOptions, deferred: tuple[str, ...] = ()
+) -> Decisions:
     """The decisions of `step` on the mesh of `costs`, limited by `options`.
+
+    Args:
+        deferred: mesh axes along which devices accumulate apart (`autopar.sharding.deferral`).
 
     Raises:
         MissingRuleError: an equation has no sharding rule.
         ShardingError: `options` can't hold, e.g. the batch can't be divided over the mesh.
     """
-    builder = _Builder(step, costs, options)
+    builder = _Builder(step, costs, options, deferred)
     builder.add_inputs()
     for number, eqn in enumerate(step.jaxpr.eqns):
         builder.add_equation(number, eqn)
@@ -106,17 +112,19 @@ def enumerate_decisions(step: StepGraph, costs: MeshCosts, options: ShardingOpti
 
 
 class _Builder:
-    def __init__(self, step: StepGraph, costs: MeshCosts, options: ShardingOptions) -> None:
+    def __init__(self, step: StepGraph, costs: MeshCosts, options: ShardingOptions, deferred: tuple[str, ...]) -> None:
         self.step, self.costs, self.options = step, costs, options
         self.mesh = costs.mesh
         self.found = Decisions()
         self.flow = analyse(step)
         self.pins = Pins(options.pins, step, self.mesh)
-        self.repeats = regions.repeats(step.jaxpr.eqns)
+        self.repeats = _repeats(step)
         self.combined = MeshCosts(costs.mesh, Combined(costs.model), costs.forbidden)
         self.depth: dict[Var, int] = {}
         self.content: dict[Var, int] = {}
         self._known_costs: dict[Any, np.ndarray] = {}  # repeated layers ask again
+        self.deferred = deferred
+        self.body = frozenset(number for number, _ in step.microbatching.body) if step.microbatching else frozenset()
 
     # -- inputs and outputs
 
@@ -126,6 +134,8 @@ class _Builder:
         for var, path, role in inputs:
             specs = tuple(input_specs(role, path, aval_of(var).shape, self.mesh, self.options))
             specs = self.pins.restrict(path, specs)
+            if self.deferred:
+                specs = self._apart(path, role, specs)
             placement = self._decide(path, specs, np.zeros(len(specs)))
             self.found.inputs.append(placement)
             self.found.placements[var] = placement
@@ -163,11 +173,16 @@ class _Builder:
         factors = self.flow.factors[number]
         if not eqn.outvars:
             return
-        if factors is None:
+        if eqn.primitive is accumulate_p and self.deferred:
+            self._synchronise(number, eqn, placed)
+        elif factors is None:
             self.found.placements.update(zip(eqn.outvars, placed, strict=True))
             if eqn.primitive is accumulate_p:
                 self.found.decided.append((number, tuple(placed)))
         elif eqn.primitive.name == "name" and (pinned := self.pins.find(eqn.params["name"])) is not None:
+            assignment = factors.assign(0, pinned, self.mesh)
+            if self.deferred and (assignment is None or not self._fits(number, assignment)):
+                raise ShardingError(f"{eqn.params['name']} is pinned to {partition_spec(pinned)}")
             result = self._decide(eqn.params["name"], (pinned,), np.zeros(1))
             self.found.decided.append((number, (result,)))
             self.found.placements[eqn.outvars[0]] = result
@@ -199,10 +214,9 @@ class _Builder:
         placement = placed[leader]
         assert placement is not None
         assignments = followed(factors, leader, placement.specs, self.mesh)
-        if assignments is None:
+        if assignments is None or not all(self._fits(number, assignment) for assignment in assignments):
             return False
-        results = self._results(eqn)
-        options = [completions(factors, assignment, results, False, self.mesh)[0] for assignment in assignments]
+        options = [self._completions(number, eqn, factors, assignment, False)[0] for assignment in assignments]
         costs = self._costs(number, eqn, factors, options)
         self.found.costs[placement.decision] = self.found.costs[placement.decision] + costs
         self._use_operands(number, eqn, factors, placement.decision, assignments)
@@ -212,7 +226,7 @@ class _Builder:
 
     def _choose(self, number: int, eqn: JaxprEqn, factors: OpFactors) -> None:
         """Make the equation a decision over all its candidates."""
-        options = self._options(eqn, factors, self.flow.marked[number])
+        options = self._options(number, eqn, factors, self.flow.marked[number])
         label = f"{eqn.primitive.name} in {eqn.source_info.name_stack}"
         costs = self._costs(number, eqn, factors, options)
         first = self._decide(label, tuple(o.results[0] for o in options), costs)
@@ -221,18 +235,31 @@ class _Builder:
         self.found.placements.update(zip(eqn.outvars, results, strict=True))
         self._use_operands(number, eqn, factors, first.decision, tuple(o.assignment for o in options))
 
-    def _options(self, eqn: JaxprEqn, factors: OpFactors, marked: frozenset[int]) -> list[Option]:
+    def _options(self, number: int, eqn: JaxprEqn, factors: OpFactors, marked: frozenset[int]) -> list[Option]:
         if eqn.primitive.name == manual.SHARD_MAP:
+            if self.deferred and number in self.body:
+                raise ShardingError("a shard_map of the step's own decides where examples are")
             return list(completions(factors, manual.assignment(eqn, self.mesh), self._results(eqn), False, self.mesh))
-        assignments = factors.assignments(self.mesh)
+        assignments = [a for a in factors.assignments(self.mesh) if self._fits(number, a)]
+        if not assignments:
+            name = f"{eqn.primitive.name} in {eqn.source_info.name_stack}"
+            raise ShardingError(f"{name} can't be divided by examples along {', '.join(self.deferred)}")
         if self.options.data_parallel:
             assignments = batch_only(assignments, marked, self.mesh)
         if self.options.batch_axis is not None and self.mesh.sizes[self.options.batch_axis] > 1:
             assignments = batch_on(assignments, marked, self.options.batch_axis)
-        scatter = not self.options.data_parallel or self.options.optimizer_state == "sharded"
-        results = self._results(eqn)
-        options = [option for a in assignments for option in completions(factors, a, results, scatter, self.mesh)]
+        options = [o for a in assignments for o in self._completions(number, eqn, factors, a, self._may_scatter())]
         return scattered_if_possible(options) if self.options.prefer_reduce_scatter else options
+
+    def _may_scatter(self) -> bool:
+        return not self.options.data_parallel or self.options.optimizer_state == "sharded"
+
+    def _completions(
+        self, number: int, eqn: JaxprEqn, factors: OpFactors, assignment: Assignment, scatter: bool
+    ) -> tuple[Option, ...]:
+        if self.deferred and number in self.body:
+            return partial_completions(factors, assignment, self._results(eqn), scatter, self.mesh, self.deferred)
+        return completions(factors, assignment, self._results(eqn), scatter, self.mesh)
 
     def _results(self, eqn: JaxprEqn) -> tuple[tuple[tuple[int, ...], int], ...]:
         return tuple((tuple(aval_of(var).shape), aval_of(var).dtype.itemsize) for var in eqn.outvars)
@@ -271,6 +298,43 @@ class _Builder:
         seconds = sum(self._costs_of(eqn.outvars[0]).collective(*step) for step in option.collectives)
         seconds += self.costs.copy(option.copied)
         return seconds + (self.costs.model.kernel(kernel_of(eqn, shapes[:count], moved)) if moved else 0.0)
+
+    # -- microbatches
+
+    def _fits(self, number: int, assignment: Assignment) -> bool:
+        return not self.deferred or number not in self.body or fits(assignment, self.flow.marked[number], self.deferred)
+
+    def _apart(self, path: str, role: Role, specs: Specs) -> Specs:
+        """The specs of an input that suit devices which accumulate apart."""
+        wanted = set(self.deferred) if role == "batch" and len(specs[0]) else set()
+        kept = tuple(s for s in specs if leads(s, self.deferred) and (not wanted or wanted.issubset(s[0])))
+        if not kept:
+            raise ShardingError(f"{path} can't be divided by examples along {', '.join(self.deferred)}")
+        return kept
+
+    def _synchronise(self, number: int, eqn: JaxprEqn, placed: Sequence[Placement | None]) -> None:
+        """Complete what devices accumulated apart, each value in a way of its own."""
+        micro = self.step.microbatching
+        assert micro is not None
+        combine = dict(zip((var for _, mark in micro.marks for var in mark.outvars), micro.combine, strict=True))
+        results: list[Placement | None] = []
+        for k, (atom, var, placement) in enumerate(zip(eqn.invars, eqn.outvars, placed, strict=True)):
+            if placement is not None and combine[var] != "same":
+                shape, width = self._results(eqn)[k]
+                ways = synchronisations(shape, width, placement.specs, self._may_scatter(), self.mesh, self.deferred)
+                if self.options.prefer_reduce_scatter:
+                    scattered = scattered_if_possible([way for _, way in ways])
+                    ways = [(source, way) for source, way in ways if way in scattered]
+                seconds = [
+                    sum(self.combined.collective(*s) for s in w.collectives) + self.costs.copy(w.copied)
+                    for _, w in ways
+                ]
+                result = self._decide("accumulate", tuple(way.results[0] for _, way in ways), np.array(seconds))
+                self._use(number, k, atom, result.decision, tuple(source for source, _ in ways))
+                placement = result
+            results.append(placement)
+        self.found.decided.append((number, tuple(results)))
+        self.found.placements.update(zip(eqn.outvars, results, strict=True))
 
     # -- shared
 
@@ -325,3 +389,11 @@ class _Builder:
 
     def _depth(self, atom: Atom) -> int:
         return 0 if isinstance(atom, Literal) else self.depth[atom]
+
+
+def _repeats(step: StepGraph) -> list[float]:
+    """How often each equation runs in a step: in loops, and for each microbatch."""
+    counts = regions.repeats(step.jaxpr.eqns)
+    for number, _ in step.microbatching.body if step.microbatching else ():
+        counts[number] *= step.num_micro_batches
+    return counts

@@ -2,7 +2,7 @@
 
 A moment is an equation of the flat jaxpr. Inputs live through the whole step, and a carried output takes the place of its
 input. Other values live from the equation that makes them to the last that reads them, if they are stored at all: what a
-fusion keeps in registers is not.
+fusion keeps in registers is not. What microbatches accumulate lives as long as their loop.
 """
 
 from collections.abc import Iterable, Sequence
@@ -100,14 +100,26 @@ def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list
         end.update((atom, number) for atom in eqn.invars if isinstance(atom, Var) and end.get(atom, 0) < last)
         start.update(dict.fromkeys(eqn.outvars, number))
     end.update((atom, last) for atom in step.jaxpr.outvars if isinstance(atom, Var))
+    stored = stored_values(step)
+    times = dict.fromkeys(
+        (step.jaxpr.invars[i] for i in step.batch), step.num_micro_batches
+    )  # the whole batch is there
+    lives: list[tuple[Var, int, int]] = []
+    for number, eqn in step.microbatching.marks if step.microbatching else ():
+        # What microbatches add up to lives through their loop; the share of one is added as soon as it is made.
+        for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
+            if isinstance(atom, Var) and atom not in step.jaxpr.invars:
+                lives.append((atom, 0, number))
+                stored.discard(atom)
+            if end.get(var, number) > number:
+                lives.append((var, number + 1, end[var]))
+            stored.discard(var)
+    lives += [(var, start[var], end.get(var, start[var])) for var in stored if var not in reused or not start[var]]
     found = []
-    for var in stored_values(step):
-        placement = decisions.placements.get(var)
-        if placement is None or (var in reused and start[var] > 0):
-            continue
-        found.append(
-            Lifetime(placement.decision, start[var], end.get(var, start[var]), _sizes(var, placement.specs, mesh))
-        )
+    for var, first, until in lives:
+        if (placement := decisions.placements.get(var)) is not None:
+            sizes = _sizes(var, placement.specs, mesh) * times.get(var, 1)
+            found.append(Lifetime(placement.decision, first, until, sizes))
     return found
 
 

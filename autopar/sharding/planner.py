@@ -8,11 +8,14 @@ from typing import Literal as OneOf
 from jax.extend.core import Literal, Var
 
 from autopar.graph import Atom, aval_of
+from autopar.microbatch import MicrobatchError
 from autopar.sharding.costs import MeshCosts
 from autopar.sharding.dataflow import Role
 from autopar.sharding.decisions import Decisions, enumerate_decisions
+from autopar.sharding.deferral import candidates, check_parts
 from autopar.sharding.memory import Memory
 from autopar.sharding.options import AUTO, ShardingOptions
+from autopar.sharding.pins import ShardingError
 from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Limit, Solution
 from autopar.sharding.solver import solve
 from autopar.sharding.spec import LogicalMesh, Spec, replicated
@@ -48,6 +51,8 @@ class Shardings:
         peak_bytes: estimate of what one device needs.
         gap: proven relative distance from the cheapest plan.
         solve_seconds: time spent planning.
+        deferred: mesh axes along which gradients are completed once, after all microbatches.
+        warnings: what the plan does without, and why.
     """
 
     inputs: tuple[Spec, ...]
@@ -58,6 +63,8 @@ class Shardings:
     peak_bytes: float
     gap: float
     solve_seconds: float
+    deferred: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 class MemoryBudgetError(InfeasibleError):
@@ -95,10 +102,53 @@ def plan_shardings(
         InfeasibleError, TimeoutError: see `solve`.
     """
     start = time.perf_counter()
-    decisions = enumerate_decisions(step, MeshCosts(mesh, model, options.forbidden), options)
-    memory = Memory(step, decisions, mesh)
-    solution, peak_bytes = _solve_within(memory, decisions.problem(), memory_budget, options.time_limit)
-    return _shardings(step, decisions, solution, peak_bytes, time.perf_counter() - start)
+    best, refused = _cheapest(step, MeshCosts(mesh, model, options.forbidden), options, memory_budget)
+    divided = any(best.inputs[i][0] for i in step.batch)
+    if step.microbatching and divided and not best.deferred and refused is not None:
+        best = replace(best, warnings=(f"gradients are completed in every microbatch: {refused}",))
+    return replace(best, solve_seconds=time.perf_counter() - start)
+
+
+def _cheapest(
+    step: StepGraph, costs: MeshCosts, options: ShardingOptions, budget: float
+) -> tuple[Shardings, ValueError | None]:
+    """The cheapest plan, whatever it defers, and why one that defers could not be had.
+
+    Pure data parallelism defers if it can; so it is not compared with plans that don't.
+    """
+    refused: ValueError | None = None
+    plans = []
+    for deferred in candidates(step, costs.mesh, options.data_parallel):
+        try:
+            plans.append(_plan_deferring(step, costs, options, budget, deferred))
+        except (ShardingError, InfeasibleError) as error:
+            refused = refused or error
+    try:
+        if not plans or not options.data_parallel:
+            plans.append(_plan_deferring(step, costs, options, budget, ()))
+    except (ShardingError, InfeasibleError):
+        if not plans:
+            raise
+    if any(plan.deferred for plan in plans):
+        refused = None
+    for plan in sorted(plans, key=lambda plan: plan.seconds):
+        try:
+            check_parts(step, costs.mesh, plan.deferred)
+        except MicrobatchError as error:
+            refused = refused or error
+        else:
+            return plan, refused
+    return _plan_deferring(step, costs, options, budget, ()), refused
+
+
+def _plan_deferring(
+    step: StepGraph, costs: MeshCosts, options: ShardingOptions, budget: float, deferred: tuple[str, ...]
+) -> Shardings:
+    """The cheapest plan among those that defer along exactly these axes."""
+    decisions = enumerate_decisions(step, costs, options, deferred)
+    memory = Memory(step, decisions, costs.mesh)
+    solution, peak_bytes = _solve_within(memory, decisions.problem(), budget, options.time_limit)
+    return replace(_shardings(step, decisions, solution, peak_bytes), deferred=deferred)
 
 
 def _solve_within(memory: Memory, problem: ChoiceProblem, budget: float, time_limit: float) -> tuple[Solution, float]:
@@ -124,9 +174,7 @@ def _solve_within(memory: Memory, problem: ChoiceProblem, budget: float, time_li
         limits[moment] = memory.limit(moment, min(tightened, budget - kept))
 
 
-def _shardings(
-    step: StepGraph, decisions: Decisions, solution: Solution, peak_bytes: float, seconds: float
-) -> Shardings:
+def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, peak_bytes: float) -> Shardings:
     choice = solution.choice
     pinned: dict[Var, Constraint] = {}
     for eqn, results in decisions.decided:
@@ -163,5 +211,5 @@ def _shardings(
         seconds=solution.objective,
         peak_bytes=peak_bytes,
         gap=solution.gap,
-        solve_seconds=seconds,
+        solve_seconds=0.0,
     )

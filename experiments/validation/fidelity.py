@@ -109,6 +109,7 @@ def planned_collectives(planned: PlannedStep, narrow: bool = False) -> Iterator[
 def _completing(played: Played, mesh: LogicalMesh) -> Iterator[Step]:
     """A reduce_scatter onto each dim of the result that an axis with partial results shards afterwards, an all_reduce over the rest."""
     partial = played.factors.partial_axes(played.assignment) if played.factors else ()
+    partial = tuple(axis for axis in partial if axis not in played.deferred)
     for var, spec in zip(played.eqn.outvars, played.results, strict=True):
         onto = [tuple(axis for axis in axes if axis in partial) for axes in spec]
         scattered = [axis for axes in onto for axis in axes]
