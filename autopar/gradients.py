@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 
+from autopar.layers import layered_if_asked
+
 accumulate_p = Primitive("accumulate")
 """Identity on values that a microbatch contributes to. Only in traced steps, between `marking` and lowering."""
 accumulate_p.multiple_results = True
@@ -34,11 +36,11 @@ def value_and_grad(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Callab
     those of the whole batch: sums and means over examples are put together from the microbatches' own. Anywhere else it
     is `jax.value_and_grad`.
     """
-    differentiated = jax.value_and_grad(fun, *args, **kwargs)
+    given = args, kwargs
 
     @wraps(fun)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        result = differentiated(*args, **kwargs)
+        result = jax.value_and_grad(layered_if_asked(fun), *given[0], **given[1])(*args, **kwargs)
         if not _marking.get():
             return result
         leaves, tree = jax.tree.flatten(result)

@@ -62,8 +62,8 @@ def split(
     marks = _marks(micro)
     if not marks:
         raise MicrobatchError(
-            "num_micro_batches > 1, but the step takes no gradient with autopar.grad or autopar.value_and_grad; use one of"
-            " them in place of jax's, so that it is known what to accumulate"
+            "the step takes no gradient with autopar.grad or autopar.value_and_grad; use one of them in place of jax's, so that"
+            " it is known what to accumulate over microbatches"
         )
     marked = tuple(atom for _, eqn in marks for atom in eqn.invars)
     accumulated = tuple(var for _, eqn in marks for var in eqn.outvars)
@@ -71,6 +71,8 @@ def split(
     if any(eqn.primitive is accumulate_p for _, eqn in body):
         raise MicrobatchError("a loss depends on the gradients of another autopar.grad; that can't run in microbatches")
     tail = needed(numbered, micro.outvars, given=accumulated)
+    if count == 1:
+        return Microbatching(1, tuple(body), tuple(tail), tuple(marks), ("same",) * len(marked))
     batch_vars = {micro.invars[i] for i in batch}
     for path, atom in zip(out_paths, micro.outvars, strict=True):
         outside = needed(tail, [atom], given=accumulated)

@@ -1,6 +1,6 @@
 """From a Python training step to a `StepGraph`: one flat jaxpr and what its inputs and outputs are to the user."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -14,6 +14,7 @@ from autopar import graph
 from autopar.flatten import flatten
 from autopar.gradients import marking
 from autopar.graph import aval_of
+from autopar.layers import LayerOption, layering
 from autopar.microbatch import MicrobatchError, Microbatching, split
 
 
@@ -31,6 +32,7 @@ class StepGraph:
         out_tree: structure of the result.
         fingerprint: hash of the jaxpr.
         microbatching: how microbatches are put together, in which case the jaxpr is that of one microbatch; None otherwise.
+        received: of a stage of a pipeline, the inputs that come from other stages, with their batch dims.
         retrace: the same step, traced for another number of microbatches; None for a graph that was not traced from a function.
     """
 
@@ -43,6 +45,7 @@ class StepGraph:
     out_tree: Any
     fingerprint: str
     microbatching: Microbatching | None = None
+    received: Mapping[int, frozenset[int]] = field(default_factory=dict)
     retrace: "Callable[[int], StepGraph] | None" = field(default=None, repr=False, compare=False)
 
     def cut(self, ways: int) -> "StepGraph":
@@ -76,13 +79,20 @@ class TraceError(TypeError):
 
 
 def trace(
-    fun: Callable[..., Any], args: Sequence[Any], batch_argnums: Collection[int], num_micro_batches: int = 1
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    batch_argnums: Collection[int],
+    num_micro_batches: int = 1,
+    layers: LayerOption | None = None,
+    marked: bool = False,
 ) -> StepGraph:
     """Trace `fun` for arguments like `args` (arrays or ShapeDtypeStructs in pytrees).
 
     Args:
         batch_argnums: arguments whose arrays have the batch as their first dim.
         num_micro_batches: parts that the batch will be cut into.
+        layers: how functions that `autopar.grad` differentiates are cut into layers, if they are.
+        marked: tell what is accumulated over microbatches even if there is only one.
 
     Raises:
         TraceError: `fun` depends on values that are known only when it runs, or returns something other than arrays.
@@ -97,15 +107,16 @@ def trace(
     def sized(scale: Fraction, marked: bool) -> tuple[Jaxpr, list, Any]:
         """The step for a batch that is larger by `scale`."""
         scaled = [_with_rows(a, int(a.shape[0] * scale)) if i in batch else a for i, a in enumerate(avals)]
-        return _flat_jaxpr(fun, in_tree, scaled, marked)
+        with layering(layers):
+            return _flat_jaxpr(fun, in_tree, scaled, marked)
 
     @cache
     def graph_for(count: int) -> StepGraph:
         microbatching, whole, part = None, Fraction(1), Fraction(1, count)
         for i in batch:
             _check_divisible(avals[i], count, _text(in_keys[i]))
-        jaxpr, out_keys, out_tree = sized(part, count > 1)
-        if count > 1:
+        jaxpr, out_keys, out_tree = sized(part, marked or count > 1)
+        if marked or count > 1:
             single = any(avals[i].shape[0] == count for i in batch)
             sizes = [sized(scale * 2 if single else scale, True)[0] for scale in (part, whole)]
             microbatching = split(jaxpr, (sizes[0], sizes[1]), batch, count, tuple(map(_text, out_keys)))

@@ -14,8 +14,9 @@ from autopar.sharding.rules import PASS_THROUGH, op_factors
 from autopar.sharding.storage import stored_values
 from autopar.trace import StepGraph
 
-type Role = OneOf["batch", "parameter", "state", "other"]
-"""What an input is: per example; carried and used per example; carried for the optimizer's sake; none of these."""
+type Role = OneOf["batch", "parameter", "state", "received", "other"]
+"""What an input is: per example; carried and used per example; carried for the optimizer's sake; what another stage of a pipeline
+sends; none of these."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ def _roles(step: StepGraph, marked: Sequence[frozenset[int]]) -> tuple[Role, ...
     def role(i: int, var: Var) -> Role:
         if i in step.batch:
             return "batch"
+        if i in step.received:
+            return "received"
         if i in carried:
             return "parameter" if var in parameters else "state"
         return "other"
@@ -79,6 +82,7 @@ def batch_factors(
     """
     eqns = step.jaxpr.eqns
     dims_of: dict[Var, frozenset[int]] = {step.jaxpr.invars[i]: frozenset({0}) for i in step.batch}
+    dims_of.update((step.jaxpr.invars[i], dims) for i, dims in step.received.items())
     handed_on: dict[Var, frozenset[int]] = {}
     while True:
         marked: list[frozenset[int]] = []

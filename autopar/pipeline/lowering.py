@@ -1,0 +1,113 @@
+"""The tasks of a pipeline as jitted functions, each on the mesh of its stage."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import Var
+from jax.sharding import Mesh, NamedSharding
+
+from autopar import graph
+from autopar.evaluate import evaluate
+from autopar.pipeline.cut import Cut, Task
+from autopar.pipeline.stage_graph import StageGraph
+from autopar.plan import Stage
+from autopar.sharding.manual import on_devices
+from autopar.sharding.spec import Spec, partition_spec, replicated
+
+
+@dataclass(frozen=True)
+class TaskFunction:
+    """A task, ready to be compiled.
+
+    Attributes:
+        reads: values it takes first; `totals`: what it accumulates, taken after them and given back after `results`.
+        jitted: a function of a flat list of arrays, to a flat list; totals are donated.
+        in_shardings: of its operands.
+    """
+
+    task: Task
+    reads: tuple[Var, ...]
+    results: tuple[Var, ...]
+    totals: tuple[Var, ...]
+    jitted: jax.stages.Wrapped
+    in_shardings: tuple[NamedSharding, ...]
+
+    @property
+    def in_avals(self) -> list[jax.ShapeDtypeStruct]:
+        avals = [graph.aval_of(var) for var in (*self.reads, *self.totals)]
+        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+
+
+class StageLowering:
+    """What a stage's plan means for its values and tasks on a mesh."""
+
+    def __init__(self, cut: Cut, found: StageGraph, stage: Stage, mesh: Mesh) -> None:
+        self.cut, self.graph, self.stage, self.mesh = cut, found, stage, mesh
+        jaxpr = found.step.jaxpr
+        self.specs: dict[Var, Spec] = {
+            var: value.spec for var, value in zip(jaxpr.invars, stage.inputs, strict=True)
+        }
+        self._wanted: dict[tuple[int, str], dict[int, NamedSharding]] = defaultdict(dict)
+        for constraint in stage.constraints:
+            sharding = NamedSharding(mesh, partition_spec(constraint.spec))
+            self._wanted[constraint.eqn, constraint.side][constraint.index] = sharding
+            if constraint.side == "out":
+                self.specs.setdefault(jaxpr.eqns[constraint.eqn].outvars[constraint.index], constraint.spec)
+        for atom, value in zip(jaxpr.outvars, stage.outputs, strict=True):
+            if isinstance(atom, Var) and atom not in jaxpr.invars:
+                self.specs[atom] = value.spec
+
+    def sharding(self, var: Var) -> NamedSharding:
+        """Where a value is when a task gets or gives it."""
+        return NamedSharding(self.mesh, partition_spec(self.specs.get(var, replicated(graph.aval_of(var).ndim))))
+
+    def functions(self) -> list[TaskFunction]:
+        """All tasks of the stage."""
+        return [self._function(task) for task in self.graph.tasks]
+
+    def _function(self, task: Task) -> TaskFunction:
+        accumulated = self.cut.totals.get(task, ())
+        reads, results = self.cut.reads[task], self.cut.results[task]
+        totals = tuple(each.total for each in accumulated)
+        micro = self.cut.step.microbatching
+        assert micro is not None
+        jaxpr = self.graph.step.jaxpr
+        constants = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
+        after_last = {each.total: each.combine for ts in self.cut.totals.values() for each in ts}
+        eqns = [(number, on_devices(eqn, self.mesh)) for number, eqn in self.graph.tasks[task]]
+
+        def run(*operands: Any) -> list[Any]:
+            env = {**constants, **dict(zip((*reads, *totals), operands, strict=True))}
+            if task.phase == "U":
+                for var in reads:
+                    if after_last.get(var) == "mean":
+                        env[var] = (env[var] / micro.count).astype(env[var].dtype)
+            evaluate(eqns, env, partial(self._constrain, "in"), partial(self._constrain, "out"))
+            added = []
+            for each in accumulated:
+                part, total = env[each.part], env[each.total]
+                added.append(part.astype(total.dtype) if each.combine == "same" else total + part)
+            return [*(env[var] for var in results), *added]
+
+        in_shardings = tuple(map(self.sharding, (*reads, *totals)))
+        jitted = jax.jit(
+            run,
+            in_shardings=in_shardings,
+            out_shardings=[*map(self.sharding, (*results, *totals))],
+            donate_argnums=tuple(range(len(reads), len(in_shardings))),
+        )
+        return TaskFunction(task, reads, results, totals, jitted, in_shardings)
+
+    def _constrain(self, side: str, number: int, values: Sequence[Any]) -> list[Any]:
+        values = list(values)
+        for index, sharding in self._wanted.get((number, side), {}).items():
+            if values[index] is not None:  # a branch sees its own
+                values[index] = jax.lax.with_sharding_constraint(values[index], sharding)
+        return values
+
+
+type MakeMesh = Callable[[Stage], Mesh]

@@ -1,0 +1,60 @@
+"""A step and its pipelined plan, made whole again: what runs it and what simulates it both start here."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.layers import layer_of
+from autopar.pipeline.cut import Cut, cut_step
+from autopar.pipeline.program import Names, pipeline_program
+from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule
+from autopar.pipeline.stage_graph import StageGraph, stage_graphs
+from autopar.plan import Plan, PlanError
+from autopar.trace import StepGraph
+from simulator.program import Program
+
+
+@dataclass(frozen=True)
+class PlannedPipeline:
+    """A traced step and the plan for it.
+
+    Raises:
+        PlanError: the plan is for another step.
+    """
+
+    step: StepGraph
+    plan: Plan
+
+    def __post_init__(self) -> None:
+        self.plan.check(self.step.fingerprint)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        pipeline = self.plan.pipeline
+        if pipeline is None:
+            raise PlanError("this plan is not for a pipeline")
+        meshes = len(self.plan.stages) // pipeline.num_chunks
+        return make_schedule(pipeline.schedule, Pipeline(meshes, self.plan.num_micro_batches, pipeline.num_chunks))
+
+    @cached_property
+    def cut(self) -> Cut:
+        stage_of = {layer: s for s, stage in enumerate(self.plan.stages) for layer in stage.layers}
+        return cut_step(self.step, [stage_of[layer] for layer in sorted(stage_of)], "W" in self.schedule.phases)
+
+    @cached_property
+    def graphs(self) -> list[StageGraph]:
+        return stage_graphs(self.cut)
+
+    @cached_property
+    def names(self) -> Names:
+        return Names(self.cut)
+
+    @cached_property
+    def program(self) -> Program:
+        meshes = tuple(stage.devices for stage in self.plan.stages[: self.schedule.pipeline.num_meshes])
+        return pipeline_program(self.cut, self.schedule, meshes)
+
+
+def num_layers(step: StepGraph) -> int:
+    """The number of layers that a traced step has; 0 if it has none."""
+    found = (layer_of(eqn) for eqn in step.jaxpr.eqns)
+    return max((each[0] for each in found if each is not None), default=-1) + 1

@@ -1,0 +1,118 @@
+"""One stage of a pipeline as a step of its own: what the intra-operator planner is asked to shard."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.extend.core import Jaxpr, Var
+
+from autopar import graph
+from autopar.evaluate import Numbered
+from autopar.microbatch import Microbatching
+from autopar.pipeline.cut import Cut, Task
+from autopar.sharding.dataflow import batch_factors, step_factors
+from autopar.trace import StepGraph
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """The tasks of a stage, one after the other, as one step that ends in the update.
+
+    Attributes:
+        step: its inputs are those of the whole step that the stage reads, then what it receives from other stages; its outputs are
+            those of the whole step that it makes, then what it sends.
+        inputs: for each of the first inputs, its number in the whole step.
+        received, sent: values from and for other stages.
+        outputs: for each of the first outputs, its number in the whole step.
+        handed_on: values that go from one task of the stage to another.
+        tasks: for each task its equations, numbered as in `step`.
+    """
+
+    stage: int
+    step: StepGraph
+    inputs: tuple[int, ...]
+    received: tuple[Var, ...]
+    outputs: tuple[int, ...]
+    sent: tuple[Var, ...]
+    handed_on: tuple[Var, ...]
+    tasks: dict[Task, tuple[Numbered, ...]]
+
+
+def stage_graphs(cut: Cut) -> list[StageGraph]:
+    """A graph for every stage."""
+    _, batch_dims = batch_factors(cut.step, step_factors(cut.step))
+    return [_stage_graph(cut, stage, batch_dims) for stage in range(cut.num_stages)]
+
+
+def _stage_graph(cut: Cut, stage: int, batch_dims: dict[Var, frozenset[int]]) -> StageGraph:
+    step, micro = cut.step, cut.step.microbatching
+    assert micro is not None
+    mine = [task for task in cut.eqns if task.stage == stage]
+    numbers: dict[int, int] = {}
+    eqns, marks, combine = [], [], []
+
+    def add(tasks: Sequence[Task]) -> list[Numbered]:
+        first = len(eqns)
+        for task in tasks:
+            for number, eqn in cut.eqns[task]:
+                if number not in numbers:
+                    numbers[number] = len(eqns)
+                    eqns.append(eqn)
+        return list(enumerate(eqns))[first:]
+
+    body = add([task for task in mine if task.phase != "U"])
+    for task in mine:
+        for each in cut.totals.get(task, ()):
+            mark = micro.marks[0][1].replace(invars=[each.part], outvars=[each.total])
+            marks.append((len(eqns), mark))
+            combine.append(each.combine)
+            eqns.append(mark)
+    tail = add([task for task in mine if task.phase == "U"])
+
+    made = {var for eqn in eqns for var in eqn.outvars}
+    inputs = tuple(i for i, stages in cut.input_stages.items() if stage in stages)
+    own = {step.jaxpr.invars[i] for i in inputs}
+    read = dict.fromkeys(var for task in mine for var in cut.reads[task])
+    received = tuple(var for var in read if var not in made and var not in own)
+    elsewhere = {var for task, reads in cut.reads.items() if task.stage != stage for var in reads}
+    sent = tuple(var for var in dict.fromkeys(v for task in mine for v in cut.results[task]) if var in elsewhere)
+    outputs = tuple(o for o, atom in enumerate(step.jaxpr.outvars) if _makes(cut, stage, atom))
+    constants = dict(zip(step.jaxpr.constvars, step.jaxpr.consts, strict=True))
+    invars = [*(step.jaxpr.invars[i] for i in inputs), *received]
+    outvars = [*(step.jaxpr.outvars[o] for o in outputs), *sent]
+    jaxpr = Jaxpr(
+        constvars=list(constants),
+        invars=invars,
+        outvars=outvars,
+        eqns=eqns,
+        consts=list(constants.values()),
+        debug_info=step.jaxpr.debug_info.with_unknown_names(),
+    )
+    names = [*(step.in_paths[i] for i in inputs), *(f"received/{k}" for k in range(len(received)))]
+    out_names = [*(step.out_paths[o] for o in outputs), *(f"sent/{k}" for k in range(len(sent)))]
+    place = {i: position for position, i in enumerate(inputs)}
+    whole = StepGraph(
+        jaxpr=jaxpr,
+        in_paths=tuple(names),
+        out_paths=tuple(out_names),
+        batch=frozenset(place[i] for i in inputs if i in step.batch),
+        carried={o: place[step.carried[output]] for o, output in enumerate(outputs) if step.carried.get(output) in place},
+        in_tree=jax.tree.structure(invars),
+        out_tree=jax.tree.structure(outvars),
+        fingerprint=graph.fingerprint(jaxpr),
+        microbatching=Microbatching(micro.count, tuple(body), tuple(tail), tuple(marks), tuple(combine)),
+        received={len(inputs) + k: batch_dims.get(var, frozenset()) for k, var in enumerate(received)},
+    )
+    totals = {each.total for task in mine for each in cut.totals.get(task, ())}
+    handed_on = tuple(var for var in read if var in made and var not in totals)
+    tasks = {task: tuple((numbers[number], eqn) for number, eqn in cut.eqns[task]) for task in mine}
+    return StageGraph(stage, whole, inputs, received, outputs, sent, handed_on, tasks)
+
+
+def _makes(cut: Cut, stage: int, atom: graph.Atom) -> bool:
+    """Whether an output of the step is this stage's to give; one that is an input, or constant, is the first stage's that has it."""
+    if isinstance(atom, Var) and atom in cut.made_by:
+        return cut.made_by[atom].stage == stage
+    if isinstance(atom, Var) and atom in cut.step.jaxpr.invars:
+        return cut.input_stages[cut.step.jaxpr.invars.index(atom)][0] == stage
+    return stage == 0

@@ -1,0 +1,191 @@
+"""A pipeline on the devices of this process: the program's instructions, dispatched one after the other, run as they can."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, assert_never
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal, Var
+from jax.sharding import Mesh
+
+from autopar import graph
+from autopar.pipeline.cut import Task
+from autopar.pipeline.lowering import StageLowering
+from autopar.pipeline.planned import PlannedPipeline
+from autopar.pipeline.program import task_of
+from autopar.plan import Plan
+from autopar.target import memory_of
+from autopar.trace import StepGraph
+from simulator.memory import MemoryUse
+from simulator.program import Free, Program, Recv, Run, Send, walk
+
+type Values = dict[str, jax.Array]
+
+
+class PipelineExecutable:
+    """One step, for arguments of one structure, shape and dtype, as a pipeline.
+
+    Attributes:
+        step: what was traced.
+        plan: how it runs.
+        program: the instructions.
+        meshes: the devices of each mesh of the program.
+        plan_seconds, compile_seconds: what tracing and planning, and compiling took.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedPipeline,
+        meshes: Sequence[Mesh],
+        donated: frozenset[int] = frozenset(),
+        plan_seconds: float = 0.0,
+    ) -> None:
+        self.planned, self.meshes, self.plan_seconds = planned, tuple(meshes), plan_seconds
+        self.step: StepGraph = planned.cut.step
+        self.plan: Plan = planned.plan
+        self.program: Program = planned.program
+        self._mesh_of = planned.schedule.pipeline.mesh_of
+        start = time.perf_counter()
+        self._lowered = [
+            StageLowering(planned.cut, found, stage, meshes[self._mesh_of(found.stage)], donated)
+            for found, stage in zip(planned.graphs, planned.plan.stages, strict=True)
+        ]
+        functions = [each for lowered in self._lowered for each in lowered.functions()]
+        self._functions = {each.task: each for each in functions}
+        self._compiled = {each.task: each.jitted.lower(*each.in_avals).compile() for each in functions}
+        self._zeros = [self._make_zeros(mesh) for mesh in range(len(self.meshes))]
+        self._arrivals = self._places()
+        self._outputs = [self._output(o, atom) for o, atom in enumerate(self.step.jaxpr.outvars)]
+        self._splits = {i: self._make_split(i) for i in self.step.batch}
+        self.in_shardings = jax.tree.unflatten(self.step.in_tree, [self._home(i) for i in range(len(self.step.jaxpr.invars))])
+        self.compile_seconds = time.perf_counter() - start
+
+    # -- what is prepared once
+
+    def _home(self, i: int) -> jax.sharding.NamedSharding:
+        """Where input `i` is before the step."""
+        stage = self.planned.cut.input_stages[i][0]
+        return self._lowered[stage].sharding(self.step.jaxpr.invars[i])
+
+    def _make_zeros(self, mesh: int) -> Callable[[], Values]:
+        """What makes the totals of a mesh."""
+        names, shapes, shardings = [], [], []
+        for task, totals in self.planned.cut.totals.items():
+            if self._mesh_of(task.stage) == mesh:
+                for each in totals:
+                    names.append(self.planned.names.of(each.total, 0))
+                    shapes.append(graph.aval_of(each.total))
+                    shardings.append(self._lowered[task.stage].sharding(each.total))
+        if not names:
+            return dict
+        make = jax.jit(lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in shapes], out_shardings=shardings)
+        compiled = make.lower().compile()
+        return lambda: dict(zip(names, compiled(), strict=True))
+
+    def _make_split(self, i: int) -> Callable[[jax.Array], list[jax.Array]]:
+        """What cuts a batch input into microbatches, with examples k, k + count ... in microbatch k: each device has some of each."""
+        count = self.step.num_micro_batches
+
+        def split(whole: jax.Array) -> list[jax.Array]:
+            rows = whole.reshape(-1, count, *whole.shape[1:])
+            return [rows[:, k] for k in range(count)]
+
+        sharding = self._home(i)
+        return jax.jit(split, in_shardings=sharding, out_shardings=[sharding] * count)
+
+    def _places(self) -> dict[tuple[int, str], jax.sharding.NamedSharding]:
+        """For each mesh, where values that come from elsewhere go."""
+        found: dict[tuple[int, str], jax.sharding.NamedSharding] = {}
+        for mesh, row in enumerate(self.program.instructions):
+            for run in row:
+                if isinstance(run, Run):
+                    function = self._functions[task_of(run)]
+                    for var, sharding in zip(function.reads, function.in_shardings, strict=False):
+                        found.setdefault((mesh, self.planned.names.of(var, run.micro_batch)), sharding)
+        return found
+
+    def _output(self, o: int, atom: Var | Literal) -> tuple[int, str, int] | np.ndarray:
+        """The mesh, name and divisor of an output; or its value, if it is a constant."""
+        cut = self.planned.cut
+        if isinstance(atom, Literal):
+            return np.asarray(atom.val)
+        if atom in self.step.jaxpr.constvars:
+            return np.asarray(self.step.jaxpr.consts[self.step.jaxpr.constvars.index(atom)])
+        if atom in cut.made_by:
+            stage = cut.made_by[atom].stage
+            means = {each.total for totals in cut.totals.values() for each in totals if each.combine == "mean"}
+            return self._mesh_of(stage), self.planned.names.of(atom, 0), self.step.num_micro_batches if atom in means else 1
+        i = self.step.jaxpr.invars.index(atom)
+        return self._mesh_of(cut.input_stages[i][0]), f"in{i}", 1
+
+    # -- running
+
+    def shard_args(self, *args: Any) -> tuple[Any, ...]:
+        """`args` on the devices, as the plan wants them; what is in place already is not copied."""
+        return tuple(jax.device_put(arg, shardings) for arg, shardings in zip(args, self.in_shardings, strict=True))
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the step on arguments that are where `in_shardings` wants them."""
+        values = self._start(jax.tree.leaves(args))
+        for mesh, instruction in walk(self.program):
+            match instruction:
+                case Run():
+                    self._run(instruction, values[mesh])
+                case Send(name, to):
+                    values[to][name] = jax.device_put(values[mesh][name], self._arrivals[to, name])
+                case Recv():
+                    pass  # the send put it there; who uses it waits for it
+                case Free(names):
+                    for name in names:
+                        values[mesh].pop(name, None)
+                case _:
+                    assert_never(instruction)
+        return jax.tree.unflatten(self.step.out_tree, [self._give(each, values) for each in self._outputs])
+
+    def _start(self, leaves: Sequence[jax.Array]) -> list[Values]:
+        values = [zeros() for zeros in self._zeros]
+        for i, leaf in enumerate(leaves):
+            sent = i in self.step.carried.values()
+            if i in self.step.batch:
+                named = {f"in{i}.{k}": part for k, part in enumerate(self._splits[i](leaf))}
+            else:
+                named = {f"in{i}": leaf}
+            stages = self.planned.cut.input_stages[i]
+            for mesh in dict.fromkeys(map(self._mesh_of, stages[:1] if sent else stages)):
+                for name, value in named.items():
+                    place = self._arrivals.get((mesh, name))
+                    values[mesh][name] = value if place is None or place == value.sharding else jax.device_put(value, place)
+        return values
+
+    def _run(self, run: Run, values: Values) -> None:
+        function = self._functions[task_of(run)]
+        names = [self.planned.names.of(var, run.micro_batch) for var in (*function.reads, *function.totals)]
+        operands = [values[name] for name in names]
+        operands = [
+            value if value.sharding == sharding else jax.device_put(value, sharding)
+            for value, sharding in zip(operands, function.in_shardings, strict=True)
+        ]
+        made = self._compiled[function.task](*operands)
+        results = (*function.results, *function.totals)
+        values.update((self.planned.names.of(v, run.micro_batch), x) for v, x in zip(results, made, strict=True))
+        mesh = self.meshes[self._mesh_of(run.stage)]
+        if mesh.devices.size > 1 and mesh.devices.flat[0].platform == "cpu":
+            jax.block_until_ready(made)  # virtual devices wait for one another with threads that there may not be enough of
+
+    def _give(self, output: tuple[int, str, int] | np.ndarray, values: list[Values]) -> Any:
+        if isinstance(output, np.ndarray):
+            return jnp.asarray(output)
+        mesh, name, divisor = output
+        value = values[mesh][name]
+        return value if divisor == 1 else (value / divisor).astype(value.dtype)
+
+    # -- what it needs
+
+    def stage_memory(self) -> list[MemoryUse]:
+        """For each task with a program of its own the bytes on one device, by the compiler's buffer assignment."""
+        return [memory_of(compiled) for compiled in self._compiled.values()]
+
+    def task_names(self) -> list[Task]:
+        return list(self._compiled)
