@@ -32,9 +32,9 @@ def test_residuals_of_a_layer_are_counted(activation):
 
     array = jax.ShapeDtypeStruct
     estimate, compiled = estimated_and_compiled(
-        descent(loss), ([array((256, 256), "float32")] * 3, array((65536, 256), "float32"))
+        descent(loss), ([array((256, 256), "float32")] * 3, array((524288, 256), "float32"))
     )
-    assert estimate == pytest.approx(compiled, rel=0.05)
+    assert 0.97 * compiled <= estimate <= 1.15 * compiled
 
 
 def test_a_loop_over_layers_holds_all_their_residuals():
@@ -44,6 +44,6 @@ def test_a_loop_over_layers_holds_all_their_residuals():
 
     array = jax.ShapeDtypeStruct
     estimate, compiled = estimated_and_compiled(
-        descent(loss), (array((6, 256, 256), "float32"), array((65536, 256), "float32"))
+        descent(loss), (array((6, 256, 256), "float32"), array((524288, 256), "float32"))
     )
-    assert estimate == pytest.approx(compiled, rel=0.2)
+    assert 0.97 * compiled <= estimate <= 1.25 * compiled
