@@ -1,6 +1,7 @@
 """Which values of a step are written to device memory, which a fusion keeps in registers, and for how long the former live.
 
-A model of what XLA:GPU does, checked against its buffer assignment by `experiments.validation.fidelity`.
+A model of what XLA:GPU does, checked against its buffer assignment by `experiments.validation.fidelity`. Left out: the padding of
+half-precision products to multiples of eight, workspaces of cuBLAS (4 MB), and what other shardings make XLA compute twice.
 """
 
 from collections import Counter
