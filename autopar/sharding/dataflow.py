@@ -27,6 +27,7 @@ class Dataflow:
         factors: of each equation; None for those that pass values through or have no result.
         marked: for each equation, the factors that run over the batch.
         per_example: the values that have a batch dim.
+        awaited: values without one that are made of the batch and that others per example are made of: a batch's mean, say.
         roles: of each input.
         readers: how many deciding equations read each value.
         stored: the values that are written to memory.
@@ -35,6 +36,7 @@ class Dataflow:
     factors: tuple[OpFactors | None, ...]
     marked: tuple[frozenset[int], ...]
     per_example: frozenset[Var]
+    awaited: frozenset[Var]
     roles: tuple[Role, ...]
     readers: Counter[Var]
     stored: frozenset[Var]
@@ -48,7 +50,13 @@ def analyse(step: StepGraph) -> Dataflow:
     deciding = [eqn for eqn, op in zip(eqns, factors, strict=True) if op is not None and op.decides]
     readers = Counter(atom for eqn in deciding for atom in eqn.invars if isinstance(atom, Var))
     return Dataflow(
-        factors, tuple(marked), frozenset(per_example), _roles(step, marked), readers, frozenset(stored_values(step))
+        factors=factors,
+        marked=tuple(marked),
+        per_example=frozenset(per_example),
+        awaited=_awaited(step, frozenset(per_example)),
+        roles=_roles(step, marked),
+        readers=readers,
+        stored=frozenset(stored_values(step)),
     )
 
 
@@ -117,3 +125,14 @@ def _parameters(step: StepGraph, marked: Sequence[frozenset[int]]) -> set[Var]:
                 reaching.update(atom for atom in eqn.invars if isinstance(atom, Var))
         if len(reaching) == known:
             return {var for var in step.jaxpr.invars if var in reaching}
+
+
+def _awaited(step: StepGraph, per_example: frozenset[Var]) -> frozenset[Var]:
+    reached, reaching = {step.jaxpr.invars[i] for i in step.batch}, set(per_example)
+    for eqn in step.jaxpr.eqns:
+        if any(isinstance(atom, Var) and atom in reached for atom in eqn.invars):
+            reached.update(eqn.outvars)
+    for eqn in reversed(step.jaxpr.eqns):
+        if not reaching.isdisjoint(eqn.outvars):
+            reaching.update(atom for atom in eqn.invars if isinstance(atom, Var))
+    return frozenset(reached & reaching) - per_example

@@ -30,13 +30,16 @@ from autopar.sharding.costs import Combined, MeshCosts
 from autopar.sharding.dataflow import Role, analyse
 from autopar.sharding.deferral import fits, leads, partial_completions, synchronisations
 from autopar.sharding.factors import Assignment, OpFactors
+from autopar.sharding.moves import moved_bytes
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import Pins, ShardingError, input_specs
 from autopar.sharding.problem import ChoiceProblem
 from autopar.sharding.rules import POINTWISE
 from autopar.sharding.spec import Specs, local_shape, partition_spec, replicated
+from autopar.sharding.storage import is_view
 from autopar.trace import StepGraph
 from autopar.work import array_bytes, kernel_of
+from simulator.work import Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +123,10 @@ class _Builder:
         self.pins = Pins(options.pins, step, self.mesh)
         self.repeats = _repeats(step)
         self.combined = MeshCosts(costs.mesh, Combined(costs.model), costs.forbidden)
+        self.made_by = {var: eqn for eqn in step.jaxpr.eqns for var in eqn.outvars}
         self.depth: dict[Var, int] = {}
         self.content: dict[Var, int] = {}
+        self.launch = costs.model.kernel(Kernel("", "memory", 0.0, 0.0))
         self._known_costs: dict[Any, np.ndarray] = {}  # repeated layers ask again
         self.deferred = deferred
         self.body = frozenset(number for number, _ in step.microbatching.body) if step.microbatching else frozenset()
@@ -270,7 +275,8 @@ class _Builder:
             return np.zeros(len(options))
         if eqn.primitive.name == manual.SHARD_MAP:
             return np.array([manual.seconds(eqn, self.costs) * self.repeats[number]])
-        stored = tuple(isinstance(a, Var) and a in self.flow.stored for a in (*eqn.invars, *eqn.outvars))
+        atoms = () if is_view(eqn) else (*eqn.invars, *eqn.outvars)
+        stored = tuple(isinstance(atom, Var) and atom in self.flow.stored for atom in atoms)
         avals = tuple(atom.aval for atom in (*eqn.invars, *eqn.outvars))
         params = str(eqn.params) if factors.decides else ""
         key = (
@@ -280,7 +286,7 @@ class _Builder:
             avals,
             stored,
             tuple(options),
-            eqn.outvars[0] in self.flow.per_example,
+            self._costs_of(eqn.outvars[0]) is self.costs,
         )
         if key not in self._known_costs:
             self._known_costs[key] = np.array([self._cost(eqn, factors, option, stored) for option in options])
@@ -292,12 +298,14 @@ class _Builder:
         specs += [factors.result_spec(r, option.assignment) for r in range(len(eqn.outvars))]
         avals = [aval_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
         shapes = [local_shape(aval.shape, spec, mesh) for aval, spec in zip(avals, specs, strict=True)]
-        moved = sum(
-            array_bytes(shape, aval.dtype) for shape, aval, held in zip(shapes, avals, stored, strict=True) if held
-        )
+        held = zip(shapes, avals, stored, strict=bool(stored))
+        moved = sum(array_bytes(shape, aval.dtype) for shape, aval, is_stored in held if is_stored)
         seconds = sum(self._costs_of(eqn.outvars[0]).collective(*step) for step in option.collectives)
         seconds += self.costs.copy(option.copied)
-        return seconds + (self.costs.model.kernel(kernel_of(eqn, shapes[:count], moved)) if moved else 0.0)
+        if not moved:
+            return seconds
+        launch = 0.0 if any(stored[count:]) else self.launch  # that of the kernel this is fused into
+        return seconds + self.costs.model.kernel(kernel_of(eqn, shapes[:count], moved)) - launch
 
     # -- microbatches
 
@@ -356,7 +364,8 @@ class _Builder:
         if placement.decision == decision and placement.specs == required:
             return
         self.found.uses.append(Use(eqn, operand, placement, decision, required))
-        num_bytes = array_bytes(aval_of(atom).shape, aval_of(atom).dtype)
+        assert isinstance(atom, Var)
+        num_bytes = moved_bytes(self.made_by.get(atom), atom)
         matrix = self._costs_of(atom).reshard_matrix(num_bytes, placement.specs, required)
         if not matrix.any():
             return
@@ -377,8 +386,8 @@ class _Builder:
         self.found.edges[key] = self.found.edges[key] + matrix if key in self.found.edges else matrix
 
     def _costs_of(self, atom: Atom) -> MeshCosts:
-        """Costs of collectives on this value; those of weights and gradients are combined by the compiler."""
-        return self.costs if atom in self.flow.per_example else self.combined
+        """Costs of collectives on this value; those of weights and their gradients are combined by the compiler."""
+        return self.costs if atom in self.flow.per_example or atom in self.flow.awaited else self.combined
 
     def _placement(self, atom: Atom) -> Placement | None:
         return None if isinstance(atom, Literal) else self.found.placements[atom]

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jax.extend.core import Var
+from jax.extend.core import Literal, Var
 
 from autopar.graph import Atom, aval_of
 from autopar.sharding.decisions import Decisions
+from autopar.sharding.moves import passes_moves
 from autopar.sharding.problem import Limit
 from autopar.sharding.spec import LogicalMesh, Spec, Specs, local_shape
-from autopar.sharding.storage import stored_values
+from autopar.sharding.storage import is_relaid, lifetimes
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
 
@@ -36,6 +37,7 @@ class Memory:
     def __init__(self, step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> None:
         self.step, self.decisions, self.mesh = step, decisions, mesh
         self.moments = len(step.jaxpr.eqns) + 1
+        self.moved_for = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if passes_moves(eqn)}
         self.lifetimes = _lifetimes(step, decisions, mesh)
 
     def of_values(self, choice: Sequence[int]) -> np.ndarray:
@@ -49,10 +51,12 @@ class Memory:
         """
         alive: dict[tuple[Atom, Spec], tuple[int, int]] = {}
         for use in self.decisions.uses:
-            required = use.required[choice[use.decision]]
-            if use.eqn is None or use.value.specs[choice[use.value.decision]] == required:
+            if use.eqn is None:
                 continue
-            atom = self.step.jaxpr.eqns[use.eqn].invars[use.operand]
+            required, eqn = use.required[choice[use.decision]], self.step.jaxpr.eqns[use.eqn]
+            if use.value.specs[choice[use.value.decision]] == required and not is_relaid(eqn, use.operand):
+                continue
+            atom = self._moved(eqn.invars[use.operand])
             first, last = alive.get((atom, required), (use.eqn, use.eqn))
             alive[atom, required] = min(first, use.eqn), max(last, use.eqn)
         return self._sum((first, last, self._sizes(atom, (spec,))[0]) for (atom, spec), (first, last) in alive.items())
@@ -68,8 +72,11 @@ class Memory:
             i, j = use.value.decision, use.decision
             if use.eqn != moment or (min(i, j), max(i, j)) not in self.decisions.edges:
                 continue
-            sizes = self._sizes(self.step.jaxpr.eqns[moment].invars[use.operand], use.required)
-            moved = np.array([[present != required for required in use.required] for present in use.value.specs])
+            eqn = self.step.jaxpr.eqns[moment]
+            sizes, relaid = self._sizes(self._moved(eqn.invars[use.operand]), use.required), is_relaid(eqn, use.operand)
+            moved = np.array(
+                [[relaid or present != required for required in use.required] for present in use.value.specs]
+            )
             key, copied = ((i, j), moved * sizes) if i < j else ((j, i), (moved * sizes).T)
             pairs[key] = pairs.get(key, 0) + copied
         return Limit(uses, budget, pairs)
@@ -78,6 +85,10 @@ class Memory:
         """Bytes that no choice gets below: at some moment, when every decision takes what is smallest then."""
         smallest = self._sum((life.start, life.end, life.sizes.min()) for life in self.lifetimes)
         return float(smallest.max())
+
+    def _moved(self, atom: Atom) -> Atom:
+        """What is copied for the sake of `atom`."""
+        return atom if isinstance(atom, Literal) else self.moved_for.get(atom, atom)
 
     def _sizes(self, atom: Atom, specs: Specs) -> np.ndarray:
         return _sizes(atom, specs, self.mesh)
@@ -91,30 +102,20 @@ class Memory:
 
 
 def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list[Lifetime]:
-    eqns = step.jaxpr.eqns
-    last = len(eqns)
     reused = {step.jaxpr.outvars[o] for o in step.carried if isinstance(step.jaxpr.outvars[o], Var)}
-    start: dict[Var, int] = dict.fromkeys((*step.jaxpr.invars, *step.jaxpr.constvars), 0)
-    end: dict[Var, int] = dict.fromkeys(start, last)
-    for number, eqn in enumerate(eqns):
-        end.update((atom, number) for atom in eqn.invars if isinstance(atom, Var) and end.get(atom, 0) < last)
-        start.update(dict.fromkeys(eqn.outvars, number))
-    end.update((atom, last) for atom in step.jaxpr.outvars if isinstance(atom, Var))
-    stored = stored_values(step)
-    times = dict.fromkeys(
-        (step.jaxpr.invars[i] for i in step.batch), step.num_micro_batches
-    )  # the whole batch is there
+    alive = lifetimes(step)
+    times = dict.fromkeys((step.jaxpr.invars[i] for i in step.batch), step.num_micro_batches)  # the whole batch is there
     lives: list[tuple[Var, int, int]] = []
     for number, eqn in step.microbatching.marks if step.microbatching else ():
         # What microbatches add up to lives through their loop; the share of one is added as soon as it is made.
         for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
             if isinstance(atom, Var) and atom not in step.jaxpr.invars:
                 lives.append((atom, 0, number))
-                stored.discard(atom)
-            if end.get(var, number) > number:
-                lives.append((var, number + 1, end[var]))
-            stored.discard(var)
-    lives += [(var, start[var], end.get(var, start[var])) for var in stored if var not in reused or not start[var]]
+                alive.pop(atom, None)
+            _, end = alive.pop(var, (number, number))
+            if end > number:
+                lives.append((var, number + 1, end))
+    lives += [(var, start, end) for var, (start, end) in alive.items() if var not in reused or not start]
     found = []
     for var, first, until in lives:
         if (placement := decisions.placements.get(var)) is not None:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import Literal as OneOf
 
@@ -14,6 +15,7 @@ from autopar.sharding.dataflow import Role
 from autopar.sharding.decisions import Decisions, enumerate_decisions
 from autopar.sharding.deferral import candidates, check_parts
 from autopar.sharding.memory import Memory
+from autopar.sharding.moves import passes_moves
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Limit, Solution
@@ -197,6 +199,8 @@ def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, peak_b
         if isinstance(var, Var) and var in made_by and var not in pinned:
             pinned[var] = Constraint(made_by[var][0], "out", made_by[var][1], present)
 
+    moves = _before_passing(step, moves, pinned)
+
     def output_spec(o: int, atom: Atom) -> Spec:
         placement = decisions.outputs.get(o)
         if placement is None and not isinstance(atom, Literal):
@@ -213,3 +217,20 @@ def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, peak_b
         gap=solution.gap,
         solve_seconds=0.0,
     )
+
+
+def _before_passing(step: StepGraph, moves: list[Constraint], pinned: dict[Var, Constraint]) -> list[Constraint]:
+    """`moves`, but what all readers of a result want moved alike is moved before the equation, if that passes moves on."""
+    eqns = step.jaxpr.eqns
+    readers = Counter(atom for eqn in eqns for atom in eqn.invars if isinstance(atom, Var))
+    wanted: dict[Atom, list[Constraint]] = defaultdict(list)
+    for move in moves:
+        wanted[eqns[move.eqn].invars[move.index]].append(move)
+    for number, eqn in enumerate(eqns):
+        if not passes_moves(eqn) or eqn.outvars[0] in step.jaxpr.outvars:
+            continue
+        found = wanted.get(eqn.outvars[0], [])
+        if len(found) == readers[eqn.outvars[0]] and len({move.spec for move in found}) == 1:
+            wanted[eqn.outvars[0]] = [Constraint(number, "in", 0, found[0].spec)]
+            pinned[eqn.outvars[0]] = Constraint(number, "out", 0, found[0].spec)
+    return [move for found in wanted.values() for move in found]

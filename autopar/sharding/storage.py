@@ -1,12 +1,29 @@
-"""Which values of a step are written to device memory, and which a fusion keeps in registers."""
+"""Which values of a step are written to device memory, which a fusion keeps in registers, and for how long the former live.
 
-from jax.extend.core import Var
+A model of what XLA:GPU does, checked against its buffer assignment by `experiments.validation.fidelity`. Left out: the padding of
+half-precision products to multiples of eight, workspaces of cuBLAS (4 MB), and what other shardings make XLA compute twice.
+"""
 
+from collections import Counter
+
+from jax.extend.core import JaxprEqn, Var
+
+from autopar import regions
+from autopar.graph import aval_of
 from autopar.sharding.rules import PASS_THROUGH, POINTWISE
 from autopar.trace import StepGraph
 
 _FUSIBLE = POINTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze", "slice", "transpose"}
-"""Primitives whose results a fusion keeps in registers when only other fusible equations or reductions read them."""
+"""Primitives whose results a fusion keeps in registers when only fusible equations or `_READING` ones read them."""
+
+_READING = frozenset({"argmax", "argmin", "concatenate", "dynamic_slice", "gather", "pad"})
+"""Primitives whose results are stored, but which compute what they read in their own kernel; reductions are of them, too."""
+
+_VIEWS = PASS_THROUGH | {"reshape", "rev", "squeeze", "loop_carry", "loop_const", "loop_result"}
+"""Primitives that move nothing: a convolution takes a reversed kernel as it is, and a loop works in place."""
+
+_EXPENSIVE = frozenset({"erf", "erfc", "erf_inv", "tanh", "threefry2x32", "random_bits", "lgamma", "digamma"})
+"""Pointwise primitives that are not computed again for each of several readers."""
 
 
 def is_fusible(name: str) -> bool:
@@ -16,11 +33,83 @@ def is_fusible(name: str) -> bool:
 
 def stored_values(step: StepGraph) -> set[Var]:
     """The values that are written to memory: inputs, outputs, and what a kernel other than a fusion writes or reads."""
-    stored = {*step.jaxpr.invars, *step.jaxpr.constvars, *(a for a in step.jaxpr.outvars if isinstance(a, Var))}
-    for eqn in step.jaxpr.eqns:
-        name = eqn.primitive.name
-        if not is_fusible(name):
+    eqns, outputs = step.jaxpr.eqns, {atom for atom in step.jaxpr.outvars if isinstance(atom, Var)}
+    readers = Counter(atom for eqn in eqns for atom in _operands(eqn))
+    makers = {var: eqn for eqn in eqns for var in eqn.outvars}
+    stored, in_place = {*step.jaxpr.invars, *step.jaxpr.constvars, *outputs}, set()
+    for eqn in reversed(eqns):
+        name, operands = eqn.primitive.name, _operands(eqn)
+        if eqn.primitive in regions.MARKERS:
+            stored.update((*eqn.outvars, *operands))
+        elif is_view(eqn):
+            stored.update(operands if not stored.isdisjoint(eqn.outvars) else ())
+        elif name in _EXPENSIVE:
+            stored.update(var for var in eqn.outvars if readers[var] > 1)
+        elif name in ("add", "add_any") and (scattered := {a for a in operands if _is_sum(makers.get(a), readers)}):
             stored.update(eqn.outvars)
-            if not name.startswith("reduce_"):
-                stored.update(atom for atom in eqn.invars if isinstance(atom, Var))
-    return stored
+            in_place.update(scattered)
+        elif name not in _FUSIBLE:
+            stored.update(eqn.outvars)
+            if name not in _READING and not name.startswith("reduce_"):
+                stored.update(operands)
+    return stored - (in_place - outputs)
+
+
+def is_view(eqn: JaxprEqn) -> bool:
+    """Whether the result of `eqn` is its first operand in memory, seen otherwise: a product reads a matrix either way."""
+    return eqn.primitive.name in _VIEWS or (eqn.primitive.name == "transpose" and aval_of(eqn.outvars[0]).ndim == 2)
+
+
+def is_relaid(eqn: JaxprEqn, operand: int) -> bool:
+    """Whether an equation reads its operand in a layout of its own: a convolution's kernel, all but pointwise ones."""
+    if eqn.primitive.name != "conv_general_dilated" or operand != 1:
+        return False
+    window = [aval_of(eqn.invars[1]).shape[dim] for dim in eqn.params["dimension_numbers"].rhs_spec[2:]]
+    return any(size > 1 for size in (*window, *eqn.params["window_strides"], *eqn.params["lhs_dilation"]))
+
+
+def lifetimes(step: StepGraph) -> dict[Var, tuple[int, int]]:
+    """The first and the last moment (number of an equation) at which each stored value that is no view must be in memory.
+
+    A value that is not stored is computed again by every fusion that reads it, so what it is computed from lives until the
+    last of those: what a backward pass derives from an activation keeps the activation, however early it was derived. What a
+    loop reads or collects lives through all of it.
+    Inputs and outputs live until the moment after the last equation.
+    """
+    eqns = step.jaxpr.eqns
+    stored, end, loops = stored_values(step), len(eqns), regions.spans(eqns)
+    outputs = {atom for atom in step.jaxpr.outvars if isinstance(atom, Var)}
+    first: dict[Var, int] = dict.fromkeys((*step.jaxpr.invars, *step.jaxpr.constvars), 0)
+    last: dict[Var, int] = dict.fromkeys(first, end)
+    last.update(dict.fromkeys(outputs, end))
+    views: set[Var] = set()
+    for number, eqn in reversed(list(enumerate(eqns))):
+        made, read = number, number
+        if eqn.primitive is regions.loop_stack_p:
+            made = loops[regions.token_of(eqn)][0]
+        elif eqn.primitive in regions.ENTERING:
+            read = loops[regions.token_of(eqn)][1]
+        first.update(dict.fromkeys(eqn.outvars, made))
+        last.update((atom, max(read, last.get(atom, 0))) for atom in _operands(eqn))
+        if is_view(eqn):
+            through = [(atom, var) for atom, var in zip(eqn.invars, eqn.outvars, strict=False) if var not in outputs]
+            views.update(var for _, var in through)
+        else:
+            through = [(atom, var) for atom in eqn.invars for var in eqn.outvars if var not in stored]
+        for atom, var in through:
+            if isinstance(atom, Var):
+                last[atom] = max(last[atom], last.get(var, 0))
+    for eqn in eqns:
+        if eqn.primitive.name == "select_and_scatter_add":  # onto zeros that are made together with what was pooled
+            pooled = eqn.invars[1]
+            first[eqn.outvars[0]] = first[pooled] if isinstance(pooled, Var) else 0
+    return {var: (first[var], last.get(var, first[var])) for var in stored - views}
+
+
+def _is_sum(maker: JaxprEqn | None, readers: Counter[Var]) -> bool:
+    """Whether this is a scatter that one equation reads: adding it to something scatters onto that, in place."""
+    return maker is not None and maker.primitive.name == "scatter-add" and readers[maker.outvars[0]] == 1
+
+
+def _operands(eqn: JaxprEqn) -> set[Var]:
+    return {atom for atom in eqn.invars if isinstance(atom, Var)}

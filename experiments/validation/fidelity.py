@@ -22,6 +22,7 @@ from autopar.inspect import PlannedStep
 from autopar.inspect.replay import Played, replay
 from autopar.lower import WHOLE_STEP, compile_program
 from autopar.sharding.costs import Step, reshard_steps
+from autopar.sharding.moves import moved_bytes
 from autopar.sharding.spec import LogicalMesh, Spec, local_shape
 from autopar.trace import trace
 from autopar.work import array_bytes
@@ -73,28 +74,19 @@ class Row:
         return self.planned / self.compiled - 1 if self.compiled else float("inf") if self.planned else 0.0
 
 
-def planned_collectives(planned: PlannedStep, narrow: bool = False) -> Iterator[Step]:
+def planned_collectives(planned: PlannedStep) -> Iterator[Step]:
     """Every collective of a plan: completions of partial results and changes of spec.
 
-    A value that several readers want in the same place is brought there once; if `narrow`, one that was converted to a wider dtype is
-    moved before that.
+    A value that several readers want in the same place is brought there once, before a conversion to a wider dtype.
     """
     played = replay(planned)
-    before = {
-        each.eqn.outvars[0]: aval_of(each.eqn.invars[0]).dtype
-        for each in played.equations
-        if each.eqn.primitive.name == "convert_element_type"
-    }
+    made_by = {var: each.eqn for each in played.equations for var in each.eqn.outvars}
     done: set[tuple[Var, Spec]] = set()
 
     def reshard(atom: Var, source: Spec, target: Spec) -> Iterator[Step]:
         if source != target and (atom, target) not in done:
             done.add((atom, target))
-            aval = aval_of(atom)
-            size = array_bytes(aval.shape, aval.dtype)
-            if narrow and atom in before:
-                size = min(size, array_bytes(aval.shape, before[atom]))
-            yield from reshard_steps(size, source, target, played.mesh)
+            yield from reshard_steps(moved_bytes(made_by.get(atom), atom), source, target, played.mesh)
 
     for each in played.equations:
         for atom, source, target in zip(each.eqn.invars, each.sources, each.operands, strict=True):
@@ -136,7 +128,7 @@ def compare(name: str, model: Model, mesh: Shape, cluster: Cluster) -> Iterator[
     for kind in KINDS:
         row = Row(*at, kind, in_plan[kind], in_program.get(kind, 0.0))
         if row.planned or row.compiled:
-            yield replace(row, because=_because(row, planned)) if abs(row.error) > TOLERANCE else row
+            yield replace(row, because=_because(row)) if abs(row.error) > TOLERANCE else row
     inputs = sum(value.device_bytes(plan.stages[0].mesh) for value in plan.stages[0].inputs)
     (memory,) = program.memory
     yield Row(
@@ -157,13 +149,10 @@ def compare(name: str, model: Model, mesh: Shape, cluster: Cluster) -> Iterator[
     )
 
 
-def _because(row: Row, planned: PlannedStep) -> str:
+def _because(row: Row) -> str:
     """Why bytes of collectives differ, as far as a count can tell."""
     if max(row.planned, row.compiled) < SMALL:
         return f"less than {SMALL / 1e6:.0f} MB"
-    narrow = _by_kind(planned_collectives(planned, narrow=True))[row.quantity]
-    if row.compiled and abs(narrow / row.compiled - 1) <= TOLERANCE:
-        return "XLA moves a value before it is converted to a wider dtype"
     return UNEXPLAINED
 
 

@@ -43,7 +43,7 @@ def test_kernels_of_a_wide_mlp_alternate_between_column_and_row(devices):
 def test_biases_go_with_the_outputs_of_their_kernels():
     found = classify(planned("wide mlp"))
     assert found["0/params/params/Dense_0/bias"].label == "column on x"
-    assert found["0/params/params/Dense_1/bias"].label == "stored in parts on x"  # added to a completed sum
+    assert found["0/params/params/Dense_1/bias"].label == "replicated on x"  # added to a completed sum
 
 
 def test_two_axes_can_do_different_things():
