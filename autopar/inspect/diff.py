@@ -62,13 +62,14 @@ def _plan(planned: Plan | Planned) -> Plan:
 def _setting(a: Plan, b: Plan) -> Iterator[str]:
     facts = [(_mesh(a), _mesh(b), "mesh")]
     facts += [(a.num_micro_batches, b.num_micro_batches, "microbatches")]
-    facts += [(_once(a), _once(b), "completed once for all microbatches along")]
     facts += [(a.method, b.method, "method"), (a.cluster, b.cluster, "cluster")]
     for before, after, name in facts:
         if before != after:
             yield f"{name}: {before} -> {after}"
     if a.fingerprint != b.fingerprint:
         yield f"they are for different steps (or microbatches of different size): {a.fingerprint} and {b.fingerprint}"
+    if _once(a) != _once(b):
+        yield f"gradients are completed once for all microbatches along {_once(a)} -> {_once(b)}"
 
 
 def _once(plan: Plan) -> str:

@@ -89,7 +89,7 @@ def test_a_pinned_batch_keeps_its_place():
     found = plan_shardings(traced(2), LINE, Bytes(), ShardingOptions(pins=pins))
     assert found.deferred == ()
     assert found.inputs[-1] == ((), ("x",))
-    assert "1 can't be divided by examples along x" in found.warnings[0]
+    assert found.warnings == ()  # no examples are divided, so no gradient needs completing
 
 
 def test_the_automatic_plan_is_the_cheapest_of_all():
