@@ -14,6 +14,7 @@ from typing import Literal as OneOf
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from autopar import regions
 from autopar.gradients import accumulate_p
 from autopar.graph import Atom, aval_of, needed
 from autopar.sharding.rules import PASS_THROUGH, op_factors
@@ -150,12 +151,68 @@ class _Kinds:
             raise MicrobatchError(
                 "the step does different things for batches of different size; that can't run in microbatches"
             )
-        for eqn, whole in zip(micro.eqns, full.eqns, strict=True):
+        self.carries: dict[Var, Kind | _Unfit] = {}
+        while not self._follow(micro.eqns, full.eqns):
+            pass  # what a loop hands on was found to be something else than what it starts with
+
+    def _follow(self, eqns: Sequence[JaxprEqn], wholes: Sequence[JaxprEqn]) -> bool:
+        """Find the kinds from top to bottom; False when a loop contradicts what was assumed of its carry."""
+        for eqn, whole in zip(eqns, wholes, strict=True):
             try:
-                found = self._results(eqn, whole)
+                found = self._of_marker(eqn, whole) if eqn.primitive in regions.MARKERS else self._results(eqn, whole)
             except _Unfit as unfit:
                 found = [unfit] * len(eqn.outvars)
             self.kinds.update(zip(eqn.outvars, found, strict=True))
+            if eqn.primitive is regions.loop_result_p:
+                carry = eqn.invars[0]
+                assert isinstance(carry, Var)
+                if found[0] != self.kinds[carry] and not isinstance(self.kinds[carry], _Unfit):
+                    self.carries[carry] = found[0]
+                    return False
+        return True
+
+    def _of_marker(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[Kind | _Unfit]:
+        """Loops and branches: what goes in, what is handed on, what comes out."""
+        match eqn.primitive:
+            case regions.loop_p | regions.switch_p:
+                if eqn.params != whole.params:
+                    raise _Unfit(f"a loop in {eqn.source_info.name_stack} is longer for a larger batch")
+                return [self._operand(eqn.invars[0], whole.invars[0]) if eqn.invars else Kind("same")]
+            case regions.loop_carry_p:
+                return [self.carries.get(eqn.outvars[0]) or self._operand(eqn.invars[0], whole.invars[0])]
+            case regions.loop_result_p:
+                return [self._joined(eqn, whole, 2)]
+            case regions.switch_result_p:
+                token = self._operand(eqn.invars[-1], whole.invars[-1])
+                if token.form != "same" or token.power:
+                    raise _Unfit(f"a branch in {eqn.source_info.name_stack} is taken for what is in the batch")
+                return [self._joined(eqn, whole, len(eqn.invars) - 1)]
+            case regions.loop_slice_p | regions.loop_stack_p:
+                kind = self._operand(eqn.invars[0], whole.invars[0])
+                if kind.form != "rows":
+                    return [kind]
+                if eqn.primitive is regions.loop_slice_p and kind.dim == 0:
+                    raise _Unfit(f"a loop in {eqn.source_info.name_stack} goes through the examples of the batch")
+                return [replace(kind, dim=kind.dim + (1 if eqn.primitive is regions.loop_stack_p else -1))]
+            case regions.loop_const_p:
+                return [self._operand(eqn.invars[0], whole.invars[0])]
+            case regions.loop_test_p:
+                kind = self._operand(eqn.invars[0], whole.invars[0])
+                if kind.form != "same" or kind.power:
+                    raise MicrobatchError(
+                        f"a while_loop in {eqn.source_info.name_stack} runs until the batch meets a condition, so microbatches would"
+                        " run it for different times; use num_micro_batches=1"
+                    )
+        return []
+
+    def _joined(self, eqn: JaxprEqn, whole: JaxprEqn, count: int) -> Kind:
+        """The kind that the first `count` operands, of which the result is one, have in common."""
+        kinds = [self._operand(a, b) for a, b in zip(eqn.invars[:count], whole.invars[:count], strict=True)]
+        powers = {kind.power for kind in kinds} - {None}
+        forms = [kind for kind in kinds if kind.form != "same"]
+        if len(powers) > 1 or len({(kind.form, kind.dim) for kind in forms}) > 1:
+            raise _Unfit(f"a loop or branch in {eqn.source_info.name_stack} mixes sums, means or examples of the batch")
+        return replace(forms[0] if forms else kinds[0], power=powers.pop() if powers else None)
 
     def combine(self, atom: Atom) -> Combine:
         kind = Kind("same") if isinstance(atom, Literal) else self.kinds[atom]

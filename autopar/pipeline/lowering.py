@@ -48,9 +48,7 @@ class StageLowering:
     def __init__(self, cut: Cut, found: StageGraph, stage: Stage, mesh: Mesh) -> None:
         self.cut, self.graph, self.stage, self.mesh = cut, found, stage, mesh
         jaxpr = found.step.jaxpr
-        self.specs: dict[Var, Spec] = {
-            var: value.spec for var, value in zip(jaxpr.invars, stage.inputs, strict=True)
-        }
+        self.specs: dict[Var, Spec] = {var: value.spec for var, value in zip(jaxpr.invars, stage.inputs, strict=True)}
         self._wanted: dict[tuple[int, str], dict[int, NamedSharding]] = defaultdict(dict)
         for constraint in stage.constraints:
             sharding = NamedSharding(mesh, partition_spec(constraint.spec))

@@ -60,13 +60,13 @@ class UniformStageOption:
             raise StageError(f"{count} stages from {num_layers} layer(s); a stage needs at least one layer")
         each = num_devices // count if self.submesh_physical_shape is None else prod(self.submesh_physical_shape)
         if each < 1 or each * count > num_devices:
-            raise StageError(f"{count} stages of {max(each, 1)} device(s) each need {count * max(each, 1)}, there are {num_devices}")
+            raise StageError(
+                f"{count} stages of {max(each, 1)} device(s) each need {count * max(each, 1)}, there are {num_devices}"
+            )
         shapes = logical_shapes(each) if self.submesh_logical_shape is None else (tuple(self.submesh_logical_shape),)
         bounds = [num_layers * s // count for s in range(count + 1)]
         return [
-            Assignment(
-                tuple(range(bounds[s], bounds[s + 1])), tuple(range(s * each, (s + 1) * each)), shapes, options
-            )
+            Assignment(tuple(range(bounds[s], bounds[s + 1])), tuple(range(s * each, (s + 1) * each)), shapes, options)
             for s in range(count)
         ]
 
@@ -98,11 +98,15 @@ class ManualStageOption:
         changes = self.submesh_autosharding_option_dicts or [{}] * count
         given = (self.submesh_physical_shapes, self.submesh_logical_shapes, changes)
         if any(len(each) != count for each in given):
-            raise StageError(f"{count} stages, but {[len(each) for each in given]} physical shapes, logical shapes and options")
+            raise StageError(
+                f"{count} stages, but {[len(each) for each in given]} physical shapes, logical shapes and options"
+            )
         found, first = [], 0
         for layers, physical, logical, change in zip(stages, *given, strict=True):
             if prod(physical) != prod(logical):
-                raise StageError(f"a submesh of {tuple(physical)} devices can't be seen as a mesh of shape {tuple(logical)}")
+                raise StageError(
+                    f"a submesh of {tuple(physical)} devices can't be seen as a mesh of shape {tuple(logical)}"
+                )
             devices = tuple(range(first, first + prod(physical)))
             first += len(devices)
             found.append(Assignment(layers, devices, (tuple(logical),), replace(options, **change)))

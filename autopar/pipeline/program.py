@@ -33,7 +33,9 @@ class Names:
         batch = {step.jaxpr.invars[i] for i in step.batch}
         body = {var for var in values if (task := self.cut.made_by.get(var)) and task.phase != "U"}
         object.__setattr__(self, "_base", made)
-        object.__setattr__(self, "_per_microbatch", (batch | body) - {e.total for ts in self.cut.totals.values() for e in ts})
+        object.__setattr__(
+            self, "_per_microbatch", (batch | body) - {e.total for ts in self.cut.totals.values() for e in ts}
+        )
 
     def of(self, var: Var, micro_batch: int) -> str:
         base: str = self._base[var]  # pyright: ignore[reportAttributeAccessIssue]
@@ -116,7 +118,11 @@ class _Builder:
             for var in made:
                 yield from self._sends(self.names.of(var, run.micro_batch), mesh)
             done = [name for name, final in last.items() if final == run and name not in self.outputs]
-            done += [n for var in self.cut.results[task] if (n := self.names.of(var, run.micro_batch)) not in last and n not in self.outputs]
+            done += [
+                n
+                for var in self.cut.results[task]
+                if (n := self.names.of(var, run.micro_batch)) not in last and n not in self.outputs
+            ]
             if done:
                 yield Free(tuple(done))
 

@@ -96,7 +96,9 @@ def _stage_graph(cut: Cut, stage: int, batch_dims: dict[Var, frozenset[int]]) ->
         in_paths=tuple(names),
         out_paths=tuple(out_names),
         batch=frozenset(place[i] for i in inputs if i in step.batch),
-        carried={o: place[step.carried[output]] for o, output in enumerate(outputs) if step.carried.get(output) in place},
+        carried={
+            o: place[step.carried[output]] for o, output in enumerate(outputs) if step.carried.get(output) in place
+        },
         in_tree=jax.tree.structure(invars),
         out_tree=jax.tree.structure(outvars),
         fingerprint=graph.fingerprint(jaxpr),

@@ -59,7 +59,9 @@ class PipelineExecutable:
         self._arrivals = self._places()
         self._outputs = [self._output(o, atom) for o, atom in enumerate(self.step.jaxpr.outvars)]
         self._splits = {i: self._make_split(i) for i in self.step.batch}
-        self.in_shardings = jax.tree.unflatten(self.step.in_tree, [self._home(i) for i in range(len(self.step.jaxpr.invars))])
+        self.in_shardings = jax.tree.unflatten(
+            self.step.in_tree, [self._home(i) for i in range(len(self.step.jaxpr.invars))]
+        )
         self.compile_seconds = time.perf_counter() - start
 
     # -- what is prepared once
@@ -116,7 +118,11 @@ class PipelineExecutable:
         if atom in cut.made_by:
             stage = cut.made_by[atom].stage
             means = {each.total for totals in cut.totals.values() for each in totals if each.combine == "mean"}
-            return self._mesh_of(stage), self.planned.names.of(atom, 0), self.step.num_micro_batches if atom in means else 1
+            return (
+                self._mesh_of(stage),
+                self.planned.names.of(atom, 0),
+                self.step.num_micro_batches if atom in means else 1,
+            )
         i = self.step.jaxpr.invars.index(atom)
         return self._mesh_of(cut.input_stages[i][0]), f"in{i}", 1
 
@@ -156,7 +162,9 @@ class PipelineExecutable:
             for mesh in dict.fromkeys(map(self._mesh_of, stages[:1] if sent else stages)):
                 for name, value in named.items():
                     place = self._arrivals.get((mesh, name))
-                    values[mesh][name] = value if place is None or place == value.sharding else jax.device_put(value, place)
+                    values[mesh][name] = (
+                        value if place is None or place == value.sharding else jax.device_put(value, place)
+                    )
         return values
 
     def _run(self, run: Run, values: Values) -> None:
@@ -172,7 +180,9 @@ class PipelineExecutable:
         values.update((self.planned.names.of(v, run.micro_batch), x) for v, x in zip(results, made, strict=True))
         mesh = self.meshes[self._mesh_of(run.stage)]
         if mesh.devices.size > 1 and mesh.devices.flat[0].platform == "cpu":
-            jax.block_until_ready(made)  # virtual devices wait for one another with threads that there may not be enough of
+            jax.block_until_ready(
+                made
+            )  # virtual devices wait for one another with threads that there may not be enough of
 
     def _give(self, output: tuple[int, str, int] | np.ndarray, values: list[Values]) -> Any:
         if isinstance(output, np.ndarray):

@@ -104,7 +104,9 @@ class Memory:
 def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list[Lifetime]:
     reused = {step.jaxpr.outvars[o] for o in step.carried if isinstance(step.jaxpr.outvars[o], Var)}
     alive = lifetimes(step)
-    times = dict.fromkeys((step.jaxpr.invars[i] for i in step.batch), step.num_micro_batches)  # the whole batch is there
+    times = dict.fromkeys(
+        (step.jaxpr.invars[i] for i in step.batch), step.num_micro_batches
+    )  # the whole batch is there
     lives: list[tuple[Var, int, int]] = []
     for number, eqn in step.microbatching.marks if step.microbatching else ():
         # What microbatches add up to lives through their loop; the share of one is added as soon as it is made.

@@ -161,3 +161,43 @@ def test_rows_per_example_are_refused():
 
     with pytest.raises(autopar.MicrobatchError, match="one row per example"):
         trace(step, (PARAMS, BATCH), (1,), num_micro_batches=2)
+
+
+def test_loops_over_layers_and_time_keep_what_they_carry():
+    """A scan whose carry starts as zeros and becomes a row per example, and gradients that it accumulates."""
+
+    def step(w, x):
+        def loss(w):
+            def cell(state, row):
+                total, hidden = state
+                hidden = jnp.tanh(hidden @ w + row)
+                return (total + (hidden**2).mean(), hidden), None
+
+            hidden = jnp.zeros((x.shape[0], 4))
+            (total, _), _ = jax.lax.scan(cell, (0.0, hidden), x.swapaxes(0, 1))
+            return total
+
+        value, grad = autopar.value_and_grad(loss)(w)
+        return w - 0.1 * grad, value
+
+    x = jax.random.normal(jax.random.key(1), (8, 3, 4))
+    w = jax.random.normal(jax.random.key(2), (4, 4))
+    planned = autopar.parallelize(step, method=autopar.DataParallel(devices=2, num_micro_batches=2))
+    autopar.testing.assert_allclose(planned(w, x), jax.jit(step)(w, x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        (lambda w, x: jax.lax.map(lambda row: (row @ w).sum(), x).mean(), "goes through the examples|longer for a larger"),
+        (lambda w, x: jax.lax.cond(x.sum() > 0, lambda: (x @ w).mean(), lambda: (x @ w).sum()), "branch"),
+    ],
+    ids=["map over examples", "branch on the batch"],
+)
+def test_loops_that_see_single_examples_are_refused(loop, words):
+    def step(w, x):
+        return autopar.grad(loop)(w, x)
+
+    planned = autopar.parallelize(step, method=autopar.DataParallel(devices=2, num_micro_batches=2))
+    with pytest.raises(autopar.MicrobatchError, match=words):
+        planned(jnp.ones((4, 4)), jnp.ones((8, 4)))
