@@ -30,6 +30,7 @@ class StepGraph:
         in_tree: structure of the arguments.
         out_tree: structure of the result.
         fingerprint: hash of the jaxpr.
+        name: what the user calls the function.
         microbatching: how microbatches are put together, in which case the jaxpr is that of one microbatch; None otherwise.
         retrace: the same step, traced for another number of microbatches; None for a graph that was not traced from a function.
     """
@@ -42,6 +43,7 @@ class StepGraph:
     in_tree: Any
     out_tree: Any
     fingerprint: str
+    name: str = "the step"
     microbatching: Microbatching | None = None
     retrace: "Callable[[int], StepGraph] | None" = field(default=None, repr=False, compare=False)
 
@@ -118,6 +120,7 @@ def trace(
             in_tree=in_tree,
             out_tree=out_tree,
             fingerprint=graph.fingerprint(jaxpr),
+            name=_name(fun),
             microbatching=microbatching,
             retrace=graph_for,
         )
