@@ -12,7 +12,14 @@ silence_idle_plugin()
 from autopar import inspect, testing, util  # noqa: E402 (nothing may start JAX's backends before)
 from autopar.api import ParallelizedFunction, init, parallelize, plan_step, predict, shutdown  # noqa: E402
 from autopar.gradients import grad, value_and_grad  # noqa: E402
-from autopar.methods import DataParallel, PlanMethod, ShardParallel, Zero2Parallel, Zero3Parallel  # noqa: E402
+from autopar.methods import (  # noqa: E402
+    DataParallel,
+    ManualShardParallel,
+    PlanMethod,
+    ShardParallel,
+    Zero2Parallel,
+    Zero3Parallel,
+)
 from autopar.microbatch import MicrobatchError  # noqa: E402
 from autopar.plan import Plan, PlanError  # noqa: E402
 from autopar.runtime.executable import Executable  # noqa: E402
@@ -27,6 +34,7 @@ __all__ = [
     "DataParallel",
     "Executable",
     "InfeasibleError",
+    "ManualShardParallel",
     "MemoryBudgetError",
     "MicrobatchError",
     "MissingRuleError",

@@ -211,7 +211,7 @@ def shutdown() -> None:
 
 def _make_plan(step: StepGraph, mesh: LogicalMesh, cluster: Cluster, method: PlanningMethod) -> Plan:
     name = type(method).__name__
-    return make_plan(step, mesh, cluster, method.sharding, name, memory_budget=method.memory_budget)
+    return make_plan(step, mesh, cluster, method.sharding_of(step), name, memory_budget=method.memory_budget)
 
 
 def _cluster(cluster: Any) -> Cluster:

@@ -1,14 +1,16 @@
 """Methods: what a plan may choose, and on which devices. The value of `parallelize(method=...)`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from autopar.plan import Plan
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3, ShardingOptions
+from autopar.sharding.pins import specs_by_path
+from autopar.trace import StepGraph
 from simulator.cluster import Cluster
 
 type Device = Any  # jax.Device, which type checkers can't see
@@ -36,8 +38,12 @@ class PlanningMethod:
 
     @property
     def sharding(self) -> ShardingOptions:
-        """What plans may choose."""
+        """What plans may choose, for any step."""
         raise NotImplementedError
+
+    def sharding_of(self, step: StepGraph) -> ShardingOptions:
+        """What plans of `step` may choose."""
+        return self.sharding
 
     def __post_init__(self) -> None:
         if self.num_micro_batches < 1:
@@ -81,6 +87,37 @@ class Zero3Parallel(PlanningMethod):
     @property
     def sharding(self) -> ShardingOptions:
         return ZERO3
+
+
+@dataclass(frozen=True)
+class ManualShardParallel(PlanningMethod):
+    """Keeps the shardings that the user gives and leaves everything else to XLA; nothing is solved.
+
+    Inputs without a spec are whole on every device, outputs that are the next value of an input are where that input is, and the
+    rest is wherever XLA's propagation puts it. (Alpa's `ManualShardingOption`; give `devices` as a `jax.sharding.Mesh` for axis
+    names of your own.)
+
+    Attributes:
+        in_specs: a tuple with an entry for each argument that is not static, as `jax.jit` takes `in_shardings`: a pytree of
+            PartitionSpecs that is a prefix of the argument, None where nothing is given.
+        out_specs: the same for the result.
+        pins: specs by path or name, as in `ShardingOptions`, instead or in addition.
+    """
+
+    in_specs: Any = None
+    out_specs: Any = None
+    pins: Mapping[str, PartitionSpec] = field(default_factory=dict)
+
+    @property
+    def sharding(self) -> ShardingOptions:
+        return ShardingOptions(mode="manual", pins=self.pins)
+
+    def sharding_of(self, step: StepGraph) -> ShardingOptions:
+        """Raises ShardingError when the specs don't have the structure of the arguments or the result."""
+        inputs = specs_by_path(self.in_specs, step.in_tree, step.in_paths, "in_specs")
+        results = [f"result/{path}".removesuffix("/") for path in step.out_paths]
+        outputs = specs_by_path(self.out_specs, step.out_tree, results, "out_specs")
+        return replace(self.sharding, pins={**inputs, **outputs, **self.pins})
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,15 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.sharding.dataflow import Role
+from autopar.sharding.options import ShardingOptions
 from autopar.sharding.spec import LogicalMesh, Spec, local_shape, partition_spec
 
-VERSION = 1
+VERSION = 2
+
+OperatorKind = Literal["column", "row", "vocab", "expert", "sequence"]
+"""What of an operator a mesh axis splits, seen from a parameter: see `AxisUse`."""
+
+Split = Literal["batch", "none"] | OperatorKind
 
 
 class PlanError(ValueError):
@@ -46,16 +52,33 @@ class _Array(_Model):
         return prod(local_shape(self.shape, self.spec, mesh)) * self.itemsize
 
 
+class AxisUse(_Model):
+    """What one mesh axis does with a parameter.
+
+    Attributes:
+        splits: what the axis splits where the parameter meets the activations of the forward pass: the "batch"; the kernel's output
+            dim ("column") or contracted dim ("row"), the rows of an embedding ("vocab"), experts, a dim of the activations that
+            is neither batch nor feature ("sequence"); or nothing ("none"). Uses may differ.
+        completions: the collectives along the axis that complete the gradient.
+    """
+
+    axis: str
+    splits: tuple[Split, ...]
+    completions: tuple[Literal["all_reduce", "reduce_scatter"], ...]
+
+
 class Value(_Array):
     """An input or output of a stage.
 
     Attributes:
         path: what the user calls it, e.g. `0/params/Dense_0/kernel`.
         role: "batch", "parameter", "state" (carried, but no parameter), "other", or "output".
+        axes: for a parameter, what each mesh axis of more than one device does with it.
     """
 
     path: str
     role: Role | Literal["output"]
+    axes: tuple[AxisUse, ...] = ()
 
 
 class Constraint(_Array):
@@ -94,30 +117,43 @@ class Stage(_Model):
         return LogicalMesh(self.mesh_shape, self.axis_names)
 
 
+class TimeSplit(_Model):
+    """Seconds of kernels, of completing partial results, and of bringing values where they are wanted."""
+
+    compute: float
+    communication: float
+    resharding: float
+
+
 class Plan(_Model):
     """How to run one step on one cluster.
 
     Attributes:
-        fingerprint: hash of the traced step that the plan is for.
+        step: name of the function that the plan is for.
+        fingerprint: hash of that function as traced.
         method: name of the method that made it.
+        options: limits that it was made within.
         cluster: name of the cluster it was made for.
         num_micro_batches: parts that the batch is cut into, gradients being accumulated over them.
-        predicted_seconds: the planner's estimate of one step.
+        predicted_seconds: the planner's estimate of one step; predicted_split: what that time goes to.
         predicted_bytes: its estimate of the memory that one device needs.
-        gap: proven relative distance of that estimate from the best one.
+        gap: proven relative distance of that estimate from the best one; None where nothing was proven.
         planning_seconds: what planning took.
         warnings: what a reader should know, e.g. primitives that every device computes whole for want of a better rule.
     """
 
-    version: Literal[1] = VERSION
+    version: Literal[2] = VERSION
+    step: str
     fingerprint: str
     method: str
+    options: ShardingOptions
     cluster: str
     num_micro_batches: int = 1
     stages: tuple[Stage, ...]
     predicted_seconds: float
+    predicted_split: TimeSplit
     predicted_bytes: int
-    gap: float = 0.0
+    gap: float | None = 0.0
     planning_seconds: float
     warnings: tuple[str, ...] = ()
 
@@ -152,7 +188,7 @@ class Plan(_Model):
         """Raise PlanError unless the plan is for the step of that fingerprint."""
         if fingerprint != self.fingerprint:
             raise PlanError(
-                f"this plan is for the step with fingerprint {self.fingerprint}, but this step has {fingerprint}: its"
+                f"this plan is for {self.step} with fingerprint {self.fingerprint}, but this step has {fingerprint}: its"
                 " code, shapes, dtypes or number of microbatches differ; plan the step again"
             )
 

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 
 from autopar.graph import aval_of
+from autopar.inspect.axis_uses import with_axis_uses
 from autopar.inspect.strategies import print_if_asked
-from autopar.plan import Constraint, Plan, Stage, Value
+from autopar.plan import Constraint, Plan, Stage, TimeSplit, Value
 from autopar.regions import loop_p
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.planner import Shardings, plan_shardings
@@ -46,19 +47,35 @@ def make_plan(
     costs = costs or ClusterCosts(cluster)
     shardings = plan_shardings(step, mesh, costs, options, budget)
     plan = Plan(
+        step=step.name,
         fingerprint=step.fingerprint,
         method=method,
+        options=options,
         cluster=cluster.name,
         num_micro_batches=step.num_micro_batches,
         stages=(_stage(step, mesh, shardings),),
         predicted_seconds=shardings.seconds,
+        predicted_split=TimeSplit(**shardings.split._asdict()),
         predicted_bytes=round(shardings.peak_bytes),
         gap=shardings.gap,
         planning_seconds=shardings.solve_seconds,
         warnings=(*shardings.warnings, *_warnings(step)),
     )
+    plan = with_axis_uses(step, plan)
+    if options.mode == "manual":
+        return _left_to_xla(step, plan)
     print_if_asked(step, plan, costs, options)
     return plan
+
+
+def _left_to_xla(step: StepGraph, plan: Plan) -> Plan:
+    """The plan with nothing pinned inside but the values that the user named; the rest of it says what XLA probably does."""
+    (stage,) = plan.stages
+    eqns = step.jaxpr.eqns
+    named = tuple(c for c in stage.constraints if eqns[c.eqn].primitive.name == "name" and c.side == "out")
+    stage = stage.model_copy(update={"constraints": named})
+    warning = "shardings inside are left to XLA: predicted time and memory assume the simplest propagation"
+    return plan.model_copy(update={"stages": (stage,), "warnings": (warning, *plan.warnings)})
 
 
 def _stage(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:

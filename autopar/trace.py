@@ -31,6 +31,7 @@ class StepGraph:
         in_tree: structure of the arguments.
         out_tree: structure of the result.
         fingerprint: hash of the jaxpr.
+        name: what the user calls the function.
         microbatching: how microbatches are put together, in which case the jaxpr is that of one microbatch; None otherwise.
         received: of a stage of a pipeline, the inputs that come from other stages, with their batch dims.
         retrace: the same step, traced for another number of microbatches; None for a graph that was not traced from a function.
@@ -44,6 +45,7 @@ class StepGraph:
     in_tree: Any
     out_tree: Any
     fingerprint: str
+    name: str = "the step"
     microbatching: Microbatching | None = None
     received: Mapping[int, frozenset[int]] = field(default_factory=dict)
     retrace: "Callable[[int], StepGraph] | None" = field(default=None, repr=False, compare=False)
@@ -129,6 +131,7 @@ def trace(
             in_tree=in_tree,
             out_tree=out_tree,
             fingerprint=graph.fingerprint(jaxpr),
+            name=_name(fun),
             microbatching=microbatching,
             retrace=graph_for,
         )

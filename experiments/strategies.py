@@ -154,6 +154,7 @@ STRATEGIES: dict[str, Strategy] = {
     "zero2": Planned(autopar.Zero2Parallel),
     "zero3": Planned(autopar.Zero3Parallel),
     "shard": Planned(autopar.ShardParallel),
+    "heuristic": Planned(partial(autopar.ShardParallel, options=autopar.ShardingOptions(mode="heuristic"))),
 }
 
 

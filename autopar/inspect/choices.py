@@ -6,29 +6,18 @@ Nothing is solved again: the decisions are enumerated as the planner did, and th
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal as OneOf
-from typing import NamedTuple
 
 import numpy as np
 
 from autopar.graph import aval_of
 from autopar.inspect.replay import Planned, Replay, replay
 from autopar.plan import PlanError
-from autopar.sharding.costs import MeshCosts
+from autopar.sharding.costs import MeshCosts, Seconds
 from autopar.sharding.decisions import Decisions, Use, enumerate_decisions
 from autopar.sharding.options import ShardingOptions
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
 from simulator.costs import CostModel
-from simulator.work import CollectiveKind, Groups, Kernel
-
-
-class Seconds(NamedTuple):
-    """The cost of a decision: its kernels, completing its partial results, and bringing what it reads where it wants it."""
-
-    compute: float
-    communication: float
-    resharding: float
 
 
 @dataclass(frozen=True)
@@ -70,14 +59,14 @@ def recover(planned: Planned, model: CostModel, options: ShardingOptions) -> Cho
         model, options: what the plan was made with.
 
     Raises:
-        PlanError: the plan is for another step, or takes options that the planner would not have under `options`.
+        PlanError: the plan is for another step, leaves all choices to XLA, or takes options that the planner would not have
+            under `options`.
     """
+    if options.mode == "manual":
+        raise PlanError("nothing inside the step was chosen: the plan pins inputs and outputs, XLA propagates them")
     step, played = planned.step, replay(planned)
     (stage,) = planned.plan.stages
-    decisions, *parts = (
-        enumerate_decisions(step, MeshCosts(played.mesh, each), options, stage.deferred)
-        for each in (model, _Part(model, "kernels"), _Part(model, "completions"), _Part(model, "moves"))
-    )
+    decisions = enumerate_decisions(step, MeshCosts(played.mesh, model), options, stage.deferred)
     reads: dict[int | None, list[Use]] = defaultdict(list)
     for use in decisions.uses:
         reads[use.eqn].append(use)
@@ -90,24 +79,9 @@ def recover(planned: Planned, model: CostModel, options: ShardingOptions) -> Cho
     moves = _moves(step, decisions, taken)
     split = []
     for i, k in enumerate(taken):
-        compute, communication, inside = (float(part.costs[i][k]) for part in parts)
+        compute, communication, inside = decisions.seconds(i, k)
         split.append(Seconds(compute, communication, inside + float(moves[i])))
     return Choices(played, decisions, owner, taken, reads, tuple(split), neighbours)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A cost model in which all but one kind of work is free: costs are sums, so this is how they split."""
-
-    model: CostModel
-    part: OneOf["kernels", "completions", "moves"]
-
-    def kernel(self, kernel: Kernel, /) -> float:
-        return self.model.kernel(kernel) if self.part == "kernels" else 0.0
-
-    def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
-        part = "completions" if kind in ("all_reduce", "reduce_scatter") else "moves"
-        return self.model.collective(kind, num_bytes, groups) if self.part == part else 0.0
 
 
 def _moves(step: StepGraph, decisions: Decisions, taken: Sequence[int]) -> np.ndarray:

@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from autopar.inspect.classify import classify
 from autopar.inspect.replay import Planned
-from autopar.plan import Constraint, Plan, Value, spec_text
+from autopar.plan import Constraint, Plan, TimeSplit, Value, spec_text
+from autopar.sharding.options import ShardingOptions
 from autopar.sharding.spec import Spec, partition_spec
 
 _ROLES = {
@@ -40,14 +41,13 @@ class PlanDiff:
 def diff(a: Plan | Planned, b: Plan | Planned) -> PlanDiff:
     """Say what differs from plan `a` to plan `b`: step, mesh, microbatches, parallelism of each parameter, shardings, time, bytes.
 
-    Which parallelism a parameter has is known of executables and `PlannedStep`s, not of plans alone. How long planning took does
-    not count.
+    How long planning took does not count.
     """
     plan_a, plan_b = _plan(a), _plan(b)
     return PlanDiff(
         (
             *_setting(plan_a, plan_b),
-            *_classes(a, b),
+            *_classes(plan_a, plan_b),
             *_values(plan_a, plan_b),
             *_constraints(plan_a, plan_b),
             *_predictions(plan_a, plan_b),
@@ -62,10 +62,14 @@ def _plan(planned: Plan | Planned) -> Plan:
 def _setting(a: Plan, b: Plan) -> Iterator[str]:
     facts = [(_mesh(a), _mesh(b), "mesh")]
     facts += [(a.num_micro_batches, b.num_micro_batches, "microbatches")]
-    facts += [(a.method, b.method, "method"), (a.cluster, b.cluster, "cluster")]
+    facts += [(a.method, b.method, "method"), (a.cluster, b.cluster, "cluster"), (a.step, b.step, "step")]
     for before, after, name in facts:
         if before != after:
             yield f"{name}: {before} -> {after}"
+    for field in fields(ShardingOptions):
+        before, after = getattr(a.options, field.name), getattr(b.options, field.name)
+        if before != after:
+            yield f"option {field.name}: {before!r} -> {after!r}"
     if a.fingerprint != b.fingerprint:
         yield f"they are for different steps (or microbatches of different size): {a.fingerprint} and {b.fingerprint}"
     if _once(a) != _once(b):
@@ -80,9 +84,7 @@ def _mesh(plan: Plan) -> str:
     return "; ".join(" x ".join(f"{axis}={n}" for axis, n in stage.mesh.sizes.items()) for stage in plan.stages)
 
 
-def _classes(a: Plan | Planned, b: Plan | Planned) -> Iterator[str]:
-    if isinstance(a, Plan) or isinstance(b, Plan):
-        return
+def _classes(a: Plan, b: Plan) -> Iterator[str]:
     before, after = classify(a), classify(b)
     if before.label != after.label:
         yield f"parallelism: {before.label} -> {after.label}"
@@ -146,6 +148,10 @@ def _predictions(a: Plan, b: Plan) -> Iterator[str]:
     if a.predicted_seconds != b.predicted_seconds:
         ratio = f" ({b.predicted_seconds / a.predicted_seconds:.2f} x)" if a.predicted_seconds else ""
         yield f"predicted step: {a.predicted_seconds * 1e3:.4g} ms -> {b.predicted_seconds * 1e3:.4g} ms{ratio}"
+    for part in TimeSplit.model_fields:
+        before, after = getattr(a.predicted_split, part), getattr(b.predicted_split, part)
+        if before != after:
+            yield f"predicted {part}: {before * 1e3:.4g} ms -> {after * 1e3:.4g} ms"
     if a.predicted_bytes != b.predicted_bytes:
         yield f"predicted bytes per device: {a.predicted_bytes:,} -> {b.predicted_bytes:,}"
     bytes_a, bytes_b = _input_bytes(a), _input_bytes(b)

@@ -12,7 +12,7 @@ from autopar.inspect.hlo import hlo_text
 from autopar.inspect.placement import input_placement_specs, output_placement_specs
 from autopar.inspect.reasons import explain
 from autopar.inspect.resharding import resharding_tasks
-from autopar.inspect.strategies import default_costs, default_options
+from autopar.inspect.strategies import default_costs
 from autopar.plan import Value
 
 if TYPE_CHECKING:
@@ -38,14 +38,15 @@ Alpa's `.grad_sync_channel_ids.txt` has no equivalent: no gradient is synchronis
 """
 
 
-def dump_debug_info(executable: "Executable", folder: str | Path, name: str = "train_step") -> tuple[Path, ...]:
-    """Write the files of `DEBUG_FILES` to `folder`, each name starting with `name`; returns their paths.
+def dump_debug_info(executable: "Executable", folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
+    """Write the files of `DEBUG_FILES` to `folder`, each name starting with `name`, by default the step's; returns their paths.
 
     Each file is there whole or not at all; files of an earlier dump are replaced.
 
     Raises:
         ValueError: the folder can't be made or written to, or `name` is no file name.
     """
+    name = executable.step.name if name is None else name
     if not name or Path(name).name != name:
         raise ValueError(f"name={name!r} can't start a file name; give one without slashes, e.g. 'train_step'")
     folder = Path(folder)
@@ -86,7 +87,7 @@ def _specs(values: tuple[Value, ...], specs: object) -> str:
 def _strategies(executable: "Executable") -> str:
     plan = executable.plan
     try:
-        return "\n".join(map(str, explain(executable, default_costs(plan), default_options(plan))))
+        return "\n".join(map(str, explain(executable, default_costs(plan), plan.options)))
     except ValueError as error:  # of a cluster or options that the plan does not carry
         return f"not known: {error}"
 

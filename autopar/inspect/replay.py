@@ -157,16 +157,18 @@ def assignment_of(
 ) -> Assignment:
     """The assignment under which an equation reads its operands with these specs (None: whatever it needs).
 
-    The specs of results count for the factors that no operand with a spec has.
+    The specs of results count for the factors that no operand with a spec has, less the axes that operands use: those were
+    scattered onto the result.
     """
     chosen: dict[int, tuple[str, ...]] = {}
     used: set[str] = set()
 
     def add(dims: Sequence[tuple[int, ...]], spec: Spec, known: frozenset[int]) -> None:
         for of, axes in zip(dims, spec, strict=True):
-            if axes and of and of[0] not in known and of[0] not in chosen and used.isdisjoint(axes):
-                chosen[of[0]] = axes
-                used.update(axes)
+            free = tuple(axis for axis in axes if axis not in used)
+            if free and of and of[0] not in known and of[0] not in chosen:
+                chosen[of[0]] = free
+                used.update(free)
 
     for dims, spec in zip(factors.operands, operands, strict=True):
         if spec is not None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from autopar.inspect.reasons import Reason, explain
 from autopar.inspect.replay import Planned, PlannedStep
 from autopar.inspect.words import describe_spec
-from autopar.methods import DataParallel, PlanningMethod, ShardParallel, Zero2Parallel, Zero3Parallel
 from autopar.plan import Plan
-from autopar.sharding.options import AUTO, ShardingOptions
+from autopar.sharding.options import ShardingOptions
 from autopar.trace import StepGraph
 from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts, CostModel
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 PRINT_VARIABLE = "AUTOPAR_DEBUG_PRINT_AS_STRATEGY"
 """The environment variable that has every plan printed with its reasons when it is "1"."""
-
-_METHODS: tuple[type[PlanningMethod], ...] = (ShardParallel, DataParallel, Zero2Parallel, Zero3Parallel)
 
 
 def strategies(
@@ -36,7 +33,7 @@ def strategies(
     Args:
         planned: an executable, or a `PlannedStep`.
         costs: the cost model that the plan was made with; by default that of the shipped cluster of the plan's name.
-        options: the limits that the plan was made with; by default those of its method.
+        options: the limits that the plan was made with; by default those that the plan names.
         runners_up: how many candidates that were not chosen to tell of each decision; None for all.
 
     Returns:
@@ -49,9 +46,7 @@ def strategies(
     """
     import pandas as pd  # takes a second to import, and only tables need it
 
-    reasons = explain(
-        planned, costs or default_costs(planned.plan), options or default_options(planned.plan), runners_up
-    )
+    reasons = explain(planned, costs or default_costs(planned.plan), options or planned.plan.options, runners_up)
     columns = [field.name for field in fields(Reason)]
     rows = [
         {name: getattr(each, name) for name in columns} | {"result": describe_spec(each.result)} for each in reasons
@@ -78,8 +73,3 @@ def default_costs(plan: Plan) -> CostModel:
     if count > cluster.num_devices:
         cluster = cluster.with_size(hosts=ceil(count / cluster.devices_per_host))
     return ClusterCosts(cluster)
-
-
-def default_options(plan: Plan) -> ShardingOptions:
-    """The limits of the plan's method; none for a method of another name."""
-    return {method.__name__: method().sharding for method in _METHODS}.get(plan.method, AUTO)

@@ -74,6 +74,6 @@ class Executable:
         """A pytree like the result, with a `PlacementSpec` for every array."""
         return inspect.output_placement_specs(self)
 
-    def dump_debug_info(self, folder: str | Path, name: str = "train_step") -> tuple[Path, ...]:
+    def dump_debug_info(self, folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
         """Write plan, reasons, placements, reshardings, programs and memory to `folder`; see `autopar.inspect.DEBUG_FILES`."""
         return inspect.dump_debug_info(self, folder, name)

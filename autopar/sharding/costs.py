@@ -4,12 +4,22 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar.sharding.spec import LogicalMesh, Spec, axes_of
 from simulator.costs import CostModel
 from simulator.work import CollectiveKind, Groups, Kernel
+
+
+class Seconds(NamedTuple):
+    """What time goes to: kernels, completing partial results, and bringing values where they are wanted."""
+
+    compute: float
+    communication: float
+    resharding: float
+
 
 type Step = tuple[CollectiveKind, float, tuple[str, ...]]
 """A collective, its `num_bytes` (as in `simulator.work.Collective`) and the mesh axes it runs along."""

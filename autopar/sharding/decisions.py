@@ -26,13 +26,14 @@ from autopar.sharding.candidates import (
     required,
     scattered_if_possible,
 )
-from autopar.sharding.costs import Combined, MeshCosts
+from autopar.sharding.costs import Combined, MeshCosts, Seconds
 from autopar.sharding.dataflow import Role, analyse
 from autopar.sharding.deferral import fits, leads, partial_completions, synchronisations
 from autopar.sharding.factors import Assignment, OpFactors
+from autopar.sharding.heuristic import input_placed
 from autopar.sharding.moves import moved_bytes
 from autopar.sharding.options import ShardingOptions
-from autopar.sharding.pins import Pins, ShardingError, input_specs
+from autopar.sharding.pins import Pins, ShardingError, check_batch_axis, input_specs
 from autopar.sharding.problem import ChoiceProblem
 from autopar.sharding.rules import POINTWISE
 from autopar.sharding.spec import Specs, local_shape, partition_spec, replicated
@@ -72,6 +73,8 @@ class Decisions:
     Attributes:
         labels: for each decision, the input path or the equation it belongs to.
         costs: for each decision, seconds of each option; edges likewise for pairs of decisions.
+        parts: the seconds of `costs` that are kernels, and those that complete partial results, (2, options); the rest is
+            resharding.
         placements: where each value is; None for a free one.
         inputs: where each input is; outputs: where those are that must be somewhere.
         decided: (equation number, placements of its results) for the equations whose results are to be pinned: those that
@@ -82,6 +85,7 @@ class Decisions:
 
     labels: list[str] = field(default_factory=list)
     costs: list[np.ndarray] = field(default_factory=list)
+    parts: list[np.ndarray] = field(default_factory=list)
     edges: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     placements: dict[Var, Placement | None] = field(default_factory=dict)
     inputs: list[Placement] = field(default_factory=list)
@@ -92,6 +96,15 @@ class Decisions:
 
     def problem(self) -> ChoiceProblem:
         return ChoiceProblem(self.costs, self.edges)
+
+    def seconds(self, decision: int, option: int) -> Seconds:
+        """What an option costs, edges aside."""
+        cost, (compute, communication) = (
+            float(self.costs[decision][option]),
+            map(float, self.parts[decision][:, option]),
+        )
+        rest = cost - compute - communication
+        return Seconds(compute, communication, rest if rest > 1e-9 * cost else 0.0)  # and no rounding errors
 
 
 def enumerate_decisions(
@@ -118,6 +131,7 @@ class _Builder:
     def __init__(self, step: StepGraph, costs: MeshCosts, options: ShardingOptions, deferred: tuple[str, ...]) -> None:
         self.step, self.costs, self.options = step, costs, options
         self.mesh = costs.mesh
+        check_batch_axis(options, self.mesh)
         self.found = Decisions()
         self.flow = analyse(step)
         self.pins = Pins(options.pins, step, self.mesh)
@@ -139,15 +153,17 @@ class _Builder:
         for var, path, role in inputs:
             specs = tuple(input_specs(role, path, aval_of(var).shape, self.mesh, self.options))
             specs = self.pins.restrict(path, specs)
+            if self.options.mode != "solve":
+                specs = (input_placed(role, aval_of(var).shape, specs, self.mesh, self.options.mode),)
             if self.deferred:
                 specs = self._apart(path, role, specs)
-            placement = self._decide(path, specs, np.zeros(len(specs)))
+            placement = self._decide(path, specs)
             self.found.inputs.append(placement)
             self.found.placements[var] = placement
             self.depth[var] = 0
         for var in self.step.jaxpr.constvars:
             specs = (replicated(len(aval_of(var).shape)),)
-            self.found.placements[var] = self._decide("constant", specs, np.zeros(1))
+            self.found.placements[var] = self._decide("constant", specs)
             self.depth[var] = 0
 
     def add_outputs(self) -> None:
@@ -162,7 +178,7 @@ class _Builder:
                         " which can't be there; pin both alike"
                     )
             elif pinned is not None:
-                target = self._decide(f"result/{path}", (pinned,), np.zeros(1))
+                target = self._decide(f"result/{path}", (pinned,))
             else:
                 continue
             self.found.outputs[o] = target
@@ -188,7 +204,7 @@ class _Builder:
             assignment = factors.assign(0, pinned, self.mesh)
             if self.deferred and (assignment is None or not self._fits(number, assignment)):
                 raise ShardingError(f"{eqn.params['name']} is pinned to {partition_spec(pinned)}")
-            result = self._decide(eqn.params["name"], (pinned,), np.zeros(1))
+            result = self._decide(eqn.params["name"], (pinned,))
             self.found.decided.append((number, (result,)))
             self.found.placements[eqn.outvars[0]] = result
             self._use(number, 0, eqn.invars[0], result.decision, result.specs)
@@ -205,13 +221,14 @@ class _Builder:
     def _follow(self, number: int, eqn: JaxprEqn, factors: OpFactors, placed: list[Placement | None]) -> bool:
         """Let the equation follow an operand, if it can under each of that one's options.
 
-        The largest leads, among equals the one with most in it: what a broadcast made larger is whole along its new dims, and
-        can be cut to fit the others at no cost. Then the deepest.
+        One that has a batch dim leads (a scale per feature may be larger than a small batch of means). Of these the largest,
+        among equals the one with most in it: what a broadcast made larger is whole along its new dims, and can be cut to fit the
+        others at no cost. Then the deepest.
         """
 
         def rank(k: int) -> tuple[int, ...]:
             atom = eqn.invars[k]
-            return prod(aval_of(atom).shape), self._content(atom), self._depth(atom)
+            return atom in self.flow.per_example, prod(aval_of(atom).shape), self._content(atom), self._depth(atom)
 
         leader = factors.leader
         if leader is None:
@@ -222,8 +239,9 @@ class _Builder:
         if assignments is None or not all(self._fits(number, assignment) for assignment in assignments):
             return False
         options = [self._completions(number, eqn, factors, assignment, False)[0] for assignment in assignments]
-        costs = self._costs(number, eqn, factors, options)
-        self.found.costs[placement.decision] = self.found.costs[placement.decision] + costs
+        parts = self._costs(number, eqn, factors, options)
+        self.found.costs[placement.decision] = self.found.costs[placement.decision] + parts.sum(axis=0)
+        self.found.parts[placement.decision] = self.found.parts[placement.decision] + parts
         self._use_operands(number, eqn, factors, placement.decision, assignments)
         for r, var in enumerate(eqn.outvars):
             self.found.placements[var] = Placement(placement.decision, tuple(o.results[r] for o in options))
@@ -233,8 +251,8 @@ class _Builder:
         """Make the equation a decision over all its candidates."""
         options = self._options(number, eqn, factors, self.flow.marked[number])
         label = f"{eqn.primitive.name} in {eqn.source_info.name_stack}"
-        costs = self._costs(number, eqn, factors, options)
-        first = self._decide(label, tuple(o.results[0] for o in options), costs)
+        parts = self._costs(number, eqn, factors, options)
+        first = self._decide(label, tuple(o.results[0] for o in options), parts)
         results = [Placement(first.decision, tuple(o.results[r] for o in options)) for r in range(len(eqn.outvars))]
         self.found.decided.append((number, tuple(results)))
         self.found.placements.update(zip(eqn.outvars, results, strict=True))
@@ -270,11 +288,14 @@ class _Builder:
         return tuple((tuple(aval_of(var).shape), aval_of(var).dtype.itemsize) for var in eqn.outvars)
 
     def _costs(self, number: int, eqn: JaxprEqn, factors: OpFactors, options: Sequence[Option]) -> np.ndarray:
-        """Seconds of each option on one device: its kernel (what it moves when fused), and completing partial results."""
+        """Seconds of each option on one device: its kernel (what it moves when fused), and completing partial results.
+
+        Shape (2, options).
+        """
         if eqn.primitive in regions.MARKERS:
-            return np.zeros(len(options))
+            return np.zeros((2, len(options)))
         if eqn.primitive.name == manual.SHARD_MAP:
-            return np.array([manual.seconds(eqn, self.costs) * self.repeats[number]])
+            return np.array([manual.seconds(eqn, self.costs)]).T * self.repeats[number]
         atoms = () if is_view(eqn) else (*eqn.invars, *eqn.outvars)
         stored = tuple(isinstance(atom, Var) and atom in self.flow.stored for atom in atoms)
         avals = tuple(atom.aval for atom in (*eqn.invars, *eqn.outvars))
@@ -289,10 +310,10 @@ class _Builder:
             self._costs_of(eqn.outvars[0]) is self.costs,
         )
         if key not in self._known_costs:
-            self._known_costs[key] = np.array([self._cost(eqn, factors, option, stored) for option in options])
+            self._known_costs[key] = np.array([self._cost(eqn, factors, option, stored) for option in options]).T
         return self._known_costs[key] * self.repeats[number]
 
-    def _cost(self, eqn: JaxprEqn, factors: OpFactors, option: Option, stored: Sequence[bool]) -> float:
+    def _cost(self, eqn: JaxprEqn, factors: OpFactors, option: Option, stored: Sequence[bool]) -> tuple[float, float]:
         mesh, count = self.mesh, len(eqn.invars)
         specs = [factors.operand_spec(k, option.assignment) for k in range(count)]
         specs += [factors.result_spec(r, option.assignment) for r in range(len(eqn.outvars))]
@@ -300,12 +321,12 @@ class _Builder:
         shapes = [local_shape(aval.shape, spec, mesh) for aval, spec in zip(avals, specs, strict=True)]
         held = zip(shapes, avals, stored, strict=bool(stored))
         moved = sum(array_bytes(shape, aval.dtype) for shape, aval, is_stored in held if is_stored)
-        seconds = sum(self._costs_of(eqn.outvars[0]).collective(*step) for step in option.collectives)
-        seconds += self.costs.copy(option.copied)
+        completing = sum(self._costs_of(eqn.outvars[0]).collective(*step) for step in option.collectives)
+        completing += self.costs.copy(option.copied)
         if not moved:
-            return seconds
+            return 0.0, completing
         launch = 0.0 if any(stored[count:]) else self.launch  # that of the kernel this is fused into
-        return seconds + self.costs.model.kernel(kernel_of(eqn, shapes[:count], moved)) - launch
+        return self.costs.model.kernel(kernel_of(eqn, shapes[:count], moved)) - launch, completing
 
     # -- microbatches
 
@@ -337,7 +358,9 @@ class _Builder:
                     sum(self.combined.collective(*s) for s in w.collectives) + self.costs.copy(w.copied)
                     for _, w in ways
                 ]
-                result = self._decide("accumulate", tuple(way.results[0] for _, way in ways), np.array(seconds))
+                result = self._decide(
+                    "accumulate", tuple(way.results[0] for _, way in ways), np.array([[0.0] * len(ways), seconds])
+                )
                 self._use(number, k, atom, result.decision, tuple(source for source, _ in ways))
                 placement = result
             results.append(placement)
@@ -346,9 +369,11 @@ class _Builder:
 
     # -- shared
 
-    def _decide(self, label: str, specs: Specs, costs: np.ndarray) -> Placement:
+    def _decide(self, label: str, specs: Specs, parts: np.ndarray | None = None) -> Placement:
+        parts = np.zeros((2, len(specs))) if parts is None else parts
         self.found.labels.append(label)
-        self.found.costs.append(costs)
+        self.found.costs.append(parts.sum(axis=0))
+        self.found.parts.append(parts)
         return Placement(len(self.found.costs) - 1, specs)
 
     def _use_operands(

@@ -38,9 +38,9 @@ def assignment(eqn: JaxprEqn, mesh: LogicalMesh) -> Assignment:
     return (*grouped, *((),) * (len(op_factors(eqn).sizes) - len(grouped)))
 
 
-def seconds(eqn: JaxprEqn, costs: MeshCosts) -> float:
-    """What the region costs: its kernels, those of pointwise equations fused into others, and its collectives."""
-    axes_of, total = _planned_axes(eqn, costs.mesh), 0.0
+def seconds(eqn: JaxprEqn, costs: MeshCosts) -> tuple[float, float]:
+    """What the kernels of the region cost, those of pointwise equations fused into others, and what its collectives do."""
+    axes_of, kernels, collectives = _planned_axes(eqn, costs.mesh), 0.0, 0.0
     body = flatten(eqn.params["jaxpr"])
     for inner, times in zip(body.eqns, regions.repeats(body.eqns), strict=True):
         name = inner.primitive.name
@@ -54,11 +54,11 @@ def seconds(eqn: JaxprEqn, costs: MeshCosts) -> float:
             axes = tuple(axis for each in own if isinstance(each, str) for axis in axes_of[each])
             kind = _COLLECTIVES[name]
             moved = sum(sizes[len(inner.invars) :] if kind == "all_gather" else sizes[: len(inner.invars)])
-            total += times * costs.collective(kind, moved, axes)
+            collectives += times * costs.collective(kind, moved, axes)
         else:
             operands = [aval_of(atom).shape for atom in inner.invars]
-            total += times * costs.model.kernel(kernel_of(inner, operands, sum(sizes)))
-    return total
+            kernels += times * costs.model.kernel(kernel_of(inner, operands, sum(sizes)))
+    return kernels, collectives
 
 
 def on_devices(eqn: JaxprEqn, mesh: Mesh) -> JaxprEqn:

@@ -2,13 +2,28 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Any, Literal, get_args
 
 from jax.sharding import PartitionSpec
+from pydantic import PlainSerializer, PlainValidator
 
 from simulator.work import CollectiveKind
 
 Freedom = Literal["any", "replicated", "sharded"]
+
+Mode = Literal["solve", "heuristic", "manual"]
+"""Who chooses: the solver; rules of thumb (`autopar.sharding.heuristic`); the user and then XLA."""
+
+
+def _partition_spec(value: Any) -> PartitionSpec:
+    """From what JSON makes of one."""
+    if isinstance(value, PartitionSpec):
+        return value
+    return PartitionSpec(*(tuple(axes) if isinstance(axes, list) else axes for axes in value))
+
+
+type _Pin = Annotated[PartitionSpec, PlainValidator(_partition_spec), PlainSerializer(list)]
+type _Kinds = Annotated[frozenset[CollectiveKind], PlainSerializer(sorted)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +31,9 @@ class ShardingOptions:
     """Limits on the choices of the intra-operator planner; the default is none.
 
     Attributes:
+        mode: "solve" finds the cheapest plan. "heuristic" solves nothing: the batch goes on the first mesh axis, each mesh axis
+            shards the largest dim of each parameter that it divides, and every equation then takes what needs the least
+            resharding. "manual" solves nothing either: inputs that are not pinned are whole, and XLA propagates the pins.
         data_parallel: shard the batch dim over every device and nothing else that belongs to an example.
         parameters: whether parameters must be whole on every device, or sharded over all of them where a dim allows it.
         optimizer_state: the same for the rest of the carried state.
@@ -27,14 +45,25 @@ class ShardingOptions:
         time_limit: seconds for the solver.
     """
 
+    mode: Mode = "solve"
     data_parallel: bool = False
     parameters: Freedom = "any"
     optimizer_state: Freedom = "any"
     batch_axis: str | None = None
-    forbidden: frozenset[CollectiveKind] = frozenset()
+    forbidden: _Kinds = frozenset()
     prefer_reduce_scatter: bool = False
-    pins: Mapping[str, PartitionSpec] = field(default_factory=dict)
+    pins: Mapping[str, _Pin] = field(default_factory=dict)
     time_limit: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, given, known in (
+            ("mode", {self.mode}, get_args(Mode)),
+            ("parameters", {self.parameters}, get_args(Freedom)),
+            ("optimizer_state", {self.optimizer_state}, get_args(Freedom)),
+            ("forbidden", self.forbidden, get_args(CollectiveKind)),
+        ):
+            if unknown := sorted(set(given) - set(known)):
+                raise ValueError(f"{name}: {', '.join(map(repr, unknown))} is none of {', '.join(map(repr, known))}")
 
 
 AUTO = ShardingOptions()

@@ -3,7 +3,9 @@
 import difflib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 from autopar.graph import aval_of
@@ -38,10 +40,6 @@ def input_specs(role: Role, path: str, shape: Sequence[int], mesh: LogicalMesh, 
         _check_batch(path, shape, wanted, mesh)
         return [wanted]
     if role == "batch" and options.batch_axis is not None:
-        if options.batch_axis not in mesh.sizes:
-            raise ShardingError(
-                f"batch_axis={options.batch_axis!r} is no axis of the mesh, which has {mesh.axis_names}"
-            )
         _check_batch(path, shape, ((options.batch_axis,), *((),) * (len(shape) - 1)), mesh)
         if mesh.sizes[options.batch_axis] > 1:
             specs = [spec for spec in specs if options.batch_axis in spec[0]]
@@ -60,12 +58,41 @@ def input_specs(role: Role, path: str, shape: Sequence[int], mesh: LogicalMesh, 
     return specs
 
 
+def check_batch_axis(options: ShardingOptions, mesh: LogicalMesh) -> None:
+    """Raise ShardingError unless the axis that the batch is wanted on is there."""
+    if options.batch_axis is not None and options.batch_axis not in mesh.sizes:
+        raise ShardingError(f"batch_axis={options.batch_axis!r} is no axis of the mesh, which has {mesh.axis_names}")
+
+
 def _check_batch(path: str, shape: Sequence[int], wanted: Spec, mesh: LogicalMesh) -> None:
     if not divides(shape, wanted, mesh):
         raise ShardingError(
             f"batch input {path} has shape {tuple(shape)}: its first dim must divide evenly over"
             f" {mesh.ways(axes_of(wanted))} devices; pad the batch or use a mesh of another size"
         )
+
+
+def specs_by_path(specs: Any, tree: Any, paths: Sequence[str], name: str) -> dict[str, PartitionSpec]:
+    """The specs that a pytree gives, a prefix of `tree`, whose leaves have the given paths; None gives none.
+
+    Raises:
+        ShardingError: it is no such prefix, or holds something else; `name` is what the user calls it.
+    """
+
+    def is_leaf(x: Any) -> bool:
+        return x is None or isinstance(x, PartitionSpec)
+
+    try:
+        each = jax.tree.leaves(jax.tree.broadcast(specs, tree.unflatten(paths), is_leaf=is_leaf), is_leaf=is_leaf)
+    except ValueError as error:
+        raise ShardingError(
+            f"{name} is {specs!r}: {str(error).splitlines()[0]}\nExpected PartitionSpecs in the structure of {paths}, or in a prefix"
+            " of it, and None where there is no spec"
+        ) from error
+    for spec in each:
+        if not is_leaf(spec):
+            raise ShardingError(f"{name} holds {spec!r}, expected a jax.sharding.PartitionSpec or None")
+    return {path: spec for path, spec in zip(paths, each, strict=True) if spec is not None}
 
 
 class Pins:
@@ -85,11 +112,11 @@ class Pins:
                 shapes[eqn.params["name"]] = aval_of(eqn.outvars[0]).shape
         self._pinned: dict[str, Spec] = {}
         for pattern, partition in patterns.items():
-            matched = [name for name in shapes if fnmatchcase(name, pattern)]
+            matched = [pattern] if pattern in shapes else [name for name in shapes if fnmatchcase(name, pattern)]
             if not matched:
                 near = difflib.get_close_matches(pattern, shapes, n=3, cutoff=0.3)
                 raise ShardingError(
-                    f"pin {pattern!r} matches no input, result or named value; near it are {', '.join(near) or 'none'}"
+                    f"pin {pattern!r} matches no input, result or named value of {step.name}; near it are {', '.join(near) or 'none'}"
                 )
             for name in matched:
                 spec = _checked(name, partition, shapes[name], mesh)

@@ -3,6 +3,7 @@
 import math
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal as OneOf
 
@@ -10,10 +11,11 @@ from jax.extend.core import Literal, Var
 
 from autopar.graph import Atom, aval_of
 from autopar.microbatch import MicrobatchError
-from autopar.sharding.costs import MeshCosts
+from autopar.sharding.costs import MeshCosts, Seconds
 from autopar.sharding.dataflow import Role
 from autopar.sharding.decisions import Decisions, enumerate_decisions
 from autopar.sharding.deferral import candidates, check_parts
+from autopar.sharding.heuristic import propagate
 from autopar.sharding.memory import Memory
 from autopar.sharding.moves import passes_moves
 from autopar.sharding.options import AUTO, ShardingOptions
@@ -49,9 +51,9 @@ class Shardings:
         outputs: spec of each output.
         constraints: shardings of intermediate values.
         roles: for each input "batch", "parameter", "state" or "other".
-        seconds: what the cost model says the step takes.
+        seconds: what the cost model says the step takes; split: what it takes it for.
         peak_bytes: estimate of what one device needs.
-        gap: proven relative distance from the cheapest plan.
+        gap: proven relative distance from the cheapest plan; None where nothing was proven.
         solve_seconds: time spent planning.
         deferred: mesh axes along which gradients are completed once, after all microbatches.
         warnings: what the plan does without, and why.
@@ -62,8 +64,9 @@ class Shardings:
     constraints: tuple[Constraint, ...]
     roles: tuple[Role, ...]
     seconds: float
+    split: Seconds
     peak_bytes: float
-    gap: float
+    gap: float | None
     solve_seconds: float
     deferred: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -76,11 +79,11 @@ class MemoryBudgetError(InfeasibleError):
         budget: bytes that were given; `least`: bytes below which no plan gets.
     """
 
-    def __init__(self, budget: float, least: float) -> None:
+    def __init__(self, budget: float, least: float, step: str = "the step") -> None:
         self.budget, self.least = budget, least
         needs = f"at least {least / 1e9:.3g} GB" if least > budget else "more than that"
         super().__init__(
-            f"no plan fits into {budget / 1e9:.3g} GB per device: every one that is allowed needs {needs}. More devices, a smaller"
+            f"no plan for {step} fits into {budget / 1e9:.3g} GB per device: every one that is allowed needs {needs}. More devices, a smaller"
             " batch, more microbatches (num_micro_batches with autopar.grad), jax.checkpoint around layers, or a method that"
             " shards more (ShardParallel, Zero3Parallel) would help"
         )
@@ -120,7 +123,7 @@ def _cheapest(
     """
     refused: ValueError | None = None
     plans = []
-    for deferred in candidates(step, costs.mesh, options.data_parallel):
+    for deferred in candidates(step, costs.mesh, options.data_parallel) if options.mode == "solve" else ():
         try:
             plans.append(_plan_deferring(step, costs, options, budget, deferred))
         except (ShardingError, InfeasibleError) as error:
@@ -149,7 +152,10 @@ def _plan_deferring(
     """The cheapest plan among those that defer along exactly these axes."""
     decisions = enumerate_decisions(step, costs, options, deferred)
     memory = Memory(step, decisions, costs.mesh)
-    solution, peak_bytes = _solve_within(memory, decisions.problem(), budget, options.time_limit)
+    if options.mode == "solve":
+        solution, peak_bytes = _solve_within(memory, decisions.problem(), budget, options.time_limit)
+    else:
+        solution, peak_bytes = _propagate_within(memory, decisions.problem(), budget)
     return replace(_shardings(step, decisions, solution, peak_bytes), deferred=deferred)
 
 
@@ -166,7 +172,7 @@ def _solve_within(memory: Memory, problem: ChoiceProblem, budget: float, time_li
         except InfeasibleError as error:
             if not limits:
                 raise
-            raise MemoryBudgetError(budget, memory.least()) from error
+            raise MemoryBudgetError(budget, memory.least(), memory.step.name) from error
         used = memory.of_values(solution.choice) + memory.of_copies(solution.choice)
         moment = int(used.argmax())
         if used[moment] <= budget:
@@ -174,6 +180,21 @@ def _solve_within(memory: Memory, problem: ChoiceProblem, budget: float, time_li
         kept = used[moment] - memory.limit(moment, budget).used(solution.choice)
         tightened = 0.98 * limits[moment].bound if moment in limits else budget
         limits[moment] = memory.limit(moment, min(tightened, budget - kept))
+
+
+def _split(decisions: Decisions, choice: Sequence[int]) -> Seconds:
+    compute, communication, inside = map(sum, zip(*map(decisions.seconds, range(len(choice)), choice), strict=True))
+    edges = sum(float(cost[choice[i], choice[j]]) for (i, j), cost in decisions.edges.items())
+    return Seconds(compute, communication, inside + edges)
+
+
+def _propagate_within(memory: Memory, problem: ChoiceProblem, budget: float) -> tuple[Solution, float]:
+    """What propagation from the inputs chooses, and its peak memory, if that is within `budget`."""
+    solution = propagate(problem)
+    peak = float((memory.of_values(solution.choice) + memory.of_copies(solution.choice)).max())
+    if peak > budget:
+        raise MemoryBudgetError(budget, peak, memory.step.name)
+    return solution, peak
 
 
 def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, peak_bytes: float) -> Shardings:
@@ -213,6 +234,7 @@ def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, peak_b
         constraints=tuple(sorted([*pinned.values(), *moves], key=lambda c: (c.eqn, c.side, c.index))),
         roles=tuple(decisions.roles),
         seconds=solution.objective,
+        split=_split(decisions, choice),
         peak_bytes=peak_bytes,
         gap=solution.gap,
         solve_seconds=0.0,

@@ -67,11 +67,11 @@ class Solution:
     Attributes:
         choice: the chosen option of each decision.
         objective: its cost in seconds.
-        gap: proven relative distance to the optimum (0 when optimal).
+        gap: proven relative distance to the optimum (0 when optimal); None where nothing was proven.
         core: decisions that were left for HiGHS.
     """
 
     choice: tuple[int, ...]
     objective: float
-    gap: float
+    gap: float | None
     core: int

@@ -10,6 +10,7 @@ from flax.training.train_state import TrainState
 
 import autopar
 from autopar.inspect import PlannedStep
+from autopar.inspect.axis_uses import with_axis_uses
 from autopar.planning import make_plan
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.sharding.spec import LogicalMesh, Spec, replicated
@@ -93,4 +94,5 @@ def respecced(planned: PlannedStep, specs: dict[str, Spec]) -> PlannedStep:
     (stage,) = planned.plan.stages
     inputs = [v.model_copy(update={"spec": specs.get(v.path, replicated(len(v.shape)))}) for v in stage.inputs]
     bare = stage.model_copy(update={"inputs": tuple(inputs), "constraints": ()})
-    return PlannedStep(planned.step, planned.plan.model_copy(update={"stages": (bare,)}))
+    plan = planned.plan.model_copy(update={"stages": (bare,)})
+    return PlannedStep(planned.step, with_axis_uses(planned.step, plan))

@@ -7,6 +7,8 @@ import pytest
 
 import autopar
 from autopar.inspect import PlannedStep, classify
+from autopar.inspect.axis_uses import with_axis_uses
+from autopar.plan import Plan
 from autopar.planning import make_plan
 from autopar.sharding.options import DATA_PARALLEL
 from autopar.sharding.spec import LogicalMesh
@@ -98,7 +100,7 @@ def test_storing_a_parameter_in_parts_without_splitting_the_batch_is_no_zero():
     gather = whole.model_copy(update={"side": "in", "index": 1, "shape": (64, 64), "spec": ((), ())})
     (bare,) = split.plan.stages
     plan = split.plan.model_copy(update={"stages": (bare.model_copy(update={"constraints": (gather,)}),)})
-    assert classify(PlannedStep(base.step, plan))[kernel].label == "stored in parts on x"
+    assert classify(with_axis_uses(base.step, plan))[kernel].label == "stored in parts on x"
 
 
 def test_optimizer_state_in_parts_with_whole_gradients_is_zero_1():
@@ -107,7 +109,7 @@ def test_optimizer_state_in_parts_with_whole_gradients_is_zero_1():
     moments = {f"0/opt_state/0/{m}/params/Dense_0/kernel" for m in ("mu", "nu")}
     inputs = [v.model_copy(update={"spec": (("x",), ())}) if v.path in moments else v for v in stage.inputs]
     stage = stage.model_copy(update={"inputs": tuple(inputs)})
-    found = classify(PlannedStep(data.step, data.plan.model_copy(update={"stages": (stage,)})))
+    found = classify(with_axis_uses(data.step, data.plan.model_copy(update={"stages": (stage,)})))
     assert found["0/params/params/Dense_0/kernel"].label == "ZeRO-1 on x"
     assert found["0/params/params/Dense_1/kernel"].label == "data parallel on x"
 
@@ -120,6 +122,13 @@ def test_a_step_without_optimizer_state_is_data_parallel():
     graph = trace(step, ({"w": np.zeros((8, 8), np.float32)}, np.zeros((16, 8), np.float32)), (1,))
     plan = make_plan(graph, LogicalMesh((4,), ("x",)), Cluster.load("dgx_a100_80"), DATA_PARALLEL, "DataParallel")
     assert classify(PlannedStep(graph, plan)).label == "data parallel"
+
+
+def test_a_plan_read_from_json_is_classified_without_its_step():
+    each = planned("decoder", "ShardParallel", (2, 2))
+    found = classify(Plan.from_json(each.plan.to_json()))
+    assert found == classify(each)
+    assert "operator parallel" in found.label
 
 
 def test_unknown_names_are_answered_with_known_ones():

@@ -40,7 +40,7 @@ def test_the_batch_runs_through_every_product_of_a_forward_and_backward_pass():
 
 def test_a_plan_for_another_step_is_refused():
     other = planned("mlp").plan
-    with pytest.raises(PlanError, match="this plan is for the step with fingerprint"):
+    with pytest.raises(PlanError, match="this plan is for mlp_step with fingerprint"):
         PlannedStep(step_graph("decoder"), other)
     mixed = planned("decoder")
     object.__setattr__(mixed := replace(mixed), "plan", other)
@@ -56,3 +56,11 @@ def test_a_factor_that_only_a_free_operand_shares_with_the_result_is_read_off_th
     )
     found = assignment_of(factors, [None, ((),)], [(("y",), ("x",))])
     assert found == (("y",), ("x",), ())
+
+
+def test_an_axis_scattered_onto_a_dim_leaves_a_free_operand_its_own():
+    """Rows of a free operand along y, and partial sums over x scattered onto the rows."""
+    rows, inner = (0,), (1,)
+    factors = OpFactors((16, 8), ("parallel", "sum"), ((rows, inner), (inner,)), ((rows,),), True)
+    found = assignment_of(factors, [None, (("x",),)], [(("y", "x"),)])
+    assert found == (("y",), ("x",))

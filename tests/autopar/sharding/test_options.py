@@ -1,6 +1,5 @@
 """Options hold, pins are kept and the rest is planned around them; what can't hold is refused."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -88,16 +87,28 @@ def test_the_batch_can_be_forced_onto_an_axis(step):
         inputs(trace(mlp_step, mlp_args(batch_size=6), (1,)), batch_axis="x")
     with pytest.raises(ShardingError, match=r"batch_axis='z' is no axis .*'x', 'y'"):
         inputs(step, batch_axis="z", mesh=GRID)
+    without_batch = trace(mlp_step, mlp_args(), ())
+    with pytest.raises(ShardingError, match=r"batch_axis='z' is no axis .*'x', 'y'"):
+        inputs(without_batch, batch_axis="z", mesh=GRID)
 
 
-def test_forced_batches_are_data_parallel_or_model_parallel_by_the_mesh(step):
-    """[4, 1] with the batch on the first axis leaves data parallelism, [1, 4] leaves the rest to the second axis."""
-    wide = trace(mlp_step, jax.eval_shape(lambda: mlp_args((256,) * 4, batch_size=32, features=256)), (1,))
-    data = inputs(wide, batch_axis="x", mesh=LogicalMesh((4, 1), ("x", "y")))
-    assert data["1/x"] == (("x",), ())
-    model = inputs(wide, batch_axis="x", mesh=LogicalMesh((1, 4), ("x", "y")))
-    kernels = [spec for path, spec in model.items() if path.startswith("0/params") and "kernel" in path]
-    assert kernels == [((), ("y",)), (("y",), ())] * 2
+def test_a_pin_of_the_batch_against_the_axis_it_is_forced_to_is_refused(step):
+    with pytest.raises(ShardingError, match=r"1/x is pinned to .* rule out"):
+        inputs(step, batch_axis="y", mesh=GRID, pins={"1/x": P("x")})
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"mode": "manul"}, "mode: 'manul' is none of 'solve', 'heuristic', 'manual'"),
+        ({"parameters": "whole"}, "parameters: 'whole' is none of 'any', 'replicated', 'sharded'"),
+        ({"optimizer_state": True}, "optimizer_state: True is none of"),
+        ({"forbidden": frozenset({"allgather"})}, "forbidden: 'allgather' is none of 'all_reduce', 'all_gather'"),
+    ],
+)
+def test_unknown_values_of_options_are_refused_with_the_known_ones(option, message):
+    with pytest.raises(ValueError, match=message):
+        ShardingOptions(**option)
 
 
 def test_forbidden_collectives_are_not_planned(step):

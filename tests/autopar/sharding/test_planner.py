@@ -37,15 +37,6 @@ def step():
     return trace(mlp_step, mlp_args((64, 64), batch_size=16, features=64), (1,))
 
 
-def test_wide_layers_alternate_column_and_row():
-    step = wide_mlp()
-    found = plan_shardings(step, LINE, COSTS)
-    kernels = list(specs(step, found, "0/params", "kernel").values())
-    column, row = ((), ("x",)), (("x",), ())
-    assert kernels in ([column, row] * 3, [row, column] * 3)
-    assert found.gap == 0
-
-
 def test_optimizer_state_goes_where_its_parameter_is():
     step = wide_mlp()
     found = plan_shardings(step, LINE, COSTS)
@@ -147,6 +138,6 @@ def test_as_memory_shrinks_plans_shard_more_at_rising_cost_and_then_fail(step):
 
 def test_fixed_choices_that_do_not_fit_are_refused(step):
     whole = plan_shardings(step, LINE, COSTS, DATA_PARALLEL).peak_bytes
-    with pytest.raises(MemoryBudgetError, match="no plan fits"):
+    with pytest.raises(MemoryBudgetError, match="no plan for mlp_step fits"):
         plan_shardings(step, LINE, COSTS, DATA_PARALLEL, memory_budget=0.9 * whole)
     assert plan_shardings(step, LINE, COSTS, ZERO3, memory_budget=0.9 * whole).peak_bytes < whole

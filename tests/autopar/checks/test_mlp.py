@@ -1,0 +1,80 @@
+"""An MLP under each method, on meshes whose first or second axis is trivial, and wide enough for model parallelism."""
+
+from collections import Counter
+
+import jax
+import pytest
+
+from autopar.sharding.options import DATA_PARALLEL, ZERO2, ZERO3, ShardingOptions
+from autopar.sharding.spec import axes_of
+from autopar.trace import trace
+from tests.autopar.checks.compiled import collectives, in_plan, inputs, kinds, on_gpus, planned
+from tests.steps import mlp_args, mlp_step
+
+LAYERS = 6
+MESHES = [(4, 1), (1, 4)]
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """Activations larger than weights."""
+    return trace(mlp_step, jax.eval_shape(lambda: mlp_args((32,) * LAYERS, batch_size=256, features=32)), (1,))
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """Weights larger than activations."""
+    return trace(mlp_step, jax.eval_shape(lambda: mlp_args((256,) * LAYERS, batch_size=32, features=256)), (1,))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_data_parallelism_is_one_all_reduce_of_all_gradients(narrow, mesh):
+    found = planned(narrow, mesh, DATA_PARALLEL)
+    assert collectives(found) == Counter(all_reduce=1)
+    assert not any(axes_of(spec) for spec in inputs(found, "0/").values())
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_zero_2_scatters_gradients_and_gathers_parameters(narrow, mesh):
+    found = planned(narrow, mesh, ZERO2)
+    assert in_plan(found) == Counter(reduce_scatter=2 * LAYERS, all_gather=2 * LAYERS)
+    assert on_gpus(found) == Counter(reduce_scatter=1, all_gather=1)
+    moments = {**inputs(found, "0/opt_state/0/mu"), **inputs(found, "0/opt_state/0/nu")}
+    assert len(moments) == 4 * LAYERS
+    assert all(axes_of(spec) for spec in moments.values())
+    assert not any(axes_of(spec) for spec in inputs(found, "0/params").values())
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_zero_3_has_no_all_reduce_and_shards_everything(narrow, mesh):
+    found = planned(narrow, mesh, ZERO3)
+    assert in_plan(found) == Counter(reduce_scatter=2 * LAYERS, all_gather=2 * LAYERS)
+    assert on_gpus(found) == Counter(reduce_scatter=1, all_gather=1)
+    kernels = inputs(found, "0/", "kernel")
+    assert len(kernels) == 3 * LAYERS
+    assert all(axes_of(spec) for spec in kernels.values())
+
+
+@pytest.mark.parametrize("mesh", [(4,), *MESHES])
+def test_wide_layers_alternate_column_and_row_with_an_all_reduce_between_layers(wide, mesh):
+    found = planned(wide, mesh)
+    axis = "xy"[mesh.index(4)]
+    assert kinds(found) == [f"column on {axis}", f"row on {axis}"] * (LAYERS // 2)
+    assert in_plan(found)["all_reduce"] == LAYERS - 1
+    assert collectives(found)["all_reduce"] == LAYERS - 1
+
+
+def test_data_parallelism_is_kept_where_it_is_dearer(wide):
+    forced = planned(wide, (4,), DATA_PARALLEL)
+    assert collectives(forced) == Counter(all_reduce=1)
+    assert forced.plan.predicted_seconds > planned(wide, (4,)).plan.predicted_seconds
+
+
+def test_a_forced_batch_is_data_parallel_or_model_parallel_by_the_mesh(wide):
+    """On the axis of all devices it is data parallelism; on one of size one it leaves the other axis to the model."""
+    forced = ShardingOptions(batch_axis="x")
+    data = planned(wide, (4, 1), forced)
+    assert inputs(data, "1/") == dict.fromkeys(("1/x", "1/y"), (("x",), ()))
+    assert all("column" not in kind and "row" not in kind for kind in kinds(data))
+    assert collectives(data)["all_reduce"] == 1
+    assert kinds(planned(wide, (1, 4), forced)) == ["column on y", "row on y"] * (LAYERS // 2)

@@ -1,0 +1,45 @@
+"""A mixture of experts spreads its experts over the devices and sends the tokens to them."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import autopar
+from autopar.inspect import classify
+from autopar.trace import trace
+from experiments.models.moe import ExpertBlock
+from tests.autopar.checks.compiled import in_plan, on_gpus, planned
+
+
+def step(state, batch):
+    def loss(params):
+        y, balance = state.apply_fn(params, batch["x"])
+        return jnp.mean((y - batch["y"]) ** 2) + 0.01 * balance
+
+    value, gradients = autopar.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=gradients), value
+
+
+@pytest.fixture(scope="module")
+def found():
+    model = ExpertBlock(num_heads=16, num_experts=16, group_size=32, widening=4, dtype=jnp.float32)
+
+    def init():
+        x = jnp.zeros((64, 16, 64))
+        params = model.init(jax.random.key(0), x)
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2)), {"x": x, "y": x}
+
+    return planned(trace(step, jax.eval_shape(init), (1,)), (4,))
+
+
+def test_experts_are_spread_over_the_devices(found):
+    classes = classify(found)
+    for name in ("up", "down"):
+        assert classes[f"0/params/params/experts/{name}"].label == "expert on x"
+
+
+def test_tokens_go_to_experts_and_back_forward_and_backward(found):
+    assert in_plan(found)["all_to_all"] == 4
+    assert on_gpus(found)["all_to_all"] == 4
