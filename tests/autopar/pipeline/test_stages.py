@@ -169,3 +169,32 @@ def test_one_kind_per_layer_is_needed():
     pool = HostPool(1, 1)
     with pytest.raises(ValueError, match="1 layer kinds for 2 layers"):
         StageProblem(2, (pool,), enumerate_submeshes([pool]), 4, lambda *_: [], layer_kinds=["a"])
+
+
+def test_transfers_depend_on_both_neighbours():
+    pool = HostPool(1, 4)
+
+    def transfer(cut, source, destination):
+        return {(2, 1, 2): 3.0, (1, 1, 2): 10.0, (1, 2, 1): 20.0}.get(
+            (cut, source.num_devices, destination.num_devices), 0.0
+        )
+
+    def costs(start, stop, mesh):
+        return [StageCost(1.0)] if stop == start + 1 and mesh.num_devices < 4 else []
+
+    plan = construct_stages(StageProblem(3, (pool,), enumerate_submeshes([pool]), 1, costs, transfer=transfer))
+    # of 1x1 and 1x2, the cheaper order of the last two stages (1x2, 1x1: 0 rather than 3) needs the dearer cut before them
+    assert [stage.submesh.num_devices for stage in plan.stages] == [1, 1, 2]
+    assert plan.seconds == 3 * 1.0 + 3.0
+
+
+def test_stages_that_leave_gaps_in_the_hosts_are_not_planned():
+    pool = HostPool(2, 6)
+    meshes = tuple(Submesh(0, 1, size) for size in (2, 4, 6))
+
+    def costs(start, stop, mesh):
+        return [StageCost(1.0 if mesh.num_devices == 4 else 10.0)]
+
+    plan = construct_stages(StageProblem(3, (pool,), meshes, 1, costs))
+    assert plan.seconds == 20.0  # three stages of 4 devices would take 3 s, but no host has room for two of them
+    assert place([pool], [stage.submesh for stage in plan.stages])
