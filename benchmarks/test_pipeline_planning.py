@@ -58,7 +58,7 @@ def gpt_problem(layers: int, hidden: int, pool: HostPool, micro_batches: int, fl
 PROBLEMS = {
     "GPT-2.6B, 8 V100": lambda: gpt_problem(32, 2560, HostPool(1, 8, 15_000_000_000), 32, 60e12),
     "GPT-39B, 64 V100": lambda: gpt_problem(48, 8192, HostPool(8, 8, 15_000_000_000), 1024, 60e12),
-    "1T, 3072 A100": lambda: gpt_problem(128, 25600, HostPool(384, 8, 78_000_000_000), 1536, 150e12),
+    "GPT-0.5T, 3072 A100": lambda: gpt_problem(64, 25600, HostPool(384, 8, 78_000_000_000), 1536, 150e12),
 }
 
 
