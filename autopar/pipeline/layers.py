@@ -57,10 +57,16 @@ def cluster_layers(
         )
     windows = _Windows.of(np.asarray(flops, float), heavy, num_layers, eps)
 
-    def most_received(before: np.ndarray, column: np.ndarray, starts: slice, stop: int) -> np.ndarray:
+    def most_received(before: np.ndarray, column: np.ndarray, starts: np.ndarray, stop: int) -> np.ndarray:
         return np.maximum(before, column)
 
-    bottleneck, _ = _least(windows, received(), most_received)
+    least = _least_received(windows, received())
+    bottleneck = np.inf
+    for share in (0.05, 0.3, 1.0):  # a good cut needs only starts where little is received
+        limit = min(bottleneck, np.quantile(least, share, method="lower"))
+        bottleneck = min(bottleneck, _least(windows, least <= limit, received(), most_received)[0])
+        if bottleneck <= limit:
+            break
     if not np.isfinite(bottleneck):
         raise NoLayersError(
             f"no {num_layers} layers with at least {windows.least_heavy} heavy equations each do at most {1 + eps:g} times the "
@@ -68,10 +74,10 @@ def cluster_layers(
         )
     work = np.append(0.0, np.cumsum(flops)) / max(np.sum(flops), 1.0)
 
-    def unevenness(before: np.ndarray, column: np.ndarray, starts: slice, stop: int) -> np.ndarray:
+    def unevenness(before: np.ndarray, column: np.ndarray, starts: np.ndarray, stop: int) -> np.ndarray:
         return before + np.where(column <= bottleneck, (work[stop] - work[starts]) ** 2, np.inf)
 
-    _, stops = _least(windows, received(), unevenness)
+    _, stops = _least(windows, least <= bottleneck, received(), unevenness)
     return Layers(stops, bottleneck)
 
 
@@ -134,26 +140,44 @@ class _Windows:
         return cls(num_layers, least, first, after, fewest, most)
 
 
-type _Step = Callable[[np.ndarray, np.ndarray, slice, int], np.ndarray]
+def _least_received(windows: _Windows, columns: Iterable[np.ndarray]) -> np.ndarray:
+    """For each start the least bytes that a layer from there receives; 0 is always a start."""
+    least = np.full(len(windows.first) - 1, np.inf)
+    for stop, column in enumerate(columns, start=1):
+        starts = slice(windows.first[stop], windows.after[stop])
+        np.minimum(least[starts], column[starts], out=least[starts])
+    least[0] = -np.inf
+    return least
+
+
+type _Step = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
 """(objective before [layers, start], bytes received [start], starts, stop) -> objective [layers, start]."""
 
 
-def _least(windows: _Windows, columns: Iterable[np.ndarray], step: _Step) -> tuple[float, tuple[int, ...]]:
-    """The least objective of any cut, and the stops of its layers."""
+def _least(
+    windows: _Windows, useful: np.ndarray, columns: Iterable[np.ndarray], step: _Step
+) -> tuple[float, tuple[int, ...]]:
+    """The least objective of any cut before `useful` equations only, and the stops of its layers."""
     size = len(windows.first)
-    best = np.full((windows.num_layers + 1, size), np.inf)
-    choice = np.zeros((windows.num_layers + 1, size), np.int32)
+    cuts = np.flatnonzero(useful)
+    first, after = np.searchsorted(cuts, windows.first), np.searchsorted(cuts, windows.after)
+    best = np.full((windows.num_layers + 1, len(cuts) + 1), np.inf)
+    choice = np.zeros((windows.num_layers + 1, len(cuts) + 1), int)
     best[0, 0] = 0.0
+    position = {int(stop): i for i, stop in enumerate([*cuts, size - 1])}
     for stop, column in enumerate(columns, start=1):
-        low, high = max(1, windows.fewest[stop]), windows.most[stop] + 1
-        starts = slice(windows.first[stop], windows.after[stop])
-        if low < high and starts.start < starts.stop:
-            costs = step(best[low - 1 : high - 1, starts], column[starts], starts, stop)
-            at = costs.argmin(axis=1)
-            best[low:high, stop] = costs[np.arange(high - low), at]
-            choice[low:high, stop] = at + starts.start
-    stops, stop = [], size - 1
+        if stop in position:
+            low, high = max(1, windows.fewest[stop]), windows.most[stop] + 1
+            begin, end = first[stop], after[stop]
+            if low < high and begin < end:
+                starts = cuts[begin:end]
+                costs = step(best[low - 1 : high - 1, begin:end], column[starts], starts, stop)
+                at = costs.argmin(axis=1)
+                best[low:high, position[stop]] = costs[np.arange(high - low), at]
+                choice[low:high, position[stop]] = at + begin
+    stops, stop, at = [], size - 1, len(cuts)
     for layer in range(windows.num_layers, 0, -1):
         stops.append(int(stop))
-        stop = choice[layer, stop]
+        at = choice[layer, at]
+        stop = cuts[at]
     return float(best[-1, -1]), tuple(reversed(stops))

@@ -142,13 +142,16 @@ class Remainder:
         slowest = table.level(in_flight)[1]
         slowest = slowest[np.isfinite(slowest)]
         low, high = (slowest.min(), slowest.max()) if slowest.size else (0.0, 0.0)
-        thresholds = np.linspace(low, high, _THRESHOLDS)
+        thresholds = np.geomspace(max(low, high * 1e-6, 1e-30), max(high, 1e-30), _THRESHOLDS // 4)
         for _ in range(2):
             sums = _least_sums(table, in_flight, thresholds)[(-1, *table.devices)]
-            if np.isfinite(sums).any():
-                lower, upper = np.append(low, thresholds), np.append(thresholds, high)
-                near = np.flatnonzero(sums + lower <= 1.05 * np.min(sums + upper))
-                thresholds = np.linspace(lower[near[0]], upper[near[-1]], _THRESHOLDS)
+            if np.isfinite(sums[:-1]).any():
+                near = np.flatnonzero(
+                    sums[:-1] + np.append(low, thresholds[:-1]) <= 1.05 * np.min(sums[:-1] + thresholds)
+                )
+                first, last = thresholds[max(near[0] - 1, 0)], thresholds[near[-1]]
+                thresholds = np.linspace(min(first, last), last, _THRESHOLDS // 4)
+        thresholds = np.linspace(thresholds[0], thresholds[-1], _THRESHOLDS)
         return cls(np.append(0.0, thresholds), _least_sums(table, in_flight, thresholds))
 
     def bounds(self, stop: int, left: tuple[int, ...], total: np.ndarray, slowest: np.ndarray) -> np.ndarray:
@@ -163,27 +166,29 @@ class Remainder:
 
 def _least_sums(table: CostTable, in_flight: int, thresholds: np.ndarray) -> np.ndarray:
     """`Remainder.sums` for these thresholds and, last, without any."""
-    thresholds = np.append(thresholds, np.inf)
-    layers = table.problem.num_layers
+    layers, count = table.problem.num_layers, len(thresholds)
     grid = tuple(devices + 1 for devices in table.devices)
-    sums = np.full((layers + 1, *grid, len(thresholds)), np.inf)
+    sums = np.full((layers + 1, *grid, count + 1), np.inf)
     sums[0] = 0.0
     if not table.problem.leave_idle:
-        sums[0].reshape(-1, len(thresholds))[1:] = np.inf  # every device must have been used
+        sums[0].reshape(-1, count + 1)[1:] = np.inf  # every device must have been used
     seconds, slowest = table.level(in_flight)
     for stop in range(1, layers + 1):
         for mesh in table.usable:
-            starts = np.flatnonzero(np.isfinite(seconds[mesh, :stop, stop]))
             pool, size = table.problem.submeshes[mesh].pool, table.sizes[mesh]
-            if starts.size and size < grid[pool]:
-                before, after = [slice(None)] * len(grid), [slice(None)] * len(grid)
-                before[pool], after[pool] = slice(0, grid[pool] - size), slice(size, None)
-                cost = np.where(
-                    slowest[mesh, starts, stop, None] <= thresholds,
-                    seconds[mesh, starts, stop, None] + table.cuts[stop],
-                    np.inf,
+            if size >= grid[pool]:
+                continue
+            before, after = [slice(None)] * len(grid), [slice(None)] * len(grid)
+            before[pool], after[pool] = slice(0, grid[pool] - size), slice(size, None)
+            # few stages are below a threshold, so that those are worth a turn of their own
+            for limits, part in ((thresholds, slice(count)), (np.array([np.inf]), slice(count, None))):
+                starts = np.flatnonzero(
+                    (slowest[mesh, :stop, stop] <= limits[-1]) & np.isfinite(slowest[mesh, :stop, stop])
                 )
-                cost = cost.reshape(len(starts), *(1,) * len(grid), len(thresholds))
-                target = sums[(stop, *after)]
-                np.minimum(target, (sums[(starts, *before)] + cost).min(axis=0), out=target)
+                if starts.size:
+                    cost = seconds[mesh, starts, stop, None] + table.cuts[stop]
+                    cost = np.where(slowest[mesh, starts, stop, None] <= limits, cost, np.inf)
+                    cost = cost.reshape(len(starts), *(1,) * len(grid), len(limits))
+                    target = sums[(stop, *after, part)]
+                    np.minimum(target, (sums[(starts, *before, part)] + cost).min(axis=0), out=target)
     return sums

@@ -1,0 +1,93 @@
+"""Seconds for the algorithms of inter-operator planning, on made-up models of the sizes that matter."""
+
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from autopar.pipeline.layers import cluster_layers, received_bytes
+from autopar.pipeline.resharding import reshard
+from autopar.pipeline.schedules import Pipeline, make_schedule, schedule_names
+from autopar.pipeline.stage_search import construct_stages
+from autopar.pipeline.stages import StageCost, StageProblem, in_flight_of
+from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes, logical_shapes
+from autopar.sharding.spec import LogicalMesh
+
+SEQUENCE, VOCABULARY = 1024, 51200
+
+
+def gpt_problem(layers: int, hidden: int, pool: HostPool, micro_batches: int, flop_per_s: float) -> StageProblem:
+    """A GPT with remat, by the formulas of Megatron-LM (Narayanan et al., SC'21): one sequence per microbatch, Adam, tensor
+    parallelism at 100 GB/s in a host and 3 GB/s between hosts, an eighth more time than single layers would take."""
+
+    @cache
+    def layer(kind: str, mesh: Submesh, data: int, model: int) -> tuple[float, float, float, float]:
+        bandwidth = 100e9 if mesh.num_devices <= pool.devices_per_host else 3e9
+        params = 12 * hidden**2 + (VOCABULARY * hidden if kind != "inner" else 0)
+        flop = 8 * SEQUENCE * params + 16 * SEQUENCE**2 * hidden
+        sequence_bytes = 2 * SEQUENCE * hidden / data
+        seconds = flop / (data * model) / flop_per_s + 16 * sequence_bytes * (model - 1) / model / bandwidth
+        once = 4 * params / model * (data - 1) / data / bandwidth
+        return seconds, once, 16 * params / model, sequence_bytes
+
+    kinds = ["first", *["inner"] * (layers - 2), "last"]
+
+    def of(start: int, stop: int, mesh: Submesh, slower: float) -> list[StageCost]:
+        counts = {kind: kinds[start:stop].count(kind) for kind in set(kinds[start:stop])}
+        found = []
+        for data, model in logical_shapes(mesh.num_devices):
+            parts = [[n * x for x in layer(kind, mesh, data, model)] for kind, n in counts.items()]
+            seconds, once, fixed, per_batch = map(sum, zip(*parts, strict=True))
+            found.append(StageCost(slower * seconds, once, fixed, per_batch, (data, model)))
+        return found
+
+    return StageProblem(
+        num_layers=layers,
+        pools=(pool,),
+        submeshes=enumerate_submeshes([pool]),
+        num_micro_batches=micro_batches,
+        costs=lambda start, stop, mesh: of(start, stop, mesh, 1.125),
+        in_flight=in_flight_of("1f1b", micro_batches),
+        lower_bound=lambda start, stop, mesh: of(start, stop, mesh, 1.0),
+        layer_kinds=kinds,
+        transfer=lambda cut, source, destination: 4 * SEQUENCE * hidden / 3e9,
+    )
+
+
+PROBLEMS = {
+    "GPT-2.6B, 8 V100": lambda: gpt_problem(32, 2560, HostPool(1, 8, 15_000_000_000), 32, 60e12),
+    "GPT-39B, 64 V100": lambda: gpt_problem(48, 8192, HostPool(8, 8, 15_000_000_000), 1024, 60e12),
+    "GPT-0.5T, 3072 A100": lambda: gpt_problem(64, 25600, HostPool(384, 8, 78_000_000_000), 1536, 150e12),
+}
+
+
+@pytest.mark.benchmark(group="stages")
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_stage_construction(benchmark, name):
+    benchmark.extra_info["costs"] = benchmark.pedantic(lambda: construct_stages(PROBLEMS[name]())).num_costs
+
+
+@pytest.mark.benchmark(group="layers")
+@pytest.mark.parametrize("num_layers", [8, 48])
+def test_layer_clustering_of_20000_equations(benchmark, num_layers):
+    size = 20_000
+    random = np.random.default_rng(0)
+    flops = np.where(random.random(size) < 0.1, random.random(size), 0.0)
+    uses = random.integers(2, 60, size)
+    values = [(e, float(random.integers(1000)), [e + 1, min(e + int(uses[e]), size - 1)]) for e in range(size - 2)]
+    layers = benchmark.pedantic(cluster_layers, (flops, received_bytes(size, values), num_layers), rounds=3)
+    assert all(a < b for a, b in pairwise(layers.stops))
+
+
+@pytest.mark.benchmark(group="schedules")
+@pytest.mark.parametrize("name", schedule_names())
+def test_a_schedule_of_16_meshes_and_128_microbatches(benchmark, name):
+    seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "U": 0.0}
+    benchmark.pedantic(lambda: make_schedule(name, Pipeline(16, 128)).makespan(seconds), rounds=3)  # pyright: ignore
+
+
+@pytest.mark.benchmark(group="resharding")
+def test_resharding_between_two_times_64_devices(benchmark):
+    mesh = LogicalMesh((8, 8), ("x", "y"))
+    benchmark(reshard, (1024, 1024), (mesh, (("x",), ("y",))), (mesh, (("y",), ())))
