@@ -16,7 +16,7 @@ from autopar.sharding.decisions import Decisions
 from autopar.sharding.moves import passes_moves
 from autopar.sharding.problem import Limit
 from autopar.sharding.spec import LogicalMesh, Spec, Specs, local_shape
-from autopar.sharding.storage import is_relaid, lifetimes
+from autopar.sharding.storage import is_relaid, is_view, lifetimes
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
 
@@ -104,25 +104,27 @@ class Memory:
 def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list[Lifetime]:
     reused = {step.jaxpr.outvars[o] for o in step.carried if isinstance(step.jaxpr.outvars[o], Var)}
     alive = lifetimes(step)
-    times = dict.fromkeys(
-        (step.jaxpr.invars[i] for i in step.batch), step.num_micro_batches
-    )  # the whole batch is there
+    shown_by = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if is_view(eqn)}
     lives: list[tuple[Var, int, int]] = []
     for number, eqn in step.microbatching.marks if step.microbatching else ():
         # What microbatches add up to lives through their loop; the share of one is added as soon as it is made.
         for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
             if isinstance(atom, Var) and atom not in step.jaxpr.invars:
                 lives.append((atom, 0, number))
-                alive.pop(atom, None)
-            _, end = alive.pop(var, (number, number))
-            if end > number:
-                lives.append((var, number + 1, end))
+                while isinstance(share := shown_by.get(atom), Var):
+                    atom = share
+                if atom not in step.jaxpr.invars:
+                    alive.pop(atom, None)
+            _, until = alive.pop(var, (number, number))
+            if until > number:
+                lives.append((var, number + 1, until))
     lives += [(var, start, end) for var, (start, end) in alive.items() if var not in reused or not start]
+    whole = {step.jaxpr.invars[i] for i in step.batch}  # all microbatches of it
     found = []
-    for var, first, until in lives:
+    for var, start, end in lives:
         if (placement := decisions.placements.get(var)) is not None:
-            sizes = _sizes(var, placement.specs, mesh) * times.get(var, 1)
-            found.append(Lifetime(placement.decision, first, until, sizes))
+            sizes = _sizes(var, placement.specs, mesh) * (step.num_micro_batches if var in whole else 1)
+            found.append(Lifetime(placement.decision, start, end, sizes))
     return found
 
 

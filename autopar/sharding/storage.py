@@ -19,7 +19,7 @@ _FUSIBLE = POINTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze", "slice
 _READING = frozenset({"argmax", "argmin", "concatenate", "dynamic_slice", "gather", "pad"})
 """Primitives whose results are stored, but which compute what they read in their own kernel; reductions are of them, too."""
 
-_VIEWS = PASS_THROUGH | {"reshape", "rev", "squeeze", "loop_carry", "loop_const", "loop_result"}
+_VIEWS = PASS_THROUGH - {"accumulate"} | {"reshape", "rev", "squeeze", "loop_carry", "loop_const", "loop_result"}
 """Primitives that move nothing: a convolution takes a reversed kernel as it is, and a loop works in place."""
 
 _EXPENSIVE = frozenset({"erf", "erfc", "erf_inv", "tanh", "threefry2x32", "random_bits", "lgamma", "digamma"})

@@ -66,7 +66,7 @@ def test_whole_accumulators_take_the_memory_of_whole_gradients():
     """Beside parameters and momentum, of which ZeRO-2 keeps a quarter: gradients of both, and the whole batch's share of 64 rows."""
     found = plan_shardings(traced(4), LINE, Bytes(), ZERO2)
     least = GRADIENTS + GRADIENTS / 4 + 64 / 4 * SIZE * 4 + GRADIENTS
-    assert least <= found.peak_bytes < 1.5 * least
+    assert least <= found.peak_bytes < least + GRADIENTS
 
 
 def test_one_batch_needs_no_deferring():

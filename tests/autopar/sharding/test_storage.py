@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+import autopar
+from autopar.graph import aval_of
 from autopar.sharding.storage import is_relaid, lifetimes, stored_values
 from autopar.trace import StepGraph, trace
 
@@ -104,3 +106,14 @@ def test_a_convolution_reads_its_kernel_in_a_layout_of_its_own(size: int, stride
     (eqn,) = traced(body, images, kernel).jaxpr.eqns
     assert is_relaid(eqn, 1) == expected
     assert not is_relaid(eqn, 0)
+
+
+def test_what_microbatches_add_up_to_is_no_view_of_the_share_of_one():
+    def body(w, x):
+        return w - autopar.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(w)
+
+    step = trace(body, (MATRIX, jax.ShapeDtypeStruct((16, 8), "float32")), (1,), 2)
+    assert step.microbatching
+    (_, mark), *_ = step.microbatching.marks
+    (summed,) = [var for var in mark.outvars if aval_of(var).shape == (8, 8)]
+    assert lifetimes(step)[summed] == (number(step, "accumulate"), number(step, "sub", -1))
