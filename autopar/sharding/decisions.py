@@ -18,12 +18,12 @@ from autopar.gradients import accumulate_p
 from autopar.graph import Atom, aval_of
 from autopar.sharding import manual
 from autopar.sharding.candidates import (
+    Candidates,
     Option,
     batch_on,
     batch_only,
     completions,
     followed,
-    required,
     scattered_if_possible,
 )
 from autopar.sharding.costs import Combined, MeshCosts
@@ -128,6 +128,7 @@ class _Builder:
         self.content: dict[Var, int] = {}
         self.launch = costs.model.kernel(Kernel("", "memory", 0.0, 0.0))
         self._known_costs: dict[Any, np.ndarray] = {}  # repeated layers ask again
+        self._known_candidates: dict[Any, Candidates | None] = {}
         self.deferred = deferred
         self.body = frozenset(number for number, _ in step.microbatching.body) if step.microbatching else frozenset()
 
@@ -218,31 +219,47 @@ class _Builder:
             leader = max((k for k, placement in enumerate(placed) if placement is not None), key=rank)
         placement = placed[leader]
         assert placement is not None
-        assignments = followed(factors, leader, placement.specs, self.mesh)
-        if assignments is None or not all(self._fits(number, assignment) for assignment in assignments):
+        found = self._followed(number, eqn, factors, leader, placement.specs)
+        if found is None:
             return False
-        options = [self._completions(number, eqn, factors, assignment, False)[0] for assignment in assignments]
-        costs = self._costs(number, eqn, factors, options)
+        costs = self._costs(number, eqn, factors, found)
         self.found.costs[placement.decision] = self.found.costs[placement.decision] + costs
-        self._use_operands(number, eqn, factors, placement.decision, assignments)
-        for r, var in enumerate(eqn.outvars):
-            self.found.placements[var] = Placement(placement.decision, tuple(o.results[r] for o in options))
+        self._use_operands(number, eqn, placement.decision, found)
+        for var, specs in zip(eqn.outvars, found.results, strict=True):
+            self.found.placements[var] = Placement(placement.decision, specs)
         return True
 
     def _choose(self, number: int, eqn: JaxprEqn, factors: OpFactors) -> None:
         """Make the equation a decision over all its candidates."""
-        options = self._options(number, eqn, factors, self.flow.marked[number])
+        found = self._candidates(number, eqn, factors)
         label = f"{eqn.primitive.name} in {eqn.source_info.name_stack}"
-        costs = self._costs(number, eqn, factors, options)
-        first = self._decide(label, tuple(o.results[0] for o in options), costs)
-        results = [Placement(first.decision, tuple(o.results[r] for o in options)) for r in range(len(eqn.outvars))]
+        first = self._decide(label, found.results[0], self._costs(number, eqn, factors, found))
+        results = [Placement(first.decision, specs) for specs in found.results]
         self.found.decided.append((number, tuple(results)))
         self.found.placements.update(zip(eqn.outvars, results, strict=True))
-        self._use_operands(number, eqn, factors, first.decision, tuple(o.assignment for o in options))
+        self._use_operands(number, eqn, first.decision, found)
+
+    def _followed(self, number: int, eqn: JaxprEqn, factors: OpFactors, leader: int, specs: Specs) -> Candidates | None:
+        """One candidate for each spec of the operand that leads; None when the equation can't keep one of them."""
+        key = (factors, leader, specs, self._results(eqn), self.flow.marked[number], self._apart_at(number))
+        if key not in self._known_candidates:
+            assignments = followed(factors, leader, specs, self.mesh)
+            fit = assignments is not None and all(self._fits(number, assignment) for assignment in assignments)
+            options = [self._completions(number, eqn, factors, a, False)[0] for a in assignments or ()]
+            self._known_candidates[key] = Candidates.of(factors, options) if fit else None
+        return self._known_candidates[key]
+
+    def _candidates(self, number: int, eqn: JaxprEqn, factors: OpFactors) -> Candidates:
+        marked = self.flow.marked[number]
+        key = (factors, self._results(eqn), marked, self._apart_at(number))
+        found = None if eqn.primitive.name == manual.SHARD_MAP else self._known_candidates.get(key)
+        if found is None:  # what a shard_map may do is not told by factors alone
+            found = self._known_candidates[key] = Candidates.of(factors, self._options(number, eqn, factors, marked))
+        return found
 
     def _options(self, number: int, eqn: JaxprEqn, factors: OpFactors, marked: frozenset[int]) -> list[Option]:
         if eqn.primitive.name == manual.SHARD_MAP:
-            if self.deferred and number in self.body:
+            if self._apart_at(number):
                 raise ShardingError("a shard_map of the step's own decides where examples are")
             return list(completions(factors, manual.assignment(eqn, self.mesh), self._results(eqn), False, self.mesh))
         assignments = [a for a in factors.assignments(self.mesh) if self._fits(number, a)]
@@ -262,17 +279,17 @@ class _Builder:
     def _completions(
         self, number: int, eqn: JaxprEqn, factors: OpFactors, assignment: Assignment, scatter: bool
     ) -> tuple[Option, ...]:
-        if self.deferred and number in self.body:
+        if self._apart_at(number):
             return partial_completions(factors, assignment, self._results(eqn), scatter, self.mesh, self.deferred)
         return completions(factors, assignment, self._results(eqn), scatter, self.mesh)
 
     def _results(self, eqn: JaxprEqn) -> tuple[tuple[tuple[int, ...], int], ...]:
         return tuple((tuple(aval_of(var).shape), aval_of(var).dtype.itemsize) for var in eqn.outvars)
 
-    def _costs(self, number: int, eqn: JaxprEqn, factors: OpFactors, options: Sequence[Option]) -> np.ndarray:
+    def _costs(self, number: int, eqn: JaxprEqn, factors: OpFactors, found: Candidates) -> np.ndarray:
         """Seconds of each option on one device: its kernel (what it moves when fused), and completing partial results."""
         if eqn.primitive in regions.MARKERS:
-            return np.zeros(len(options))
+            return np.zeros(len(found.options))
         if eqn.primitive.name == manual.SHARD_MAP:
             return np.array([manual.seconds(eqn, self.costs) * self.repeats[number]])
         atoms = () if is_view(eqn) else (*eqn.invars, *eqn.outvars)
@@ -285,11 +302,11 @@ class _Builder:
             factors,
             avals,
             stored,
-            tuple(options),
+            found,
             self._costs_of(eqn.outvars[0]) is self.costs,
         )
         if key not in self._known_costs:
-            self._known_costs[key] = np.array([self._cost(eqn, factors, option, stored) for option in options])
+            self._known_costs[key] = np.array([self._cost(eqn, factors, option, stored) for option in found.options])
         return self._known_costs[key] * self.repeats[number]
 
     def _cost(self, eqn: JaxprEqn, factors: OpFactors, option: Option, stored: Sequence[bool]) -> float:
@@ -309,8 +326,12 @@ class _Builder:
 
     # -- microbatches
 
+    def _apart_at(self, number: int) -> bool:
+        """Whether the equation is one of those that devices run apart, along the deferred axes."""
+        return bool(self.deferred) and number in self.body
+
     def _fits(self, number: int, assignment: Assignment) -> bool:
-        return not self.deferred or number not in self.body or fits(assignment, self.flow.marked[number], self.deferred)
+        return not self._apart_at(number) or fits(assignment, self.flow.marked[number], self.deferred)
 
     def _apart(self, path: str, role: Role, specs: Specs) -> Specs:
         """The specs of an input that suit devices which accumulate apart."""
@@ -351,11 +372,9 @@ class _Builder:
         self.found.costs.append(costs)
         return Placement(len(self.found.costs) - 1, specs)
 
-    def _use_operands(
-        self, number: int, eqn: JaxprEqn, factors: OpFactors, decision: int, assignments: tuple[Assignment, ...]
-    ) -> None:
-        for k, atom in enumerate(eqn.invars):
-            self._use(number, k, atom, decision, required(factors, k, assignments))
+    def _use_operands(self, number: int, eqn: JaxprEqn, decision: int, found: Candidates) -> None:
+        for k, (atom, specs) in enumerate(zip(eqn.invars, found.operands, strict=True)):
+            self._use(number, k, atom, decision, specs)
 
     def _use(self, eqn: int | None, operand: int, atom: Atom, decision: int, required: Specs) -> None:
         placement = self._placement(atom)
