@@ -13,6 +13,14 @@ from autopar.sharding.reduction import Reduction
 _ROUNDING = 1e-9
 """Relative difference of costs that may be rounding."""
 
+_ENOUGH = 1e-3
+"""Relative gap with which a large problem (of more than `_SMALL` pairs of options) is solved; small ones are solved exactly."""
+
+_SMALL = 50_000
+
+_PATIENCE = 4
+"""Rounds of sweeps that may find nothing while prices of limits settle."""
+
 _SWEEPS = 3
 """Sweeps there and back between reductions."""
 
@@ -38,6 +46,7 @@ class _Search:
         self.best = math.inf
         self.bound = -math.inf
         self.prices = np.zeros(len(problem.limits))
+        self.scale = np.array([max(abs(limit.bound), 1.0) for limit in problem.limits])
 
     def run(self) -> Solution:
         self.work.reduce(dead_ends=False)
@@ -45,7 +54,7 @@ class _Search:
         self.tighten()
         self.price(-self.prices)
         core = 0 if self.closed() else len(self.work.costs)
-        if core:
+        if core and (self.work.size <= _SMALL or self.best - self.bound > _ENOUGH * abs(self.best)):
             self.finish()
         elif not self.work.costs:
             self.offer({})
@@ -57,7 +66,8 @@ class _Search:
 
     def tighten(self) -> None:
         """Sweep and reduce until nothing is left or nothing moves."""
-        while self.work.costs and not self.closed() and time.monotonic() < self.deadline:
+        patience = _PATIENCE if self.prices.size else 1
+        while self.work.costs and not self.closed() and patience and time.monotonic() < self.deadline:
             size, slack = self.work.size, self.best - self.bound
 
             def moved(least: float, size: int = size, slack: float = slack) -> bool:
@@ -66,18 +76,37 @@ class _Search:
             for _ in range(_SWEEPS):
                 order = sorted(self.work.costs)
                 self.look(order)
-                self.look(order[::-1])
-            self.work.reduce(dead_ends=not moved(0.3))
-            if not moved(0.05):
-                return
+                self.set_prices(self.look(order[::-1]))
+            if self.choice is None and math.isinf(slack):
+                self.check_limits()
+            self.reduce(dead_ends=not moved(0.3))
+            patience -= not moved(0.05)
 
-    def look(self, order: list[int]) -> None:
+    def reduce(self, dead_ends: bool) -> None:
+        """Reduce at no price: an option that is dearer only for what it uses is no dead end."""
+        prices = self.prices
+        self.price(-prices)
+        self.work.reduce(dead_ends)
+        self.price(prices)
+
+    def look(self, order: list[int]) -> np.ndarray:
+        """Sweep, and take the choice that this gives if it is a better one; what it uses of each limit above the bound."""
         chosen = sweep(self.work, order, self.best + self.rounding())
         self.bound = max(self.bound, self.work.constant)
-        cost = self.work.constant + excess(self.work, chosen)
-        cost -= float(self.prices @ (used(self.work, chosen) - self.work.bounds))
+        over = used(self.work, chosen) - self.work.bounds
+        cost = self.work.constant + excess(self.work, chosen) - float(self.prices @ over)
         if cost < self.best:
             self.offer(chosen)
+        return over
+
+    def set_prices(self, over: np.ndarray) -> None:
+        """Move prices along what was used above bounds, which is a subgradient of the bound (Polyak 1969)."""
+        share = over / self.scale
+        if not share.any():
+            return
+        target = self.best if self.choice else self.work.constant + 0.1 * abs(self.work.constant)
+        step = max(0.0, target - self.work.constant) * share / (share @ share) / self.scale
+        self.price(np.maximum(-self.prices, step))
 
     def offer(self, core: dict[int, int]) -> None:
         """Take a choice of the core if it is allowed and better than the best so far."""
@@ -109,3 +138,24 @@ class _Search:
             return
         self.bound = max(self.bound, self.work.constant + bound)
         self.offer(dict(zip(self.work.costs, chosen, strict=True)))
+
+    def check_limits(self) -> None:
+        """See for each limit what must be used at least: more than its bound, or there is a choice to start from.
+
+        Raises:
+            InfeasibleError: a limit can't be kept, whatever else is given up for it. (HiGHS takes long to see that.)
+        """
+        for limit in self.problem.limits:
+            nodes = [
+                np.where(np.isfinite(cost), limit.uses.get(i, 0.0), np.inf) for i, cost in enumerate(self.problem.nodes)
+            ]
+            edges = {
+                pair: np.where(np.isfinite(cost), limit.pairs.get(pair, 0.0), np.inf)
+                for pair, cost in self.problem.edges.items()
+            }
+            least = solve(ChoiceProblem(nodes, edges), max(1.0, self.deadline - time.monotonic()))
+            if least.objective - least.gap * abs(least.objective) > limit.bound + 1e-6 * abs(limit.bound):
+                raise InfeasibleError("no choice of shardings keeps within every limit")
+            cost = self.problem.cost(least.choice)
+            if cost < self.best and self.problem.fits(least.choice):
+                self.best, self.choice = cost, least.choice
