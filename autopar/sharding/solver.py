@@ -13,7 +13,7 @@ from autopar.sharding.reduction import Reduction
 _ROUNDING = 1e-9
 """Relative difference of costs that may be rounding."""
 
-_ENOUGH = 1e-3
+_ENOUGH = 1e-2
 """Relative gap with which a large problem (of more than `_SMALL` pairs of options) is solved; small ones are solved exactly."""
 
 _SMALL = 50_000
@@ -67,6 +67,7 @@ class _Search:
     def tighten(self) -> None:
         """Sweep and reduce until nothing is left or nothing moves."""
         patience = _PATIENCE if self.prices.size else 1
+        searched = False  # for dead ends, which takes long: seldom are there more the next time
         while self.work.costs and not self.closed() and patience and time.monotonic() < self.deadline:
             size, slack = self.work.size, self.best - self.bound
 
@@ -79,7 +80,8 @@ class _Search:
                 self.set_prices(self.look(order[::-1]))
             if self.choice is None and math.isinf(slack):
                 self.check_limits()
-            self.reduce(dead_ends=not moved(0.3))
+            self.reduce(dead_ends=not moved(0.3) and not searched)
+            searched = not moved(0.3)
             patience -= not moved(0.05)
 
     def reduce(self, dead_ends: bool) -> None:
