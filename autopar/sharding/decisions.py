@@ -244,16 +244,20 @@ class _Builder:
         key = (factors, leader, specs, self._results(eqn), self.flow.marked[number], self._apart_at(number))
         if key not in self._known_candidates:
             assignments = followed(factors, leader, specs, self.mesh)
-            fit = assignments is not None and all(self._fits(number, assignment) for assignment in assignments)
-            options = [self._completions(number, eqn, factors, a, False)[0] for a in assignments or ()]
-            self._known_candidates[key] = Candidates.of(factors, options) if fit else None
+            found = None
+            if assignments is not None and all(self._fits(number, assignment) for assignment in assignments):
+                options = [self._completions(number, eqn, factors, a, False)[0] for a in assignments]
+                found = Candidates.of(factors, options)
+            self._known_candidates[key] = found
         return self._known_candidates[key]
 
     def _candidates(self, number: int, eqn: JaxprEqn, factors: OpFactors) -> Candidates:
         marked = self.flow.marked[number]
+        if eqn.primitive.name == manual.SHARD_MAP:  # what it may do is not told by factors alone
+            return Candidates.of(factors, self._options(number, eqn, factors, marked))
         key = (factors, self._results(eqn), marked, self._apart_at(number))
-        found = None if eqn.primitive.name == manual.SHARD_MAP else self._known_candidates.get(key)
-        if found is None:  # what a shard_map may do is not told by factors alone
+        found = self._known_candidates.get(key)
+        if found is None:
             found = self._known_candidates[key] = Candidates.of(factors, self._options(number, eqn, factors, marked))
         return found
 
