@@ -7,6 +7,7 @@ from autopar.planning import make_plan
 from autopar.sharding.options import AUTO
 from autopar.trace import StepGraph, trace
 from experiments.models import build_model
+from experiments.models.published import gpt
 from simulator.cluster import Cluster
 
 GPT_125M = {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "sequence_length": 1024, "vocab_size": 51200}
@@ -34,3 +35,25 @@ def test_trace(benchmark, name):
 def test_plan(benchmark, step, shape):
     cluster = Cluster.load("p3.16xlarge")
     benchmark.pedantic(make_plan, (step, logical_mesh(shape), cluster, AUTO, "ShardParallel"), rounds=3)
+
+
+PUBLISHED = {
+    "gpt 2.6B (2, 4)": (gpt(2560, 32, 32, batch_size=32), (2, 4), Cluster.load("p3.16xlarge")),
+    "gpt 39B (2, 4)": (gpt(8192, 48, 64, batch_size=8), (2, 4), Cluster.load("dgx_a100_80")),
+    "gpt 39B (8, 8)": (gpt(8192, 48, 64, batch_size=64), (8, 8), Cluster.load("dgx_a100_80").with_size(hosts=8)),
+}
+"""Models of Alpa's suite (OSDI'22, section 8) with every layer unrolled, where they are planned, and on what."""
+
+
+@pytest.mark.benchmark(group="trace and plan")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_trace_and_plan(benchmark, name):
+    model, shape, cluster = PUBLISHED[name]
+    arguments = model.abstract_args()
+
+    def run():
+        step = trace(model.train_step, arguments, (1,))
+        return make_plan(step, logical_mesh(shape), cluster, AUTO, "ShardParallel")
+
+    plan = benchmark.pedantic(run, rounds=1)
+    assert plan.gap < 0.01

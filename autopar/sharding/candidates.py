@@ -27,6 +27,25 @@ class Option:
     copied: float = 0.0
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Candidates:
+    """The candidates of an equation, and for each operand and result its spec under each of them.
+
+    They are made once for all equations alike and compared by identity: layers repeat, and so looking them up is cheap.
+    """
+
+    options: tuple[Option, ...]
+    operands: tuple[Specs, ...]
+    results: tuple[Specs, ...]
+
+    @classmethod
+    def of(cls, factors: OpFactors, options: Iterable[Option]) -> "Candidates":
+        options = tuple(options)
+        operands = (tuple(factors.operand_spec(k, o.assignment) for o in options) for k in range(len(factors.operands)))
+        results = (tuple(o.results[r] for o in options) for r in range(len(factors.results)))
+        return cls(options, tuple(operands), tuple(results))
+
+
 @lru_cache(maxsize=65536)
 def followed(factors: OpFactors, leader: int, specs: Specs, mesh: LogicalMesh) -> tuple[Assignment, ...] | None:
     """The assignment under each spec of the operand that an equation follows; None when it can't keep one of them."""
@@ -79,12 +98,6 @@ def completions(
                     steps.append(("all_reduce", local, axes))
         options.append(Option(assignment, (spec, *specs[1:]), tuple(steps), copied))
     return tuple(options)
-
-
-@lru_cache(maxsize=65536)
-def required(factors: OpFactors, operand: int, assignments: tuple[Assignment, ...]) -> Specs:
-    """The spec that an operand must have under each assignment."""
-    return tuple(factors.operand_spec(operand, assignment) for assignment in assignments)
 
 
 def batch_only(assignments: Sequence[Assignment], marked: frozenset[int], mesh: LogicalMesh) -> list[Assignment]:

@@ -18,12 +18,12 @@ from autopar.gradients import accumulate_p
 from autopar.graph import Atom, aval_of
 from autopar.sharding import manual
 from autopar.sharding.candidates import (
+    Candidates,
     Option,
     batch_on,
     batch_only,
     completions,
     followed,
-    required,
     scattered_if_possible,
 )
 from autopar.sharding.costs import Combined, MeshCosts, Seconds
@@ -142,6 +142,7 @@ class _Builder:
         self.content: dict[Var, int] = {}
         self.launch = costs.model.kernel(Kernel("", "memory", 0.0, 0.0))
         self._known_costs: dict[Any, np.ndarray] = {}  # repeated layers ask again
+        self._known_candidates: dict[Any, Candidates | None] = {}
         self.deferred = deferred
         self.body = frozenset(number for number, _ in step.microbatching.body) if step.microbatching else frozenset()
 
@@ -235,32 +236,52 @@ class _Builder:
             leader = max((k for k, placement in enumerate(placed) if placement is not None), key=rank)
         placement = placed[leader]
         assert placement is not None
-        assignments = followed(factors, leader, placement.specs, self.mesh)
-        if assignments is None or not all(self._fits(number, assignment) for assignment in assignments):
+        found = self._followed(number, eqn, factors, leader, placement.specs)
+        if found is None:
             return False
-        options = [self._completions(number, eqn, factors, assignment, False)[0] for assignment in assignments]
-        parts = self._costs(number, eqn, factors, options)
+        parts = self._costs(number, eqn, factors, found)
         self.found.costs[placement.decision] = self.found.costs[placement.decision] + parts.sum(axis=0)
         self.found.parts[placement.decision] = self.found.parts[placement.decision] + parts
-        self._use_operands(number, eqn, factors, placement.decision, assignments)
-        for r, var in enumerate(eqn.outvars):
-            self.found.placements[var] = Placement(placement.decision, tuple(o.results[r] for o in options))
+        self._use_operands(number, eqn, placement.decision, found)
+        for var, specs in zip(eqn.outvars, found.results, strict=True):
+            self.found.placements[var] = Placement(placement.decision, specs)
         return True
 
     def _choose(self, number: int, eqn: JaxprEqn, factors: OpFactors) -> None:
         """Make the equation a decision over all its candidates."""
-        options = self._options(number, eqn, factors, self.flow.marked[number])
+        found = self._candidates(number, eqn, factors)
         label = f"{eqn.primitive.name} in {eqn.source_info.name_stack}"
-        parts = self._costs(number, eqn, factors, options)
-        first = self._decide(label, tuple(o.results[0] for o in options), parts)
-        results = [Placement(first.decision, tuple(o.results[r] for o in options)) for r in range(len(eqn.outvars))]
+        first = self._decide(label, found.results[0], self._costs(number, eqn, factors, found))
+        results = [Placement(first.decision, specs) for specs in found.results]
         self.found.decided.append((number, tuple(results)))
         self.found.placements.update(zip(eqn.outvars, results, strict=True))
-        self._use_operands(number, eqn, factors, first.decision, tuple(o.assignment for o in options))
+        self._use_operands(number, eqn, first.decision, found)
+
+    def _followed(self, number: int, eqn: JaxprEqn, factors: OpFactors, leader: int, specs: Specs) -> Candidates | None:
+        """One candidate for each spec of the operand that leads; None when the equation can't keep one of them."""
+        key = (factors, leader, specs, self._results(eqn), self.flow.marked[number], self._apart_at(number))
+        if key not in self._known_candidates:
+            assignments = followed(factors, leader, specs, self.mesh)
+            found = None
+            if assignments is not None and all(self._fits(number, assignment) for assignment in assignments):
+                options = [self._completions(number, eqn, factors, a, False)[0] for a in assignments]
+                found = Candidates.of(factors, options)
+            self._known_candidates[key] = found
+        return self._known_candidates[key]
+
+    def _candidates(self, number: int, eqn: JaxprEqn, factors: OpFactors) -> Candidates:
+        marked = self.flow.marked[number]
+        if eqn.primitive.name == manual.SHARD_MAP:  # what it may do is not told by factors alone
+            return Candidates.of(factors, self._options(number, eqn, factors, marked))
+        key = (factors, self._results(eqn), marked, self._apart_at(number))
+        found = self._known_candidates.get(key)
+        if found is None:
+            found = self._known_candidates[key] = Candidates.of(factors, self._options(number, eqn, factors, marked))
+        return found
 
     def _options(self, number: int, eqn: JaxprEqn, factors: OpFactors, marked: frozenset[int]) -> list[Option]:
         if eqn.primitive.name == manual.SHARD_MAP:
-            if self.deferred and number in self.body:
+            if self._apart_at(number):
                 raise ShardingError("a shard_map of the step's own decides where examples are")
             return list(completions(factors, manual.assignment(eqn, self.mesh), self._results(eqn), False, self.mesh))
         assignments = [a for a in factors.assignments(self.mesh) if self._fits(number, a)]
@@ -280,20 +301,20 @@ class _Builder:
     def _completions(
         self, number: int, eqn: JaxprEqn, factors: OpFactors, assignment: Assignment, scatter: bool
     ) -> tuple[Option, ...]:
-        if self.deferred and number in self.body:
+        if self._apart_at(number):
             return partial_completions(factors, assignment, self._results(eqn), scatter, self.mesh, self.deferred)
         return completions(factors, assignment, self._results(eqn), scatter, self.mesh)
 
     def _results(self, eqn: JaxprEqn) -> tuple[tuple[tuple[int, ...], int], ...]:
         return tuple((tuple(aval_of(var).shape), aval_of(var).dtype.itemsize) for var in eqn.outvars)
 
-    def _costs(self, number: int, eqn: JaxprEqn, factors: OpFactors, options: Sequence[Option]) -> np.ndarray:
+    def _costs(self, number: int, eqn: JaxprEqn, factors: OpFactors, found: Candidates) -> np.ndarray:
         """Seconds of each option on one device: its kernel (what it moves when fused), and completing partial results.
 
         Shape (2, options).
         """
         if eqn.primitive in regions.MARKERS:
-            return np.zeros((2, len(options)))
+            return np.zeros((2, len(found.options)))
         if eqn.primitive.name == manual.SHARD_MAP:
             return np.array([manual.seconds(eqn, self.costs)]).T * self.repeats[number]
         atoms = () if is_view(eqn) else (*eqn.invars, *eqn.outvars)
@@ -306,11 +327,11 @@ class _Builder:
             factors,
             avals,
             stored,
-            tuple(options),
+            found,
             self._costs_of(eqn.outvars[0]) is self.costs,
         )
         if key not in self._known_costs:
-            self._known_costs[key] = np.array([self._cost(eqn, factors, option, stored) for option in options]).T
+            self._known_costs[key] = np.array([self._cost(eqn, factors, o, stored) for o in found.options]).T
         return self._known_costs[key] * self.repeats[number]
 
     def _cost(self, eqn: JaxprEqn, factors: OpFactors, option: Option, stored: Sequence[bool]) -> tuple[float, float]:
@@ -330,8 +351,12 @@ class _Builder:
 
     # -- microbatches
 
+    def _apart_at(self, number: int) -> bool:
+        """Whether the equation is one of those that devices run apart, along the deferred axes."""
+        return bool(self.deferred) and number in self.body
+
     def _fits(self, number: int, assignment: Assignment) -> bool:
-        return not self.deferred or number not in self.body or fits(assignment, self.flow.marked[number], self.deferred)
+        return not self._apart_at(number) or fits(assignment, self.flow.marked[number], self.deferred)
 
     def _apart(self, path: str, role: Role, specs: Specs) -> Specs:
         """The specs of an input that suit devices which accumulate apart."""
@@ -376,11 +401,9 @@ class _Builder:
         self.found.parts.append(parts)
         return Placement(len(self.found.costs) - 1, specs)
 
-    def _use_operands(
-        self, number: int, eqn: JaxprEqn, factors: OpFactors, decision: int, assignments: tuple[Assignment, ...]
-    ) -> None:
-        for k, atom in enumerate(eqn.invars):
-            self._use(number, k, atom, decision, required(factors, k, assignments))
+    def _use_operands(self, number: int, eqn: JaxprEqn, decision: int, found: Candidates) -> None:
+        for k, (atom, specs) in enumerate(zip(eqn.invars, found.operands, strict=True)):
+            self._use(number, k, atom, decision, specs)
 
     def _use(self, eqn: int | None, operand: int, atom: Atom, decision: int, required: Specs) -> None:
         placement = self._placement(atom)

@@ -8,7 +8,7 @@ from autopar.sharding.problem import ChoiceProblem, InfeasibleError
 
 
 def solve_ilp(problem: ChoiceProblem, time_limit: float) -> tuple[list[int], float]:
-    """The cheapest choice, and how far from the optimum it may be (relative).
+    """The cheapest choice, and a lower bound on what any costs.
 
     The integer program of Alpa (OSDI'22, equation 1): s_i over options, e_ij over pairs of options, whose margins equal s_i
     and s_j, and a row per limit. Options with equal rows in an edge are one *kind* there: e_ij runs over pairs of kinds, which
@@ -92,7 +92,7 @@ def solve_ilp(problem: ChoiceProblem, time_limit: float) -> tuple[list[int], flo
     chosen = [
         int(np.argmax(result.x[start : start + len(cost)])) for start, cost in zip(at, problem.nodes, strict=True)
     ]
-    return chosen, float(result.mip_gap or 0.0)
+    return chosen, scale * float(result.mip_dual_bound or 0.0)
 
 
 def _distinct(*matrices: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -1,16 +1,28 @@
-"""Solving choice problems: exact reductions first, HiGHS for what is left.
+"""Solving choice problems: exact reductions and lower bounds first, HiGHS for what is left."""
 
-The reductions are dead-end elimination (Goldstein 1994: an option goes when another one beats it whatever the neighbours do)
-and folding a decision with at most two neighbours into them.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+import time
 
 import numpy as np
 
+from autopar.sharding.bounds import cap, excess, make_finite, price, sweep, used
 from autopar.sharding.ilp import solve_ilp
-from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Limit, Solution
+from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Solution
+from autopar.sharding.reduction import Reduction
+
+_ROUNDING = 1e-9
+"""Relative difference of costs that may be rounding."""
+
+_ENOUGH = 1e-2
+"""Relative gap with which a large problem (of more than `_SMALL` pairs of options) is solved; small ones are solved exactly."""
+
+_SMALL = 50_000
+
+_PATIENCE = 4
+"""Rounds of sweeps that may find nothing while prices of limits settle."""
+
+_SWEEPS = 3
+"""Sweeps there and back between reductions."""
 
 
 def solve(problem: ChoiceProblem, time_limit: float = 60.0) -> Solution:
@@ -20,175 +32,132 @@ def solve(problem: ChoiceProblem, time_limit: float = 60.0) -> Solution:
         InfeasibleError: every choice holds a forbidden option or pair, or exceeds a limit.
         TimeoutError: HiGHS found no choice within `time_limit` seconds.
     """
-    if problem.limits:  # they seldom bind, and without them the problem is far easier
-        relaxed = solve(ChoiceProblem(problem.nodes, problem.edges), time_limit)
-        if problem.fits(relaxed.choice):
-            return relaxed
-    work = _Reduction(problem)
-    work.reduce()
-    core = sorted(work.costs)
-    gap = 0.0
-    if core:
-        chosen, gap = solve_ilp(work.rest(core), time_limit)
-        work.choice.update((i, int(work.options[i][k])) for i, k in zip(core, chosen, strict=True))
-    for unfold in reversed(work.folded):
-        unfold(work.choice)
-    choice = tuple(work.choice[i] for i in range(len(problem.nodes)))
-    objective = problem.cost(choice)
-    if not np.isfinite(objective) or not problem.fits(choice):
-        raise InfeasibleError("no choice of shardings satisfies every requirement")
-    return Solution(choice, objective, gap, len(core))
+    return _Search(problem, time_limit).run()
 
 
-@dataclass
-class _Reduction:
-    """The problem as it shrinks: live decisions with their live options, and how to undo each fold."""
+class _Search:
+    """The best choice so far, and what is known to bound all others."""
 
-    problem: ChoiceProblem
-    costs: dict[int, np.ndarray] = field(init=False)
-    options: dict[int, np.ndarray] = field(init=False)
-    edges: dict[int, dict[int, np.ndarray]] = field(init=False)
-    choice: dict[int, int] = field(init=False, default_factory=dict)
-    uses: dict[int, np.ndarray] = field(init=False)
-    pairs: dict[int, dict[int, np.ndarray]] = field(init=False, default_factory=dict)
-    bounds: np.ndarray = field(init=False)
-    folded: list[Callable[[dict[int, int]], None]] = field(init=False, default_factory=list)
+    def __init__(self, problem: ChoiceProblem, time_limit: float) -> None:
+        self.problem = problem
+        self.deadline = time.monotonic() + time_limit
+        self.work = Reduction(problem)
+        self.choice: tuple[int, ...] | None = None
+        self.best = math.inf
+        self.bound = -math.inf
+        self.prices = np.zeros(len(problem.limits))
+        self.scale = np.array([max(abs(limit.bound), 1.0) for limit in problem.limits])
 
-    def __post_init__(self) -> None:
-        self.costs = {i: np.array(cost, float) for i, cost in enumerate(self.problem.nodes)}
-        self.options = {i: np.arange(len(cost)) for i, cost in self.costs.items()}
-        self.edges = {i: {} for i in self.costs}
-        self.bounds = np.array([limit.bound for limit in self.problem.limits], float)
-        self.uses = {i: np.zeros((len(self.bounds), len(cost))) for i, cost in self.costs.items()}
-        for row, limit in enumerate(self.problem.limits):
-            for i, use in limit.uses.items():
-                self.uses[i][row] = use
-            for (i, j), use in limit.pairs.items():
-                both = np.zeros((len(self.bounds), *use.shape))
-                both[row] = use
-                self.pairs.setdefault(i, {})[j] = self.pairs.get(i, {}).get(j, 0) + both
-                self.pairs.setdefault(j, {})[i] = self.pairs[i][j].swapaxes(1, 2)
-        for (i, j), cost in self.problem.edges.items():
-            self._join(i, j, np.array(cost, float))
+    def run(self) -> Solution:
+        self.work.reduce(dead_ends=False)
+        make_finite(self.work)
+        self.tighten()
+        self.price(-self.prices)
+        core = 0 if self.closed() else len(self.work.costs)
+        if core and (self.work.size <= _SMALL or self.best - self.bound > _ENOUGH * abs(self.best)):
+            self.finish()
+        elif not self.work.costs:
+            self.offer({})
+            self.bound = self.best  # whatever was dropped is no better
+        if self.choice is None:
+            raise InfeasibleError("no choice of shardings satisfies every requirement")
+        gap = max(0.0, self.best - self.bound) / max(abs(self.best), 1e-30)
+        return Solution(self.choice, self.best, 0.0 if gap < _ROUNDING else gap, core)
 
-    def reduce(self) -> None:
-        pending = set(self.costs)
-        while pending:
-            i = min(pending, key=lambda k: (len(self.edges[k]), len(self.costs[k])))
-            pending.remove(i)
-            dropped = self._drop_dead_ends(i)
-            neighbours = list(self.edges[i])
-            if len(self.costs[i]) == 1:
-                self._settle(i)
-                pending.update(neighbours)
-            elif len(neighbours) <= 2 and i not in self.pairs and (self.uses[i] == self.uses[i][:, :1]).all():
-                self._fold(i)
-                pending.update(neighbours)
-            elif dropped:
-                pending.update(neighbours)
+    def tighten(self) -> None:
+        """Sweep and reduce until nothing is left or nothing moves."""
+        patience = _PATIENCE if self.prices.size else 1
+        searched = False  # for dead ends, which takes long: seldom are there more the next time
+        while self.work.costs and not self.closed() and patience and time.monotonic() < self.deadline:
+            size, slack = self.work.size, self.best - self.bound
 
-    def rest(self, core: list[int]) -> ChoiceProblem:
-        """The problem of the decisions that are left, numbered by their position in `core`."""
-        at = {i: position for position, i in enumerate(core)}
-        edges = {(at[i], at[j]): cost for i in core for j, cost in self.edges[i].items() if i < j}
-        limits = []
-        for row, bound in enumerate(self.bounds):
-            uses = {at[i]: self.uses[i][row] for i in core if self.uses[i][row].any()}
-            pairs = {
-                (at[i], at[j]): use[row]
-                for i, others in self.pairs.items()
-                for j, use in others.items()
-                if i < j and use[row].any()
+            def moved(least: float, size: int = size, slack: float = slack) -> bool:
+                return self.work.size < (1 - least) * size or self.best - self.bound < (1 - least) * slack
+
+            for _ in range(_SWEEPS):
+                order = sorted(self.work.costs)
+                self.look(order)
+                self.set_prices(self.look(order[::-1]))
+            if self.choice is None and math.isinf(slack):
+                self.check_limits()
+            self.reduce(dead_ends=not moved(0.3) and not searched)
+            searched = not moved(0.3)
+            patience -= not moved(0.05)
+
+    def reduce(self, dead_ends: bool) -> None:
+        """Reduce at no price: an option that is dearer only for what it uses is no dead end."""
+        prices = self.prices
+        self.price(-prices)
+        self.work.reduce(dead_ends)
+        self.price(prices)
+
+    def look(self, order: list[int]) -> np.ndarray:
+        """Sweep, and take the choice that this gives if it is a better one; what it uses of each limit above the bound."""
+        chosen = sweep(self.work, order, self.best + self.rounding())
+        self.bound = max(self.bound, self.work.constant)
+        over = used(self.work, chosen) - self.work.bounds
+        cost = self.work.constant + excess(self.work, chosen) - float(self.prices @ over)
+        if cost < self.best:
+            self.offer(chosen)
+        return over
+
+    def set_prices(self, over: np.ndarray) -> None:
+        """Move prices along what was used above bounds, which is a subgradient of the bound (Polyak 1969)."""
+        share = over / self.scale
+        if not share.any():
+            return
+        target = self.best if self.choice else self.work.constant + 0.1 * abs(self.work.constant)
+        step = max(0.0, target - self.work.constant) * share / (share @ share) / self.scale
+        self.price(np.maximum(-self.prices, step))
+
+    def offer(self, core: dict[int, int]) -> None:
+        """Take a choice of the core if it is allowed and better than the best so far."""
+        choice = self.work.complete(core)
+        cost = self.problem.cost(choice)
+        if cost < self.best and self.problem.fits(choice):
+            self.best, self.choice = cost, choice
+
+    def closed(self) -> bool:
+        return self.choice is not None and self.best - self.bound <= self.rounding()
+
+    def rounding(self) -> float:
+        return _ROUNDING * abs(self.best) + 1e-12
+
+    def price(self, change: np.ndarray) -> None:
+        self.prices = self.prices + change
+        if change.any():
+            price(self.work, change)
+
+    def finish(self) -> None:
+        """Leave the rest to HiGHS."""
+        self.work.reduce()
+        cap(self.work, self.best)
+        try:
+            chosen, bound = solve_ilp(self.work.rest(), max(1.0, self.deadline - time.monotonic()))
+        except (InfeasibleError, TimeoutError):
+            if self.choice is None:
+                raise
+            return
+        self.bound = max(self.bound, self.work.constant + bound)
+        self.offer(dict(zip(self.work.costs, chosen, strict=True)))
+
+    def check_limits(self) -> None:
+        """See for each limit what must be used at least: more than its bound, or there is a choice to start from.
+
+        Raises:
+            InfeasibleError: a limit can't be kept, whatever else is given up for it. (HiGHS takes long to see that.)
+        """
+        for limit in self.problem.limits:
+            nodes = [
+                np.where(np.isfinite(cost), limit.uses.get(i, 0.0), np.inf) for i, cost in enumerate(self.problem.nodes)
+            ]
+            edges = {
+                pair: np.where(np.isfinite(cost), limit.pairs.get(pair, 0.0), np.inf)
+                for pair, cost in self.problem.edges.items()
             }
-            limits.append(Limit(uses, bound, pairs))
-        return ChoiceProblem([self.costs[i] for i in core], edges, limits)
-
-    def _join(self, i: int, j: int, cost: np.ndarray) -> None:
-        """Add an edge, on top of one that may be there."""
-        if j in self.edges[i]:
-            cost = cost + self.edges[i][j]
-        self.edges[i][j], self.edges[j][i] = cost, cost.T
-
-    def _drop_dead_ends(self, i: int) -> bool:
-        """Drop the options of `i` that another option beats for every choice of the neighbours."""
-        alive = np.isfinite(self.costs[i])
-        for cost in self.edges[i].values():
-            alive &= np.isfinite(cost).any(axis=1)
-        if not alive.any():
-            raise InfeasibleError("no choice of shardings satisfies every requirement")
-        before = len(alive)
-        if before > 1:
-            margin = np.subtract.outer(_finite(self.costs[i]), _finite(self.costs[i]))
-            for cost in self.edges[i].values():
-                cost = _finite(cost)
-                margin += (cost[:, None, :] - cost[None, :, :]).min(axis=2)
-            # margin[a, b] >= 0: b is never worse than a. Ties are broken towards the lower index. With limits, b must
-            # not use more either.
-            beaten = (margin > 0) | ((margin == 0) & np.tri(before, k=-1, dtype=bool))
-            more = self.uses[i][:, None, :] - self.uses[i][:, :, None]  # by how much b uses more than a, at the worst
-            for use in self.pairs.get(i, {}).values():
-                more = more + (use[:, None, :, :] - use[:, :, None, :]).max(axis=3)
-            beaten &= (more <= 0).all(axis=0)
-            beaten[:, ~alive] = False
-            for a in range(before - 1, -1, -1):
-                if alive[a] and (beaten[a] & alive).any():
-                    alive[a] = False
-        if alive.all():
-            return False
-        self.costs[i], self.options[i] = self.costs[i][alive], self.options[i][alive]
-        self.uses[i] = self.uses[i][:, alive]
-        for j in list(self.pairs.get(i, {})):
-            self.pairs[i][j] = self.pairs[i][j][:, alive]
-            self.pairs[j][i] = self.pairs[i][j].swapaxes(1, 2)
-        for j in list(self.edges[i]):
-            kept = self.edges[i][j][alive]
-            self.edges[i][j], self.edges[j][i] = kept, kept.T
-        return True
-
-    def _settle(self, i: int) -> None:
-        """Take the only option of a decision: its edges become costs of its neighbours."""
-        for j, cost in self.edges.pop(i).items():
-            self.costs[j] = self.costs[j] + cost[0]
-            del self.edges[j][i]
-        for j, use in self.pairs.pop(i, {}).items():
-            self.uses[j] = self.uses[j] + use[:, 0]
-            del self.pairs[j][i]
-            if not self.pairs[j]:
-                del self.pairs[j]
-        self.choice[i] = int(self.options.pop(i)[0])
-        self.bounds -= self.uses.pop(i)[:, 0]
-        del self.costs[i]
-
-    def _fold(self, i: int) -> None:
-        """Eliminate a decision with at most two neighbours: they take over its best answer to each of their options."""
-        neighbours = list(self.edges[i].items())
-        total = self.costs.pop(i).reshape(-1, *(1,) * len(neighbours))
-        for axis, (_, cost) in enumerate(neighbours):
-            shape = [len(cost), *(1,) * len(neighbours)]
-            shape[axis + 1] = cost.shape[1]
-            total = total + cost.reshape(shape)
-        best = total.argmin(axis=0)
-        least = total.min(axis=0)
-        names = [j for j, _ in neighbours]
-        self.bounds -= self.uses.pop(i)[:, 0]  # the same for all its options
-        options, theirs = self.options.pop(i), {j: self.options[j] for j in names}
-        del self.edges[i]
-        for j in names:
-            del self.edges[j][i]
-        if len(names) == 1:
-            self.costs[names[0]] = self.costs[names[0]] + least
-        elif len(names) == 2:
-            self._join(names[0], names[1], least)
-        elif not np.isfinite(least):
-            raise InfeasibleError("no choice of shardings satisfies every requirement")
-
-        def unfold(choice: dict[int, int]) -> None:
-            position = tuple(int(np.searchsorted(theirs[j], choice[j])) for j in names)
-            choice[i] = int(options[best[position]])
-
-        self.folded.append(unfold)
-
-
-def _finite(cost: np.ndarray) -> np.ndarray:
-    """Forbidden entries as a cost that no sum of real ones reaches, so that differences stay numbers."""
-    return np.where(np.isfinite(cost), cost, 1e12)
+            least = solve(ChoiceProblem(nodes, edges), max(1.0, self.deadline - time.monotonic()))
+            if least.objective - least.gap * abs(least.objective) > limit.bound + 1e-6 * abs(limit.bound):
+                raise InfeasibleError("no choice of shardings keeps within every limit")
+            cost = self.problem.cost(least.choice)
+            if cost < self.best and self.problem.fits(least.choice):
+                self.best, self.choice = cost, least.choice

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from autopar.sharding.ilp import solve_ilp
-from autopar.sharding.problem import ChoiceProblem, InfeasibleError
+from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Limit
 from autopar.sharding.solver import solve
 from tests.generators import choice_problems
 
@@ -48,6 +48,43 @@ def test_chains_and_trees_need_no_integer_program():
     chain = ChoiceProblem(nodes, {(i, i + 1): rng.random((8, 8)) for i in range(199)})
     tree = ChoiceProblem(nodes, {((i - 1) // 2, i): rng.random((8, 8)) for i in range(1, 200)})
     assert solve(chain).core == solve(tree).core == 0
+
+
+def repeated_layers(count: int) -> ChoiceProblem:
+    """Blocks of four decisions, each coupled to all others of its block and two to the next block; all blocks alike."""
+    rng = np.random.default_rng(0)
+    cost = [rng.random(3) for _ in range(4)]
+    inside = {(a, b): 0.3 * rng.random((3, 3)) for a in range(4) for b in range(a + 1, 4)}
+    onward = 0.3 * rng.random((3, 3))
+    edges = {(4 * n + a, 4 * n + b): c for n in range(count) for (a, b), c in inside.items()}
+    edges |= {(4 * n + a, 4 * n + 4 + a): onward for n in range(count - 1) for a in range(2)}
+    return ChoiceProblem(cost * count, edges)
+
+
+def test_layers_that_repeat_are_solved_as_the_integer_program_solves_them():
+    problem = repeated_layers(6)
+    solution = solve(problem)
+    assert solution.gap == 0
+    assert solution.objective == pytest.approx(problem.cost(solve_ilp(problem, 60)[0]))
+    assert solve(problem) == solution
+
+
+def test_a_limit_that_binds_is_kept_at_the_least_cost():
+    free = repeated_layers(3)
+    use = {i: np.arange(3.0)[::-1] for i in range(12)}
+    much = Limit(use, 0.0).used(solve(free).choice)
+    problem = ChoiceProblem(free.nodes, free.edges, [Limit(use, 0.6 * much)])
+    solution = solve(problem)
+    assert problem.fits(solution.choice)
+    assert solution.objective == pytest.approx(problem.cost(solve_ilp(problem, 60)[0]))
+    assert solution.objective > solve(free).objective
+
+
+def test_a_limit_below_the_least_use_is_refused():
+    free = repeated_layers(3)
+    use = {i: np.arange(1.0, 4.0) for i in range(12)}
+    with pytest.raises(InfeasibleError, match="every limit"):
+        solve(ChoiceProblem(free.nodes, free.edges, [Limit(use, 11.9)]))
 
 
 def test_a_problem_without_decisions_costs_nothing():

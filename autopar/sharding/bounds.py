@@ -1,0 +1,108 @@
+"""Lower bounds on a choice problem by moving costs between decisions and their edges, and what they rule out.
+
+Costs are moved so that every choice costs what it did, none is negative, and the constant part grows: it is a lower bound on
+all choices, and an option that alone costs more than a known choice is above that bound can go. This is sequential tree-
+reweighted message passing (Kolmogorov, PAMI 2006), written as moves of cost; it solves the dual of the linear program that
+HiGHS starts from. Layers that repeat pass the bound along as a chain does, in few sweeps.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from autopar.sharding.reduction import Reduction
+
+
+def make_finite(work: Reduction) -> None:
+    """Replace forbidden costs by one that is more than any allowed choice costs, and make the least cost of everything 0."""
+    normalise(work)
+    arrays = [*work.costs.values(), *(cost for i, j, cost in _edges(work))]
+    enough = 1.0 + sum(float(np.max(cost, where=np.isfinite(cost), initial=0.0)) for cost in arrays)
+    for cost in arrays:
+        cost[~np.isfinite(cost)] = enough
+
+
+def normalise(work: Reduction) -> None:
+    """Move the least cost of each decision and edge to the constant."""
+    for cost in (*work.costs.values(), *(cost for i, j, cost in _edges(work))):
+        least = cost.min()
+        if np.isfinite(least):
+            cost -= least
+            work.constant += float(least)
+
+
+def cap(work: Reduction, best: float) -> None:
+    """Lower the costs that no choice better than `best` can hold to one that it can't hold either."""
+    if np.isfinite(best):
+        enough = 1.01 * (best - work.constant) + 1e-9 * abs(best)
+        for cost in (*work.costs.values(), *(cost for i, j, cost in _edges(work))):
+            np.minimum(cost, enough, out=cost)
+
+
+def sweep(work: Reduction, order: Iterable[int], best: float) -> dict[int, int]:
+    """Visit decisions in `order`: gather what edges cost at least, drop options that can't beat `best`, and pass the rest on.
+
+    Returns a choice made on the way, each decision's best answer to those before it.
+    """
+    choice: dict[int, int] = {}
+    for i in order:
+        cost, edges = work.costs[i], work.edges[i]
+        for pairs in edges.values():
+            least = pairs.min(axis=1)
+            pairs -= least[:, None]
+            cost += least
+        least = cost.min()
+        cost -= least
+        work.constant += float(least)
+        alive = cost <= best - work.constant
+        if not alive.all() and alive.any():
+            work.keep(i, alive)
+            cost, edges = work.costs[i], work.edges[i]
+        answer = cost.copy()
+        for j, pairs in edges.items():
+            if j in choice:
+                answer += pairs[:, choice[j]]
+        choice[i] = int(answer.argmin())
+        later = [pairs for j, pairs in edges.items() if j not in choice]
+        if later:
+            share = cost / max(len(later), len(edges) - len(later))
+            for pairs in later:
+                pairs += share[:, None]
+            cost -= share * len(later)
+    return choice
+
+
+def excess(work: Reduction, choice: dict[int, int]) -> float:
+    """What `choice` costs above the constant."""
+    nodes = sum(float(work.costs[i][k]) for i, k in choice.items())
+    return nodes + sum(float(cost[choice[i], choice[j]]) for i, j, cost in _edges(work))
+
+
+def price(work: Reduction, change: np.ndarray) -> None:
+    """Raise the price of what limits bound by `change` (seconds per unit of each limit): what is used above a bound costs.
+
+    With prices that are not negative, the constant stays a lower bound on the choices that keep within the limits.
+    """
+    for i, uses in work.uses.items():
+        work.costs[i] = work.costs[i] + change @ uses
+    for i, others in work.pairs.items():
+        for j, uses in others.items():
+            if i < j:
+                work.join(i, j, np.tensordot(change, uses, 1))
+    work.constant -= float(change @ work.bounds)
+    normalise(work)
+
+
+def used(work: Reduction, choice: dict[int, int]) -> np.ndarray:
+    """What `choice` uses of each limit."""
+    total = np.zeros(len(work.bounds))
+    for i, k in choice.items():
+        total += work.uses[i][:, k]
+        for j, uses in work.pairs.get(i, {}).items():
+            if i < j:
+                total += uses[:, k, choice[j]]
+    return total
+
+
+def _edges(work: Reduction) -> Iterable[tuple[int, int, np.ndarray]]:
+    return [(i, j, cost) for i, others in work.edges.items() for j, cost in others.items() if i < j]
