@@ -72,7 +72,7 @@ class Value(_Array):
 
     Attributes:
         path: what the user calls it, e.g. `0/params/Dense_0/kernel`.
-        role: "batch", "parameter", "state" (carried, but no parameter), "other", or "output".
+        role: "batch", "parameter", "state" (carried, but no parameter), "received" from another stage, "other", or "output".
         axes: for a parameter, what each mesh axis of more than one device does with it.
     """
 
@@ -103,6 +103,8 @@ class Stage(_Model):
         mesh_shape, axis_names: the logical mesh.
         constraints: what the step's values inside are pinned to.
         deferred: mesh axes along which devices accumulate gradients apart, and complete them once, after the last microbatch.
+        layers: in a pipeline, the layers that it consists of.
+        devices: in a pipeline, the numbers of its devices in the cluster; otherwise the first ones.
     """
 
     mesh_shape: tuple[int, ...]
@@ -111,10 +113,24 @@ class Stage(_Model):
     outputs: tuple[Value, ...]
     constraints: tuple[Constraint, ...] = ()
     deferred: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()
 
     @property
     def mesh(self) -> LogicalMesh:
         return LogicalMesh(self.mesh_shape, self.axis_names)
+
+
+class PipelineSchedule(_Model):
+    """In which order the stages of a pipeline run.
+
+    Attributes:
+        name: see `autopar.pipeline.schedules.schedule_names`.
+        num_chunks: stages on each submesh; stage s is on submesh s modulo the number of submeshes.
+    """
+
+    name: str
+    num_chunks: PositiveInt = 1
 
 
 class TimeSplit(_Model):
@@ -135,6 +151,7 @@ class Plan(_Model):
         options: limits that it was made within.
         cluster: name of the cluster it was made for.
         num_micro_batches: parts that the batch is cut into, gradients being accumulated over them.
+        pipeline: the schedule, if the stages form a pipeline.
         predicted_seconds: the planner's estimate of one step; predicted_split: what that time goes to.
         predicted_bytes: its estimate of the memory that one device needs.
         gap: proven relative distance of that estimate from the best one; None where nothing was proven.
@@ -150,6 +167,7 @@ class Plan(_Model):
     cluster: str
     num_micro_batches: int = 1
     stages: tuple[Stage, ...]
+    pipeline: PipelineSchedule | None = None
     predicted_seconds: float
     predicted_split: TimeSplit
     predicted_bytes: int

@@ -53,13 +53,13 @@ def make_plan(
         options=options,
         cluster=cluster.name,
         num_micro_batches=step.num_micro_batches,
-        stages=(_stage(step, mesh, shardings),),
+        stages=(stage_of(step, mesh, shardings),),
         predicted_seconds=shardings.seconds,
         predicted_split=TimeSplit(**shardings.split._asdict()),
         predicted_bytes=round(shardings.peak_bytes),
         gap=shardings.gap,
         planning_seconds=shardings.solve_seconds,
-        warnings=(*shardings.warnings, *_warnings(step)),
+        warnings=(*shardings.warnings, *coverage_warnings(step)),
     )
     plan = with_axis_uses(step, plan)
     if options.mode == "manual":
@@ -78,7 +78,8 @@ def _left_to_xla(step: StepGraph, plan: Plan) -> Plan:
     return plan.model_copy(update={"stages": (stage,), "warnings": (warning, *plan.warnings)})
 
 
-def _stage(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:
+def stage_of(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:
+    """A solved sharding as a part of a plan."""
     full = jax.tree.leaves(step.in_avals)
     inputs = [
         Value(path=path, role=role, spec=spec, **_array(aval))
@@ -113,7 +114,7 @@ def _array(aval: Any) -> dict[str, Any]:
     return {"shape": aval.shape, "dtype": str(aval.dtype), "itemsize": aval.dtype.itemsize}
 
 
-def _warnings(step: StepGraph) -> tuple[str, ...]:
+def coverage_warnings(step: StepGraph) -> tuple[str, ...]:
     """For each primitive that is planned as replicated for want of a better rule, and for loops of unknown length."""
     counts = Counter(
         eqn.primitive.name for eqn in step.jaxpr.eqns if eqn.outvars and is_replicated_only(eqn.primitive.name)

@@ -34,6 +34,7 @@ class StepGraph:
         name: what the user calls the function.
         microbatching: how microbatches are put together, in which case the jaxpr is that of one microbatch; None otherwise.
         received: of a stage of a pipeline, the inputs that come from other stages, with their batch dims.
+        handed_on: of a stage of a pipeline, the values that go from one of its programs to another.
         retrace: the same step, traced for another number of microbatches; None for a graph that was not traced from a function.
     """
 
@@ -48,6 +49,7 @@ class StepGraph:
     name: str = "the step"
     microbatching: Microbatching | None = None
     received: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    handed_on: tuple[Var, ...] = ()
     retrace: "Callable[[int], StepGraph] | None" = field(default=None, repr=False, compare=False)
 
     def cut(self, ways: int) -> "StepGraph":

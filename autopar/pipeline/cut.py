@@ -227,25 +227,29 @@ class _Builder:
         self.maker.update((var, unit) for unit in self.moved for var in unit.makes)
 
     def _accumulate(self, atom: Atom, total: Var, combine: Combine) -> None:
-        unit = self.maker.get(atom) if isinstance(atom, Var) else None
-        if unit is not None and combine != "same" and self._adds_stages(unit, atom):
+        assert isinstance(atom, Var), "constants are not accumulated"
+        unit = self.maker.get(atom)
+        if (
+            unit is not None
+            and (combine != "same" or self.step.num_micro_batches == 1)
+            and self._adds_stages(unit, atom)
+        ):
             ((number, eqn),) = unit.eqns
-            parts = [Var(a.aval) for a in eqn.invars]
+            parts = [Var(var.aval) for var in unit.reads]
             del self.task_of[_key(unit)]
             self.body.remove(unit)
-            for part, each in zip(eqn.invars, parts, strict=True):
+            for part, each in zip(unit.reads, parts, strict=True):
                 self._accumulate(part, each, combine)
             after = eqn.replace(invars=list(parts), outvars=[total])
             self.moved.append(_Unit(((number, after),), tuple(parts), (total,)))
             return
-        assert isinstance(atom, Var), "constants are not accumulated"
         task = self.task_of.get(_key(unit), Task(0, "F")) if unit is not None else Task(0, "F")
         self.totals[task].append(Total(atom, total, combine))
         self.total_stage[total] = task.stage
 
-    def _adds_stages(self, unit: _Unit, atom: Atom) -> bool:
+    def _adds_stages(self, unit: _Unit, var: Var) -> bool:
         """Whether the unit adds up what several stages made, for nobody but the accumulation."""
-        if unit.eqns[0][1].primitive.name not in ("add", "add_any") or self.readers[atom] > 0 or len(unit.reads) != 2:
+        if unit.eqns[0][1].primitive.name not in ("add", "add_any") or self.readers[var] > 0 or len(unit.reads) != 2:
             return False
         if len(unit.eqns[0][1].invars) != len(unit.reads):
             return False

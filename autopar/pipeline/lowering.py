@@ -1,7 +1,7 @@
 """The tasks of a pipeline as jitted functions, each on the mesh of its stage."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,8 +45,11 @@ class TaskFunction:
 class StageLowering:
     """What a stage's plan means for its values and tasks on a mesh."""
 
-    def __init__(self, cut: Cut, found: StageGraph, stage: Stage, mesh: Mesh) -> None:
+    def __init__(
+        self, cut: Cut, found: StageGraph, stage: Stage, mesh: Mesh, donated: frozenset[int] = frozenset()
+    ) -> None:
         self.cut, self.graph, self.stage, self.mesh = cut, found, stage, mesh
+        self.donated = {cut.step.jaxpr.invars[i] for i in donated if cut.input_stages[i][0] == found.stage}
         jaxpr = found.step.jaxpr
         self.specs: dict[Var, Spec] = {var: value.spec for var, value in zip(jaxpr.invars, stage.inputs, strict=True)}
         self._wanted: dict[tuple[int, str], dict[int, NamedSharding]] = defaultdict(dict)
@@ -96,9 +99,24 @@ class StageLowering:
             run,
             in_shardings=in_shardings,
             out_shardings=[*map(self.sharding, (*results, *totals))],
-            donate_argnums=tuple(range(len(reads), len(in_shardings))),
+            donate_argnums=(*self._used_up(task), *range(len(reads), len(in_shardings))),
         )
         return TaskFunction(task, reads, results, totals, jitted, in_shardings)
+
+    def _used_up(self, task: Task) -> list[int]:
+        """The operands, of an update, that nothing reads after it and whose next values it makes."""
+        step = self.cut.step
+        later = [t for t in self.graph.tasks if t.phase == "U" and t.round > task.round]
+        after = {var for other in later for var in self.cut.reads[other]}
+        next_of = {step.jaxpr.invars[i]: step.jaxpr.outvars[o] for o, i in step.carried.items()}
+        return [
+            k
+            for k, var in enumerate(self.cut.reads[task])
+            if task.phase == "U"
+            and var in self.donated
+            and var not in after
+            and next_of.get(var) in self.cut.results[task]
+        ]
 
     def _constrain(self, side: str, number: int, values: Sequence[Any]) -> list[Any]:
         values = list(values)
@@ -106,6 +124,3 @@ class StageLowering:
             if values[index] is not None:  # a branch sees its own
                 values[index] = jax.lax.with_sharding_constraint(values[index], sharding)
         return values
-
-
-type MakeMesh = Callable[[Stage], Mesh]

@@ -33,7 +33,7 @@ class PlannedPipeline:
         if pipeline is None:
             raise PlanError("this plan is not for a pipeline")
         meshes = len(self.plan.stages) // pipeline.num_chunks
-        return make_schedule(pipeline.schedule, Pipeline(meshes, self.plan.num_micro_batches, pipeline.num_chunks))
+        return make_schedule(pipeline.name, Pipeline(meshes, self.plan.num_micro_batches, pipeline.num_chunks))
 
     @cached_property
     def cut(self) -> Cut:

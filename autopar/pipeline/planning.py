@@ -1,16 +1,16 @@
 """Planning a pipeline: which layers form a stage, which devices it gets, and how it is sharded over them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from autopar.devices import logical_mesh
 from autopar.pipeline.cut import cut_step
 from autopar.pipeline.planned import num_layers
-from autopar.pipeline.schedules import Pipeline, schedule_kind
+from autopar.pipeline.schedules import Pipeline, make_schedule
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
-from autopar.plan import Plan, Schedule, Stage
-from autopar.planning import stage_of
+from autopar.plan import PipelineSchedule, Plan, Stage, TimeSplit
+from autopar.planning import coverage_warnings, stage_of
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.planner import Shardings, plan_shardings
 from autopar.trace import StepGraph
@@ -53,21 +53,25 @@ class UniformStageOption:
     submesh_physical_shape: tuple[int, int] | None = None
     submesh_logical_shape: tuple[int, ...] | None = None
 
-    def assign(self, num_layers: int, num_devices: int, options: ShardingOptions) -> list[Assignment]:
-        """The stages. Raises StageError when there are too few layers or devices."""
-        count = num_layers if self.num_stages is None else self.num_stages
-        if count < 1 or count > num_layers:
-            raise StageError(f"{count} stages from {num_layers} layer(s); a stage needs at least one layer")
+    def assign(self, num_layers: int, num_devices: int, options: ShardingOptions, num_chunks: int) -> list[Assignment]:
+        """The stages, `num_chunks` on each submesh. Raises StageError when there are too few layers or devices."""
+        stages = num_layers if self.num_stages is None else self.num_stages
+        if stages < 1 or stages > num_layers:
+            raise StageError(f"{stages} stages from {num_layers} layer(s); a stage needs at least one layer")
+        if stages % num_chunks:
+            raise StageError(f"{stages} stages can't be shared by submeshes with {num_chunks} chunks each")
+        count = stages // num_chunks
         each = num_devices // count if self.submesh_physical_shape is None else prod(self.submesh_physical_shape)
         if each < 1 or each * count > num_devices:
             raise StageError(
-                f"{count} stages of {max(each, 1)} device(s) each need {count * max(each, 1)}, there are {num_devices}"
+                f"{count} submeshes of {max(each, 1)} device(s) need {count * max(each, 1)}, there are {num_devices}"
             )
         shapes = logical_shapes(each) if self.submesh_logical_shape is None else (tuple(self.submesh_logical_shape),)
-        bounds = [num_layers * s // count for s in range(count + 1)]
+        bounds = [num_layers * s // stages for s in range(stages + 1)]
+        devices = [tuple(range(mesh * each, (mesh + 1) * each)) for mesh in range(count)]
         return [
-            Assignment(tuple(range(bounds[s], bounds[s + 1])), tuple(range(s * each, (s + 1) * each)), shapes, options)
-            for s in range(count)
+            Assignment(tuple(range(bounds[s], bounds[s + 1])), devices[s % count], shapes, options)
+            for s in range(stages)
         ]
 
 
@@ -87,10 +91,10 @@ class ManualStageOption:
     submesh_logical_shapes: Sequence[tuple[int, ...]]
     submesh_autosharding_option_dicts: Sequence[dict] = field(default_factory=tuple)
 
-    def assign(self, num_layers: int, num_devices: int, options: ShardingOptions) -> list[Assignment]:
+    def assign(self, num_layers: int, num_devices: int, options: ShardingOptions, num_chunks: int) -> list[Assignment]:
         """The stages. Raises StageError when they don't fit together."""
-        from dataclasses import replace
-
+        if num_chunks != 1:
+            raise StageError("a manual stage option gives each stage a submesh of its own; use a UniformStageOption")
         stages = [tuple(layers) for layers in self.forward_stage_layer_ids]
         count = len(stages)
         if [layer for layers in stages for layer in layers] != list(range(num_layers)):
@@ -141,12 +145,10 @@ def make_pipeline_plan(
             "the step has no layers: decorate the loss function with autopar.manual_layer_construction or"
             " autopar.automatic_layer_construction, or give the method a layer_option, and differentiate with autopar.grad"
         )
-    assigned = stage_option.assign(layers, cluster.num_devices, options)
-    if len(assigned) % num_chunks:
-        raise StageError(f"{len(assigned)} stages can't be shared by meshes with {num_chunks} chunks each")
+    assigned = stage_option.assign(layers, cluster.num_devices, options, num_chunks)
     pipeline = Pipeline(len(assigned) // num_chunks, step.num_micro_batches, num_chunks)
-    schedule_kind(schedule, pipeline)
-    cut = cut_step(step, [s for s, each in enumerate(assigned) for _ in each.layers])
+    phases = make_schedule(schedule, pipeline).phases
+    cut = cut_step(step, [s for s, each in enumerate(assigned) for _ in each.layers], "W" in phases)
     budget = cluster.device.usable_bytes if memory_budget is None else memory_budget
     stages = [
         _plan_stage(found, each, cluster, costs or ClusterCosts(cluster), budget)
@@ -154,18 +156,22 @@ def make_pipeline_plan(
     ]
     seconds = [found.seconds for _, found in stages]
     count = step.num_micro_batches
+    slowest = stages[seconds.index(max(seconds))][1]
     return Plan(
+        step=step.name,
         fingerprint=step.fingerprint,
         method=method,
+        options=options,
         cluster=cluster.name,
         num_micro_batches=count,
         stages=tuple(stage for stage, _ in stages),
-        pipeline=Schedule(schedule=schedule, num_chunks=num_chunks),
+        pipeline=PipelineSchedule(name=schedule, num_chunks=num_chunks),
         predicted_seconds=(sum(seconds) + (count - 1) * max(seconds)) / count,
+        predicted_split=TimeSplit(**slowest.split._asdict()),
         predicted_bytes=round(max(found.peak_bytes for _, found in stages)),
-        gap=max(found.gap for _, found in stages),
+        gap=max((found.gap for _, found in stages if found.gap is not None), default=None),
         planning_seconds=sum(found.solve_seconds for _, found in stages),
-        warnings=tuple(dict.fromkeys(warning for _, found in stages for warning in found.warnings)),
+        warnings=(*dict.fromkeys(w for _, found in stages for w in found.warnings), *coverage_warnings(step)),
     )
 
 
@@ -176,7 +182,7 @@ def _plan_stage(
     plans = []
     for shape in assigned.shapes:
         mesh = logical_mesh(shape)
-        shardings = plan_shardings(found.step, mesh, costs, assigned.options, budget, kept=found.handed_on)
+        shardings = plan_shardings(found.step, mesh, costs, assigned.options, budget)
         plans.append((shardings.seconds, shape, mesh, shardings))
     _, _, mesh, shardings = min(plans, key=lambda each: each[:2])
     stage = stage_of(found.step, mesh, shardings)

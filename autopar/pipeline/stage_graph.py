@@ -24,7 +24,6 @@ class StageGraph:
         inputs: for each of the first inputs, its number in the whole step.
         received, sent: values from and for other stages.
         outputs: for each of the first outputs, its number in the whole step.
-        handed_on: values that go from one task of the stage to another.
         tasks: for each task its equations, numbered as in `step`.
     """
 
@@ -34,7 +33,6 @@ class StageGraph:
     received: tuple[Var, ...]
     outputs: tuple[int, ...]
     sent: tuple[Var, ...]
-    handed_on: tuple[Var, ...]
     tasks: dict[Task, tuple[Numbered, ...]]
 
 
@@ -91,6 +89,7 @@ def _stage_graph(cut: Cut, stage: int, batch_dims: dict[Var, frozenset[int]]) ->
     names = [*(step.in_paths[i] for i in inputs), *(f"received/{k}" for k in range(len(received)))]
     out_names = [*(step.out_paths[o] for o in outputs), *(f"sent/{k}" for k in range(len(sent)))]
     place = {i: position for position, i in enumerate(inputs)}
+    totals = {each.total for task in mine for each in cut.totals.get(task, ())}
     whole = StepGraph(
         jaxpr=jaxpr,
         in_paths=tuple(names),
@@ -103,12 +102,12 @@ def _stage_graph(cut: Cut, stage: int, batch_dims: dict[Var, frozenset[int]]) ->
         out_tree=jax.tree.structure(outvars),
         fingerprint=graph.fingerprint(jaxpr),
         microbatching=Microbatching(micro.count, tuple(body), tuple(tail), tuple(marks), tuple(combine)),
+        name=f"{step.name}, stage {stage}",
+        handed_on=tuple(var for var in read if var in made and var not in totals),
         received={len(inputs) + k: batch_dims.get(var, frozenset()) for k, var in enumerate(received)},
     )
-    totals = {each.total for task in mine for each in cut.totals.get(task, ())}
-    handed_on = tuple(var for var in read if var in made and var not in totals)
     tasks = {task: tuple((numbers[number], eqn) for number, eqn in cut.eqns[task]) for task in mine}
-    return StageGraph(stage, whole, inputs, received, outputs, sent, handed_on, tasks)
+    return StageGraph(stage, whole, inputs, received, outputs, sent, tasks)
 
 
 def _makes(cut: Cut, stage: int, atom: graph.Atom) -> bool:

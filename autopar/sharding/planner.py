@@ -221,6 +221,10 @@ def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, peak_b
             pinned[var] = Constraint(made_by[var][0], "out", made_by[var][1], present)
 
     moves = _before_passing(step, moves, pinned)
+    for var in step.handed_on:
+        placement = decisions.placements[var]
+        spec = placement.specs[choice[placement.decision]] if placement else replicated(aval_of(var).ndim)
+        pinned.setdefault(var, Constraint(made_by[var][0], "out", made_by[var][1], spec))
 
     def output_spec(o: int, atom: Atom) -> Spec:
         placement = decisions.outputs.get(o)
