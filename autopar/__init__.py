@@ -12,17 +12,31 @@ silence_idle_plugin()
 from autopar import inspect, testing, util  # noqa: E402 (nothing may start JAX's backends before)
 from autopar.api import ParallelizedFunction, init, parallelize, plan_step, predict, shutdown  # noqa: E402
 from autopar.gradients import grad, value_and_grad  # noqa: E402
+from autopar.layers import (  # noqa: E402
+    AutoLayerOption,
+    LayerError,
+    ManualLayerOption,
+    automatic_layer_construction,
+    automatic_remat,
+    manual_layer_construction,
+    manual_remat,
+    mark_pipeline_boundary,
+)
 from autopar.methods import (  # noqa: E402
     DataParallel,
     ManualShardParallel,
+    PipeshardParallel,
     PlanMethod,
     ShardParallel,
     Zero2Parallel,
     Zero3Parallel,
+    get_3d_parallel_method,
 )
 from autopar.microbatch import MicrobatchError  # noqa: E402
+from autopar.pipeline.planning import ManualStageOption, StageError, UniformStageOption  # noqa: E402
 from autopar.plan import Plan, PlanError  # noqa: E402
 from autopar.runtime.executable import Executable  # noqa: E402
+from autopar.runtime.pipeline import PipelineExecutable  # noqa: E402
 from autopar.sharding.options import ShardingOptions  # noqa: E402
 from autopar.sharding.pins import ShardingError  # noqa: E402
 from autopar.sharding.planner import MemoryBudgetError  # noqa: E402
@@ -31,26 +45,40 @@ from autopar.sharding.rules import MissingRuleError  # noqa: E402
 from autopar.trace import TraceError  # noqa: E402
 
 __all__ = [
+    "AutoLayerOption",
     "DataParallel",
     "Executable",
     "InfeasibleError",
+    "LayerError",
+    "ManualLayerOption",
     "ManualShardParallel",
+    "ManualStageOption",
     "MemoryBudgetError",
     "MicrobatchError",
     "MissingRuleError",
     "ParallelizedFunction",
+    "PipelineExecutable",
+    "PipeshardParallel",
     "Plan",
     "PlanError",
     "PlanMethod",
     "ShardParallel",
     "ShardingError",
     "ShardingOptions",
+    "StageError",
     "TraceError",
+    "UniformStageOption",
     "Zero2Parallel",
     "Zero3Parallel",
+    "automatic_layer_construction",
+    "automatic_remat",
+    "get_3d_parallel_method",
     "grad",
     "init",
     "inspect",
+    "manual_layer_construction",
+    "manual_remat",
+    "mark_pipeline_boundary",
     "parallelize",
     "plan_step",
     "predict",

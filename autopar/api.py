@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import wraps
+from math import prod
 from typing import Any, Literal
 
 import jax
@@ -10,17 +11,23 @@ import numpy as np
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
-from autopar.devices import cluster_of, device_mesh, logical_mesh
+from autopar.devices import cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.lower import compile_program
-from autopar.methods import Method, PlanMethod, PlanningMethod, ShardParallel
-from autopar.plan import Plan
+from autopar.methods import Method, PipeshardParallel, PlanMethod, PlanningMethod, ShardParallel
+from autopar.pipeline.lowering import compile_pipeline
+from autopar.pipeline.planned import PlannedPipeline
+from autopar.pipeline.planning import make_pipeline_plan
+from autopar.plan import PipelineSchedule, Plan
 from autopar.planning import make_plan
 from autopar.runtime.executable import Executable
+from autopar.runtime.pipeline import PipelineExecutable
 from autopar.sharding.spec import LogicalMesh
 from autopar.trace import StepGraph, abstract, trace
 from simulator.cluster import Cluster
 from simulator.engine import simulate
 from simulator.timeline import Timeline
+
+type AnyExecutable = Executable | PipelineExecutable
 
 type Argnums = Literal["auto"] | int | Sequence[int]
 
@@ -77,8 +84,8 @@ class ParallelizedFunction:
         self._static_argnums: Argnums = static_argnums
         self._donate_argnums: Argnums = donate_argnums
         self._batch_argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
-        self._executables: dict[Any, Executable] = {}
-        self._last: tuple[tuple[int, ...], tuple[Any, ...], Executable] | None = None
+        self._executables: dict[Any, AnyExecutable] = {}
+        self._last: tuple[tuple[int, ...], tuple[Any, ...], AnyExecutable] | None = None
 
     def __call__(self, *args: Any) -> Any:
         if self._last is not None:
@@ -91,11 +98,11 @@ class ParallelizedFunction:
         executable, dynamic = self._prepare(args)
         return executable(*executable.shard_args(*dynamic))
 
-    def get_executable(self, *args: Any) -> Executable:
+    def get_executable(self, *args: Any) -> AnyExecutable:
         """The executable for arguments like these, compiled if need be; ShapeDtypeStructs will do."""
         return self._prepare(args)[0]
 
-    def get_last_executable(self) -> Executable | None:
+    def get_last_executable(self) -> AnyExecutable | None:
         """The executable of the last call."""
         return self._last[2] if self._last else None
 
@@ -104,7 +111,7 @@ class ParallelizedFunction:
         executable, dynamic = self._prepare(args)
         return executable.shard_args(*dynamic)
 
-    def _prepare(self, args: Sequence[Any]) -> tuple[Executable, tuple[Any, ...]]:
+    def _prepare(self, args: Sequence[Any]) -> tuple[AnyExecutable, tuple[Any, ...]]:
         static = _static_argnums(self._static_argnums, args)
         dynamic = tuple(_without(args, static))
         static_args = tuple(args[i] for i in static)
@@ -119,7 +126,7 @@ class ParallelizedFunction:
         self._last = (static, static_args, executable)
         return executable, dynamic
 
-    def _compile(self, args: Sequence[Any], static: tuple[int, ...]) -> Executable:
+    def _compile(self, args: Sequence[Any], static: tuple[int, ...]) -> AnyExecutable:
         start = time.perf_counter()
         kept = [i for i in range(len(args)) if i not in static]
 
@@ -137,23 +144,35 @@ class ParallelizedFunction:
         dynamic = [args[i] for i in kept]
         batch = positions([i for i in self._batch_argnums if i < len(args)])
         donated = positions(_donate_argnums(self._donate_argnums, args))
-        step, plan, mesh = self._plan(fun, dynamic, batch)
-        return Executable(step, plan, mesh, donated, time.perf_counter() - start)
+        return self._executable(fun, dynamic, batch, donated, start)
 
-    def _plan(
-        self, fun: Callable[..., Any], args: Sequence[Any], batch: tuple[int, ...]
-    ) -> tuple[StepGraph, Plan, Mesh]:
+    def _executable(
+        self,
+        fun: Callable[..., Any],
+        args: Sequence[Any],
+        batch: tuple[int, ...],
+        donated: tuple[int, ...],
+        start: float,
+    ) -> AnyExecutable:
         match self.method:
             case PlanMethod(plan, devices):
-                step = trace(fun, args, batch, plan.num_micro_batches)
+                step = trace_for(plan, fun, args, batch)
+                if plan.pipeline is not None:
+                    meshes = submeshes(devices, plan.stages)
+                    return _pipeline(PlannedPipeline(step, plan), meshes, args, donated, start)
                 plan.check(step.fingerprint)
-                return step, plan, device_mesh(devices, plan.stages[0].mesh_shape)
+                return Executable(step, plan, device_mesh(devices, plan.stages[0].mesh_shape), donated, _since(start))
+            case PipeshardParallel() as method:
+                mesh = device_mesh(method.devices)
+                cluster = cluster_of(mesh) if method.cluster is None else _cluster(method.cluster)
+                step, plan = _plan_pipeline(fun, args, batch, method, cluster.first_devices(mesh.size))
+                return _pipeline(PlannedPipeline(step, plan), submeshes(mesh, plan.stages), args, donated, start)
             case PlanningMethod() as method:
                 mesh = device_mesh(method.devices)
                 step = trace(fun, args, batch, method.num_micro_batches)
                 logical = LogicalMesh(mesh.devices.shape, mesh.axis_names)
                 cluster = cluster_of(mesh) if method.cluster is None else _cluster(method.cluster)
-                return step, _make_plan(step, logical, cluster, method), mesh
+                return Executable(step, _make_plan(step, logical, cluster, method), mesh, donated, _since(start))
             case other:
                 raise TypeError(f"method is {other!r}, expected one of autopar.methods, e.g. autopar.ShardParallel()")
 
@@ -164,17 +183,22 @@ def plan_step(
     *,
     method: PlanningMethod | None = None,
     cluster: Cluster | str,
-    mesh_shape: Sequence[int],
+    mesh_shape: Sequence[int] | None = None,
     batch_argnums: Sequence[int] = (1,),
 ) -> Plan:
     """Plan `fun` for arguments like `args` (arrays or ShapeDtypeStructs) on a cluster that need not be here.
 
     Args:
-        mesh_shape: logical mesh over the cluster's first devices; stands in for `method.devices`.
+        mesh_shape: logical mesh over the cluster's first devices; stands in for `method.devices`. By default one axis over all of
+            them; a pipeline has its own mesh for each stage and takes only the number of devices from it.
     """
     method = method or ShardParallel()
+    cluster = _cluster(cluster)
+    mesh_shape = (cluster.num_devices,) if mesh_shape is None else tuple(mesh_shape)
+    if isinstance(method, PipeshardParallel):
+        return _plan_pipeline(fun, args, batch_argnums, method, cluster.first_devices(prod(mesh_shape)))[1]
     step = trace(fun, args, batch_argnums, method.num_micro_batches)
-    return _make_plan(step, logical_mesh(mesh_shape), _cluster(cluster), method)
+    return _make_plan(step, logical_mesh(mesh_shape), cluster, method)
 
 
 def predict(
@@ -192,8 +216,12 @@ def predict(
     comes from simulating the compiled program.
     """
     cluster = _cluster(cluster)
-    step = trace(fun, args, batch_argnums, plan.num_micro_batches)
-    program, _ = compile_program(step, plan, cluster, _donate_argnums(donate_argnums, args))
+    step = trace_for(plan, fun, args, batch_argnums)
+    donated = _donate_argnums(donate_argnums, args)
+    if plan.pipeline is not None:
+        program, _ = compile_pipeline(PlannedPipeline(step, plan), cluster, _leaves_of(args, donated))
+    else:
+        program, _ = compile_program(step, plan, cluster, donated)
     return simulate(program, cluster)
 
 
@@ -212,6 +240,44 @@ def shutdown() -> None:
 def _make_plan(step: StepGraph, mesh: LogicalMesh, cluster: Cluster, method: PlanningMethod) -> Plan:
     name = type(method).__name__
     return make_plan(step, mesh, cluster, method.sharding_of(step), name, memory_budget=method.memory_budget)
+
+
+def _plan_pipeline(
+    fun: Callable[..., Any], args: Sequence[Any], batch: Sequence[int], method: PipeshardParallel, cluster: Cluster
+) -> tuple[StepGraph, Plan]:
+    step = trace(fun, args, batch, method.num_micro_batches, method.layer_option, marked=True)
+    plan = make_pipeline_plan(
+        step,
+        cluster,
+        method.stages,
+        method.sharding_of(step),
+        PipelineSchedule(name=method.pipeline_schedule, num_chunks=method.num_chunks, layer_option=method.layer_option),
+        type(method).__name__,
+        memory_budget=method.memory_budget,
+    )
+    return step, plan
+
+
+def trace_for(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], batch_argnums: Sequence[int]) -> StepGraph:
+    """The step as `plan` was made for."""
+    layers = plan.pipeline.layer_option if plan.pipeline else None
+    return trace(fun, args, batch_argnums, plan.num_micro_batches, layers, plan.pipeline is not None)
+
+
+def _pipeline(
+    planned: PlannedPipeline, meshes: Sequence[Mesh], args: Sequence[Any], donated: Sequence[int], start: float
+) -> PipelineExecutable:
+    return PipelineExecutable(planned, meshes, _leaves_of(args, donated), _since(start))
+
+
+def _leaves_of(args: Sequence[Any], argnums: Sequence[int]) -> frozenset[int]:
+    """The numbers, among all leaves of `args`, of those of the arguments `argnums`."""
+    owner = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+    return frozenset(leaf for leaf, i in enumerate(owner) if i in argnums)
+
+
+def _since(start: float) -> float:
+    return time.perf_counter() - start
 
 
 def _cluster(cluster: Any) -> Cluster:

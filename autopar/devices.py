@@ -3,14 +3,19 @@
 import warnings
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from autopar.methods import Device, Devices
+from autopar.plan import Stage
 from autopar.sharding.spec import LogicalMesh
 from simulator.cluster import Cluster
+
+type Device = Any  # jax.Device, which type checkers can't see
+type Devices = Mesh | int | Sequence[int] | Sequence[Device] | None
+"""A mesh, a number of devices, a mesh shape such as (2, 4), a list of devices, or None for all that are there."""
 
 AXIS_NAMES = ("x", "y", "z", "w")
 """Names of mesh axes where the user gives none."""
@@ -29,7 +34,7 @@ def device_mesh(devices: Devices, shape: Sequence[int] | None = None) -> Mesh:
     """The mesh that the user means, with Auto axes.
 
     Args:
-        devices: see `autopar.methods.Devices`.
+        devices: see `Devices`.
         shape: the mesh shape, when it is known already (from a plan); the devices' own by default.
 
     Raises:
@@ -72,6 +77,24 @@ def _choose(devices: Devices, count: int | None) -> tuple[list[Device], tuple[in
             " JAX_PLATFORMS=cpu before starting Python"
         )
     return present[:wanted], tuple(int(size) for size in sizes)
+
+
+def submeshes(devices: Devices, stages: Sequence[Stage]) -> tuple[Mesh, ...]:
+    """The mesh of each stage of a pipeline, as its plan numbers the devices.
+
+    Raises:
+        ValueError: the plan needs more devices than are here.
+    """
+    present = list(devices.devices.flat) if isinstance(devices, Mesh) else _choose(devices, None)[0]
+    needed = max(device for stage in stages for device in stage.devices) + 1
+    if needed > len(present):
+        raise ValueError(f"the plan's stages need {needed} devices, got {len(present)}")
+
+    def mesh(stage: Stage) -> Mesh:
+        chosen = np.array([present[device] for device in stage.devices]).reshape(stage.mesh_shape)
+        return Mesh(chosen, stage.axis_names, axis_types=(AxisType.Auto,) * len(stage.mesh_shape))
+
+    return tuple(map(mesh, stages))
 
 
 def cluster_of(mesh: Mesh) -> Cluster:

@@ -92,7 +92,7 @@ class AutoLayerOption:
         return np.searchsorted(found.stops, np.arange(len(jaxpr.eqns)), side="right").tolist()
 
 
-type LayerOption = ManualLayerOption | AutoLayerOption
+LayerOption = AutoLayerOption | ManualLayerOption
 
 _option: ContextVar[LayerOption | None] = ContextVar("layer_option", default=None)
 

@@ -1,21 +1,23 @@
 """Methods: what a plan may choose, and on which devices. The value of `parallelize(method=...)`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from autopar.devices import Devices
+from autopar.layers import AutoLayerOption, LayerOption
+from autopar.pipeline.planning import StageOption, UniformStageOption
+from autopar.pipeline.schedules import schedule_kind
 from autopar.plan import Plan
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3, ShardingOptions
 from autopar.sharding.pins import specs_by_path
 from autopar.trace import StepGraph
 from simulator.cluster import Cluster
-
-type Device = Any  # jax.Device, which type checkers can't see
-type Devices = Mesh | int | Sequence[int] | Sequence[Device] | None
-"""A mesh, a number of devices, a mesh shape such as (2, 4), a list of devices, or None for all that are there."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,106 @@ class ManualShardParallel(PlanningMethod):
         results = [f"result/{path}".removesuffix("/") for path in step.out_paths]
         outputs = specs_by_path(self.out_specs, step.out_tree, results, "out_specs")
         return replace(self.sharding, pins={**inputs, **outputs, **self.pins})
+
+
+@dataclass(frozen=True)
+class PipeshardParallel(PlanningMethod):
+    """Pipeline (inter-operator) parallelism between submeshes, with every stage sharded (intra-operator) over its own.
+
+    Attributes:
+        default_auto_sharding_option: limits on the shardings of stages.
+        pipeline_schedule: one of `autopar.pipeline.schedules.schedule_names()`.
+        layer_option: how the loss function is cut into layers, if no decorator says so.
+        stage_option: which layers form a stage, on which devices; "uniform" and "auto" are a `UniformStageOption()` and an
+            `AutoStageOption()`. stage_mode: the same, in the words of Alpa's tutorial.
+        num_chunks: stages on each submesh, for the interleaved schedule.
+    """
+
+    default_auto_sharding_option: ShardingOptions = AUTO
+    pipeline_schedule: str = "1f1b"
+    layer_option: LayerOption | None = None
+    stage_option: StageOption | Literal["uniform", "auto"] = "uniform"
+    stage_mode: Literal["uniform", "auto"] | None = None
+    num_chunks: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        schedule_kind(self.pipeline_schedule)
+        if self.layer_option is not None and not isinstance(self.layer_option, LayerOption):
+            raise TypeError(
+                f"layer_option is {self.layer_option!r}, expected a ManualLayerOption or an AutoLayerOption"
+            )
+        _ = self.stages
+
+    @property
+    def sharding(self) -> ShardingOptions:
+        return self.default_auto_sharding_option
+
+    @property
+    def stages(self) -> StageOption:
+        """The stage option, spelled out."""
+        given = self.stage_mode or self.stage_option
+        if isinstance(given, str):
+            if given not in _STAGE_OPTIONS:
+                raise ValueError(
+                    f"stage option {given!r}, expected one of {', '.join(_STAGE_OPTIONS)}, or a stage option"
+                )
+            return _STAGE_OPTIONS[given]()
+        return given
+
+
+_STAGE_OPTIONS: dict[str, Callable[[], StageOption]] = {"uniform": UniformStageOption}
+
+
+def get_3d_parallel_method(
+    num_micro_batches: int,
+    data_parallel: int = -1,
+    operator_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    devices: Devices = None,
+    allow_degenerate_into_shard_parallel: bool = True,
+    **options: Any,
+) -> PlanningMethod:
+    """Data, operator and pipeline parallelism in given degrees, as Megatron-LM users think of it.
+
+    Args:
+        data_parallel: ways of data parallelism within a stage; -1: what the other two leave.
+        devices: a number or a list of devices; all by default.
+        allow_degenerate_into_shard_parallel: without pipeline parallelism, shard the step as a whole.
+        options: for `PipeshardParallel`; layers come from decorators, or are found, one for each stage.
+
+    Raises:
+        ValueError: the degrees don't multiply to the number of devices.
+    """
+    count = device_count(devices)
+    if data_parallel == -1:
+        data_parallel = max(1, count // (operator_parallel * pipeline_parallel))
+    if data_parallel * operator_parallel * pipeline_parallel != count:
+        raise ValueError(
+            f"data_parallel={data_parallel} x operator_parallel={operator_parallel} x pipeline_parallel={pipeline_parallel} is not"
+            f" the number of devices, {count}"
+        )
+    shape = (data_parallel, operator_parallel)
+    sharding = ShardingOptions(batch_axis="x") if data_parallel > 1 else AUTO
+    if pipeline_parallel == 1 and allow_degenerate_into_shard_parallel:
+        return ShardParallel(shape, num_micro_batches, options=sharding)
+    stages = UniformStageOption(pipeline_parallel, (1, data_parallel * operator_parallel), shape)
+    options = {"layer_option": AutoLayerOption(pipeline_parallel), **options}
+    return PipeshardParallel(
+        devices, num_micro_batches, default_auto_sharding_option=sharding, stage_option=stages, **options
+    )
+
+
+def device_count(devices: Devices) -> int:
+    """How many devices are meant."""
+    if devices is None:
+        return len(jax.devices())
+    if isinstance(devices, Mesh):
+        return devices.size
+    if isinstance(devices, int):
+        return devices
+    given = list(devices)
+    return prod(given) if given and all(isinstance(each, int) for each in given) else len(given)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from autopar.layers import LayerOption
 from autopar.sharding.dataflow import Role
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.spec import LogicalMesh, Spec, local_shape, partition_spec
@@ -127,10 +128,12 @@ class PipelineSchedule(_Model):
     Attributes:
         name: see `autopar.pipeline.schedules.schedule_names`.
         num_chunks: stages on each submesh; stage s is on submesh s modulo the number of submeshes.
+        layer_option: how the loss function is cut into layers, unless it says so itself.
     """
 
     name: str
     num_chunks: PositiveInt = 1
+    layer_option: LayerOption | None = None
 
 
 class TimeSplit(_Model):

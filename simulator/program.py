@@ -17,7 +17,7 @@ Phase = Literal["F", "B", "I", "W", "U", "S"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run one task: stage, phase and microbatch, printed `1F0`."""
+    """Run one task: stage, phase and microbatch, printed `1F0`. An update may take several rounds, told by `micro_batch`."""
 
     stage: int
     phase: Phase
@@ -28,8 +28,8 @@ class Run:
 
     @property
     def task(self) -> str:
-        """The key of its body: the same for every microbatch."""
-        return f"{self.stage}{self.phase}"
+        """The key of its body: the same for every microbatch, another for every round of an update."""
+        return f"{self.stage}U{self.micro_batch}" if self.phase == "U" else f"{self.stage}{self.phase}"
 
 
 @dataclass(frozen=True, slots=True)

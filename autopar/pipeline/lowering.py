@@ -1,8 +1,9 @@
 """The tasks of a pipeline as jitted functions, each on the mesh of its stage."""
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,18 @@ from jax.sharding import Mesh, NamedSharding
 from autopar import graph
 from autopar.evaluate import evaluate
 from autopar.pipeline.cut import Cut, Task
+from autopar.pipeline.memory import MeshMemory
+from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.plan import Stage
 from autopar.sharding.manual import on_devices
 from autopar.sharding.spec import Spec, partition_spec, replicated
+from autopar.target import compile_for, target_mesh
+from simulator.cluster import Cluster
+from simulator.hlo import parse_hlo
+from simulator.memory import MemoryUse
+from simulator.program import Program, Run
+from simulator.work import Body
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,10 @@ class StageLowering:
         for atom, value in zip(jaxpr.outvars, stage.outputs, strict=True):
             if isinstance(atom, Var) and atom not in jaxpr.invars:
                 self.specs[atom] = value.spec
+
+    @property
+    def number(self) -> int:
+        return self.graph.stage
 
     def sharding(self, var: Var) -> NamedSharding:
         """Where a value is when a task gets or gives it."""
@@ -124,3 +137,28 @@ class StageLowering:
             if values[index] is not None:  # a branch sees its own
                 values[index] = jax.lax.with_sharding_constraint(values[index], sharding)
         return values
+
+
+def compile_pipeline(planned: PlannedPipeline, cluster: Cluster, donated: frozenset[int]) -> tuple[Program, float]:
+    """The program with bodies and memory as XLA compiles its tasks for `cluster`, and the seconds that took.
+
+    Tasks that are the same program, as those of identical layers are, are compiled once.
+    """
+    start = time.perf_counter()
+    compiled: dict[tuple[str, tuple[int, ...]], tuple[Body, MemoryUse]] = {}
+    bodies: dict[str, Body] = {}
+    memory = MeshMemory(planned)
+    for found, stage in zip(planned.graphs, planned.plan.stages, strict=True):
+        mesh = target_mesh(cluster, stage.mesh_shape, stage.axis_names)
+        lowered = StageLowering(planned.cut, found, stage, mesh, donated)
+        memory.add_stage(lowered)
+        for function in lowered.functions():
+            key = function.jitted.lower(*function.in_avals).as_text(), stage.mesh_shape
+            if key not in compiled:
+                target = compile_for(function.jitted, tuple(function.in_avals), cluster)
+                compiled[key] = parse_hlo(target.hlo_text), target.memory
+            body, used = compiled[key]
+            bodies[Run(function.task.stage, function.task.phase, function.task.round).task] = body
+            memory.add_task(function.task, used)
+    program = planned.program
+    return replace(program, bodies=bodies, memory=memory.peaks(program)), time.perf_counter() - start

@@ -127,9 +127,8 @@ def make_pipeline_plan(
     cluster: Cluster,
     stage_option: StageOption,
     options: ShardingOptions,
-    schedule: str,
+    schedule: PipelineSchedule,
     method: str,
-    num_chunks: int = 1,
     memory_budget: float | None = None,
     costs: CostModel | None = None,
 ) -> Plan:
@@ -145,9 +144,9 @@ def make_pipeline_plan(
             "the step has no layers: decorate the loss function with autopar.manual_layer_construction or"
             " autopar.automatic_layer_construction, or give the method a layer_option, and differentiate with autopar.grad"
         )
-    assigned = stage_option.assign(layers, cluster.num_devices, options, num_chunks)
-    pipeline = Pipeline(len(assigned) // num_chunks, step.num_micro_batches, num_chunks)
-    phases = make_schedule(schedule, pipeline).phases
+    assigned = stage_option.assign(layers, cluster.num_devices, options, schedule.num_chunks)
+    pipeline = Pipeline(len(assigned) // schedule.num_chunks, step.num_micro_batches, schedule.num_chunks)
+    phases = make_schedule(schedule.name, pipeline).phases
     cut = cut_step(step, [s for s, each in enumerate(assigned) for _ in each.layers], "W" in phases)
     budget = cluster.device.usable_bytes if memory_budget is None else memory_budget
     stages = [
@@ -165,7 +164,7 @@ def make_pipeline_plan(
         cluster=cluster.name,
         num_micro_batches=count,
         stages=tuple(stage for stage, _ in stages),
-        pipeline=PipelineSchedule(name=schedule, num_chunks=num_chunks),
+        pipeline=schedule,
         predicted_seconds=(sum(seconds) + (count - 1) * max(seconds)) / count,
         predicted_split=TimeSplit(**slowest.split._asdict()),
         predicted_bytes=round(max(found.peak_bytes for _, found in stages)),

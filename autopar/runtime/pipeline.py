@@ -31,7 +31,7 @@ class PipelineExecutable:
         step: what was traced.
         plan: how it runs.
         program: the instructions.
-        meshes: the devices of each mesh of the program.
+        meshes: the devices of each stage.
         plan_seconds, compile_seconds: what tracing and planning, and compiling took.
     """
 
@@ -49,17 +49,18 @@ class PipelineExecutable:
         self._mesh_of = planned.schedule.pipeline.mesh_of
         start = time.perf_counter()
         self._lowered = [
-            StageLowering(planned.cut, found, stage, meshes[self._mesh_of(found.stage)], donated)
+            StageLowering(planned.cut, found, stage, meshes[found.stage], donated)
             for found, stage in zip(planned.graphs, planned.plan.stages, strict=True)
         ]
         functions = [each for lowered in self._lowered for each in lowered.functions()]
         self._functions = {each.task: each for each in functions}
         self._compiled = {each.task: each.jitted.lower(*each.in_avals).compile() for each in functions}
-        self._zeros = [self._make_zeros(mesh) for mesh in range(len(self.meshes))]
+        self._zeros = [self._make_zeros(mesh) for mesh in range(len(self.program.meshes))]
         self._arrivals = self._places()
         self._outputs = [self._output(o, atom) for o, atom in enumerate(self.step.jaxpr.outvars)]
         self._splits = {i: self._make_split(i) for i in self.step.batch}
-        self.in_shardings = jax.tree.unflatten(
+        self._homes = [self._home(i) for i in range(len(self.step.jaxpr.invars))]
+        self.in_shardings: Any = jax.tree.unflatten(
             self.step.in_tree, [self._home(i) for i in range(len(self.step.jaxpr.invars))]
         )
         self.compile_seconds = time.perf_counter() - start
@@ -133,8 +134,18 @@ class PipelineExecutable:
         return tuple(jax.device_put(arg, shardings) for arg, shardings in zip(args, self.in_shardings, strict=True))
 
     def __call__(self, *args: Any) -> Any:
-        """Run the step on arguments that are where `in_shardings` wants them."""
-        values = self._start(jax.tree.leaves(args))
+        """Run the step on arguments that are where `in_shardings` wants them.
+
+        Raises:
+            ValueError: they are elsewhere, or of another structure.
+        """
+        leaves, tree = jax.tree.flatten(args)
+        if tree != self.step.in_tree:
+            raise ValueError(f"arguments of structure {tree}, expected {self.step.in_tree}")
+        for leaf, home in zip(leaves, self._homes, strict=True):
+            if getattr(leaf, "sharding", None) != home:
+                raise ValueError("an argument is not where the plan wants it; see shard_args")
+        values = self._start(leaves)
         for mesh, instruction in walk(self.program):
             match instruction:
                 case Run():
@@ -178,7 +189,7 @@ class PipelineExecutable:
         made = self._compiled[function.task](*operands)
         results = (*function.results, *function.totals)
         values.update((self.planned.names.of(v, run.micro_batch), x) for v, x in zip(results, made, strict=True))
-        mesh = self.meshes[self._mesh_of(run.stage)]
+        mesh = self.meshes[run.stage]
         if mesh.devices.size > 1 and mesh.devices.flat[0].platform == "cpu":
             jax.block_until_ready(
                 made
@@ -193,9 +204,12 @@ class PipelineExecutable:
 
     # -- what it needs
 
-    def stage_memory(self) -> list[MemoryUse]:
-        """For each task with a program of its own the bytes on one device, by the compiler's buffer assignment."""
-        return [memory_of(compiled) for compiled in self._compiled.values()]
+    def get_stage_allocation_size(self) -> dict[Task, MemoryUse]:
+        """Bytes on one device for each task, by the compiler's buffer assignment."""
+        return {task: memory_of(compiled) for task, compiled in self._compiled.items()}
 
-    def task_names(self) -> list[Task]:
-        return list(self._compiled)
+    def sync(self) -> None:
+        """Wait until the devices have nothing left to do."""
+        for mesh in self.meshes:
+            for device in mesh.devices.flat:
+                jax.device_put(0, device).block_until_ready()
