@@ -72,7 +72,7 @@ def accumulate_apart(step: StepGraph, apart: Apart, env: Env, evaluate: Callable
     }
 
     def one(eqns: Any, inner: Env) -> None:
-        inner.update((var, _gathered(inner[var], spec)) for var, spec in sharded.items())
+        inner.update((var, gathered(inner[var], spec)) for var, spec in sharded.items())
         evaluate(eqns, inner)
 
     def local(*shards: jax.Array) -> list[jax.Array]:
@@ -137,7 +137,8 @@ def _along(spec: Spec, axes: tuple[str, ...]) -> Spec:
     return tuple(tuple(axis for axis in dim if axis in axes) for dim in spec)
 
 
-def _gathered(shard: jax.Array, spec: Spec) -> jax.Array:
+def gathered(shard: jax.Array, spec: Spec) -> jax.Array:
+    """The whole of what is sharded as `spec` says, inside of `jax.shard_map`."""
     for dim, axes in enumerate(spec):
         if axes:
             shard = jax.lax.all_gather(shard, axes, axis=dim, tiled=True)

@@ -7,8 +7,8 @@ one; divided by the number of examples, a literal that differs between the trace
 mean. Whatever does not fit is refused.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal as OneOf
 
 import numpy as np
@@ -37,6 +37,7 @@ class Microbatching:
         tail: numbered equations that run once, on the accumulated values.
         marks: the numbered `accumulate` equations: the body ends at their operands, the tail starts at their results.
         combine: how each of their results is put together.
+        powers: for values with a row per example, told by (equation, result), the power of the batch's size that they grow with.
     """
 
     count: int
@@ -44,6 +45,7 @@ class Microbatching:
     tail: tuple[Numbered, ...]
     marks: tuple[Numbered, ...]
     combine: tuple[Combine, ...]
+    powers: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
 
 def split(
@@ -89,7 +91,9 @@ def split(
         raise MicrobatchError(
             "the step takes other gradients when a microbatch has a single example; use fewer microbatches"
         )
-    return Microbatching(count, tuple(body), tuple(tail), tuple(marks), combine)
+    same = [eqn.primitive for eqn in micro.eqns] == [eqn.primitive for eqn in sizes[0].eqns]
+    powers = kinds.powers_of_rows(sizes[0].eqns) if same else {}
+    return Microbatching(count, tuple(body), tuple(tail), tuple(marks), combine, powers)
 
 
 def _marks(jaxpr: Jaxpr) -> list[Numbered]:
@@ -236,6 +240,11 @@ class _Kinds:
                     f"a loss or gradient that grows with the batch size to the power {power} can't be accumulated over"
                     " microbatches; write the loss as a sum or a mean over the examples"
                 )
+
+    def powers_of_rows(self, eqns: Sequence[JaxprEqn]) -> dict[tuple[int, int], int]:
+        """The powers of results that have a row per example."""
+        found = {(n, r): self.kinds[var] for n, eqn in enumerate(eqns) for r, var in enumerate(eqn.outvars)}
+        return {at: kind.power or 0 for at, kind in found.items() if isinstance(kind, Kind) and kind.form == "rows"}
 
     def _operand(self, atom: Atom, whole: Atom) -> Kind:
         if isinstance(atom, Var):

@@ -44,11 +44,13 @@ class Total:
 
     Attributes:
         part: what one microbatch contributes.
-        total: what it is after the last.
+        sum: what they have added up to so far.
+        total: what it is for the whole batch; the stage's update makes it, first of all.
         combine: how the parts are put together.
     """
 
     part: Var
+    sum: Var
     total: Var
     combine: Combine
 
@@ -60,13 +62,27 @@ class Cut:
     Attributes:
         eqns: the numbered equations of each task, in order; those that several tasks need are in each of them.
         totals: for each forward or backward task what it accumulates.
-        num_stages: stages.
+        stage_of_layer, split_backward: how it was cut.
     """
 
     step: StepGraph
-    num_stages: int
+    stage_of_layer: tuple[int, ...]
+    split_backward: bool
     eqns: dict[Task, tuple[Numbered, ...]]
     totals: dict[Task, tuple[Total, ...]]
+
+    @property
+    def num_stages(self) -> int:
+        return max(self.stage_of_layer) + 1
+
+    @cached_property
+    def completed(self) -> dict[Task, tuple[Total, ...]]:
+        """For the first round of each stage's update, the totals that it makes of sums."""
+        found: dict[Task, tuple[Total, ...]] = {}
+        for task, totals in self.totals.items():
+            first = Task(task.stage, "U")
+            found[first] = (*found.get(first, ()), *totals)
+        return found
 
     @cached_property
     def made_by(self) -> dict[Var, Task]:
@@ -77,7 +93,8 @@ class Cut:
                 for var in eqn.outvars:
                     found[var].append(task)
         made = {var: tasks[0] for var, tasks in found.items()}
-        made.update((each.total, task) for task, totals in self.totals.items() for each in totals)
+        made.update((each.sum, task) for task, totals in self.totals.items() for each in totals)
+        made.update((each.total, task) for task, totals in self.completed.items() for each in totals)
         return made
 
     @cached_property
@@ -87,19 +104,21 @@ class Cut:
 
     @cached_property
     def results(self) -> dict[Task, tuple[Var, ...]]:
-        """Values that a task makes for other tasks or as outputs of the step, what it accumulates aside."""
+        """Values that a task makes for other tasks or as outputs of the step, its sums aside."""
         wanted: dict[Task, dict[Var, None]] = {task: {} for task in self.eqns}
         outputs = (atom for atom in self.step.jaxpr.outvars if isinstance(atom, Var))
         for var in (*(var for reads in self.reads.values() for var in reads), *outputs):
             task = self.made_by.get(var)
-            if task is not None and all(var is not each.total for each in self.totals.get(task, ())):
+            if task is not None and all(var is not each.sum for each in self.totals.get(task, ())):
                 wanted[task][var] = None
         return {task: tuple(found) for task, found in wanted.items()}
 
     def _reads(self, task: Task) -> tuple[Var, ...]:
         eqns = self.eqns[task]
         made = {var for _, eqn in eqns for var in eqn.outvars}
-        read = [atom for _, eqn in eqns for atom in eqn.invars]
+        made.update(each.total for each in self.completed.get(task, ()))
+        read: list[Atom] = [each.sum for each in self.completed.get(task, ())]
+        read += [atom for _, eqn in eqns for atom in eqn.invars]
         read += [each.part for each in self.totals.get(task, ())]
         constants = set(self.step.jaxpr.constvars)
         found = (a for a in read if isinstance(a, Var) and a not in made and a not in constants)
@@ -162,7 +181,7 @@ class _Builder:
     def __init__(self, step: StepGraph, stage_of_layer: Sequence[int]) -> None:
         self.step = step
         self.num_stages = max(stage_of_layer) + 1
-        self.stage_of_layer = stage_of_layer
+        self.stage_of_layer = tuple(stage_of_layer)
         micro = step.microbatching
         self.body = _units(micro.body if micro else enumerate(step.jaxpr.eqns))
         self.tail = _units(micro.tail if micro else ())
@@ -244,7 +263,7 @@ class _Builder:
             self.moved.append(_Unit(((number, after),), tuple(parts), (total,)))
             return
         task = self.task_of.get(_key(unit), Task(0, "F")) if unit is not None else Task(0, "F")
-        self.totals[task].append(Total(atom, total, combine))
+        self.totals[task].append(Total(atom, Var(atom.aval), total, combine))
         self.total_stage[total] = task.stage
 
     def _adds_stages(self, unit: _Unit, var: Var) -> bool:
@@ -326,7 +345,8 @@ class _Builder:
         self._compute_anywhere(tasks)
         ordered = {task: tasks[task] for task in sorted(tasks, key=self._order)}
         eqns = {task: tuple(each for unit in units for each in unit.eqns) for task, units in ordered.items()}
-        found = Cut(self.step, self.num_stages, eqns, {task: tuple(totals) for task, totals in self.totals.items()})
+        totals = {task: tuple(each) for task, each in self.totals.items()}
+        found = Cut(self.step, self.stage_of_layer, False, eqns, totals)
         return _split_backward(found) if split_backward else found
 
     def _order(self, task: Task) -> tuple[int, int, int]:
@@ -373,7 +393,7 @@ def _split_backward(cut: Cut) -> Cut:
         eqns[Task(task.stage, "I")] = tuple(e for unit in first[::-1] for e in unit.eqns)
         eqns[Task(task.stage, "W")] = tuple(e for unit in units if _key(unit) not in early for e in unit.eqns)
         totals[Task(task.stage, "W")] = cut.totals.get(task, ())
-    return Cut(cut.step, cut.num_stages, eqns, totals)
+    return Cut(cut.step, cut.stage_of_layer, True, eqns, totals)
 
 
 def _key(unit: _Unit) -> int:

@@ -2,21 +2,22 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 from jax.extend.core import Var
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import graph
+from autopar.accumulate import gathered
 from autopar.evaluate import evaluate
-from autopar.pipeline.cut import Cut, Task
+from autopar.pipeline.cut import Task
 from autopar.pipeline.memory import MeshMemory
 from autopar.pipeline.planned import PlannedPipeline
-from autopar.pipeline.stage_graph import StageGraph
+from autopar.pipeline.stage_graph import StageGraph, numbers_of
 from autopar.plan import Stage
 from autopar.sharding.manual import on_devices
 from autopar.sharding.spec import Spec, partition_spec, replicated
@@ -27,94 +28,200 @@ from simulator.memory import MemoryUse
 from simulator.program import Program, Run
 from simulator.work import Body
 
+type Place = Callable[[Spec], NamedSharding | PartitionSpec | None]
+
 
 @dataclass(frozen=True)
 class TaskFunction:
     """A task, ready to be compiled.
 
     Attributes:
-        reads: values it takes first; `totals`: what it accumulates, taken after them and given back after `results`.
-        jitted: a function of a flat list of arrays, to a flat list; totals are donated.
-        in_shardings: of its operands.
+        reads: values it takes first.
+        results: values it gives first.
+        sums: what it accumulates, taken after `reads` and given back after `results`.
+        jitted: a function of a flat list of arrays, to a flat list; sums are donated.
+        in_avals, in_shardings: of its operands.
     """
 
     task: Task
     reads: tuple[Var, ...]
     results: tuple[Var, ...]
-    totals: tuple[Var, ...]
+    sums: tuple[Var, ...]
     jitted: jax.stages.Wrapped
+    in_avals: tuple[jax.ShapeDtypeStruct, ...]
     in_shardings: tuple[NamedSharding, ...]
-
-    @property
-    def in_avals(self) -> list[jax.ShapeDtypeStruct]:
-        avals = [graph.aval_of(var) for var in (*self.reads, *self.totals)]
-        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
 
 
 class StageLowering:
-    """What a stage's plan means for its values and tasks on a mesh."""
+    """What a stage's plan means for its values and tasks on a mesh.
+
+    Along deferred axes (`autopar.sharding.deferral`) each device computes with its own examples, plain arrays to it. What it adds
+    up, and what it hands on that depends on its examples without having a row for each, gets a leading dim: an entry per device.
+    To such a device a batch is as small as its part, and so the gradient of a mean over examples is larger: what comes from stages
+    that see parts of another size is scaled.
+    """
 
     def __init__(
-        self, cut: Cut, found: StageGraph, stage: Stage, mesh: Mesh, donated: frozenset[int] = frozenset()
+        self, found: StageGraph, stages: Sequence[Stage], mesh: Mesh, donated: frozenset[int] = frozenset()
     ) -> None:
-        self.cut, self.graph, self.stage, self.mesh = cut, found, stage, mesh
-        self.donated = {cut.step.jaxpr.invars[i] for i in donated if cut.input_stages[i][0] == found.stage}
+        stage = stages[found.stage]
+        self.cut, self.graph, self.stage, self.mesh = found.cut, found, stage, mesh
+        self.donated = {self.cut.step.jaxpr.invars[i] for i in donated if self.cut.input_stages[i][0] == found.stage}
+        self.ways = stage.mesh.ways(stage.deferred)
+        self._local = found.parts(self.ways) if stage.deferred else found
+        self._scales = self._scales_of([each.mesh.ways(each.deferred) for each in stages])
         jaxpr = found.step.jaxpr
         self.specs: dict[Var, Spec] = {var: value.spec for var, value in zip(jaxpr.invars, stage.inputs, strict=True)}
-        self._wanted: dict[tuple[int, str], dict[int, NamedSharding]] = defaultdict(dict)
+        self._wanted: dict[tuple[int, str], dict[int, Spec]] = defaultdict(dict)
         for constraint in stage.constraints:
-            sharding = NamedSharding(mesh, partition_spec(constraint.spec))
-            self._wanted[constraint.eqn, constraint.side][constraint.index] = sharding
+            self._wanted[constraint.eqn, constraint.side][constraint.index] = constraint.spec
             if constraint.side == "out":
                 self.specs.setdefault(jaxpr.eqns[constraint.eqn].outvars[constraint.index], constraint.spec)
         for atom, value in zip(jaxpr.outvars, stage.outputs, strict=True):
             if isinstance(atom, Var) and atom not in jaxpr.invars:
                 self.specs[atom] = value.spec
+        totals = [each for task in found.tasks for each in self.cut.totals.get(task, ())]
+        self._sums = {each.sum for each in totals}
+        for each in totals:
+            spec = self.specs.get(each.total, replicated(graph.aval_of(each.total).ndim))
+            self.specs[each.sum] = tuple(tuple(a for a in axes if a not in stage.deferred) for axes in spec)
+        self._apart = self._sums | found.mixed if stage.deferred else set()
+
+    def _scales_of(self, ways: Sequence[int]) -> dict[Var, float]:
+        """The factor of what comes from stages that see larger or smaller parts of a microbatch."""
+        found: dict[Var, float] = {}
+        made = numbers_of(self.cut.step)
+        for var in self.graph.received:
+            maker = self.cut.made_by.get(var)
+            if maker is None or maker.phase == "U" or var not in self.graph.rows or ways[maker.stage] == self.ways:
+                continue
+            micro = self.cut.step.cut(max(self.ways, ways[maker.stage])).microbatching
+            assert micro is not None
+            if power := micro.powers[made[var]]:
+                found[var] = (self.ways / ways[maker.stage]) ** -power
+        return found
 
     @property
     def number(self) -> int:
         return self.graph.stage
 
+    def shape(self, var: Var) -> tuple[int, ...]:
+        """Shape of a value as tasks get and give it."""
+        shape = graph.aval_of(var).shape
+        return (self.ways, *shape) if var in self._apart else shape
+
+    def spec(self, var: Var) -> Spec:
+        """Spec of a value as tasks get and give it."""
+        spec = self.specs.get(var, replicated(graph.aval_of(var).ndim))
+        return (self.stage.deferred, *spec) if var in self._apart else spec
+
     def sharding(self, var: Var) -> NamedSharding:
         """Where a value is when a task gets or gives it."""
-        return NamedSharding(self.mesh, partition_spec(self.specs.get(var, replicated(graph.aval_of(var).ndim))))
+        return NamedSharding(self.mesh, partition_spec(self.spec(var)))
 
     def functions(self) -> list[TaskFunction]:
         """All tasks of the stage."""
         return [self._function(task) for task in self.graph.tasks]
 
     def _function(self, task: Task) -> TaskFunction:
-        accumulated = self.cut.totals.get(task, ())
         reads, results = self.cut.reads[task], self.cut.results[task]
-        totals = tuple(each.total for each in accumulated)
-        micro = self.cut.step.microbatching
-        assert micro is not None
-        jaxpr = self.graph.step.jaxpr
-        constants = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
-        after_last = {each.total: each.combine for ts in self.cut.totals.values() for each in ts}
-        eqns = [(number, on_devices(eqn, self.mesh)) for number, eqn in self.graph.tasks[task]]
-
-        def run(*operands: Any) -> list[Any]:
-            env = {**constants, **dict(zip((*reads, *totals), operands, strict=True))}
-            if task.phase == "U":
-                for var in reads:
-                    if after_last.get(var) == "mean":
-                        env[var] = (env[var] / micro.count).astype(env[var].dtype)
-            evaluate(eqns, env, partial(self._constrain, "in"), partial(self._constrain, "out"))
-            added = []
-            for each in accumulated:
-                part, total = env[each.part], env[each.total]
-                added.append(part.astype(total.dtype) if each.combine == "same" else total + part)
-            return [*(env[var] for var in results), *added]
-
-        in_shardings = tuple(map(self.sharding, (*reads, *totals)))
+        sums = tuple(each.sum for each in self.cut.totals.get(task, ()))
+        if task.phase == "U":
+            run = partial(self._update, task)
+        elif self.stage.deferred:
+            run = self._run_apart(task)
+        else:
+            run = partial(self._run, self.graph, self._placed, task)
+        operands = (*reads, *sums)
+        in_shardings = tuple(map(self.sharding, operands))
+        avals = tuple(jax.ShapeDtypeStruct(self.shape(v), graph.aval_of(v).dtype) for v in operands)
         jitted = jax.jit(
             run,
             in_shardings=in_shardings,
-            out_shardings=[*map(self.sharding, (*results, *totals))],
-            donate_argnums=(*self._used_up(task), *range(len(reads), len(in_shardings))),
+            out_shardings=[*map(self.sharding, (*results, *sums))],
+            donate_argnums=(*self._used_up(task), *range(len(reads), len(operands))),
         )
-        return TaskFunction(task, reads, results, totals, jitted, in_shardings)
+        return TaskFunction(task, reads, results, sums, jitted, avals, in_shardings)
+
+    def _run(self, found: StageGraph, place: Place, task: Task, *operands: Any) -> list[Any]:
+        """A forward or backward task; `found` is the stage's graph or that of a device's part."""
+        accumulated = found.cut.totals.get(task, ())
+        read = (*found.cut.reads[task], *(each.sum for each in accumulated))
+        env = self._constants(found) | dict(zip(read, operands, strict=True))
+        for mine, var in zip(self.cut.reads[task], found.cut.reads[task], strict=True):
+            if mine in self._scales:
+                env[var] = (env[var] * self._scales[mine]).astype(env[var].dtype)
+        self._evaluate(found, place, task, env)
+        added = []
+        for each in accumulated:
+            part, total = env[each.part], env[each.sum]
+            added.append(part.astype(total.dtype) if each.combine == "same" else total + part)
+        return [*(env[var] for var in found.cut.results[task]), *added]
+
+    def _update(self, task: Task, *operands: Any) -> list[Any]:
+        """A round of the update; the first completes what was accumulated."""
+        env = self._constants(self.graph) | dict(zip(self.cut.reads[task], operands, strict=True))
+        kinds = [each.combine for each in self._local.cut.completed.get(task, ())]
+        for each, combine in zip(self.cut.completed.get(task, ()), kinds, strict=True):
+            value = env[each.sum]
+            if self.stage.deferred:
+                value = value[0] if combine == "same" else value.sum(0)
+            if combine == "mean":
+                value = (value / self._local.step.num_micro_batches).astype(value.dtype)
+            env[each.total] = jax.lax.with_sharding_constraint(value, self.sharding(each.total))
+        self._evaluate(self.graph, self._placed, task, env)
+        return [env[var] for var in self.cut.results[task]]
+
+    def _run_apart(self, task: Task) -> Callable[..., list[Any]]:
+        """A forward or backward task in which each device along the deferred axes has examples of its own."""
+        deferred, sums = self.stage.deferred, [each.sum for each in self.cut.totals.get(task, ())]
+        operands, results = (*self.cut.reads[task], *sums), (*self.cut.results[task], *sums)
+
+        def along(var: Var) -> Spec:
+            return tuple(tuple(axis for axis in axes if axis in deferred) for axes in self.spec(var))
+
+        def local(*shards: Any) -> list[Any]:
+            given = []
+            for var, shard in zip(operands, shards, strict=True):
+                if var in self._apart:
+                    given.append(shard[0])
+                else:  # a parameter may be in parts; examples stay where they are
+                    given.append(shard if var in self.graph.rows else gathered(shard, along(var)))
+            made = self._run(self._local, self._placed_apart, task, *given)
+            return [value[None] if var in self._apart else value for var, value in zip(results, made, strict=True)]
+
+        ones = (axis for axis, size in self.mesh.shape.items() if size == 1)
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=tuple(partition_spec(along(var)) for var in operands),
+            out_specs=[partition_spec(along(var)) for var in results],
+            axis_names={*deferred, *ones},
+            check_vma=False,  # the equations were traced without a mesh, and nothing is differentiated through this
+        )
+
+    def _constants(self, found: StageGraph) -> dict[Var, Any]:
+        return dict(zip(found.step.jaxpr.constvars, found.step.jaxpr.consts, strict=True))
+
+    def _evaluate(self, found: StageGraph, place: Place, task: Task, env: dict[Var, Any]) -> None:
+        eqns = [(number, on_devices(eqn, self.mesh)) for number, eqn in found.tasks[task]]
+        evaluate(eqns, env, partial(self._constrain, place, "in"), partial(self._constrain, place, "out"))
+
+    def _constrain(self, place: Place, side: str, number: int, values: Sequence[Any]) -> list[Any]:
+        values = list(values)
+        for index, spec in self._wanted.get((number, side), {}).items():
+            sharding = place(spec)
+            if sharding is not None and values[index] is not None:  # a branch sees its own
+                values[index] = jax.lax.with_sharding_constraint(values[index], sharding)
+        return values
+
+    def _placed(self, spec: Spec) -> NamedSharding:
+        return NamedSharding(self.mesh, partition_spec(spec))
+
+    def _placed_apart(self, spec: Spec) -> PartitionSpec | None:
+        """For a device that computes apart; None where the compiler has nothing to partition."""
+        free = [axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in self.stage.deferred]
+        return partition_spec(tuple(tuple(a for a in axes if a in free) for axes in spec)) if free else None
 
     def _used_up(self, task: Task) -> list[int]:
         """The operands, of an update, that nothing reads after it and whose next values it makes."""
@@ -131,13 +238,6 @@ class StageLowering:
             and next_of.get(var) in self.cut.results[task]
         ]
 
-    def _constrain(self, side: str, number: int, values: Sequence[Any]) -> list[Any]:
-        values = list(values)
-        for index, sharding in self._wanted.get((number, side), {}).items():
-            if values[index] is not None:  # a branch sees its own
-                values[index] = jax.lax.with_sharding_constraint(values[index], sharding)
-        return values
-
 
 def compile_pipeline(planned: PlannedPipeline, cluster: Cluster, donated: frozenset[int]) -> tuple[Program, float]:
     """The program with bodies and memory as XLA compiles its tasks for `cluster`, and the seconds that took.
@@ -150,12 +250,12 @@ def compile_pipeline(planned: PlannedPipeline, cluster: Cluster, donated: frozen
     memory = MeshMemory(planned)
     for found, stage in zip(planned.graphs, planned.plan.stages, strict=True):
         mesh = target_mesh(cluster, stage.mesh_shape, stage.axis_names)
-        lowered = StageLowering(planned.cut, found, stage, mesh, donated)
+        lowered = StageLowering(found, planned.plan.stages, mesh, donated)
         memory.add_stage(lowered)
         for function in lowered.functions():
             key = function.jitted.lower(*function.in_avals).as_text(), stage.mesh_shape
             if key not in compiled:
-                target = compile_for(function.jitted, tuple(function.in_avals), cluster)
+                target = compile_for(function.jitted, function.in_avals, cluster)
                 compiled[key] = parse_hlo(target.hlo_text), target.memory
             body, used = compiled[key]
             bodies[Run(function.task.stage, function.task.phase, function.task.round).task] = body

@@ -20,6 +20,7 @@ class Placed(Protocol):
     @property
     def number(self) -> int: ...
     def sharding(self, var: Var) -> NamedSharding: ...
+    def shape(self, var: Var) -> tuple[int, ...]: ...
 
 
 class MeshMemory:
@@ -52,7 +53,7 @@ class MeshMemory:
                 arguments += size * (cut.step.num_micro_batches if i in cut.step.batch else 1)
         for task, totals in cut.totals.items():
             if mesh_of(task.stage) == mesh:
-                held.update((names.of(each.total, 0), self._bytes(task.stage, each.total)) for each in totals)
+                held.update((names.of(each.sum, 0), self._bytes(task.stage, each.sum)) for each in totals)
         received = self._sizes(mesh, program)
         most = sum(held.values())
         for instruction in program.instructions[mesh]:
@@ -83,5 +84,5 @@ class MeshMemory:
         }
 
     def _bytes(self, stage: int, var: Var) -> int:
-        aval = aval_of(var)
-        return array_bytes(self._stages[stage].sharding(var).shard_shape(aval.shape), aval.dtype)
+        where = self._stages[stage]
+        return array_bytes(where.sharding(var).shard_shape(where.shape(var)), aval_of(var).dtype)

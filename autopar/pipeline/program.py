@@ -18,7 +18,7 @@ class Names:
     """What the values of a pipeline are called.
 
     A value of a microbatch has the microbatch's number after a dot: `in3.0`, `v17.0`. `in4` is an input that is whole, `t5` what
-    microbatches have added up to, `v18` a value of the update.
+    microbatches have added up to so far, `v18` a value of the update.
     """
 
     cut: Cut
@@ -28,13 +28,13 @@ class Names:
         values = dict.fromkeys(var for reads in self.cut.reads.values() for var in reads)
         values.update(dict.fromkeys(var for results in self.cut.results.values() for var in results))
         made = {var: f"v{k}" for k, var in enumerate(values)}
-        made.update((each.total, f"t{k}") for k, each in enumerate(e for ts in self.cut.totals.values() for e in ts))
+        made.update((each.sum, f"t{k}") for k, each in enumerate(e for ts in self.cut.totals.values() for e in ts))
         made.update((var, f"in{i}") for i, var in enumerate(step.jaxpr.invars))
         batch = {step.jaxpr.invars[i] for i in step.batch}
         body = {var for var in values if (task := self.cut.made_by.get(var)) and task.phase != "U"}
         object.__setattr__(self, "_base", made)
         object.__setattr__(
-            self, "_per_microbatch", (batch | body) - {e.total for ts in self.cut.totals.values() for e in ts}
+            self, "_per_microbatch", (batch | body) - {e.sum for ts in self.cut.totals.values() for e in ts}
         )
 
     def of(self, var: Var, micro_batch: int) -> str:
@@ -90,7 +90,7 @@ class _Builder:
             yield from (Run(stage, "U", turn) for stage in update if self._does_something(Task(stage, "U", turn)))
 
     def _does_something(self, task: Task) -> bool:
-        return bool(self.cut.eqns.get(task) or self.cut.totals.get(task))
+        return any(found.get(task) for found in (self.cut.eqns, self.cut.totals, self.cut.completed))
 
     def rows(self) -> Iterator[tuple[Instruction, ...]]:
         for mesh, runs in enumerate(self.runs):
@@ -112,10 +112,7 @@ class _Builder:
                     here.add(name)
                     yield Recv(name, self.source[name])
             yield run
-            made = [*self.cut.results[task]]
-            if run.phase == "U" or run.micro_batch == self.schedule.pipeline.num_micro_batches - 1:
-                made += [each.total for each in self.cut.totals.get(task, ())]
-            for var in made:
+            for var in self.cut.results[task]:
                 yield from self._sends(self.names.of(var, run.micro_batch), mesh)
             done = [name for name, final in last.items() if final == run and name not in self.outputs]
             done += [

@@ -49,15 +49,14 @@ class PipelineExecutable:
         self._mesh_of = planned.schedule.pipeline.mesh_of
         start = time.perf_counter()
         self._lowered = [
-            StageLowering(planned.cut, found, stage, meshes[found.stage], donated)
-            for found, stage in zip(planned.graphs, planned.plan.stages, strict=True)
+            StageLowering(found, planned.plan.stages, meshes[found.stage], donated) for found in planned.graphs
         ]
         functions = [each for lowered in self._lowered for each in lowered.functions()]
         self._functions = {each.task: each for each in functions}
         self._compiled = {each.task: each.jitted.lower(*each.in_avals).compile() for each in functions}
         self._zeros = [self._make_zeros(mesh) for mesh in range(len(self.program.meshes))]
         self._arrivals = self._places()
-        self._outputs = [self._output(o, atom) for o, atom in enumerate(self.step.jaxpr.outvars)]
+        self._outputs = list(map(self._output, self.step.jaxpr.outvars))
         self._splits = {i: self._make_split(i) for i in self.step.batch}
         self._homes = [self._home(i) for i in range(len(self.step.jaxpr.invars))]
         self.in_shardings: Any = jax.tree.unflatten(
@@ -73,17 +72,18 @@ class PipelineExecutable:
         return self._lowered[stage].sharding(self.step.jaxpr.invars[i])
 
     def _make_zeros(self, mesh: int) -> Callable[[], Values]:
-        """What makes the totals of a mesh."""
-        names, shapes, shardings = [], [], []
+        """What makes the sums of a mesh, before the first microbatch."""
+        names, arrays, shardings = [], [], []
         for task, totals in self.planned.cut.totals.items():
             if self._mesh_of(task.stage) == mesh:
                 for each in totals:
-                    names.append(self.planned.names.of(each.total, 0))
-                    shapes.append(graph.aval_of(each.total))
-                    shardings.append(self._lowered[task.stage].sharding(each.total))
+                    lowered = self._lowered[task.stage]
+                    names.append(self.planned.names.of(each.sum, 0))
+                    arrays.append((lowered.shape(each.sum), graph.aval_of(each.sum).dtype))
+                    shardings.append(lowered.sharding(each.sum))
         if not names:
             return dict
-        make = jax.jit(lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in shapes], out_shardings=shardings)
+        make = jax.jit(lambda: [jnp.zeros(shape, dtype) for shape, dtype in arrays], out_shardings=shardings)
         compiled = make.lower().compile()
         return lambda: dict(zip(names, compiled(), strict=True))
 
@@ -109,23 +109,17 @@ class PipelineExecutable:
                         found.setdefault((mesh, self.planned.names.of(var, run.micro_batch)), sharding)
         return found
 
-    def _output(self, o: int, atom: Var | Literal) -> tuple[int, str, int] | np.ndarray:
-        """The mesh, name and divisor of an output; or its value, if it is a constant."""
+    def _output(self, atom: Var | Literal) -> tuple[int, str] | np.ndarray:
+        """The mesh and name of an output; or its value, if it is a constant."""
         cut = self.planned.cut
         if isinstance(atom, Literal):
             return np.asarray(atom.val)
         if atom in self.step.jaxpr.constvars:
             return np.asarray(self.step.jaxpr.consts[self.step.jaxpr.constvars.index(atom)])
         if atom in cut.made_by:
-            stage = cut.made_by[atom].stage
-            means = {each.total for totals in cut.totals.values() for each in totals if each.combine == "mean"}
-            return (
-                self._mesh_of(stage),
-                self.planned.names.of(atom, 0),
-                self.step.num_micro_batches if atom in means else 1,
-            )
+            return self._mesh_of(cut.made_by[atom].stage), self.planned.names.of(atom, 0)
         i = self.step.jaxpr.invars.index(atom)
-        return self._mesh_of(cut.input_stages[i][0]), f"in{i}", 1
+        return self._mesh_of(cut.input_stages[i][0]), f"in{i}"
 
     # -- running
 
@@ -180,14 +174,14 @@ class PipelineExecutable:
 
     def _run(self, run: Run, values: Values) -> None:
         function = self._functions[task_of(run)]
-        names = [self.planned.names.of(var, run.micro_batch) for var in (*function.reads, *function.totals)]
+        names = [self.planned.names.of(var, run.micro_batch) for var in (*function.reads, *function.sums)]
         operands = [values[name] for name in names]
         operands = [
             value if value.sharding == sharding else jax.device_put(value, sharding)
             for value, sharding in zip(operands, function.in_shardings, strict=True)
         ]
         made = self._compiled[function.task](*operands)
-        results = (*function.results, *function.totals)
+        results = (*function.results, *function.sums)
         values.update((self.planned.names.of(v, run.micro_batch), x) for v, x in zip(results, made, strict=True))
         mesh = self.meshes[run.stage]
         if mesh.devices.size > 1 and mesh.devices.flat[0].platform == "cpu":
@@ -195,12 +189,11 @@ class PipelineExecutable:
                 made
             )  # virtual devices wait for one another with threads that there may not be enough of
 
-    def _give(self, output: tuple[int, str, int] | np.ndarray, values: list[Values]) -> Any:
+    def _give(self, output: tuple[int, str] | np.ndarray, values: list[Values]) -> Any:
         if isinstance(output, np.ndarray):
             return jnp.asarray(output)
-        mesh, name, divisor = output
-        value = values[mesh][name]
-        return value if divisor == 1 else (value / divisor).astype(value.dtype)
+        mesh, name = output
+        return values[mesh][name]
 
     # -- what it needs
 

@@ -5,7 +5,7 @@ section 4.2) has one spec per option of the decision it follows, so it costs no 
 are *free*: they are computed wherever they are needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -151,13 +151,13 @@ class _Builder:
     def add_inputs(self) -> None:
         self.found.roles.extend(self.flow.roles)
         inputs = zip(self.step.jaxpr.invars, self.step.in_paths, self.flow.roles, strict=True)
-        for var, path, role in inputs:
+        for i, (var, path, role) in enumerate(inputs):
             specs = tuple(input_specs(role, path, aval_of(var).shape, self.mesh, self.options))
             specs = self.pins.restrict(path, specs)
             if self.options.mode != "solve":
                 specs = (input_placed(role, aval_of(var).shape, specs, self.mesh, self.options.mode),)
             if self.deferred:
-                specs = self._apart(path, role, specs)
+                specs = self._apart(path, {0} if role == "batch" else self.step.received.get(i, ()), specs)
             placement = self._decide(path, specs)
             self.found.inputs.append(placement)
             self.found.placements[var] = placement
@@ -358,10 +358,10 @@ class _Builder:
     def _fits(self, number: int, assignment: Assignment) -> bool:
         return not self._apart_at(number) or fits(assignment, self.flow.marked[number], self.deferred)
 
-    def _apart(self, path: str, role: Role, specs: Specs) -> Specs:
-        """The specs of an input that suit devices which accumulate apart."""
-        wanted = set(self.deferred) if role == "batch" and len(specs[0]) else set()
-        kept = tuple(s for s in specs if leads(s, self.deferred) and (not wanted or wanted.issubset(s[0])))
+    def _apart(self, path: str, rows: Collection[int], specs: Specs) -> Specs:
+        """The specs of an input that suit devices which accumulate apart; its dims in `rows` count examples."""
+        wanted = set(self.deferred)
+        kept = tuple(s for s in specs if leads(s, self.deferred) and all(wanted.issubset(s[dim]) for dim in rows if s))
         if not kept:
             raise ShardingError(f"{path} can't be divided by examples along {', '.join(self.deferred)}")
         return kept
