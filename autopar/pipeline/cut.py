@@ -61,12 +61,14 @@ class Cut:
         eqns: the numbered equations of each task, in order; those that several tasks need are in each of them.
         totals: for each forward or backward task what it accumulates.
         num_stages: stages.
+        wanted: values that are read outside of these tasks.
     """
 
     step: StepGraph
     num_stages: int
     eqns: dict[Task, tuple[Numbered, ...]]
     totals: dict[Task, tuple[Total, ...]]
+    wanted: tuple[Var, ...] = ()
 
     @cached_property
     def made_by(self) -> dict[Var, Task]:
@@ -90,7 +92,7 @@ class Cut:
         """Values that a task makes for other tasks or as outputs of the step, what it accumulates aside."""
         wanted: dict[Task, dict[Var, None]] = {task: {} for task in self.eqns}
         outputs = (atom for atom in self.step.jaxpr.outvars if isinstance(atom, Var))
-        for var in (*(var for reads in self.reads.values() for var in reads), *outputs):
+        for var in (*(var for reads in self.reads.values() for var in reads), *outputs, *self.wanted):
             task = self.made_by.get(var)
             if task is not None and all(var is not each.total for each in self.totals.get(task, ())):
                 wanted[task][var] = None

@@ -39,10 +39,11 @@ class StageGraph:
 def stage_graphs(cut: Cut) -> list[StageGraph]:
     """A graph for every stage."""
     _, batch_dims = batch_factors(cut.step, step_factors(cut.step))
-    return [_stage_graph(cut, stage, batch_dims) for stage in range(cut.num_stages)]
+    return [stage_graph(cut, stage, batch_dims) for stage in range(cut.num_stages)]
 
 
-def _stage_graph(cut: Cut, stage: int, batch_dims: dict[Var, frozenset[int]]) -> StageGraph:
+def stage_graph(cut: Cut, stage: int, batch_dims: dict[Var, frozenset[int]]) -> StageGraph:
+    """The graph of one stage. `batch_dims` are those of the values of the whole step."""
     step, micro = cut.step, cut.step.microbatching
     assert micro is not None
     mine = [task for task in cut.eqns if task.stage == stage]
@@ -72,7 +73,7 @@ def _stage_graph(cut: Cut, stage: int, batch_dims: dict[Var, frozenset[int]]) ->
     own = {step.jaxpr.invars[i] for i in inputs}
     read = dict.fromkeys(var for task in mine for var in cut.reads[task])
     received = tuple(var for var in read if var not in made and var not in own)
-    elsewhere = {var for task, reads in cut.reads.items() if task.stage != stage for var in reads}
+    elsewhere = {var for task, reads in cut.reads.items() if task.stage != stage for var in reads}.union(cut.wanted)
     sent = tuple(var for var in dict.fromkeys(v for task in mine for v in cut.results[task]) if var in elsewhere)
     outputs = tuple(o for o, atom in enumerate(step.jaxpr.outvars) if _makes(cut, stage, atom))
     constants = dict(zip(step.jaxpr.constvars, step.jaxpr.consts, strict=True))
@@ -104,10 +105,20 @@ def _stage_graph(cut: Cut, stage: int, batch_dims: dict[Var, frozenset[int]]) ->
         microbatching=Microbatching(micro.count, tuple(body), tuple(tail), tuple(marks), tuple(combine)),
         name=f"{step.name}, stage {stage}",
         handed_on=tuple(var for var in read if var in made and var not in totals),
+        held=_held(cut, mine, received),
         received={len(inputs) + k: batch_dims.get(var, frozenset()) for k, var in enumerate(received)},
     )
     tasks = {task: tuple((numbers[number], eqn) for number, eqn in cut.eqns[task]) for task in mine}
     return StageGraph(stage, whole, inputs, received, outputs, sent, tasks)
+
+
+def _held(cut: Cut, mine: Sequence[Task], received: Sequence[Var]) -> tuple[Var, ...]:
+    """What a stage keeps of each microbatch for its backward pass: results, and what it received, of its forward pass."""
+    forward = [task for task in mine if task.phase in ("F", "I")]
+    made = {var for task in forward for var in cut.results[task]}
+    made.update({var for task in forward for var in cut.reads[task]}.intersection(received))
+    backward = [var for task in mine if task.phase in ("B", "I", "W") for var in cut.reads[task]]
+    return tuple(dict.fromkeys(var for var in backward if var in made))
 
 
 def _makes(cut: Cut, stage: int, atom: graph.Atom) -> bool:

@@ -57,6 +57,8 @@ class Shardings:
         solve_seconds: time spent planning.
         deferred: mesh axes along which gradients are completed once, after all microbatches.
         warnings: what the plan does without, and why.
+        eqn_seconds: what each equation takes in a step, bringing its operands where it wants them included.
+        held_bytes: of a stage of a pipeline, what one device keeps of each microbatch from its forward to its backward pass.
     """
 
     inputs: tuple[Spec, ...]
@@ -70,6 +72,8 @@ class Shardings:
     solve_seconds: float
     deferred: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    eqn_seconds: tuple[float, ...] = ()
+    held_bytes: float = 0.0
 
 
 class MemoryBudgetError(InfeasibleError):
@@ -122,6 +126,8 @@ def _cheapest(
     Pure data parallelism defers if it can; so it is not compared with plans that don't.
     """
     refused: ValueError | None = None
+    if step.microbatching and step.retrace is None:
+        refused = MicrobatchError("that is not done for the stages of a pipeline yet")
     plans = []
     for deferred in candidates(step, costs.mesh, options.data_parallel) if options.mode == "solve" else ():
         try:
@@ -156,7 +162,8 @@ def _plan_deferring(
         solution, peak_bytes = _solve_within(memory, decisions.problem(), budget, options.time_limit)
     else:
         solution, peak_bytes = _propagate_within(memory, decisions.problem(), budget)
-    return replace(_shardings(step, decisions, solution, peak_bytes), deferred=deferred)
+    held = memory.held(solution.choice)
+    return replace(_shardings(step, decisions, solution, peak_bytes), deferred=deferred, held_bytes=held)
 
 
 def _solve_within(memory: Memory, problem: ChoiceProblem, budget: float, time_limit: float) -> tuple[Solution, float]:
@@ -242,6 +249,7 @@ def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, peak_b
         peak_bytes=peak_bytes,
         gap=solution.gap,
         solve_seconds=0.0,
+        eqn_seconds=decisions.seconds_by_equation(choice, len(step.jaxpr.eqns)),
     )
 
 
