@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from autopar.devices import logical_mesh
 from autopar.pipeline.layer_ranges import graph_key
 from autopar.pipeline.stage_graph import StageGraph
+from autopar.sharding.costs import MeshCosts
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import Shardings, plan_shardings
@@ -62,6 +63,7 @@ class StageSolver:
         self.costs, self.budget = costs, budget
         self.num_solves = 0
         self.solve_seconds = 0.0
+        self._mesh_costs: dict[Hashable, MeshCosts] = {}
         self._known: dict[Hashable, SolvedStage | ShardingError | InfeasibleError] = {}
 
     def cheapest(
@@ -107,12 +109,15 @@ class StageSolver:
         self, graph: StageGraph, shape: Shape, options: ShardingOptions, in_flight: int | None
     ) -> SolvedStage | ShardingError | InfeasibleError:
         self.num_solves += 1
+        mesh = logical_mesh(shape)
+        key = shape, options.forbidden
+        costs = self._mesh_costs.setdefault(key, MeshCosts(mesh, self.costs, options.forbidden))
         try:
             if in_flight is None:
-                found = plan_shardings(graph.step, logical_mesh(shape), self.costs, options)
+                found = plan_shardings(graph.step, mesh, self.costs, options, costs=costs)
             else:
                 step = replace(graph.step, in_flight=in_flight)
-                found = plan_shardings(step, logical_mesh(shape), self.costs, options, self.budget)
+                found = plan_shardings(step, mesh, self.costs, options, self.budget, costs)
                 found = replace(found, peak_bytes=found.peak_bytes - (in_flight - 1) * found.held_bytes)
         except (ShardingError, InfeasibleError) as error:
             return error

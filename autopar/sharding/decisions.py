@@ -6,7 +6,7 @@ are *free*: they are computed wherever they are needed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -26,7 +26,7 @@ from autopar.sharding.candidates import (
     followed,
     scattered_if_possible,
 )
-from autopar.sharding.costs import Combined, MeshCosts, Seconds
+from autopar.sharding.costs import MeshCosts, Seconds
 from autopar.sharding.dataflow import Role, analyse
 from autopar.sharding.deferral import fits, leads, partial_completions, synchronisations
 from autopar.sharding.factors import Assignment, OpFactors
@@ -146,13 +146,15 @@ class _Builder:
         self.flow = analyse(step)
         self.pins = Pins(options.pins, step, self.mesh)
         self.repeats = _repeats(step)
-        self.combined = MeshCosts(costs.mesh, Combined(costs.model), costs.forbidden)
+        self.combined = costs.combined
         self.made_by = {var: eqn for eqn in step.jaxpr.eqns for var in eqn.outvars}
         self.depth: dict[Var, int] = {}
         self.content: dict[Var, int] = {}
         self.launch = costs.model.kernel(Kernel("", "memory", 0.0, 0.0))
-        self._known_costs: dict[Any, np.ndarray] = {}  # repeated layers ask again
-        self._known_candidates: dict[Any, Candidates | None] = {}
+        # Pins limit inputs and named values, and are no part of what is remembered.
+        limits = repr(replace(options, pins={})), deferred
+        self._known_costs: dict[Any, np.ndarray] = costs.memo.setdefault("costs", {})
+        self._known_candidates: dict[Any, Candidates | None] = costs.memo.setdefault(limits, {})
         self.deferred = deferred
         self.body = frozenset(number for number, _ in step.microbatching.body) if step.microbatching else frozenset()
 

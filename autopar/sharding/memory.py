@@ -7,6 +7,8 @@ fusion keeps in registers is not. What microbatches accumulate lives as long as 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from jax.extend.core import Literal, Var
@@ -141,5 +143,9 @@ def _held(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list[tupl
 
 def _sizes(atom: Atom, specs: Specs, mesh: LogicalMesh) -> np.ndarray:
     """Bytes on one device under each spec."""
-    aval = aval_of(atom)
-    return np.array([array_bytes(local_shape(aval.shape, spec, mesh), aval.dtype) for spec in specs], float)
+    return _array_sizes(aval_of(atom).shape, aval_of(atom).dtype, specs, mesh)
+
+
+@lru_cache(maxsize=1 << 14)
+def _array_sizes(shape: tuple[int, ...], dtype: Any, specs: Specs, mesh: LogicalMesh) -> np.ndarray:
+    return np.array([array_bytes(local_shape(shape, spec, mesh), dtype) for spec in specs], float)

@@ -99,11 +99,13 @@ def plan_shardings(
     model: CostModel,
     options: ShardingOptions = AUTO,
     memory_budget: float = math.inf,
+    costs: MeshCosts | None = None,
 ) -> Shardings:
     """The cheapest sharding of `step` on `mesh` under `model`, among those that `options` allow and `memory_budget` holds.
 
     Args:
         memory_budget: bytes of one device that the step may use.
+        costs: `model` on `mesh`, if it is there already: what one solve found out, others need not.
 
     Raises:
         MissingRuleError, ShardingError: see `enumerate_decisions`.
@@ -111,7 +113,7 @@ def plan_shardings(
         InfeasibleError, TimeoutError: see `solve`.
     """
     start = time.perf_counter()
-    best, refused = _cheapest(step, MeshCosts(mesh, model, options.forbidden), options, memory_budget)
+    best, refused = _cheapest(step, costs or MeshCosts(mesh, model, options.forbidden), options, memory_budget)
     divided = any(best.inputs[i][0] for i in step.batch)
     if step.microbatching and divided and not best.deferred and refused is not None:
         best = replace(best, warnings=(f"gradients are completed in every microbatch: {refused}",))
