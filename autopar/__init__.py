@@ -33,7 +33,13 @@ from autopar.methods import (  # noqa: E402
     get_3d_parallel_method,
 )
 from autopar.microbatch import MicrobatchError  # noqa: E402
-from autopar.pipeline.planning import ManualStageOption, StageError, UniformStageOption  # noqa: E402
+from autopar.pipeline.stage_construction import get_last_dp_result  # noqa: E402
+from autopar.pipeline.stage_options import (  # noqa: E402
+    AutoStageOption,
+    ManualStageOption,
+    StageError,
+    UniformStageOption,
+)
 from autopar.plan import Plan, PlanError  # noqa: E402
 from autopar.runtime.executable import Executable  # noqa: E402
 from autopar.runtime.pipeline import PipelineExecutable  # noqa: E402
@@ -46,6 +52,7 @@ from autopar.trace import TraceError  # noqa: E402
 
 __all__ = [
     "AutoLayerOption",
+    "AutoStageOption",
     "DataParallel",
     "Executable",
     "InfeasibleError",
@@ -73,6 +80,7 @@ __all__ = [
     "automatic_layer_construction",
     "automatic_remat",
     "get_3d_parallel_method",
+    "get_last_dp_result",
     "grad",
     "init",
     "inspect",

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from autopar.devices import Devices
 from autopar.layers import AutoLayerOption, LayerOption
-from autopar.pipeline.planning import StageOption, UniformStageOption
 from autopar.pipeline.schedules import schedule_kind
+from autopar.pipeline.stage_options import AutoStageOption, StageOption, UniformStageOption
 from autopar.plan import Plan
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3, ShardingOptions
 from autopar.sharding.pins import specs_by_path
@@ -168,7 +168,7 @@ class PipeshardParallel(PlanningMethod):
         return given
 
 
-_STAGE_OPTIONS: dict[str, Callable[[], StageOption]] = {"uniform": UniformStageOption}
+_STAGE_OPTIONS: dict[str, Callable[[], StageOption]] = {"uniform": UniformStageOption, "auto": AutoStageOption}
 
 
 def get_3d_parallel_method(

@@ -77,10 +77,13 @@ def split(
     if count == 1:
         return Microbatching(1, tuple(body), tuple(tail), tuple(marks), ("same",) * len(marked))
     batch_vars = {micro.invars[i] for i in batch}
-    for path, atom in zip(out_paths, micro.outvars, strict=True):
-        outside = needed(tail, [atom], given=accumulated)
-        read = [atom, *(operand for _, eqn in outside for operand in eqn.invars)]
-        if any(isinstance(a, Var) and a in batch_vars for a in read):
+
+    def reads_batch(eqns: Sequence[Numbered], results: Sequence[Atom]) -> bool:
+        read = [*results, *(operand for _, eqn in eqns for operand in eqn.invars)]
+        return any(isinstance(atom, Var) and atom in batch_vars for atom in read)
+
+    for path, atom in zip(out_paths, micro.outvars, strict=True) if reads_batch(tail, micro.outvars) else ():
+        if reads_batch(needed(tail, [atom], given=accumulated), [atom]):
             raise MicrobatchError(
                 f"output {path or 'of the step'} depends on the batch outside autopar.grad / value_and_grad, so it can't be put"
                 " together from microbatches; return it from the loss function with has_aux=True"

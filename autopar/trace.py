@@ -35,6 +35,8 @@ class StepGraph:
         microbatching: how microbatches are put together, in which case the jaxpr is that of one microbatch; None otherwise.
         received: of a stage of a pipeline, the inputs that come from other stages, with their batch dims.
         handed_on: of a stage of a pipeline, the values that go from one of its programs to another.
+        held: of a stage of a pipeline, the values that stay from the forward pass of a microbatch until its backward pass.
+        in_flight: of a stage of a pipeline, of how many microbatches it holds those at the same time.
         retrace: the same step, traced for another number of microbatches; None for a graph that was not traced from a function.
     """
 
@@ -50,6 +52,8 @@ class StepGraph:
     microbatching: Microbatching | None = None
     received: Mapping[int, frozenset[int]] = field(default_factory=dict)
     handed_on: tuple[Var, ...] = ()
+    held: tuple[Var, ...] = ()
+    in_flight: int = 1
     retrace: "Callable[[int], StepGraph] | None" = field(default=None, repr=False, compare=False)
 
     def cut(self, ways: int) -> "StepGraph":

@@ -7,18 +7,20 @@ where stages need one another's results for it (a global norm) it takes several 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from jax.extend.core import Var
 
 from autopar import regions
 from autopar.evaluate import Numbered
+from autopar.gradients import accumulate_p
 from autopar.graph import Atom, aval_of
 from autopar.layers import layer_of
 from autopar.microbatch import Combine
+from autopar.sharding.dataflow import batch_factors, step_factors
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
 from simulator.program import Phase
@@ -55,6 +57,38 @@ class Total:
     combine: Combine
 
 
+@dataclass(frozen=True, slots=True)
+class BatchFacts:
+    """What depends on the batch in a step, up to what is accumulated.
+
+    Attributes:
+        dims: the dims of values that count examples.
+        rows: for values with one such dim, that one.
+        mixed: values without exactly one that depend on the batch all the same.
+    """
+
+    dims: dict[Var, frozenset[int]]
+    rows: dict[Var, int]
+    mixed: frozenset[Var]
+
+
+def batch_facts(step: StepGraph) -> BatchFacts:
+    """The facts about `step`."""
+    _, dims = batch_factors(step, step_factors(step))
+    rows = {var: min(each) for var, each in dims.items() if len(each) == 1}
+    reached = {step.jaxpr.invars[i] for i in step.batch}
+    while True:  # more than once for what loops carry
+        known = len(reached)
+        for eqn in step.jaxpr.eqns:
+            if eqn.primitive is accumulate_p or reached.isdisjoint(a for a in eqn.invars if isinstance(a, Var)):
+                continue
+            reached.update(eqn.outvars)
+            if eqn.primitive is regions.loop_result_p:
+                reached.update(a for a in eqn.invars[:1] if isinstance(a, Var))
+        if len(reached) == known:
+            return BatchFacts(dims, rows, frozenset(reached.difference(rows)))
+
+
 @dataclass(frozen=True)
 class Cut:
     """A step as tasks.
@@ -62,18 +96,19 @@ class Cut:
     Attributes:
         eqns: the numbered equations of each task, in order; those that several tasks need are in each of them.
         totals: for each forward or backward task what it accumulates.
-        stage_of_layer, split_backward: how it was cut.
+        num_stages: stages.
+        facts: what depends on the batch in the step, and how.
+        parts: the same tasks for microbatches that are cut into so many parts.
+        wanted: values that are read outside of these tasks.
     """
 
     step: StepGraph
-    stage_of_layer: tuple[int, ...]
-    split_backward: bool
+    num_stages: int
     eqns: dict[Task, tuple[Numbered, ...]]
     totals: dict[Task, tuple[Total, ...]]
-
-    @property
-    def num_stages(self) -> int:
-        return max(self.stage_of_layer) + 1
+    facts: BatchFacts
+    parts: "Callable[[int], Cut]"
+    wanted: tuple[Var, ...] = ()
 
     @cached_property
     def completed(self) -> dict[Task, tuple[Total, ...]]:
@@ -107,7 +142,7 @@ class Cut:
         """Values that a task makes for other tasks or as outputs of the step, its sums aside."""
         wanted: dict[Task, dict[Var, None]] = {task: {} for task in self.eqns}
         outputs = (atom for atom in self.step.jaxpr.outvars if isinstance(atom, Var))
-        for var in (*(var for reads in self.reads.values() for var in reads), *outputs):
+        for var in (*(var for reads in self.reads.values() for var in reads), *outputs, *self.wanted):
             task = self.made_by.get(var)
             if task is not None and all(var is not each.sum for each in self.totals.get(task, ())):
                 wanted[task][var] = None
@@ -147,11 +182,17 @@ def cut_step(step: StepGraph, stage_of_layer: Sequence[int], split_backward: boo
         stage_of_layer: the stage of each layer; stages are numbered in the order of layers.
         split_backward: make tasks I, of what other stages wait for, and W of the rest, out of each B.
     """
+
+    @cache
+    def parts(ways: int) -> Cut:
+        return cut_step(step.cut(ways), stage_of_layer, split_backward)
+
     builder = _Builder(step, stage_of_layer)
     builder.place_body()
     builder.place_totals()
     builder.place_tail()
-    return builder.cut(split_backward)
+    found = builder.cut(parts)
+    return _split_backward(found) if split_backward else found
 
 
 class _Unit(NamedTuple):
@@ -331,7 +372,7 @@ class _Builder:
 
     # -- put together
 
-    def cut(self, split_backward: bool) -> Cut:
+    def cut(self, parts: Callable[[int], Cut]) -> Cut:
         tasks: dict[Task, list[_Unit]] = defaultdict(list)
         for stage in range(self.num_stages):  # a stage has a forward, whatever it does
             tasks[Task(stage, "F")] = []
@@ -346,8 +387,7 @@ class _Builder:
         ordered = {task: tasks[task] for task in sorted(tasks, key=self._order)}
         eqns = {task: tuple(each for unit in units for each in unit.eqns) for task, units in ordered.items()}
         totals = {task: tuple(each) for task, each in self.totals.items()}
-        found = Cut(self.step, self.stage_of_layer, False, eqns, totals)
-        return _split_backward(found) if split_backward else found
+        return Cut(self.step, self.num_stages, eqns, totals, batch_facts(self.step), parts)
 
     def _order(self, task: Task) -> tuple[int, int, int]:
         if task.phase == "U":
@@ -393,7 +433,7 @@ def _split_backward(cut: Cut) -> Cut:
         eqns[Task(task.stage, "I")] = tuple(e for unit in first[::-1] for e in unit.eqns)
         eqns[Task(task.stage, "W")] = tuple(e for unit in units if _key(unit) not in early for e in unit.eqns)
         totals[Task(task.stage, "W")] = cut.totals.get(task, ())
-    return Cut(cut.step, cut.stage_of_layer, True, eqns, totals)
+    return replace(cut, eqns=eqns, totals=totals)
 
 
 def _key(unit: _Unit) -> int:

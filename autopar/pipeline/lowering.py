@@ -85,7 +85,7 @@ class StageLowering:
         for each in totals:
             spec = self.specs.get(each.total, replicated(graph.aval_of(each.total).ndim))
             self.specs[each.sum] = tuple(tuple(a for a in axes if a not in stage.deferred) for axes in spec)
-        self._apart = self._sums | found.mixed if stage.deferred else set()
+        self._apart = self._sums | self.cut.facts.mixed if stage.deferred else set()
 
     def _scales_of(self, ways: Sequence[int]) -> dict[Var, float]:
         """The factor of what comes from stages that see larger or smaller parts of a microbatch."""
@@ -93,7 +93,7 @@ class StageLowering:
         made = numbers_of(self.cut.step)
         for var in self.graph.received:
             maker = self.cut.made_by.get(var)
-            if maker is None or maker.phase == "U" or var not in self.graph.rows or ways[maker.stage] == self.ways:
+            if maker is None or maker.phase == "U" or var not in self.cut.facts.rows or ways[maker.stage] == self.ways:
                 continue
             micro = self.cut.step.cut(max(self.ways, ways[maker.stage])).microbatching
             assert micro is not None
@@ -186,7 +186,7 @@ class StageLowering:
                 if var in self._apart:
                     given.append(shard[0])
                 else:  # a parameter may be in parts; examples stay where they are
-                    given.append(shard if var in self.graph.rows else gathered(shard, along(var)))
+                    given.append(shard if var in self.cut.facts.rows else gathered(shard, along(var)))
             made = self._run(self._local, self._placed_apart, task, *given)
             return [value[None] if var in self._apart else value for var, value in zip(results, made, strict=True)]
 

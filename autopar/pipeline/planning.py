@@ -1,125 +1,29 @@
 """Planning a pipeline: which layers form a stage, which devices it gets, and how it is sharded over them."""
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from math import prod
+from math import inf
 
 from autopar.devices import logical_mesh
-from autopar.pipeline.cut import cut_step
+from autopar.graph import aval_of
+from autopar.pipeline.cut import Cut, cut_step
+from autopar.pipeline.layer_ranges import LayerRanges
 from autopar.pipeline.planned import num_layers
-from autopar.pipeline.schedules import Pipeline, make_schedule
+from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule
+from autopar.pipeline.stage_construction import find_stages, transfer_seconds
+from autopar.pipeline.stage_costs import SolvedStage, StageSolver
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
+from autopar.pipeline.stage_options import Assignment, AutoStageOption, StageError, StageOption
 from autopar.plan import PipelineSchedule, Plan, Stage, TimeSplit
 from autopar.planning import coverage_warnings, stage_of
-from autopar.sharding.options import AUTO, ShardingOptions
-from autopar.sharding.planner import Shardings, plan_shardings
+from autopar.sharding.options import ShardingOptions
+from autopar.sharding.pins import ShardingError
+from autopar.sharding.planner import MemoryBudgetError
+from autopar.sharding.problem import InfeasibleError
 from autopar.trace import StepGraph
+from autopar.work import array_bytes
 from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts, CostModel
-
-
-class StageError(ValueError):
-    """Layers can't be put on devices as asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """What a stage consists of.
-
-    Attributes:
-        layers: its layers, consecutive.
-        devices: numbers of its devices in the cluster.
-        shapes: logical mesh shapes to choose from.
-        options: limits on its shardings.
-    """
-
-    layers: tuple[int, ...]
-    devices: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    options: ShardingOptions = AUTO
-
-
-@dataclass(frozen=True, slots=True)
-class UniformStageOption:
-    """Stages with the same number of devices, and of layers as far as possible.
-
-    Attributes:
-        num_stages: how many; by default as many as there are layers.
-        submesh_physical_shape: (hosts, devices per host) of each stage; by default the cluster's devices are shared evenly.
-        submesh_logical_shape: logical mesh shape of each stage; by default the cheapest is taken.
-    """
-
-    num_stages: int | None = None
-    submesh_physical_shape: tuple[int, int] | None = None
-    submesh_logical_shape: tuple[int, ...] | None = None
-
-    def assign(self, num_layers: int, num_devices: int, options: ShardingOptions, num_chunks: int) -> list[Assignment]:
-        """The stages, `num_chunks` on each submesh. Raises StageError when there are too few layers or devices."""
-        stages = num_layers if self.num_stages is None else self.num_stages
-        if stages < 1 or stages > num_layers:
-            raise StageError(f"{stages} stages from {num_layers} layer(s); a stage needs at least one layer")
-        if stages % num_chunks:
-            raise StageError(f"{stages} stages can't be shared by submeshes with {num_chunks} chunks each")
-        count = stages // num_chunks
-        each = num_devices // count if self.submesh_physical_shape is None else prod(self.submesh_physical_shape)
-        if each < 1 or each * count > num_devices:
-            raise StageError(
-                f"{count} submeshes of {max(each, 1)} device(s) need {count * max(each, 1)}, there are {num_devices}"
-            )
-        shapes = logical_shapes(each) if self.submesh_logical_shape is None else (tuple(self.submesh_logical_shape),)
-        bounds = [num_layers * s // stages for s in range(stages + 1)]
-        devices = [tuple(range(mesh * each, (mesh + 1) * each)) for mesh in range(count)]
-        return [
-            Assignment(tuple(range(bounds[s], bounds[s + 1])), devices[s % count], shapes, options)
-            for s in range(stages)
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class ManualStageOption:
-    """Stages as given.
-
-    Attributes:
-        forward_stage_layer_ids: the layers of each stage.
-        submesh_physical_shapes: (hosts, devices per host) of each stage.
-        submesh_logical_shapes: logical mesh shape of each stage.
-        submesh_autosharding_option_dicts: for each stage, fields of `ShardingOptions` to replace.
-    """
-
-    forward_stage_layer_ids: Sequence[Sequence[int]]
-    submesh_physical_shapes: Sequence[tuple[int, int]]
-    submesh_logical_shapes: Sequence[tuple[int, ...]]
-    submesh_autosharding_option_dicts: Sequence[dict] = field(default_factory=tuple)
-
-    def assign(self, num_layers: int, num_devices: int, options: ShardingOptions, num_chunks: int) -> list[Assignment]:
-        """The stages. Raises StageError when they don't fit together."""
-        if num_chunks != 1:
-            raise StageError("a manual stage option gives each stage a submesh of its own; use a UniformStageOption")
-        stages = [tuple(layers) for layers in self.forward_stage_layer_ids]
-        count = len(stages)
-        if [layer for layers in stages for layer in layers] != list(range(num_layers)):
-            raise StageError(f"stages of layers {stages}, expected each of the {num_layers} layers once, in order")
-        changes = self.submesh_autosharding_option_dicts or [{}] * count
-        given = (self.submesh_physical_shapes, self.submesh_logical_shapes, changes)
-        if any(len(each) != count for each in given):
-            raise StageError(
-                f"{count} stages, but {[len(each) for each in given]} physical shapes, logical shapes and options"
-            )
-        found, first = [], 0
-        for layers, physical, logical, change in zip(stages, *given, strict=True):
-            if prod(physical) != prod(logical):
-                raise StageError(
-                    f"a submesh of {tuple(physical)} devices can't be seen as a mesh of shape {tuple(logical)}"
-                )
-            devices = tuple(range(first, first + prod(physical)))
-            first += len(devices)
-            found.append(Assignment(layers, devices, (tuple(logical),), replace(options, **change)))
-        if first > num_devices:
-            raise StageError(f"the stages need {first} devices, there are {num_devices}")
-        return found
-
-
-type StageOption = UniformStageOption | ManualStageOption
 
 
 def make_pipeline_plan(
@@ -136,6 +40,7 @@ def make_pipeline_plan(
 
     Raises:
         StageError: the step has no layers, or they can't be put on the devices as asked.
+        NoStagesError: no stages that were tried fit on the devices.
         MemoryBudgetError: a stage does not fit.
     """
     layers = num_layers(step)
@@ -144,51 +49,103 @@ def make_pipeline_plan(
             "the step has no layers: decorate the loss function with autopar.manual_layer_construction or"
             " autopar.automatic_layer_construction, or give the method a layer_option, and differentiate with autopar.grad"
         )
-    assigned = stage_option.assign(layers, cluster.num_devices, options, schedule.num_chunks)
-    pipeline = Pipeline(len(assigned) // schedule.num_chunks, step.num_micro_batches, schedule.num_chunks)
-    phases = make_schedule(schedule.name, pipeline).phases
-    cut = cut_step(step, [s for s, each in enumerate(assigned) for _ in each.layers], "W" in phases)
     budget = cluster.device.usable_bytes if memory_budget is None else memory_budget
-    stages = [
-        _plan_stage(found, each, cluster, costs or ClusterCosts(cluster), budget)
-        for found, each in zip(stage_graphs(cut), assigned, strict=True)
+    solver = StageSolver(costs or ClusterCosts(cluster), budget / schedule.num_chunks)
+    split_backward = schedule.name == "zero_bubble_h1"
+    if isinstance(stage_option, AutoStageOption):
+        if schedule.num_chunks > 1:
+            raise StageError(
+                f"{schedule.num_chunks} chunks: stages are found for one stage on each submesh; use a UniformStageOption"
+            )
+        ranges = LayerRanges(step, layers, split_backward)
+        assigned = find_stages(ranges, solver, cluster, stage_option, options, schedule.name)
+    else:
+        assigned = stage_option.assign(layers, cluster.num_devices, options, schedule.num_chunks)
+    pipeline = Pipeline(len(assigned) // schedule.num_chunks, step.num_micro_batches, schedule.num_chunks)
+    tasks = make_schedule(schedule.name, pipeline)
+    cut = cut_step(step, [s for s, each in enumerate(assigned) for _ in each.layers], split_backward)
+    graphs = stage_graphs(cut)
+    in_flight = _in_flight(tasks)
+    solved = [
+        _solve_stage(solver, graph, each, in_flight[graph.stage]) for graph, each in zip(graphs, assigned, strict=True)
     ]
-    seconds = [found.seconds for _, found in stages]
-    count = step.num_micro_batches
-    slowest = stages[seconds.index(max(seconds))][1]
+    stages = [_stage(*each) for each in zip(graphs, assigned, solved, strict=True)]
+    slowest = max(solved, key=lambda each: each.seconds).shardings
     return Plan(
         step=step.name,
         fingerprint=step.fingerprint,
         method=method,
         options=options,
         cluster=cluster.name,
-        num_micro_batches=count,
-        stages=tuple(stage for stage, _ in stages),
+        num_micro_batches=step.num_micro_batches,
+        stages=tuple(stages),
         pipeline=schedule,
-        predicted_seconds=(sum(seconds) + (count - 1) * max(seconds)) / count,
+        predicted_seconds=_makespan(tasks, cut, solved, assigned, solver.costs),
         predicted_split=TimeSplit(**slowest.split._asdict()),
-        predicted_bytes=round(max(found.peak_bytes for _, found in stages)),
-        gap=max((found.gap for _, found in stages if found.gap is not None), default=None),
-        planning_seconds=sum(found.solve_seconds for _, found in stages),
-        warnings=(*dict.fromkeys(w for _, found in stages for w in found.warnings), *coverage_warnings(step)),
+        predicted_bytes=round(_peak_bytes(tasks, solved, in_flight)),
+        gap=max((each.shardings.gap for each in solved if each.shardings.gap is not None), default=None),
+        planning_seconds=solver.solve_seconds,
+        warnings=(*dict.fromkeys(w for each in solved for w in each.shardings.warnings), *coverage_warnings(step)),
     )
 
 
-def _plan_stage(
-    found: StageGraph, assigned: Assignment, cluster: Cluster, costs: CostModel, budget: float
-) -> tuple[Stage, Shardings]:
-    """The cheapest of the logical mesh shapes."""
-    plans = []
+def _solve_stage(solver: StageSolver, graph: StageGraph, assigned: Assignment, in_flight: int) -> SolvedStage:
+    """The cheapest of the logical mesh shapes that fit. Raises what hinders the one that comes closest."""
+    count = graph.step.num_micro_batches
+    found: list[SolvedStage] = []
+    errors: list[ValueError] = []
     for shape in assigned.shapes:
-        mesh = logical_mesh(shape)
-        shardings = plan_shardings(found.step, mesh, costs, assigned.options, budget)
-        plans.append((shardings.seconds, shape, mesh, shardings))
-    _, _, mesh, shardings = min(plans, key=lambda each: each[:2])
-    stage = stage_of(found.step, mesh, shardings)
-    return stage.model_copy(update={"layers": assigned.layers, "devices": assigned.devices}), shardings
+        try:
+            found.append(solver.cheapest(graph, shape, assigned.options, in_flight))
+        except (ShardingError, InfeasibleError) as error:
+            errors.append(error)
+    if not found:
+        raise min(errors, key=lambda error: error.least if isinstance(error, MemoryBudgetError) else inf)
+    return min(found, key=lambda each: (count * each.seconds + each.once_seconds, each.shape))
 
 
-def logical_shapes(num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of a logical mesh of so many devices with at most two axes."""
-    pairs = [(a, num_devices // a) for a in range(2, num_devices) if num_devices % a == 0 and a <= num_devices // a]
-    return ((num_devices,), *pairs)
+def _stage(graph: StageGraph, assigned: Assignment, solved: SolvedStage) -> Stage:
+    stage = stage_of(graph.step, logical_mesh(solved.shape), solved.shardings)
+    return stage.model_copy(update={"layers": assigned.layers, "devices": assigned.devices})
+
+
+def _in_flight(schedule: Schedule) -> list[int]:
+    """For each stage, of how many microbatches it holds activations at most."""
+    release = "W" if "W" in schedule.phases else "B"
+    held, most = Counter(), Counter()
+    for row in schedule.rows:
+        for task in row:
+            held[task.stage] += (task.phase == "F") - (task.phase == release)
+            most[task.stage] = max(most[task.stage], held[task.stage])
+    if release not in schedule.phases:  # nothing is kept
+        return [1] * schedule.pipeline.num_stages
+    return [most[stage] for stage in range(schedule.pipeline.num_stages)]
+
+
+def _peak_bytes(schedule: Schedule, solved: Sequence[SolvedStage], in_flight: Sequence[int]) -> float:
+    """What the fullest device needs, if every stage on it is fullest at the same time."""
+    used: dict[int, float] = defaultdict(float)
+    for stage, each in enumerate(solved):
+        used[schedule.pipeline.mesh_of(stage)] += each.bytes(in_flight[stage])
+    return max(used.values())
+
+
+def _makespan(
+    schedule: Schedule, cut: Cut, solved: Sequence[SolvedStage], assigned: Sequence[Assignment], costs: CostModel
+) -> float:
+    """Seconds of a step: what its schedule takes with these stages and the transfers between them."""
+    moved = Counter()
+    for task, reads in cut.reads.items():
+        for var in reads if task.phase != "U" else ():
+            maker = cut.made_by.get(var)
+            if maker is not None and maker.phase != "U" and abs(maker.stage - task.stage) == 1:
+                moved[maker.stage, task.stage] += array_bytes(aval_of(var).shape, aval_of(var).dtype)
+    transfers: dict[tuple[int, int], float] = {}
+    for (source, to), num_bytes in moved.items():
+        seconds = transfer_seconds(costs, num_bytes, assigned[source].devices, assigned[to].devices)
+        meshes = schedule.pipeline.mesh_of(source), schedule.pipeline.mesh_of(to)
+        transfers[meshes] = max(seconds, transfers.get(meshes, 0.0))
+    return schedule.makespan(
+        lambda task: solved[task.stage].phases.get(task.phase, 0.0),
+        lambda source, to: transfers.get((source, to), 0.0),
+    )

@@ -106,11 +106,16 @@ class Schedule:
         meshes = range(self.pipeline.num_meshes)
         return Program(tuple((mesh,) for mesh in meshes), tuple(tuple(instructions(mesh)) for mesh in meshes))
 
-    def clock(self, seconds: Mapping[Phase, float] | Callable[[Run], float]) -> dict[Run, tuple[float, float]]:
-        """When each task starts and ends, in seconds, if every mesh starts it as soon as it can and transfers take no time.
+    def clock(
+        self,
+        seconds: Mapping[Phase, float] | Callable[[Run], float],
+        transfer: Callable[[int, int], float] = lambda source, destination: 0.0,
+    ) -> dict[Run, tuple[float, float]]:
+        """When each task starts and ends, in seconds, if every mesh starts it as soon as it can.
 
         Args:
             seconds: what a task takes, by phase or for every task.
+            transfer: from one mesh to another, how long it takes until what a task made is there; the meshes go on meanwhile.
 
         Raises:
             DeadlockError: the meshes wait for one another.
@@ -126,17 +131,21 @@ class Schedule:
                 case Run():
                     start, clocks[mesh] = clocks[mesh], clocks[mesh] + time(instruction)
                     spans[instruction] = start, clocks[mesh]
-                case Send(value):
-                    arrived[value] = clocks[mesh]
+                case Send(value, to):
+                    arrived[value] = max(arrived.get(value, 0.0), clocks[mesh] + transfer(mesh, to))
                 case Free():
                     pass
                 case _:
                     assert_never(instruction)
         return spans
 
-    def makespan(self, seconds: Mapping[Phase, float] | Callable[[Run], float]) -> float:
+    def makespan(
+        self,
+        seconds: Mapping[Phase, float] | Callable[[Run], float],
+        transfer: Callable[[int, int], float] = lambda source, destination: 0.0,
+    ) -> float:
         """When the last task ends (`clock`)."""
-        return max(end for _, end in self.clock(seconds).values())
+        return max(end for _, end in self.clock(seconds, transfer).values())
 
     def in_flight(self) -> tuple[int, ...]:
         """For each mesh, of how many (stage, microbatch) it holds activations at most."""

@@ -7,12 +7,10 @@ from functools import cache
 import jax
 from jax.extend.core import Jaxpr, Var
 
-from autopar import graph, regions
+from autopar import graph
 from autopar.evaluate import Numbered
-from autopar.gradients import accumulate_p
 from autopar.microbatch import MicrobatchError, Microbatching
-from autopar.pipeline.cut import Cut, Task, cut_step
-from autopar.sharding.dataflow import batch_factors, step_factors
+from autopar.pipeline.cut import Cut, Task
 from autopar.trace import StepGraph
 
 
@@ -27,8 +25,6 @@ class StageGraph:
         received, sent: values from and for other stages.
         outputs: for each of the first outputs, its number in the whole step.
         tasks: for each task its equations, numbered as in `step`.
-        rows: for values with one row per example, the dim that counts examples.
-        mixed: values without such a dim that depend on the batch all the same.
         parts: the graph of the same stage for microbatches cut into more parts.
     """
 
@@ -41,48 +37,16 @@ class StageGraph:
     outputs: tuple[int, ...]
     sent: tuple[Var, ...]
     tasks: dict[Task, tuple[Numbered, ...]]
-    rows: dict[Var, int]
-    mixed: frozenset[Var]
     parts: "Callable[[int], StageGraph]"
 
 
 def stage_graphs(cut: Cut) -> list[StageGraph]:
     """A graph for every stage."""
-    _, batch_dims = batch_factors(cut.step, step_factors(cut.step))
-    rows = {var: min(dims) for var, dims in batch_dims.items() if len(dims) == 1}
-    mixed = frozenset(_depending_on_batch(cut.step).difference(rows))
-
-    @cache
-    def parts(ways: int) -> list[StageGraph]:
-        return stage_graphs(cut_step(cut.step.cut(ways), cut.stage_of_layer, cut.split_backward))
-
-    return [_stage_graph(cut, stage, batch_dims, rows, mixed, parts) for stage in range(cut.num_stages)]
+    return [stage_graph(cut, stage) for stage in range(cut.num_stages)]
 
 
-def _depending_on_batch(step: StepGraph) -> set[Var]:
-    """Values of a microbatch that are not the same for all of them."""
-    reached = {step.jaxpr.invars[i] for i in step.batch}
-    while True:  # more than once for what loops carry
-        known = len(reached)
-        for eqn in step.jaxpr.eqns:
-            carried = eqn.primitive is regions.loop_result_p
-            if eqn.primitive is not accumulate_p and not reached.isdisjoint(
-                a for a in eqn.invars if isinstance(a, Var)
-            ):
-                reached.update(eqn.outvars)
-                reached.update(a for a in eqn.invars[:1] if carried and isinstance(a, Var))
-        if len(reached) == known:
-            return reached
-
-
-def _stage_graph(
-    cut: Cut,
-    stage: int,
-    batch_dims: dict[Var, frozenset[int]],
-    rows: dict[Var, int],
-    mixed: frozenset[Var],
-    parts: Callable[[int], list[StageGraph]],
-) -> StageGraph:
+def stage_graph(cut: Cut, stage: int) -> StageGraph:
+    """The graph of one stage."""
     step, micro = cut.step, cut.step.microbatching
     assert micro is not None
     mine = [task for task in cut.eqns if task.stage == stage]
@@ -112,7 +76,7 @@ def _stage_graph(
     own = {step.jaxpr.invars[i] for i in inputs}
     read = dict.fromkeys(var for task in mine for var in cut.reads[task])
     received = tuple(var for var in read if var not in made and var not in own)
-    elsewhere = {var for task, reads in cut.reads.items() if task.stage != stage for var in reads}
+    elsewhere = {var for task, reads in cut.reads.items() if task.stage != stage for var in reads}.union(cut.wanted)
     sent = tuple(var for var in dict.fromkeys(v for task in mine for v in cut.results[task]) if var in elsewhere)
     outputs = tuple(o for o, atom in enumerate(step.jaxpr.outvars) if _makes(cut, stage, atom))
     constants = dict(zip(step.jaxpr.constvars, step.jaxpr.consts, strict=True))
@@ -131,17 +95,22 @@ def _stage_graph(
     place = {i: position for position, i in enumerate(inputs)}
     totals = {each.total for task in mine for each in cut.totals.get(task, ())}
 
+    @cache
+    def parts(ways: int) -> StageGraph:
+        return stage_graph(cut.parts(ways), stage)
+
     def retrace(count: int) -> StepGraph:
-        if any(var in mixed for var in (*received, *sent)):
+        if any(var in cut.facts.mixed for var in (*received, *sent)):
             raise MicrobatchError("a stage sends a statistic of the batch, of which a device would have a part")
-        found = parts(count // micro.count)[stage]
+        ways = count // micro.count
+        found = parts(ways)
         made = numbers_of(step)
         known = found.cut.step.microbatching
-        if known is None or any(made[var] not in known.powers for var in (*received, *sent) if var in rows):
+        if known is None or any(made[var] not in known.powers for var in (*received, *sent) if var in cut.facts.rows):
             raise MicrobatchError(
                 "a stage sends examples of which it is not known how they depend on the size of the batch"
             )
-        if not _alike(cut, found.cut, mine, rows, count // micro.count):
+        if not _alike(cut, found.cut, mine, ways):
             raise MicrobatchError(
                 "the step does different things for the few examples that a device has of a microbatch"
             )
@@ -161,13 +130,12 @@ def _stage_graph(
         microbatching=Microbatching(micro.count, tuple(body), tuple(tail), tuple(marks), tuple(combine)),
         name=f"{step.name}, stage {stage}",
         handed_on=tuple(var for var in read if var in made and var not in totals),
+        held=_held(cut, mine, received),
         retrace=retrace,
-        received={len(inputs) + k: batch_dims.get(var, frozenset()) for k, var in enumerate(received)},
+        received={len(inputs) + k: cut.facts.dims.get(var, frozenset()) for k, var in enumerate(received)},
     )
     tasks = {task: tuple((numbers[number], eqn) for number, eqn in cut.eqns[task]) for task in mine}
-    return StageGraph(
-        cut, stage, whole, inputs, received, outputs, sent, tasks, rows, mixed, lambda ways: parts(ways)[stage]
-    )
+    return StageGraph(cut, stage, whole, inputs, received, outputs, sent, tasks, parts)
 
 
 def numbers_of(step: StepGraph) -> dict[Var, tuple[int, int]]:
@@ -175,12 +143,12 @@ def numbers_of(step: StepGraph) -> dict[Var, tuple[int, int]]:
     return {var: (number, r) for number, eqn in enumerate(step.jaxpr.eqns) for r, var in enumerate(eqn.outvars)}
 
 
-def _alike(whole: Cut, part: Cut, tasks: Sequence[Task], rows: dict[Var, int], ways: int) -> bool:
+def _alike(whole: Cut, part: Cut, tasks: Sequence[Task], ways: int) -> bool:
     """Whether tasks hand the same values to one another when microbatches are smaller by `ways`."""
 
     def expected(var: Var) -> tuple[int, ...]:
         shape = graph.aval_of(var).shape
-        return tuple(size // ways if dim == rows.get(var) else size for dim, size in enumerate(shape))
+        return tuple(size // ways if dim == whole.facts.rows.get(var) else size for dim, size in enumerate(shape))
 
     eqns = whole.step.jaxpr.eqns, part.step.jaxpr.eqns
     if [eqn.primitive for eqn in eqns[0]] != [eqn.primitive for eqn in eqns[1]]:
@@ -193,6 +161,15 @@ def _alike(whole: Cut, part: Cut, tasks: Sequence[Task], rows: dict[Var, int], w
         ]:
             return False
     return True
+
+
+def _held(cut: Cut, mine: Sequence[Task], received: Sequence[Var]) -> tuple[Var, ...]:
+    """What a stage keeps of each microbatch for its backward pass: results, and what it received, of its forward pass."""
+    forward = [task for task in mine if task.phase in ("F", "I")]
+    made = {var for task in forward for var in cut.results[task]}
+    made.update({var for task in forward for var in cut.reads[task]}.intersection(received))
+    backward = [var for task in mine if task.phase in ("B", "I", "W") for var in cut.reads[task]]
+    return tuple(dict.fromkeys(var for var in backward if var in made))
 
 
 def _makes(cut: Cut, stage: int, atom: graph.Atom) -> bool:

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,34 +27,44 @@ type Step = tuple[CollectiveKind, float, tuple[str, ...]]
 
 @dataclass(frozen=True, eq=False)
 class MeshCosts:
-    """A cost model seen through the axes of a logical mesh."""
+    """A cost model seen through the axes of a logical mesh.
+
+    Attributes:
+        memo: what enumerating decisions found out for this mesh: repeated layers, and stages that are alike, ask again.
+    """
 
     mesh: LogicalMesh
     model: CostModel
     forbidden: frozenset[CollectiveKind] = frozenset()
+    memo: dict[Any, dict[Any, Any]] = field(default_factory=dict)
 
-    @lru_cache  # noqa: B019 (one per planning run)
+    @lru_cache(maxsize=1 << 10)  # noqa: B019 (few are made)
     def groups(self, axes: tuple[str, ...]) -> Groups:
         return self.mesh.groups(axes)
 
-    @lru_cache  # noqa: B019
+    @lru_cache(maxsize=1 << 18)  # noqa: B019
     def collective(self, kind: CollectiveKind, num_bytes: float, axes: tuple[str, ...]) -> float:
         """Seconds of one collective along `axes` (nothing to do along none); infinite for a forbidden one."""
         if kind in self.forbidden and axes and num_bytes:
             return math.inf
         return self.model.collective(kind, num_bytes, self.groups(axes)) if axes and num_bytes else 0.0
 
-    @lru_cache  # noqa: B019
+    @lru_cache(maxsize=1 << 18)  # noqa: B019
     def reshard(self, num_bytes: float, source: Spec, target: Spec) -> float:
         """Seconds to bring an array of `num_bytes` (the whole of it) from `source` to `target`."""
         steps = sum(self.collective(*step) for step in reshard_steps(num_bytes, source, target, self.mesh))
         return steps + self.copy(copied_bytes(num_bytes, source, target, self.mesh))
 
+    @cached_property
+    def combined(self) -> "MeshCosts":
+        """The same, for collectives that the compiler combines."""
+        return MeshCosts(self.mesh, Combined(self.model), self.forbidden)
+
     def copy(self, num_bytes: float) -> float:
         """Seconds to move bytes within device memory."""
         return self.model.kernel(Kernel("copy", "memory", 0.0, num_bytes)) if num_bytes else 0.0
 
-    @lru_cache  # noqa: B019
+    @lru_cache(maxsize=1 << 14)  # noqa: B019
     def reshard_matrix(self, num_bytes: float, sources: tuple[Spec, ...], targets: tuple[Spec, ...]) -> np.ndarray:
         """Seconds for every pair of specs, (sources, targets)."""
         return np.array([[self.reshard(num_bytes, source, target) for target in targets] for source in sources])

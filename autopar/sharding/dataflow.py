@@ -3,9 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal as OneOf
 
-from jax.extend.core import Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar import regions
 from autopar.graph import Atom
@@ -62,8 +63,13 @@ def analyse(step: StepGraph) -> Dataflow:
 
 def step_factors(step: StepGraph) -> tuple[OpFactors | None, ...]:
     """The factors of each equation; None for those that pass values through or have no result."""
-    passing = [eqn.primitive.name in PASS_THROUGH or not eqn.outvars for eqn in step.jaxpr.eqns]
-    return tuple(None if passes else op_factors(eqn) for eqn, passes in zip(step.jaxpr.eqns, passing, strict=True))
+    return _factors(step.jaxpr)
+
+
+@lru_cache(maxsize=16)  # a stage is planned on many meshes
+def _factors(jaxpr: Jaxpr) -> tuple[OpFactors | None, ...]:
+    passing = [eqn.primitive.name in PASS_THROUGH or not eqn.outvars for eqn in jaxpr.eqns]
+    return tuple(None if passes else op_factors(eqn) for eqn, passes in zip(jaxpr.eqns, passing, strict=True))
 
 
 def _roles(step: StepGraph, marked: Sequence[frozenset[int]]) -> tuple[Role, ...]:

@@ -6,7 +6,7 @@ are *free*: they are computed wherever they are needed.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -26,7 +26,7 @@ from autopar.sharding.candidates import (
     followed,
     scattered_if_possible,
 )
-from autopar.sharding.costs import Combined, MeshCosts, Seconds
+from autopar.sharding.costs import MeshCosts, Seconds
 from autopar.sharding.dataflow import Role, analyse
 from autopar.sharding.deferral import fits, leads, partial_completions, synchronisations
 from autopar.sharding.factors import Assignment, OpFactors
@@ -81,6 +81,8 @@ class Decisions:
             decide, and those where microbatches accumulate.
         uses: every place where a value is read with a spec that some decision requires.
         roles: for each input "batch", "parameter", "state" or "other".
+        shares: the equations that `costs` and `edges` are made of: number, one or two decisions, seconds by their options. What a
+            step does to hand on its outputs counts as its last equation.
     """
 
     labels: list[str] = field(default_factory=list)
@@ -93,6 +95,7 @@ class Decisions:
     decided: list[tuple[int, tuple[Placement | None, ...]]] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     roles: list[Role] = field(default_factory=list)
+    shares: list[tuple[int, tuple[int, ...], np.ndarray]] = field(default_factory=list)
 
     def problem(self) -> ChoiceProblem:
         return ChoiceProblem(self.costs, self.edges)
@@ -105,6 +108,13 @@ class Decisions:
         )
         rest = cost - compute - communication
         return Seconds(compute, communication, rest if rest > 1e-9 * cost else 0.0)  # and no rounding errors
+
+    def seconds_by_equation(self, choice: Sequence[int], num_equations: int) -> tuple[float, ...]:
+        """What each equation takes; they add up to what the choice costs."""
+        seconds = [0.0] * num_equations
+        for number, decisions, cost in self.shares if num_equations else ():
+            seconds[number] += float(cost[tuple(choice[d] for d in decisions)])
+        return tuple(seconds)
 
 
 def enumerate_decisions(
@@ -136,13 +146,15 @@ class _Builder:
         self.flow = analyse(step)
         self.pins = Pins(options.pins, step, self.mesh)
         self.repeats = _repeats(step)
-        self.combined = MeshCosts(costs.mesh, Combined(costs.model), costs.forbidden)
+        self.combined = costs.combined
         self.made_by = {var: eqn for eqn in step.jaxpr.eqns for var in eqn.outvars}
         self.depth: dict[Var, int] = {}
         self.content: dict[Var, int] = {}
         self.launch = costs.model.kernel(Kernel("", "memory", 0.0, 0.0))
-        self._known_costs: dict[Any, np.ndarray] = {}  # repeated layers ask again
-        self._known_candidates: dict[Any, Candidates | None] = {}
+        # Pins limit inputs and named values, and are no part of what is remembered.
+        limits = repr(replace(options, pins={})), deferred
+        self._known_costs: dict[Any, np.ndarray] = costs.memo.setdefault("costs", {})
+        self._known_candidates: dict[Any, Candidates | None] = costs.memo.setdefault(limits, {})
         self.deferred = deferred
         self.body = frozenset(number for number, _ in step.microbatching.body) if step.microbatching else frozenset()
 
@@ -242,6 +254,7 @@ class _Builder:
         parts = self._costs(number, eqn, factors, found)
         self.found.costs[placement.decision] = self.found.costs[placement.decision] + parts.sum(axis=0)
         self.found.parts[placement.decision] = self.found.parts[placement.decision] + parts
+        self.found.shares.append((number, (placement.decision,), parts.sum(axis=0)))
         self._use_operands(number, eqn, placement.decision, found)
         for var, specs in zip(eqn.outvars, found.results, strict=True):
             self.found.placements[var] = Placement(placement.decision, specs)
@@ -251,7 +264,9 @@ class _Builder:
         """Make the equation a decision over all its candidates."""
         found = self._candidates(number, eqn, factors)
         label = f"{eqn.primitive.name} in {eqn.source_info.name_stack}"
-        first = self._decide(label, found.results[0], self._costs(number, eqn, factors, found))
+        parts = self._costs(number, eqn, factors, found)
+        first = self._decide(label, found.results[0], parts)
+        self.found.shares.append((number, (first.decision,), parts.sum(axis=0)))
         results = [Placement(first.decision, specs) for specs in found.results]
         self.found.decided.append((number, tuple(results)))
         self.found.placements.update(zip(eqn.outvars, results, strict=True))
@@ -386,6 +401,7 @@ class _Builder:
                 result = self._decide(
                     "accumulate", tuple(way.results[0] for _, way in ways), np.array([[0.0] * len(ways), seconds])
                 )
+                self.found.shares.append((number, (result.decision,), np.array(seconds)))
                 self._use(number, k, atom, result.decision, tuple(source for source, _ in ways))
                 placement = result
             results.append(placement)
@@ -427,6 +443,7 @@ class _Builder:
         if eqn is not None:
             matrix = matrix * self.repeats[eqn]
         i, j = placement.decision, decision
+        self.found.shares.append((-1 if eqn is None else eqn, (i, j), matrix))
         if i == j:
             self.found.costs[i] = self.found.costs[i] + np.diagonal(matrix)
             return

@@ -7,6 +7,8 @@ fusion keeps in registers is not. What microbatches accumulate lives as long as 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from jax.extend.core import Literal, Var
@@ -60,6 +62,10 @@ class Memory:
             first, last = alive.get((atom, required), (use.eqn, use.eqn))
             alive[atom, required] = min(first, use.eqn), max(last, use.eqn)
         return self._sum((first, last, self._sizes(atom, (spec,))[0]) for (atom, spec), (first, last) in alive.items())
+
+    def held(self, choice: Sequence[int]) -> float:
+        """Bytes that stay of each microbatch until its backward pass."""
+        return sum(float(sizes[choice[decision]]) for decision, sizes in _held(self.step, self.decisions, self.mesh))
 
     def limit(self, moment: int, budget: float) -> Limit:
         """That the values alive at `moment` and the copies made for it must fit into `budget` bytes."""
@@ -120,7 +126,8 @@ def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list
                 lives.append((var, number + 1, until))
     lives += [(var, start, end) for var, (start, end) in alive.items() if var not in reused or not start]
     whole = {step.jaxpr.invars[i] for i in step.batch}  # all microbatches of it
-    found = []
+    others = step.in_flight - 1
+    found = [Lifetime(d, 0, len(step.jaxpr.eqns), others * s) for d, s in _held(step, decisions, mesh) if others]
     for var, start, end in lives:
         if (placement := decisions.placements.get(var)) is not None:
             sizes = _sizes(var, placement.specs, mesh) * (step.num_micro_batches if var in whole else 1)
@@ -128,7 +135,17 @@ def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list
     return found
 
 
+def _held(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list[tuple[int, np.ndarray]]:
+    """What each microbatch in flight holds: decisions, and bytes per option."""
+    placed = ((var, decisions.placements.get(var)) for var in step.held)
+    return [(p.decision, _sizes(var, p.specs, mesh)) for var, p in placed if p is not None]
+
+
 def _sizes(atom: Atom, specs: Specs, mesh: LogicalMesh) -> np.ndarray:
     """Bytes on one device under each spec."""
-    aval = aval_of(atom)
-    return np.array([array_bytes(local_shape(aval.shape, spec, mesh), aval.dtype) for spec in specs], float)
+    return _array_sizes(aval_of(atom).shape, aval_of(atom).dtype, specs, mesh)
+
+
+@lru_cache(maxsize=1 << 14)
+def _array_sizes(shape: tuple[int, ...], dtype: Any, specs: Specs, mesh: LogicalMesh) -> np.ndarray:
+    return np.array([array_bytes(local_shape(shape, spec, mesh), dtype) for spec in specs], float)

@@ -57,6 +57,8 @@ class Shardings:
         solve_seconds: time spent planning.
         deferred: mesh axes along which gradients are completed once, after all microbatches.
         warnings: what the plan does without, and why.
+        eqn_seconds: what each equation takes in a step, bringing its operands where it wants them included.
+        held_bytes: of a stage of a pipeline, what one device keeps of each microbatch from its forward to its backward pass.
     """
 
     inputs: tuple[Spec, ...]
@@ -70,6 +72,8 @@ class Shardings:
     solve_seconds: float
     deferred: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    eqn_seconds: tuple[float, ...] = ()
+    held_bytes: float = 0.0
 
 
 class MemoryBudgetError(InfeasibleError):
@@ -95,11 +99,13 @@ def plan_shardings(
     model: CostModel,
     options: ShardingOptions = AUTO,
     memory_budget: float = math.inf,
+    costs: MeshCosts | None = None,
 ) -> Shardings:
     """The cheapest sharding of `step` on `mesh` under `model`, among those that `options` allow and `memory_budget` holds.
 
     Args:
         memory_budget: bytes of one device that the step may use.
+        costs: `model` on `mesh`, if it is there already: what one solve found out, others need not.
 
     Raises:
         MissingRuleError, ShardingError: see `enumerate_decisions`.
@@ -107,7 +113,7 @@ def plan_shardings(
         InfeasibleError, TimeoutError: see `solve`.
     """
     start = time.perf_counter()
-    best, refused = _cheapest(step, MeshCosts(mesh, model, options.forbidden), options, memory_budget)
+    best, refused = _cheapest(step, costs or MeshCosts(mesh, model, options.forbidden), options, memory_budget)
     divided = any(best.inputs[i][0] for i in step.batch)
     if step.microbatching and divided and not best.deferred and refused is not None:
         best = replace(best, warnings=(f"gradients are completed in every microbatch: {refused}",))
@@ -122,6 +128,8 @@ def _cheapest(
     Pure data parallelism defers if it can; so it is not compared with plans that don't.
     """
     refused: ValueError | None = None
+    if step.microbatching and step.retrace is None:
+        refused = MicrobatchError("that is not done for the stages of a pipeline yet")
     plans = []
     for deferred in candidates(step, costs.mesh, options.data_parallel) if options.mode == "solve" else ():
         try:
@@ -156,7 +164,8 @@ def _plan_deferring(
         solution, peak_bytes = _solve_within(memory, decisions.problem(), budget, options.time_limit)
     else:
         solution, peak_bytes = _propagate_within(memory, decisions.problem(), budget)
-    return replace(_shardings(step, decisions, solution, peak_bytes), deferred=deferred)
+    held = memory.held(solution.choice)
+    return replace(_shardings(step, decisions, solution, peak_bytes), deferred=deferred, held_bytes=held)
 
 
 def _solve_within(memory: Memory, problem: ChoiceProblem, budget: float, time_limit: float) -> tuple[Solution, float]:
@@ -242,6 +251,7 @@ def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, peak_b
         peak_bytes=peak_bytes,
         gap=solution.gap,
         solve_seconds=0.0,
+        eqn_seconds=decisions.seconds_by_equation(choice, len(step.jaxpr.eqns)),
     )
 
 

@@ -156,7 +156,7 @@ class _Search:
                 for pair, cost in self.problem.edges.items()
             }
             least = solve(ChoiceProblem(nodes, edges), max(1.0, self.deadline - time.monotonic()))
-            if least.objective - least.gap * abs(least.objective) > limit.bound + 1e-6 * abs(limit.bound):
+            if least.objective - (least.gap or 0.0) * abs(least.objective) > limit.bound + 1e-6 * abs(limit.bound):
                 raise InfeasibleError("no choice of shardings keeps within every limit")
             cost = self.problem.cost(least.choice)
             if cost < self.best and self.problem.fits(least.choice):

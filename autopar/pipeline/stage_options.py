@@ -1,0 +1,159 @@
+"""Which layers form a stage and which devices it gets, as the user says: evenly, one by one, or to be found."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, prod
+from typing import Literal, get_args
+
+from autopar.sharding.options import AUTO, ShardingOptions
+
+
+class StageError(ValueError):
+    """Layers can't be put on devices as asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a stage consists of.
+
+    Attributes:
+        layers: its layers, consecutive.
+        devices: numbers of its devices in the cluster.
+        shapes: logical mesh shapes to choose from.
+        options: limits on its shardings.
+    """
+
+    layers: tuple[int, ...]
+    devices: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    options: ShardingOptions = AUTO
+
+
+@dataclass(frozen=True, slots=True)
+class UniformStageOption:
+    """Stages with the same number of devices, and of layers as far as possible.
+
+    Attributes:
+        num_stages: how many; by default as many as there are layers.
+        submesh_physical_shape: (hosts, devices per host) of each stage; by default the cluster's devices are shared evenly.
+        submesh_logical_shape: logical mesh shape of each stage; by default the cheapest is taken.
+    """
+
+    num_stages: int | None = None
+    submesh_physical_shape: tuple[int, int] | None = None
+    submesh_logical_shape: tuple[int, ...] | None = None
+
+    def assign(self, num_layers: int, num_devices: int, options: ShardingOptions, num_chunks: int) -> list[Assignment]:
+        """The stages, `num_chunks` on each submesh. Raises StageError when there are too few layers or devices."""
+        stages = num_layers if self.num_stages is None else self.num_stages
+        if stages < 1 or stages > num_layers:
+            raise StageError(f"{stages} stages from {num_layers} layer(s); a stage needs at least one layer")
+        if stages % num_chunks:
+            raise StageError(f"{stages} stages can't be shared by submeshes with {num_chunks} chunks each")
+        count = stages // num_chunks
+        each = num_devices // count if self.submesh_physical_shape is None else prod(self.submesh_physical_shape)
+        if each < 1 or each * count > num_devices:
+            raise StageError(
+                f"{count} submeshes of {max(each, 1)} device(s) need {count * max(each, 1)}, there are {num_devices}"
+            )
+        shapes = logical_shapes(each) if self.submesh_logical_shape is None else (tuple(self.submesh_logical_shape),)
+        bounds = [num_layers * s // stages for s in range(stages + 1)]
+        devices = [tuple(range(mesh * each, (mesh + 1) * each)) for mesh in range(count)]
+        return [
+            Assignment(tuple(range(bounds[s], bounds[s + 1])), devices[s % count], shapes, options)
+            for s in range(stages)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ManualStageOption:
+    """Stages as given.
+
+    Attributes:
+        forward_stage_layer_ids: the layers of each stage.
+        submesh_physical_shapes: (hosts, devices per host) of each stage.
+        submesh_logical_shapes: logical mesh shape of each stage.
+        submesh_autosharding_option_dicts: for each stage, fields of `ShardingOptions` to replace.
+    """
+
+    forward_stage_layer_ids: Sequence[Sequence[int]]
+    submesh_physical_shapes: Sequence[tuple[int, int]]
+    submesh_logical_shapes: Sequence[tuple[int, ...]]
+    submesh_autosharding_option_dicts: Sequence[dict] = field(default_factory=tuple)
+
+    def assign(self, num_layers: int, num_devices: int, options: ShardingOptions, num_chunks: int) -> list[Assignment]:
+        """The stages. Raises StageError when they don't fit together."""
+        if num_chunks != 1:
+            raise StageError("a manual stage option gives each stage a submesh of its own; use a UniformStageOption")
+        stages = [tuple(layers) for layers in self.forward_stage_layer_ids]
+        count = len(stages)
+        if [layer for layers in stages for layer in layers] != list(range(num_layers)):
+            raise StageError(f"stages of layers {stages}, expected each of the {num_layers} layers once, in order")
+        changes = self.submesh_autosharding_option_dicts or [{}] * count
+        given = (self.submesh_physical_shapes, self.submesh_logical_shapes, changes)
+        if any(len(each) != count for each in given):
+            raise StageError(
+                f"{count} stages, but {[len(each) for each in given]} physical shapes, logical shapes and options"
+            )
+        found, first = [], 0
+        for layers, physical, logical, change in zip(stages, *given, strict=True):
+            if prod(physical) != prod(logical):
+                raise StageError(
+                    f"a submesh of {tuple(physical)} devices can't be seen as a mesh of shape {tuple(logical)}"
+                )
+            devices = tuple(range(first, first + prod(physical)))
+            first += len(devices)
+            found.append(Assignment(layers, devices, (tuple(logical),), replace(options, **change)))
+        if first > num_devices:
+            raise StageError(f"the stages need {first} devices, there are {num_devices}")
+        return found
+
+
+PhysicalSpace = Literal["power_of_two", "small_power_of_two", "whole_hosts", "all"]
+"""Submeshes that stages may get: powers of two devices of a host and powers of two hosts; the same with at most four hosts; the same
+with any number of hosts; any number of devices of a host, or of hosts."""
+
+LogicalSpace = Literal["single_node_model_parallel", "same_as_physical", "data_parallel_only", "all"]
+"""Ways to see a submesh as a mesh: one axis, or two of which the second stays within a host; hosts x devices of a host; one axis, for
+the batch; one axis, or any two."""
+
+
+@dataclass(frozen=True, slots=True)
+class AutoStageOption:
+    """Stages that are found: those with the least predicted time of a step that fit in memory (Alpa, OSDI'22, section 5).
+
+    Attributes:
+        submesh_physical_shape_space: see `PhysicalSpace`.
+        submesh_logical_shape_space: see `LogicalSpace`.
+        stage_imbalance_tolerance: how far, relative, the share of the work that a stage does may be above, and below, its share of
+            the devices.
+        leave_idle: devices may be left without work.
+        profile: measure stages on the devices present instead of pricing them.
+        cached_profile_result: a JSON file with measured stages; what is not in it yet is measured and added.
+    """
+
+    submesh_physical_shape_space: PhysicalSpace = "power_of_two"
+    submesh_logical_shape_space: LogicalSpace = "single_node_model_parallel"
+    stage_imbalance_tolerance: float = inf
+    leave_idle: bool = False
+    profile: bool = False
+    cached_profile_result: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, space in (
+            ("submesh_physical_shape_space", PhysicalSpace),
+            ("submesh_logical_shape_space", LogicalSpace),
+        ):
+            if getattr(self, name) not in get_args(space):
+                raise StageError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(space))}")
+        if not self.stage_imbalance_tolerance >= 0:
+            raise StageError(f"stage_imbalance_tolerance is {self.stage_imbalance_tolerance}, expected at least 0")
+
+
+type StageOption = UniformStageOption | ManualStageOption | AutoStageOption
+
+
+def logical_shapes(num_devices: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of a logical mesh of so many devices with at most two axes."""
+    pairs = [(a, num_devices // a) for a in range(2, num_devices) if num_devices % a == 0 and a <= num_devices // a]
+    return ((num_devices,), *pairs)
