@@ -14,6 +14,7 @@ import jax
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.core.primitives import (
+    broadcast_in_dim_p,
     closed_call_p,
     cond_p,
     custom_jvp_call_p,
@@ -193,8 +194,11 @@ def _at(eqn: JaxprEqn, name_stack: Any) -> JaxprEqn:
 
 
 def _value_number(eqn: JaxprEqn) -> Any:
-    """Equal for equations that compute the same; None for one that must stay, or whose parameters can't be compared."""
-    if eqn.effects:
+    """Equal for equations that compute the same; None for one that must stay, or whose parameters can't be compared.
+
+    Constants of one shape stay apart: zeros per example may be as many as those of a weight, but for some batch sizes only.
+    """
+    if eqn.effects or (eqn.primitive is broadcast_in_dim_p and isinstance(eqn.invars[0], Literal)):
         return None
     # By repr: -0.0 is not 0.0.
     atoms = tuple((repr(a.val), a.aval) if isinstance(a, Literal) else a for a in eqn.invars)

@@ -2,8 +2,9 @@
 
     python -m experiments.validation.quality [--full] [--only PATTERN] [--output results/tables/quality.csv]
 
-Every way is compiled by XLA for the cluster and simulated; one that does not fit into a device's memory is no candidate.
-Without `--full` the models have few layers.
+Every way is compiled by XLA for the cluster and simulated; one that does not fit into a device's memory is no candidate. Data
+parallelism sees the number of devices alone, so it is measured on the first mesh and told of every mesh.
+Large GPTs scan their layers, which compile as fast as one. Without `--full` the other models have few layers.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 import autopar
 from autopar.methods import PlanningMethod
 from autopar.sharding.problem import InfeasibleError
-from experiments.models import Model
+from experiments.models import GPT, Model, MoE
 from experiments.models.published import PUBLISHED
 from experiments.validation.by_hand import ByHand
 from simulator.cluster import Cluster
@@ -30,12 +31,12 @@ type Shape = tuple[int, ...]
 type Way = type[PlanningMethod] | ByHand
 
 AUTOMATIC = "automatic"
-METHODS: dict[str, Way] = {
-    AUTOMATIC: autopar.ShardParallel,
+DATA_PARALLEL: dict[str, Way] = {
     "data": autopar.DataParallel,
     "zero2": autopar.Zero2Parallel,
     "zero3": autopar.Zero3Parallel,
 }
+METHODS: dict[str, Way] = {AUTOMATIC: autopar.ShardParallel} | DATA_PARALLEL
 BY_HAND: dict[int, dict[str, Way]] = {
     1: {"megatron": ByHand(tensor="x"), "fsdp": ByHand(data="x", fsdp=True)},
     2: {"megatron": ByHand(data="x", tensor="y"), "fsdp+tp": ByHand(data="x", tensor="y", fsdp=True)},
@@ -65,12 +66,18 @@ class Row:
     planning_seconds: float | None = None
 
 
-def measure(name: str, model: Model, cluster: Cluster, mesh: Shape, ways: Sequence[str] = ()) -> Iterator[Row]:
-    """Plan, compile and simulate each way (or only those in `ways`)."""
+def measure(
+    name: str, model: Model, cluster: Cluster, mesh: Shape, ways: Sequence[str] = (), known: Sequence[Row] = ()
+) -> Iterator[Row]:
+    """Plan, compile and simulate each way (or only those in `ways`); data parallelism as in `known`, if it is there."""
     for way, method in (METHODS | BY_HAND[len(mesh)]).items():
         if ways and way not in ways:
             continue
         row = Row(name, cluster.name, "x".join(map(str, mesh)), way, "ok")
+        same = [r for r in known if (r.model, r.cluster, r.way) == (name, cluster.name, way)]
+        if way in DATA_PARALLEL and same:
+            yield replace(same[0], mesh=row.mesh)
+            continue
         try:
             if isinstance(method, ByHand):
                 executable = method.compile(model, mesh, cluster)
@@ -112,14 +119,22 @@ def behind(rows: Sequence[Row]) -> float | None:
     return fit[AUTOMATIC] / min(others) - 1 if AUTOMATIC in fit and others else None
 
 
-def _cells(full: bool) -> Iterator[tuple[str, Model, str, Shape]]:
+def _models(full: bool) -> Iterator[tuple[str, Model]]:
     few = {"gpt-350M": 4, "moe-380M": 4}
+    scanned = {"gpt-1.3B", "gpt-2.6B"}
     for name, model in PUBLISHED.items():
-        if not full and name not in few and name != "wide_resnet-250M":
-            continue
-        if not full and name in few:
-            model = replace(model, num_layers=few[name])  # pyright: ignore[reportArgumentType]
-            name = f"{name} ({few[name]} layers)"
+        if name in scanned:
+            assert isinstance(model, GPT)
+            yield f"{name} (scan)", replace(model, scan_layers=True)
+        elif full or name == "wide_resnet-250M":
+            yield name, model
+        elif name in few:
+            assert isinstance(model, GPT | MoE)
+            yield f"{name} ({few[name]} layers)", replace(model, num_layers=few[name])
+
+
+def _cells(full: bool) -> Iterator[tuple[str, Model, str, Shape]]:
+    for name, model in _models(full):
         for cluster in ("dgx_a100_80", "p3.16xlarge"):
             for mesh in ((8,), (2, 4)):
                 yield name, model, cluster, mesh
@@ -136,12 +151,15 @@ def main() -> None:
     with args.output.open("w", newline="") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
+        known: list[Row] = []
         for name, model, cluster, mesh in _cells(args.full):
             if not re.search(args.only, f"{name} {cluster} {'x'.join(map(str, mesh))}"):
                 continue
             rows = []
-            for row in measure(name, model, Cluster.load(cluster), mesh, args.ways.split(",") if args.ways else ()):
+            ways = args.ways.split(",") if args.ways else ()
+            for row in measure(name, model, Cluster.load(cluster), mesh, ways, known):
                 rows.append(row)
+                known.append(row)
                 writer.writerow(asdict(row))
                 file.flush()
                 print(_text(row), flush=True)

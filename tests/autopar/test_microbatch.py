@@ -189,7 +189,7 @@ def test_loops_over_layers_and_time_keep_what_they_carry():
 @pytest.mark.parametrize(
     ("loop", "words"),
     [
-        (lambda w, x: jax.lax.map(lambda row: (row @ w).sum(), x).mean(), "different things"),
+        (lambda w, x: jax.lax.map(lambda row: (row @ w).sum(), x).mean(), "goes through the examples"),
         (lambda w, x: jax.lax.cond(x.sum() > 0, lambda: (x @ w).mean(), lambda: (x @ w).sum()), "not linear|branch"),
     ],
     ids=["map over examples", "branch on the batch"],

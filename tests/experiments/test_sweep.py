@@ -58,14 +58,14 @@ def test_a_value_of_the_wrong_kind_says_where_it_is(config: Any) -> None:
 def test_an_unknown_strategy_lists_the_known_ones(config: Any) -> None:
     config["strategies"].append("zero4")
     with pytest.raises(
-        ValueError, match=r"unknown strategy 'zero4'; did you mean 'zero[23]'\? \(valid: data, pmap, serial"
+        ValueError, match=r"unknown strategy 'zero4'; did you mean 'zero[23]'\? \(valid: data, heuristic, pmap, serial"
     ):
         make_sweep(config)
 
 
 def test_an_unknown_model_lists_the_known_ones(config: Any) -> None:
     config["models"]["gtp"] = config["models"].pop("gpt")
-    with pytest.raises(ValueError, match=r"unknown model 'gtp'; did you mean 'gpt'\? \(valid: .*gpt, mlp.*\)"):
+    with pytest.raises(ValueError, match=r"unknown model 'gtp'; did you mean 'gpt'\? \(valid: .*gpt, lstm, mlp.*\)"):
         make_sweep(config)
 
 
