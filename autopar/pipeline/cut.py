@@ -7,8 +7,8 @@ where stages need one another's results for it (a global norm) it takes several 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -61,12 +61,20 @@ class Cut:
         eqns: the numbered equations of each task, in order; those that several tasks need are in each of them.
         totals: for each forward or backward task what it accumulates.
         num_stages: stages.
+        joined: for each result with a row per example, what one microbatch makes of it.
+        homes: for inputs whose place is given, the stage where they are.
     """
 
     step: StepGraph
     num_stages: int
     eqns: dict[Task, tuple[Numbered, ...]]
     totals: dict[Task, tuple[Total, ...]]
+    joined: dict[Var, Var] = field(default_factory=dict)
+    homes: Mapping[int, int] = field(default_factory=dict)
+
+    def part(self, atom: Atom) -> Atom:
+        """What makes an output: the value of one microbatch, if it is joined from all of them."""
+        return self.joined.get(atom, atom) if isinstance(atom, Var) else atom
 
     @cached_property
     def made_by(self) -> dict[Var, Task]:
@@ -89,7 +97,7 @@ class Cut:
     def results(self) -> dict[Task, tuple[Var, ...]]:
         """Values that a task makes for other tasks or as outputs of the step, what it accumulates aside."""
         wanted: dict[Task, dict[Var, None]] = {task: {} for task in self.eqns}
-        outputs = (atom for atom in self.step.jaxpr.outvars if isinstance(atom, Var))
+        outputs = (part for atom in self.step.jaxpr.outvars if isinstance(part := self.part(atom), Var))
         for var in (*(var for reads in self.reads.values() for var in reads), *outputs):
             task = self.made_by.get(var)
             if task is not None and all(var is not each.total for each in self.totals.get(task, ())):
@@ -109,7 +117,7 @@ class Cut:
     def input_stages(self) -> dict[int, tuple[int, ...]]:
         """For each input of the step the stages that read it; the first is where its next value is made, if it is carried."""
         number = {var: i for i, var in enumerate(self.step.jaxpr.invars)}
-        found: dict[int, list[int]] = {i: [] for i in number.values()}
+        found = {i: [self.homes[i]] if i in self.homes else [] for i in number.values()}
         for o, i in self.step.carried.items():
             atom = self.step.jaxpr.outvars[o]
             if isinstance(atom, Var) and atom in self.made_by:
@@ -121,18 +129,21 @@ class Cut:
         return {i: tuple(dict.fromkeys(stages)) or (0,) for i, stages in found.items()}
 
 
-def cut_step(step: StepGraph, stage_of_layer: Sequence[int], split_backward: bool = False) -> Cut:
+def cut_step(
+    step: StepGraph, stage_of_layer: Sequence[int], split_backward: bool = False, homes: Mapping[int, int] | None = None
+) -> Cut:
     """Cut `step` into tasks.
 
     Args:
         stage_of_layer: the stage of each layer; stages are numbered in the order of layers.
         split_backward: make tasks I, of what other stages wait for, and W of the rest, out of each B.
+        homes: the stage at which an input is, if it is given.
     """
     builder = _Builder(step, stage_of_layer)
     builder.place_body()
     builder.place_totals()
     builder.place_tail()
-    return builder.cut(split_backward)
+    return builder.cut(split_backward, homes or {})
 
 
 class _Unit(NamedTuple):
@@ -174,6 +185,7 @@ class _Builder:
         self.anywhere: set[int] = set()  # units that are computed wherever they are needed
         self.totals: dict[Task, list[Total]] = defaultdict(list)
         self.total_stage: dict[Var, int] = {}
+        self.joined: dict[Var, Var] = {}
 
     # -- forward and backward
 
@@ -228,6 +240,13 @@ class _Builder:
 
     def _accumulate(self, atom: Atom, total: Var, combine: Combine) -> None:
         assert isinstance(atom, Var), "constants are not accumulated"
+        if combine == "rows":
+            unit = self.maker[atom]
+            if _key(unit) in self.anywhere:
+                self.anywhere.remove(_key(unit))
+                self.task_of[_key(unit)] = Task(0, "F")
+            self.joined[total] = atom
+            return
         unit = self.maker.get(atom)
         if (
             unit is not None
@@ -312,7 +331,7 @@ class _Builder:
 
     # -- put together
 
-    def cut(self, split_backward: bool) -> Cut:
+    def cut(self, split_backward: bool, homes: Mapping[int, int]) -> Cut:
         tasks: dict[Task, list[_Unit]] = defaultdict(list)
         for stage in range(self.num_stages):  # a stage has a forward, whatever it does
             tasks[Task(stage, "F")] = []
@@ -326,7 +345,8 @@ class _Builder:
         self._compute_anywhere(tasks)
         ordered = {task: tasks[task] for task in sorted(tasks, key=self._order)}
         eqns = {task: tuple(each for unit in units for each in unit.eqns) for task, units in ordered.items()}
-        found = Cut(self.step, self.num_stages, eqns, {task: tuple(totals) for task, totals in self.totals.items()})
+        totals = {task: tuple(totals) for task, totals in self.totals.items()}
+        found = Cut(self.step, self.num_stages, eqns, totals, self.joined, homes)
         return _split_backward(found) if split_backward else found
 
     def _order(self, task: Task) -> tuple[int, int, int]:
@@ -373,7 +393,7 @@ def _split_backward(cut: Cut) -> Cut:
         eqns[Task(task.stage, "I")] = tuple(e for unit in first[::-1] for e in unit.eqns)
         eqns[Task(task.stage, "W")] = tuple(e for unit in units if _key(unit) not in early for e in unit.eqns)
         totals[Task(task.stage, "W")] = cut.totals.get(task, ())
-    return Cut(cut.step, cut.num_stages, eqns, totals)
+    return replace(cut, eqns=eqns, totals=totals)
 
 
 def _key(unit: _Unit) -> int:

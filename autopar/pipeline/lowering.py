@@ -48,7 +48,7 @@ class TaskFunction:
     @property
     def in_avals(self) -> list[jax.ShapeDtypeStruct]:
         avals = [graph.aval_of(var) for var in (*self.reads, *self.totals)]
-        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
 
 
 class StageLowering:
