@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from jax.extend.core import Var
+from jax.extend.core import Literal, Var
 
 from autopar import regions
 from autopar.evaluate import Numbered
@@ -48,7 +48,7 @@ class Total:
         combine: how the parts are put together.
     """
 
-    part: Var
+    part: Atom
     total: Var
     combine: Combine
 
@@ -239,7 +239,10 @@ class _Builder:
         self.maker.update((var, unit) for unit in self.moved for var in unit.makes)
 
     def _accumulate(self, atom: Atom, total: Var, combine: Combine) -> None:
-        assert isinstance(atom, Var), "constants are not accumulated"
+        if isinstance(atom, Literal):
+            self.totals[Task(0, "F")].append(Total(atom, total, combine))
+            self.total_stage[total] = 0
+            return
         if combine == "rows":
             unit = self.maker[atom]
             if _key(unit) in self.anywhere:
@@ -360,7 +363,7 @@ class _Builder:
         outputs = [atom for atom in self.step.jaxpr.outvars if isinstance(atom, Var)]
         for task, units in tasks.items():
             read = [var for unit in units for var in unit.reads]
-            read += [each.part for each in self.totals.get(task, ())]
+            read += [each.part for each in self.totals.get(task, ()) if isinstance(each.part, Var)]
             if task == (0, "U", 0) or (self.step.microbatching is None and task == (0, "F", 0)):
                 read += outputs
             found: dict[int, _Unit] = {}

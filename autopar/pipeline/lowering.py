@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding
 
@@ -103,7 +104,7 @@ class StageLowering:
             evaluate(eqns, env, partial(self._constrain, "in"), partial(self._constrain, "out"))
             added = []
             for each in accumulated:
-                part, total = env[each.part], env[each.total]
+                part, total = jnp.asarray(graph.read(each.part, env)), env[each.total]
                 added.append(part.astype(total.dtype) if each.combine == "same" else total + part)
             return [*(env[var] for var in results), *added]
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar import graph
+from autopar import graph, inspect
 from autopar.pipeline.cut import Task
 from autopar.pipeline.lowering import StageLowering
 from autopar.pipeline.planned import PlannedPipeline
@@ -245,6 +245,24 @@ class PipelineExecutable:
             jax.block_until_ready(
                 made
             )  # virtual devices wait for one another with threads that there may not be enough of
+
+    # -- what it is
+
+    def get_input_placement_specs(self) -> Any:
+        """A tuple like the arguments, with a `PlacementSpec` for every array."""
+        avals = jax.tree.leaves(self.step.in_avals)
+        meshes = [self._mesh_of(self.planned.cut.input_stages[i][0]) for i in range(len(avals))]
+        return jax.tree.unflatten(self.step.in_tree, map(inspect.placed, avals, self._homes, meshes))
+
+    def get_output_placement_specs(self) -> Any:
+        """A pytree like the result, with a `PlacementSpec` for every array."""
+        specs = []
+        for atom, output in zip(self.step.jaxpr.outvars, self._outputs, strict=True):
+            aval = graph.aval_of(atom)
+            if atom in self.planned.cut.joined:
+                aval = aval.update(shape=(aval.shape[0] * self.step.num_micro_batches, *aval.shape[1:]))
+            specs.append(inspect.placed(aval, output.sharding, output.mesh))
+        return jax.tree.unflatten(self.step.out_tree, specs)
 
     # -- what it needs
 
