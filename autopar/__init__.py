@@ -14,6 +14,7 @@ from autopar.api import ParallelizedFunction, init, parallelize, plan_step, pred
 from autopar.gradients import grad, value_and_grad  # noqa: E402
 from autopar.layers import (  # noqa: E402
     AutoLayerOption,
+    FollowLayerOption,
     LayerError,
     ManualLayerOption,
     automatic_layer_construction,
@@ -23,7 +24,9 @@ from autopar.layers import (  # noqa: E402
     mark_pipeline_boundary,
 )
 from autopar.methods import (  # noqa: E402
+    CreateStateParallel,
     DataParallel,
+    FollowParallel,
     ManualShardParallel,
     PipeshardParallel,
     PlanMethod,
@@ -53,8 +56,11 @@ from autopar.trace import TraceError  # noqa: E402
 __all__ = [
     "AutoLayerOption",
     "AutoStageOption",
+    "CreateStateParallel",
     "DataParallel",
     "Executable",
+    "FollowLayerOption",
+    "FollowParallel",
     "InfeasibleError",
     "LayerError",
     "ManualLayerOption",

@@ -12,13 +12,23 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
 from autopar.devices import cluster_of, device_mesh, logical_mesh, submeshes
+from autopar.follow import follow_pipeline, follow_plan
 from autopar.lower import compile_program
-from autopar.methods import Method, PipeshardParallel, PlanMethod, PlanningMethod, ShardParallel
+from autopar.methods import (
+    CreateStateParallel,
+    FollowParallel,
+    Method,
+    PipeshardParallel,
+    PlanMethod,
+    PlanningMethod,
+    ShardParallel,
+)
 from autopar.pipeline.lowering import compile_pipeline
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.planning import make_pipeline_plan
 from autopar.plan import PipelineSchedule, Plan
 from autopar.planning import make_plan
+from autopar.runtime.create_state import CreateStateExecutable, state_avals
 from autopar.runtime.executable import Executable
 from autopar.runtime.pipeline import PipelineExecutable
 from autopar.sharding.spec import LogicalMesh
@@ -27,7 +37,7 @@ from simulator.cluster import Cluster
 from simulator.engine import simulate
 from simulator.timeline import Timeline
 
-type AnyExecutable = Executable | PipelineExecutable
+type AnyExecutable = Executable | PipelineExecutable | CreateStateExecutable
 
 type Argnums = Literal["auto"] | int | Sequence[int]
 
@@ -164,14 +174,18 @@ class ParallelizedFunction:
                 return Executable(step, plan, device_mesh(devices, plan.stages[0].mesh_shape), donated, _since(start))
             case PipeshardParallel() as method:
                 mesh = device_mesh(method.devices)
-                cluster = cluster_of(mesh) if method.cluster is None else _cluster(method.cluster)
+                cluster = _cluster_for(method, mesh)
                 step, plan = _plan_pipeline(fun, args, batch, method, cluster.first_devices(mesh.size))
                 return _pipeline(PlannedPipeline(step, plan), submeshes(mesh, plan.stages), args, donated, start)
+            case FollowParallel() as method:
+                return _follow(fun, args, batch, method, start)
+            case CreateStateParallel() as method:
+                return _create_state(fun, args, method)
             case PlanningMethod() as method:
                 mesh = device_mesh(method.devices)
                 step = trace(fun, args, batch, method.num_micro_batches)
                 logical = LogicalMesh(mesh.devices.shape, mesh.axis_names)
-                cluster = cluster_of(mesh) if method.cluster is None else _cluster(method.cluster)
+                cluster = _cluster_for(method, mesh)
                 return Executable(step, _make_plan(step, logical, cluster, method), mesh, donated, _since(start))
             case other:
                 raise TypeError(f"method is {other!r}, expected one of autopar.methods, e.g. autopar.ShardParallel()")
@@ -228,7 +242,10 @@ def predict(
 def init(cluster: str = "local") -> None:
     """Get ready to run on the devices of this process; nothing to do for them, so that steps run without it, too."""
     if cluster != "local":
-        raise ValueError(f"cluster={cluster!r}: only 'local', the devices of this process, is available so far")
+        raise ValueError(
+            f"cluster={cluster!r}: running on many hosts, with ray or without, is not there yet; use cluster='local', the devices of"
+            " this process"
+        )
     jax.devices()
 
 
@@ -245,7 +262,8 @@ def _make_plan(step: StepGraph, mesh: LogicalMesh, cluster: Cluster, method: Pla
 def _plan_pipeline(
     fun: Callable[..., Any], args: Sequence[Any], batch: Sequence[int], method: PipeshardParallel, cluster: Cluster
 ) -> tuple[StepGraph, Plan]:
-    step = trace(fun, args, batch, method.num_micro_batches, method.layer_option, marked=True)
+    forward = method.pipeline_schedule == "inference"
+    step = trace(fun, args, batch, method.num_micro_batches, method.layer_option, marked=True, forward=forward)
     plan = make_pipeline_plan(
         step,
         cluster,
@@ -260,14 +278,61 @@ def _plan_pipeline(
 
 def trace_for(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], batch_argnums: Sequence[int]) -> StepGraph:
     """The step as `plan` was made for."""
-    layers = plan.pipeline.layer_option if plan.pipeline else None
-    return trace(fun, args, batch_argnums, plan.num_micro_batches, layers, plan.pipeline is not None)
+    if plan.pipeline is None:
+        return trace(fun, args, batch_argnums, plan.num_micro_batches)
+    forward = plan.pipeline.name == "inference"
+    return trace(fun, args, batch_argnums, plan.num_micro_batches, plan.pipeline.layer_option, True, forward)
 
 
 def _pipeline(
     planned: PlannedPipeline, meshes: Sequence[Mesh], args: Sequence[Any], donated: Sequence[int], start: float
 ) -> PipelineExecutable:
     return PipelineExecutable(planned, meshes, _leaves_of(args, donated), _since(start))
+
+
+def _follow(
+    fun: Callable[..., Any], args: Sequence[Any], batch: Sequence[int], method: FollowParallel, start: float
+) -> AnyExecutable:
+    followed = _parallelized(method.src_func, "src_func").get_last_executable()
+    count = method.num_micro_batches or 1
+    match followed:
+        case PipelineExecutable():
+            devices = Mesh(np.array(followed.devices), ("x",))
+            cluster = _cluster_for(method.src_func.method, devices)
+            step, plan = follow_pipeline(fun, args, batch, count, followed.planned, cluster)
+            return _pipeline(PlannedPipeline(step, plan), followed.meshes, args, (), start)
+        case Executable() if count == 1:
+            cluster = _cluster_for(method.src_func.method, followed.mesh)
+            step, plan = follow_plan(fun, args, batch, followed.plan, cluster)
+            return Executable(step, plan, followed.mesh, plan_seconds=_since(start))
+        case Executable():
+            raise ValueError(
+                f"num_micro_batches is {count}, but {followed.step.name}, which is followed, is no pipeline; leave it out"
+            )
+        case _:
+            raise ValueError("the step to follow has not been compiled yet; call it, or its get_executable, first")
+
+
+def _create_state(fun: Callable[..., Any], args: Sequence[Any], method: CreateStateParallel) -> CreateStateExecutable:
+    train_step = _parallelized(method.train_step, "train_step")
+    others = tuple(method.other_args) if isinstance(method.other_args, tuple | list) else (method.other_args,)
+    step = trace(fun, args, ())
+    executable = train_step.get_executable(state_avals(step), *others)
+    assert not isinstance(executable, CreateStateExecutable)
+    shardings = jax.tree.leaves(executable.in_shardings[0])
+    return CreateStateExecutable(step, shardings, jax.tree.leaves(executable.get_input_placement_specs()[0]))
+
+
+def _parallelized(function: Any, name: str) -> ParallelizedFunction:
+    if not isinstance(function, ParallelizedFunction):
+        raise TypeError(f"{name} is {function!r}, expected what autopar.parallelize returns")
+    return function
+
+
+def _cluster_for(method: Method, mesh: Mesh) -> Cluster:
+    """The hardware that a method plans for, if it runs on `mesh`."""
+    cluster = method.cluster if isinstance(method, PlanningMethod) else None
+    return cluster_of(mesh) if cluster is None else _cluster(cluster)
 
 
 def _leaves_of(args: Sequence[Any], argnums: Sequence[int]) -> frozenset[int]:

@@ -92,7 +92,50 @@ class AutoLayerOption:
         return np.searchsorted(found.stops, np.arange(len(jaxpr.eqns)), side="right").tolist()
 
 
-LayerOption = AutoLayerOption | ManualLayerOption
+@dataclass(frozen=True, slots=True)
+class FollowLayerOption:
+    """For a step without gradients: each equation belongs to the layer of the parameters it reads, or one that it waits for.
+
+    Attributes:
+        inputs: for each array among the arguments its layer, None for those that go wherever they are needed.
+        num_layers: number of layers; some may be empty.
+        remat_layer: has no meaning without a backward pass.
+    """
+
+    inputs: tuple[int | None, ...]
+    num_layers: int
+    remat_layer: Literal[False] = False
+
+    @property
+    def homes(self) -> dict[int, int]:
+        """The layer of each input that has one."""
+        return {i: layer for i, layer in enumerate(self.inputs) if layer is not None}
+
+    def cut(self, jaxpr: Jaxpr) -> list[int]:
+        """The layer of each equation. Raises LayerError for a step with another number of inputs."""
+        if len(jaxpr.invars) != len(self.inputs):
+            raise LayerError(
+                f"{len(self.inputs)} layers of inputs for a step with {len(jaxpr.invars)} of them; one each"
+            )
+        layer = {var: home for var, home in zip(jaxpr.invars, self.inputs, strict=True) if home is not None}
+        found: list[int | None] = []
+        for eqn in jaxpr.eqns:
+            waits_for = [layer[a] for a in eqn.invars if isinstance(a, Var) and a in layer]
+            found.append(max(waits_for, default=None))
+            if waits_for:
+                layer.update(dict.fromkeys(eqn.outvars, max(waits_for)))
+        first: dict[Var, int] = {}  # what reads the batch only goes where it is needed first
+        for k, eqn in reversed(list(enumerate(jaxpr.eqns))):
+            number = found[k]
+            if number is None:
+                number = found[k] = min((first[var] for var in eqn.outvars if var in first), default=0)
+            for atom in eqn.invars:
+                if isinstance(atom, Var):
+                    first[atom] = min(number, first.get(atom, number))
+        return [number or 0 for number in found]
+
+
+LayerOption = AutoLayerOption | ManualLayerOption | FollowLayerOption
 
 _option: ContextVar[LayerOption | None] = ContextVar("layer_option", default=None)
 
@@ -224,7 +267,7 @@ def _layers(jaxpr: Jaxpr, layer: Sequence[int]) -> Iterator[tuple[list[JaxprEqn]
     """For each layer its equations, and those of its results that are used after it."""
     last_use: dict[Atom, int] = {}
     for eqn, number in zip(jaxpr.eqns, layer, strict=True):
-        last_use.update((atom, number) for atom in eqn.invars if isinstance(atom, Var))
+        last_use.update((atom, max(number, last_use.get(atom, 0))) for atom in eqn.invars if isinstance(atom, Var))
     last_use.update((atom, len(layer)) for atom in jaxpr.outvars if isinstance(atom, Var))
     for number in range(max(layer, default=-1) + 1):
         eqns = [e for e, n in zip(jaxpr.eqns, layer, strict=True) if n == number and e.primitive is not boundary_p]

@@ -234,4 +234,33 @@ class PlanMethod:
     devices: Devices = None
 
 
-type Method = PlanningMethod | PlanMethod
+@dataclass(frozen=True)
+class FollowParallel:
+    """Runs a step where another one has put what both read: an evaluation of the parameters of a training step.
+
+    Inputs are found by name, shape and dtype. After a pipeline the step runs in the same stages, forward only; results with a
+    row per example are put together from the microbatches.
+
+    Attributes:
+        src_func: the parallelized step to follow; it must have been compiled (called once, say).
+        num_micro_batches: parts to cut the batch into, in a pipeline.
+    """
+
+    src_func: Any
+    num_micro_batches: int | None = None
+
+
+@dataclass(frozen=True)
+class CreateStateParallel:
+    """Makes a state right where a training step wants it, so that it is never whole on one device.
+
+    Attributes:
+        train_step: the parallelized step; the state is its first argument.
+        other_args: its other arguments, a sequence; ShapeDtypeStructs will do. A single one may be given as it is.
+    """
+
+    train_step: Any
+    other_args: Any
+
+
+type Method = PlanningMethod | PlanMethod | FollowParallel | CreateStateParallel

@@ -19,7 +19,9 @@ from autopar.gradients import accumulate_p
 from autopar.graph import Atom, aval_of, needed
 from autopar.sharding.rules import PASS_THROUGH, op_factors
 
-type Combine = OneOf["sum", "mean", "same"]
+type Combine = OneOf["sum", "mean", "same", "rows"]
+"""How the microbatches' values make that of the batch: added up, averaged, any of them, or put together row by row."""
+
 type Numbered = tuple[int, JaxprEqn]
 
 
@@ -49,13 +51,19 @@ class Microbatching:
 
 
 def split(
-    micro: Jaxpr, sizes: tuple[Jaxpr, Jaxpr], batch: frozenset[int], count: int, out_paths: Sequence[str]
+    micro: Jaxpr,
+    sizes: tuple[Jaxpr, Jaxpr],
+    batch: frozenset[int],
+    count: int,
+    out_paths: Sequence[str],
+    rows: bool = False,
 ) -> Microbatching:
     """Split a flat jaxpr traced for one microbatch.
 
     Args:
         sizes: the same step traced for two batch sizes above one, the second `count` times the first. (A microbatch of a
             single example won't do: tracing simplifies dims of size one away.)
+        rows: whether marked values may have a row per example, in dim 0.
 
     Raises:
         MicrobatchError: nothing is marked, an output depends on the batch other than through marked values, or a marked value
@@ -89,7 +97,9 @@ def split(
                 " together from microbatches; return it from the loss function with has_aux=True"
             )
     kinds = _Kinds(*sizes, batch, count)
-    combine: tuple[Combine, ...] = tuple(kinds.combine(atom) for _, eqn in _marks(sizes[0]) for atom in eqn.invars)
+    combine: tuple[Combine, ...] = tuple(
+        kinds.combine(atom, rows) for _, eqn in _marks(sizes[0]) for atom in eqn.invars
+    )
     if len(combine) != len(marked):
         raise MicrobatchError(
             "the step takes other gradients when a microbatch has a single example; use fewer microbatches"
@@ -221,13 +231,21 @@ class _Kinds:
             raise _Unfit(f"a loop or branch in {eqn.source_info.name_stack} mixes sums, means or examples of the batch")
         return replace(forms[0] if forms else kinds[0], power=powers.pop() if powers else None)
 
-    def combine(self, atom: Atom) -> Combine:
+    def combine(self, atom: Atom, rows: bool) -> Combine:
         kind = Kind("same") if isinstance(atom, Literal) else self.kinds[atom]
         if isinstance(kind, _Unfit):
             raise MicrobatchError(
                 f"can't accumulate over microbatches: {kind}. Write the loss as a sum or a mean over the examples of the batch,"
                 " or use num_micro_batches=1"
             )
+        if kind.form == "rows" and rows:
+            if kind.dim or kind.power:
+                raise MicrobatchError(
+                    f"a result has a row per example in dim {kind.dim}, or rows that grow with the batch size, of shape"
+                    f" {aval_of(atom).shape} for a microbatch; return it with the batch as its first dim, or use"
+                    " num_micro_batches=1"
+                )
+            return "rows"
         if kind.form == "rows":
             raise MicrobatchError(
                 f"autopar.grad returns a value with one row per example, of shape {aval_of(atom).shape} for a microbatch;"

@@ -12,9 +12,9 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar import graph
 from autopar.flatten import flatten
-from autopar.gradients import marking
+from autopar.gradients import marking, marking_results
 from autopar.graph import aval_of
-from autopar.layers import LayerOption, layering
+from autopar.layers import LayerOption, layered, layering
 from autopar.microbatch import MicrobatchError, Microbatching, split
 
 
@@ -93,6 +93,7 @@ def trace(
     num_micro_batches: int = 1,
     layers: LayerOption | None = None,
     marked: bool = False,
+    forward: bool = False,
 ) -> StepGraph:
     """Trace `fun` for arguments like `args` (arrays or ShapeDtypeStructs in pytrees).
 
@@ -101,11 +102,18 @@ def trace(
         num_micro_batches: parts that the batch will be cut into.
         layers: how functions that `autopar.grad` differentiates are cut into layers, if they are.
         marked: tell what is accumulated over microbatches even if there is only one.
+        forward: `fun` takes no gradients: it is cut into layers itself, and its results are put together from microbatches.
 
     Raises:
         TraceError: `fun` depends on values that are known only when it runs, or returns something other than arrays.
         MicrobatchError: the batch can't be cut, or the step can't be run in microbatches with the same result.
     """
+    name = _name(fun)
+    if forward:
+        fun, layers = (
+            marking_results(fun if layers is None or hasattr(fun, "layer_option") else layered(fun, layers)),
+            None,
+        )
     leaves, in_tree = jax.tree.flatten_with_path(tuple(args))
     in_keys = [path for path, _ in leaves]
     avals = [abstract(leaf) for _, leaf in leaves]
@@ -127,7 +135,7 @@ def trace(
         if marked or count > 1:
             single = any(avals[i].shape[0] == count for i in batch)
             sizes = [sized(scale * 2 if single else scale, True)[0] for scale in (part, whole)]
-            microbatching = split(jaxpr, (sizes[0], sizes[1]), batch, count, tuple(map(_text, out_keys)))
+            microbatching = split(jaxpr, (sizes[0], sizes[1]), batch, count, tuple(map(_text, out_keys)), forward)
         return StepGraph(
             jaxpr=jaxpr,
             in_paths=tuple(map(_text, in_keys)),
@@ -137,7 +145,7 @@ def trace(
             in_tree=in_tree,
             out_tree=out_tree,
             fingerprint=graph.fingerprint(jaxpr),
-            name=_name(fun),
+            name=name,
             microbatching=microbatching,
             retrace=graph_for,
         )
@@ -180,6 +188,13 @@ def _check_divisible(aval: jax.ShapeDtypeStruct, count: int, path: str) -> None:
 
 def _with_rows(aval: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows, *aval.shape[1:]), aval.dtype, weak_type=aval.weak_type)
+
+
+def named_inputs(args: Sequence[Any], batch_argnums: Collection[int]) -> list[tuple[str, jax.ShapeDtypeStruct, bool]]:
+    """For each array of `args` what the user calls it, what it is, and whether its first dim is the batch."""
+    leaves, _ = jax.tree.flatten_with_path(tuple(args))
+    found = [(_text(path), abstract(leaf), path[0].idx in batch_argnums) for path, leaf in leaves]
+    return [(path, aval, is_batch and bool(aval.shape)) for path, aval, is_batch in found]
 
 
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -5,7 +5,7 @@ from autopar.inspect.diff import PlanDiff, diff
 from autopar.inspect.dump import DEBUG_FILES, dump_debug_info
 from autopar.inspect.hlo import Status, hlo_text
 from autopar.inspect.picture import picture
-from autopar.inspect.placement import PlacementSpec, input_placement_specs, output_placement_specs
+from autopar.inspect.placement import PlacementSpec, input_placement_specs, output_placement_specs, placed
 from autopar.inspect.reasons import Reason, RunnerUp
 from autopar.inspect.replay import PlannedStep
 from autopar.inspect.resharding import ReshardingTask, resharding_tasks
@@ -29,6 +29,7 @@ __all__ = [
     "input_placement_specs",
     "output_placement_specs",
     "picture",
+    "placed",
     "resharding_tasks",
     "strategies",
 ]

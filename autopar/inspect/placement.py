@@ -47,6 +47,13 @@ def output_placement_specs(planned: Planned) -> Any:
     return jax.tree.unflatten(step.out_tree, _specs(stage, stage.outputs, weak))
 
 
+def placed(aval: Any, sharding: NamedSharding, mesh_id: int) -> PlacementSpec:
+    """The PlacementSpec of an array that is on the devices of one mesh of a pipeline."""
+    abstract = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
+    struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    return PlacementSpec(struct, (mesh_id,), (abstract,))
+
+
 def array_text(array: Any) -> str:
     """`float32[32,256]`, as JAX writes an abstract value."""
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"

@@ -7,12 +7,12 @@ where stages need one another's results for it (a global norm) it takes several 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from jax.extend.core import Var
+from jax.extend.core import Literal, Var
 
 from autopar import regions
 from autopar.evaluate import Numbered
@@ -51,7 +51,7 @@ class Total:
         combine: how the parts are put together.
     """
 
-    part: Var
+    part: Atom
     sum: Var
     total: Var
     combine: Combine
@@ -100,6 +100,8 @@ class Cut:
         facts: what depends on the batch in the step, and how.
         parts: the same tasks for microbatches that are cut into so many parts.
         wanted: values that are read outside of these tasks.
+        joined: for each result with a row per example, what one microbatch makes of it.
+        homes: for inputs whose place is given, the stage where they are.
     """
 
     step: StepGraph
@@ -109,6 +111,12 @@ class Cut:
     facts: BatchFacts
     parts: "Callable[[int], Cut]"
     wanted: tuple[Var, ...] = ()
+    joined: dict[Var, Var] = field(default_factory=dict)
+    homes: Mapping[int, int] = field(default_factory=dict)
+
+    def part(self, atom: Atom) -> Atom:
+        """What makes an output: the value of one microbatch, if it is joined from all of them."""
+        return self.joined.get(atom, atom) if isinstance(atom, Var) else atom
 
     @cached_property
     def completed(self) -> dict[Task, tuple[Total, ...]]:
@@ -141,7 +149,7 @@ class Cut:
     def results(self) -> dict[Task, tuple[Var, ...]]:
         """Values that a task makes for other tasks or as outputs of the step, its sums aside."""
         wanted: dict[Task, dict[Var, None]] = {task: {} for task in self.eqns}
-        outputs = (atom for atom in self.step.jaxpr.outvars if isinstance(atom, Var))
+        outputs = (part for atom in self.step.jaxpr.outvars if isinstance(part := self.part(atom), Var))
         for var in (*(var for reads in self.reads.values() for var in reads), *outputs, *self.wanted):
             task = self.made_by.get(var)
             if task is not None and all(var is not each.sum for each in self.totals.get(task, ())):
@@ -163,7 +171,7 @@ class Cut:
     def input_stages(self) -> dict[int, tuple[int, ...]]:
         """For each input of the step the stages that read it; the first is where its next value is made, if it is carried."""
         number = {var: i for i, var in enumerate(self.step.jaxpr.invars)}
-        found: dict[int, list[int]] = {i: [] for i in number.values()}
+        found = {i: [self.homes[i]] if i in self.homes else [] for i in number.values()}
         for o, i in self.step.carried.items():
             atom = self.step.jaxpr.outvars[o]
             if isinstance(atom, Var) and atom in self.made_by:
@@ -175,23 +183,26 @@ class Cut:
         return {i: tuple(dict.fromkeys(stages)) or (0,) for i, stages in found.items()}
 
 
-def cut_step(step: StepGraph, stage_of_layer: Sequence[int], split_backward: bool = False) -> Cut:
+def cut_step(
+    step: StepGraph, stage_of_layer: Sequence[int], split_backward: bool = False, homes: Mapping[int, int] | None = None
+) -> Cut:
     """Cut `step` into tasks.
 
     Args:
         stage_of_layer: the stage of each layer; stages are numbered in the order of layers.
         split_backward: make tasks I, of what other stages wait for, and W of the rest, out of each B.
+        homes: the stage at which an input is, if it is given.
     """
 
     @cache
     def parts(ways: int) -> Cut:
-        return cut_step(step.cut(ways), stage_of_layer, split_backward)
+        return cut_step(step.cut(ways), stage_of_layer, split_backward, homes)
 
     builder = _Builder(step, stage_of_layer)
     builder.place_body()
     builder.place_totals()
     builder.place_tail()
-    found = builder.cut(parts)
+    found = builder.cut(parts, homes or {})
     return _split_backward(found) if split_backward else found
 
 
@@ -234,6 +245,7 @@ class _Builder:
         self.anywhere: set[int] = set()  # units that are computed wherever they are needed
         self.totals: dict[Task, list[Total]] = defaultdict(list)
         self.total_stage: dict[Var, int] = {}
+        self.joined: dict[Var, Var] = {}
 
     # -- forward and backward
 
@@ -287,7 +299,17 @@ class _Builder:
         self.maker.update((var, unit) for unit in self.moved for var in unit.makes)
 
     def _accumulate(self, atom: Atom, total: Var, combine: Combine) -> None:
-        assert isinstance(atom, Var), "constants are not accumulated"
+        if isinstance(atom, Literal):
+            self.totals[Task(0, "F")].append(Total(atom, Var(total.aval), total, combine))
+            self.total_stage[total] = 0
+            return
+        if combine == "rows":
+            unit = self.maker[atom]
+            if _key(unit) in self.anywhere:
+                self.anywhere.remove(_key(unit))
+                self.task_of[_key(unit)] = Task(0, "F")
+            self.joined[total] = atom
+            return
         unit = self.maker.get(atom)
         if (
             unit is not None
@@ -372,7 +394,7 @@ class _Builder:
 
     # -- put together
 
-    def cut(self, parts: Callable[[int], Cut]) -> Cut:
+    def cut(self, parts: Callable[[int], Cut], homes: Mapping[int, int]) -> Cut:
         tasks: dict[Task, list[_Unit]] = defaultdict(list)
         for stage in range(self.num_stages):  # a stage has a forward, whatever it does
             tasks[Task(stage, "F")] = []
@@ -387,7 +409,8 @@ class _Builder:
         ordered = {task: tasks[task] for task in sorted(tasks, key=self._order)}
         eqns = {task: tuple(each for unit in units for each in unit.eqns) for task, units in ordered.items()}
         totals = {task: tuple(each) for task, each in self.totals.items()}
-        return Cut(self.step, self.num_stages, eqns, totals, batch_facts(self.step), parts)
+        facts = batch_facts(self.step)
+        return Cut(self.step, self.num_stages, eqns, totals, facts, parts, joined=self.joined, homes=homes)
 
     def _order(self, task: Task) -> tuple[int, int, int]:
         if task.phase == "U":
@@ -400,7 +423,7 @@ class _Builder:
         outputs = [atom for atom in self.step.jaxpr.outvars if isinstance(atom, Var)]
         for task, units in tasks.items():
             read = [var for unit in units for var in unit.reads]
-            read += [each.part for each in self.totals.get(task, ())]
+            read += [each.part for each in self.totals.get(task, ()) if isinstance(each.part, Var)]
             if task == (0, "U", 0) or (self.step.microbatching is None and task == (0, "F", 0)):
                 read += outputs
             found: dict[int, _Unit] = {}

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -134,7 +135,10 @@ class StageLowering:
             run = partial(self._run, self.graph, self._placed, task)
         operands = (*reads, *sums)
         in_shardings = tuple(map(self.sharding, operands))
-        avals = tuple(jax.ShapeDtypeStruct(self.shape(v), graph.aval_of(v).dtype) for v in operands)
+        avals = tuple(
+            jax.ShapeDtypeStruct(self.shape(v), graph.aval_of(v).dtype, weak_type=graph.aval_of(v).weak_type)
+            for v in operands
+        )
         jitted = jax.jit(
             run,
             in_shardings=in_shardings,
@@ -154,7 +158,7 @@ class StageLowering:
         self._evaluate(found, place, task, env)
         added = []
         for each in accumulated:
-            part, total = env[each.part], env[each.sum]
+            part, total = jnp.asarray(graph.read(each.part, env)), env[each.sum]
             added.append(part.astype(total.dtype) if each.combine == "same" else total + part)
         return [*(env[var] for var in found.cut.results[task]), *added]
 

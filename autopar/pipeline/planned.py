@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.layers import layer_of
+from autopar.layers import FollowLayerOption, layer_of
 from autopar.pipeline.cut import Cut, cut_step
 from autopar.pipeline.program import Names, pipeline_program
 from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule
@@ -38,7 +38,11 @@ class PlannedPipeline:
     @cached_property
     def cut(self) -> Cut:
         stage_of = {layer: s for s, stage in enumerate(self.plan.stages) for layer in stage.layers}
-        return cut_step(self.step, [stage_of[layer] for layer in sorted(stage_of)], "W" in self.schedule.phases)
+        assert self.plan.pipeline is not None
+        option = self.plan.pipeline.layer_option
+        homes = option.homes if isinstance(option, FollowLayerOption) else {}
+        stages = [stage_of[layer] for layer in sorted(stage_of)]
+        return cut_step(self.step, stages, "W" in self.schedule.phases, homes)
 
     @cached_property
     def graphs(self) -> list[StageGraph]:

@@ -79,6 +79,8 @@ class _Builder:
             if i not in cut.step.batch and i in cut.step.carried.values():
                 self.source[f"in{i}"] = self.mesh_of(stages[0])
         self.outputs = {self.names.of(a, 0) for a in cut.step.jaxpr.outvars if isinstance(a, Var) and a in cut.made_by}
+        batches = range(schedule.pipeline.num_micro_batches)
+        self.outputs |= {self.names.of(part, b) for part in cut.joined.values() for b in batches}
         self.outputs |= {f"in{i}" for i in range(len(cut.step.jaxpr.invars)) if i not in cut.step.batch}
 
     def _runs(self, row: tuple[Run, ...]) -> Iterator[Run]:

@@ -190,7 +190,7 @@ def schedule_kind(name: str, pipeline: Pipeline | None = None) -> ScheduleKind:
     """The registered schedule `name`; with a pipeline, checks that it can be scheduled so."""
     if name not in _KINDS:
         raise ValueError(f"unknown pipeline schedule {name!r}; expected one of {', '.join(_KINDS)}")
-    if pipeline and pipeline.num_chunks > 1 and name != "interleaved_1f1b":
+    if pipeline and pipeline.num_chunks > 1 and name not in ("interleaved_1f1b", "inference"):
         raise ValueError(
             f"schedule {name!r} runs one stage per mesh, not {pipeline.num_chunks}; use 'interleaved_1f1b'"
         )
@@ -210,7 +210,9 @@ def _gpipe(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
 
 
 def _inference(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
-    yield from (Run(mesh, "F", batch) for batch in range(pipeline.num_micro_batches))
+    for chunk in range(pipeline.num_chunks):
+        stage = mesh + chunk * pipeline.num_meshes
+        yield from (Run(stage, "F", batch) for batch in range(pipeline.num_micro_batches))
 
 
 def _alternating(mesh: int, pipeline: Pipeline, depth: int) -> Iterator[Run]:

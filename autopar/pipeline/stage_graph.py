@@ -78,10 +78,10 @@ def stage_graph(cut: Cut, stage: int) -> StageGraph:
     received = tuple(var for var in read if var not in made and var not in own)
     elsewhere = {var for task, reads in cut.reads.items() if task.stage != stage for var in reads}.union(cut.wanted)
     sent = tuple(var for var in dict.fromkeys(v for task in mine for v in cut.results[task]) if var in elsewhere)
-    outputs = tuple(o for o, atom in enumerate(step.jaxpr.outvars) if _makes(cut, stage, atom))
+    outputs = tuple(o for o, atom in enumerate(step.jaxpr.outvars) if _makes(cut, stage, cut.part(atom)))
     constants = dict(zip(step.jaxpr.constvars, step.jaxpr.consts, strict=True))
     invars = [*(step.jaxpr.invars[i] for i in inputs), *received]
-    outvars = [*(step.jaxpr.outvars[o] for o in outputs), *sent]
+    outvars = [*(cut.part(step.jaxpr.outvars[o]) for o in outputs), *sent]
     jaxpr = Jaxpr(
         constvars=list(constants),
         invars=invars,

@@ -2,26 +2,52 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, Var
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar import graph
+from autopar import graph, inspect
 from autopar.pipeline.cut import Task
 from autopar.pipeline.lowering import StageLowering
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.program import task_of
 from autopar.plan import Plan
+from autopar.progress import ranges, tell
 from autopar.target import memory_of
 from autopar.trace import StepGraph
 from simulator.memory import MemoryUse
 from simulator.program import Free, Program, Recv, Run, Send, walk
 
 type Values = dict[str, jax.Array]
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """How an output is made when all instructions have run.
+
+    Attributes:
+        names: the values of the mesh that it is made of.
+        sharding: where it is.
+        make: makes it of them; None: it is one of them.
+        value: a constant, which is made of nothing.
+    """
+
+    mesh: int
+    names: tuple[str, ...]
+    sharding: NamedSharding
+    make: Callable[..., jax.Array] | None = None
+    value: jax.Array | None = None
+
+    def take(self, values: Values) -> jax.Array:
+        if self.value is not None:
+            return self.value
+        parts = [values[name] for name in self.names]
+        return parts[0] if self.make is None else self.make(*parts)
 
 
 class PipelineExecutable:
@@ -53,20 +79,38 @@ class PipelineExecutable:
         ]
         functions = [each for lowered in self._lowered for each in lowered.functions()]
         self._functions = {each.task: each for each in functions}
-        self._compiled = {each.task: each.jitted.lower(*each.in_avals).compile() for each in functions}
+        self._compiled = self._compile()
         self._zeros = [self._make_zeros(mesh) for mesh in range(len(self.program.meshes))]
         self._arrivals = self._places()
         self._outputs = list(map(self._output, self.step.jaxpr.outvars))
         self._splits = {i: self._make_split(i) for i in self.step.batch}
         self._homes = [self._home(i) for i in range(len(self.step.jaxpr.invars))]
-        self.in_shardings: Any = jax.tree.unflatten(
-            self.step.in_tree, [self._home(i) for i in range(len(self.step.jaxpr.invars))]
-        )
+        self.in_shardings: Any = jax.tree.unflatten(self.step.in_tree, self._homes)
+        self.out_shardings: Any = jax.tree.unflatten(self.step.out_tree, [each.sharding for each in self._outputs])
         self.compile_seconds = time.perf_counter() - start
 
     # -- what is prepared once
 
-    def _home(self, i: int) -> jax.sharding.NamedSharding:
+    def _compile(self) -> dict[Task, jax.stages.Compiled]:
+        """The tasks; those of one mesh that are the same program, as identical layers are, share an executable."""
+        known: dict[tuple[Mesh, str], jax.stages.Compiled] = {}
+        found: dict[Task, jax.stages.Compiled] = {}
+        for lowered, stage in zip(self._lowered, self.plan.stages, strict=True):
+            start = time.perf_counter()
+            tasks = [task for task in self._functions if task.stage == lowered.number]
+            for task in tasks:
+                program = self._functions[task].jitted.lower(*self._functions[task].in_avals)
+                key = lowered.mesh, program.as_text()
+                if key not in known:
+                    known[key] = program.compile()
+                found[task] = known[key]
+            tell(
+                f"stage {lowered.number}: layers {ranges(stage.layers)} on devices {ranges(stage.devices)}, mesh"
+                f" {' x '.join(map(str, stage.mesh_shape))}; {len(tasks)} tasks compiled in {time.perf_counter() - start:.2f} s"
+            )
+        return found
+
+    def _home(self, i: int) -> NamedSharding:
         """Where input `i` is before the step."""
         stage = self.planned.cut.input_stages[i][0]
         return self._lowered[stage].sharding(self.step.jaxpr.invars[i])
@@ -98,9 +142,9 @@ class PipelineExecutable:
         sharding = self._home(i)
         return jax.jit(split, in_shardings=sharding, out_shardings=[sharding] * count)
 
-    def _places(self) -> dict[tuple[int, str], jax.sharding.NamedSharding]:
+    def _places(self) -> dict[tuple[int, str], NamedSharding]:
         """For each mesh, where values that come from elsewhere go."""
-        found: dict[tuple[int, str], jax.sharding.NamedSharding] = {}
+        found: dict[tuple[int, str], NamedSharding] = {}
         for mesh, row in enumerate(self.program.instructions):
             for run in row:
                 if isinstance(run, Run):
@@ -109,17 +153,25 @@ class PipelineExecutable:
                         found.setdefault((mesh, self.planned.names.of(var, run.micro_batch)), sharding)
         return found
 
-    def _output(self, atom: Var | Literal) -> tuple[int, str] | np.ndarray:
-        """The mesh and name of an output; or its value, if it is a constant."""
-        cut = self.planned.cut
-        if isinstance(atom, Literal):
-            return np.asarray(atom.val)
-        if atom in self.step.jaxpr.constvars:
-            return np.asarray(self.step.jaxpr.consts[self.step.jaxpr.constvars.index(atom)])
+    def _output(self, atom: Var | Literal) -> "_Output":
+        cut, names = self.planned.cut, self.planned.names
+        if isinstance(atom, Literal) or atom in self.step.jaxpr.constvars:
+            value = (
+                atom.val if isinstance(atom, Literal) else self.step.jaxpr.consts[self.step.jaxpr.constvars.index(atom)]
+            )
+            here = NamedSharding(self.meshes[0], PartitionSpec())
+            return _Output(0, (), here, value=jax.device_put(np.asarray(value, graph.aval_of(atom).dtype), here))
+        if atom in cut.joined:
+            part = cut.joined[atom]
+            stage, count = cut.made_by[part].stage, self.step.num_micro_batches
+            sharding = self._lowered[stage].sharding(part)
+            join = jax.jit(_join, in_shardings=(sharding,) * count, out_shardings=sharding)
+            return _Output(self._mesh_of(stage), tuple(names.of(part, k) for k in range(count)), sharding, join)
         if atom in cut.made_by:
-            return self._mesh_of(cut.made_by[atom].stage), self.planned.names.of(atom, 0)
+            stage = cut.made_by[atom].stage
+            return _Output(self._mesh_of(stage), (names.of(atom, 0),), self._lowered[stage].sharding(atom))
         i = self.step.jaxpr.invars.index(atom)
-        return self._mesh_of(cut.input_stages[i][0]), f"in{i}"
+        return _Output(self._mesh_of(cut.input_stages[i][0]), (f"in{i}",), self._home(i))
 
     # -- running
 
@@ -153,7 +205,7 @@ class PipelineExecutable:
                         values[mesh].pop(name, None)
                 case _:
                     assert_never(instruction)
-        return jax.tree.unflatten(self.step.out_tree, [self._give(each, values) for each in self._outputs])
+        return jax.tree.unflatten(self.step.out_tree, [each.take(values[each.mesh]) for each in self._outputs])
 
     def _start(self, leaves: Sequence[jax.Array]) -> list[Values]:
         values = [zeros() for zeros in self._zeros]
@@ -189,13 +241,30 @@ class PipelineExecutable:
                 made
             )  # virtual devices wait for one another with threads that there may not be enough of
 
-    def _give(self, output: tuple[int, str] | np.ndarray, values: list[Values]) -> Any:
-        if isinstance(output, np.ndarray):
-            return jnp.asarray(output)
-        mesh, name = output
-        return values[mesh][name]
+    # -- what it is
+
+    def get_input_placement_specs(self) -> Any:
+        """A tuple like the arguments, with a `PlacementSpec` for every array."""
+        avals = jax.tree.leaves(self.step.in_avals)
+        meshes = [self._mesh_of(self.planned.cut.input_stages[i][0]) for i in range(len(avals))]
+        return jax.tree.unflatten(self.step.in_tree, map(inspect.placed, avals, self._homes, meshes))
+
+    def get_output_placement_specs(self) -> Any:
+        """A pytree like the result, with a `PlacementSpec` for every array."""
+        specs = []
+        for atom, output in zip(self.step.jaxpr.outvars, self._outputs, strict=True):
+            aval = graph.aval_of(atom)
+            if atom in self.planned.cut.joined:
+                aval = aval.update(shape=(aval.shape[0] * self.step.num_micro_batches, *aval.shape[1:]))
+            specs.append(inspect.placed(aval, output.sharding, output.mesh))
+        return jax.tree.unflatten(self.step.out_tree, specs)
 
     # -- what it needs
+
+    @property
+    def devices(self) -> list[Any]:
+        """The devices of all stages, each once."""
+        return list(dict.fromkeys(device for mesh in self.meshes for device in mesh.devices.flat))
 
     def get_stage_allocation_size(self) -> dict[Task, MemoryUse]:
         """Bytes on one device for each task, by the compiler's buffer assignment."""
@@ -203,6 +272,10 @@ class PipelineExecutable:
 
     def sync(self) -> None:
         """Wait until the devices have nothing left to do."""
-        for mesh in self.meshes:
-            for device in mesh.devices.flat:
-                jax.device_put(0, device).block_until_ready()
+        for device in self.devices:
+            jax.device_put(0, device).block_until_ready()
+
+
+def _join(*parts: jax.Array) -> jax.Array:
+    """What microbatches have made, example by example: the inverse of cutting them."""
+    return jnp.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
