@@ -1,0 +1,84 @@
+"""Stages whose devices accumulate gradients apart, and complete them once per step, compute what one device computes."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.devices import submeshes
+from autopar.layers import AutoLayerOption
+from autopar.pipeline.planned import PlannedPipeline
+from autopar.pipeline.planning import make_pipeline_plan
+from autopar.pipeline.stage_options import ManualStageOption
+from autopar.plan import PipelineSchedule
+from autopar.runtime.pipeline import PipelineExecutable
+from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
+from autopar.trace import trace
+from experiments.models.published import SMALL
+from simulator.cluster import Cluster
+
+SGD = optax.sgd(1.0)
+COUNT = 2
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A GPT with tied embeddings, traced in two layers and two microbatches, and what one device makes of its batch."""
+    model = replace(SMALL["gpt"], batch_size=32)
+    random = np.random.default_rng(0)
+    state, _ = model.abstract_args()
+    params = jax.tree.map(lambda x: random.normal(0.1, 0.1, x.shape).astype(x.dtype), state.params)
+    state = state.replace(step=np.int32(0), params=params, tx=SGD, opt_state=SGD.init(params))
+    args = state, jax.jit(model.make_batch)(jax.random.key(0))
+
+    def step(state, batch):
+        return model.train_step(state, batch, autopar.value_and_grad)
+
+    return trace(step, args, (1,), COUNT, AutoLayerOption(2), True), args, jax.jit(model.train_step)(*args)
+
+
+def planned(step, shapes, options):
+    layers = ManualStageOption([[0], [1]], [(1, int(np.prod(shape))) for shape in shapes], shapes, options)
+    cluster = Cluster.load("cpu-virtual")
+    return make_pipeline_plan(step, cluster, layers, AUTO, PipelineSchedule(name="1f1b"), "PipeshardParallel")
+
+
+def as_changes(options):
+    names = ("data_parallel", "parameters", "optimizer_state")
+    return {name: getattr(options, name) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "ways"),
+    [
+        (DATA_PARALLEL, DATA_PARALLEL, [4, 4]),
+        (ZERO2, ZERO3, [4, 4]),
+        (DATA_PARALLEL, None, [4, 1]),
+        (None, ZERO2, [1, 4]),
+    ],
+    ids=["data", "zero", "first stage only", "second stage only"],
+)
+def test_stages_that_see_parts_of_any_size_compute_what_one_device_does(trained, first, second, ways):
+    """A stage of one device sees whole microbatches: gradients of a mean are smaller there, and are scaled on their way."""
+    step, args, expected = trained
+    shapes = [(4,) if options is not None else (1,) for options in (first, second)]
+    changes = [as_changes(options) if options is not None else {} for options in (first, second)]
+    plan = planned(step, shapes, changes)
+    assert [stage.mesh.ways(stage.deferred) for stage in plan.stages] == ways
+    executable = PipelineExecutable(PlannedPipeline(step, plan), submeshes(None, plan.stages))
+    actual = executable(*executable.shard_args(*args))
+    for (path, one), other in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True):
+        atol = 1e-4 * max(1e-2, float(np.abs(one).max()))
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+def test_gradients_are_completed_in_the_update_alone(trained):
+    step, *_ = trained
+    plan = planned(step, [(4,), (4,)], [as_changes(DATA_PARALLEL)] * 2)
+    executable = PipelineExecutable(PlannedPipeline(step, plan), submeshes(None, plan.stages))
+    reduces = {task: compiled.as_text().count(" all-reduce(") for task, compiled in executable._compiled.items()}
+    assert all(not count for task, count in reduces.items() if task.phase != "U")
+    assert sum(reduces.values()) >= 2
