@@ -31,12 +31,25 @@ def normalise(work: Reduction) -> None:
             work.constant += float(least)
 
 
-def cap(work: Reduction, best: float) -> None:
-    """Lower the costs that no choice better than `best` can hold to one that it can't hold either."""
-    if np.isfinite(best):
-        enough = 1.01 * (best - work.constant) + 1e-9 * abs(best)
-        for cost in (*work.costs.values(), *(cost for i, j, cost in _edges(work))):
-            np.minimum(cost, enough, out=cost)
+def tell_alike(work: Reduction, best: float) -> None:
+    """Forbid what no choice better than `best` can hold, and move costs from edges back to decisions.
+
+    Sweeps leave different costs where an edge does not tell options apart; an integer program is smaller for seeing that.
+    """
+    if not np.isfinite(best):
+        return
+    unit = abs(best) or 1.0
+    enough = best - work.constant + 1e-6 * unit
+    for i, j, cost in list(_edges(work)):
+        cost = np.where(cost > enough, np.inf, cost)
+        for owner, axis in ((i, 0), (j, 1)):
+            reference = np.isfinite(cost).sum(axis=axis).argmax()  # the neighbour's option that most of these may meet
+            offset = cost.take(reference, axis=1 - axis)
+            offset = np.where(np.isfinite(offset), offset, 0.0)
+            work.costs[owner] = work.costs[owner] + offset
+            cost = cost - np.expand_dims(offset, 1 - axis)
+        cost = np.round(cost / unit, 10) * unit
+        work.edges[i][j], work.edges[j][i] = cost, cost.T
 
 
 def sweep(work: Reduction, order: Iterable[int], best: float) -> dict[int, int]:

@@ -7,8 +7,8 @@ from scipy.sparse import coo_array
 from autopar.sharding.problem import ChoiceProblem, InfeasibleError
 
 
-def solve_ilp(problem: ChoiceProblem, time_limit: float) -> tuple[list[int], float]:
-    """The cheapest choice, and a lower bound on what any costs.
+def solve_ilp(problem: ChoiceProblem, time_limit: float, gap: float = 1e-6) -> tuple[list[int], float]:
+    """The cheapest choice (or one at most the share `gap` dearer), and a lower bound on what any costs.
 
     The integer program of Alpa (OSDI'22, equation 1): s_i over options, e_ij over pairs of options, whose margins equal s_i
     and s_j, and a row per limit. Options with equal rows in an edge are one *kind* there: e_ij runs over pairs of kinds, which
@@ -83,7 +83,7 @@ def solve_ilp(problem: ChoiceProblem, time_limit: float) -> tuple[list[int], flo
         integrality=np.concatenate(integral),
         bounds=Bounds(0, upper),  # pyright: ignore[reportArgumentType]
         constraints=LinearConstraint(rows_by_columns.tocsr(), lower_bound, upper_bound),  # pyright: ignore[reportArgumentType]
-        options={"time_limit": time_limit, "mip_rel_gap": 1e-6},
+        options={"time_limit": time_limit, "mip_rel_gap": gap},
     )
     if result.x is None:
         if result.status == 1:

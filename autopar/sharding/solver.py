@@ -5,10 +5,13 @@ import time
 
 import numpy as np
 
-from autopar.sharding.bounds import cap, excess, make_finite, price, sweep, used
+from autopar.sharding.bounds import excess, make_finite, price, sweep, tell_alike, used
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Solution
 from autopar.sharding.reduction import Reduction
+
+_EXACT = 1e-6
+"""Relative gap of what HiGHS is left with, where that is to be solved exactly."""
 
 _ROUNDING = 1e-9
 """Relative difference of costs that may be rounding."""
@@ -131,9 +134,14 @@ class _Search:
     def finish(self) -> None:
         """Leave the rest to HiGHS."""
         self.work.reduce()
-        cap(self.work, self.best)
+        tell_alike(self.work, self.best)
+        gap, rest = _EXACT, self.best - self.work.constant
+        if (
+            self.work.size > _SMALL and math.isfinite(rest) and rest > 0
+        ):  # HiGHS counts a gap as a share of what is left
+            gap = _ENOUGH * min(abs(self.best) / rest, 50.0)
         try:
-            chosen, bound = solve_ilp(self.work.rest(), max(1.0, self.deadline - time.monotonic()))
+            chosen, bound = solve_ilp(self.work.rest(), max(1.0, self.deadline - time.monotonic()), gap)
         except (InfeasibleError, TimeoutError):
             if self.choice is None:
                 raise

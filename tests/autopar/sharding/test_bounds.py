@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.sharding.bounds import cap, excess, make_finite, price, sweep, used
+from autopar.sharding.bounds import excess, make_finite, price, sweep, tell_alike, used
 from autopar.sharding.problem import ChoiceProblem
 from autopar.sharding.reduction import Reduction
 from tests.generators import choice_problems
@@ -55,7 +55,7 @@ def test_options_of_the_cheapest_choices_survive(problem):
     for _ in range(3):
         sweep(work, order, best + 1e-9)
         sweep(work, order[::-1], best + 1e-9)
-    cap(work, best)
+    tell_alike(work, best)
     for choice in (choice for choice, cost in costs.items() if cost == best):
         core = {i: list(work.options[i]).index(k) for i, k in enumerate(choice)}
         assert work.complete(core) == choice
@@ -71,3 +71,17 @@ def test_the_bound_of_a_chain_is_its_optimum():
     make_finite(work)
     sweep(work, range(6), np.inf)
     assert work.constant == pytest.approx(min(map(chain.cost, choices(chain))))
+
+
+def test_options_that_an_edge_does_not_tell_apart_are_alike_again_after_sweeps():
+    rng = np.random.default_rng(0)
+    nodes = [rng.random(6) for _ in range(4)]
+    alike = [0, 0, 1, 1, 2, 2]  # two options of each kind
+    edges = {(i, j): rng.random((3, 3))[np.ix_(alike, alike)] for i in range(4) for j in range(i + 1, 4)}
+    work = Reduction(ChoiceProblem(nodes, edges))
+    for _ in range(2):
+        sweep(work, range(4), np.inf)
+        sweep(work, range(3, -1, -1), np.inf)
+    assert len(np.unique(work.edges[0][1], axis=0)) == 6
+    tell_alike(work, best=100.0)
+    assert {len(np.unique(cost, axis=0)) for others in work.edges.values() for cost in others.values()} == {3}

@@ -1,6 +1,7 @@
 """The solver finds the optimum, and says so when there is none."""
 
 from itertools import product
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -40,6 +41,19 @@ def test_the_integer_program_alone_finds_it_too(problem):
             solve_ilp(problem, 60)
     else:
         assert problem.cost(solve_ilp(problem, 60)[0]) == pytest.approx(best)
+
+
+@settings(max_examples=100)
+@given(choice_problems())
+def test_what_counts_as_large_is_solved_to_the_gap_that_it_states(problem):
+    best = brute_force(problem)
+    if np.isfinite(best):
+        with patch("autopar.sharding.solver._SMALL", 0):
+            solution = solve(problem)
+        assert problem.fits(solution.choice)
+        assert problem.cost(solution.choice) == solution.objective
+        assert solution.gap <= 0.01
+        assert (1 - solution.gap) * solution.objective - 1e-6 <= best <= solution.objective + 1e-6
 
 
 def test_chains_and_trees_need_no_integer_program():
