@@ -52,6 +52,7 @@ from autopar.trace import TraceError  # noqa: E402
 
 __all__ = [
     "AutoLayerOption",
+    "AutoStageOption",
     "DataParallel",
     "Executable",
     "InfeasibleError",
@@ -79,6 +80,7 @@ __all__ = [
     "automatic_layer_construction",
     "automatic_remat",
     "get_3d_parallel_method",
+    "get_last_dp_result",
     "grad",
     "init",
     "inspect",

@@ -1,6 +1,7 @@
 """What stages cost: the intra-operator solve of each, done once for all that are planned alike."""
 
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autopar.devices import logical_mesh
@@ -88,10 +89,8 @@ class StageSolver:
         in_flight = most_in_flight
         while in_flight:
             if not any(each.bytes(in_flight) <= self.budget for each in found):
-                try:
+                with suppress(ShardingError, InfeasibleError):  # nothing fits with so many
                     found.append(self.cheapest(graph, shape, options, in_flight))
-                except (ShardingError, InfeasibleError):
-                    pass  # nothing fits with so many
             in_flight //= 2
         return found
 
