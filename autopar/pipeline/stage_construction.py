@@ -158,8 +158,8 @@ def stage_problem(
             if all(parts):
                 bounds.append(
                     StageCost(
-                        sum(part.seconds for part in parts if part),
-                        sum(part.once_seconds for part in parts if part),
+                        sum(part.seconds * part.bound for part in parts if part),
+                        sum(part.once_seconds * part.bound for part in parts if part),
                         sum(kept.values()) / mesh.num_devices,
                         held[start] / mesh.num_devices,
                         shape,

@@ -37,6 +37,11 @@ class SolvedStage:
         return sum(seconds for phase, seconds in self.phases.items() if phase != "U")
 
     @property
+    def bound(self) -> float:
+        """The share of its cost that the cheapest sharding may have, as far as was proven."""
+        return 1.0 - (self.shardings.gap or 0.0)
+
+    @property
     def once_seconds(self) -> float:
         """What happens once per step."""
         return self.phases.get("U", 0.0)
