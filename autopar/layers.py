@@ -86,7 +86,8 @@ class AutoLayerOption:
 
     def cut(self, jaxpr: Jaxpr) -> list[int]:
         """The layer of each equation. Raises NoLayersError when there are too few for so many layers."""
-        flops = np.array([_flops(eqn, jaxpr) for eqn in jaxpr.eqns])
+        debug_info = jaxpr.debug_info.with_unknown_names()
+        flops = np.array([_flops(eqn, debug_info) for eqn in jaxpr.eqns])
         work = flops if self.cost_criteria == "flops" else (flops > 0).astype(float)
         found = cluster_layers(work, _handed_on(jaxpr), self.layer_num, self.eps)
         return np.searchsorted(found.stops, np.arange(len(jaxpr.eqns)), side="right").tolist()
@@ -307,10 +308,10 @@ def _handed_on(jaxpr: Jaxpr) -> Received:
     return received_bytes(len(jaxpr.eqns), sizes)
 
 
-def _flops(eqn: JaxprEqn, whole: Jaxpr) -> float:
+def _flops(eqn: JaxprEqn, debug_info: Any) -> float:
     """FLOP of the matrix products and convolutions in an equation, those of what it calls included."""
     read = list(dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)))
-    flat = flatten(Jaxpr([], read, eqn.outvars, [eqn], debug_info=whole.debug_info.with_unknown_names()))
+    flat = flatten(Jaxpr([], read, eqn.outvars, [eqn], debug_info=debug_info))
     kernels = (
         (times, kernel_of(e, [aval_of(a).shape for a in e.invars], 0.0))
         for e, times in zip(flat.eqns, repeats(flat.eqns), strict=True)

@@ -35,6 +35,8 @@ class LayerRanges:
             self._tasks[task.stage].append(task)
             for var in self.cut.reads[task]:
                 self._readers[var].append(task.stage)
+        marks = step.microbatching.marks if step.microbatching else ()
+        self._places = {var: k for k, var in enumerate(var for _, mark in marks for var in mark.outvars)}
         self.layers = [self.graph(layer, layer + 1) for layer in range(num_layers)]
 
     def graph(self, start: int, stop: int) -> StageGraph:
@@ -50,17 +52,30 @@ class LayerRanges:
                 part = task._replace(stage=layer)
                 eqns[task].update(self.cut.eqns.get(part, ()))
                 totals[task] += self.cut.totals.get(part, ())
-        ordered = sorted(eqns, key=lambda task: ("FBIWU".index(task.phase), task.round))
+        # What every stage computes for itself belongs to the first that does.
+        foreign = {
+            number: eqn
+            for each in eqns.values()
+            for number, eqn in each.items()
+            if any(var in self.cut.made_by and self.cut.made_by[var].stage not in layers for var in eqn.outvars)
+        }
+        if foreign:
+            eqns[Task(0, "F")] = foreign
+        ordered = sorted(eqns, key=lambda task: (task.stage, "FBIWU".index(task.phase), task.round))
         made = (var for layer in layers for task in self._tasks[layer] for var in self.cut.results[task])
         found = replace(
             self.cut,
             num_stages=3,
             parts=lambda ways: self._parts(ways).graph(start, stop).cut,
-            eqns={task: tuple(eqns[task].items()) for task in ordered},
-            totals={task: tuple(each) for task, each in totals.items() if each},
+            eqns={task: tuple(sorted(eqns[task].items(), key=lambda each: each[0])) for task in ordered},
+            totals={task: tuple(sorted(each, key=self._place)) for task, each in totals.items() if each},
             wanted=tuple(dict.fromkeys(v for v in made if any(r not in layers for r in self._readers.get(v, ())))),
         )
         return stage_graph(found, 1)
+
+    def _place(self, total: Total) -> int:
+        """The position of a total among all, so that equal stages list them in the same order."""
+        return self._places.get(total.total, len(self._places))
 
     @cached_property
     def kinds(self) -> Sequence[Hashable]:

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 
 from autopar.devices import logical_mesh
@@ -24,6 +25,9 @@ from autopar.trace import StepGraph
 from autopar.work import array_bytes
 from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts, CostModel
+
+TOLERANCE = 0.005
+"""How far from the cheapest sharding a stage may be, relative: proving the rest takes most of the time."""
 
 
 def make_pipeline_plan(
@@ -50,6 +54,7 @@ def make_pipeline_plan(
             " autopar.automatic_layer_construction, or give the method a layer_option, and differentiate with autopar.grad"
         )
     budget = cluster.device.usable_bytes if memory_budget is None else memory_budget
+    limits = replace(options, tolerance=max(options.tolerance, TOLERANCE))  # many stages are solved
     solver = StageSolver(costs or ClusterCosts(cluster), budget / schedule.num_chunks)
     split_backward = schedule.name == "zero_bubble_h1"
     if isinstance(stage_option, AutoStageOption):
@@ -58,9 +63,9 @@ def make_pipeline_plan(
                 f"{schedule.num_chunks} chunks: stages are found for one stage on each submesh; use a UniformStageOption"
             )
         ranges = LayerRanges(step, layers, split_backward)
-        assigned = find_stages(ranges, solver, cluster, stage_option, options, schedule.name)
+        assigned = find_stages(ranges, solver, cluster, stage_option, limits, schedule.name)
     else:
-        assigned = stage_option.assign(layers, cluster.num_devices, options, schedule.num_chunks)
+        assigned = stage_option.assign(layers, cluster.num_devices, limits, schedule.num_chunks)
     pipeline = Pipeline(len(assigned) // schedule.num_chunks, step.num_micro_batches, schedule.num_chunks)
     tasks = make_schedule(schedule.name, pipeline)
     cut = cut_step(step, [s for s, each in enumerate(assigned) for _ in each.layers], split_backward)

@@ -1,6 +1,6 @@
 """Automatic stage construction: the exact dynamic program over stages, with costs from the intra-operator solve of each."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, isfinite
@@ -12,7 +12,7 @@ from autopar.pipeline.layer_ranges import LayerRanges
 from autopar.pipeline.stage_costs import Shape, SolvedStage, StageSolver
 from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, PhysicalSpace, logical_shapes
 from autopar.pipeline.stage_search import construct_stages
-from autopar.pipeline.stages import StageCost, StagePlan, StageProblem, in_flight_of
+from autopar.pipeline.stages import InFlight, StageCost, StagePlan, StageProblem, in_flight_of
 from autopar.pipeline.submeshes import HostPool, Submesh, SubmeshSizes, enumerate_submeshes, place
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
@@ -116,7 +116,6 @@ def stage_problem(
     """The problem that `construct_stages` solves, for the layers of a step on a cluster."""
     count = ranges.cut.step.num_micro_batches
     in_flight = in_flight_of(schedule, count)
-    most = max(in_flight(stages - 1, stages) for stages in range(1, ranges.num_layers + 1))
     limits = _limited(options, option.submesh_logical_shape_space)
     pool = HostPool(cluster.hosts, cluster.devices_per_host, solver.budget)
     submeshes = enumerate_submeshes([pool], _SIZES[option.submesh_physical_shape_space])
@@ -130,7 +129,7 @@ def stage_problem(
     def costs(start: int, stop: int, mesh: Submesh) -> list[StageCost]:
         if not balanced(start, stop, mesh):
             return []
-        graph = ranges.graph(start, stop)
+        graph, most = ranges.graph(start, stop), _most_in_flight(ranges.kinds, start, stop, in_flight)
         solved = [each for shape in shapes(mesh) for each in solver.variants(graph, shape, limits, most)]
         return [_cost(measure(graph, each) if measure else each) for each in solved]
 
@@ -159,8 +158,8 @@ def stage_problem(
             if all(parts):
                 bounds.append(
                     StageCost(
-                        sum(part.seconds for part in parts if part),
-                        sum(part.once_seconds for part in parts if part),
+                        sum(part.seconds * part.bound for part in parts if part),
+                        sum(part.once_seconds * part.bound for part in parts if part),
                         sum(kept.values()) / mesh.num_devices,
                         held[start] / mesh.num_devices,
                         shape,
@@ -222,6 +221,19 @@ def _limited(options: ShardingOptions, space: LogicalSpace) -> ShardingOptions:
 
 def _cost(solved: SolvedStage) -> StageCost:
     return StageCost(solved.seconds, solved.once_seconds, solved.fixed_bytes, solved.micro_batch_bytes, solved.shape)
+
+
+def _most_in_flight(kinds: Sequence[Hashable], start: int, stop: int, in_flight: InFlight) -> int:
+    """The most microbatches that a stage with layers of these kinds may hold, wherever it is."""
+    layers, length = len(kinds), stop - start
+    places = [first for first in range(layers - length + 1) if kinds[first : first + length] == kinds[start:stop]]
+    return max(
+        in_flight(later, earlier + 1 + later)
+        for first in places
+        for later in range(layers - first - length + 1)
+        for earlier in range(first + 1)
+        if (later > 0) == (first + length < layers) and (earlier > 0) == (first > 0)
+    )
 
 
 def _state_bytes(ranges: LayerRanges, layer: int) -> dict[Var, int]:

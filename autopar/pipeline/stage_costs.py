@@ -37,6 +37,11 @@ class SolvedStage:
         return sum(seconds for phase, seconds in self.phases.items() if phase != "U")
 
     @property
+    def bound(self) -> float:
+        """The share of its cost that the cheapest sharding may have, as far as was proven."""
+        return 1.0 - (self.shardings.gap or 0.0)
+
+    @property
     def once_seconds(self) -> float:
         """What happens once per step."""
         return self.phases.get("U", 0.0)
@@ -89,7 +94,7 @@ class StageSolver:
         in_flight = most_in_flight
         while in_flight:
             if not any(each.bytes(in_flight) <= self.budget for each in found):
-                with suppress(ShardingError, InfeasibleError):  # nothing may fit with so many
+                with suppress(ShardingError, InfeasibleError):  # nothing fits with so many
                     found.append(self.cheapest(graph, shape, options, in_flight))
             in_flight //= 2
         return found

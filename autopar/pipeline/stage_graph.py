@@ -77,7 +77,8 @@ def stage_graph(cut: Cut, stage: int) -> StageGraph:
     read = dict.fromkeys(var for task in mine for var in cut.reads[task])
     received = tuple(var for var in read if var not in made and var not in own)
     elsewhere = {var for task, reads in cut.reads.items() if task.stage != stage for var in reads}.union(cut.wanted)
-    sent = tuple(var for var in dict.fromkeys(v for task in mine for v in cut.results[task]) if var in elsewhere)
+    wanted = elsewhere.intersection(v for task in mine for v in cut.results[task])
+    sent = tuple(var for eqn in eqns for var in eqn.outvars if var in wanted)
     outputs = tuple(o for o, atom in enumerate(step.jaxpr.outvars) if _makes(cut, stage, cut.part(atom)))
     constants = dict(zip(step.jaxpr.constvars, step.jaxpr.consts, strict=True))
     invars = [*(step.jaxpr.invars[i] for i in inputs), *received]

@@ -43,6 +43,7 @@ class ShardingOptions:
         pins: specs that must hold, by path of an input (`0/params/*/kernel`), of an output (`result/1`), or by the name that
             `jax.ad_checkpoint.checkpoint_name` gave a value; `*` matches anything.
         time_limit: seconds for the solver.
+        tolerance: relative distance from the cheapest plan at which the solver may stop; large problems may stop at 0.01 anyway.
     """
 
     mode: Mode = "solve"
@@ -54,6 +55,7 @@ class ShardingOptions:
     prefer_reduce_scatter: bool = False
     pins: Mapping[str, _Pin] = field(default_factory=dict)
     time_limit: float = 60.0
+    tolerance: float = 0.0
 
     def __post_init__(self) -> None:
         for name, given, known in (

@@ -161,14 +161,16 @@ def _plan_deferring(
     decisions = enumerate_decisions(step, costs, options, deferred)
     memory = Memory(step, decisions, costs.mesh)
     if options.mode == "solve":
-        solution, peak_bytes = _solve_within(memory, decisions.problem(), budget, options.time_limit)
+        solution, peak_bytes = _solve_within(memory, decisions.problem(), budget, options)
     else:
         solution, peak_bytes = _propagate_within(memory, decisions.problem(), budget)
     held = memory.held(solution.choice)
     return replace(_shardings(step, decisions, solution, peak_bytes), deferred=deferred, held_bytes=held)
 
 
-def _solve_within(memory: Memory, problem: ChoiceProblem, budget: float, time_limit: float) -> tuple[Solution, float]:
+def _solve_within(
+    memory: Memory, problem: ChoiceProblem, budget: float, options: ShardingOptions
+) -> tuple[Solution, float]:
     """The cheapest choice whose peak memory is within `budget`, and that peak.
 
     Limits are added where a solution breaks them, moment by moment: few moments ever matter. What copies kept from another
@@ -177,7 +179,7 @@ def _solve_within(memory: Memory, problem: ChoiceProblem, budget: float, time_li
     limits: dict[int, Limit] = {}
     while True:
         try:
-            solution = solve(replace(problem, limits=tuple(limits.values())), time_limit)
+            solution = solve(replace(problem, limits=tuple(limits.values())), options.time_limit, options.tolerance)
         except InfeasibleError as error:
             if not limits:
                 raise

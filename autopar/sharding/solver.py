@@ -28,21 +28,21 @@ _SWEEPS = 3
 """Sweeps there and back between reductions."""
 
 
-def solve(problem: ChoiceProblem, time_limit: float = 60.0) -> Solution:
-    """The cheapest choice.
+def solve(problem: ChoiceProblem, time_limit: float = 60.0, tolerance: float = 0.0) -> Solution:
+    """The cheapest choice, or one that is proven to be within `tolerance` of it, relative.
 
     Raises:
         InfeasibleError: every choice holds a forbidden option or pair, or exceeds a limit.
         TimeoutError: HiGHS found no choice within `time_limit` seconds.
     """
-    return _Search(problem, time_limit).run()
+    return _Search(problem, time_limit, tolerance).run()
 
 
 class _Search:
     """The best choice so far, and what is known to bound all others."""
 
-    def __init__(self, problem: ChoiceProblem, time_limit: float) -> None:
-        self.problem = problem
+    def __init__(self, problem: ChoiceProblem, time_limit: float, tolerance: float) -> None:
+        self.problem, self.tolerance = problem, tolerance
         self.deadline = time.monotonic() + time_limit
         self.work = Reduction(problem)
         self.choice: tuple[int, ...] | None = None
@@ -57,7 +57,7 @@ class _Search:
         self.tighten()
         self.price(-self.prices)
         core = 0 if self.closed() else len(self.work.costs)
-        if core and (self.work.size <= _SMALL or self.best - self.bound > _ENOUGH * abs(self.best)):
+        if core and (self.choice is None or not self.within(self.tolerance if self.work.size <= _SMALL else _ENOUGH)):
             self.finish()
         elif not self.work.costs:
             self.offer({})
@@ -71,7 +71,7 @@ class _Search:
         """Sweep and reduce until nothing is left or nothing moves."""
         patience = _PATIENCE if self.prices.size else 1
         searched = False  # for dead ends, which takes long: seldom are there more the next time
-        while self.work.costs and not self.closed() and patience and time.monotonic() < self.deadline:
+        while self.work.costs and not self.within(self.tolerance) and patience and time.monotonic() < self.deadline:
             size, slack = self.work.size, self.best - self.bound
 
             def moved(least: float, size: int = size, slack: float = slack) -> bool:
@@ -121,7 +121,10 @@ class _Search:
             self.best, self.choice = cost, choice
 
     def closed(self) -> bool:
-        return self.choice is not None and self.best - self.bound <= self.rounding()
+        return self.within(0.0)
+
+    def within(self, tolerance: float) -> bool:
+        return self.choice is not None and self.best - self.bound <= max(self.rounding(), tolerance * abs(self.best))
 
     def rounding(self) -> float:
         return _ROUNDING * abs(self.best) + 1e-12

@@ -1,0 +1,215 @@
+"""Pipelines are planned: uniform, manual and automatic stages, within memory, the same every time."""
+
+from dataclasses import replace
+
+import pytest
+
+import autopar
+from autopar import AutoLayerOption, AutoStageOption, ManualStageOption, UniformStageOption
+from autopar.pipeline.cut import cut_step
+from autopar.pipeline.layer_ranges import LayerRanges, graph_key
+from autopar.pipeline.planning import make_pipeline_plan
+from autopar.pipeline.stage_construction import stage_problem
+from autopar.pipeline.stage_costs import StageSolver
+from autopar.pipeline.stage_graph import stage_graphs
+from autopar.pipeline.stages import NoStagesError, Stage, step_seconds
+from autopar.pipeline.submeshes import Submesh
+from autopar.plan import PipelineSchedule, Plan
+from autopar.sharding.options import AUTO
+from autopar.sharding.planner import MemoryBudgetError
+from autopar.trace import StepGraph, trace
+from experiments.models import build_model
+from simulator.cluster import Cluster
+from simulator.costs import BandwidthOnly, ClusterCosts
+
+LAYERS, BATCHES = 4, 8
+CLUSTER = Cluster.load("p3.16xlarge").with_size(devices_per_host=4)
+ONE_F_ONE_B = PipelineSchedule(name="1f1b")
+
+
+@pytest.fixture(scope="module")
+def mlp() -> StepGraph:
+    return traced("mlp", {"dim": 64, "num_layers": LAYERS, "batch_size": 64}, LAYERS)
+
+
+@pytest.fixture(scope="module")
+def gpt() -> StepGraph:
+    sizes = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "sequence_length": 32, "vocab_size": 128}
+    return traced("gpt", sizes | {"batch_size": 32, "remat": True}, LAYERS)
+
+
+def traced(name: str, sizes: dict, num_layers: int) -> StepGraph:
+    model = build_model(name, sizes)
+
+    def step(state, batch):
+        return model.train_step(state, batch, autopar.value_and_grad)
+
+    return trace(step, model.abstract_args(), (1,), BATCHES, AutoLayerOption(num_layers), marked=True)
+
+
+def planned(step: StepGraph, option, schedule: str = "1f1b", **more) -> Plan:
+    return make_pipeline_plan(step, CLUSTER, option, AUTO, PipelineSchedule(name=schedule), "PipeshardParallel", **more)
+
+
+def solver(**more) -> StageSolver:
+    return StageSolver(ClusterCosts(CLUSTER), more.get("budget", CLUSTER.device.usable_bytes))
+
+
+def test_two_runs_give_the_same_plan(gpt):
+    a, b = (planned(gpt, AutoStageOption()) for _ in range(2))
+    assert a == b.model_copy(update={"planning_seconds": a.planning_seconds})
+
+
+def test_what_was_found_is_on_the_plan_and_at_hand(gpt):
+    plan, found = planned(gpt, AutoStageOption()), autopar.get_last_dp_result()
+    assert found is not None
+    assert tuple(stage.layers for stage in plan.stages) == found.forward_stage_layer_ids
+    assert tuple(stage.mesh_shape for stage in plan.stages) == found.logical_mesh_shapes
+    assert sorted(device for stage in plan.stages for device in stage.devices) == list(range(CLUSTER.num_devices))
+    manual = ManualStageOption(found.forward_stage_layer_ids, found.submesh_shapes, found.logical_mesh_shapes)
+    assert planned(gpt, manual).stages == plan.stages
+
+
+def test_found_stages_are_predicted_to_be_no_slower_than_even_ones(gpt):
+    found = planned(gpt, AutoStageOption()).predicted_seconds
+    for stages in (1, 2, 4):
+        assert found <= planned(gpt, UniformStageOption(stages)).predicted_seconds * (1 + 1e-6)
+
+
+def test_layers_alike_have_one_kind_and_are_solved_once(gpt):
+    ranges = LayerRanges(gpt, LAYERS)
+    assert ranges.kinds[1] == ranges.kinds[2]
+    assert len(set(ranges.kinds)) == 3
+    shared = solver()
+    for layer in ranges.layers:
+        shared.cheapest(layer, (2,))
+    assert shared.num_solves == 3
+
+
+@pytest.mark.parametrize("start", range(LAYERS))
+def test_a_range_of_layers_is_the_stage_that_cutting_the_step_makes(mlp, start):
+    """Checked where no stage adds up what several made."""
+    for stop in range(start + 1, LAYERS + 1):
+        groups = [0 if layer < start else 1 if layer < stop else 2 for layer in range(LAYERS)]
+        cut = stage_graphs(cut_step(mlp, [group - groups[0] for group in groups]))
+        assert graph_key(LayerRanges(mlp, LAYERS).graph(start, stop)) == graph_key(cut[1 - groups[0]])
+
+
+def test_apart_layers_cost_no_more_than_together(gpt):
+    """What the dynamic program is given as bounds are bounds."""
+    problem = stage_problem(LayerRanges(gpt, LAYERS), solver(), CLUSTER, AutoStageOption(), AUTO, "1f1b")
+    assert problem.lower_bound is not None
+    for mesh in problem.submeshes:
+        for start in range(LAYERS):
+            for stop in range(start + 1, LAYERS + 1):
+                exact, bounds = problem.costs(start, stop, mesh), problem.lower_bound(start, stop, mesh)
+                for cost in exact:
+                    (bound,) = [b for b in bounds if b.logical_shape == cost.logical_shape]
+                    assert bound.seconds <= cost.seconds * 1.0001
+                    assert bound.once_seconds <= cost.once_seconds * 1.05  # scalars that each layer computes anew
+                    assert bound.fixed_bytes <= cost.fixed_bytes
+                    assert bound.micro_batch_bytes <= cost.micro_batch_bytes
+
+
+def test_the_predicted_step_is_what_the_dynamic_program_minimises(gpt):
+    """With equal stages 1f1b takes what its formula says: transfers aside, which hide."""
+    plan, found = planned(gpt, AutoStageOption()), autopar.get_last_dp_result()
+    assert found is not None
+    assert plan.predicted_seconds == pytest.approx(found.seconds, rel=0.1)
+
+
+def test_phases_of_a_stage_add_up_to_its_seconds(gpt):
+    ranges = LayerRanges(gpt, LAYERS)
+    for shape in ((1,), (4,), (2, 2)):
+        solved = solver().cheapest(ranges.graph(0, 2), shape)
+        phases = solved.phases
+        assert BATCHES * (phases["F"] + phases["B"]) + phases["U"] == pytest.approx(solved.shardings.seconds)
+        assert phases["B"] > 1.9 * phases["F"] > 0  # two matrix products for one, and remat
+
+
+def test_memory_grows_with_microbatches_in_flight(mlp):
+    graph = LayerRanges(mlp, LAYERS).graph(1, 3)
+    one, three = (solver().cheapest(graph, (1,), in_flight=k) for k in (1, 3))
+    assert (one.phases, one.bytes(2)) == (three.phases, three.bytes(2))
+    rows, dim = 64 // BATCHES, 64
+    assert one.micro_batch_bytes == graph_bytes(graph)
+    assert one.micro_batch_bytes % (rows * dim) == 0
+    held = solver(budget=one.bytes(3)).cheapest(graph, (1,), in_flight=3)
+    assert held.bytes(3) == one.bytes(3)
+    with pytest.raises(MemoryBudgetError):
+        solver(budget=one.bytes(3) - 1).cheapest(graph, (1,), in_flight=3)
+
+
+def graph_bytes(graph) -> int:
+    return sum(var.aval.size * var.aval.dtype.itemsize for var in graph.step.held)
+
+
+def test_gpipe_needs_the_memory_of_all_microbatches(mlp):
+    """So that a budget which 1f1b keeps may be too small for it."""
+    option = UniformStageOption(4)
+    used = planned(mlp, option).predicted_bytes
+    assert planned(mlp, option, "gpipe").predicted_bytes > used
+    assert planned(mlp, option, memory_budget=used).predicted_bytes <= used
+    with pytest.raises(MemoryBudgetError, match="stage"):
+        planned(mlp, option, "gpipe", memory_budget=used)
+
+
+def test_no_stages_that_fit_is_an_error(mlp):
+    with pytest.raises(NoStagesError, match="more layers, more devices"):
+        planned(mlp, AutoStageOption(), memory_budget=1000.0)
+
+
+def test_slow_links_between_stages_are_felt(gpt):
+    """With free compute, and nothing but transfers to pay, one stage is best."""
+    costs = BandwidthOnly(bandwidth=1e3, flop_per_s=1e30)
+    plan = planned(gpt, AutoStageOption(submesh_physical_shape_space="all"), costs=costs)
+    assert len(plan.stages) <= 2
+
+
+def test_unbalanced_stages_can_be_ruled_out(mlp):
+    problem = stage_problem(
+        LayerRanges(mlp, LAYERS), solver(), CLUSTER, AutoStageOption(stage_imbalance_tolerance=0.5), AUTO, "1f1b"
+    )
+    assert problem.costs(0, 2, Submesh(0, 1, 2))
+    assert not problem.costs(0, LAYERS, Submesh(0, 1, 2))
+    assert not problem.costs(0, 1, Submesh(0, 1, 4))
+
+
+def test_the_objective_of_found_stages_is_the_least_of_all(mlp):
+    """Against every cut on whole and half of the devices."""
+    problem = stage_problem(LayerRanges(mlp, LAYERS), solver(), CLUSTER, AutoStageOption(), AUTO, "1f1b")
+    planned(mlp, AutoStageOption())
+    found = autopar.get_last_dp_result()
+    assert found is not None
+
+    def seconds(cuts: list[tuple[int, int]], mesh: Submesh) -> float:
+        stages = []
+        for start, stop in cuts:
+            costs = problem.costs(start, stop, mesh)
+            stages.append(Stage(start, stop, mesh, min(costs, key=lambda c: BATCHES * c.seconds + c.once_seconds)))
+        return step_seconds(problem, stages)
+
+    whole, half = Submesh(0, 1, 4), Submesh(0, 1, 2)
+    others = [seconds([(0, LAYERS)], whole), *(seconds([(0, k), (k, LAYERS)], half) for k in range(1, LAYERS))]
+    assert found.seconds <= min(others) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"submesh_physical_shape_space": "some"}, "submesh_physical_shape_space is 'some', expected one of power_of_two"),
+        ({"submesh_logical_shape_space": "any"}, "submesh_logical_shape_space is 'any', expected one of"),
+        ({"stage_imbalance_tolerance": -1.0}, "expected at least 0"),
+    ],
+)
+def test_unknown_options_are_refused(change, message):
+    with pytest.raises(autopar.StageError, match=message):
+        replace(AutoStageOption(), **change)
+
+
+def test_several_chunks_want_uniform_stages(mlp):
+    schedule = PipelineSchedule(name="interleaved_1f1b", num_chunks=2)
+    with pytest.raises(autopar.StageError, match="UniformStageOption"):
+        make_pipeline_plan(mlp, CLUSTER, AutoStageOption(), AUTO, schedule, "PipeshardParallel")
+    plan = make_pipeline_plan(mlp, CLUSTER, UniformStageOption(4), AUTO, schedule, "PipeshardParallel")
+    assert len({stage.devices for stage in plan.stages}) == 2
