@@ -96,7 +96,7 @@ def test_a_range_of_layers_is_the_stage_that_cutting_the_step_makes(mlp, start):
 
 
 def test_apart_layers_cost_no_more_than_together(gpt):
-    """What the dynamic program is given as bounds are bounds."""
+    """What the dynamic program is given as bounds are bounds of a step (which may save on each microbatch what it spends once)."""
     problem = stage_problem(LayerRanges(gpt, LAYERS), solver(), CLUSTER, AutoStageOption(), AUTO, "1f1b")
     assert problem.lower_bound is not None
     for mesh in problem.submeshes:
@@ -105,8 +105,8 @@ def test_apart_layers_cost_no_more_than_together(gpt):
                 exact, bounds = problem.costs(start, stop, mesh), problem.lower_bound(start, stop, mesh)
                 for cost in exact:
                     (bound,) = [b for b in bounds if b.logical_shape == cost.logical_shape]
-                    assert bound.seconds <= cost.seconds * 1.0001
-                    assert bound.once_seconds <= cost.once_seconds * 1.05  # scalars that each layer computes anew
+                    steps = [gpt.num_micro_batches * each.seconds + each.once_seconds for each in (bound, cost)]
+                    assert steps[0] <= steps[1] * 1.02  # scalars that each layer computes anew
                     assert bound.fixed_bytes <= cost.fixed_bytes
                     assert bound.micro_batch_bytes <= cost.micro_batch_bytes
 
