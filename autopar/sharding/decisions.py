@@ -303,7 +303,8 @@ class _Builder:
         if not assignments:
             name = f"{eqn.primitive.name} in {eqn.source_info.name_stack}"
             raise ShardingError(f"{name} can't be divided by examples along {', '.join(self.deferred)}")
-        if self.options.data_parallel:
+        # Where there is no batch, a marker may divide what it likes: weights enter loops, and their gradients leave them, in shards.
+        if self.options.data_parallel and (marked or eqn.primitive not in regions.MARKERS):
             assignments = batch_only(assignments, marked, self.mesh)
         if self.options.batch_axis is not None and self.mesh.sizes[self.options.batch_axis] > 1:
             assignments = batch_on(assignments, marked, self.options.batch_axis)

@@ -128,6 +128,18 @@ def test_a_layer_in_a_scan_is_planned_as_it_would_be_alone():
     assert specs["0/bias"] == ((), ("x",))
 
 
+def test_zero3_hands_each_layer_to_the_loop_in_shards_also_if_the_stack_could_be_split_by_layers():
+    def eight_layers():
+        def loss(w, x):
+            return (lax.scan(lambda c, p: (jnp.tanh(c @ p), None), x, w)[0] ** 2).mean()
+
+        return trained(loss), normal(8, 64, 64), normal(16, 64)
+
+    _, plan = plan_of(eight_layers, options=ZERO3)
+    assert plan.stages[0].inputs[0].spec[0] == ()
+    assert not [c for c in plan.stages[0].constraints if c.side == "in" and c.name.endswith("loop_slice")]
+
+
 def test_what_a_loop_does_counts_as_often_as_it_does_it():
     def build(length):
         def loss(params, x):
