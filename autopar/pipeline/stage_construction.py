@@ -24,6 +24,9 @@ from simulator.costs import CostModel
 _MOST_HOSTS = 4
 """Of a submesh in the space "small_power_of_two"."""
 
+_ROUGHLY = 0.02
+"""How far from the cheapest the shardings may be that bounds are made of: what was proven of the cheapest counts."""
+
 _SIZES: dict[PhysicalSpace, SubmeshSizes] = {
     "power_of_two": "powers_of_two",
     "small_power_of_two": "powers_of_two",
@@ -130,13 +133,20 @@ def stage_problem(
         if not balanced(start, stop, mesh):
             return []
         graph, most = ranges.graph(start, stop), _most_in_flight(ranges.kinds, start, stop, in_flight)
-        solved = [each for shape in shapes(mesh) for each in solver.variants(graph, shape, limits, most)]
+        solved: list[SolvedStage] = []
+        for bound in sorted(lower_bound(start, stop, mesh), key=lambda bound: bound.seconds):
+            fit = [each for each in solved if each.bytes(most) <= solver.budget]
+            least = count * bound.seconds + bound.once_seconds
+            if not any(count * each.seconds + each.once_seconds <= least for each in fit):
+                solved += solver.variants(graph, bound.logical_shape, limits, most)
         return [_cost(measure(graph, each) if measure else each) for each in solved]
+
+    roughly = replace(limits, tolerance=max(limits.tolerance, _ROUGHLY))
 
     @cache
     def single(kind: int, shape: Shape) -> SolvedStage | None:
         try:
-            return solver.cheapest(ranges.layers[kind], shape, limits)
+            return solver.cheapest(ranges.layers[kind], shape, roughly)
         except (ShardingError, InfeasibleError):
             return None
 

@@ -197,7 +197,10 @@ def test_the_objective_of_found_stages_is_the_least_of_all(mlp):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"submesh_physical_shape_space": "some"}, "submesh_physical_shape_space is 'some', expected one of power_of_two"),
+        (
+            {"submesh_physical_shape_space": "some"},
+            "submesh_physical_shape_space is 'some', expected one of power_of_two",
+        ),
         ({"submesh_logical_shape_space": "any"}, "submesh_logical_shape_space is 'any', expected one of"),
         ({"stage_imbalance_tolerance": -1.0}, "expected at least 0"),
     ],
