@@ -1,6 +1,7 @@
 """Automatic stage construction: the exact dynamic program over stages, with costs from the intra-operator solve of each."""
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, isfinite
@@ -24,7 +25,7 @@ from simulator.costs import CostModel
 _MOST_HOSTS = 4
 """Of a submesh in the space "small_power_of_two"."""
 
-_ROUGHLY = 0.02
+_ROUGHLY = 0.1
 """How far from the cheapest the shardings may be that bounds are made of: what was proven of the cheapest counts."""
 
 _SIZES: dict[PhysicalSpace, SubmeshSizes] = {
@@ -144,11 +145,18 @@ def stage_problem(
     roughly = replace(limits, tolerance=max(limits.tolerance, _ROUGHLY))
 
     @cache
-    def single(kind: int, shape: Shape) -> SolvedStage | None:
-        try:
-            return solver.cheapest(ranges.layers[kind], shape, roughly)
-        except (ShardingError, InfeasibleError):
-            return None
+    def single(kind: int, mesh: Submesh) -> dict[Shape, SolvedStage]:
+        """A layer alone on each shape; roughly on those that are proven to be dearer than another one."""
+        found: dict[Shape, SolvedStage] = {}
+        for shape in shapes(mesh):
+            with suppress(ShardingError, InfeasibleError):
+                found[shape] = solver.cheapest(ranges.layers[kind], shape, roughly)
+        least = min((count * each.seconds + each.once_seconds for each in found.values()), default=0.0)
+        for shape, each in found.items():
+            open_ = each.bound * (count * each.seconds + each.once_seconds) <= least
+            if open_ and (each.shardings.gap or 0.0) > limits.tolerance:
+                found[shape] = solver.cheapest(ranges.layers[kind], shape, limits)
+        return found
 
     first_of = {kind: layer for layer, kind in reversed([*enumerate(ranges.kinds)])}
     alike = [first_of[kind] for kind in ranges.kinds]
@@ -164,7 +172,7 @@ def stage_problem(
             kept.update(state[layer])
         bounds = []
         for shape in shapes(mesh):
-            parts = [single(alike[layer], shape) for layer in range(start, stop)]
+            parts = [single(alike[layer], mesh).get(shape) for layer in range(start, stop)]
             if all(parts):
                 bounds.append(
                     StageCost(
