@@ -1,4 +1,4 @@
-"""Seconds for the algorithms of inter-operator planning, on made-up models of the sizes that matter."""
+"""Seconds for the algorithms of inter-operator planning, on made-up models of the sizes that matter, and from real steps to plans."""
 
 from functools import cache
 from itertools import pairwise
@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+import autopar
 from autopar.pipeline.layers import cluster_layers, received_bytes
 from autopar.pipeline.resharding import reshard
 from autopar.pipeline.schedules import Pipeline, make_schedule, schedule_names
@@ -13,6 +14,8 @@ from autopar.pipeline.stage_search import construct_stages
 from autopar.pipeline.stages import StageCost, StageProblem, in_flight_of
 from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes, logical_shapes
 from autopar.sharding.spec import LogicalMesh
+from experiments.models.published import gpt
+from simulator.cluster import Cluster
 
 SEQUENCE, VOCABULARY = 1024, 51200
 
@@ -66,6 +69,34 @@ PROBLEMS = {
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_stage_construction(benchmark, name):
     benchmark.extra_info["costs"] = benchmark.pedantic(lambda: construct_stages(PROBLEMS[name]())).num_costs
+
+
+STEPS = {
+    "GPT-2.6B, 8 V100": (gpt(2560, 32, 32, 1024), 128, 8, Cluster.load("p3.16xlarge")),
+    "GPT-39B, 64 V100": (gpt(8192, 48, 64, 1024), 1024, 16, Cluster.load("p3.16xlarge").with_size(hosts=8)),
+    "GPT-1T, 3072 A100": (gpt(25600, 128, 160, 3072), 384, 64, Cluster.load("dgx_a100_80").with_size(hosts=384)),
+}
+"""Model, microbatches, layers that stages are made of, cluster."""
+
+
+@pytest.mark.benchmark(group="trace and plan")
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_becomes_a_pipeline(benchmark, name):
+    """Every layer unrolled, from the train step to the complete plan."""
+    model, micro_batches, layers, cluster = STEPS[name]
+
+    def train_step(state, batch):
+        return model.train_step(state, batch, autopar.value_and_grad)
+
+    method = autopar.PipeshardParallel(
+        num_micro_batches=micro_batches, layer_option=autopar.AutoLayerOption(layers), stage_option="auto"
+    )
+    arguments = model.abstract_args()
+    plan = benchmark.pedantic(
+        lambda: autopar.plan_step(train_step, arguments, method=method, cluster=cluster), rounds=1
+    )
+    assert plan.gap <= 0.011
+    benchmark.extra_info["stages"] = [f"{len(stage.devices)}: {stage.mesh_shape}" for stage in plan.stages]
 
 
 @pytest.mark.benchmark(group="layers")

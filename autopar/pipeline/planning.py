@@ -26,7 +26,7 @@ from autopar.work import array_bytes
 from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts, CostModel
 
-TOLERANCE = 0.005
+TOLERANCE = 0.01
 """How far from the cheapest sharding a stage may be, relative: proving the rest takes most of the time."""
 
 
@@ -101,7 +101,7 @@ def _solve_stage(solver: StageSolver, graph: StageGraph, assigned: Assignment, i
     errors: list[ValueError] = []
     for shape in assigned.shapes:
         try:
-            found.append(solver.cheapest(graph, shape, assigned.options, in_flight))
+            found.append(solver.cheapest(graph, shape, assigned.options, in_flight, check=True))
         except (ShardingError, InfeasibleError) as error:
             errors.append(error)
     if not found:

@@ -1,6 +1,7 @@
 """Automatic stage construction: the exact dynamic program over stages, with costs from the intra-operator solve of each."""
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, isfinite
@@ -23,6 +24,9 @@ from simulator.costs import CostModel
 
 _MOST_HOSTS = 4
 """Of a submesh in the space "small_power_of_two"."""
+
+_ROUGHLY = 0.1
+"""How far from the cheapest the shardings may be that bounds are made of: what was proven of the cheapest counts."""
 
 _SIZES: dict[PhysicalSpace, SubmeshSizes] = {
     "power_of_two": "powers_of_two",
@@ -130,15 +134,29 @@ def stage_problem(
         if not balanced(start, stop, mesh):
             return []
         graph, most = ranges.graph(start, stop), _most_in_flight(ranges.kinds, start, stop, in_flight)
-        solved = [each for shape in shapes(mesh) for each in solver.variants(graph, shape, limits, most)]
+        solved: list[SolvedStage] = []
+        for bound in sorted(lower_bound(start, stop, mesh), key=lambda bound: bound.seconds):
+            fit = [each for each in solved if each.bytes(most) <= solver.budget]
+            least = count * bound.seconds + bound.once_seconds
+            if not any(count * each.seconds + each.once_seconds <= least for each in fit):
+                solved += solver.variants(graph, bound.logical_shape, limits, most)
         return [_cost(measure(graph, each) if measure else each) for each in solved]
 
+    roughly = replace(limits, tolerance=max(limits.tolerance, _ROUGHLY))
+
     @cache
-    def single(kind: int, shape: Shape) -> SolvedStage | None:
-        try:
-            return solver.cheapest(ranges.layers[kind], shape, limits)
-        except (ShardingError, InfeasibleError):
-            return None
+    def single(kind: int, mesh: Submesh) -> dict[Shape, SolvedStage]:
+        """A layer alone on each shape; roughly on those that are proven to be dearer than another one."""
+        found: dict[Shape, SolvedStage] = {}
+        for shape in shapes(mesh):
+            with suppress(ShardingError, InfeasibleError):
+                found[shape] = solver.cheapest(ranges.layers[kind], shape, roughly)
+        least = min((count * each.seconds + each.once_seconds for each in found.values()), default=0.0)
+        for shape, each in found.items():
+            open_ = each.bound * (count * each.seconds + each.once_seconds) <= least
+            if open_ and (each.shardings.gap or 0.0) > limits.tolerance:
+                found[shape] = solver.cheapest(ranges.layers[kind], shape, limits)
+        return found
 
     first_of = {kind: layer for layer, kind in reversed([*enumerate(ranges.kinds)])}
     alike = [first_of[kind] for kind in ranges.kinds]
@@ -154,7 +172,7 @@ def stage_problem(
             kept.update(state[layer])
         bounds = []
         for shape in shapes(mesh):
-            parts = [single(alike[layer], shape) for layer in range(start, stop)]
+            parts = [single(alike[layer], mesh).get(shape) for layer in range(start, stop)]
             if all(parts):
                 bounds.append(
                     StageCost(

@@ -5,9 +5,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autopar.devices import logical_mesh
+from autopar.microbatch import MicrobatchError
 from autopar.pipeline.layer_ranges import graph_key
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.sharding.costs import MeshCosts
+from autopar.sharding.deferral import check_parts
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import Shardings, plan_shardings
@@ -73,18 +75,37 @@ class StageSolver:
         self._known: dict[Hashable, SolvedStage | ShardingError | InfeasibleError] = {}
 
     def cheapest(
-        self, graph: StageGraph, shape: Shape, options: ShardingOptions = AUTO, in_flight: int | None = None
+        self,
+        graph: StageGraph,
+        shape: Shape,
+        options: ShardingOptions = AUTO,
+        in_flight: int | None = None,
+        check: bool = False,
     ) -> SolvedStage:
         """The cheapest sharding of a stage that holds so many microbatches; None: in unlimited memory.
+
+        Args:
+            check: make sure that it runs with what is deferred; that takes a trace, and fails seldom.
 
         Raises:
             MemoryBudgetError: it does not fit.
             ShardingError, InfeasibleError: the options leave nothing.
         """
-        free = self._solve(graph, shape, options, None)
+        found = self._fitting(graph, shape, options, in_flight, False)
+        if check:
+            try:
+                check_parts(graph.step, logical_mesh(shape), found.shardings.deferred)
+            except MicrobatchError:
+                return self._fitting(graph, shape, options, in_flight, True)
+        return found
+
+    def _fitting(
+        self, graph: StageGraph, shape: Shape, options: ShardingOptions, in_flight: int | None, check: bool
+    ) -> SolvedStage:
+        free = self._solve(graph, shape, options, None, check)
         if in_flight is None or free.bytes(in_flight) <= self.budget:
             return free
-        return self._solve(graph, shape, options, in_flight)
+        return self._solve(graph, shape, options, in_flight, check)
 
     def variants(
         self, graph: StageGraph, shape: Shape, options: ShardingOptions, most_in_flight: int
@@ -99,18 +120,20 @@ class StageSolver:
             in_flight //= 2
         return found
 
-    def _solve(self, graph: StageGraph, shape: Shape, options: ShardingOptions, in_flight: int | None) -> SolvedStage:
+    def _solve(
+        self, graph: StageGraph, shape: Shape, options: ShardingOptions, in_flight: int | None, check: bool
+    ) -> SolvedStage:
         names = (graph.step.in_paths, graph.step.out_paths) if options.pins else ()
-        key = (graph_key(graph), shape, repr(options), names, in_flight)
+        key = (graph_key(graph), shape, repr(options), names, in_flight, check)
         if key not in self._known:
-            self._known[key] = self._found(graph, shape, options, in_flight)
+            self._known[key] = self._found(graph, shape, options, in_flight, check)
         found = self._known[key]
         if isinstance(found, Exception):
             raise found
         return found
 
     def _found(
-        self, graph: StageGraph, shape: Shape, options: ShardingOptions, in_flight: int | None
+        self, graph: StageGraph, shape: Shape, options: ShardingOptions, in_flight: int | None, check: bool
     ) -> SolvedStage | ShardingError | InfeasibleError:
         self.num_solves += 1
         mesh = logical_mesh(shape)
@@ -118,10 +141,10 @@ class StageSolver:
         costs = self._mesh_costs.setdefault(key, MeshCosts(mesh, self.costs, options.forbidden))
         try:
             if in_flight is None:
-                found = plan_shardings(graph.step, mesh, self.costs, options, costs=costs)
+                found = plan_shardings(graph.step, mesh, self.costs, options, costs=costs, check=check)
             else:
                 step = replace(graph.step, in_flight=in_flight)
-                found = plan_shardings(step, mesh, self.costs, options, self.budget, costs)
+                found = plan_shardings(step, mesh, self.costs, options, self.budget, costs, check)
                 found = replace(found, peak_bytes=found.peak_bytes - (in_flight - 1) * found.held_bytes)
         except (ShardingError, InfeasibleError) as error:
             return error

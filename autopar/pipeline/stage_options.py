@@ -128,16 +128,12 @@ class AutoStageOption:
         stage_imbalance_tolerance: how far, relative, the share of the work that a stage does may be above, and below, its share of
             the devices.
         leave_idle: devices may be left without work.
-        profile: measure stages on the devices present instead of pricing them.
-        cached_profile_result: a JSON file with measured stages; what is not in it yet is measured and added.
     """
 
     submesh_physical_shape_space: PhysicalSpace = "power_of_two"
     submesh_logical_shape_space: LogicalSpace = "single_node_model_parallel"
     stage_imbalance_tolerance: float = inf
     leave_idle: bool = False
-    profile: bool = False
-    cached_profile_result: str | None = None
 
     def __post_init__(self) -> None:
         for name, space in (

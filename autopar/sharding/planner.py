@@ -100,12 +100,14 @@ def plan_shardings(
     options: ShardingOptions = AUTO,
     memory_budget: float = math.inf,
     costs: MeshCosts | None = None,
+    check: bool = True,
 ) -> Shardings:
     """The cheapest sharding of `step` on `mesh` under `model`, among those that `options` allow and `memory_budget` holds.
 
     Args:
         memory_budget: bytes of one device that the step may use.
         costs: `model` on `mesh`, if it is there already: what one solve found out, others need not.
+        check: make sure that the step runs with what is deferred, which may take a trace. If not, `check_parts` is left to the caller.
 
     Raises:
         MissingRuleError, ShardingError: see `enumerate_decisions`.
@@ -113,7 +115,8 @@ def plan_shardings(
         InfeasibleError, TimeoutError: see `solve`.
     """
     start = time.perf_counter()
-    best, refused = _cheapest(step, costs or MeshCosts(mesh, model, options.forbidden), options, memory_budget)
+    costs = costs or MeshCosts(mesh, model, options.forbidden)
+    best, refused = _cheapest(step, costs, options, memory_budget, check)
     divided = any(best.inputs[i][0] for i in step.batch)
     if step.microbatching and divided and not best.deferred and refused is not None:
         best = replace(best, warnings=(f"gradients are completed in every microbatch: {refused}",))
@@ -121,7 +124,7 @@ def plan_shardings(
 
 
 def _cheapest(
-    step: StepGraph, costs: MeshCosts, options: ShardingOptions, budget: float
+    step: StepGraph, costs: MeshCosts, options: ShardingOptions, budget: float, check: bool
 ) -> tuple[Shardings, ValueError | None]:
     """The cheapest plan, whatever it defers, and why one that defers could not be had.
 
@@ -146,7 +149,8 @@ def _cheapest(
         refused = None
     for plan in sorted(plans, key=lambda plan: plan.seconds):
         try:
-            check_parts(step, costs.mesh, plan.deferred)
+            if check:
+                check_parts(step, costs.mesh, plan.deferred)
         except MicrobatchError as error:
             refused = refused or error
         else:

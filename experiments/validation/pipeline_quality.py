@@ -1,0 +1,197 @@
+"""Pipelines that are found beside those that Alpa found for the same models and GPUs: predicted step times.
+
+    python -m experiments.validation.pipeline_quality [--only PATTERN] [--output results/tables/pipeline_quality.csv]
+
+Both are planned with the same layers, cost model and memory, on p3.16xlarge hosts as in the paper. Rows come with the number of GPUs,
+small ones first; `--only gpt-8` takes one of them.
+"""
+
+import argparse
+import csv
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import autopar
+from autopar import AutoLayerOption, AutoStageOption, ManualStageOption
+from autopar.pipeline.planning import make_pipeline_plan
+from autopar.pipeline.stage_options import StageOption
+from autopar.plan import PipelineSchedule, Plan
+from autopar.sharding.options import AUTO
+from autopar.sharding.problem import InfeasibleError
+from autopar.trace import StepGraph, trace
+from experiments.models import Model
+from experiments.models.published import gpt, moe
+from simulator.cluster import Cluster
+
+type Shape = tuple[int, int]
+
+GLOBAL_BATCH = 1024
+
+_EPS = {"gpt": 0.6, "moe": 1.5}
+"""How uneven layers may be: the experts of an MoE are every second block, and its vocabulary is large beside them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A plan that Alpa found.
+
+    Attributes:
+        sizes: of the model: hidden size, layers, heads (GPT) or experts (MoE).
+        num_layers: layers that stages are made of.
+        stages: for each stage its number of layers, hosts x devices, and the mesh that these are seen as.
+    """
+
+    family: str
+    sizes: tuple[int, int, int]
+    micro_batches: int
+    num_layers: int
+    stages: tuple[tuple[int, Shape, Shape], ...]
+
+    @property
+    def num_devices(self) -> int:
+        return sum(hosts * devices for _, (hosts, devices), _ in self.stages)
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.num_devices}"
+
+    def model(self) -> Model:
+        return {"gpt": gpt, "moe": moe}[self.family](*self.sizes, batch_size=GLOBAL_BATCH)
+
+    def option(self) -> ManualStageOption:
+        layers = iter(range(self.num_layers))
+        ids = [[next(layers) for _ in range(count)] for count, _, _ in self.stages]
+        shapes = [tuple(size for size in shape if size > 1) or (1,) for _, _, shape in self.stages]
+        return ManualStageOption(ids, [physical for _, physical, _ in self.stages], shapes)
+
+
+def _even(
+    family: str, sizes: tuple[int, int, int], micro: int, layers: int, count: int, physical: Shape, logical: Shape
+):
+    return Published(family, sizes, micro, layers, ((layers // count, physical, logical),) * count)
+
+
+PUBLISHED = (
+    _even("gpt", (1024, 24, 16), 512, 1, 1, (1, 1), (1, 1)),
+    _even("gpt", (1536, 24, 16), 128, 6, 2, (1, 1), (1, 1)),
+    _even("gpt", (2048, 24, 32), 128, 6, 2, (1, 2), (2, 1)),
+    Published("gpt", (2560, 32, 32), 128, 8, ((2, (1, 2), (2, 1)), (2, (1, 2), (2, 1)), (4, (1, 4), (4, 1)))),
+    _even("gpt", (4096, 32, 32), 64, 8, 2, (1, 8), (2, 4)),
+    _even("gpt", (5120, 48, 40), 128, 16, 4, (1, 8), (2, 4)),
+    _even("gpt", (8192, 48, 64), 1024, 16, 16, (1, 4), (1, 4)),
+    _even("moe", (768, 8, 8), 512, 8, 1, (1, 1), (1, 1)),
+    _even("moe", (768, 8, 16), 32, 8, 1, (1, 2), (2, 1)),
+    _even("moe", (768, 16, 16), 32, 8, 2, (1, 2), (2, 1)),
+    _even("moe", (1024, 16, 16), 32, 8, 2, (1, 4), (4, 1)),
+    _even("moe", (1536, 16, 32), 16, 8, 2, (1, 8), (8, 1)),
+    _even("moe", (2048, 16, 48), 128, 8, 8, (1, 4), (4, 1)),
+    _even("moe", (2048, 32, 64), 64, 8, 8, (1, 8), (8, 1)),
+)
+"""What Alpa found for GPT and MoE on 1 to 64 V100s (Zheng et al., OSDI'22; its repository's `benchmark/alpa/suite_auto_*.py`, Apache-2.0). For
+MoE the number of layers, and on 4, 32 and 64 GPUs the logical shape, are not recorded; 8 layers and one axis are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Both plans for one model.
+
+    Attributes:
+        alpa_seconds: predicted step time with Alpa's stages; None where they don't fit under this memory model.
+        stages: what was found: layers, hosts x devices and logical shape of each.
+        ahead: how much less time the found plan takes, relative.
+        planning_seconds: tracing aside.
+    """
+
+    model: str
+    devices: int
+    micro_batches: int
+    found_seconds: float
+    found_gb: float
+    alpa_seconds: float | None
+    alpa_gb: float | None
+    ahead: float | None
+    planning_seconds: float
+    stages: str
+    status: str
+
+
+def compare(published: Published) -> Row:
+    """Plan the model both ways."""
+    model = published.model()
+
+    def train_step(state, batch):
+        return model.train_step(state, batch, autopar.value_and_grad)
+
+    layers = AutoLayerOption(published.num_layers, eps=_EPS[published.family])
+    step = trace(train_step, model.abstract_args(), (1,), published.micro_batches, layers, marked=True)
+    cluster = Cluster.load("p3.16xlarge")
+    count = published.num_devices
+    cluster = cluster.first_devices(count) if count <= 8 else cluster.with_size(hosts=count // 8)
+    start = time.perf_counter()
+    found = _plan(step, cluster, AutoStageOption(submesh_logical_shape_space="all"))
+    seconds = time.perf_counter() - start
+    try:
+        alpa, status = _plan(step, cluster, published.option()), "ok"
+    except InfeasibleError as error:
+        alpa, status = None, f"Alpa's stages: {error}"
+    return Row(
+        model=published.name,
+        devices=count,
+        micro_batches=published.micro_batches,
+        found_seconds=found.predicted_seconds,
+        found_gb=found.predicted_bytes / 1e9,
+        alpa_seconds=alpa.predicted_seconds if alpa else None,
+        alpa_gb=alpa.predicted_bytes / 1e9 if alpa else None,
+        ahead=1 - found.predicted_seconds / alpa.predicted_seconds if alpa else None,
+        planning_seconds=seconds,
+        stages=_stages(),
+        status=status,
+    )
+
+
+def _plan(step: StepGraph, cluster: Cluster, option: StageOption) -> Plan:
+    return make_pipeline_plan(step, cluster, option, AUTO, PipelineSchedule(name="1f1b"), "PipeshardParallel")
+
+
+def _stages() -> str:
+    """What was found last, in the words of the suites."""
+    found = autopar.get_last_dp_result()
+    assert found is not None
+    parts = zip(found.forward_stage_layer_ids, found.submesh_shapes, found.logical_mesh_shapes, strict=True)
+    return "; ".join(f"{ids[0]}-{ids[-1]} {hosts}x{devices} as {logical}" for ids, (hosts, devices), logical in parts)
+
+
+def rows(only: str) -> Iterator[Row]:
+    """Small models first."""
+    for published in sorted(PUBLISHED, key=lambda each: each.num_devices):
+        if re.search(only, published.name):
+            yield compare(published)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="a pattern of e.g. gpt-8")
+    parser.add_argument("--output", type=Path, default=Path("results/tables/pipeline_quality.csv"))
+    args = parser.parse_args()
+    with args.output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        for row in rows(args.only):
+            writer.writerow(asdict(row))
+            file.flush()
+            print(_text(row), flush=True)
+
+
+def _text(row: Row) -> str:
+    alpa = "does not fit" if row.alpa_seconds is None else f"{row.alpa_seconds:8.3f} s {row.alpa_gb:6.2f} GB"
+    ahead = "" if row.ahead is None else f"{row.ahead:+7.1%}"
+    return (
+        f"{row.model:8} found {row.found_seconds:8.3f} s {row.found_gb:6.2f} GB, Alpa's {alpa} {ahead} ({row.stages})"
+    )
+
+
+if __name__ == "__main__":
+    main()
