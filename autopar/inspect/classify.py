@@ -15,7 +15,7 @@ from typing import Literal as OneOf
 from autopar.inspect.axis_uses import with_axis_uses
 from autopar.inspect.placement import array_text
 from autopar.inspect.replay import Planned
-from autopar.inspect.stages import Pipelined, single_stage
+from autopar.inspect.stages import single_stage
 from autopar.inspect.words import nearest
 from autopar.plan import AxisUse, OperatorKind, Plan, Stage, Value, spec_text
 from autopar.sharding.spec import LogicalMesh, Spec, axes_of, partition_spec
@@ -115,7 +115,7 @@ class Classification:
         return "\n".join([f"{self.label} (mesh {mesh})", *(f"  {each}" for each in self.parameters)])
 
 
-def classify(planned: Plan | Planned | Pipelined, stage: int | None = None) -> Classification:
+def classify(planned: Plan | Planned, stage: int | None = None) -> Classification:
     """Say for each parameter, and for the plan as a whole, which parallelism it is on which mesh axis.
 
     Args:
@@ -141,7 +141,7 @@ def classify(planned: Plan | Planned | Pipelined, stage: int | None = None) -> C
     return Classification(only.mesh, tuple(parameters))
 
 
-def _with_uses(planned: Planned | Pipelined, stage: int | None) -> Plan:
+def _with_uses(planned: Planned, stage: int | None) -> Plan:
     """The plan of a step, or of one stage of a pipeline, that says what each axis does with a parameter."""
     one = single_stage(planned, stage)
     return one.plan if one is planned else with_axis_uses(one.step, one.plan)

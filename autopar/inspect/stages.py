@@ -1,7 +1,6 @@
 """Pipelines for the inspector: each stage is looked at as a step with a plan of its own."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from autopar.graph import aval_of
 from autopar.inspect.replay import Planned, PlannedStep
@@ -11,13 +10,6 @@ from autopar.plan import Plan
 from autopar.regions import MARKERS, repeats
 from autopar.work import array_bytes, kernel_of
 from simulator.program import Run
-
-
-class Pipelined(Protocol):
-    """Something that runs as a pipeline: a `PipelineExecutable`."""
-
-    @property
-    def planned(self) -> PlannedPipeline: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +24,7 @@ class TaskInfo:
 
     name: str
     flops: float
-    bytes: int
+    bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +63,17 @@ def task_name(task: Task) -> str:
     return Run(task.stage, task.phase, task.round).task
 
 
-def single_stage(planned: Planned | Pipelined, stage: int | None) -> Planned:
+def single_stage(planned: Planned, stage: int | None) -> Planned:
     """What is asked to be inspected: the plan itself, or one stage of a pipeline.
 
     Raises:
         ValueError: the plan is a pipeline and `stage` is none of its stages.
     """
-    whole = getattr(planned, "planned", planned)
-    plan: Plan = whole.plan
-    if plan.pipeline is None:
-        assert not isinstance(whole, PlannedPipeline)
-        return whole
-    one = stage_plan(plan, stage)
-    if not isinstance(whole, PlannedPipeline):
-        whole = PlannedPipeline(whole.step, plan)
+    if planned.plan.pipeline is None:
+        return planned
+    one = stage_plan(planned.plan, stage)
+    known = getattr(planned, "planned", None)  # an executable has cut the step already
+    whole = known if isinstance(known, PlannedPipeline) else PlannedPipeline(planned.step, planned.plan)
     step = whole.graphs[stage or 0].step
     return PlannedStep(step, one.model_copy(update={"fingerprint": step.fingerprint}))
 
@@ -104,7 +93,7 @@ def stage_plan(plan: Plan, stage: int | None) -> Plan:
 
 def _task_info(planned: PlannedPipeline, task: Task) -> TaskInfo:
     eqns = [eqn for _, eqn in planned.cut.eqns[task]]
-    flops, num_bytes = 0.0, 0
+    flops = num_bytes = 0.0
     for eqn, times in zip(eqns, repeats(eqns), strict=True):
         if eqn.primitive not in MARKERS and eqn.outvars:
             avals = [aval_of(atom) for atom in (*eqn.invars, *eqn.outvars)]

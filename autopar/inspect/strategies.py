@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from autopar.inspect.reasons import Reason, explain
 from autopar.inspect.replay import Planned, PlannedStep
-from autopar.inspect.stages import Pipelined, single_stage
+from autopar.inspect.stages import single_stage
 from autopar.inspect.words import describe_spec
 from autopar.plan import Plan
 from autopar.sharding.options import ShardingOptions
@@ -23,7 +23,7 @@ PRINT_VARIABLE = "AUTOPAR_DEBUG_PRINT_AS_STRATEGY"
 
 
 def strategies(
-    planned: Planned | Pipelined,
+    planned: Planned,
     *,
     stage: int | None = None,
     costs: CostModel | None = None,
