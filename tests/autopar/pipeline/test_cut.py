@@ -86,7 +86,7 @@ def test_what_a_task_reads_was_made_before(step: Any, split: bool) -> None:
             known |= totals
         assert known.issuperset(cut.reads[task]), task
         known |= set(cut.results[task])
-        totals |= {each.total for each in cut.totals.get(task, ())}
+        totals |= {each.sum for each in cut.totals.get(task, ())}
     assert known.issuperset(a for a in graph.jaxpr.outvars if isinstance(a, Var))
 
 
