@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.layers import LayerOption
+from autopar.progress import ranges
 from autopar.sharding.dataflow import Role
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.spec import LogicalMesh, Spec, local_shape, partition_spec
@@ -218,14 +219,19 @@ class Plan(_Model):
         mesh = ", ".join(" x ".join(f"{a}={n}" for a, n in stage.mesh.sizes.items()) for stage in self.stages)
         deferred = ", ".join(axis for stage in self.stages for axis in stage.deferred)
         once = f" (gradients completed once along {deferred})" if deferred else ""
+        schedule = f"schedule {self.pipeline.name}, " if self.pipeline else ""
         title = (
-            f"{self.method} on {self.cluster}, mesh {mesh}, {self.num_micro_batches} microbatch(es){once},"
+            f"{self.method} on {self.cluster}, mesh {mesh}, {schedule}{self.num_micro_batches} microbatch(es){once},"
             f" {self.predicted_seconds * 1e3:.3g} ms and {self.predicted_bytes / 1e9:.3g} GB per device predicted"
         )
         table = Table(title=title, title_justify="left", caption="\n".join(self.warnings), caption_justify="left")
         for name in ("value", "role", "shape", "dtype", "PartitionSpec", "bytes per device"):
             table.add_column(name, justify="right" if name == "bytes per device" else "left", overflow="fold")
-        for stage in self.stages:
+        for number, stage in enumerate(self.stages):
+            if self.pipeline is not None:
+                place = f"layers {ranges(stage.layers)} on devices {ranges(stage.devices)}"
+                table.add_row(f"stage {number}: {place}", "", "", "", "", "")
+                table.add_section()
             for value in stage.inputs:
                 table.add_row(*_row(value.path, value.role, value, stage.mesh))
             table.add_section()

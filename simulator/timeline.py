@@ -22,11 +22,12 @@ Category = Literal[
     "reduce_scatter",
     "all_to_all",
     "permute",
+    "task",
     "send",
     "wait",
     "bubble",
 ]
-"""Kinds of kernel and of collective; `wait` is compute waiting for its own communication, `bubble` for another mesh."""
+"""Kinds of kernel and of collective; `task` is a whole task whose kernels are not told apart, `wait` is compute waiting for its own communication, `bubble` for another mesh."""
 
 _IDLE = ("wait", "bubble")
 

@@ -2,13 +2,14 @@
 
 from autopar.inspect.classify import Classification, ParameterClass, classify
 from autopar.inspect.diff import PlanDiff, diff
-from autopar.inspect.dump import DEBUG_FILES, dump_debug_info
-from autopar.inspect.hlo import Status, hlo_text
+from autopar.inspect.dump import DEBUG_FILES, dump_debug_info, dump_pipeline
+from autopar.inspect.hlo import Status, hlo_text, partitioned
 from autopar.inspect.picture import picture
 from autopar.inspect.placement import PlacementSpec, input_placement_specs, output_placement_specs, placed
 from autopar.inspect.reasons import Reason, RunnerUp
 from autopar.inspect.replay import PlannedStep
 from autopar.inspect.resharding import ReshardingTask, resharding_tasks
+from autopar.inspect.stages import StageInfo, TaskInfo, stage_infos, task_name
 from autopar.inspect.strategies import strategies
 
 __all__ = [
@@ -21,15 +22,21 @@ __all__ = [
     "Reason",
     "ReshardingTask",
     "RunnerUp",
+    "StageInfo",
     "Status",
+    "TaskInfo",
     "classify",
     "diff",
     "dump_debug_info",
+    "dump_pipeline",
     "hlo_text",
     "input_placement_specs",
     "output_placement_specs",
+    "partitioned",
     "picture",
     "placed",
     "resharding_tasks",
+    "stage_infos",
     "strategies",
+    "task_name",
 ]

@@ -12,8 +12,10 @@ from functools import cached_property
 from math import prod
 from typing import Literal as OneOf
 
+from autopar.inspect.axis_uses import with_axis_uses
 from autopar.inspect.placement import array_text
 from autopar.inspect.replay import Planned
+from autopar.inspect.stages import single_stage
 from autopar.inspect.words import nearest
 from autopar.plan import AxisUse, OperatorKind, Plan, Stage, Value, spec_text
 from autopar.sharding.spec import LogicalMesh, Spec, axes_of, partition_spec
@@ -113,24 +115,36 @@ class Classification:
         return "\n".join([f"{self.label} (mesh {mesh})", *(f"  {each}" for each in self.parameters)])
 
 
-def classify(planned: Plan | Planned) -> Classification:
+def classify(planned: Plan | Planned, stage: int | None = None) -> Classification:
     """Say for each parameter, and for the plan as a whole, which parallelism it is on which mesh axis.
 
     Args:
-        planned: a plan (the step is not needed), or something that has one.
+        planned: a plan (the step is not needed, unless it is a pipeline), or something that has one.
+        stage: of a pipeline, the stage to tell of.
+
+    Raises:
+        ValueError: the plan is a pipeline and no stage is given, or it comes without its step.
     """
-    plan = planned if isinstance(planned, Plan) else planned.plan
-    (stage,) = plan.stages
+    plan = planned if isinstance(planned, Plan) else _with_uses(planned, stage)
+    if plan.pipeline is not None:
+        raise ValueError("the plan is a pipeline, which is classified with its step: give the executable, and stage=")
+    (only,) = plan.stages
     parameters = []
-    for value in stage.inputs:
+    for value in only.inputs:
         if value.role == "parameter":
-            state = _state_axes(value, stage)
+            state = _state_axes(value, only)
             kinds = tuple(
                 (use.axis, _kinds(use, use.axis in axes_of(value.spec), use.axis in state)) for use in value.axes
             )
             size = prod(value.shape) * value.itemsize
             parameters.append(ParameterClass(value.path, array_text(value), value.spec, size, kinds))
-    return Classification(stage.mesh, tuple(parameters))
+    return Classification(only.mesh, tuple(parameters))
+
+
+def _with_uses(planned: Planned, stage: int | None) -> Plan:
+    """The plan of a step, or of one stage of a pipeline, that says what each axis does with a parameter."""
+    one = single_stage(planned, stage)
+    return one.plan if one is planned else with_axis_uses(one.step, one.plan)
 
 
 def _kinds(use: AxisUse, stored: bool, state: bool) -> tuple[Kind, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from autopar.inspect.classify import classify
 from autopar.inspect.replay import Planned
 from autopar.plan import Constraint, Plan, TimeSplit, Value, spec_text
+from autopar.progress import ranges
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.spec import Spec, partition_spec
 
@@ -61,6 +62,7 @@ def _plan(planned: Plan | Planned) -> Plan:
 
 def _setting(a: Plan, b: Plan) -> Iterator[str]:
     facts = [(_mesh(a), _mesh(b), "mesh")]
+    facts += [(_schedule(a), _schedule(b), "schedule"), (_layers(a), _layers(b), "layers of stages")]
     facts += [(a.num_micro_batches, b.num_micro_batches, "microbatches")]
     facts += [(a.method, b.method, "method"), (a.cluster, b.cluster, "cluster"), (a.step, b.step, "step")]
     for before, after, name in facts:
@@ -84,7 +86,21 @@ def _mesh(plan: Plan) -> str:
     return "; ".join(" x ".join(f"{axis}={n}" for axis, n in stage.mesh.sizes.items()) for stage in plan.stages)
 
 
+def _schedule(plan: Plan) -> str:
+    if plan.pipeline is None:
+        return "no pipeline"
+    return f"{plan.pipeline.name} with {plan.pipeline.num_chunks} stage(s) per mesh"
+
+
+def _layers(plan: Plan) -> str:
+    return "; ".join(
+        f"{ranges(stage.layers)} on devices {ranges(stage.devices)}" for stage in plan.stages if stage.layers
+    )
+
+
 def _classes(a: Plan, b: Plan) -> Iterator[str]:
+    if a.pipeline is not None or b.pipeline is not None:
+        return  # stages are classified one by one, with their step
     before, after = classify(a), classify(b)
     if before.label != after.label:
         yield f"parallelism: {before.label} -> {after.label}"
@@ -111,7 +127,10 @@ def _values(a: Plan, b: Plan) -> Iterator[str]:
 
 
 def _by_path(plan: Plan) -> dict[str, Value]:
-    return {value.path: value for stage in plan.stages for value in (*stage.inputs, *stage.outputs)}
+    """Inputs and outputs of the step; what stages hand to one another is none of the user's."""
+    values = (value for stage in plan.stages for value in (*stage.inputs, *stage.outputs))
+    own = (each for each in values if plan.pipeline is None or not each.path.startswith(("received/", "result/sent/")))
+    return {value.path: value for value in own}
 
 
 def _value_change(a: Value, b: Value) -> str:

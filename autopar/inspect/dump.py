@@ -12,11 +12,13 @@ from autopar.inspect.hlo import hlo_text
 from autopar.inspect.placement import input_placement_specs, output_placement_specs
 from autopar.inspect.reasons import explain
 from autopar.inspect.resharding import resharding_tasks
+from autopar.inspect.stages import task_name
 from autopar.inspect.strategies import default_costs
 from autopar.plan import Value
 
 if TYPE_CHECKING:
     from autopar.runtime.executable import Executable
+    from autopar.runtime.pipeline import PipelineExecutable
 
 DEBUG_FILES = {
     "_plan.json": "the plan; `Plan.load` reads it",
@@ -46,13 +48,43 @@ def dump_debug_info(executable: "Executable", folder: str | Path, name: str | No
     Raises:
         ValueError: the folder can't be made or written to, or `name` is no file name.
     """
-    name = executable.step.name if name is None else name
+    return _write_all(folder, executable.step.name if name is None else name, _texts(executable))
+
+
+def dump_pipeline(executable: "PipelineExecutable", folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
+    """The same for a pipeline: `_program.txt` has its instructions, `_stage_0.hlo` the programs of a stage's tasks."""
+    return _write_all(folder, executable.step.name if name is None else name, _pipeline_texts(executable))
+
+
+def _pipeline_texts(executable: "PipelineExecutable") -> Iterator[tuple[str, str]]:
+    plan = executable.plan
+    stages = range(len(plan.stages))
+    yield "_plan.json", plan.to_json()
+    yield "_plan.txt", str(plan)
+    yield "_program.txt", str(executable.program)
+    yield "_stages.txt", "\n".join(map(str, executable.get_stage_execution_info()))
+    yield "_parallelism.txt", "\n".join(f"stage {k}: {classify(executable, k)}" for k in stages)
+    specs = executable.get_input_placement_specs(), executable.get_output_placement_specs()
+    paths = executable.step.in_paths, [f"result/{path}".removesuffix("/") for path in executable.step.out_paths]
+    for kind, names, placed in zip(("input", "output"), paths, specs, strict=True):
+        lines = zip(names, jax.tree.leaves(placed), strict=True)
+        yield f"_{kind}_placement_specs.txt", "\n".join(f"{path}: {spec}" for path, spec in lines)
+    used = executable.get_stage_allocation_size()
+    for k in stages:
+        yield f"_stage_{k}.annotated.mlir", executable.get_hlo_text("annotated", k)
+        yield f"_stage_{k}.partitioned.hlo", executable.get_hlo_text("partitioned", k)
+        yield f"_stage_{k}.hlo", executable.get_hlo_text("optimized", k)
+        tasks = [f"{task_name(task)}: {use.total:,} bytes" for task, use in used.items() if task.stage == k]
+        yield f"_stage_{k}.mem_usage.txt", "\n".join(tasks)
+
+
+def _write_all(folder: str | Path, name: str, texts: Iterator[tuple[str, str]]) -> tuple[Path, ...]:
     if not name or Path(name).name != name:
         raise ValueError(f"name={name!r} can't start a file name; give one without slashes, e.g. 'train_step'")
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return tuple(_write(folder / f"{name}{ending}", text) for ending, text in _texts(executable))
+        return tuple(_write(folder / f"{name}{ending}", text) for ending, text in texts)
     except OSError as error:
         raise ValueError(f"can't write debug info to {folder}: {error}; give a folder that can be made here") from error
 

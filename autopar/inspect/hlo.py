@@ -34,7 +34,7 @@ def hlo_text(executable: "Executable", status: Status) -> str:
         case "annotated":
             return _lowered(executable).as_text()
         case "partitioned":
-            return _partitioned(executable)
+            return partitioned(_lowered(executable), executable.mesh.devices.size)
         case "optimized":
             return executable.compiled.as_text() or ""
         case other:
@@ -60,9 +60,9 @@ def _traced(executable: "Executable") -> jax.stages.Lowered:
     return jit_step(executable.step, plan, mesh).lower(*executable.step.in_avals)
 
 
-def _partitioned(executable: "Executable") -> str:
-    lowered = _lowered(executable)
-    if executable.mesh.devices.size == 1:
+def partitioned(lowered: jax.stages.Lowered, num_devices: int) -> str:
+    """HLO of one device right after partitioning, its collectives in place; compiles, since only the compiler knows."""
+    if num_devices == 1:
         return lowered.as_text("hlo")  # there is nothing to partition
     with TemporaryDirectory() as folder:
         lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"})

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from autopar.inspect.reasons import Reason, explain
 from autopar.inspect.replay import Planned, PlannedStep
+from autopar.inspect.stages import single_stage
 from autopar.inspect.words import describe_spec
 from autopar.plan import Plan
 from autopar.sharding.options import ShardingOptions
@@ -24,6 +25,7 @@ PRINT_VARIABLE = "AUTOPAR_DEBUG_PRINT_AS_STRATEGY"
 def strategies(
     planned: Planned,
     *,
+    stage: int | None = None,
     costs: CostModel | None = None,
     options: ShardingOptions | None = None,
     runners_up: int | None = 3,
@@ -32,6 +34,7 @@ def strategies(
 
     Args:
         planned: an executable, or a `PlannedStep`.
+        stage: of a pipeline, the stage to tell of.
         costs: the cost model that the plan was made with; by default that of the shipped cluster of the plan's name.
         options: the limits that the plan was made with; by default those that the plan names.
         runners_up: how many candidates that were not chosen to tell of each decision; None for all.
@@ -42,10 +45,11 @@ def strategies(
 
     Raises:
         PlanError: the plan is for another step, or was made with other options.
-        ValueError: there is no shipped cluster of the plan's name, and no `costs`.
+        ValueError: there is no shipped cluster of the plan's name, and no `costs`; or no stage of a pipeline is given.
     """
     import pandas as pd  # takes a second to import, and only tables need it
 
+    planned = single_stage(planned, stage)
     reasons = explain(planned, costs or default_costs(planned.plan), options or planned.plan.options, runners_up)
     columns = [field.name for field in fields(Reason)]
     rows = [

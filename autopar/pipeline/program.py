@@ -84,8 +84,11 @@ class _Builder:
         self.outputs |= {f"in{i}" for i in range(len(cut.step.jaxpr.invars)) if i not in cut.step.batch}
 
     def _runs(self, row: tuple[Run, ...]) -> Iterator[Run]:
-        """The tasks of a mesh, the update in as many rounds as it takes; tasks with nothing to do are left out."""
-        update = [run.stage for run in row if run.phase == "U"]
+        """The tasks of a mesh, the update in as many rounds as it takes; tasks with nothing to do are left out.
+
+        A forward pass has an update, too, if its results are sums or means: what completes them.
+        """
+        update = [run.stage for run in row if run.phase == "U"] or list(dict.fromkeys(run.stage for run in row))
         yield from (run for run in row if run.phase != "U" and self._does_something(task_of(run)))
         rounds = max((task.round for task in self.cut.eqns if task.phase == "U"), default=-1) + 1
         for turn in range(rounds):

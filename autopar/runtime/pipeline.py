@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, assert_never
 
 import jax
@@ -14,14 +15,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar import graph, inspect
 from autopar.pipeline.cut import Task
 from autopar.pipeline.lowering import StageLowering
+from autopar.pipeline.memory import MeshMemory
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.program import task_of
 from autopar.plan import Plan
 from autopar.progress import ranges, tell
+from autopar.runtime.timing import dummy_inputs, executed_timeline
 from autopar.target import memory_of
 from autopar.trace import StepGraph
+from autopar.util import benchmark_func
 from simulator.memory import MemoryUse
-from simulator.program import Free, Program, Recv, Run, Send, walk
+from simulator.program import Free, Instruction, Program, Recv, Run, Send, walk
+from simulator.timeline import Timeline
 
 type Values = dict[str, jax.Array]
 
@@ -191,23 +196,28 @@ class PipelineExecutable:
         for leaf, home in zip(leaves, self._homes, strict=True):
             if getattr(leaf, "sharding", None) != home:
                 raise ValueError("an argument is not where the plan wants it; see shard_args")
-        values = self._start(leaves)
+        values = self.start(leaves)
         for mesh, instruction in walk(self.program):
-            match instruction:
-                case Run():
-                    self._run(instruction, values[mesh])
-                case Send(name, to):
-                    values[to][name] = jax.device_put(values[mesh][name], self._arrivals[to, name])
-                case Recv():
-                    pass  # the send put it there; who uses it waits for it
-                case Free(names):
-                    for name in names:
-                        values[mesh].pop(name, None)
-                case _:
-                    assert_never(instruction)
+            self.execute(mesh, instruction, values)
         return jax.tree.unflatten(self.step.out_tree, [each.take(values[each.mesh]) for each in self._outputs])
 
-    def _start(self, leaves: Sequence[jax.Array]) -> list[Values]:
+    def execute(self, mesh: int, instruction: Instruction, values: list[Values]) -> None:
+        """Dispatch one instruction; `values` are those of each mesh."""
+        match instruction:
+            case Run():
+                self._run(instruction, values[mesh])
+            case Send(name, to):
+                values[to][name] = jax.device_put(values[mesh][name], self._arrivals[to, name])
+            case Recv():
+                pass  # the send put it there; who uses it waits for it
+            case Free(names):
+                for name in names:
+                    values[mesh].pop(name, None)
+            case _:
+                assert_never(instruction)
+
+    def start(self, leaves: Sequence[jax.Array]) -> list[Values]:
+        """The values of each mesh before the first instruction: its inputs, in microbatches, and totals of zero."""
         values = [zeros() for zeros in self._zeros]
         for i, leaf in enumerate(leaves):
             sent = i in self.step.carried.values()
@@ -266,9 +276,84 @@ class PipelineExecutable:
         """The devices of all stages, each once."""
         return list(dict.fromkeys(device for mesh in self.meshes for device in mesh.devices.flat))
 
+    @property
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """For each mesh the bytes on one device when it is fullest, by the compiler's buffer assignment for each task."""
+        memory = MeshMemory(self.planned)
+        for lowered in self._lowered:
+            memory.add_stage(lowered)
+        for task, used in self.get_stage_allocation_size().items():
+            memory.add_task(task, used)
+        return memory.peaks(self.program)
+
+    def get_total_allocation_size(self) -> int:
+        """Bytes that the fullest device needs to run the step."""
+        return max(used.total for used in self.memory)
+
     def get_stage_allocation_size(self) -> dict[Task, MemoryUse]:
         """Bytes on one device for each task, by the compiler's buffer assignment."""
         return {task: memory_of(compiled) for task, compiled in self._compiled.items()}
+
+    def get_stage_execution_info(self) -> list[inspect.StageInfo]:
+        """For every stage its layers, devices and tasks, with the work of each."""
+        return inspect.stage_infos(self.planned)
+
+    def get_hlo_text(self, status: inspect.Status = "optimized", stage: int | None = None) -> str:
+        """The programs of the tasks, each under a line `// task 0F`: "annotated", "partitioned" or "optimized".
+
+        Args:
+            stage: only those of one stage.
+
+        Raises:
+            ValueError: there is no such stage or status.
+        """
+        if stage is not None and not 0 <= stage < len(self._lowered):
+            raise ValueError(f"there is no stage {stage}, expected 0 to {len(self._lowered) - 1}")
+        return "\n".join(
+            f"// task {inspect.task_name(task)}\n{self._text(task, status)}"
+            for task in self._functions
+            if stage in (None, task.stage) and (self.planned.cut.eqns[task] or self.planned.cut.totals.get(task))
+        )
+
+    def _text(self, task: Task, status: inspect.Status) -> str:
+        function = self._functions[task]
+        match status:
+            case "optimized":
+                return self._compiled[task].as_text() or ""
+            case "annotated":
+                return function.jitted.lower(*function.in_avals).as_text()
+            case "partitioned":
+                lowered = function.jitted.lower(*function.in_avals)
+                return inspect.partitioned(lowered, self.meshes[task.stage].devices.size)
+            case _:
+                raise ValueError(
+                    f"status {status!r} for a pipeline, expected 'annotated', 'partitioned' or 'optimized'; its tasks are made"
+                    " from the traced step"
+                )
+
+    def dump_debug_info(self, folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
+        """Write plan, program, placements, the programs of every stage and their memory to `folder`."""
+        return inspect.dump_pipeline(self, folder, name)
+
+    # -- how long it takes
+
+    def profile_with_dummy_inputs(self, warmup: int = 1, number: int = 3, repeat: int = 3) -> np.ndarray:
+        """Seconds of a step on zeros, `repeat` times the mean over `number` steps; shape (repeat,)."""
+        leaves = dummy_inputs(self)
+
+        def run() -> None:
+            results = jax.tree.leaves(self(*jax.tree.unflatten(self.step.in_tree, leaves)))
+            for output, i in self.step.carried.items():
+                leaves[i] = results[output]
+
+        return benchmark_func(run, self.sync, warmup, repeat, number)
+
+    def dump_stage_execution_trace(self, file: str | Path) -> Timeline:
+        """Run a step on zeros with every instruction timed; write it for Perfetto, in the form of a simulated step, and return it."""
+        executed_timeline(self, dummy_inputs(self))  # the first time is slower
+        timeline = executed_timeline(self, dummy_inputs(self))
+        timeline.save_chrome_trace(file)
+        return timeline
 
     def sync(self) -> None:
         """Wait until the devices have nothing left to do."""

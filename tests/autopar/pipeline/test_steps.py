@@ -1,0 +1,211 @@
+"""Steps of every kind compute in a pipeline what one device computes, or are refused."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar import ManualStageOption, MicrobatchError, UniformStageOption
+from autopar.pipeline.schedules import schedule_names
+from simulator.program import Send
+from tests.autopar.pipeline.steps import (
+    WIDTH,
+    assert_as_serial,
+    descend,
+    pipeline,
+    stack,
+    stack_batch,
+    stack_params,
+    stack_step,
+)
+
+TRAINING = [name for name in schedule_names() if name != "inference"]
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_every_schedule_equals_one_device(schedule: str, stages: int) -> None:
+    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    method = pipeline(
+        pipeline_schedule=schedule, num_chunks=chunks, stage_option=UniformStageOption(stages), devices=stages // chunks
+    )
+    assert_as_serial(stack_step, method, stack_params(), stack_batch())
+
+
+def test_stages_have_meshes_of_different_logical_shape() -> None:
+    stages = ManualStageOption([[0], [1, 2], [3]], [(1, 1), (1, 2), (1, 4)], [(1,), (1, 2), (2, 2)])
+    step = assert_as_serial(stack_step, pipeline(stage_option=stages, devices=7), stack_params(), stack_batch())
+    plan = step.get_executable(stack_params(), stack_batch()).plan
+    assert [stage.mesh_shape for stage in plan.stages] == [(1,), (1, 2), (2, 2)]
+    assert [stage.devices for stage in plan.stages] == [(0,), (1, 2), (3, 4, 5, 6)]
+
+
+def tied_step(params: dict[str, Any], batch: dict[str, Any]) -> tuple[Any, jax.Array]:
+    """An embedding that the first layer looks words up in, and the last one compares with."""
+
+    @autopar.manual_layer_construction
+    def loss(params: Any) -> jax.Array:
+        x = stack(params, params["embedding"][batch["words"]])
+        autopar.mark_pipeline_boundary()
+        logits = x @ params["embedding"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["next"]).mean()
+
+    return descend(params, autopar.value_and_grad(loss)(params))
+
+
+def tied_args() -> tuple[dict[str, Any], dict[str, Any]]:
+    rng = np.random.default_rng(2)
+    embedding = rng.normal(0, 0.3, (48, WIDTH)).astype(np.float32)
+    batch = {name: rng.integers(0, 48, (16, 8)).astype(np.int32) for name in ("words", "next")}
+    return {"embedding": embedding, **stack_params(2)}, batch
+
+
+def test_the_gradient_of_a_tied_embedding_is_added_up_once_per_step() -> None:
+    step = assert_as_serial(tied_step, pipeline(devices=3), *tied_args())
+    program = step.get_executable(*tied_args()).program
+    sizes = [
+        i.num_bytes
+        for row in program.instructions
+        for i in row
+        if isinstance(i, Send) and i.num_bytes == 48 * WIDTH * 4
+    ]
+    assert len(sizes) == 2  # the embedding goes to the last stage, its gradient comes back; neither per microbatch
+
+
+def test_skip_connections_pass_over_stages() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        @autopar.manual_layer_construction
+        def loss(params: Any) -> jax.Array:
+            first = jnp.tanh(batch["x"] @ params["w0"])
+            autopar.mark_pipeline_boundary()
+            second = jnp.tanh(first @ params["w1"])
+            autopar.mark_pipeline_boundary()
+            third = jnp.tanh(second @ params["w2"])
+            autopar.mark_pipeline_boundary()
+            last = (third + first) @ params["w3"] + batch["x"]
+            return jnp.mean((last - batch["y"]) ** 2)
+
+        return descend(params, autopar.value_and_grad(loss)(params))
+
+    assert_as_serial(step, pipeline(), stack_params(), stack_batch())
+
+
+def test_the_norm_of_all_gradients_is_clipped_over_stages() -> None:
+    tx = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(1.0, momentum=0.9))
+
+    def step(state: Any, batch: Any) -> Any:
+        @autopar.manual_layer_construction
+        def loss(params: Any) -> jax.Array:
+            return jnp.mean((stack(params, batch["x"]) - batch["y"]) ** 2)
+
+        params, opt_state = state
+        value, gradients = autopar.value_and_grad(loss)(params)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value, optax.tree.norm(gradients)
+
+    params = stack_params()
+    assert_as_serial(step, pipeline(), (params, tx.init(params)), stack_batch())
+
+
+@pytest.mark.parametrize("scale", [8.0, 3e38])
+def test_a_dynamic_loss_scale_halves_for_all_stages_when_one_overflows(scale: float) -> None:
+    def step(state: Any, batch: Any) -> Any:
+        @autopar.manual_layer_construction
+        def loss(params: Any) -> jax.Array:
+            return jnp.mean((stack(params, batch["x"]) - 900 * batch["y"]) ** 2) * state["scale"]
+
+        gradients = autopar.grad(loss)(state["params"])
+        gradients = jax.tree.map(lambda g: g / state["scale"], gradients)
+        finite = functools.reduce(jnp.logical_and, [jnp.isfinite(g).all() for g in jax.tree.leaves(gradients)])
+        params = jax.tree.map(lambda p, g: jnp.where(finite, p - 1e-4 * g, p), state["params"], gradients)
+        scale = jnp.where(finite, state["scale"] * 2, state["scale"] / 2)
+        return {"params": params, "scale": scale}, finite
+
+    state = {"params": stack_params(), "scale": np.float32(scale)}
+    parallel = assert_as_serial(step, pipeline(), state, stack_batch())
+    _, finite = parallel(state, stack_batch())
+    assert bool(finite) == (scale == 8.0)
+
+
+@pytest.mark.parametrize("reduce", [jnp.sum, jnp.mean])
+def test_losses_are_sums_or_means(reduce: Any) -> None:
+    def step(params: Any, batch: Any) -> Any:
+        @autopar.manual_layer_construction
+        def loss(params: Any) -> jax.Array:
+            return 0.01 * reduce((stack(params, batch["x"]) - batch["y"]) ** 2)
+
+        return descend(params, autopar.value_and_grad(loss)(params))
+
+    assert_as_serial(step, pipeline(), stack_params(), stack_batch())
+
+
+def masked_step(params: Any, batch: Any) -> Any:
+    @autopar.manual_layer_construction
+    def loss(params: Any) -> jax.Array:
+        error = (stack(params, batch["x"]) - batch["y"]) ** 2
+        mask = batch["x"] > 0
+        return (error * mask).sum() / mask.sum()
+
+    return descend(params, autopar.value_and_grad(loss)(params))
+
+
+def test_a_masked_mean_is_refused_in_microbatches_and_right_without() -> None:
+    with pytest.raises(MicrobatchError, match="masked mean"):
+        autopar.parallelize(masked_step, method=pipeline())(stack_params(), stack_batch())
+    assert_as_serial(masked_step, pipeline(num_micro_batches=1), stack_params(), stack_batch())
+
+
+def test_aux_values_keys_integers_and_constants_come_through() -> None:
+    def step(state: Any, batch: Any, key: jax.Array) -> Any:
+        @autopar.manual_layer_construction
+        def loss(params: Any) -> tuple[jax.Array, dict[str, Any]]:
+            x = stack({"w0": params["w0"], "w1": params["w1"]}, batch["x"])
+            kept = jax.random.bernoulli(jax.random.fold_in(key, state["step"]), 0.5, (WIDTH,))
+            autopar.mark_pipeline_boundary()
+            x = jnp.where(kept, x, 0) @ params["w2"]
+            hits = (batch["label"] == 1).sum()
+            return jnp.mean((x - batch["y"]) ** 2), {"hits": hits, "mean": x.mean(), "three": 3, "kept": kept}
+
+        (value, aux), gradients = autopar.value_and_grad(loss, has_aux=True)(state["params"])
+        params = jax.tree.map(lambda p, g: p - 0.5 * g, state["params"], gradients)
+        return {"params": params, "step": state["step"] + 1}, value, aux
+
+    batch = stack_batch() | {"label": np.arange(16, dtype=np.int32) % 3}
+    state = {"params": stack_params(3), "step": np.int32(0)}
+    assert_as_serial(step, pipeline(devices=3), state, batch, jax.random.key(3))
+
+
+def test_several_losses_are_accumulated_together() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        def error(target: str, params: Any) -> jax.Array:
+            return jnp.mean((stack(params, batch["x"]) - batch[target]) ** 2)
+
+        layered = autopar.manual_layer_construction
+        one, first = autopar.value_and_grad(layered(functools.partial(error, "y")))(params)
+        two, second = autopar.value_and_grad(layered(functools.partial(error, "x")))(params)
+        return descend(params, (one + two, jax.tree.map(jnp.add, first, second)))
+
+    assert_as_serial(step, pipeline(), stack_params(), stack_batch())
+
+
+def test_two_different_graphs_run_in_one_process() -> None:
+    ours = autopar.parallelize(stack_step, method=pipeline())
+    theirs = autopar.parallelize(tied_step, method=pipeline(devices=3))
+    losses = [[ours(stack_params(), stack_batch())[1], theirs(*tied_args())[1]] for _ in range(2)]
+    assert losses[0] == losses[1]
+    np.testing.assert_allclose(losses[0][0], jax.jit(stack_step)(stack_params(), stack_batch())[1], rtol=1e-5)
+
+
+def test_inference_returns_rows_scalars_and_constants() -> None:
+    def infer(params: Any, x: jax.Array) -> Any:
+        a = stack(params, x)
+        return a, a.sum(), 3
+
+    method = pipeline(pipeline_schedule="inference", layer_option=autopar.ManualLayerOption())
+    actual = autopar.parallelize(infer, method=method)(stack_params(), stack_batch()["x"])
+    autopar.testing.assert_allclose(actual, jax.jit(infer)(stack_params(), stack_batch()["x"]))
