@@ -89,10 +89,11 @@ def test_layers_alike_have_one_kind_and_are_solved_once(gpt):
 @pytest.mark.parametrize("start", range(LAYERS))
 def test_a_range_of_layers_is_the_stage_that_cutting_the_step_makes(mlp, start):
     """Checked where no stage adds up what several made."""
+    ranges = LayerRanges(mlp, LAYERS)
     for stop in range(start + 1, LAYERS + 1):
         groups = [0 if layer < start else 1 if layer < stop else 2 for layer in range(LAYERS)]
         cut = stage_graphs(cut_step(mlp, [group - groups[0] for group in groups]))
-        assert graph_key(LayerRanges(mlp, LAYERS).graph(start, stop)) == graph_key(cut[1 - groups[0]])
+        assert graph_key(ranges.graph(start, stop)) == graph_key(cut[1 - groups[0]])
 
 
 def test_apart_layers_cost_no_more_than_together(gpt):
@@ -100,8 +101,8 @@ def test_apart_layers_cost_no_more_than_together(gpt):
     problem = stage_problem(LayerRanges(gpt, LAYERS), solver(), CLUSTER, AutoStageOption(), AUTO, "1f1b")
     assert problem.lower_bound is not None
     for mesh in problem.submeshes:
-        for start in range(LAYERS):
-            for stop in range(start + 1, LAYERS + 1):
+        for start in (0, 2):
+            for stop in (start + 2, LAYERS):
                 exact, bounds = problem.costs(start, stop, mesh), problem.lower_bound(start, stop, mesh)
                 for cost in exact:
                     (bound,) = [b for b in bounds if b.logical_shape == cost.logical_shape]
