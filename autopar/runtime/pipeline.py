@@ -77,6 +77,7 @@ class PipelineExecutable:
         self.step: StepGraph = planned.cut.step
         self.plan: Plan = planned.plan
         self.program: Program = planned.program
+        self._order = tuple(walk(self.program))
         self._mesh_of = planned.schedule.pipeline.mesh_of
         start = time.perf_counter()
         self._lowered = [
@@ -197,7 +198,7 @@ class PipelineExecutable:
             if getattr(leaf, "sharding", None) != home:
                 raise ValueError("an argument is not where the plan wants it; see shard_args")
         values = self.start(leaves)
-        for mesh, instruction in walk(self.program):
+        for mesh, instruction in self._order:
             self.execute(mesh, instruction, values)
         return jax.tree.unflatten(self.step.out_tree, [each.take(values[each.mesh]) for each in self._outputs])
 
