@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.layers import FollowLayerOption
-from autopar.pipeline.cut import cut_step
+from autopar.pipeline.cutting import cut_step
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.plan import PipelineSchedule, Plan, Stage, TimeSplit, Value

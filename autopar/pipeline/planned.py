@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.layers import FollowLayerOption, layer_of
-from autopar.pipeline.cut import Cut, cut_step
+from autopar.pipeline.cut import Cut
+from autopar.pipeline.cutting import cut_step
 from autopar.pipeline.program import Names, pipeline_program
 from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs

@@ -7,7 +7,8 @@ from math import inf
 
 from autopar.devices import logical_mesh
 from autopar.graph import aval_of
-from autopar.pipeline.cut import Cut, cut_step
+from autopar.pipeline.cut import Cut
+from autopar.pipeline.cutting import cut_step
 from autopar.pipeline.layer_ranges import LayerRanges
 from autopar.pipeline.planned import num_layers
 from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule

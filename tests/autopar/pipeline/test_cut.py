@@ -7,7 +7,8 @@ import pytest
 from jax.extend.core import Var
 
 import autopar
-from autopar.pipeline.cut import Cut, Task, cut_step
+from autopar.pipeline.cut import Cut, Task
+from autopar.pipeline.cutting import cut_step
 from autopar.trace import StepGraph, trace
 from experiments.models.published import SMALL
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step

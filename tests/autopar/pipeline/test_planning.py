@@ -6,7 +6,7 @@ import pytest
 
 import autopar
 from autopar import AutoLayerOption, AutoStageOption, ManualStageOption, UniformStageOption
-from autopar.pipeline.cut import cut_step
+from autopar.pipeline.cutting import cut_step
 from autopar.pipeline.layer_ranges import LayerRanges, graph_key
 from autopar.pipeline.planning import make_pipeline_plan
 from autopar.pipeline.stage_construction import stage_problem

@@ -1,0 +1,313 @@
+"""Cutting a traced step into the tasks of a pipeline: which equation runs in which stage and phase, and what goes between.
+
+Forward and backward equations go where their layer goes (`autopar.layers`), those outside of layers where what they read
+is. What depends on constants alone, or on small inputs, is computed wherever it is needed. A gradient that several stages
+contribute to (tied weights) is accumulated in each and added up once. The update of a parameter runs where its gradient is;
+where stages need one another's results for it (a global norm) it takes several rounds.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+from jax.extend.core import Literal, Var
+
+from autopar import regions
+from autopar.evaluate import Numbered
+from autopar.graph import Atom, aval_of
+from autopar.layers import layer_of
+from autopar.microbatch import Combine
+from autopar.pipeline.cut import Cut, Task, Total, batch_facts
+from autopar.trace import StepGraph
+from autopar.work import array_bytes
+
+
+def cut_step(
+    step: StepGraph, stage_of_layer: Sequence[int], split_backward: bool = False, homes: Mapping[int, int] | None = None
+) -> Cut:
+    """Cut `step` into tasks.
+
+    Args:
+        stage_of_layer: the stage of each layer; stages are numbered in the order of layers.
+        split_backward: make tasks I, of what other stages wait for, and W of the rest, out of each B.
+        homes: the stage at which an input is, if it is given.
+    """
+
+    @cache
+    def parts(ways: int) -> Cut:
+        return cut_step(step.cut(ways), stage_of_layer, split_backward, homes)
+
+    builder = _Builder(step, stage_of_layer)
+    builder.place_body()
+    builder.place_totals()
+    builder.place_tail()
+    found = builder.cut(parts, homes or {})
+    return _split_backward(found) if split_backward else found
+
+
+class _Unit(NamedTuple):
+    """Equations that stay together: one, or all of a loop or branch."""
+
+    eqns: tuple[Numbered, ...]
+    reads: tuple[Var, ...]
+    makes: tuple[Var, ...]
+
+
+def _units(eqns: Iterable[Numbered]) -> list[_Unit]:
+    found: list[_Unit] = []
+    pending: list[Numbered] = []
+    depth = 0
+    for number, eqn in eqns:
+        pending.append((number, eqn))
+        depth += (eqn.primitive in regions.OPENING) - (eqn.primitive is regions.end_p)
+        if depth == 0:
+            makes = {var: None for _, each in pending for var in each.outvars}
+            reads = {a: None for _, each in pending for a in each.invars if isinstance(a, Var) and a not in makes}
+            found.append(_Unit(tuple(pending), tuple(reads), tuple(makes)))
+            pending = []
+    return found
+
+
+class _Builder:
+    def __init__(self, step: StepGraph, stage_of_layer: Sequence[int]) -> None:
+        self.step = step
+        self.num_stages = max(stage_of_layer) + 1
+        self.stage_of_layer = tuple(stage_of_layer)
+        micro = step.microbatching
+        self.body = _units(micro.body if micro else enumerate(step.jaxpr.eqns))
+        self.tail = _units(micro.tail if micro else ())
+        self.maker = {var: unit for unit in (*self.body, *self.tail) for var in unit.makes}
+        self.readers = Counter(var for unit in (*self.body, *self.tail) for var in unit.reads)
+        self.inputs = set(step.jaxpr.invars)
+        self.constants = set(step.jaxpr.constvars)
+        self.task_of: dict[int, Task] = {}  # by the number of a unit's first equation
+        self.anywhere: set[int] = set()  # units that are computed wherever they are needed
+        self.totals: dict[Task, list[Total]] = defaultdict(list)
+        self.total_stage: dict[Var, int] = {}
+        self.joined: dict[Var, Var] = {}
+
+    # -- forward and backward
+
+    def place_body(self) -> None:
+        """Tasks of the body, numbered in the order in which a microbatch goes through them: 0F 1F ... 1B 0B."""
+        position: dict[Var, int] = {}
+        for unit in self.body:
+            before = [position[var] for var in unit.reads if var in position]
+            label = self._label(unit)
+            if label is None and not before:
+                self.anywhere.add(_key(unit))
+                continue
+            if label is not None and not unit.reads:
+                self.anywhere.add(_key(unit))
+                continue
+            if self._is_constant(unit):
+                self.anywhere.add(_key(unit))
+                continue
+            place = max([*before, *(() if label is None else (label,))])
+            position.update(dict.fromkeys(unit.makes, place))
+            last = self.num_stages - 1
+            self.task_of[_key(unit)] = Task(place, "F") if place <= last else Task(2 * last + 1 - place, "B")
+
+    def _is_constant(self, unit: _Unit) -> bool:
+        """Whether it depends on nothing but constants, and on what is computed anywhere."""
+        return all(
+            var in self.constants or (var in self.maker and _key(self.maker[var]) in self.anywhere)
+            for var in unit.reads
+        )
+
+    def _label(self, unit: _Unit) -> int | None:
+        found = layer_of(unit.eqns[0][1])
+        if found is None:
+            return None
+        layer, backward = found
+        stage = self.stage_of_layer[layer]
+        return 2 * self.num_stages - 1 - stage if backward else stage
+
+    # -- what is accumulated
+
+    def place_totals(self) -> None:
+        micro = self.step.microbatching
+        if micro is None:
+            return
+        self.moved: list[_Unit] = []
+        combine = iter(micro.combine)
+        for _, mark in micro.marks:
+            for atom, total in zip(mark.invars, mark.outvars, strict=True):
+                self._accumulate(atom, total, next(combine))
+        self.tail = [*self.moved, *self.tail]
+        self.maker.update((var, unit) for unit in self.moved for var in unit.makes)
+
+    def _accumulate(self, atom: Atom, total: Var, combine: Combine) -> None:
+        if isinstance(atom, Literal):
+            self.totals[Task(0, "F")].append(Total(atom, Var(total.aval), total, combine))
+            self.total_stage[total] = 0
+            return
+        if combine == "rows":
+            unit = self.maker[atom]
+            if _key(unit) in self.anywhere:
+                self.anywhere.remove(_key(unit))
+                self.task_of[_key(unit)] = Task(0, "F")
+            self.joined[total] = atom
+            return
+        unit = self.maker.get(atom)
+        if (
+            unit is not None
+            and (combine != "same" or self.step.num_micro_batches == 1)
+            and self._adds_stages(unit, atom)
+        ):
+            ((number, eqn),) = unit.eqns
+            parts = [Var(var.aval) for var in unit.reads]
+            del self.task_of[_key(unit)]
+            self.body.remove(unit)
+            for part, each in zip(unit.reads, parts, strict=True):
+                self._accumulate(part, each, combine)
+            after = eqn.replace(invars=list(parts), outvars=[total])
+            self.moved.append(_Unit(((number, after),), tuple(parts), (total,)))
+            return
+        task = self.task_of.get(_key(unit), Task(0, "F")) if unit is not None else Task(0, "F")
+        self.totals[task].append(Total(atom, Var(atom.aval), total, combine))
+        self.total_stage[total] = task.stage
+
+    def _adds_stages(self, unit: _Unit, var: Var) -> bool:
+        """Whether the unit adds up what several stages made, for nobody but the accumulation."""
+        if unit.eqns[0][1].primitive.name not in ("add", "add_any") or self.readers[var] > 0 or len(unit.reads) != 2:
+            return False
+        if len(unit.eqns[0][1].invars) != len(unit.reads):
+            return False
+        makers = [self.maker.get(var) for var in unit.reads]
+        stages = {self.task_of[_key(m)].stage for m in makers if m is not None and _key(m) in self.task_of}
+        return len(stages) > 1
+
+    # -- the update
+
+    def place_tail(self) -> None:
+        stages = self._tail_stages()
+        rounds: dict[Var, tuple[int, int]] = {var: (stage, 0) for var, stage in self.total_stage.items()}
+        for unit in self.tail:
+            if _key(unit) in self.anywhere:
+                continue
+            stage = stages[_key(unit)]
+            read = [rounds[var] for var in unit.reads if var in rounds]
+            turn = max((turn + (where != stage) for where, turn in read), default=0)
+            self.task_of[_key(unit)] = Task(stage, "U", turn)
+            rounds.update(dict.fromkeys(unit.makes, (stage, turn)))
+
+    def _tail_stages(self) -> dict[int, int]:
+        """The stage of each unit of the update: that of the largest value it reads; of its first reader, if it reads inputs only."""
+        where: dict[Var, int] = dict(self.total_stage)
+        first: dict[Var, int] = {}
+        for unit in self.body:
+            task = self.task_of.get(_key(unit))
+            for var in unit.reads if task is not None else ():
+                if var in self.inputs and not _is_small(var):
+                    first[var] = min(task.stage, first.get(var, task.stage))  # pyright: ignore[reportOptionalMemberAccess]
+        where.update(first)
+        for unit in self.tail:
+            inside = all(
+                var in self.constants
+                or (var in self.inputs and _is_small(var))
+                or (var in self.maker and _key(self.maker[var]) in self.anywhere)
+                for var in unit.reads
+            )
+            if inside and all(map(_is_small, unit.makes)):
+                self.anywhere.add(_key(unit))
+        found: dict[int, int] = {}
+        units = [unit for unit in self.tail if _key(unit) not in self.anywhere]
+        while True:
+            known = len(found)
+            for unit in units:
+                placed = [var for var in unit.reads if var in where]
+                if _key(unit) not in found and placed:
+                    found[_key(unit)] = where[max(placed, key=lambda var: (_size(var), -where[var]))]
+                if _key(unit) in found:
+                    where.update((var, found[_key(unit)]) for var in unit.makes)
+            for unit in reversed(units):
+                for var in unit.reads if _key(unit) in found else ():
+                    maker = self.maker.get(var)
+                    if maker is not None and _key(maker) not in found and _key(maker) not in self.anywhere:
+                        found[_key(maker)] = found[_key(unit)]
+                    elif var in self.inputs and not _is_small(var):
+                        where.setdefault(var, found[_key(unit)])
+            if len(found) == known:
+                return found | {_key(unit): 0 for unit in units if _key(unit) not in found}
+
+    # -- put together
+
+    def cut(self, parts: Callable[[int], Cut], homes: Mapping[int, int]) -> Cut:
+        tasks: dict[Task, list[_Unit]] = defaultdict(list)
+        for stage in range(self.num_stages):  # a stage has a forward, whatever it does
+            tasks[Task(stage, "F")] = []
+        for unit in (*self.body, *self.tail):
+            if _key(unit) in self.task_of:
+                tasks[self.task_of[_key(unit)]].append(unit)
+        if self.step.microbatching is not None:
+            for stage in range(self.num_stages):
+                tasks.setdefault(Task(stage, "B"), [])
+                tasks.setdefault(Task(stage, "U"), [])
+        self._compute_anywhere(tasks)
+        ordered = {task: tasks[task] for task in sorted(tasks, key=self._order)}
+        eqns = {task: tuple(each for unit in units for each in unit.eqns) for task, units in ordered.items()}
+        totals = {task: tuple(each) for task, each in self.totals.items()}
+        facts = batch_facts(self.step)
+        return Cut(self.step, self.num_stages, eqns, totals, facts, parts, joined=self.joined, homes=homes)
+
+    def _order(self, task: Task) -> tuple[int, int, int]:
+        if task.phase == "U":
+            return 2 * self.num_stages, task.round, task.stage
+        return (task.stage if task.phase == "F" else 2 * self.num_stages - 1 - task.stage), 0, 0
+
+    def _compute_anywhere(self, tasks: dict[Task, list[_Unit]]) -> None:
+        """Give each task what is computed anywhere and needed there; what only the step's outputs need goes to the first."""
+        order = {_key(unit): position for position, unit in enumerate((*self.body, *self.tail))}
+        outputs = [atom for atom in self.step.jaxpr.outvars if isinstance(atom, Var)]
+        for task, units in tasks.items():
+            read = [var for unit in units for var in unit.reads]
+            read += [each.part for each in self.totals.get(task, ()) if isinstance(each.part, Var)]
+            if task == (0, "U", 0) or (self.step.microbatching is None and task == (0, "F", 0)):
+                read += outputs
+            found: dict[int, _Unit] = {}
+            while read:
+                unit = self.maker.get(read.pop())
+                if unit is not None and _key(unit) in self.anywhere and _key(unit) not in found:
+                    found[_key(unit)] = unit
+                    read.extend(unit.reads)
+            units[:] = sorted([*found.values(), *units], key=lambda unit: order[_key(unit)])
+
+
+def _split_backward(cut: Cut) -> Cut:
+    """Each B as I, what other stages wait for, and W, the rest."""
+    eqns: dict[Task, tuple[Numbered, ...]] = {}
+    totals = {task: each for task, each in cut.totals.items() if task.phase != "B"}
+    for task, mine in cut.eqns.items():
+        if task.phase != "B":
+            eqns[task] = mine
+            continue
+        awaited = {
+            var for other, reads in cut.reads.items() if other.phase == "B" and other != task for var in reads
+        }.intersection(cut.results[task])
+        units = _units(mine)
+        first: list[_Unit] = []
+        for unit in reversed(units):
+            if not awaited.isdisjoint(unit.makes):
+                first.append(unit)
+                awaited.update(unit.reads)
+        early = {_key(unit) for unit in first}
+        eqns[Task(task.stage, "I")] = tuple(e for unit in first[::-1] for e in unit.eqns)
+        eqns[Task(task.stage, "W")] = tuple(e for unit in units if _key(unit) not in early for e in unit.eqns)
+        totals[Task(task.stage, "W")] = cut.totals.get(task, ())
+    return replace(cut, eqns=eqns, totals=totals)
+
+
+def _key(unit: _Unit) -> int:
+    return unit.eqns[0][0]
+
+
+def _size(var: Var) -> int:
+    return array_bytes(aval_of(var).shape, aval_of(var).dtype)
+
+
+def _is_small(var: Var) -> bool:
+    """Whether a value may as well be computed twice: scalars and random keys."""
+    return _size(var) <= 16
