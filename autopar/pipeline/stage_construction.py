@@ -25,7 +25,7 @@ from simulator.costs import CostModel
 _MOST_HOSTS = 4
 """Of a submesh in the space "small_power_of_two"."""
 
-_ROUGHLY = 0.1
+_ROUGHLY = 0.5
 """How far from the cheapest the shardings may be that bounds are made of: what was proven of the cheapest counts."""
 
 _SIZES: dict[PhysicalSpace, SubmeshSizes] = {
