@@ -55,6 +55,23 @@ class _Output:
         return parts[0] if self.make is None else self.make(*parts)
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A run instruction, ready to be dispatched.
+
+    Attributes:
+        operands: names of the values it takes, and where it wants them.
+        results: names of those it gives.
+        waits: whether it ends before the next begins: virtual devices wait for one another with threads that there may not be
+            enough of.
+    """
+
+    compiled: Any
+    operands: tuple[tuple[str, NamedSharding], ...]
+    results: tuple[str, ...]
+    waits: bool
+
+
 class PipelineExecutable:
     """One step, for arguments of one structure, shape and dtype, as a pipeline.
 
@@ -88,6 +105,7 @@ class PipelineExecutable:
         self._compiled = self._compile()
         self._zeros = [self._make_zeros(mesh) for mesh in range(len(self.program.meshes))]
         self._arrivals = self._places()
+        self._calls = {run: self._call(run) for _, run in self._order if isinstance(run, Run)}
         self._outputs = list(map(self._output, self.step.jaxpr.outvars))
         self._splits = {i: self._make_split(i) for i in self.step.batch}
         self._homes = [self._home(i) for i in range(len(self.step.jaxpr.invars))]
@@ -179,6 +197,16 @@ class PipelineExecutable:
         i = self.step.jaxpr.invars.index(atom)
         return _Output(self._mesh_of(cut.input_stages[i][0]), (f"in{i}",), self._home(i))
 
+    def _call(self, run: Run) -> "_Call":
+        function, names = self._functions[task_of(run)], self.planned.names
+        operands = [names.of(var, run.micro_batch) for var in (*function.reads, *function.sums)]
+        results = tuple(names.of(var, run.micro_batch) for var in (*function.results, *function.sums))
+        devices = self.meshes[run.stage].devices
+        waits = devices.size > 1 and devices.flat[0].platform == "cpu"
+        return _Call(
+            self._compiled[function.task], tuple(zip(operands, function.in_shardings, strict=True)), results, waits
+        )
+
     # -- running
 
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
@@ -236,21 +264,15 @@ class PipelineExecutable:
         return values
 
     def _run(self, run: Run, values: Values) -> None:
-        function = self._functions[task_of(run)]
-        names = [self.planned.names.of(var, run.micro_batch) for var in (*function.reads, *function.sums)]
-        operands = [values[name] for name in names]
+        call = self._calls[run]
         operands = [
-            value if value.sharding == sharding else jax.device_put(value, sharding)
-            for value, sharding in zip(operands, function.in_shardings, strict=True)
+            value if (value := values[name]).sharding == sharding else jax.device_put(value, sharding)
+            for name, sharding in call.operands
         ]
-        made = self._compiled[function.task](*operands)
-        results = (*function.results, *function.sums)
-        values.update((self.planned.names.of(v, run.micro_batch), x) for v, x in zip(results, made, strict=True))
-        mesh = self.meshes[run.stage]
-        if mesh.devices.size > 1 and mesh.devices.flat[0].platform == "cpu":
-            jax.block_until_ready(
-                made
-            )  # virtual devices wait for one another with threads that there may not be enough of
+        made = call.compiled(*operands)
+        values.update(zip(call.results, made, strict=True))
+        if call.waits:
+            jax.block_until_ready(made)
 
     # -- what it is
 

@@ -1,6 +1,7 @@
 """What runs a pipeline: the program's instructions in order, nothing left behind, and clear errors."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -66,13 +67,13 @@ def test_nothing_is_alive_after_steps_that_they_did_not_return() -> None:
 
 def test_an_exception_in_a_stage_is_raised_as_it_is_and_the_next_step_works(monkeypatch: pytest.MonkeyPatch) -> None:
     _, executable = compiled()
-    (broken,) = [task for task in executable._compiled if task[:2] == (1, "B")]
+    broken, call = next((run, call) for run, call in executable._calls.items() if (run.stage, run.phase) == (1, "B"))
 
     def fails(*operands: Any) -> Any:
         raise ZeroDivisionError("in stage 1")
 
     with monkeypatch.context() as patch:
-        patch.setitem(executable._compiled, broken, fails)
+        patch.setitem(executable._calls, broken, replace(call, compiled=fails))
         with pytest.raises(ZeroDivisionError, match="in stage 1"):
             executable(*executable.shard_args(stack_params(), stack_batch()))
     _, loss = executable(*executable.shard_args(stack_params(), stack_batch()))
