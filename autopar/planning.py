@@ -1,11 +1,11 @@
 """From a traced step to a plan."""
 
 from collections import Counter
-from dataclasses import asdict
 from typing import Any
 
 import jax
 
+from autopar.garbage import paused_gc
 from autopar.graph import aval_of
 from autopar.inspect.axis_uses import with_axis_uses
 from autopar.inspect.strategies import print_if_asked
@@ -20,6 +20,7 @@ from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts, CostModel
 
 
+@paused_gc()
 def make_plan(
     step: StepGraph,
     mesh: LogicalMesh,
@@ -99,7 +100,8 @@ def stage_of(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:
         eqn = step.jaxpr.eqns[constraint.eqn]
         aval = aval_of((eqn.invars if constraint.side == "in" else eqn.outvars)[constraint.index])
         name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/")
-        constraints.append(Constraint(**asdict(constraint), name=name, **_array(aval)))
+        at = {"eqn": constraint.eqn, "side": constraint.side, "index": constraint.index, "spec": constraint.spec}
+        constraints.append(Constraint(**at, name=name, **_array(aval)))
     return Stage(
         mesh_shape=mesh.shape,
         axis_names=mesh.axis_names,

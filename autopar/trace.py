@@ -12,6 +12,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar import graph
 from autopar.flatten import flatten
+from autopar.garbage import paused_gc
 from autopar.gradients import marking, marking_results
 from autopar.graph import aval_of
 from autopar.layers import LayerOption, layered, layering
@@ -86,6 +87,7 @@ class TraceError(TypeError):
     """The step can't be traced to a jaxpr of arrays."""
 
 
+@paused_gc()
 def trace(
     fun: Callable[..., Any],
     args: Sequence[Any],

@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import inf
 
 from autopar.devices import logical_mesh
+from autopar.garbage import paused_gc
 from autopar.graph import aval_of
 from autopar.pipeline.cut import Cut
 from autopar.pipeline.cutting import cut_step
@@ -31,6 +32,7 @@ TOLERANCE = 0.01
 """How far from the cheapest sharding a stage may be, relative: proving the rest takes most of the time."""
 
 
+@paused_gc()
 def make_pipeline_plan(
     step: StepGraph,
     cluster: Cluster,
