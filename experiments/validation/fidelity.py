@@ -21,12 +21,13 @@ from autopar.graph import aval_of
 from autopar.inspect import PlannedStep
 from autopar.inspect.replay import Played, replay
 from autopar.lower import WHOLE_STEP, compile_program
+from autopar.regions import repeats
 from autopar.sharding.costs import Step, reshard_steps
 from autopar.sharding.moves import moved_bytes
 from autopar.sharding.spec import LogicalMesh, Spec, local_shape
 from autopar.trace import trace
 from autopar.work import array_bytes
-from experiments.models import BERT, GPT, MLP, Model, MoE, NnxMLP, UNet, ViT, WideResNet
+from experiments.models import BERT, GPT, LSTM, MLP, Model, MoE, NnxMLP, UNet, ViT, WideResNet
 from simulator.cluster import Cluster
 from simulator.engine import simulate
 from simulator.timeline import Timeline
@@ -41,6 +42,8 @@ MODELS: dict[str, Model] = {
     "wide_resnet": WideResNet(8, channels=320, width=2, image_size=112, num_classes=1024, batch_size=64),
     "vit": ViT(2, 1024, 16, 16, 224, num_classes=1024, batch_size=256, compute_dtype="float16"),
     "unet": UNet(channels=128, depth=2, image_size=64, batch_size=64),
+    "gpt_scanned": GPT(4, 1024, 16, 1024, 51200, 32, compute_dtype="float16", remat=True, scan_layers=True),
+    "lstm": LSTM(num_layers=1, hidden_size=2048, sequence_length=64, vocab_size=10000, batch_size=256),
 }
 """A layer or two of each, as wide as in papers."""
 
@@ -75,7 +78,7 @@ class Row:
 
 
 def planned_collectives(planned: PlannedStep) -> Iterator[Step]:
-    """Every collective of a plan: completions of partial results and changes of spec.
+    """Every collective of a plan: completions of partial results and changes of spec. One in a loop moves what all iterations do.
 
     A value that several readers want in the same place is brought there once, before a conversion to a wider dtype.
     """
@@ -88,11 +91,13 @@ def planned_collectives(planned: PlannedStep) -> Iterator[Step]:
             done.add((atom, target))
             yield from reshard_steps(moved_bytes(made_by.get(atom), atom), source, target, played.mesh)
 
-    for each in played.equations:
+    for each, times in zip(played.equations, repeats(planned.step.jaxpr.eqns), strict=True):
+        steps = list(_completing(each, played.mesh))
         for atom, source, target in zip(each.eqn.invars, each.sources, each.operands, strict=True):
             if source is not None and isinstance(atom, Var):
-                yield from reshard(atom, source, target)
-        yield from _completing(each, played.mesh)
+                steps += reshard(atom, source, target)
+        for kind, num_bytes, axes in steps:
+            yield kind, num_bytes * times, axes
     for atom, value in zip(planned.step.jaxpr.outvars, planned.plan.stages[0].outputs, strict=True):
         if isinstance(atom, Var) and atom in played.values:
             yield from reshard(atom, played.values[atom], value.spec)
