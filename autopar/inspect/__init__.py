@@ -7,10 +7,10 @@ from autopar.inspect.hlo import Status, hlo_text, partitioned
 from autopar.inspect.picture import picture
 from autopar.inspect.placement import PlacementSpec, input_placement_specs, output_placement_specs, placed
 from autopar.inspect.reasons import Reason, RunnerUp
-from autopar.inspect.replay import PlannedStep
 from autopar.inspect.resharding import ReshardingTask, resharding_tasks
 from autopar.inspect.stages import StageInfo, TaskInfo, stage_infos, task_name
 from autopar.inspect.strategies import strategies
+from autopar.planned import PlannedStep
 
 __all__ = [
     "DEBUG_FILES",

@@ -10,8 +10,9 @@ from typing import Literal as OneOf
 from jax.extend.core import Literal, Var
 
 from autopar.graph import Atom, aval_of
-from autopar.inspect.replay import PlannedStep, Played, replay
+from autopar.inspect.replay import Played, replay
 from autopar.plan import AxisUse, Plan, Split, Stage, Value
+from autopar.planned import PlannedStep
 from autopar.trace import StepGraph
 
 type _Completion = OneOf["all_reduce", "reduce_scatter"]

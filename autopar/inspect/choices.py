@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.graph import aval_of
-from autopar.inspect.replay import Planned, Replay, replay
+from autopar.inspect.replay import Replay, replay
 from autopar.plan import PlanError
+from autopar.planned import Planned
 from autopar.sharding.costs import MeshCosts, Seconds
 from autopar.sharding.decisions import Decisions, Use, enumerate_decisions
 from autopar.sharding.options import ShardingOptions

@@ -14,10 +14,10 @@ from typing import Literal as OneOf
 
 from autopar.inspect.axis_uses import with_axis_uses
 from autopar.inspect.placement import array_text
-from autopar.inspect.replay import Planned
 from autopar.inspect.stages import single_stage
 from autopar.inspect.words import nearest
 from autopar.plan import AxisUse, OperatorKind, Plan, Stage, Value, spec_text
+from autopar.planned import Planned
 from autopar.sharding.spec import LogicalMesh, Spec, axes_of, partition_spec
 
 type DataKind = OneOf["data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"]

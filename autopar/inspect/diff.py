@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from autopar.inspect.classify import classify
-from autopar.inspect.replay import Planned
 from autopar.plan import Constraint, Plan, TimeSplit, Value, spec_text
+from autopar.planned import Planned
 from autopar.progress import ranges
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.spec import Spec, partition_spec

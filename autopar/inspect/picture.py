@@ -6,9 +6,9 @@ from itertools import groupby, product
 from math import prod
 
 from autopar.inspect.placement import PlacementSpec, array_text
-from autopar.inspect.replay import Planned
 from autopar.inspect.words import nearest
 from autopar.plan import Constraint, Plan, Stage, Value, spec_text
+from autopar.planned import Planned
 from autopar.sharding.spec import LogicalMesh, Spec, from_partition_spec, partition_spec
 
 type Grid = list[list[str]]

@@ -8,8 +8,8 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
 from autopar.graph import aval_of
-from autopar.inspect.replay import Planned
 from autopar.plan import Stage, Value, spec_text
+from autopar.planned import Planned
 from autopar.sharding.spec import partition_spec
 
 

@@ -6,41 +6,15 @@ A plan pins the values that were decided; the rest follows from the factors of e
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal as OneOf
-from typing import Protocol
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.gradients import accumulate_p
 from autopar.graph import Atom, aval_of
-from autopar.plan import Plan
+from autopar.planned import Planned
 from autopar.sharding.dataflow import batch_factors, step_factors
 from autopar.sharding.factors import Assignment, OpFactors
 from autopar.sharding.spec import LogicalMesh, Spec, axes_of, replicated
-from autopar.trace import StepGraph
-
-
-class Planned(Protocol):
-    """A step and the plan for it: an `Executable`, or a `PlannedStep`."""
-
-    @property
-    def step(self) -> StepGraph: ...
-    @property
-    def plan(self) -> Plan: ...
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """A traced step and the plan for it, for devices that need not be here.
-
-    Raises:
-        PlanError: the plan is for another step.
-    """
-
-    step: StepGraph
-    plan: Plan
-
-    def __post_init__(self) -> None:
-        self.plan.check(self.step.fingerprint)
 
 
 @dataclass(frozen=True, slots=True)

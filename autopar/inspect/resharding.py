@@ -7,8 +7,9 @@ from jax.extend.core import Literal, Var
 
 from autopar.graph import Atom, aval_of
 from autopar.inspect.placement import array_text
-from autopar.inspect.replay import Planned, Replay, equation_name, replay
+from autopar.inspect.replay import Replay, equation_name, replay
 from autopar.plan import spec_text
+from autopar.planned import Planned
 from autopar.sharding.costs import Step, reshard_steps
 from autopar.sharding.spec import LogicalMesh, Spec, partition_spec
 from autopar.trace import StepGraph

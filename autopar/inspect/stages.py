@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from autopar.graph import aval_of
-from autopar.inspect.replay import Planned, PlannedStep
 from autopar.pipeline.cut import Task
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.plan import Plan
+from autopar.planned import Planned, PlannedStep
 from autopar.regions import MARKERS, repeats
 from autopar.work import array_bytes, kernel_of
 from simulator.program import Run

@@ -6,10 +6,10 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from autopar.inspect.reasons import Reason, explain
-from autopar.inspect.replay import Planned, PlannedStep
 from autopar.inspect.stages import single_stage
 from autopar.inspect.words import describe_spec
 from autopar.plan import Plan
+from autopar.planned import Planned, PlannedStep
 from autopar.sharding.options import ShardingOptions
 from autopar.trace import StepGraph
 from simulator.cluster import Cluster

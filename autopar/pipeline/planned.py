@@ -1,6 +1,5 @@
 """A step and its pipelined plan, made whole again: what runs it and what simulates it both start here."""
 
-from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.layers import FollowLayerOption, layer_of
@@ -9,24 +8,14 @@ from autopar.pipeline.cutting import cut_step
 from autopar.pipeline.program import Names, pipeline_program
 from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
-from autopar.plan import Plan, PlanError
+from autopar.plan import PlanError
+from autopar.planned import PlannedStep
 from autopar.trace import StepGraph
 from simulator.program import Program
 
 
-@dataclass(frozen=True)
-class PlannedPipeline:
-    """A traced step and the plan for it.
-
-    Raises:
-        PlanError: the plan is for another step.
-    """
-
-    step: StepGraph
-    plan: Plan
-
-    def __post_init__(self) -> None:
-        self.plan.check(self.step.fingerprint)
+class PlannedPipeline(PlannedStep):
+    """A traced step and its pipelined plan, and what follows from the two."""
 
     @cached_property
     def schedule(self) -> Schedule:

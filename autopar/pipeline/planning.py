@@ -13,7 +13,7 @@ from autopar.pipeline.cutting import cut_step
 from autopar.pipeline.layer_ranges import LayerRanges
 from autopar.pipeline.planned import num_layers
 from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule
-from autopar.pipeline.stage_construction import find_stages, transfer_seconds
+from autopar.pipeline.stage_construction import find_stages, stage_problem, transfer_seconds
 from autopar.pipeline.stage_costs import SolvedStage, StageSolver
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.pipeline.stage_options import Assignment, AutoStageOption, StageError, StageOption
@@ -66,7 +66,8 @@ def make_pipeline_plan(
                 f"{schedule.num_chunks} chunks: stages are found for one stage on each submesh; use a UniformStageOption"
             )
         ranges = LayerRanges(step, layers, split_backward)
-        assigned = find_stages(ranges, solver, cluster, stage_option, limits, schedule.name)
+        problem = stage_problem(ranges, solver, cluster, stage_option, limits, schedule.name)
+        assigned = find_stages(problem, solver, stage_option, limits)
     else:
         assigned = stage_option.assign(layers, cluster.num_devices, limits, schedule.num_chunks)
     pipeline = Pipeline(len(assigned) // schedule.num_chunks, step.num_micro_batches, schedule.num_chunks)

@@ -68,20 +68,13 @@ type Measure = Callable[..., SolvedStage]
 
 
 def find_stages(
-    ranges: LayerRanges,
-    solver: StageSolver,
-    cluster: Cluster,
-    option: AutoStageOption,
-    options: ShardingOptions,
-    schedule: str,
-    measure: Measure | None = None,
+    problem: StageProblem, solver: StageSolver, option: AutoStageOption, options: ShardingOptions
 ) -> list[Assignment]:
-    """The stages with the least predicted time of a step.
+    """The stages with the least predicted time of a step; `solver` is the one that `problem` asks.
 
     Raises:
         NoStagesError: none fit.
     """
-    problem = stage_problem(ranges, solver, cluster, option, options, schedule, measure)
     found = construct_stages(problem)
     shapes = [(stage.submesh.hosts, stage.submesh.devices_per_host) for stage in found.stages]
     _last[:] = [

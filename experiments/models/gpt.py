@@ -6,11 +6,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from experiments.models.model import Batch, Model, ValueAndGrad, adam_state
+from experiments.models.model import NextToken, adam_state
 from experiments.models.transformer import Block
 
 
@@ -47,7 +46,7 @@ class Decoder(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class GPT(Model):
+class GPT(NextToken):
     """Next-token prediction with cross-entropy.
 
     Attributes:
@@ -85,17 +84,3 @@ class GPT(Model):
             self.scan_layers,
         )
         return adam_state(module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32)))
-
-    def make_batch(self, key: jax.Array) -> Batch:
-        tokens = jax.random.randint(key, (self.batch_size, self.sequence_length + 1), 0, self.vocab_size)
-        return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
-
-    def train_step(
-        self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
-    ) -> tuple[TrainState, jax.Array]:
-        def loss(params: nn.FrozenDict) -> jax.Array:
-            logits = state.apply_fn(params, batch["tokens"])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
-
-        value, grads = value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), value

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from experiments.models.model import Batch, Model, ValueAndGrad, adam_state
+from experiments.models.model import NextToken, adam_state
 
 
 class LanguageModel(nn.Module):
@@ -28,7 +27,7 @@ class LanguageModel(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class LSTM(Model):
+class LSTM(NextToken):
     """Next-token prediction with cross-entropy."""
 
     num_layers: int
@@ -40,17 +39,3 @@ class LSTM(Model):
     def init_state(self, key: jax.Array) -> TrainState:
         module = LanguageModel(self.num_layers, self.hidden_size, self.vocab_size)
         return adam_state(module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32)))
-
-    def make_batch(self, key: jax.Array) -> Batch:
-        tokens = jax.random.randint(key, (self.batch_size, self.sequence_length + 1), 0, self.vocab_size)
-        return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
-
-    def train_step(
-        self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
-    ) -> tuple[TrainState, jax.Array]:
-        def loss(params: nn.FrozenDict) -> jax.Array:
-            logits = state.apply_fn(params, batch["tokens"])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
-
-        value, grads = value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), value

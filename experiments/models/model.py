@@ -55,3 +55,32 @@ def adam_state(apply: Callable, params: Any) -> TrainState:
     """A train state with the quickstart's optimizer, all of it arrays."""
     state = TrainState.create(apply_fn=apply, params=params, tx=optax.adam(learning_rate=1e-3))
     return state.replace(step=jnp.zeros((), jnp.int32))  # flax's own 0 is weakly typed until it has been on a device
+
+
+def cross_entropy_step(
+    state: TrainState, inputs: jax.Array, labels: jax.Array, value_and_grad: ValueAndGrad
+) -> tuple[TrainState, jax.Array]:
+    """A step on the mean cross-entropy of the logits that the model gives for `inputs`; labels are class numbers."""
+
+    def loss(params: Any) -> jax.Array:
+        logits = state.apply_fn(params, inputs)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    value, grads = value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), value
+
+
+class NextToken(Model):
+    """Next-token prediction with cross-entropy."""
+
+    sequence_length: int
+    vocab_size: int
+
+    def make_batch(self, key: jax.Array) -> Batch:
+        tokens = jax.random.randint(key, (self.batch_size, self.sequence_length + 1), 0, self.vocab_size)
+        return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+    def train_step(
+        self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
+    ) -> tuple[TrainState, jax.Array]:
+        return cross_entropy_step(state, batch["tokens"], batch["labels"], value_and_grad)

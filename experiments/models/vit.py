@@ -5,11 +5,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from experiments.models.model import Batch, Model, ValueAndGrad, adam_state
+from experiments.models.model import Batch, Model, ValueAndGrad, adam_state, cross_entropy_step
 from experiments.models.transformer import Block
 
 
@@ -76,9 +75,4 @@ class ViT(Model):
     def train_step(
         self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
     ) -> tuple[TrainState, jax.Array]:
-        def loss(params: nn.FrozenDict) -> jax.Array:
-            logits = state.apply_fn(params, batch["images"])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
-
-        value, grads = value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), value
+        return cross_entropy_step(state, batch["images"], batch["labels"], value_and_grad)
