@@ -138,11 +138,10 @@ class _Search:
         """Leave the rest to HiGHS."""
         self.work.reduce()
         tell_alike(self.work, self.best)
+        tolerance = max(self.tolerance, _ENOUGH if self.work.size > _SMALL else 0.0)
         gap, rest = _EXACT, self.best - self.work.constant
-        if (
-            self.work.size > _SMALL and math.isfinite(rest) and rest > 0
-        ):  # HiGHS counts a gap as a share of what is left
-            gap = _ENOUGH * min(abs(self.best) / rest, 50.0)
+        if tolerance and math.isfinite(rest) and rest > 0:  # HiGHS counts a gap as a share of what is left
+            gap = max(_EXACT, tolerance * min(abs(self.best) / rest, 50.0))
         try:
             chosen, bound = solve_ilp(self.work.rest(), max(1.0, self.deadline - time.monotonic()), gap)
         except (InfeasibleError, TimeoutError):
