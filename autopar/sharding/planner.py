@@ -3,10 +3,11 @@
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal as OneOf
 
+import numpy as np
 from jax.extend.core import Literal, Var
 
 from autopar.graph import Atom, aval_of
@@ -14,7 +15,7 @@ from autopar.microbatch import MicrobatchError
 from autopar.sharding.costs import MeshCosts, Seconds
 from autopar.sharding.dataflow import Role
 from autopar.sharding.decisions import Decisions, enumerate_decisions
-from autopar.sharding.deferral import candidates, check_parts
+from autopar.sharding.deferral import Axes, candidates, check_parts
 from autopar.sharding.heuristic import propagate
 from autopar.sharding.memory import Memory
 from autopar.sharding.moves import passes_moves
@@ -76,6 +77,21 @@ class Shardings:
     held_bytes: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A sharding that is known already, from the parts of a step.
+
+    Attributes:
+        deferred: mesh axes along which gradients are completed once.
+        specs: where values are.
+        bound: seconds of a step that no sharding is below.
+    """
+
+    deferred: Axes
+    specs: Mapping[Var, Spec]
+    bound: float
+
+
 class MemoryBudgetError(InfeasibleError):
     """No plan that is allowed fits into the memory of a device.
 
@@ -101,6 +117,7 @@ def plan_shardings(
     memory_budget: float = math.inf,
     costs: MeshCosts | None = None,
     check: bool = True,
+    start: Start | None = None,
 ) -> Shardings:
     """The cheapest sharding of `step` on `mesh` under `model`, among those that `options` allow and `memory_budget` holds.
 
@@ -108,29 +125,37 @@ def plan_shardings(
         memory_budget: bytes of one device that the step may use.
         costs: `model` on `mesh`, if it is there already: what one solve found out, others need not.
         check: make sure that the step runs with what is deferred, which may take a trace. If not, `check_parts` is left to the caller.
+        start: begin with this sharding, and keep what it defers if that runs.
 
     Raises:
         MissingRuleError, ShardingError: see `enumerate_decisions`.
         MemoryBudgetError: no plan fits into `memory_budget`.
         InfeasibleError, TimeoutError: see `solve`.
     """
-    start = time.perf_counter()
+    began = time.perf_counter()
     costs = costs or MeshCosts(mesh, model, options.forbidden)
-    best, refused = _cheapest(step, costs, options, memory_budget, check)
+    best, refused = _cheapest(step, costs, options, memory_budget, check, start)
     divided = any(best.inputs[i][0] for i in step.batch)
     if step.microbatching and divided and not best.deferred and refused is not None:
         best = replace(best, warnings=(f"gradients are completed in every microbatch: {refused}",))
-    return replace(best, solve_seconds=time.perf_counter() - start)
+    return replace(best, solve_seconds=time.perf_counter() - began)
 
 
 def _cheapest(
-    step: StepGraph, costs: MeshCosts, options: ShardingOptions, budget: float, check: bool
+    step: StepGraph, costs: MeshCosts, options: ShardingOptions, budget: float, check: bool, start: Start | None
 ) -> tuple[Shardings, ValueError | None]:
     """The cheapest plan, whatever it defers, and why one that defers could not be had.
 
     Pure data parallelism defers if it can; so it is not compared with plans that don't.
     """
     refused: ValueError | None = None
+    if start is not None:
+        try:
+            if check:
+                check_parts(step, costs.mesh, start.deferred)
+            return _plan_deferring(step, costs, options, budget, start.deferred, start), None
+        except (MicrobatchError, InfeasibleError):
+            pass  # whatever else there is
     if step.microbatching and step.retrace is None:
         refused = MicrobatchError("that is not done for the stages of a pipeline yet")
     plans = []
@@ -159,31 +184,42 @@ def _cheapest(
 
 
 def _plan_deferring(
-    step: StepGraph, costs: MeshCosts, options: ShardingOptions, budget: float, deferred: tuple[str, ...]
+    step: StepGraph,
+    costs: MeshCosts,
+    options: ShardingOptions,
+    budget: float,
+    deferred: Axes,
+    start: Start | None = None,
 ) -> Shardings:
     """The cheapest plan among those that defer along exactly these axes."""
     decisions = enumerate_decisions(step, costs, options, deferred)
     memory = Memory(step, decisions, costs.mesh)
     if options.mode == "solve":
-        solution, peak_bytes = _solve_within(memory, decisions.problem(), budget, options)
+        solution, peak_bytes = _solve_within(memory, decisions.problem(), budget, options, start)
     else:
         solution, peak_bytes = _propagate_within(memory, decisions.problem(), budget)
-    held = memory.held(solution.choice)
+    held = memory.held().used(solution.choice)
     return replace(_shardings(step, decisions, solution, peak_bytes), deferred=deferred, held_bytes=held)
 
 
 def _solve_within(
-    memory: Memory, problem: ChoiceProblem, budget: float, options: ShardingOptions
+    memory: Memory, problem: ChoiceProblem, budget: float, options: ShardingOptions, start: Start | None
 ) -> tuple[Solution, float]:
     """The cheapest choice whose peak memory is within `budget`, and that peak.
 
     Limits are added where a solution breaks them, moment by moment: few moments ever matter. What copies kept from another
     moment took is no part of a limit; it is taken off its bound.
     """
+    first = _like(start.specs, memory.decisions, problem) if start else None
+    if start and first:
+        peak = float((memory.of_values(first.choice) + memory.of_copies(first.choice)).max())
+        if peak <= budget and start.bound >= (1 - options.tolerance) * first.objective:
+            return replace(first, gap=max(0.0, 1 - start.bound / first.objective)), peak
     limits: dict[int, Limit] = {}
     while True:
         try:
-            solution = solve(replace(problem, limits=tuple(limits.values())), options.time_limit, options.tolerance)
+            limited = replace(problem, limits=tuple(limits.values()))
+            solution = solve(limited, options.time_limit, options.tolerance, first.choice if first else None)
         except InfeasibleError as error:
             if not limits:
                 raise
@@ -195,6 +231,22 @@ def _solve_within(
         kept = used[moment] - memory.limit(moment, budget).used(solution.choice)
         tightened = 0.98 * limits[moment].bound if moment in limits else budget
         limits[moment] = memory.limit(moment, min(tightened, budget - kept))
+
+
+def _like(specs: Mapping[Var, Spec], decisions: Decisions, problem: ChoiceProblem) -> Solution | None:
+    """The cheapest choice that has values where `specs` has them, as far as there are such options; None if they don't go together."""
+    allowed = [np.ones(len(cost), bool) for cost in problem.nodes]
+    for var, placement in decisions.placements.items():
+        if placement is not None and var in specs:
+            same = allowed[placement.decision] & np.array([spec == specs[var] for spec in placement.specs])
+            if same.any():
+                allowed[placement.decision] = same
+    nodes = [np.where(mask, cost, np.inf) for mask, cost in zip(allowed, problem.nodes, strict=True)]
+    try:
+        found = solve(ChoiceProblem(nodes, problem.edges))
+    except InfeasibleError:
+        return None
+    return replace(found, objective=problem.cost(found.choice))
 
 
 def _split(decisions: Decisions, choice: Sequence[int]) -> Seconds:

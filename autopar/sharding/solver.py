@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,20 +29,27 @@ _SWEEPS = 3
 """Sweeps there and back between reductions."""
 
 
-def solve(problem: ChoiceProblem, time_limit: float = 60.0, tolerance: float = 0.0) -> Solution:
+def solve(
+    problem: ChoiceProblem, time_limit: float = 60.0, tolerance: float = 0.0, start: Sequence[int] | None = None
+) -> Solution:
     """The cheapest choice, or one that is proven to be within `tolerance` of it, relative.
+
+    Args:
+        start: a choice that is known, which need not keep within the limits.
 
     Raises:
         InfeasibleError: every choice holds a forbidden option or pair, or exceeds a limit.
         TimeoutError: HiGHS found no choice within `time_limit` seconds.
     """
-    return _Search(problem, time_limit, tolerance).run()
+    return _Search(problem, time_limit, tolerance, start).run()
 
 
 class _Search:
     """The best choice so far, and what is known to bound all others."""
 
-    def __init__(self, problem: ChoiceProblem, time_limit: float, tolerance: float) -> None:
+    def __init__(
+        self, problem: ChoiceProblem, time_limit: float, tolerance: float, start: Sequence[int] | None
+    ) -> None:
         self.problem, self.tolerance = problem, tolerance
         self.deadline = time.monotonic() + time_limit
         self.work = Reduction(problem)
@@ -50,6 +58,8 @@ class _Search:
         self.bound = -math.inf
         self.prices = np.zeros(len(problem.limits))
         self.scale = np.array([max(abs(limit.bound), 1.0) for limit in problem.limits])
+        if start is not None:
+            self.take(tuple(start))
 
     def run(self) -> Solution:
         self.work.reduce(dead_ends=False)
@@ -115,7 +125,9 @@ class _Search:
 
     def offer(self, core: dict[int, int]) -> None:
         """Take a choice of the core if it is allowed and better than the best so far."""
-        choice = self.work.complete(core)
+        self.take(self.work.complete(core))
+
+    def take(self, choice: tuple[int, ...]) -> None:
         cost = self.problem.cost(choice)
         if cost < self.best and self.problem.fits(choice):
             self.best, self.choice = cost, choice
