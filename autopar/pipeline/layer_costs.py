@@ -1,7 +1,7 @@
 """What layers cost: for each kind of layer, seen as each mesh, the shardings that are cheapest at some price of memory."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.devices import logical_mesh
@@ -39,7 +39,7 @@ class LayerCost:
 class LayerFront:
     """The shardings of a layer in one way that are cheapest at some price of memory: the convex hull of seconds against bytes.
 
-    It is found as it is asked for, point by point.
+    It is found as it is asked for, point by point; `known` are all that were found.
 
     Raises:
         MissingRuleError, ShardingError: the layer can't be sharded in this way.
@@ -47,58 +47,76 @@ class LayerFront:
 
     def __init__(self, graph: StageGraph, way: Way, costs: MeshCosts, options: ShardingOptions) -> None:
         self.graph = graph
-        backward = [eqns[0][0] for task, eqns in graph.tasks.items() if task.phase in ("B", "I") and eqns]
-        last = len(graph.step.microbatching.body) if graph.step.microbatching else 0
-        self.problem = PricedProblem(graph.step, costs, options, way.deferred, min(backward, default=last))
+        forward = [eqns[-1][0] for task, eqns in graph.tasks.items() if task.phase == "F" and eqns]
+        self.problem = PricedProblem(graph.step, costs, options, way.deferred, max(forward, default=-1) + 1)
         self.num_solves = 0
-        self._points: dict[int, list[LayerCost]] = {}
+        self.known: list[LayerCost] = []
+        self._smallest: set[int] = set()
         self._settled: set[tuple[int, int, int]] = set()
 
     @cached_property
+    def bound(self) -> float:
+        """Seconds of a step that no sharding is below, roughly. Raises InfeasibleError if the options leave nothing."""
+        return self.problem.solve(0.0, 1, _ROUGHLY).bound
+
+    @cached_property
     def cheapest(self) -> LayerCost:
-        """Where memory costs nothing. Raises InfeasibleError if the options leave nothing."""
+        """Where memory costs nothing."""
         return self.at(0.0, 1)
 
     def at(self, price: float, in_flight: int) -> LayerCost:
         """The cheapest at a price, in seconds per byte and step."""
         self.num_solves += 1
-        found = self.problem.solve(price, in_flight)
+        found = self.problem.solve(price, in_flight, _NEARLY)
         phases = phase_seconds(self.graph, self.problem.eqn_seconds(found))
         once = phases.pop("U", 0.0)
-        return LayerCost(found, sum(phases.values()), once)
+        self.known.append(LayerCost(found, sum(phases.values()), once))
+        return self.known[-1]
 
-    def points(self, in_flight: int) -> list[LayerCost]:
+    def hull(self, in_flight: int) -> list[LayerCost]:
         """The hull as far as it is known, from the cheapest to the smallest, with so many microbatches in flight."""
-        if in_flight not in self._points:
-            first = self.cheapest
-            price = _DEAR * first.priced.seconds / first.priced.bytes(in_flight)
-            least = self.at(price, in_flight)
-            smaller = least.priced.bytes(in_flight) < first.priced.bytes(in_flight)
-            self._points[in_flight] = [first, least] if smaller else [first]
-        return self._points[in_flight]
+        first = self.cheapest
+        if in_flight not in self._smallest:
+            self._smallest.add(in_flight)
+            self.at(_DEAR * first.priced.seconds / first.priced.bytes(in_flight), in_flight)
+        hull: list[LayerCost] = []
+        for point in sorted(self.known, key=lambda point: (point.priced.seconds, point.priced.bytes(in_flight))):
+            if hull and point.priced.bytes(in_flight) >= hull[-1].priced.bytes(in_flight):
+                continue
+            while len(hull) > 1 and price_between(hull[-2], hull[-1], in_flight) >= price_between(
+                hull[-1], point, in_flight
+            ):
+                hull.pop()
+            hull.append(point)
+        return hull
 
-    def refine(self, in_flight: int, position: int) -> bool:
-        """Look for a point of the hull between two that are known; whether there is one."""
-        points = self._points[in_flight]
-        a, b = points[position].priced, points[position + 1].priced
-        key = in_flight, id(points[position]), id(points[position + 1])
+    def refine(self, in_flight: int, a: LayerCost, b: LayerCost) -> bool:
+        """Look for a point between two neighbours on the hull; whether there is one."""
+        key = in_flight, id(a), id(b)
         if key in self._settled:
             return False
-        price = (b.seconds - a.seconds) / (a.bytes(in_flight) - b.bytes(in_flight))
-        found = self.at(price, in_flight)
-        between = b.bytes(in_flight) < found.priced.bytes(in_flight) < a.bytes(in_flight)
-        line = a.seconds + price * a.bytes(in_flight)
-        if between and found.priced.seconds + price * found.priced.bytes(in_flight) < line * (1 - _SAME):
-            points.insert(position + 1, found)
-            return True
         self._settled.add(key)
-        return False
+        price = price_between(a, b, in_flight)
+        found = self.at(price, in_flight).priced
+        line = a.priced.seconds + price * a.priced.bytes(in_flight)
+        return found.seconds + price * found.bytes(in_flight) < line - _SAME * a.priced.seconds
+
+
+def price_between(a: LayerCost, b: LayerCost, in_flight: int) -> float:
+    """What a byte costs when a layer goes from `a` to `b`, which is smaller."""
+    return (b.priced.seconds - a.priced.seconds) / (a.priced.bytes(in_flight) - b.priced.bytes(in_flight))
 
 
 _DEAR = 100.0
 """The price of all that a layer keeps, in times that it takes, at which memory is all that counts."""
 
-_SAME = 1e-4
+_ROUGHLY = 0.5
+"""Gap with which a layer is solved to see whether the way can be of use."""
+
+_NEARLY = 1e-3
+"""Gap with which the points of a hull are found."""
+
+_SAME = 1e-3
 """Relative difference of costs that is not worth a point."""
 
 
@@ -110,7 +128,7 @@ class LayerCosts:
     """
 
     def __init__(self, model: CostModel, options: ShardingOptions) -> None:
-        self.model, self.options = model, options
+        self.model, self.options = model, replace(options, tolerance=0.0)  # each solve has its own
         self._costs: dict[Shape, MeshCosts] = {}
         self._fronts: dict[Hashable, LayerFront | None] = {}
 
@@ -123,10 +141,6 @@ class LayerCosts:
             self._costs[shape] = MeshCosts(logical_mesh(shape), self.model, self.options.forbidden)
         return self._costs[shape]
 
-    def known(self, graph: StageGraph, way: Way) -> LayerFront | None:
-        """The front of a layer if it was asked for before."""
-        return self._fronts.get(self._key(graph, way))
-
     def front(self, graph: StageGraph, way: Way) -> LayerFront | None:
         """The front of a layer; None if it can't be sharded in this way."""
         key = self._key(graph, way)
@@ -134,7 +148,7 @@ class LayerCosts:
             self._fronts[key] = None
             try:
                 front = LayerFront(graph, way, self.mesh_costs(way.shape), self.options)
-                _ = front.cheapest
+                _ = front.bound
             except (ShardingError, InfeasibleError):
                 return None
             self._fronts[key] = front

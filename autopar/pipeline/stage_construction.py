@@ -116,20 +116,17 @@ def stage_problem(
     held = [_held_bytes(ranges, layer) for layer in range(ranges.num_layers)]
 
     def lower_bound(start: int, stop: int, mesh: Submesh) -> list[StageCost]:
-        """The work of the layers, and all that a stage keeps, cut evenly."""
+        """What layers take at least, and all that a stage keeps cut evenly."""
         if not balanced(start, stop, mesh):
             return []
         kept: dict[Var, int] = {}
         for layer in range(start, stop):
             kept.update(state[layer])
+        seconds, of_step = costs.least(start, stop, submesh_shapes(mesh, option.submesh_logical_shape_space))
+        # what happens once per step is not told apart: whatever it is, all microbatches but the first take their share
+        once = max(0.0, (count - 1) * (of_step / count - seconds))
         size = mesh.num_devices
-        return [
-            replace(
-                costs.least(start, stop, size),
-                fixed_bytes=sum(kept.values()) / size,
-                micro_batch_bytes=held[start] / size,
-            )
-        ]
+        return [StageCost(seconds, once, sum(kept.values()) / size, held[start] / size)]
 
     @cache
     def transfer(cut: int, source: Submesh, destination: Submesh) -> float:
@@ -218,7 +215,7 @@ def _balance(costs: StageCosts, cluster: Cluster, tolerance: float) -> Callable[
     """Whether a stage's share of the work is near its share of the devices."""
     if not isfinite(tolerance):
         return lambda start, stop, mesh: True
-    work = [costs.least(layer, layer + 1, 1).seconds for layer in range(costs.ranges.num_layers)]
+    work = [costs.least(layer, layer + 1, [(1,)])[0] for layer in range(costs.ranges.num_layers)]
 
     def balanced(start: int, stop: int, mesh: Submesh) -> bool:
         share = sum(work[start:stop]) / sum(work) / (mesh.num_devices / cluster.num_devices)

@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from math import inf, prod
 
 from jax.extend.core import Var
 
 from autopar.devices import logical_mesh
-from autopar.pipeline.layer_costs import LayerCost, LayerCosts, LayerFront, Shape, Way, phase_seconds
+from autopar.pipeline.layer_costs import LayerCost, LayerCosts, LayerFront, Shape, Way, phase_seconds, price_between
 from autopar.pipeline.layer_ranges import LayerRanges, graph_key
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.pipeline.stages import StageCost
@@ -147,38 +148,51 @@ class StageCosts:
     def _front(self, layer: int, way: Way) -> LayerFront | None:
         return self.layers.front(self.ranges.layers[layer], way)
 
-    def least(self, start: int, stop: int, num_devices: int) -> StageCost:
-        """What layers cost at least: the work of one device, evenly shared, and nothing for communication."""
-        single = [self._front(layer, Way((1,), ())) for layer in range(start, stop)]
-        seconds = [front.cheapest for front in single if front is not None]
-        return StageCost(
-            sum(each.seconds for each in seconds) / num_devices,
-            sum(each.once_seconds for each in seconds) / num_devices,
-        )
+    def least(self, start: int, stop: int, shapes: Sequence[Shape]) -> tuple[float, float]:
+        """Seconds of a microbatch, and of a step, that layers on any of the shapes take at least.
+
+        The first is the work of one device, evenly shared. For the second, the layers that there are most of are solved roughly.
+        """
+        num_devices = prod(shapes[0])
+        work = {layer: self._single(layer) for layer in range(start, stop)}
+        common = [layer for layer in work if graph_key(self.ranges.layers[layer]) == self._most_common]
+        rest = sum(each.cheapest.priced.bound for layer, each in work.items() if layer not in common) / num_devices
+        seconds = sum(each.cheapest.seconds for each in work.values()) / num_devices
+        if not common:
+            return seconds, rest
+        fronts = (self._front(common[0], way) for shape in shapes for way in self.ways(shape))
+        return seconds, rest + len(common) * min((front.bound for front in fronts if front), default=inf)
+
+    @cached_property
+    def _most_common(self) -> Hashable:
+        return Counter(map(graph_key, self.ranges.layers)).most_common(1)[0][0]
+
+    def _single(self, layer: int) -> LayerFront:
+        """A layer on one device, which every layer can run on."""
+        front = self._front(layer, Way((1,), ()))
+        assert front is not None
+        return front
 
     def composed(self, start: int, stop: int, shapes: Sequence[Shape], in_flight: int) -> ComposedStage | None:
         """The cheapest composition that fits with so many microbatches in flight; None if there is none."""
         best: ComposedStage | None = None
         ways = [way for shape in shapes for way in self.ways(shape)]
-        for bound, _, way in sorted((self._bound(start, stop, way), n, way) for n, way in enumerate(ways)):
+        work = sum(self._single(layer).bound for layer in range(start, stop))
+        heap = [(work / prod(way.shape), False, n, way) for n, way in enumerate(ways)]
+        heapify(heap)
+        while heap:
+            bound, seen, n, way = heappop(heap)
             if best is not None and best.step_seconds <= bound:
                 break
+            if not seen:
+                fronts = [self._front(layer, way) for layer in range(start, stop)]
+                if all(fronts):
+                    heappush(heap, (sum(front.bound for front in fronts if front), True, n, way))
+                continue
             found = self._compose(start, stop, way, in_flight)
             if found is not None and (best is None or found.step_seconds < best.step_seconds):
                 best = found
         return best
-
-    def _bound(self, start: int, stop: int, way: Way) -> float:
-        """Seconds of a step that no composition is below."""
-        bound = 0.0
-        for layer in range(start, stop):
-            front = self.layers.known(self.ranges.layers[layer], way)
-            single = self._front(layer, Way((1,), ()))
-            if front is not None:
-                bound += front.cheapest.priced.bound
-            elif single is not None:
-                bound += single.cheapest.priced.bound / prod(way.shape)
-        return bound
 
     def _compose(self, start: int, stop: int, way: Way, in_flight: int) -> ComposedStage | None:
         fronts = [self._front(layer, way) for layer in range(start, stop)]
@@ -198,44 +212,51 @@ class StageCosts:
             return tuple((front, front.cheapest) for front in fronts), 0.0
         counts, hull = Counter(fronts), 1 << (in_flight - 1).bit_length()  # hulls serve several numbers in flight
         while True:
-            moved, price, fit = self._moved(counts, hull, in_flight)
-            if not fit:
+            points = {front: front.hull(hull) for front in counts}
+            taken, price = self._moved(counts, points, hull, in_flight)
+            if taken is None:
                 return None
-            total = sum(n * f.points(hull)[i].priced.seconds for (f, i), n in moved.items())
-            gains = {
-                (front, i): sum(n for (f, k), n in moved.items() if f is front and k > i) * dearer
-                for front in counts
-                for i, dearer in enumerate(_steps(front.points(hull)))
-            }
-            worth = [(gain, front, i) for (front, i), gain in gains.items() if gain > _WORTH * total]
-            if not any(front.refine(hull, i) for _, front, i in sorted(worth, key=lambda each: (-each[0], each[2]))):
+            total = sum(point.priced.seconds for each in taken.values() for point in each)
+            gains = []
+            for front, hull_points in points.items():
+                for i, (a, b) in enumerate(pairwise(hull_points)):
+                    beyond = sum(point in hull_points[i + 1 :] for point in taken[front])
+                    gains.append((beyond * (b.priced.seconds - a.priced.seconds), len(gains), front, a, b))
+            worth = sorted((gain for gain in gains if gain[0] > _WORTH * total), key=lambda gain: -gain[0])
+            if not any(front.refine(hull, a, b) for _, _, front, a, b in worth):
                 break
-        smallest_first = {
-            f: [i for i in reversed(range(len(f.points(hull)))) for _ in range(moved[f, i])] for f in counts
-        }
-        return tuple((f, f.points(hull)[smallest_first[f].pop(0)]) for f in fronts), price
+        self._relax(taken, in_flight)
+        return tuple((front, taken[front].pop(0)) for front in fronts), price
 
     def _moved(
-        self, counts: Counter[LayerFront], hull: int, in_flight: int
-    ) -> tuple[Counter[tuple[LayerFront, int]], float, bool]:
-        """How many copies of each layer are at each point of its hull once all fit together; the price of the last move."""
-        at = Counter({(front, 0): n for front, n in counts.items()})
+        self, counts: Counter[LayerFront], points: dict[LayerFront, list[LayerCost]], hull: int, in_flight: int
+    ) -> tuple[dict[LayerFront, list[LayerCost]] | None, float]:
+        """A point for every copy of each layer, the smallest first, once all fit together, and the price of the last move."""
+        taken = {front: [points[front][0]] * n for front, n in counts.items()}
         moves = [
-            (_price(a, b, hull), order, i, front)
+            (price_between(a, b, hull), order, i, front, b)
             for order, front in enumerate(counts)
-            for i, (a, b) in enumerate(pairwise(front.points(hull)))
+            for i, (a, b) in enumerate(pairwise(points[front]))
         ]
-        price = 0.0
-        for price, _, i, front in sorted(moves, key=lambda move: move[:3]):
-            for _ in range(counts[front]):
-                at[front, i] -= 1
-                at[front, i + 1] += 1
-                if self._fits(at, hull, in_flight):
-                    return +at, price, True
-        return +at, price, False
+        for price, _, _, front, smaller in sorted(moves, key=lambda move: move[:3]):
+            for copy in range(counts[front]):
+                taken[front][copy] = smaller
+                if self._fit(taken, in_flight):
+                    return taken, price
+        return None, 0.0
 
-    def _fits(self, at: Counter[tuple[LayerFront, int]], hull: int, in_flight: int) -> bool:
-        return _bytes((f.points(hull)[i] for (f, i), n in at.items() for _ in range(n)), in_flight) <= self.budget
+    def _relax(self, taken: dict[LayerFront, list[LayerCost]], in_flight: int) -> None:
+        """Let one copy of each layer take the cheapest point that still fits: what is left of the memory is less than a move."""
+        for front, points in taken.items():
+            last = max(range(len(points)), key=lambda i: points[i].priced.seconds - (points[i] is front.cheapest))
+            for other in sorted(front.known, key=lambda point: point.priced.seconds):
+                kept, points[last] = points[last], other
+                if other is kept or self._fit(taken, in_flight):
+                    break
+                points[last] = kept
+
+    def _fit(self, taken: dict[LayerFront, list[LayerCost]], in_flight: int) -> bool:
+        return _bytes((point for points in taken.values() for point in points), in_flight) <= self.budget
 
     def cheapest(
         self, graph: StageGraph, layers: Sequence[int], shapes: Sequence[Shape], in_flight: int
@@ -305,13 +326,3 @@ def _bytes(points: Iterable[LayerCost], in_flight: int) -> float:
         kept += point.priced.bytes(in_flight)
         extra = max(extra, point.priced.extra_bytes)
     return kept + extra
-
-
-def _price(a: LayerCost, b: LayerCost, in_flight: int) -> float:
-    """What a byte costs when a layer goes from `a` to `b`, which is smaller."""
-    return (b.priced.seconds - a.priced.seconds) / (a.priced.bytes(in_flight) - b.priced.bytes(in_flight))
-
-
-def _steps(points: Sequence[LayerCost]) -> list[float]:
-    """By how much each point of a hull is dearer than the one before."""
-    return [b.priced.seconds - a.priced.seconds for a, b in pairwise(points)]

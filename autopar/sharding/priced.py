@@ -52,7 +52,7 @@ class PricedProblem:
     """The choice problem of a step for any price of memory.
 
     Args:
-        moment: number of the first equation of the backward pass.
+        moment: number of the equation after the last one of the forward pass.
 
     Raises:
         MissingRuleError, ShardingError: see `enumerate_decisions`.
@@ -70,15 +70,15 @@ class PricedProblem:
         self._resident = self._memory.limit(moment, np.inf, passing)
         self._held = self._memory.held()
 
-    def solve(self, price: float, in_flight: int) -> Priced:
-        """The cheapest choice when a resident byte costs `price` seconds per step.
+    def solve(self, price: float, in_flight: int, tolerance: float) -> Priced:
+        """The cheapest choice when a resident byte costs `price` seconds per step, or one proven to be near it, relative.
 
         Raises:
             InfeasibleError, TimeoutError: see `solve`.
         """
         problem = self._priced(price, in_flight)
         if self.options.mode == "solve":
-            found = solve(problem, self.options.time_limit, self.options.tolerance)
+            found = solve(problem, self.options.time_limit, tolerance)
         else:
             found = propagate(self.decisions.problem())
         choice, gap = found.choice, found.gap or 0.0
