@@ -13,13 +13,14 @@ from autopar.pipeline.cutting import cut_step
 from autopar.pipeline.layer_ranges import LayerRanges
 from autopar.pipeline.planned import num_layers
 from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule
-from autopar.pipeline.stage_construction import find_stages, stage_problem, transfer_seconds
+from autopar.pipeline.stage_construction import find_stages, transfer_seconds
 from autopar.pipeline.stage_costs import SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
-from autopar.pipeline.stage_options import Assignment, AutoStageOption, StageError, StageOption
+from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, StageError, StageOption
 from autopar.plan import PipelineSchedule, Plan, Stage, TimeSplit
 from autopar.planning import coverage_warnings, stage_of
 from autopar.sharding.options import ShardingOptions
+from autopar.sharding.planner import MemoryBudgetError
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
 from simulator.cluster import Cluster
@@ -40,6 +41,10 @@ class _Known:
     def within(self, options: ShardingOptions) -> StageCosts:
         options = replace(options, tolerance=max(options.tolerance, TOLERANCE))  # many stages are solved
         return self._costs.setdefault(repr(options), self._make(options))
+
+    @property
+    def revisions(self) -> int:
+        return sum(costs.revisions for costs in self._costs.values())
 
     @property
     def seconds(self) -> float:
@@ -74,26 +79,32 @@ def make_pipeline_plan(
     costs = costs or ClusterCosts(cluster)
     split_backward = schedule.name == "zero_bubble_h1"
     known = _Known(LayerRanges(step, layers, split_backward), costs, budget / schedule.num_chunks)
-    if isinstance(stage_option, AutoStageOption):
-        if schedule.num_chunks > 1:
-            raise StageError(
-                f"{schedule.num_chunks} chunks: stages are found for one stage on each submesh; use a UniformStageOption"
-            )
-        space = stage_option.submesh_logical_shape_space
-        limits = replace(options, batch_axis="x") if space == "data_parallel_only" else options
-        stage_costs = known.within(limits)
-        assigned = find_stages(stage_problem(stage_costs, cluster, stage_option, schedule.name), stage_costs, limits)
-    else:
-        assigned = stage_option.assign(layers, cluster.num_devices, options, schedule.num_chunks)
-    pipeline = Pipeline(len(assigned) // schedule.num_chunks, step.num_micro_batches, schedule.num_chunks)
-    tasks = make_schedule(schedule.name, pipeline)
-    cut = cut_step(step, [s for s, each in enumerate(assigned) for _ in each.layers], split_backward)
-    graphs = stage_graphs(cut)
-    in_flight = _in_flight(tasks)
-    solved = [
-        known.within(each.options).cheapest(graph, each.layers, each.shapes, in_flight[graph.stage])
-        for graph, each in zip(graphs, assigned, strict=True)
-    ]
+    automatic = isinstance(stage_option, AutoStageOption)
+    if automatic and schedule.num_chunks > 1:
+        raise StageError(
+            f"{schedule.num_chunks} chunks: stages are found for one stage on each submesh; use a UniformStageOption"
+        )
+    while True:
+        if isinstance(stage_option, AutoStageOption):
+            found = known.within(_limited(options, stage_option.submesh_logical_shape_space))
+            assigned = find_stages(found, cluster, stage_option, schedule.name)
+        else:
+            assigned = stage_option.assign(layers, cluster.num_devices, options, schedule.num_chunks)
+        pipeline = Pipeline(len(assigned) // schedule.num_chunks, step.num_micro_batches, schedule.num_chunks)
+        tasks = make_schedule(schedule.name, pipeline)
+        cut = cut_step(step, [s for s, each in enumerate(assigned) for _ in each.layers], split_backward)
+        graphs, in_flight, before = stage_graphs(cut), _in_flight(tasks), known.revisions
+        try:
+            solved = [
+                known.within(each.options).cheapest(graph, each.layers, each.shapes, in_flight[graph.stage])
+                for graph, each in zip(graphs, assigned, strict=True)
+            ]
+        except MemoryBudgetError:
+            if not automatic or known.revisions == before:
+                raise
+        else:
+            if not automatic or known.revisions == before:
+                break
     stages = [_stage(*each) for each in zip(graphs, assigned, solved, strict=True)]
     slowest = max(solved, key=lambda each: each.seconds).shardings
     return Plan(
@@ -112,6 +123,10 @@ def make_pipeline_plan(
         planning_seconds=known.seconds,
         warnings=(*dict.fromkeys(w for each in solved for w in each.shardings.warnings), *coverage_warnings(step)),
     )
+
+
+def _limited(options: ShardingOptions, space: LogicalSpace) -> ShardingOptions:
+    return replace(options, batch_axis="x") if space == "data_parallel_only" else options
 
 
 def _stage(graph: StageGraph, assigned: Assignment, solved: SolvedStage) -> Stage:

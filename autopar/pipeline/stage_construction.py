@@ -8,15 +8,15 @@ from math import inf, isfinite
 from jax.extend.core import Var
 
 from autopar.graph import aval_of
+from autopar.pipeline.composition import ComposedStage
 from autopar.pipeline.layer_costs import Shape
 from autopar.pipeline.layer_ranges import LayerRanges
-from autopar.pipeline.stage_costs import ComposedStage, SolvedStage, StageCosts
+from autopar.pipeline.stage_costs import SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, PhysicalSpace, logical_shapes
 from autopar.pipeline.stage_search import construct_stages
 from autopar.pipeline.stages import InFlight, StageCost, StageProblem, in_flight_of
 from autopar.pipeline.submeshes import HostPool, Submesh, SubmeshSizes, enumerate_submeshes, place
-from autopar.sharding.options import ShardingOptions
 from autopar.work import array_bytes
 from simulator.cluster import Cluster
 from simulator.costs import CostModel
@@ -63,12 +63,13 @@ type Measure = Callable[[StageGraph, SolvedStage], SolvedStage]
 """(graph, solved stage) -> the stage with measured seconds."""
 
 
-def find_stages(problem: StageProblem, costs: StageCosts, options: ShardingOptions) -> list[Assignment]:
-    """The stages with the least predicted time of a step; `costs` are those that `problem` asks.
+def find_stages(costs: StageCosts, cluster: Cluster, option: AutoStageOption, schedule: str) -> list[Assignment]:
+    """The stages with the least predicted time of a step.
 
     Raises:
         NoStagesError: none fit.
     """
+    problem = stage_problem(costs, cluster, option, schedule)
     found = construct_stages(problem)
     shapes = [(stage.submesh.hosts, stage.submesh.devices_per_host) for stage in found.stages]
     _last[:] = [
@@ -83,7 +84,7 @@ def find_stages(problem: StageProblem, costs: StageCosts, options: ShardingOptio
     ]
     devices = place(problem.pools, [stage.submesh for stage in found.stages])
     return [
-        Assignment(tuple(range(stage.start, stage.stop)), mine, (stage.cost.logical_shape,), options)
+        Assignment(tuple(range(stage.start, stage.stop)), mine, (stage.cost.logical_shape,), costs.options)
         for stage, mine in zip(found.stages, devices, strict=True)
     ]
 
@@ -95,7 +96,7 @@ def stage_problem(
     ranges = costs.ranges
     count = ranges.cut.step.num_micro_batches
     in_flight = in_flight_of(schedule, count)
-    pool = HostPool(cluster.hosts, cluster.devices_per_host, costs.budget)
+    pool = HostPool(cluster.hosts, cluster.devices_per_host, costs.room)
     submeshes = enumerate_submeshes([pool], _SIZES[option.submesh_physical_shape_space])
     if option.submesh_physical_shape_space == "small_power_of_two":
         submeshes = tuple(mesh for mesh in submeshes if mesh.hosts <= _MOST_HOSTS)

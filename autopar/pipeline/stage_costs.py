@@ -1,26 +1,21 @@
-"""What stages cost: composed of what their layers cost, and solved whole for those that are taken.
-
-The layers of a stage share its memory. Each gives the hull of its shardings (`layer_costs`); they move along their hulls, the one
-that pays the least per byte first, until the stage fits. That is the Lagrangian relaxation of the stage's own problem, and its
-bound proves how good the sharding is that is made of the layers' ones.
-"""
+"""What stages cost: composed of what their layers cost, and solved whole for those that are taken."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from itertools import pairwise
 from math import inf, prod
 
 from jax.extend.core import Var
 
 from autopar.devices import logical_mesh
-from autopar.pipeline.layer_costs import LayerCost, LayerCosts, LayerFront, Shape, Way, phase_seconds, price_between
+from autopar.microbatch import MicrobatchError
+from autopar.pipeline.composition import ComposedStage, compose
+from autopar.pipeline.layer_costs import LayerCosts, LayerFront, Shape, Way, phase_seconds
 from autopar.pipeline.layer_ranges import LayerRanges, graph_key
 from autopar.pipeline.stage_graph import StageGraph
-from autopar.pipeline.stages import StageCost
-from autopar.sharding.deferral import candidates
+from autopar.sharding.deferral import candidates, check_parts
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import MemoryBudgetError, Shardings, Start, plan_shardings
@@ -29,8 +24,8 @@ from autopar.sharding.spec import Spec
 from simulator.costs import CostModel
 from simulator.program import Phase
 
-_WORTH = 2e-3
-"""Share of a stage's time for which it is worth to look for another sharding of a layer."""
+_LEAST_ROOM = 0.8
+"""Share of the budget that compositions may fill at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,58 +63,20 @@ class SolvedStage:
         return self.fixed_bytes + in_flight * self.micro_batch_bytes
 
 
-@dataclass(frozen=True)
-class ComposedStage:
-    """Layers as a stage, each sharded in a way of its own.
-
-    Attributes:
-        start: number of the first layer.
-        layers: their fronts and the points that were taken.
-        price: of the memory, in seconds per byte and step; 0 where there is enough.
-    """
-
-    way: Way
-    start: int
-    layers: tuple[tuple[LayerFront, LayerCost], ...]
-    price: float
-
-    @cached_property
-    def cost(self) -> StageCost:
-        points = [point for _, point in self.layers]
-        held = sum(point.priced.held_bytes for point in points)
-        return StageCost(
-            sum(point.seconds for point in points),
-            sum(point.once_seconds for point in points),
-            sum(point.priced.resident_bytes for point in points) - held + max(p.priced.extra_bytes for p in points),
-            held,
-            self.way.shape,
-            self,
-        )
-
-    @property
-    def step_seconds(self) -> float:
-        """Of all microbatches, one after the other."""
-        return sum(point.priced.seconds for _, point in self.layers)
-
-    def bound(self, in_flight: int, budget: float) -> float:
-        """Seconds of a step that no sharding of the stage is below which fits."""
-        if not self.price:
-            return sum(front.cheapest.priced.bound for front, _ in self.layers)
-        counts = Counter(front for front, _ in self.layers)
-        least = sum(n * front.at(self.price, in_flight).priced.bound for front, n in counts.items())
-        return least - self.price * budget
-
-
 class StageCosts:
     """The costs of runs of layers, within the memory of a device.
 
     Attributes:
         num_solves: how many solves of layers, and of whole stages, that took.
+        room: memory that compositions may fill, which are estimates.
+        revisions: how often a composition turned out not to run, or not to fit, so that others have to be looked for.
     """
 
     def __init__(self, ranges: LayerRanges, model: CostModel, options: ShardingOptions, budget: float) -> None:
         self.ranges, self.model, self.options, self.budget = ranges, model, options, budget
         self.layers = LayerCosts(model, options)
+        self.room, self.revisions = budget, 0
+        self._refused: set[Way] = set()
         self._composed: dict[Hashable, ComposedStage | None] = {}
         self._solved: dict[Hashable, SolvedStage] = {}
         self._ways: dict[Shape, tuple[Way, ...]] = {}
@@ -176,7 +133,7 @@ class StageCosts:
     def composed(self, start: int, stop: int, shapes: Sequence[Shape], in_flight: int) -> ComposedStage | None:
         """The cheapest composition that fits with so many microbatches in flight; None if there is none."""
         best: ComposedStage | None = None
-        ways = [way for shape in shapes for way in self.ways(shape)]
+        ways = [way for shape in shapes for way in self.ways(shape) if way not in self._refused]
         work = sum(self._single(layer).bound for layer in range(start, stop))
         heap = [(work / prod(way.shape), False, n, way) for n, way in enumerate(ways)]
         heapify(heap)
@@ -199,64 +156,10 @@ class StageCosts:
         key = tuple(map(id, fronts)), in_flight
         if key not in self._composed:
             found = [front for front in fronts if front is not None]
-            shared = self._shared(found, in_flight) if len(found) == len(fronts) else None
-            self._composed[key] = shared and ComposedStage(way, start, *shared)
+            complete = len(found) == len(fronts)
+            self._composed[key] = compose(way, start, found, in_flight, self.room) if complete else None
         known = self._composed[key]
         return known and (known if known.start == start else replace(known, start=start))
-
-    def _shared(
-        self, fronts: Sequence[LayerFront], in_flight: int
-    ) -> tuple[tuple[tuple[LayerFront, LayerCost], ...], float] | None:
-        """The points that layers take to fit together, and the price at which they do."""
-        if _bytes((front.cheapest for front in fronts), in_flight) <= self.budget:
-            return tuple((front, front.cheapest) for front in fronts), 0.0
-        counts, hull = Counter(fronts), 1 << (in_flight - 1).bit_length()  # hulls serve several numbers in flight
-        while True:
-            points = {front: front.hull(hull) for front in counts}
-            taken, price = self._moved(counts, points, hull, in_flight)
-            if taken is None:
-                return None
-            total = sum(point.priced.seconds for each in taken.values() for point in each)
-            gains = []
-            for front, hull_points in points.items():
-                for i, (a, b) in enumerate(pairwise(hull_points)):
-                    beyond = sum(point in hull_points[i + 1 :] for point in taken[front])
-                    gains.append((beyond * (b.priced.seconds - a.priced.seconds), len(gains), front, a, b))
-            worth = sorted((gain for gain in gains if gain[0] > _WORTH * total), key=lambda gain: -gain[0])
-            if not any(front.refine(hull, a, b) for _, _, front, a, b in worth):
-                break
-        self._relax(taken, in_flight)
-        return tuple((front, taken[front].pop(0)) for front in fronts), price
-
-    def _moved(
-        self, counts: Counter[LayerFront], points: dict[LayerFront, list[LayerCost]], hull: int, in_flight: int
-    ) -> tuple[dict[LayerFront, list[LayerCost]] | None, float]:
-        """A point for every copy of each layer, the smallest first, once all fit together, and the price of the last move."""
-        taken = {front: [points[front][0]] * n for front, n in counts.items()}
-        moves = [
-            (price_between(a, b, hull), order, i, front, b)
-            for order, front in enumerate(counts)
-            for i, (a, b) in enumerate(pairwise(points[front]))
-        ]
-        for price, _, _, front, smaller in sorted(moves, key=lambda move: move[:3]):
-            for copy in range(counts[front]):
-                taken[front][copy] = smaller
-                if self._fit(taken, in_flight):
-                    return taken, price
-        return None, 0.0
-
-    def _relax(self, taken: dict[LayerFront, list[LayerCost]], in_flight: int) -> None:
-        """Let one copy of each layer take the cheapest point that still fits: what is left of the memory is less than a move."""
-        for front, points in taken.items():
-            last = max(range(len(points)), key=lambda i: points[i].priced.seconds - (points[i] is front.cheapest))
-            for other in sorted(front.known, key=lambda point: point.priced.seconds):
-                kept, points[last] = points[last], other
-                if other is kept or self._fit(taken, in_flight):
-                    break
-                points[last] = kept
-
-    def _fit(self, taken: dict[LayerFront, list[LayerCost]], in_flight: int) -> bool:
-        return _bytes((point for points in taken.values() for point in points), in_flight) <= self.budget
 
     def cheapest(
         self, graph: StageGraph, layers: Sequence[int], shapes: Sequence[Shape], in_flight: int
@@ -267,39 +170,54 @@ class StageCosts:
             MemoryBudgetError: it does not fit.
             ShardingError, InfeasibleError: the options leave nothing.
         """
-        composed = self.composed(layers[0], layers[-1] + 1, shapes, in_flight)
-        if composed is not None:
-            return self.solve(graph, composed, in_flight)
+        while composed := self.composed(layers[0], layers[-1] + 1, shapes, in_flight):
+            if not self._runs(graph, composed.way):
+                self.revisions += 1
+                self._refused.add(composed.way)
+                continue
+            try:
+                return self.solve(graph, composed, in_flight)
+            except MemoryBudgetError:
+                self.revisions += 1
+                self.room -= 0.05 * self.budget
+                self._composed.clear()
+                if self.room < _LEAST_ROOM * self.budget:
+                    raise
         found: list[SolvedStage] = []
         errors: list[ValueError] = []
         for shape in shapes:  # what layers keep together is an estimate
             try:
-                found.append(self._whole(graph, shape, in_flight, None, True))
+                found.append(self._whole(graph, shape, in_flight, None))
             except (ShardingError, InfeasibleError) as error:
                 errors.append(error)
         if not found:
             raise min(errors, key=lambda error: error.least if isinstance(error, MemoryBudgetError) else inf)
         return min(found, key=lambda each: (each.shardings.seconds, each.shape))
 
-    def solve(self, graph: StageGraph, composed: ComposedStage, in_flight: int, check: bool = True) -> SolvedStage:
-        """A stage solved whole, starting from its composition.
+    def _runs(self, graph: StageGraph, way: Way) -> bool:
+        """Whether a stage runs with what the way defers; it takes a trace to see that, and it fails seldom."""
+        try:
+            check_parts(graph.step, logical_mesh(way.shape), way.deferred)
+        except MicrobatchError:
+            return False
+        return True
 
-        Args:
-            check: make sure that it runs with what is deferred; that takes a trace, and fails seldom.
+    def solve(self, graph: StageGraph, composed: ComposedStage, in_flight: int) -> SolvedStage:
+        """A stage solved whole, starting from its composition.
 
         Raises:
             MemoryBudgetError: it does not fit after all.
         """
         names = (graph.step.in_paths, graph.step.out_paths) if self.options.pins else ()
-        key = graph_key(graph), names, composed.way, in_flight, check
+        key = graph_key(graph), names, composed.way, in_flight
         if key not in self._solved:
             start = Start(composed.way.deferred, self._specs(composed), composed.bound(in_flight, self.budget))
-            self._solved[key] = self._whole(graph, composed.way.shape, in_flight, start, check)
+            self._solved[key] = self._whole(graph, composed.way.shape, in_flight, start)
         return self._solved[key]
 
-    def _whole(self, graph: StageGraph, shape: Shape, in_flight: int, start: Start | None, check: bool) -> SolvedStage:
+    def _whole(self, graph: StageGraph, shape: Shape, in_flight: int, start: Start | None) -> SolvedStage:
         step, costs = replace(graph.step, in_flight=in_flight), self.layers.mesh_costs(shape)
-        found = plan_shardings(step, costs.mesh, self.model, self.options, self.budget, costs, check, start)
+        found = plan_shardings(step, costs.mesh, self.model, self.options, self.budget, costs, start)
         return SolvedStage(
             shape,
             replace(found, peak_bytes=found.peak_bytes - (in_flight - 1) * found.held_bytes),
@@ -317,12 +235,3 @@ class StageCosts:
                 if spec is not None and var not in received:
                     specs[var] = spec
         return specs
-
-
-def _bytes(points: Iterable[LayerCost], in_flight: int) -> float:
-    """Memory of layers together: what all of them keep, and the most that one needs beside."""
-    kept = extra = 0.0
-    for point in points:
-        kept += point.priced.bytes(in_flight)
-        extra = max(extra, point.priced.extra_bytes)
-    return kept + extra

@@ -4,6 +4,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal as OneOf
 
@@ -116,7 +117,6 @@ def plan_shardings(
     options: ShardingOptions = AUTO,
     memory_budget: float = math.inf,
     costs: MeshCosts | None = None,
-    check: bool = True,
     start: Start | None = None,
 ) -> Shardings:
     """The cheapest sharding of `step` on `mesh` under `model`, among those that `options` allow and `memory_budget` holds.
@@ -124,8 +124,7 @@ def plan_shardings(
     Args:
         memory_budget: bytes of one device that the step may use.
         costs: `model` on `mesh`, if it is there already: what one solve found out, others need not.
-        check: make sure that the step runs with what is deferred, which may take a trace. If not, `check_parts` is left to the caller.
-        start: begin with this sharding, and keep what it defers if that runs.
+        start: begin with this sharding, and defer as it does if that fits; it is known to run.
 
     Raises:
         MissingRuleError, ShardingError: see `enumerate_decisions`.
@@ -134,7 +133,7 @@ def plan_shardings(
     """
     began = time.perf_counter()
     costs = costs or MeshCosts(mesh, model, options.forbidden)
-    best, refused = _cheapest(step, costs, options, memory_budget, check, start)
+    best, refused = _cheapest(step, costs, options, memory_budget, start)
     divided = any(best.inputs[i][0] for i in step.batch)
     if step.microbatching and divided and not best.deferred and refused is not None:
         best = replace(best, warnings=(f"gradients are completed in every microbatch: {refused}",))
@@ -142,7 +141,7 @@ def plan_shardings(
 
 
 def _cheapest(
-    step: StepGraph, costs: MeshCosts, options: ShardingOptions, budget: float, check: bool, start: Start | None
+    step: StepGraph, costs: MeshCosts, options: ShardingOptions, budget: float, start: Start | None
 ) -> tuple[Shardings, ValueError | None]:
     """The cheapest plan, whatever it defers, and why one that defers could not be had.
 
@@ -150,12 +149,8 @@ def _cheapest(
     """
     refused: ValueError | None = None
     if start is not None:
-        try:
-            if check:
-                check_parts(step, costs.mesh, start.deferred)
+        with suppress(InfeasibleError):
             return _plan_deferring(step, costs, options, budget, start.deferred, start), None
-        except (MicrobatchError, InfeasibleError):
-            pass  # whatever else there is
     if step.microbatching and step.retrace is None:
         refused = MicrobatchError("that is not done for the stages of a pipeline yet")
     plans = []
@@ -174,8 +169,7 @@ def _cheapest(
         refused = None
     for plan in sorted(plans, key=lambda plan: plan.seconds):
         try:
-            if check:
-                check_parts(step, costs.mesh, plan.deferred)
+            check_parts(step, costs.mesh, plan.deferred)
         except MicrobatchError as error:
             refused = refused or error
         else:
