@@ -10,6 +10,7 @@ from math import inf, prod
 from jax.extend.core import Var
 
 from autopar.devices import logical_mesh
+from autopar.graph import aval_of
 from autopar.microbatch import MicrobatchError
 from autopar.pipeline.composition import ComposedStage, compose
 from autopar.pipeline.layer_costs import LayerCosts, LayerFront, Shape, Way, phase_seconds
@@ -80,6 +81,7 @@ class StageCosts:
         self._composed: dict[Hashable, ComposedStage | None] = {}
         self._solved: dict[Hashable, SolvedStage] = {}
         self._ways: dict[Shape, tuple[Way, ...]] = {}
+        self._single_rows: dict[int, bool] = {}
 
     @property
     def num_solves(self) -> int:
@@ -90,13 +92,23 @@ class StageCosts:
         if shape not in self._ways:
             step, mesh = self.ranges.cut.step, logical_mesh(shape)
             deferred = candidates(step, mesh, self.options.data_parallel) if self.options.mode == "solve" else ()
-            found = [Way(shape, axes) for axes in deferred]
+            found = [Way(shape, axes) for axes in deferred if self._has_rows(mesh.ways(axes))]
             if not self.options.data_parallel or not all(
                 self._front(layer, way) for way in found for layer in self._all
             ):
                 found.append(Way(shape, ()))
             self._ways[shape] = tuple(found)
         return self._ways[shape]
+
+    def _has_rows(self, parts: int) -> bool:
+        """Whether devices that see parts of a microbatch can run their own; a single example often is traced in another way."""
+        step = self.ranges.cut.step
+        if all(aval_of(step.jaxpr.invars[i]).shape[0] > parts for i in step.batch):
+            return True
+        if parts not in self._single_rows:
+            graph = self.ranges.layers[self.ranges.num_layers // 2]
+            self._single_rows[parts] = self._runs(graph, Way((parts,), (logical_mesh((parts,)).axis_names[0],)))
+        return self._single_rows[parts]
 
     @property
     def _all(self) -> range:
