@@ -9,7 +9,7 @@ from autopar import AutoLayerOption, AutoStageOption, ManualStageOption, Uniform
 from autopar.pipeline.cutting import cut_step
 from autopar.pipeline.layer_costs import Shape, Way
 from autopar.pipeline.layer_ranges import LayerRanges, graph_key
-from autopar.pipeline.planning import make_pipeline_plan
+from autopar.pipeline.planning import TOLERANCE, make_pipeline_plan
 from autopar.pipeline.stage_construction import stage_problem
 from autopar.pipeline.stage_costs import SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import stage_graphs
@@ -53,7 +53,7 @@ def planned(step: StepGraph, option, schedule: str = "1f1b", **more) -> Plan:
 
 
 def stage_costs(step: StepGraph, budget: float = CLUSTER.device.usable_bytes) -> StageCosts:
-    return StageCosts(LayerRanges(step, LAYERS), ClusterCosts(CLUSTER), AUTO, budget)
+    return StageCosts(LayerRanges(step, LAYERS), ClusterCosts(CLUSTER), replace(AUTO, tolerance=TOLERANCE), budget)
 
 
 def one_f_one_b(step: StepGraph, option: AutoStageOption) -> StageProblem:
@@ -133,7 +133,7 @@ def test_a_stage_is_what_its_layers_are_together(gpt, shape):
         )  # scalars that each layer computes anew
         assert composed.cost.seconds == pytest.approx(solved.seconds, rel=0.1)
         together = composed.cost.fixed_bytes + 2 * composed.cost.micro_batch_bytes
-        assert together == pytest.approx(solved.bytes(2), rel=0.15)
+        assert solved.bytes(2) <= together * 1.05
 
 
 def test_layers_share_less_memory_at_rising_cost(gpt):
