@@ -143,11 +143,10 @@ def test_a_cluster_that_is_not_here_is_refused() -> None:
 
 
 def test_too_few_devices_are_refused() -> None:
-    with pytest.raises(
-        StageError, match=r"the submesh 2 x 8 of cluster 'cpu-virtual' needs 16 devices, but here are 8"
-    ):
-        many = Cluster.load("cpu-virtual")
-        planned(cluster=many.model_copy(update={"hosts": 2, "inter_host": many.intra_host}))
+    one = Cluster.load("cpu-virtual")
+    two = one.model_copy(update={"hosts": 2, "inter_host": one.intra_host})
+    with pytest.raises(StageError, match=r"2 x 8 of cluster 'cpu-virtual' needs 16 devices, but here are 8"):
+        planned(cluster=two)
 
 
 def test_a_task_is_timed_on_zeros_also_where_it_uses_its_operands_up() -> None:
