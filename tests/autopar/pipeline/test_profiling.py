@@ -155,6 +155,6 @@ def test_a_task_is_timed_on_zeros_also_where_it_uses_its_operands_up() -> None:
         stack_params(2), stack_batch()
     )
     assert isinstance(executable, autopar.PipelineExecutable)
-    seconds = [profiling.task_seconds(function) for function in executable._functions.values()]
+    seconds = [profiling.task_seconds(each.function) for each in executable.tasks.values()]
     assert (np.array(seconds) > 0).all()
     assert len(seconds) == 6

@@ -19,8 +19,9 @@ from autopar import (
     StageError,
     UniformStageOption,
 )
+from autopar.runtime.dispatch import Dispatcher
 from autopar.runtime.pipeline import PipelineExecutable
-from simulator.program import Run, walk
+from simulator.program import Instruction, Run, walk
 from simulator.timeline import Timeline
 from tests.autopar.pipeline.steps import descend, pipeline, stack, stack_batch, stack_params, stack_step
 
@@ -37,13 +38,16 @@ def compiled() -> tuple[autopar.ParallelizedFunction, PipelineExecutable]:
 
 def test_the_program_is_executed_instruction_by_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
     _, executable = compiled()
-    ran: list[Run] = []
-    original = PipelineExecutable._run
-    monkeypatch.setattr(
-        PipelineExecutable, "_run", lambda self, run, values: (ran.append(run), original(self, run, values))[1]
-    )
+    ran: list[tuple[int, Instruction]] = []
+    original = Dispatcher.execute
+
+    def execute(self: Dispatcher, mesh: int, instruction: Instruction, values: Any) -> None:
+        ran.append((mesh, instruction))
+        original(self, mesh, instruction, values)
+
+    monkeypatch.setattr(Dispatcher, "execute", execute)
     executable(*executable.shard_args(stack_params(), stack_batch()))
-    assert ran == [each for _, each in walk(executable.program) if isinstance(each, Run)]
+    assert ran == list(walk(executable.program))
 
 
 def test_a_state_stays_where_the_step_put_it() -> None:
@@ -67,13 +71,15 @@ def test_nothing_is_alive_after_steps_that_they_did_not_return() -> None:
 
 def test_an_exception_in_a_stage_is_raised_as_it_is_and_the_next_step_works(monkeypatch: pytest.MonkeyPatch) -> None:
     _, executable = compiled()
-    broken, call = next((run, call) for run, call in executable._calls.items() if (run.stage, run.phase) == (1, "B"))
+    broken, call = next(
+        (run, call) for run, call in executable.dispatcher.calls.items() if (run.stage, run.phase) == (1, "B")
+    )
 
     def fails(*operands: Any) -> Any:
         raise ZeroDivisionError("in stage 1")
 
     with monkeypatch.context() as patch:
-        patch.setitem(executable._calls, broken, replace(call, compiled=fails))
+        patch.setitem(executable.dispatcher.calls, broken, replace(call, compiled=fails))
         with pytest.raises(ZeroDivisionError, match="in stage 1"):
             executable(*executable.shard_args(stack_params(), stack_batch()))
     _, loss = executable(*executable.shard_args(stack_params(), stack_batch()))
