@@ -43,8 +43,10 @@ class MeshMemory:
                 case Run():
                     task = task_of(instruction)
                     made = {names.of(v, instruction.micro_batch): self._bytes(task.stage, v) for v in cut.results[task]}
-                    used = self._tasks.get(task)
-                    most = max(most, sum(held.values()) + sum(made.values()) + (used.temporaries if used else 0))
+                    used = self._tasks.get(task, MemoryUse())
+                    sums = sum(self._bytes(task.stage, each.sum) for each in cut.totals.get(task, ()))
+                    new = sum(made.values()) - max(0, used.aliased - sums)  # sums grow where they are
+                    most = max(most, sum(held.values()) + new + used.temporaries)
                     if task.phase != "U":  # what an update makes takes the place of what was there
                         held.update(made)
                 case Recv(value):

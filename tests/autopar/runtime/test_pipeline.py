@@ -58,15 +58,27 @@ def test_a_state_stays_where_the_step_put_it() -> None:
     assert len(parallel._executables) == 1
 
 
-def test_nothing_is_alive_after_steps_that_they_did_not_return() -> None:
-    parallel, _ = compiled()
+@pytest.mark.parametrize("donate", [(), (0,)], ids=["kept", "donated"])
+def test_nothing_is_alive_after_steps_that_they_did_not_return(donate: tuple[int, ...]) -> None:
+    method = pipeline(stage_option=UniformStageOption(2), devices=2, pipeline_schedule="zero_bubble_h1")
+    parallel = compiled()[0] if donate else autopar.parallelize(stack_step, method=method, donate_argnums=())
     batch = stack_batch()
-    parallel(stack_params(), batch)
-    before = {id(array) for array in jax.live_arrays()}
     result = parallel(stack_params(), batch)
+    before = {id(array) for array in jax.live_arrays()}
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(result))
+    result = parallel(result[0], batch)
     result = parallel(result[0], batch)
     alive = [array for array in jax.live_arrays() if id(array) not in before]
-    assert {id(array) for array in alive} <= {id(leaf) for leaf in jax.tree.leaves(result)}
+    assert {id(array) for array in alive} == {id(leaf) for leaf in jax.tree.leaves(result)}
+    assert sum(array.nbytes for array in alive) == state
+
+
+def test_a_donated_state_is_used_up_and_another_one_stays() -> None:
+    parallel, executable = compiled()
+    params, batch = executable.shard_args(stack_params(), stack_batch())
+    parallel(params, batch)
+    assert all(leaf.is_deleted() for leaf in params.values())
+    assert not any(leaf.is_deleted() for leaf in batch.values())
 
 
 def test_an_exception_in_a_stage_is_raised_as_it_is_and_the_next_step_works(monkeypatch: pytest.MonkeyPatch) -> None:
