@@ -134,6 +134,7 @@ class StageLowering:
             in_shardings=in_shardings,
             out_shardings=[*map(self.sharding, (*results, *sums))],
             donate_argnums=(*self._used_up(task, sums), *range(len(reads), len(operands))),
+            keep_unused=True,  # what runs is told by the program's text, so that must show every operand
         )
         return TaskFunction(task, reads, results, sums, jitted, avals, in_shardings)
 
