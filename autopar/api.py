@@ -23,7 +23,7 @@ from autopar.methods import (
     PlanningMethod,
     ShardParallel,
 )
-from autopar.pipeline.lowering import compile_pipeline
+from autopar.pipeline.compiling import compile_pipeline
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.planning import make_pipeline_plan
 from autopar.plan import PipelineSchedule, Plan

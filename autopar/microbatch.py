@@ -13,7 +13,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.gradients import accumulate_p
 from autopar.graph import Atom, aval_of, needed
-from autopar.kinds import Kind, Kinds, MicrobatchError
+from autopar.kind_arithmetic import Kind
+from autopar.kinds import Kinds, MicrobatchError
 from autopar.ratios import divided_afterwards, unique
 
 type Combine = OneOf["sum", "mean", "same", "rows"]

@@ -1,9 +1,8 @@
 """The tasks of a pipeline as jitted functions, each on the mesh of its stage."""
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,19 +15,11 @@ from autopar import graph
 from autopar.accumulate import gathered
 from autopar.evaluate import evaluate
 from autopar.pipeline.cut import Task
-from autopar.pipeline.memory import MeshMemory
-from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.stage_graph import StageGraph, numbers_of
 from autopar.pipeline.stage_values import StageValues
 from autopar.plan import Stage
 from autopar.sharding.manual import on_devices
 from autopar.sharding.spec import Spec, partition_spec
-from autopar.target import compile_for, target_mesh
-from simulator.cluster import Cluster
-from simulator.hlo import parse_hlo
-from simulator.memory import MemoryUse
-from simulator.program import Program, Run
-from simulator.work import Body
 
 type Place = Callable[[Spec], NamedSharding | PartitionSpec | None]
 
@@ -253,34 +244,3 @@ class StageLowering:
         next_of = {step.jaxpr.invars[i]: step.jaxpr.outvars[o] for o, i in step.carried.items()}
         made = set(self.cut.results[task]) if task.phase == "U" else set()
         return {var for var in self.cut.reads[task] if var in self.donated - after and next_of.get(var) in made}
-
-
-def lower_stage(
-    planned: PlannedPipeline, stage: int, mesh: Mesh, donated: frozenset[int] = frozenset()
-) -> list[TaskFunction]:
-    """The tasks of a stage on a mesh; `donated` are numbers of the step's inputs whose memory they may reuse."""
-    last_reads = planned.instructions.last_reads
-    return StageLowering(planned.graphs[stage], planned.plan.stages, mesh, donated, last_reads).functions()
-
-
-def compile_pipeline(planned: PlannedPipeline, cluster: Cluster, donated: frozenset[int]) -> tuple[Program, float]:
-    """The program with bodies and memory as XLA compiles its tasks for `cluster`, and the seconds that took.
-
-    Tasks that are the same program, as those of identical layers are, are compiled once.
-    """
-    start = time.perf_counter()
-    compiled: dict[tuple[str, tuple[int, ...]], tuple[Body, MemoryUse]] = {}
-    bodies: dict[str, Body] = {}
-    memory = MeshMemory(planned)
-    for number, stage in enumerate(planned.plan.stages):
-        mesh = target_mesh(cluster, stage.mesh_shape, stage.axis_names)
-        for function in lower_stage(planned, number, mesh, donated):
-            key = function.jitted.lower(*function.in_avals).as_text(), stage.mesh_shape
-            if key not in compiled:
-                target = compile_for(function.jitted, function.in_avals, cluster)
-                compiled[key] = parse_hlo(target.hlo_text), target.memory
-            body, used = compiled[key]
-            bodies[Run(function.task.stage, function.task.phase, function.task.round).task] = body
-            memory.add_task(function.task, used)
-    program = planned.program
-    return replace(program, bodies=bodies, memory=memory.peaks(program)), time.perf_counter() - start
