@@ -5,13 +5,14 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.devices import logical_mesh
+from autopar.devices import Device, logical_mesh
 from autopar.garbage import paused_gc
 from autopar.graph import aval_of
 from autopar.pipeline.cut import Cut
 from autopar.pipeline.cutting import cut_step
 from autopar.pipeline.layer_ranges import LayerRanges
 from autopar.pipeline.planned import num_layers
+from autopar.pipeline.profiling import StageProfiler
 from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule
 from autopar.pipeline.stage_construction import find_stages, transfer_seconds
 from autopar.pipeline.stage_costs import SolvedStage, StageCosts
@@ -61,11 +62,15 @@ def make_pipeline_plan(
     method: str,
     memory_budget: float | None = None,
     costs: CostModel | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> Plan:
     """The cheapest plan for `step`, traced in layers and marked, on the devices of `cluster`.
 
+    Args:
+        devices: where stages are measured, if the option asks for it; all that are here by default.
+
     Raises:
-        StageError: the step has no layers, or they can't be put on the devices as asked.
+        StageError: the step has no layers, or they can't be put on the devices, or measured there, as asked.
         NoStagesError: no stages that were tried fit on the devices.
         MemoryBudgetError: a stage does not fit.
     """
@@ -84,10 +89,13 @@ def make_pipeline_plan(
         raise StageError(
             f"{schedule.num_chunks} chunks: stages are found for one stage on each submesh; use a UniformStageOption"
         )
+    measure = None
+    if isinstance(stage_option, AutoStageOption) and stage_option.profile:
+        measure = StageProfiler(cluster, devices, stage_option.cached_profile_result)
     while True:
         if isinstance(stage_option, AutoStageOption):
             found = known.within(_limited(options, stage_option.submesh_logical_shape_space))
-            assigned = find_stages(found, cluster, stage_option, schedule.name)
+            assigned = find_stages(found, cluster, stage_option, schedule.name, measure)
         else:
             assigned = stage_option.assign(layers, cluster.num_devices, options, schedule.num_chunks)
         pipeline = Pipeline(len(assigned) // schedule.num_chunks, step.num_micro_batches, schedule.num_chunks)
@@ -106,6 +114,7 @@ def make_pipeline_plan(
             if not automatic or known.revisions == before:
                 break
     stages = [_stage(*each) for each in zip(graphs, assigned, solved, strict=True)]
+    timed = [measure(*each) for each in zip(graphs, solved, strict=True)] if measure else solved
     slowest = max(solved, key=lambda each: each.seconds).shardings
     return Plan(
         step=step.name,
@@ -116,7 +125,7 @@ def make_pipeline_plan(
         num_micro_batches=step.num_micro_batches,
         stages=tuple(stages),
         pipeline=schedule,
-        predicted_seconds=_makespan(tasks, cut, solved, assigned, costs),
+        predicted_seconds=_makespan(tasks, cut, timed, assigned, costs),
         predicted_split=TimeSplit(**slowest.split._asdict()),
         predicted_bytes=round(_peak_bytes(tasks, solved, in_flight)),
         gap=max((each.shardings.gap for each in solved if each.shardings.gap is not None), default=None),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import inf, isfinite
+from math import inf, isfinite, isinf
 
 from jax.extend.core import Var
 
@@ -17,6 +17,8 @@ from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalS
 from autopar.pipeline.stage_search import construct_stages
 from autopar.pipeline.stages import InFlight, StageCost, StageProblem, in_flight_of
 from autopar.pipeline.submeshes import HostPool, Submesh, SubmeshSizes, enumerate_submeshes, place
+from autopar.sharding.pins import ShardingError
+from autopar.sharding.problem import InfeasibleError
 from autopar.work import array_bytes
 from simulator.cluster import Cluster
 from simulator.costs import CostModel
@@ -63,13 +65,15 @@ type Measure = Callable[[StageGraph, SolvedStage], SolvedStage]
 """(graph, solved stage) -> the stage with measured seconds."""
 
 
-def find_stages(costs: StageCosts, cluster: Cluster, option: AutoStageOption, schedule: str) -> list[Assignment]:
-    """The stages with the least predicted time of a step.
+def find_stages(
+    costs: StageCosts, cluster: Cluster, option: AutoStageOption, schedule: str, measure: Measure | None = None
+) -> list[Assignment]:
+    """The stages with the least predicted, or measured, time of a step.
 
     Raises:
         NoStagesError: none fit.
     """
-    problem = stage_problem(costs, cluster, option, schedule)
+    problem = stage_problem(costs, cluster, option, schedule, measure)
     found = construct_stages(problem)
     shapes = [(stage.submesh.hosts, stage.submesh.devices_per_host) for stage in found.stages]
     _last[:] = [
@@ -111,7 +115,9 @@ def stage_problem(
             if composed := costs.composed(start, stop, shapes, in_flight_here):
                 found.append(composed)
             in_flight_here //= 2
-        return [_measured(costs, each, stop, measure) if measure else each.cost for each in found]
+        if measure:
+            return [cost for each in found for cost in _measured(costs, each, stop, measure)]
+        return [each.cost for each in found]
 
     state = [_state_bytes(ranges, layer) for layer in range(ranges.num_layers)]
     held = [_held_bytes(ranges, layer) for layer in range(ranges.num_layers)]
@@ -177,10 +183,16 @@ def submesh_shapes(mesh: Submesh, space: LogicalSpace) -> tuple[Shape, ...]:
             return ((count,), *((count // n, n) for n in inner))
 
 
-def _measured(costs: StageCosts, composed: ComposedStage, stop: int, measure: Measure) -> StageCost:
-    graph = costs.ranges.graph(composed.start, stop)
-    solved = measure(graph, costs.solve(graph, composed, 1))
-    return replace(composed.cost, seconds=solved.seconds, once_seconds=solved.once_seconds)
+def _measured(costs: StageCosts, composed: ComposedStage, stop: int, measure: Measure) -> list[StageCost]:
+    """What a stage costs that was solved whole and measured; nothing if it does not run."""
+    graph, layers = costs.ranges.graph(composed.start, stop), range(composed.start, stop)
+    try:
+        solved = measure(graph, costs.cheapest(graph, layers, [composed.way.shape], 1))
+    except (ShardingError, InfeasibleError):
+        return []
+    if isinf(solved.fixed_bytes):
+        return []
+    return [replace(composed.cost, seconds=solved.seconds, once_seconds=solved.once_seconds)]
 
 
 def _most_in_flight(kinds: Sequence[Hashable], start: int, stop: int, in_flight: InFlight) -> int:
