@@ -36,6 +36,7 @@ from autopar.methods import (  # noqa: E402
     get_3d_parallel_method,
 )
 from autopar.microbatch import MicrobatchError  # noqa: E402
+from autopar.pipeline.search import get_last_search_result  # noqa: E402
 from autopar.pipeline.stage_construction import get_last_dp_result  # noqa: E402
 from autopar.pipeline.stage_options import (  # noqa: E402
     AutoStageOption,
@@ -87,6 +88,7 @@ __all__ = [
     "automatic_remat",
     "get_3d_parallel_method",
     "get_last_dp_result",
+    "get_last_search_result",
     "grad",
     "init",
     "inspect",

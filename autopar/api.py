@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from autopar.devices import Device, cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.follow import follow_pipeline, follow_plan
+from autopar.layers import LayerOption
 from autopar.lower import compile_program
 from autopar.methods import (
     CreateStateParallel,
@@ -25,8 +26,9 @@ from autopar.methods import (
 )
 from autopar.pipeline.compiling import compile_pipeline
 from autopar.pipeline.planned import PlannedPipeline
-from autopar.pipeline.planning import make_pipeline_plan
-from autopar.plan import PipelineSchedule, Plan
+from autopar.pipeline.planning import PipelinePlanner
+from autopar.pipeline.search import layer_options, micro_batch_counts, schedules, search
+from autopar.plan import Plan
 from autopar.planning import make_plan
 from autopar.runtime.create_state import CreateStateExecutable, state_avals
 from autopar.runtime.executable import Executable
@@ -269,18 +271,24 @@ def _plan_pipeline(
     devices: Sequence[Device] | None = None,
 ) -> tuple[StepGraph, Plan]:
     forward = method.pipeline_schedule == "inference"
-    step = trace(fun, args, batch, method.num_micro_batches, method.layer_option, marked=True, forward=forward)
-    plan = make_pipeline_plan(
-        step,
-        cluster,
+    rows = [leaf.shape[0] for i in batch for leaf in jax.tree.leaves(args[i]) if getattr(leaf, "shape", ())]
+
+    def traced(count: int, layers: LayerOption | None) -> StepGraph:
+        return trace(fun, args, batch, count, layers, marked=True, forward=forward)
+
+    def planner(step: StepGraph) -> PipelinePlanner:
+        options = method.sharding_of(step)
+        return PipelinePlanner(step, cluster, options, method.memory_budget, devices=devices)
+
+    return search(
+        traced,
+        planner,
+        micro_batch_counts(method.num_micro_batches, rows),
+        layer_options(method.layer_option),
+        schedules(method.pipeline_schedule, method.num_chunks),
         method.stages,
-        method.sharding_of(step),
-        PipelineSchedule(name=method.pipeline_schedule, num_chunks=method.num_chunks, layer_option=method.layer_option),
         type(method).__name__,
-        memory_budget=method.memory_budget,
-        devices=devices,
     )
-    return step, plan
 
 
 def trace_for(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], batch_argnums: Sequence[int]) -> StepGraph:

@@ -48,10 +48,11 @@ class ManualLayerOption:
     """Layers end where the loss function calls `mark_pipeline_boundary`.
 
     Attributes:
-        remat_layer: recompute each layer in the backward pass instead of keeping what is inside.
+        remat_layer: recompute each layer in the backward pass instead of keeping what is inside; "auto": as PipeshardParallel finds
+            it faster.
     """
 
-    remat_layer: bool = False
+    remat_layer: bool | Literal["auto"] = False
 
     def cut(self, jaxpr: Jaxpr) -> list[int]:
         """The layer of each equation."""
@@ -68,13 +69,14 @@ class AutoLayerOption:
 
     Attributes:
         layer_num: number of layers.
-        remat_layer: recompute each layer in the backward pass instead of keeping what is inside.
+        remat_layer: recompute each layer in the backward pass instead of keeping what is inside; "auto": as PipeshardParallel finds
+            it faster.
         eps: how much more than its share of the work a layer may have, relative.
         cost_criteria: what counts as work: "flops", or the "count" of matrix products and convolutions.
     """
 
     layer_num: int
-    remat_layer: bool = False
+    remat_layer: bool | Literal["auto"] = False
     eps: float = 0.6
     cost_criteria: Literal["flops", "count"] = "flops"
 
@@ -158,7 +160,10 @@ def layered_if_asked(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def layered(fun: Callable[..., Any], option: LayerOption) -> Callable[..., Any]:
-    """`fun`, cut into layers. Raises LayerError when called, if it can't be."""
+    """`fun`, cut into layers. Raises LayerError for an option that is left open, and when called, if `fun` can't be cut."""
+    if option.remat_layer == "auto":
+        raise LayerError("remat_layer='auto' is for the layer_option of PipeshardParallel, which tries both")
+    remat = option.remat_layer
 
     @wraps(fun)
     def in_layers(*args: Any, **kwargs: Any) -> Any:
@@ -174,7 +179,7 @@ def layered(fun: Callable[..., Any], option: LayerOption) -> Callable[..., Any]:
         env.update(zip(jaxpr.constvars, jaxpr.consts, strict=True))
         for number, (eqns, results) in enumerate(_layers(jaxpr, option.cut(jaxpr))):
             with jax.named_scope(f"{_SCOPE}{number}"):
-                _run(eqns, results, env, option.remat_layer)
+                _run(eqns, results, env, remat)
         return jax.tree.unflatten(jax.tree.structure(shapes), [read(atom, env) for atom in jaxpr.outvars])
 
     in_layers.layer_option = option  # pyright: ignore[reportAttributeAccessIssue]

@@ -126,25 +126,33 @@ class ManualShardParallel(PlanningMethod):
 class PipeshardParallel(PlanningMethod):
     """Pipeline (inter-operator) parallelism between submeshes, with every stage sharded (intra-operator) over its own.
 
+    What is "auto" is chosen: every combination is planned, and the one with the least predicted time is taken
+    (`autopar.get_last_search_result` tells of all). That takes as many times as long.
+
     Attributes:
+        num_micro_batches: a number, or "auto".
         default_auto_sharding_option: limits on the shardings of stages.
-        pipeline_schedule: one of `autopar.pipeline.schedules.schedule_names()`.
-        layer_option: how the loss function is cut into layers, if no decorator says so.
+        pipeline_schedule: one of `autopar.pipeline.schedules.schedule_names()`, or "auto".
+        layer_option: how the loss function is cut into layers, if no decorator says so; its `remat_layer` may be "auto".
         stage_option: which layers form a stage, on which devices; "uniform" and "auto" are a `UniformStageOption()` and an
             `AutoStageOption()`. stage_mode: the same, in the words of Alpa's tutorial.
-        num_chunks: stages on each submesh, for the interleaved schedule.
+        num_chunks: stages on each submesh, for the interleaved schedule; or "auto". With an `AutoStageOption`, several are even stages.
     """
 
+    num_micro_batches: int | Literal["auto"] = 1  # pyright: ignore[reportIncompatibleVariableOverride]  # only here it may be left open
     default_auto_sharding_option: ShardingOptions = AUTO
     pipeline_schedule: str = "1f1b"
     layer_option: LayerOption | None = None
     stage_option: StageOption | Literal["uniform", "auto"] = "uniform"
     stage_mode: Literal["uniform", "auto"] | None = None
-    num_chunks: int = 1
+    num_chunks: int | Literal["auto"] = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        schedule_kind(self.pipeline_schedule)
+        for name, number in (("num_micro_batches", self.num_micro_batches), ("num_chunks", self.num_chunks)):
+            if number != "auto" and not (isinstance(number, int) and number >= 1):
+                raise ValueError(f"{name} is {number!r}, expected at least 1, or 'auto'")
+        if self.pipeline_schedule != "auto":
+            schedule_kind(self.pipeline_schedule)
         if self.layer_option is not None and not isinstance(self.layer_option, LayerOption):
             raise TypeError(
                 f"layer_option is {self.layer_option!r}, expected a ManualLayerOption or an AutoLayerOption"

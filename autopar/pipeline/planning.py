@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from autopar.devices import Device, logical_mesh
@@ -10,17 +10,18 @@ from autopar.garbage import paused_gc
 from autopar.graph import aval_of
 from autopar.pipeline.cut import Cut
 from autopar.pipeline.cutting import cut_step
+from autopar.pipeline.layer_costs import LayerCosts
 from autopar.pipeline.layer_ranges import LayerRanges
 from autopar.pipeline.planned import num_layers
 from autopar.pipeline.profiling import StageProfiler
-from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule
+from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule, splits_backward
 from autopar.pipeline.stage_construction import find_stages, transfer_seconds
 from autopar.pipeline.stage_costs import SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, StageError, StageOption
 from autopar.plan import PipelineSchedule, Plan, Stage, TimeSplit
 from autopar.planning import coverage_warnings, stage_of
-from autopar.sharding.options import ShardingOptions
+from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.planner import MemoryBudgetError
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
@@ -31,28 +32,127 @@ TOLERANCE = 0.01
 """How far from the cheapest sharding a stage may be, relative: proving the rest takes most of the time."""
 
 
-class _Known:
-    """What stages cost, within the options that each is given."""
+class PipelinePlanner:
+    """Plans pipelines for a step, traced in layers and marked, on the devices of a cluster.
 
-    def __init__(self, ranges: LayerRanges, costs: CostModel, budget: float) -> None:
-        self._make = lambda options: StageCosts(ranges, costs, options, budget)
-        self._costs: dict[str, StageCosts] = {}
-        self._start = time.perf_counter()
+    What it finds out about layers for one schedule, or one way to form stages, it knows for all others.
 
-    def within(self, options: ShardingOptions) -> StageCosts:
+    Args:
+        memory_budget: bytes of one device that the step may use; by default the device's memory less its reserve.
+        devices: where stages are measured, if they are; all that are here by default.
+
+    Raises:
+        StageError: the step has no layers.
+    """
+
+    def __init__(
+        self,
+        step: StepGraph,
+        cluster: Cluster,
+        options: ShardingOptions = AUTO,
+        memory_budget: float | None = None,
+        costs: CostModel | None = None,
+        devices: Sequence[Device] | None = None,
+    ) -> None:
+        self.step, self.cluster, self.options, self.devices = step, cluster, options, devices
+        self.budget = cluster.device.usable_bytes if memory_budget is None else memory_budget
+        self.costs = costs or ClusterCosts(cluster)
+        self.num_layers = num_layers(step)
+        if self.num_layers == 0:
+            raise StageError(
+                "the step has no layers: decorate the loss function with autopar.manual_layer_construction or"
+                " autopar.automatic_layer_construction, or give the method a layer_option, and differentiate with autopar.grad"
+            )
+        self._ranges: dict[bool, LayerRanges] = {}
+        self._layers: dict[Hashable, LayerCosts] = {}
+        self._stages: dict[Hashable, StageCosts] = {}
+
+    @paused_gc()
+    def plan(self, stage_option: StageOption, schedule: PipelineSchedule, method: str) -> Plan:
+        """The cheapest plan with that schedule.
+
+        Raises:
+            StageError: the layers can't be put on the devices, or measured there, as asked.
+            NoStagesError: no stages that were tried fit on the devices.
+            MemoryBudgetError: a stage does not fit.
+        """
+        start, step = time.perf_counter(), self.step
+        automatic = isinstance(stage_option, AutoStageOption)
+        if automatic and schedule.num_chunks > 1:
+            raise StageError(
+                f"{schedule.num_chunks} chunks: stages are found for one stage on each submesh; use a UniformStageOption, of"
+                " which `search` tries all"
+            )
+        measure = None
+        if isinstance(stage_option, AutoStageOption) and stage_option.profile:
+            measure = StageProfiler(self.cluster, self.devices, stage_option.cached_profile_result)
+        while True:
+            if isinstance(stage_option, AutoStageOption):
+                options = _limited(self.options, stage_option.submesh_logical_shape_space)
+                costs = self._stage_costs(options, schedule)
+                assigned = find_stages(costs, self.cluster, stage_option, schedule.name, measure)
+            else:
+                assigned = stage_option.assign(
+                    self.num_layers, self.cluster.num_devices, self.options, schedule.num_chunks
+                )
+            pipeline = Pipeline(len(assigned) // schedule.num_chunks, step.num_micro_batches, schedule.num_chunks)
+            tasks = make_schedule(schedule.name, pipeline)
+            of_layers = [s for s, each in enumerate(assigned) for _ in each.layers]
+            cut = cut_step(step, of_layers, splits_backward(schedule.name))
+            graphs, in_flight, before = stage_graphs(cut), _in_flight(tasks), self._revisions
+            try:
+                solved = [
+                    self._stage_costs(each.options, schedule).cheapest(
+                        graph, each.layers, each.shapes, in_flight[graph.stage]
+                    )
+                    for graph, each in zip(graphs, assigned, strict=True)
+                ]
+            except MemoryBudgetError:
+                if not automatic or self._revisions == before:
+                    raise
+            else:
+                if not automatic or self._revisions == before:
+                    break
+        stages = [_stage(*each) for each in zip(graphs, assigned, solved, strict=True)]
+        timed = [measure(*each) for each in zip(graphs, solved, strict=True)] if measure else solved
+        slowest = max(solved, key=lambda each: each.seconds).shardings
+        return Plan(
+            step=step.name,
+            fingerprint=step.fingerprint,
+            method=method,
+            options=self.options,
+            cluster=self.cluster.name,
+            num_micro_batches=step.num_micro_batches,
+            stages=tuple(stages),
+            pipeline=schedule,
+            predicted_seconds=_makespan(tasks, cut, timed, assigned, self.costs),
+            predicted_split=TimeSplit(**slowest.split._asdict()),
+            predicted_bytes=round(_peak_bytes(tasks, solved, in_flight)),
+            gap=max((each.shardings.gap for each in solved if each.shardings.gap is not None), default=None),
+            planning_seconds=time.perf_counter() - start,
+            warnings=(*dict.fromkeys(w for each in solved for w in each.shardings.warnings), *coverage_warnings(step)),
+        )
+
+    def _stage_costs(self, options: ShardingOptions, schedule: PipelineSchedule) -> StageCosts:
+        """Costs of stages within `options`, for what the schedule leaves of the memory to each."""
         options = replace(options, tolerance=max(options.tolerance, TOLERANCE))  # many stages are solved
-        return self._costs.setdefault(repr(options), self._make(options))
+        split = splits_backward(schedule.name)
+        key = split, repr(options)
+        if split not in self._ranges:
+            self._ranges[split] = LayerRanges(self.step, self.num_layers, split)
+        if key not in self._layers:
+            self._layers[key] = LayerCosts(self.costs, options)
+        if (schedule.num_chunks, key) not in self._stages:
+            budget = self.budget / schedule.num_chunks
+            costs = StageCosts(self._ranges[split], self._layers[key], options, budget)
+            self._stages[schedule.num_chunks, key] = costs
+        return self._stages[schedule.num_chunks, key]
 
     @property
-    def revisions(self) -> int:
-        return sum(costs.revisions for costs in self._costs.values())
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._start
+    def _revisions(self) -> int:
+        return sum(costs.revisions for costs in self._stages.values())
 
 
-@paused_gc()
 def make_pipeline_plan(
     step: StepGraph,
     cluster: Cluster,
@@ -62,76 +162,9 @@ def make_pipeline_plan(
     method: str,
     memory_budget: float | None = None,
     costs: CostModel | None = None,
-    devices: Sequence[Device] | None = None,
 ) -> Plan:
-    """The cheapest plan for `step`, traced in layers and marked, on the devices of `cluster`.
-
-    Args:
-        devices: where stages are measured, if the option asks for it; all that are here by default.
-
-    Raises:
-        StageError: the step has no layers, or they can't be put on the devices, or measured there, as asked.
-        NoStagesError: no stages that were tried fit on the devices.
-        MemoryBudgetError: a stage does not fit.
-    """
-    layers = num_layers(step)
-    if layers == 0:
-        raise StageError(
-            "the step has no layers: decorate the loss function with autopar.manual_layer_construction or"
-            " autopar.automatic_layer_construction, or give the method a layer_option, and differentiate with autopar.grad"
-        )
-    budget = cluster.device.usable_bytes if memory_budget is None else memory_budget
-    costs = costs or ClusterCosts(cluster)
-    split_backward = schedule.name == "zero_bubble_h1"
-    known = _Known(LayerRanges(step, layers, split_backward), costs, budget / schedule.num_chunks)
-    automatic = isinstance(stage_option, AutoStageOption)
-    if automatic and schedule.num_chunks > 1:
-        raise StageError(
-            f"{schedule.num_chunks} chunks: stages are found for one stage on each submesh; use a UniformStageOption"
-        )
-    measure = None
-    if isinstance(stage_option, AutoStageOption) and stage_option.profile:
-        measure = StageProfiler(cluster, devices, stage_option.cached_profile_result)
-    while True:
-        if isinstance(stage_option, AutoStageOption):
-            found = known.within(_limited(options, stage_option.submesh_logical_shape_space))
-            assigned = find_stages(found, cluster, stage_option, schedule.name, measure)
-        else:
-            assigned = stage_option.assign(layers, cluster.num_devices, options, schedule.num_chunks)
-        pipeline = Pipeline(len(assigned) // schedule.num_chunks, step.num_micro_batches, schedule.num_chunks)
-        tasks = make_schedule(schedule.name, pipeline)
-        cut = cut_step(step, [s for s, each in enumerate(assigned) for _ in each.layers], split_backward)
-        graphs, in_flight, before = stage_graphs(cut), _in_flight(tasks), known.revisions
-        try:
-            solved = [
-                known.within(each.options).cheapest(graph, each.layers, each.shapes, in_flight[graph.stage])
-                for graph, each in zip(graphs, assigned, strict=True)
-            ]
-        except MemoryBudgetError:
-            if not automatic or known.revisions == before:
-                raise
-        else:
-            if not automatic or known.revisions == before:
-                break
-    stages = [_stage(*each) for each in zip(graphs, assigned, solved, strict=True)]
-    timed = [measure(*each) for each in zip(graphs, solved, strict=True)] if measure else solved
-    slowest = max(solved, key=lambda each: each.seconds).shardings
-    return Plan(
-        step=step.name,
-        fingerprint=step.fingerprint,
-        method=method,
-        options=options,
-        cluster=cluster.name,
-        num_micro_batches=step.num_micro_batches,
-        stages=tuple(stages),
-        pipeline=schedule,
-        predicted_seconds=_makespan(tasks, cut, timed, assigned, costs),
-        predicted_split=TimeSplit(**slowest.split._asdict()),
-        predicted_bytes=round(_peak_bytes(tasks, solved, in_flight)),
-        gap=max((each.shardings.gap for each in solved if each.shardings.gap is not None), default=None),
-        planning_seconds=known.seconds,
-        warnings=(*dict.fromkeys(w for each in solved for w in each.shardings.warnings), *coverage_warnings(step)),
-    )
+    """The cheapest plan for a step with one schedule; see `PipelinePlanner`."""
+    return PipelinePlanner(step, cluster, options, memory_budget, costs).plan(stage_option, schedule, method)
 
 
 def _limited(options: ShardingOptions, space: LogicalSpace) -> ShardingOptions:

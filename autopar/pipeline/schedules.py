@@ -197,6 +197,11 @@ def schedule_kind(name: str, pipeline: Pipeline | None = None) -> ScheduleKind:
     return _KINDS[name]
 
 
+def splits_backward(name: str) -> bool:
+    """Whether the backward pass comes in two parts, for inputs and for weights."""
+    return "W" in make_schedule(name, Pipeline(1, 1)).phases
+
+
 def schedule_names() -> tuple[str, ...]:
     """Names of the schedules."""
     return tuple(_KINDS)

@@ -22,7 +22,6 @@ from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import MemoryBudgetError, Shardings, Start, plan_shardings
 from autopar.sharding.problem import InfeasibleError
 from autopar.sharding.spec import Spec
-from simulator.costs import CostModel
 from simulator.program import Phase
 
 _LEAST_ROOM = 0.8
@@ -73,9 +72,9 @@ class StageCosts:
         revisions: how often a composition turned out not to run, or not to fit, so that others have to be looked for.
     """
 
-    def __init__(self, ranges: LayerRanges, model: CostModel, options: ShardingOptions, budget: float) -> None:
-        self.ranges, self.model, self.options, self.budget = ranges, model, options, budget
-        self.layers = LayerCosts(model, options)
+    def __init__(self, ranges: LayerRanges, layers: LayerCosts, options: ShardingOptions, budget: float) -> None:
+        self.ranges, self.layers, self.options, self.budget = ranges, layers, options, budget
+        self.model = layers.model
         self.room, self.revisions = budget, 0
         self._refused: set[Way] = set()
         self._composed: dict[Hashable, ComposedStage | None] = {}

@@ -7,7 +7,7 @@ import pytest
 import autopar
 from autopar import AutoLayerOption, AutoStageOption, ManualStageOption, UniformStageOption
 from autopar.pipeline.cutting import cut_step
-from autopar.pipeline.layer_costs import Shape, Way
+from autopar.pipeline.layer_costs import LayerCosts, Shape, Way
 from autopar.pipeline.layer_ranges import LayerRanges, graph_key
 from autopar.pipeline.planning import TOLERANCE, make_pipeline_plan
 from autopar.pipeline.stage_construction import stage_problem
@@ -53,7 +53,8 @@ def planned(step: StepGraph, option, schedule: str = "1f1b", **more) -> Plan:
 
 
 def stage_costs(step: StepGraph, budget: float = CLUSTER.device.usable_bytes) -> StageCosts:
-    return StageCosts(LayerRanges(step, LAYERS), ClusterCosts(CLUSTER), replace(AUTO, tolerance=TOLERANCE), budget)
+    options = replace(AUTO, tolerance=TOLERANCE)
+    return StageCosts(LayerRanges(step, LAYERS), LayerCosts(ClusterCosts(CLUSTER), options), options, budget)
 
 
 def one_f_one_b(step: StepGraph, option: AutoStageOption) -> StageProblem:
