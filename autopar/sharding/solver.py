@@ -52,7 +52,7 @@ class _Search:
         self.scale = np.array([max(abs(limit.bound), 1.0) for limit in problem.limits])
 
     def run(self) -> Solution:
-        self.work.reduce(dead_ends=False)
+        self.work.reduce()
         make_finite(self.work)
         self.tighten()
         self.price(-self.prices)
