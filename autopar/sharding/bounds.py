@@ -85,6 +85,22 @@ def sweep(work: Reduction, order: Iterable[int], best: float) -> dict[int, int]:
     return choice
 
 
+def settled(work: Reduction, choice: dict[int, int]) -> dict[int, int]:
+    """`choice`, each decision changed to its best answer to all others until none changes (Besag, J. R. Stat. Soc. B 1986)."""
+    choice = dict(choice)
+    waiting = dict.fromkeys(choice)
+    while waiting:
+        i, _ = waiting.popitem()
+        answer = work.costs[i].copy()
+        for j, pairs in work.edges[i].items():
+            answer += pairs[:, choice[j]]
+        k = int(answer.argmin())
+        if answer[k] < answer[choice[i]] - 1e-12 * work.constant:  # more than rounding, which would go round and round
+            choice[i] = k
+            waiting.update(dict.fromkeys(work.edges[i]))
+    return choice
+
+
 def excess(work: Reduction, choice: dict[int, int]) -> float:
     """What `choice` costs above the constant."""
     nodes = sum(float(work.costs[i][k]) for i, k in choice.items())

@@ -7,10 +7,14 @@ and folding a decision with at most two neighbours into them.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from math import prod
 
 import numpy as np
 
 from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Limit
+
+_AFFORDABLE = 1 << 22
+"""Numbers to look at beyond which a decision is left as it is: with hundreds of options, sweeps drop most of them first."""
 
 
 @dataclass
@@ -112,7 +116,7 @@ class Reduction:
             neighbours = list(self.edges[i])
             if len(self.costs[i]) == 1:
                 self._settle(i)
-            elif len(neighbours) <= 2 and i not in self.pairs and (self.uses[i] == self.uses[i][:, :1]).all():
+            elif self._foldable(i):
                 self._fold(i)
             elif not dropped:
                 continue
@@ -122,8 +126,17 @@ class Reduction:
     def _size(self, i: int) -> tuple[int, int]:
         return len(self.edges[i]), len(self.costs[i])
 
+    def _foldable(self, i: int) -> bool:
+        """Whether `i` has few neighbours and no part in what limits bound, and folding it is not too much work."""
+        others = [len(self.costs[j]) for j in self.edges[i]]
+        if len(others) > 2 or i in self.pairs or len(self.costs[i]) * prod(others) > _AFFORDABLE:
+            return False
+        return bool((self.uses[i] == self.uses[i][:, :1]).all())
+
     def _drop_dead_ends(self, i: int, known: dict[tuple[bytes, ...], np.ndarray]) -> bool:
         """Drop the dead ends of `i`; `known` has those of decisions before: layers repeat, so most have been seen."""
+        if len(self.costs[i]) ** 2 * sum(cost.shape[1] for cost in self.edges[i].values()) > _AFFORDABLE:
+            return False
         mine = (self.costs[i], self.uses[i], *self.edges[i].values(), *self.pairs.get(i, {}).values())
         content = tuple(array.tobytes() for array in mine)
         if content not in known:

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-from autopar.sharding.bounds import excess, make_finite, price, sweep, tell_alike, used
+from autopar.sharding.bounds import excess, make_finite, price, settled, sweep, tell_alike, used
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Solution
 from autopar.sharding.reduction import Reduction
@@ -17,7 +17,8 @@ _ROUNDING = 1e-9
 """Relative difference of costs that may be rounding."""
 
 _ENOUGH = 1e-2
-"""Relative gap with which a large problem (of more than `_SMALL` pairs of options) is solved; small ones are solved exactly."""
+"""Relative gap at which the search of a large problem (with more than `_SMALL` pairs of options left) ends when sweeps no longer
+find better choices; small ones are solved exactly."""
 
 _SMALL = 50_000
 
@@ -57,7 +58,7 @@ class _Search:
         self.tighten()
         self.price(-self.prices)
         core = 0 if self.closed() else len(self.work.costs)
-        if core and (self.choice is None or not self.within(self.tolerance if self.work.size <= _SMALL else _ENOUGH)):
+        if core and not self.within(_ENOUGH if self.large() else self.tolerance):
             self.finish()
         elif not self.work.costs:
             self.offer({})
@@ -70,9 +71,8 @@ class _Search:
     def tighten(self) -> None:
         """Sweep and reduce until nothing is left or nothing moves."""
         patience = _PATIENCE if self.prices.size else 1
-        searched = False  # for dead ends, which takes long: seldom are there more the next time
         while self.work.costs and not self.within(self.tolerance) and patience and time.monotonic() < self.deadline:
-            size, slack = self.work.size, self.best - self.bound
+            size, slack, best = self.work.size, self.best - self.bound, self.best
 
             def moved(least: float, size: int = size, slack: float = slack) -> bool:
                 return self.work.size < (1 - least) * size or self.best - self.bound < (1 - least) * slack
@@ -83,9 +83,10 @@ class _Search:
                 self.set_prices(self.look(order[::-1]))
             if self.choice is None and math.isinf(slack):
                 self.check_limits()
-            self.reduce(dead_ends=not moved(0.3) and not searched)
-            searched = not moved(0.3)
+            self.reduce(dead_ends=not self.large() and not moved(0.3))
             patience -= not moved(0.05)
+            if self.large() and self.best == best and self.within(_ENOUGH):
+                break
 
     def reduce(self, dead_ends: bool) -> None:
         """Reduce at no price: an option that is dearer only for what it uses is no dead end."""
@@ -98,10 +99,10 @@ class _Search:
         """Sweep, and take the choice that this gives if it is a better one; what it uses of each limit above the bound."""
         chosen = sweep(self.work, order, self.best + self.rounding())
         self.bound = max(self.bound, self.work.constant)
-        over = used(self.work, chosen) - self.work.bounds
-        cost = self.work.constant + excess(self.work, chosen) - float(self.prices @ over)
-        if cost < self.best:
-            self.offer(chosen)
+        for choice in (settled(self.work, chosen), chosen):
+            over = used(self.work, choice) - self.work.bounds
+            if self.work.constant + excess(self.work, choice) - float(self.prices @ over) < self.best:
+                self.offer(choice)
         return over
 
     def set_prices(self, over: np.ndarray) -> None:
@@ -126,6 +127,9 @@ class _Search:
     def within(self, tolerance: float) -> bool:
         return self.choice is not None and self.best - self.bound <= max(self.rounding(), tolerance * abs(self.best))
 
+    def large(self) -> bool:
+        return self.work.size > _SMALL
+
     def rounding(self) -> float:
         return _ROUNDING * abs(self.best) + 1e-12
 
@@ -139,9 +143,7 @@ class _Search:
         self.work.reduce()
         tell_alike(self.work, self.best)
         gap, rest = _EXACT, self.best - self.work.constant
-        if (
-            self.work.size > _SMALL and math.isfinite(rest) and rest > 0
-        ):  # HiGHS counts a gap as a share of what is left
+        if self.large() and math.isfinite(rest) and rest > 0:  # HiGHS counts a gap as a share of what is left
             gap = _ENOUGH * min(abs(self.best) / rest, 50.0)
         try:
             chosen, bound = solve_ilp(self.work.rest(), max(1.0, self.deadline - time.monotonic()), gap)
