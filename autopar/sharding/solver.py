@@ -22,6 +22,10 @@ find better choices; small ones are solved exactly."""
 
 _SMALL = 50_000
 
+_LARGE = 1_000_000
+"""Pairs of options beyond which dead ends are dropped before the first sweep: so many come of layers that repeat, and dead ends
+of those that are alike are found once. In other problems sweeps do most of it for less."""
+
 _PATIENCE = 4
 """Rounds of sweeps that may find nothing while prices of limits settle."""
 
@@ -53,7 +57,7 @@ class _Search:
         self.scale = np.array([max(abs(limit.bound), 1.0) for limit in problem.limits])
 
     def run(self) -> Solution:
-        self.work.reduce()
+        self.work.reduce(dead_ends=self.work.size > _LARGE)
         make_finite(self.work)
         self.tighten()
         self.price(-self.prices)
