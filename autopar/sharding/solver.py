@@ -17,8 +17,8 @@ _ROUNDING = 1e-9
 """Relative difference of costs that may be rounding."""
 
 _ENOUGH = 1e-2
-"""Relative gap at which the search of a large problem (with more than `_SMALL` pairs of options left) ends when sweeps no longer
-find better choices; small ones are solved exactly."""
+"""Relative gap at which the search of a large problem (with more than `_SMALL` pairs of options) ends when sweeps no longer find
+better choices; small ones are solved exactly."""
 
 _SMALL = 50_000
 
@@ -58,11 +58,12 @@ class _Search:
 
     def run(self) -> Solution:
         self.work.reduce(dead_ends=self.work.size > _LARGE)
+        self.enough = max(self.tolerance, _ENOUGH if self.work.size > _SMALL else 0.0)
         make_finite(self.work)
         self.tighten()
         self.price(-self.prices)
         core = 0 if self.closed() else len(self.work.costs)
-        if core and not self.within(_ENOUGH if self.large() else self.tolerance):
+        if core and not self.within(self.enough):
             self.finish()
         elif not self.work.costs:
             self.offer({})
@@ -85,11 +86,13 @@ class _Search:
                 order = sorted(self.work.costs)
                 self.look(order)
                 self.set_prices(self.look(order[::-1]))
+                if self.closed():
+                    return
             if self.choice is None and math.isinf(slack):
                 self.check_limits()
-            self.reduce(dead_ends=not self.large() and not moved(0.3))
+            self.reduce(dead_ends=self.work.size <= _SMALL and not moved(0.3))
             patience -= not moved(0.05)
-            if self.large() and self.best == best and self.within(_ENOUGH):
+            if self.best == best and self.within(self.enough):
                 break
 
     def reduce(self, dead_ends: bool) -> None:
@@ -131,9 +134,6 @@ class _Search:
     def within(self, tolerance: float) -> bool:
         return self.choice is not None and self.best - self.bound <= max(self.rounding(), tolerance * abs(self.best))
 
-    def large(self) -> bool:
-        return self.work.size > _SMALL
-
     def rounding(self) -> float:
         return _ROUNDING * abs(self.best) + 1e-12
 
@@ -147,8 +147,8 @@ class _Search:
         self.work.reduce()
         tell_alike(self.work, self.best)
         gap, rest = _EXACT, self.best - self.work.constant
-        if self.large() and math.isfinite(rest) and rest > 0:  # HiGHS counts a gap as a share of what is left
-            gap = _ENOUGH * min(abs(self.best) / rest, 50.0)
+        if self.enough and math.isfinite(rest) and rest > 0:  # HiGHS counts a gap as a share of what is left
+            gap = max(gap, min(self.enough * abs(self.best) / rest, 0.5))
         try:
             chosen, bound = solve_ilp(self.work.rest(), max(1.0, self.deadline - time.monotonic()), gap)
         except (InfeasibleError, TimeoutError):
