@@ -181,9 +181,11 @@ def _solve_within(
     moment took is no part of a limit; it is taken off its bound.
     """
     limits: dict[int, Limit] = {}
+    bound = -math.inf
     while True:
+        limited = replace(problem, limits=tuple(limits.values()))
         try:
-            solution = solve(replace(problem, limits=tuple(limits.values())), options.time_limit, options.tolerance)
+            solution = solve(limited, options.time_limit, options.tolerance, bound)
         except InfeasibleError as error:
             if not limits:
                 raise
@@ -192,6 +194,7 @@ def _solve_within(
         moment = int(used.argmax())
         if used[moment] <= budget:
             return solution, float(used[moment])
+        bound = max(bound, solution.bound)
         kept = used[moment] - memory.limit(moment, budget).used(solution.choice)
         tightened = 0.98 * limits[moment].bound if moment in limits else budget
         limits[moment] = memory.limit(moment, min(tightened, budget - kept))

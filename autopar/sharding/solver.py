@@ -17,8 +17,10 @@ _ROUNDING = 1e-9
 """Relative difference of costs that may be rounding."""
 
 _ENOUGH = 1e-2
-"""Relative gap at which the search of a large problem (with more than `_SMALL` pairs of options) ends when sweeps no longer find
-better choices; small ones are solved exactly."""
+"""Relative gap that will do for a large problem, one of more than `_SMALL` pairs of options; small ones are solved exactly. Sweeps
+go on to half of it, and from there while they find choices that are better by a share of `_BETTER`."""
+
+_BETTER = 1e-3
 
 _SMALL = 50_000
 
@@ -33,26 +35,31 @@ _SWEEPS = 3
 """Sweeps there and back between reductions."""
 
 
-def solve(problem: ChoiceProblem, time_limit: float = 60.0, tolerance: float = 0.0) -> Solution:
+def solve(
+    problem: ChoiceProblem, time_limit: float = 60.0, tolerance: float = 0.0, bound: float = -math.inf
+) -> Solution:
     """The cheapest choice, or one that is proven to be within `tolerance` of it, relative.
+
+    Args:
+        bound: what every choice is known to cost at least, such as what one costs with fewer limits.
 
     Raises:
         InfeasibleError: every choice holds a forbidden option or pair, or exceeds a limit.
         TimeoutError: HiGHS found no choice within `time_limit` seconds.
     """
-    return _Search(problem, time_limit, tolerance).run()
+    return _Search(problem, time_limit, tolerance, bound).run()
 
 
 class _Search:
     """The best choice so far, and what is known to bound all others."""
 
-    def __init__(self, problem: ChoiceProblem, time_limit: float, tolerance: float) -> None:
+    def __init__(self, problem: ChoiceProblem, time_limit: float, tolerance: float, bound: float) -> None:
         self.problem, self.tolerance = problem, tolerance
         self.deadline = time.monotonic() + time_limit
         self.work = Reduction(problem)
         self.choice: tuple[int, ...] | None = None
         self.best = math.inf
-        self.bound = -math.inf
+        self.bound = bound
         self.prices = np.zeros(len(problem.limits))
         self.scale = np.array([max(abs(limit.bound), 1.0) for limit in problem.limits])
 
@@ -92,7 +99,7 @@ class _Search:
                 self.check_limits()
             self.reduce(dead_ends=self.work.size <= _SMALL and not moved(0.3))
             patience -= not moved(0.05)
-            if self.best == best and self.within(self.enough):
+            if self.best > (1 - _BETTER) * best and self.within(self.enough / 2):
                 break
 
     def reduce(self, dead_ends: bool) -> None:
@@ -103,14 +110,14 @@ class _Search:
         self.price(prices)
 
     def look(self, order: list[int]) -> np.ndarray:
-        """Sweep, and take the choice that this gives if it is a better one; what it uses of each limit above the bound."""
+        """Sweep, and take the choice that this leads to if it is a better one; what is used of each limit above its bound."""
         chosen = sweep(self.work, order, self.best + self.rounding())
         self.bound = max(self.bound, self.work.constant)
-        for choice in (settled(self.work, chosen), chosen):
-            over = used(self.work, choice) - self.work.bounds
-            if self.work.constant + excess(self.work, choice) - float(self.prices @ over) < self.best:
-                self.offer(choice)
-        return over
+        polished = settled(self.work, chosen)
+        priced = float(self.prices @ (used(self.work, polished) - self.work.bounds))
+        if self.work.constant + excess(self.work, polished) - priced < self.best:
+            self.offer(polished)
+        return used(self.work, chosen) - self.work.bounds
 
     def set_prices(self, over: np.ndarray) -> None:
         """Move prices along what was used above bounds, which is a subgradient of the bound (Polyak 1969)."""
