@@ -110,7 +110,7 @@ class Memory:
 
 def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list[Lifetime]:
     reused = {step.jaxpr.outvars[o] for o in step.carried if isinstance(step.jaxpr.outvars[o], Var)}
-    alive = lifetimes(step)
+    alive = dict(lifetimes(step))
     shown_by = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if is_view(eqn)}
     lives: list[tuple[Var, int, int]] = []
     for number, eqn in step.microbatching.marks if step.microbatching else ():
