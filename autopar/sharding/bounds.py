@@ -95,7 +95,7 @@ def settled(work: Reduction, choice: dict[int, int]) -> dict[int, int]:
         for j, pairs in work.edges[i].items():
             answer += pairs[:, choice[j]]
         k = int(answer.argmin())
-        if answer[k] < answer[choice[i]] - 1e-12 * work.constant:  # more than rounding, which would go round and round
+        if answer[k] < (1 - 1e-9) * answer[choice[i]]:  # by more than rounding, which could go on forever
             choice[i] = k
             waiting.update(dict.fromkeys(work.edges[i]))
     return choice

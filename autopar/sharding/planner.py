@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal as OneOf
 
+import numpy as np
 from jax.extend.core import Literal, Var
 
 from autopar.graph import Atom, aval_of
@@ -177,25 +178,33 @@ def _solve_within(
 ) -> tuple[Solution, float]:
     """The cheapest choice whose peak memory is within `budget`, and that peak.
 
-    Limits are added where a solution breaks them, moment by moment: few moments ever matter. What copies kept from another
+    Limits are added where a solution breaks them, moment by moment: few moments ever matter, and none if among the cheapest
+    choices there is one that fits. What copies kept from another
     moment took is no part of a limit; it is taken off its bound.
     """
     limits: dict[int, Limit] = {}
     bound = -math.inf
+
+    def used(choice: Sequence[int]) -> np.ndarray:
+        return memory.of_values(choice) + memory.of_copies(choice)
+
+    def allowed(choice: Sequence[int]) -> bool:
+        return math.isinf(budget) or bool(used(choice).max() <= budget)
+
     while True:
         limited = replace(problem, limits=tuple(limits.values()))
         try:
-            solution = solve(limited, options.time_limit, options.tolerance, bound)
+            solution = solve(limited, options.time_limit, options.tolerance, bound, allowed)
         except InfeasibleError as error:
             if not limits:
                 raise
             raise MemoryBudgetError(budget, memory.least(), memory.step.name) from error
-        used = memory.of_values(solution.choice) + memory.of_copies(solution.choice)
-        moment = int(used.argmax())
-        if used[moment] <= budget:
-            return solution, float(used[moment])
+        peaks = used(solution.choice)
+        moment = int(peaks.argmax())
+        if peaks[moment] <= budget:
+            return solution, float(peaks[moment])
         bound = max(bound, solution.bound)
-        kept = used[moment] - memory.limit(moment, budget).used(solution.choice)
+        kept = peaks[moment] - memory.limit(moment, budget).used(solution.choice)
         tightened = 0.98 * limits[moment].bound if moment in limits else budget
         limits[moment] = memory.limit(moment, min(tightened, budget - kept))
 

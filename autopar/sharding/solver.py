@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -35,31 +36,43 @@ _SWEEPS = 3
 """Sweeps there and back between reductions."""
 
 
+type Allowed = Callable[[Sequence[int]], bool]
+
+
 def solve(
-    problem: ChoiceProblem, time_limit: float = 60.0, tolerance: float = 0.0, bound: float = -math.inf
+    problem: ChoiceProblem,
+    time_limit: float = 60.0,
+    tolerance: float = 0.0,
+    bound: float = -math.inf,
+    allowed: Allowed = lambda choice: True,
 ) -> Solution:
     """The cheapest choice, or one that is proven to be within `tolerance` of it, relative.
 
     Args:
         bound: what every choice is known to cost at least, such as what one costs with fewer limits.
+        allowed: what else is asked of a choice. If there is none that is allowed and near enough to the cheapest, the cheapest that
+            was found is the answer, for the caller to see what limit it breaks.
 
     Raises:
         InfeasibleError: every choice holds a forbidden option or pair, or exceeds a limit.
         TimeoutError: HiGHS found no choice within `time_limit` seconds.
     """
-    return _Search(problem, time_limit, tolerance, bound).run()
+    return _Search(problem, time_limit, tolerance, bound, allowed).run()
 
 
 class _Search:
     """The best choice so far, and what is known to bound all others."""
 
-    def __init__(self, problem: ChoiceProblem, time_limit: float, tolerance: float, bound: float) -> None:
+    def __init__(
+        self, problem: ChoiceProblem, time_limit: float, tolerance: float, bound: float, allowed: Allowed
+    ) -> None:
         self.problem, self.tolerance = problem, tolerance
         self.deadline = time.monotonic() + time_limit
         self.work = Reduction(problem)
         self.choice: tuple[int, ...] | None = None
         self.best = math.inf
-        self.bound = bound
+        self.bound, self.allowed = bound, allowed
+        self.refused: tuple[float, tuple[int, ...]] = math.inf, ()
         self.prices = np.zeros(len(problem.limits))
         self.scale = np.array([max(abs(limit.bound), 1.0) for limit in problem.limits])
 
@@ -70,11 +83,15 @@ class _Search:
         self.tighten()
         self.price(-self.prices)
         core = 0 if self.closed() else len(self.work.costs)
-        if core and not self.within(self.enough):
-            self.finish()
-        elif not self.work.costs:
+        if not core and not self.closed():
             self.offer({})
-            self.bound = self.best  # whatever was dropped is no better
+        if self.refused[0] >= self.best:
+            if core and not self.within(self.enough):
+                self.finish()
+            elif not self.work.costs:
+                self.bound = self.best  # whatever was dropped is no better
+        if self.refused[0] < self.best and not self.within(self.enough):
+            self.best, self.choice = self.refused
         if self.choice is None:
             raise InfeasibleError("no choice of shardings satisfies every requirement")
         gap = max(0.0, self.best - self.bound) / max(abs(self.best), 1e-30)
@@ -132,8 +149,12 @@ class _Search:
         """Take a choice of the core if it is allowed and better than the best so far."""
         choice = self.work.complete(core)
         cost = self.problem.cost(choice)
-        if cost < self.best and self.problem.fits(choice):
+        if cost >= self.best or not self.problem.fits(choice):
+            return
+        if self.allowed(choice):
             self.best, self.choice = cost, choice
+        elif cost < self.refused[0]:
+            self.refused = cost, choice
 
     def closed(self) -> bool:
         return self.within(0.0)
