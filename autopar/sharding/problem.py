@@ -80,4 +80,6 @@ class Solution:
     @property
     def bound(self) -> float:
         """What every choice is proven to cost at least."""
-        return -inf if self.gap is None else self.objective - self.gap * abs(self.objective)
+        if self.gap is None or self.gap == inf:
+            return -inf
+        return self.objective - self.gap * abs(self.objective)

@@ -83,13 +83,11 @@ class _Search:
         self.tighten()
         self.price(-self.prices)
         core = 0 if self.closed() else len(self.work.costs)
-        if not core and not self.closed():
+        if not self.work.costs:
             self.offer({})
-        if self.refused[0] >= self.best:
-            if core and not self.within(self.enough):
-                self.finish()
-            elif not self.work.costs:
-                self.bound = self.best  # whatever was dropped is no better
+            self.bound = min(self.best, self.refused[0])  # whatever was dropped is no better
+        elif core and not self.within(self.enough) and self.refused[0] >= self.best:
+            self.finish()
         if self.refused[0] < self.best and not self.within(self.enough):
             self.best, self.choice = self.refused
         if self.choice is None:
