@@ -11,7 +11,7 @@ import numpy as np
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
-from autopar.devices import cluster_of, device_mesh, logical_mesh, submeshes
+from autopar.devices import Device, cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.follow import follow_pipeline, follow_plan
 from autopar.lower import compile_program
 from autopar.methods import (
@@ -23,7 +23,7 @@ from autopar.methods import (
     PlanningMethod,
     ShardParallel,
 )
-from autopar.pipeline.lowering import compile_pipeline
+from autopar.pipeline.compiling import compile_pipeline
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.planning import make_pipeline_plan
 from autopar.plan import PipelineSchedule, Plan
@@ -175,7 +175,8 @@ class ParallelizedFunction:
             case PipeshardParallel() as method:
                 mesh = device_mesh(method.devices)
                 cluster = _cluster_for(method, mesh)
-                step, plan = _plan_pipeline(fun, args, batch, method, cluster.first_devices(mesh.size))
+                cluster, present = cluster.first_devices(mesh.size), list(mesh.devices.flat)
+                step, plan = _plan_pipeline(fun, args, batch, method, cluster, present)
                 return _pipeline(PlannedPipeline(step, plan), submeshes(mesh, plan.stages), args, donated, start)
             case FollowParallel() as method:
                 return _follow(fun, args, batch, method, start)
@@ -260,7 +261,12 @@ def _make_plan(step: StepGraph, mesh: LogicalMesh, cluster: Cluster, method: Pla
 
 
 def _plan_pipeline(
-    fun: Callable[..., Any], args: Sequence[Any], batch: Sequence[int], method: PipeshardParallel, cluster: Cluster
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    batch: Sequence[int],
+    method: PipeshardParallel,
+    cluster: Cluster,
+    devices: Sequence[Device] | None = None,
 ) -> tuple[StepGraph, Plan]:
     forward = method.pipeline_schedule == "inference"
     step = trace(fun, args, batch, method.num_micro_batches, method.layer_option, marked=True, forward=forward)
@@ -272,6 +278,7 @@ def _plan_pipeline(
         PipelineSchedule(name=method.pipeline_schedule, num_chunks=method.num_chunks, layer_option=method.layer_option),
         type(method).__name__,
         memory_budget=method.memory_budget,
+        devices=devices,
     )
     return step, plan
 

@@ -116,6 +116,18 @@ def cluster_of(mesh: Mesh) -> Cluster:
     return _sized("dgx_a100_80", count)
 
 
+def is_here(cluster: Cluster, devices: Sequence[Device]) -> bool:
+    """Whether the devices may be those of `cluster`: a GPU of unknown name may be any GPU."""
+    if (devices[0].platform == "cpu") != (cluster.device.kind == "cpu"):
+        return False
+
+    def kind(name: str) -> str | None:
+        return next((kind for kind in _CLUSTER_OF_KIND if kind in name), None)
+
+    here, wanted = kind(devices[0].device_kind), kind(cluster.device.name)
+    return here == wanted or None in (here, wanted)
+
+
 def _sized(name: str, count: int) -> Cluster:
     """A shipped cluster, grown to whole hosts until it holds `count` devices."""
     cluster = Cluster.load(name)

@@ -137,7 +137,9 @@ def trace(
         if marked or count > 1:
             single = any(avals[i].shape[0] == count for i in batch)
             sizes = [sized(scale * 2 if single else scale, True)[0] for scale in (part, whole)]
-            microbatching = split(jaxpr, (sizes[0], sizes[1]), batch, count, tuple(map(_text, out_keys)), forward)
+            jaxpr, microbatching = split(
+                jaxpr, (sizes[0], sizes[1]), batch, count, tuple(map(_text, out_keys)), forward
+            )
         return StepGraph(
             jaxpr=jaxpr,
             in_paths=tuple(map(_text, in_keys)),

@@ -1,9 +1,12 @@
-"""Timing."""
+"""Timing, and what is timed when nothing else is at hand."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 
 def benchmark_func(
@@ -38,3 +41,14 @@ def _seconds(run_func: Callable[[], object], sync: Callable[[], object], number:
         run_func()
     sync()
     return time.perf_counter() - start
+
+
+def zeros(avals: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]) -> list[jax.Array]:
+    """Zeros of these shapes and dtypes, made where they go; random keys are all the same key."""
+
+    def make(aval: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+            return jnp.broadcast_to(jax.random.key(0), aval.shape)
+        return jnp.zeros(aval.shape, aval.dtype)
+
+    return jax.jit(lambda: [make(aval) for aval in avals], out_shardings=list(shardings))() if avals else []

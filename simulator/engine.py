@@ -19,7 +19,8 @@ from simulator.work import Body, Collective, Done, Groups, Kernel, Loop, Start
 def simulate(program: Program, cluster: Cluster, costs: CostModel | None = None) -> Timeline:
     """The timeline of one step of `program` on `cluster`, by default at the costs that `cluster` implies.
 
-    A send moves `num_bytes` from each device of its mesh to its partner in the other mesh.
+    A send moves `num_bytes` in equal parts from each device of its mesh to its partner in the other mesh. Gathers of what arrives are
+    communication of the mesh that receives, which waits for them.
 
     Raises:
         DeadlockError: the meshes wait for one another.
@@ -41,10 +42,12 @@ def simulate(program: Program, cluster: Cluster, costs: CostModel | None = None)
                 clock.play(_body(program, instruction))
             case Send(value, to, num_bytes):
                 pairs = _partners(program.meshes[mesh], program.meshes[to])
-                seconds = costs.collective("permute", num_bytes, pairs)
+                seconds = costs.collective("permute", num_bytes / len(pairs), pairs)
                 arrivals[value, mesh, to] = clock.communicate(str(instruction), seconds, "send")
-            case Recv(value, source):
+            case Recv(value, source, gather):
                 clock.wait_until(arrivals.pop((value, source, mesh)), str(instruction), "bubble")
+                if gather is not None:
+                    clock.play((Start(gather), Done(gather.name)))
             case Free():
                 pass
             case _:

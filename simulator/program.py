@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, assert_never, get_args
 
 from simulator.memory import MemoryUse
-from simulator.work import Body
+from simulator.work import Body, Collective
 
 Phase = Literal["F", "B", "I", "W", "U", "S"]
 """Forward, backward (or its input- and weight-gradient halves), update; S is a whole step that is not cut into phases."""
@@ -34,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Start sending `value` to mesh `to`, printed `send x>1`."""
+    """Start sending `value` to mesh `to`, printed `send x>1`; `num_bytes` is what all devices of the mesh send together."""
 
     value: str
     to: int
@@ -46,10 +46,11 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Wait for `value` from mesh `source`, printed `recv x<0`."""
+    """Wait for `value` from mesh `source`, printed `recv x<0`; devices that got parts of it `gather` the rest from one another."""
 
     value: str
     source: int
+    gather: Collective | None = None
 
     def __str__(self) -> str:
         return f"recv {self.value}<{self.source}"
@@ -69,7 +70,7 @@ Instruction = Run | Send | Recv | Free
 
 
 def parse_instruction(text: str) -> Instruction:
-    """The instruction that prints as `text` (`num_bytes` of a send is not printed and comes back as 0)."""
+    """The instruction that prints as `text` (`num_bytes` of a send and the gather of a receive are not printed and don't come back)."""
     phases = "".join(get_args(Phase))
     if found := re.fullmatch(rf"(\d+)([{phases}])(\d+)", text):
         return Run(int(found[1]), found[2], int(found[3]))  # pyright: ignore[reportArgumentType]
@@ -130,7 +131,7 @@ def walk(program: Program) -> Iterator[tuple[int, Instruction]]:
                 match instruction:
                     case Send(value, to):
                         in_flight.add((value, mesh, to))
-                    case Recv(value, source):
+                    case Recv(value, source, _):
                         if (value, source, mesh) not in in_flight:
                             break
                         in_flight.remove((value, source, mesh))

@@ -1,9 +1,8 @@
 """The tasks of a pipeline as jitted functions, each on the mesh of its stage."""
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,18 +15,11 @@ from autopar import graph
 from autopar.accumulate import gathered
 from autopar.evaluate import evaluate
 from autopar.pipeline.cut import Task
-from autopar.pipeline.memory import MeshMemory
-from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.stage_graph import StageGraph, numbers_of
+from autopar.pipeline.stage_values import StageValues
 from autopar.plan import Stage
 from autopar.sharding.manual import on_devices
-from autopar.sharding.spec import Spec, partition_spec, replicated
-from autopar.target import compile_for, target_mesh
-from simulator.cluster import Cluster
-from simulator.hlo import parse_hlo
-from simulator.memory import MemoryUse
-from simulator.program import Program, Run
-from simulator.work import Body
+from autopar.sharding.spec import Spec, partition_spec
 
 type Place = Callable[[Spec], NamedSharding | PartitionSpec | None]
 
@@ -54,39 +46,37 @@ class TaskFunction:
 
 
 class StageLowering:
-    """What a stage's plan means for its values and tasks on a mesh.
+    """What a stage's plan means for its tasks on a mesh.
 
-    Along deferred axes (`autopar.sharding.deferral`) each device computes with its own examples, plain arrays to it. What it adds
-    up, and what it hands on that depends on its examples without having a row for each, gets a leading dim: an entry per device.
-    To such a device a batch is as small as its part, and so the gradient of a mean over examples is larger: what comes from stages
-    that see parts of another size is scaled.
+    To a device that computes apart (`StageValues`) a batch is as small as its part, and so the gradient of a mean over examples is
+    larger: what comes from stages that see parts of another size is scaled.
     """
 
     def __init__(
-        self, found: StageGraph, stages: Sequence[Stage], mesh: Mesh, donated: frozenset[int] = frozenset()
+        self,
+        found: StageGraph,
+        stages: Sequence[Stage],
+        mesh: Mesh,
+        donated: frozenset[int] = frozenset(),
+        last_reads: Mapping[Task, frozenset[Var]] | None = None,
     ) -> None:
+        """Lower the stage for `mesh`.
+
+        Args:
+            stages: the plans of all stages.
+            donated: numbers of the step's inputs whose memory it may reuse.
+            last_reads: for each task, the values whose memory it may reuse because nobody reads them after it.
+        """
         stage = stages[found.stage]
         self.cut, self.graph, self.stage, self.mesh = found.cut, found, stage, mesh
+        self.values = StageValues(found, stage)
         self.donated = {self.cut.step.jaxpr.invars[i] for i in donated if self.cut.input_stages[i][0] == found.stage}
-        self.ways = stage.mesh.ways(stage.deferred)
-        self._local = found.parts(self.ways) if stage.deferred else found
+        self.last_reads = last_reads or {}
+        self._local = found.parts(self.values.ways) if stage.deferred else found
         self._scales = self._scales_of([each.mesh.ways(each.deferred) for each in stages])
-        jaxpr = found.step.jaxpr
-        self.specs: dict[Var, Spec] = {var: value.spec for var, value in zip(jaxpr.invars, stage.inputs, strict=True)}
         self._wanted: dict[tuple[int, str], dict[int, Spec]] = defaultdict(dict)
         for constraint in stage.constraints:
             self._wanted[constraint.eqn, constraint.side][constraint.index] = constraint.spec
-            if constraint.side == "out":
-                self.specs.setdefault(jaxpr.eqns[constraint.eqn].outvars[constraint.index], constraint.spec)
-        for atom, value in zip(jaxpr.outvars, stage.outputs, strict=True):
-            if isinstance(atom, Var) and atom not in jaxpr.invars:
-                self.specs[atom] = value.spec
-        totals = [each for task in found.tasks for each in self.cut.totals.get(task, ())]
-        self._sums = {each.sum for each in totals}
-        for each in totals:
-            spec = self.specs.get(each.total, replicated(graph.aval_of(each.total).ndim))
-            self.specs[each.sum] = tuple(tuple(a for a in axes if a not in stage.deferred) for axes in spec)
-        self._apart = self._sums | self.cut.facts.mixed if stage.deferred else set()
 
     def _scales_of(self, ways: Sequence[int]) -> dict[Var, float]:
         """The factor of what comes from stages that see larger or smaller parts of a microbatch."""
@@ -94,31 +84,22 @@ class StageLowering:
         made = numbers_of(self.cut.step)
         for var in self.graph.received:
             maker = self.cut.made_by.get(var)
-            if maker is None or maker.phase == "U" or var not in self.cut.facts.rows or ways[maker.stage] == self.ways:
+            if (
+                maker is None
+                or maker.phase == "U"
+                or var not in self.cut.facts.rows
+                or ways[maker.stage] == self.values.ways
+            ):
                 continue
-            micro = self.cut.step.cut(max(self.ways, ways[maker.stage])).microbatching
+            micro = self.cut.step.cut(max(self.values.ways, ways[maker.stage])).microbatching
             assert micro is not None
             if power := micro.powers[made[var]]:
-                found[var] = (self.ways / ways[maker.stage]) ** -power
+                found[var] = (self.values.ways / ways[maker.stage]) ** -power
         return found
-
-    @property
-    def number(self) -> int:
-        return self.graph.stage
-
-    def shape(self, var: Var) -> tuple[int, ...]:
-        """Shape of a value as tasks get and give it."""
-        shape = graph.aval_of(var).shape
-        return (self.ways, *shape) if var in self._apart else shape
-
-    def spec(self, var: Var) -> Spec:
-        """Spec of a value as tasks get and give it."""
-        spec = self.specs.get(var, replicated(graph.aval_of(var).ndim))
-        return (self.stage.deferred, *spec) if var in self._apart else spec
 
     def sharding(self, var: Var) -> NamedSharding:
         """Where a value is when a task gets or gives it."""
-        return NamedSharding(self.mesh, partition_spec(self.spec(var)))
+        return NamedSharding(self.mesh, partition_spec(self.values.spec(var)))
 
     def functions(self) -> list[TaskFunction]:
         """All tasks of the stage."""
@@ -136,14 +117,15 @@ class StageLowering:
         operands = (*reads, *sums)
         in_shardings = tuple(map(self.sharding, operands))
         avals = tuple(
-            jax.ShapeDtypeStruct(self.shape(v), graph.aval_of(v).dtype, weak_type=graph.aval_of(v).weak_type)
+            jax.ShapeDtypeStruct(self.values.shape(v), graph.aval_of(v).dtype, weak_type=graph.aval_of(v).weak_type)
             for v in operands
         )
         jitted = jax.jit(
             run,
             in_shardings=in_shardings,
             out_shardings=[*map(self.sharding, (*results, *sums))],
-            donate_argnums=(*self._used_up(task), *range(len(reads), len(operands))),
+            donate_argnums=(*self._used_up(task, sums), *range(len(reads), len(operands))),
+            keep_unused=True,  # what runs is told by the program's text, so that must show every operand
         )
         return TaskFunction(task, reads, results, sums, jitted, avals, in_shardings)
 
@@ -182,17 +164,19 @@ class StageLowering:
         operands, results = (*self.cut.reads[task], *sums), (*self.cut.results[task], *sums)
 
         def along(var: Var) -> Spec:
-            return tuple(tuple(axis for axis in axes if axis in deferred) for axes in self.spec(var))
+            return tuple(tuple(axis for axis in axes if axis in deferred) for axes in self.values.spec(var))
 
         def local(*shards: Any) -> list[Any]:
             given = []
             for var, shard in zip(operands, shards, strict=True):
-                if var in self._apart:
+                if var in self.values.apart:
                     given.append(shard[0])
                 else:  # a parameter may be in parts; examples stay where they are
                     given.append(shard if var in self.cut.facts.rows else gathered(shard, along(var)))
             made = self._run(self._local, self._placed_apart, task, *given)
-            return [value[None] if var in self._apart else value for var, value in zip(results, made, strict=True)]
+            return [
+                value[None] if var in self.values.apart else value for var, value in zip(results, made, strict=True)
+            ]
 
         ones = (axis for axis, size in self.mesh.shape.items() if size == 1)
         return jax.shard_map(
@@ -227,42 +211,36 @@ class StageLowering:
         free = [axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in self.stage.deferred]
         return partition_spec(tuple(tuple(a for a in axes if a in free) for axes in spec)) if free else None
 
-    def _used_up(self, task: Task) -> list[int]:
-        """The operands, of an update, that nothing reads after it and whose next values it makes."""
+    def _used_up(self, task: Task, sums: Sequence[Var]) -> list[int]:
+        """The operands, sums aside, whose memory a result takes: nothing reads them later, and a result is like them.
+
+        A state that is updated comes first, then what nobody reads any more.
+        """
+        reads, results = self.cut.reads[task], self.cut.results[task]
+
+        def kind(var: Var) -> tuple[tuple[int, ...], Any]:
+            return self.values.shape(var), graph.aval_of(var).dtype
+
+        specs: dict[Any, set[Spec]] = defaultdict(set)
+        for var in (*results, *sums):
+            specs[kind(var)].add(self.values.spec(var))
+        left = Counter(map(kind, results))
+        updated = self._updated(task)
+        last = self.last_reads.get(task, ())
+        found = []
+        for k in sorted(range(len(reads)), key=lambda k: reads[k] not in updated):
+            var = reads[k]
+            # The compiler pairs operands with results by their shape alone.
+            if (var in updated or var in last) and left[kind(var)] and specs[kind(var)] == {self.values.spec(var)}:
+                left[kind(var)] -= 1
+                found.append(k)
+        return found
+
+    def _updated(self, task: Task) -> set[Var]:
+        """The donated inputs that an update reads last, and whose next values it makes."""
         step = self.cut.step
         later = [t for t in self.graph.tasks if t.phase == "U" and t.round > task.round]
         after = {var for other in later for var in self.cut.reads[other]}
         next_of = {step.jaxpr.invars[i]: step.jaxpr.outvars[o] for o, i in step.carried.items()}
-        return [
-            k
-            for k, var in enumerate(self.cut.reads[task])
-            if task.phase == "U"
-            and var in self.donated
-            and var not in after
-            and next_of.get(var) in self.cut.results[task]
-        ]
-
-
-def compile_pipeline(planned: PlannedPipeline, cluster: Cluster, donated: frozenset[int]) -> tuple[Program, float]:
-    """The program with bodies and memory as XLA compiles its tasks for `cluster`, and the seconds that took.
-
-    Tasks that are the same program, as those of identical layers are, are compiled once.
-    """
-    start = time.perf_counter()
-    compiled: dict[tuple[str, tuple[int, ...]], tuple[Body, MemoryUse]] = {}
-    bodies: dict[str, Body] = {}
-    memory = MeshMemory(planned)
-    for found, stage in zip(planned.graphs, planned.plan.stages, strict=True):
-        mesh = target_mesh(cluster, stage.mesh_shape, stage.axis_names)
-        lowered = StageLowering(found, planned.plan.stages, mesh, donated)
-        memory.add_stage(lowered)
-        for function in lowered.functions():
-            key = function.jitted.lower(*function.in_avals).as_text(), stage.mesh_shape
-            if key not in compiled:
-                target = compile_for(function.jitted, function.in_avals, cluster)
-                compiled[key] = parse_hlo(target.hlo_text), target.memory
-            body, used = compiled[key]
-            bodies[Run(function.task.stage, function.task.phase, function.task.round).task] = body
-            memory.add_task(function.task, used)
-    program = planned.program
-    return replace(program, bodies=bodies, memory=memory.peaks(program)), time.perf_counter() - start
+        made = set(self.cut.results[task]) if task.phase == "U" else set()
+        return {var for var in self.cut.reads[task] if var in self.donated - after and next_of.get(var) in made}

@@ -1,26 +1,12 @@
 """Bytes on one device of each mesh of a pipeline, instruction by instruction."""
 
-from typing import Protocol
-
 from jax.extend.core import Var
-from jax.sharding import NamedSharding
 
-from autopar.graph import aval_of
 from autopar.pipeline.cut import Task
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.program import task_of
-from autopar.work import array_bytes
 from simulator.memory import MemoryUse
 from simulator.program import Free, Program, Recv, Run, Send
-
-
-class Placed(Protocol):
-    """A stage whose values have a place: a `StageLowering`."""
-
-    @property
-    def number(self) -> int: ...
-    def sharding(self, var: Var) -> NamedSharding: ...
-    def shape(self, var: Var) -> tuple[int, ...]: ...
 
 
 class MeshMemory:
@@ -28,11 +14,7 @@ class MeshMemory:
 
     def __init__(self, planned: PlannedPipeline) -> None:
         self.planned = planned
-        self._stages: dict[int, Placed] = {}
         self._tasks: dict[Task, MemoryUse] = {}
-
-    def add_stage(self, stage: Placed) -> None:
-        self._stages[stage.number] = stage
 
     def add_task(self, task: Task, used: MemoryUse) -> None:
         self._tasks[task] = used
@@ -61,8 +43,10 @@ class MeshMemory:
                 case Run():
                     task = task_of(instruction)
                     made = {names.of(v, instruction.micro_batch): self._bytes(task.stage, v) for v in cut.results[task]}
-                    used = self._tasks.get(task)
-                    most = max(most, sum(held.values()) + sum(made.values()) + (used.temporaries if used else 0))
+                    used = self._tasks.get(task, MemoryUse())
+                    sums = sum(self._bytes(task.stage, each.sum) for each in cut.totals.get(task, ()))
+                    new = sum(made.values()) - max(0, used.aliased - sums)  # sums grow where they are
+                    most = max(most, sum(held.values()) + new + used.temporaries)
                     if task.phase != "U":  # what an update makes takes the place of what was there
                         held.update(made)
                 case Recv(value):
@@ -84,5 +68,4 @@ class MeshMemory:
         }
 
     def _bytes(self, stage: int, var: Var) -> int:
-        where = self._stages[stage]
-        return array_bytes(where.sharding(var).shard_shape(where.shape(var)), aval_of(var).dtype)
+        return self.planned.values[stage].device_bytes(var)

@@ -5,9 +5,11 @@ from functools import cached_property
 from autopar.layers import FollowLayerOption, layer_of
 from autopar.pipeline.cut import Cut
 from autopar.pipeline.cutting import cut_step
-from autopar.pipeline.program import Names, pipeline_program
+from autopar.pipeline.program import Crossing, Names, PipelineProgram, pipeline_program
+from autopar.pipeline.resharding import Resharding, reshard
 from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
+from autopar.pipeline.stage_values import StageValues
 from autopar.plan import PlanError
 from autopar.planned import PlannedStep
 from autopar.trace import StepGraph
@@ -40,12 +42,28 @@ class PlannedPipeline(PlannedStep):
 
     @cached_property
     def names(self) -> Names:
-        return Names(self.cut)
+        return Names.of_cut(self.cut)
 
     @cached_property
-    def program(self) -> Program:
+    def values(self) -> list[StageValues]:
+        """Where each stage has its values."""
+        return [StageValues(*each) for each in zip(self.graphs, self.plan.stages, strict=True)]
+
+    def transfer(self, crossing: Crossing) -> Resharding:
+        """How a value gets from one stage to another."""
+        source, to = self.values[crossing.source], self.values[crossing.to]
+        shape, spec = source.shape(crossing.var), source.spec(crossing.var)
+        return reshard(shape, (source.mesh, spec), (to.mesh, to.spec(crossing.var)))
+
+    @cached_property
+    def instructions(self) -> PipelineProgram:
+        """The program and what its sends carry."""
         meshes = tuple(stage.devices for stage in self.plan.stages[: self.schedule.pipeline.num_meshes])
-        return pipeline_program(self.cut, self.schedule, meshes)
+        return pipeline_program(self.cut, self.schedule, meshes, self.names, self.transfer)
+
+    @property
+    def program(self) -> Program:
+        return self.instructions.program
 
 
 def num_layers(step: StepGraph) -> int:

@@ -1,28 +1,27 @@
 """Planning a pipeline: which layers form a stage, which devices it gets, and how it is sharded over them."""
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 
-from autopar.devices import logical_mesh
+from autopar.devices import Device, logical_mesh
 from autopar.garbage import paused_gc
 from autopar.graph import aval_of
 from autopar.pipeline.cut import Cut
 from autopar.pipeline.cutting import cut_step
 from autopar.pipeline.layer_ranges import LayerRanges
 from autopar.pipeline.planned import num_layers
+from autopar.pipeline.profiling import StageProfiler
 from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule
-from autopar.pipeline.stage_construction import find_stages, stage_problem, transfer_seconds
-from autopar.pipeline.stage_costs import SolvedStage, StageSolver
+from autopar.pipeline.stage_construction import find_stages, transfer_seconds
+from autopar.pipeline.stage_costs import SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
-from autopar.pipeline.stage_options import Assignment, AutoStageOption, StageError, StageOption
+from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, StageError, StageOption
 from autopar.plan import PipelineSchedule, Plan, Stage, TimeSplit
 from autopar.planning import coverage_warnings, stage_of
 from autopar.sharding.options import ShardingOptions
-from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import MemoryBudgetError
-from autopar.sharding.problem import InfeasibleError
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
 from simulator.cluster import Cluster
@@ -30,6 +29,27 @@ from simulator.costs import ClusterCosts, CostModel
 
 TOLERANCE = 0.01
 """How far from the cheapest sharding a stage may be, relative: proving the rest takes most of the time."""
+
+
+class _Known:
+    """What stages cost, within the options that each is given."""
+
+    def __init__(self, ranges: LayerRanges, costs: CostModel, budget: float) -> None:
+        self._make = lambda options: StageCosts(ranges, costs, options, budget)
+        self._costs: dict[str, StageCosts] = {}
+        self._start = time.perf_counter()
+
+    def within(self, options: ShardingOptions) -> StageCosts:
+        options = replace(options, tolerance=max(options.tolerance, TOLERANCE))  # many stages are solved
+        return self._costs.setdefault(repr(options), self._make(options))
+
+    @property
+    def revisions(self) -> int:
+        return sum(costs.revisions for costs in self._costs.values())
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
 
 
 @paused_gc()
@@ -42,11 +62,15 @@ def make_pipeline_plan(
     method: str,
     memory_budget: float | None = None,
     costs: CostModel | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> Plan:
     """The cheapest plan for `step`, traced in layers and marked, on the devices of `cluster`.
 
+    Args:
+        devices: where stages are measured, if the option asks for it; all that are here by default.
+
     Raises:
-        StageError: the step has no layers, or they can't be put on the devices as asked.
+        StageError: the step has no layers, or they can't be put on the devices, or measured there, as asked.
         NoStagesError: no stages that were tried fit on the devices.
         MemoryBudgetError: a stage does not fit.
     """
@@ -57,28 +81,40 @@ def make_pipeline_plan(
             " autopar.automatic_layer_construction, or give the method a layer_option, and differentiate with autopar.grad"
         )
     budget = cluster.device.usable_bytes if memory_budget is None else memory_budget
-    limits = replace(options, tolerance=max(options.tolerance, TOLERANCE))  # many stages are solved
-    solver = StageSolver(costs or ClusterCosts(cluster), budget / schedule.num_chunks)
+    costs = costs or ClusterCosts(cluster)
     split_backward = schedule.name == "zero_bubble_h1"
-    if isinstance(stage_option, AutoStageOption):
-        if schedule.num_chunks > 1:
-            raise StageError(
-                f"{schedule.num_chunks} chunks: stages are found for one stage on each submesh; use a UniformStageOption"
-            )
-        ranges = LayerRanges(step, layers, split_backward)
-        problem = stage_problem(ranges, solver, cluster, stage_option, limits, schedule.name)
-        assigned = find_stages(problem, solver, stage_option, limits)
-    else:
-        assigned = stage_option.assign(layers, cluster.num_devices, limits, schedule.num_chunks)
-    pipeline = Pipeline(len(assigned) // schedule.num_chunks, step.num_micro_batches, schedule.num_chunks)
-    tasks = make_schedule(schedule.name, pipeline)
-    cut = cut_step(step, [s for s, each in enumerate(assigned) for _ in each.layers], split_backward)
-    graphs = stage_graphs(cut)
-    in_flight = _in_flight(tasks)
-    solved = [
-        _solve_stage(solver, graph, each, in_flight[graph.stage]) for graph, each in zip(graphs, assigned, strict=True)
-    ]
+    known = _Known(LayerRanges(step, layers, split_backward), costs, budget / schedule.num_chunks)
+    automatic = isinstance(stage_option, AutoStageOption)
+    if automatic and schedule.num_chunks > 1:
+        raise StageError(
+            f"{schedule.num_chunks} chunks: stages are found for one stage on each submesh; use a UniformStageOption"
+        )
+    measure = None
+    if isinstance(stage_option, AutoStageOption) and stage_option.profile:
+        measure = StageProfiler(cluster, devices, stage_option.cached_profile_result)
+    while True:
+        if isinstance(stage_option, AutoStageOption):
+            found = known.within(_limited(options, stage_option.submesh_logical_shape_space))
+            assigned = find_stages(found, cluster, stage_option, schedule.name, measure)
+        else:
+            assigned = stage_option.assign(layers, cluster.num_devices, options, schedule.num_chunks)
+        pipeline = Pipeline(len(assigned) // schedule.num_chunks, step.num_micro_batches, schedule.num_chunks)
+        tasks = make_schedule(schedule.name, pipeline)
+        cut = cut_step(step, [s for s, each in enumerate(assigned) for _ in each.layers], split_backward)
+        graphs, in_flight, before = stage_graphs(cut), _in_flight(tasks), known.revisions
+        try:
+            solved = [
+                known.within(each.options).cheapest(graph, each.layers, each.shapes, in_flight[graph.stage])
+                for graph, each in zip(graphs, assigned, strict=True)
+            ]
+        except MemoryBudgetError:
+            if not automatic or known.revisions == before:
+                raise
+        else:
+            if not automatic or known.revisions == before:
+                break
     stages = [_stage(*each) for each in zip(graphs, assigned, solved, strict=True)]
+    timed = [measure(*each) for each in zip(graphs, solved, strict=True)] if measure else solved
     slowest = max(solved, key=lambda each: each.seconds).shardings
     return Plan(
         step=step.name,
@@ -89,28 +125,17 @@ def make_pipeline_plan(
         num_micro_batches=step.num_micro_batches,
         stages=tuple(stages),
         pipeline=schedule,
-        predicted_seconds=_makespan(tasks, cut, solved, assigned, solver.costs),
+        predicted_seconds=_makespan(tasks, cut, timed, assigned, costs),
         predicted_split=TimeSplit(**slowest.split._asdict()),
         predicted_bytes=round(_peak_bytes(tasks, solved, in_flight)),
         gap=max((each.shardings.gap for each in solved if each.shardings.gap is not None), default=None),
-        planning_seconds=solver.solve_seconds,
+        planning_seconds=known.seconds,
         warnings=(*dict.fromkeys(w for each in solved for w in each.shardings.warnings), *coverage_warnings(step)),
     )
 
 
-def _solve_stage(solver: StageSolver, graph: StageGraph, assigned: Assignment, in_flight: int) -> SolvedStage:
-    """The cheapest of the logical mesh shapes that fit. Raises what hinders the one that comes closest."""
-    count = graph.step.num_micro_batches
-    found: list[SolvedStage] = []
-    errors: list[ValueError] = []
-    for shape in assigned.shapes:
-        try:
-            found.append(solver.cheapest(graph, shape, assigned.options, in_flight, check=True))
-        except (ShardingError, InfeasibleError) as error:
-            errors.append(error)
-    if not found:
-        raise min(errors, key=lambda error: error.least if isinstance(error, MemoryBudgetError) else inf)
-    return min(found, key=lambda each: (count * each.seconds + each.once_seconds, each.shape))
+def _limited(options: ShardingOptions, space: LogicalSpace) -> ShardingOptions:
+    return replace(options, batch_axis="x") if space == "data_parallel_only" else options
 
 
 def _stage(graph: StageGraph, assigned: Assignment, solved: SolvedStage) -> Stage:

@@ -9,10 +9,12 @@ destination mesh, whose links are usually faster: every byte crosses between the
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 
 from autopar.sharding.spec import LogicalMesh, Spec, axes_of, divides, local_shape
+from simulator.work import Groups
 
 type Tile = tuple[tuple[int, int], ...]
 """For each array dim the first index and the one after the last."""
@@ -37,18 +39,37 @@ class Resharding:
     """How a value gets from one mesh to another.
 
     Attributes:
+        shape: of the value.
         pieces: what is sent; together they fill each destination device's shard of `landing` exactly once.
+        source: the mesh and the spec that it has; mesh: the one where it goes.
         landing: the spec in which the value arrives.
         spec: the spec that it should have. If it is not `landing`, an all_gather inside the destination mesh follows.
     """
 
+    shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    source: tuple[LogicalMesh, Spec]
+    mesh: LogicalMesh
     landing: Spec
     spec: Spec
 
     @property
     def gathers(self) -> bool:
         return self.landing != self.spec
+
+    @property
+    def gather_groups(self) -> Groups:
+        """The destination devices that gather from one another."""
+        axes = [a for landed, wanted in zip(self.landing, self.spec, strict=True) for a in landed[len(wanted) :]]
+        return self.mesh.groups(axes)
+
+    def sent_bytes(self, item_bytes: int) -> int:
+        """Bytes that cross between the meshes, for elements of `item_bytes`."""
+        return sum(piece.size for piece in self.pieces) * item_bytes
+
+    def gathered_bytes(self, item_bytes: int) -> int:
+        """Bytes of one device's shard once it is complete."""
+        return prod(local_shape(self.shape, self.spec, self.mesh)) * item_bytes
 
     def traffic(self, item_bytes: int) -> dict[tuple[int, int], int]:
         """Bytes from each source device to each destination device, for elements of `item_bytes`."""
@@ -58,8 +79,9 @@ class Resharding:
         return dict(links)
 
 
+@lru_cache(maxsize=4096)
 def reshard(
-    shape: Sequence[int],
+    shape: tuple[int, ...],
     source: tuple[LogicalMesh, Spec],
     destination: tuple[LogicalMesh, Spec],
     gather: bool = True,
@@ -76,7 +98,7 @@ def reshard(
     for each_mesh, each_spec in (source, destination):
         if len(each_spec) != len(shape) or not divides(shape, each_spec, each_mesh):
             raise ValueError(
-                f"spec {each_spec} on a mesh of {each_mesh.sizes} does not divide shape {tuple(shape)} evenly; "
+                f"spec {each_spec} on a mesh of {each_mesh.sizes} does not divide shape {shape} evenly; "
                 "every dim must be a multiple of the devices that shard it"
             )
     landing = landing_spec(shape, mesh, spec) if gather else spec
@@ -92,7 +114,7 @@ def reshard(
             piece = Piece(sender, device, part)
             sent[sender] += piece.size
             pieces.append(piece)
-    return Resharding(tuple(pieces), landing, spec)
+    return Resharding(shape, tuple(pieces), source, mesh, landing, spec)
 
 
 def landing_spec(shape: Sequence[int], mesh: LogicalMesh, spec: Spec) -> Spec:

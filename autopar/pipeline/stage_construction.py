@@ -1,21 +1,22 @@
 """Automatic stage construction: the exact dynamic program over stages, with costs from the intra-operator solve of each."""
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from math import inf, isfinite
+from math import inf, isfinite, isinf
 
 from jax.extend.core import Var
 
 from autopar.graph import aval_of
+from autopar.pipeline.composition import ComposedStage
+from autopar.pipeline.layer_costs import Shape
 from autopar.pipeline.layer_ranges import LayerRanges
-from autopar.pipeline.stage_costs import Shape, SolvedStage, StageSolver
+from autopar.pipeline.stage_costs import SolvedStage, StageCosts
+from autopar.pipeline.stage_graph import StageGraph
 from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, PhysicalSpace, logical_shapes
 from autopar.pipeline.stage_search import construct_stages
-from autopar.pipeline.stages import InFlight, StageCost, StagePlan, StageProblem, in_flight_of
+from autopar.pipeline.stages import InFlight, StageCost, StageProblem, in_flight_of
 from autopar.pipeline.submeshes import HostPool, Submesh, SubmeshSizes, enumerate_submeshes, place
-from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.problem import InfeasibleError
 from autopar.work import array_bytes
@@ -24,9 +25,6 @@ from simulator.costs import CostModel
 
 _MOST_HOSTS = 4
 """Of a submesh in the space "small_power_of_two"."""
-
-_ROUGHLY = 0.5
-"""How far from the cheapest the shardings may be that bounds are made of: what was proven of the cheapest counts."""
 
 _SIZES: dict[PhysicalSpace, SubmeshSizes] = {
     "power_of_two": "powers_of_two",
@@ -63,18 +61,19 @@ def get_last_dp_result() -> FoundStages | None:
     return _last[-1] if _last else None
 
 
-type Measure = Callable[..., SolvedStage]
+type Measure = Callable[[StageGraph, SolvedStage], SolvedStage]
 """(graph, solved stage) -> the stage with measured seconds."""
 
 
 def find_stages(
-    problem: StageProblem, solver: StageSolver, option: AutoStageOption, options: ShardingOptions
+    costs: StageCosts, cluster: Cluster, option: AutoStageOption, schedule: str, measure: Measure | None = None
 ) -> list[Assignment]:
-    """The stages with the least predicted time of a step; `solver` is the one that `problem` asks.
+    """The stages with the least predicted, or measured, time of a step.
 
     Raises:
         NoStagesError: none fit.
     """
+    problem = stage_problem(costs, cluster, option, schedule, measure)
     found = construct_stages(problem)
     shapes = [(stage.submesh.hosts, stage.submesh.devices_per_host) for stage in found.stages]
     _last[:] = [
@@ -84,99 +83,57 @@ def find_stages(
             logical_mesh_shapes=tuple(stage.cost.logical_shape for stage in found.stages),
             seconds=found.seconds,
             num_costs=found.num_costs,
-            num_solves=solver.num_solves,
+            num_solves=costs.num_solves,
         )
     ]
-    return _assignments(found, problem.pools, option, options)
-
-
-def _assignments(
-    found: StagePlan, pools: Sequence[HostPool], option: AutoStageOption, options: ShardingOptions
-) -> list[Assignment]:
-    devices = place(pools, [stage.submesh for stage in found.stages])
-    limits = _limited(options, option.submesh_logical_shape_space)
+    devices = place(problem.pools, [stage.submesh for stage in found.stages])
     return [
-        Assignment(tuple(range(stage.start, stage.stop)), mine, (stage.cost.logical_shape,), limits)
+        Assignment(tuple(range(stage.start, stage.stop)), mine, (stage.cost.logical_shape,), costs.options)
         for stage, mine in zip(found.stages, devices, strict=True)
     ]
 
 
 def stage_problem(
-    ranges: LayerRanges,
-    solver: StageSolver,
-    cluster: Cluster,
-    option: AutoStageOption,
-    options: ShardingOptions,
-    schedule: str,
-    measure: Measure | None = None,
+    costs: StageCosts, cluster: Cluster, option: AutoStageOption, schedule: str, measure: Measure | None = None
 ) -> StageProblem:
     """The problem that `construct_stages` solves, for the layers of a step on a cluster."""
+    ranges = costs.ranges
     count = ranges.cut.step.num_micro_batches
     in_flight = in_flight_of(schedule, count)
-    limits = _limited(options, option.submesh_logical_shape_space)
-    pool = HostPool(cluster.hosts, cluster.devices_per_host, solver.budget)
+    pool = HostPool(cluster.hosts, cluster.devices_per_host, costs.room)
     submeshes = enumerate_submeshes([pool], _SIZES[option.submesh_physical_shape_space])
     if option.submesh_physical_shape_space == "small_power_of_two":
         submeshes = tuple(mesh for mesh in submeshes if mesh.hosts <= _MOST_HOSTS)
-    balanced = _balance(ranges, solver, cluster, option.stage_imbalance_tolerance)
+    balanced = _balance(costs, cluster, option.stage_imbalance_tolerance)
 
-    def shapes(mesh: Submesh) -> tuple[Shape, ...]:
-        return submesh_shapes(mesh, option.submesh_logical_shape_space)
+    def exact(start: int, stop: int, mesh: Submesh) -> list[StageCost]:
+        """The cheapest sharding for every number of microbatches in flight that halves the one before."""
+        found: list[ComposedStage] = []
+        in_flight_here = _most_in_flight(ranges.kinds, start, stop, in_flight) if balanced(start, stop, mesh) else 0
+        shapes = submesh_shapes(mesh, option.submesh_logical_shape_space)
+        while in_flight_here and not (found and found[-1].price == 0):
+            if composed := costs.composed(start, stop, shapes, in_flight_here):
+                found.append(composed)
+            in_flight_here //= 2
+        if measure:
+            return [cost for each in found for cost in _measured(costs, each, stop, measure)]
+        return [each.cost for each in found]
 
-    def costs(start: int, stop: int, mesh: Submesh) -> list[StageCost]:
-        if not balanced(start, stop, mesh):
-            return []
-        graph, most = ranges.graph(start, stop), _most_in_flight(ranges.kinds, start, stop, in_flight)
-        solved: list[SolvedStage] = []
-        for bound in sorted(lower_bound(start, stop, mesh), key=lambda bound: bound.seconds):
-            fit = [each for each in solved if each.bytes(most) <= solver.budget]
-            least = count * bound.seconds + bound.once_seconds
-            if not any(count * each.seconds + each.once_seconds <= least for each in fit):
-                solved += solver.variants(graph, bound.logical_shape, limits, most)
-        return [_cost(measure(graph, each) if measure else each) for each in solved]
-
-    roughly = replace(limits, tolerance=max(limits.tolerance, _ROUGHLY))
-
-    @cache
-    def single(kind: int, mesh: Submesh) -> dict[Shape, SolvedStage]:
-        """A layer alone on each shape; roughly on those that are proven to be dearer than another one."""
-        found: dict[Shape, SolvedStage] = {}
-        for shape in shapes(mesh):
-            with suppress(ShardingError, InfeasibleError):
-                found[shape] = solver.cheapest(ranges.layers[kind], shape, roughly)
-        least = min((count * each.seconds + each.once_seconds for each in found.values()), default=0.0)
-        for shape, each in found.items():
-            open_ = each.bound * (count * each.seconds + each.once_seconds) <= least
-            if open_ and (each.shardings.gap or 0.0) > limits.tolerance:
-                found[shape] = solver.cheapest(ranges.layers[kind], shape, limits)
-        return found
-
-    first_of = {kind: layer for layer, kind in reversed([*enumerate(ranges.kinds)])}
-    alike = [first_of[kind] for kind in ranges.kinds]
     state = [_state_bytes(ranges, layer) for layer in range(ranges.num_layers)]
     held = [_held_bytes(ranges, layer) for layer in range(ranges.num_layers)]
 
     def lower_bound(start: int, stop: int, mesh: Submesh) -> list[StageCost]:
-        """The layers apart, each as it is best; all that a stage keeps cut evenly."""
+        """What layers take at least, and all that a stage keeps cut evenly."""
         if not balanced(start, stop, mesh):
             return []
         kept: dict[Var, int] = {}
         for layer in range(start, stop):
             kept.update(state[layer])
-        bounds = []
-        for shape in shapes(mesh):
-            parts = [single(alike[layer], mesh).get(shape) for layer in range(start, stop)]
-            if all(parts):
-                bounds.append(
-                    StageCost(
-                        sum(part.seconds * part.bound for part in parts if part),
-                        sum(part.once_seconds * part.bound for part in parts if part),
-                        sum(kept.values()) / mesh.num_devices,
-                        held[start] / mesh.num_devices,
-                        shape,
-                    )
-                )
-        return bounds
+        seconds, of_step = costs.least(start, stop, submesh_shapes(mesh, option.submesh_logical_shape_space))
+        # what happens once per step is not told apart: whatever it is, all microbatches but the first take their share
+        once = max(0.0, (count - 1) * (of_step / count - seconds))
+        size = mesh.num_devices
+        return [StageCost(seconds, once, sum(kept.values()) / size, held[start] / size)]
 
     @cache
     def transfer(cut: int, source: Submesh, destination: Submesh) -> float:
@@ -185,14 +142,14 @@ def stage_problem(
         if start + destination.num_devices > cluster.num_devices:
             return inf
         devices = range(start, start + destination.num_devices)
-        return transfer_seconds(solver.costs, ranges.crossing_bytes[cut], range(source.num_devices), devices)
+        return transfer_seconds(costs.model, ranges.crossing_bytes[cut], range(source.num_devices), devices)
 
     return StageProblem(
         num_layers=ranges.num_layers,
         pools=(pool,),
         submeshes=submeshes,
         num_micro_batches=count,
-        costs=costs,
+        costs=exact,
         in_flight=in_flight,
         lower_bound=None if measure else lower_bound,
         layer_kinds=ranges.kinds,
@@ -226,12 +183,16 @@ def submesh_shapes(mesh: Submesh, space: LogicalSpace) -> tuple[Shape, ...]:
             return ((count,), *((count // n, n) for n in inner))
 
 
-def _limited(options: ShardingOptions, space: LogicalSpace) -> ShardingOptions:
-    return replace(options, batch_axis="x") if space == "data_parallel_only" else options
-
-
-def _cost(solved: SolvedStage) -> StageCost:
-    return StageCost(solved.seconds, solved.once_seconds, solved.fixed_bytes, solved.micro_batch_bytes, solved.shape)
+def _measured(costs: StageCosts, composed: ComposedStage, stop: int, measure: Measure) -> list[StageCost]:
+    """What a stage costs that was solved whole and measured; nothing if it does not run."""
+    graph, layers = costs.ranges.graph(composed.start, stop), range(composed.start, stop)
+    try:
+        solved = measure(graph, costs.cheapest(graph, layers, [composed.way.shape], 1))
+    except (ShardingError, InfeasibleError):
+        return []
+    if isinf(solved.fixed_bytes):
+        return []
+    return [replace(composed.cost, seconds=solved.seconds, once_seconds=solved.once_seconds)]
 
 
 def _most_in_flight(kinds: Sequence[Hashable], start: int, stop: int, in_flight: InFlight) -> int:
@@ -263,13 +224,11 @@ def _held_bytes(ranges: LayerRanges, layer: int) -> int:
     return sum(array_bytes(aval_of(v).shape, aval_of(v).dtype) for v in step.held if v in received)
 
 
-def _balance(
-    ranges: LayerRanges, solver: StageSolver, cluster: Cluster, tolerance: float
-) -> Callable[[int, int, Submesh], bool]:
+def _balance(costs: StageCosts, cluster: Cluster, tolerance: float) -> Callable[[int, int, Submesh], bool]:
     """Whether a stage's share of the work is near its share of the devices."""
     if not isfinite(tolerance):
         return lambda start, stop, mesh: True
-    work = [solver.cheapest(graph, (1,)).seconds for graph in ranges.layers]
+    work = [costs.least(layer, layer + 1, [(1,)])[0] for layer in range(costs.ranges.num_layers)]
 
     def balanced(start: int, stop: int, mesh: Submesh) -> bool:
         share = sum(work[start:stop]) / sum(work) / (mesh.num_devices / cluster.num_devices)

@@ -1,23 +1,32 @@
-"""What stages cost: the intra-operator solve of each, done once for all that are planned alike."""
+"""What stages cost: composed of what their layers cost, and solved whole for those that are taken."""
 
-from collections.abc import Hashable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from math import inf, prod
+
+from jax.extend.core import Var
 
 from autopar.devices import logical_mesh
+from autopar.graph import aval_of
 from autopar.microbatch import MicrobatchError
-from autopar.pipeline.layer_ranges import graph_key
+from autopar.pipeline.composition import ComposedStage, compose
+from autopar.pipeline.layer_costs import LayerCosts, LayerFront, Shape, Way, phase_seconds
+from autopar.pipeline.layer_ranges import LayerRanges, graph_key
 from autopar.pipeline.stage_graph import StageGraph
-from autopar.sharding.costs import MeshCosts
-from autopar.sharding.deferral import check_parts
-from autopar.sharding.options import AUTO, ShardingOptions
+from autopar.sharding.deferral import candidates, check_parts
+from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
-from autopar.sharding.planner import Shardings, plan_shardings
+from autopar.sharding.planner import MemoryBudgetError, Shardings, Start, plan_shardings
 from autopar.sharding.problem import InfeasibleError
+from autopar.sharding.spec import Spec
 from simulator.costs import CostModel
 from simulator.program import Phase
 
-type Shape = tuple[int, ...]
+_LEAST_ROOM = 0.8
+"""Share of the budget that compositions may fill at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +48,6 @@ class SolvedStage:
         return sum(seconds for phase, seconds in self.phases.items() if phase != "U")
 
     @property
-    def bound(self) -> float:
-        """The share of its cost that the cheapest sharding may have, as far as was proven."""
-        return 1.0 - (self.shardings.gap or 0.0)
-
-    @property
     def once_seconds(self) -> float:
         """What happens once per step."""
         return self.phases.get("U", 0.0)
@@ -60,111 +64,186 @@ class SolvedStage:
         return self.fixed_bytes + in_flight * self.micro_batch_bytes
 
 
-class StageSolver:
-    """Solves stages, and remembers what it solved.
+class StageCosts:
+    """The costs of runs of layers, within the memory of a device.
 
     Attributes:
-        num_solves: how many solves that took; solve_seconds: their time.
+        num_solves: how many solves of layers, and of whole stages, that took.
+        room: memory that compositions may fill, which are estimates.
+        revisions: how often a composition turned out not to run, or not to fit, so that others have to be looked for.
     """
 
-    def __init__(self, costs: CostModel, budget: float) -> None:
-        self.costs, self.budget = costs, budget
-        self.num_solves = 0
-        self.solve_seconds = 0.0
-        self._mesh_costs: dict[Hashable, MeshCosts] = {}
-        self._known: dict[Hashable, SolvedStage | ShardingError | InfeasibleError] = {}
+    def __init__(self, ranges: LayerRanges, model: CostModel, options: ShardingOptions, budget: float) -> None:
+        self.ranges, self.model, self.options, self.budget = ranges, model, options, budget
+        self.layers = LayerCosts(model, options)
+        self.room, self.revisions = budget, 0
+        self._refused: set[Way] = set()
+        self._composed: dict[Hashable, ComposedStage | None] = {}
+        self._solved: dict[Hashable, SolvedStage] = {}
+        self._ways: dict[Shape, tuple[Way, ...]] = {}
+        self._single_rows: dict[int, bool] = {}
+
+    @property
+    def num_solves(self) -> int:
+        return self.layers.num_solves + len(self._solved)
+
+    def ways(self, shape: Shape) -> tuple[Way, ...]:
+        """The ways to share the work on a mesh; pure data parallelism defers if it can, and is not compared with what doesn't."""
+        if shape not in self._ways:
+            step, mesh = self.ranges.cut.step, logical_mesh(shape)
+            deferred = candidates(step, mesh, self.options.data_parallel) if self.options.mode == "solve" else ()
+            found = [Way(shape, axes) for axes in deferred if self._has_rows(mesh.ways(axes))]
+            if not self.options.data_parallel or not all(
+                self._front(layer, way) for way in found for layer in self._all
+            ):
+                found.append(Way(shape, ()))
+            self._ways[shape] = tuple(found)
+        return self._ways[shape]
+
+    def _has_rows(self, parts: int) -> bool:
+        """Whether devices that see parts of a microbatch can run their own; a single example often is traced in another way."""
+        step = self.ranges.cut.step
+        if all(aval_of(step.jaxpr.invars[i]).shape[0] > parts for i in step.batch):
+            return True
+        if parts not in self._single_rows:
+            graph = self.ranges.layers[self.ranges.num_layers // 2]
+            self._single_rows[parts] = self._runs(graph, Way((parts,), (logical_mesh((parts,)).axis_names[0],)))
+        return self._single_rows[parts]
+
+    @property
+    def _all(self) -> range:
+        return range(self.ranges.num_layers)
+
+    def _front(self, layer: int, way: Way) -> LayerFront | None:
+        return self.layers.front(self.ranges.layers[layer], way)
+
+    def least(self, start: int, stop: int, shapes: Sequence[Shape]) -> tuple[float, float]:
+        """Seconds of a microbatch, and of a step, that layers on any of the shapes take at least.
+
+        The first is the work of one device, evenly shared. For the second, the layers that there are most of are solved roughly.
+        """
+        num_devices = prod(shapes[0])
+        work = {layer: self._single(layer) for layer in range(start, stop)}
+        common = [layer for layer in work if graph_key(self.ranges.layers[layer]) == self._most_common]
+        rest = sum(each.cheapest.priced.bound for layer, each in work.items() if layer not in common) / num_devices
+        seconds = sum(each.cheapest.seconds for each in work.values()) / num_devices
+        if not common:
+            return seconds, rest
+        fronts = (self._front(common[0], way) for shape in shapes for way in self.ways(shape))
+        return seconds, rest + len(common) * min((front.bound for front in fronts if front), default=inf)
+
+    @cached_property
+    def _most_common(self) -> Hashable:
+        return Counter(map(graph_key, self.ranges.layers)).most_common(1)[0][0]
+
+    def _single(self, layer: int) -> LayerFront:
+        """A layer on one device, which every layer can run on."""
+        front = self._front(layer, Way((1,), ()))
+        assert front is not None
+        return front
+
+    def composed(self, start: int, stop: int, shapes: Sequence[Shape], in_flight: int) -> ComposedStage | None:
+        """The cheapest composition that fits with so many microbatches in flight; None if there is none."""
+        best: ComposedStage | None = None
+        ways = [way for shape in shapes for way in self.ways(shape) if way not in self._refused]
+        work = sum(self._single(layer).bound for layer in range(start, stop))
+        heap = [(work / prod(way.shape), False, n, way) for n, way in enumerate(ways)]
+        heapify(heap)
+        while heap:
+            bound, seen, n, way = heappop(heap)
+            if best is not None and best.step_seconds <= bound:
+                break
+            if not seen:
+                fronts = [self._front(layer, way) for layer in range(start, stop)]
+                if all(fronts):
+                    heappush(heap, (sum(front.bound for front in fronts if front), True, n, way))
+                continue
+            found = self._compose(start, stop, way, in_flight)
+            if found is not None and (best is None or found.step_seconds < best.step_seconds):
+                best = found
+        return best
+
+    def _compose(self, start: int, stop: int, way: Way, in_flight: int) -> ComposedStage | None:
+        fronts = [self._front(layer, way) for layer in range(start, stop)]
+        key = tuple(map(id, fronts)), in_flight
+        if key not in self._composed:
+            found = [front for front in fronts if front is not None]
+            complete = len(found) == len(fronts)
+            self._composed[key] = compose(way, start, found, in_flight, self.room) if complete else None
+        known = self._composed[key]
+        return known and (known if known.start == start else replace(known, start=start))
 
     def cheapest(
-        self,
-        graph: StageGraph,
-        shape: Shape,
-        options: ShardingOptions = AUTO,
-        in_flight: int | None = None,
-        check: bool = False,
+        self, graph: StageGraph, layers: Sequence[int], shapes: Sequence[Shape], in_flight: int
     ) -> SolvedStage:
-        """The cheapest sharding of a stage that holds so many microbatches; None: in unlimited memory.
-
-        Args:
-            check: make sure that it runs with what is deferred; that takes a trace, and fails seldom.
+        """The cheapest stage of these layers, on one of the shapes, that fits with so many microbatches in flight.
 
         Raises:
             MemoryBudgetError: it does not fit.
             ShardingError, InfeasibleError: the options leave nothing.
         """
-        found = self._fitting(graph, shape, options, in_flight, False)
-        if check:
+        while composed := self.composed(layers[0], layers[-1] + 1, shapes, in_flight):
+            if not self._runs(graph, composed.way):
+                self.revisions += 1
+                self._refused.add(composed.way)
+                continue
             try:
-                check_parts(graph.step, logical_mesh(shape), found.shardings.deferred)
-            except MicrobatchError:
-                return self._fitting(graph, shape, options, in_flight, True)
-        return found
-
-    def _fitting(
-        self, graph: StageGraph, shape: Shape, options: ShardingOptions, in_flight: int | None, check: bool
-    ) -> SolvedStage:
-        free = self._solve(graph, shape, options, None, check)
-        if in_flight is None or free.bytes(in_flight) <= self.budget:
-            return free
-        return self._solve(graph, shape, options, in_flight, check)
-
-    def variants(
-        self, graph: StageGraph, shape: Shape, options: ShardingOptions, most_in_flight: int
-    ) -> list[SolvedStage]:
-        """Shardings of a stage for every number of microbatches it may hold: cheap ones for few, and ones that save memory."""
+                return self.solve(graph, composed, in_flight)
+            except MemoryBudgetError:
+                self.revisions += 1
+                self.room -= 0.05 * self.budget
+                self._composed.clear()
+                if self.room < _LEAST_ROOM * self.budget:
+                    raise
         found: list[SolvedStage] = []
-        in_flight = most_in_flight
-        while in_flight:
-            if not any(each.bytes(in_flight) <= self.budget for each in found):
-                with suppress(ShardingError, InfeasibleError):  # nothing fits with so many
-                    found.append(self.cheapest(graph, shape, options, in_flight))
-            in_flight //= 2
-        return found
+        errors: list[ValueError] = []
+        for shape in shapes:  # what layers keep together is an estimate
+            try:
+                found.append(self._whole(graph, shape, in_flight, None))
+            except (ShardingError, InfeasibleError) as error:
+                errors.append(error)
+        if not found:
+            raise min(errors, key=lambda error: error.least if isinstance(error, MemoryBudgetError) else inf)
+        return min(found, key=lambda each: (each.shardings.seconds, each.shape))
 
-    def _solve(
-        self, graph: StageGraph, shape: Shape, options: ShardingOptions, in_flight: int | None, check: bool
-    ) -> SolvedStage:
-        names = (graph.step.in_paths, graph.step.out_paths) if options.pins else ()
-        key = (graph_key(graph), shape, repr(options), names, in_flight, check)
-        if key not in self._known:
-            self._known[key] = self._found(graph, shape, options, in_flight, check)
-        found = self._known[key]
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    def _found(
-        self, graph: StageGraph, shape: Shape, options: ShardingOptions, in_flight: int | None, check: bool
-    ) -> SolvedStage | ShardingError | InfeasibleError:
-        self.num_solves += 1
-        mesh = logical_mesh(shape)
-        key = shape, options.forbidden
-        costs = self._mesh_costs.setdefault(key, MeshCosts(mesh, self.costs, options.forbidden))
+    def _runs(self, graph: StageGraph, way: Way) -> bool:
+        """Whether a stage runs with what the way defers; it takes a trace to see that, and it fails seldom."""
         try:
-            if in_flight is None:
-                found = plan_shardings(graph.step, mesh, self.costs, options, costs=costs, check=check)
-            else:
-                step = replace(graph.step, in_flight=in_flight)
-                found = plan_shardings(step, mesh, self.costs, options, self.budget, costs, check)
-                found = replace(found, peak_bytes=found.peak_bytes - (in_flight - 1) * found.held_bytes)
-        except (ShardingError, InfeasibleError) as error:
-            return error
-        self.solve_seconds += found.solve_seconds
-        return SolvedStage(shape, found, phase_seconds(graph, found))
+            check_parts(graph.step, logical_mesh(way.shape), way.deferred)
+        except MicrobatchError:
+            return False
+        return True
 
+    def solve(self, graph: StageGraph, composed: ComposedStage, in_flight: int) -> SolvedStage:
+        """A stage solved whole, starting from its composition.
 
-def phase_seconds(graph: StageGraph, found: Shardings) -> dict[Phase, float]:
-    """Seconds of each phase: of one microbatch; of the update, of a step.
+        Raises:
+            MemoryBudgetError: it does not fit after all.
+        """
+        names = (graph.step.in_paths, graph.step.out_paths) if self.options.pins else ()
+        key = graph_key(graph), names, composed.way, in_flight
+        if key not in self._solved:
+            start = Start(composed.way.deferred, self._specs(composed), composed.bound(in_flight, self.budget))
+            self._solved[key] = self._whole(graph, composed.way.shape, in_flight, start)
+        return self._solved[key]
 
-    Equations that several phases compute count in the first; those of no task bring results where the next step wants them.
-    """
-    phase_of: dict[int, Phase] = {}
-    for task, eqns in graph.tasks.items():
-        for number, _ in eqns:
-            phase_of.setdefault(number, task.phase)
-    body = {number for number, _ in graph.step.microbatching.body} if graph.step.microbatching else set()
-    seconds: dict[Phase, float] = {task.phase: 0.0 for task in graph.tasks}
-    for number, cost in enumerate(found.eqn_seconds):
-        phase = phase_of.get(number, "U")
-        count = graph.step.num_micro_batches if number in body else 1
-        seconds[phase] = seconds.get(phase, 0.0) + cost / count
-    return seconds
+    def _whole(self, graph: StageGraph, shape: Shape, in_flight: int, start: Start | None) -> SolvedStage:
+        step, costs = replace(graph.step, in_flight=in_flight), self.layers.mesh_costs(shape)
+        found = plan_shardings(step, costs.mesh, self.model, self.options, self.budget, costs, start)
+        return SolvedStage(
+            shape,
+            replace(found, peak_bytes=found.peak_bytes - (in_flight - 1) * found.held_bytes),
+            phase_seconds(graph, found.eqn_seconds),
+        )
+
+    def _specs(self, composed: ComposedStage) -> dict[Var, Spec]:
+        """Where each layer has the values that it makes."""
+        specs: dict[Var, Spec] = {}
+        for layer, (front, point) in enumerate(composed.layers, composed.start):
+            step = self.ranges.layers[layer].step
+            values = [*step.jaxpr.invars, *(var for eqn in step.jaxpr.eqns for var in eqn.outvars)]
+            received = {step.jaxpr.invars[i] for i in step.received}
+            for var, spec in zip(values, front.problem.specs(point.priced), strict=True):
+                if spec is not None and var not in received:
+                    specs[var] = spec
+        return specs

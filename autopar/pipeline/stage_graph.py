@@ -75,7 +75,8 @@ def stage_graph(cut: Cut, stage: int) -> StageGraph:
     inputs = tuple(i for i, stages in cut.input_stages.items() if stage in stages)
     own = {step.jaxpr.invars[i] for i in inputs}
     read = dict.fromkeys(var for task in mine for var in cut.reads[task])
-    received = tuple(var for var in read if var not in made and var not in own)
+    sums = {each.sum for task in mine for each in cut.totals.get(task, ())}
+    received = tuple(var for var in read if var not in made and var not in own and var not in sums)
     elsewhere = {var for task, reads in cut.reads.items() if task.stage != stage for var in reads}.union(cut.wanted)
     wanted = elsewhere.intersection(v for task in mine for v in cut.results[task])
     sent = tuple(var for eqn in eqns for var in eqn.outvars if var in wanted)

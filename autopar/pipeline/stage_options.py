@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, prod
+from pathlib import Path
 from typing import Literal, get_args
 
 from autopar.sharding.options import AUTO, ShardingOptions
@@ -128,12 +129,17 @@ class AutoStageOption:
         stage_imbalance_tolerance: how far, relative, the share of the work that a stage does may be above, and below, its share of
             the devices.
         leave_idle: devices may be left without work.
+        profile: measure stages on the devices that are here instead of predicting what they take. Every stage that may be worth it
+            is compiled and run, once for all that are alike.
+        cached_profile_result: a file that keeps what was measured, for the next time.
     """
 
     submesh_physical_shape_space: PhysicalSpace = "power_of_two"
     submesh_logical_shape_space: LogicalSpace = "single_node_model_parallel"
     stage_imbalance_tolerance: float = inf
     leave_idle: bool = False
+    profile: bool = False
+    cached_profile_result: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name, space in (
@@ -144,6 +150,10 @@ class AutoStageOption:
                 raise StageError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(space))}")
         if not self.stage_imbalance_tolerance >= 0:
             raise StageError(f"stage_imbalance_tolerance is {self.stage_imbalance_tolerance}, expected at least 0")
+        if self.cached_profile_result is not None and not self.profile:
+            raise StageError(
+                f"cached_profile_result is {self.cached_profile_result}, which keeps what profile=True measures; give both"
+            )
 
 
 type StageOption = UniformStageOption | ManualStageOption | AutoStageOption

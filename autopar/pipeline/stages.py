@@ -9,7 +9,7 @@ every other one adds the time of the slowest stage. Here transfers between stage
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from autopar.pipeline.schedules import Pipeline, schedule_kind
@@ -26,6 +26,7 @@ class StageCost:
         fixed_bytes: memory of one device for parameters, optimizer state, temporaries.
         micro_batch_bytes: memory of one device for the activations of each microbatch in flight.
         logical_shape: shape of the logical mesh.
+        origin: what the cost is of, for whoever made it.
     """
 
     seconds: float
@@ -33,6 +34,7 @@ class StageCost:
     fixed_bytes: float = 0.0
     micro_batch_bytes: float = 0.0
     logical_shape: tuple[int, ...] = ()
+    origin: object = field(default=None, compare=False, repr=False)
 
 
 type Costs = Callable[[int, int, Submesh], Sequence[StageCost]]

@@ -2,11 +2,11 @@
 
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import jax
-import jax.numpy as jnp
 
+from autopar.util import zeros
 from simulator.program import Free, Recv, Run, Send, walk
 from simulator.timeline import Category, Span, Stream, Timeline
 
@@ -16,14 +16,12 @@ if TYPE_CHECKING:
 
 def dummy_inputs(executable: "PipelineExecutable") -> list[jax.Array]:
     """Zeros for every input, where the step wants them."""
-
-    def zeros(aval: Any) -> jax.Array:
-        if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-            return jnp.broadcast_to(jax.random.key(0), aval.shape)
-        return jnp.zeros(aval.shape, aval.dtype)
-
-    avals = jax.tree.leaves(executable.step.in_avals)
-    return jax.device_put([zeros(aval) for aval in avals], jax.tree.leaves(executable.in_shardings))
+    avals, homes = jax.tree.leaves(executable.step.in_avals), executable.inputs.homes
+    made: dict[int, jax.Array] = {}
+    for mesh in dict.fromkeys(home.mesh for home in homes):
+        mine = [i for i, home in enumerate(homes) if home.mesh == mesh]
+        made.update(zip(mine, zeros([avals[i] for i in mine], [homes[i] for i in mine]), strict=True))
+    return [made[i] for i in range(len(avals))]
 
 
 def executed_timeline(executable: "PipelineExecutable", leaves: list[jax.Array]) -> Timeline:
@@ -32,7 +30,7 @@ def executed_timeline(executable: "PipelineExecutable", leaves: list[jax.Array])
     An instruction starts when its mesh is free and what it waits for is there, as in a simulation. Run by itself a task takes as
     long as it does when nothing else disturbs it; what the host adds between tasks is not in the picture.
     """
-    values = executable.start(leaves)
+    values = executable.inputs.start(leaves)
     compute: dict[int, float] = defaultdict(float)
     communication: dict[int, float] = defaultdict(float)
     arrived: dict[tuple[str, int], float] = {}
@@ -45,7 +43,7 @@ def executed_timeline(executable: "PipelineExecutable", leaves: list[jax.Array])
 
     for mesh, instruction in walk(executable.program):
         begin = time.perf_counter()
-        executable.execute(mesh, instruction, values)
+        executable.dispatcher.execute(mesh, instruction, values)
         target = instruction.to if isinstance(instruction, Send) else mesh
         jax.block_until_ready([value for value in values[target].values() if not value.is_deleted()])
         seconds = time.perf_counter() - begin

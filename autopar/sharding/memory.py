@@ -5,7 +5,7 @@ input. Other values live from the equation that makes them to the last that read
 fusion keeps in registers is not. What microbatches accumulate lives as long as their loop.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,12 +26,16 @@ from autopar.work import array_bytes
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Lifetime:
-    """A value that takes memory from moment `start` to moment `end`, both included; `sizes` in bytes per option."""
+    """A value that takes memory from moment `start` to moment `end`, both included; `sizes` in bytes per option.
+
+    `var` is None for what other microbatches hold.
+    """
 
     decision: int
     start: int
     end: int
     sizes: np.ndarray
+    var: Var | None = None
 
 
 class Memory:
@@ -64,16 +68,19 @@ class Memory:
             alive[atom, required] = min(first, use.eqn), max(last, use.eqn)
         return self._sum((first, last, self._sizes(atom, (spec,))[0]) for (atom, spec), (first, last) in alive.items())
 
-    def held(self, choice: Sequence[int]) -> float:
-        """Bytes that stay of each microbatch until its backward pass."""
-        return sum(float(sizes[choice[decision]]) for decision, sizes in _held(self.step, self.decisions, self.mesh))
+    def held(self) -> Limit:
+        """Bytes that stay of each microbatch until its backward pass; any number is within the limit."""
+        uses: dict[int, np.ndarray] = {}
+        for decision, sizes in _held(self.step, self.decisions, self.mesh):
+            uses[decision] = uses.get(decision, 0) + sizes
+        return Limit(uses, np.inf)
 
-    def limit(self, moment: int, budget: float) -> Limit:
-        """That the values alive at `moment` and the copies made for it must fit into `budget` bytes."""
+    def limit(self, moment: int, budget: float, without: Collection[Var] = ()) -> Limit:
+        """That the values alive at `moment`, some left out, and the copies made for it must fit into `budget` bytes."""
         uses: dict[int, np.ndarray] = {}
         pairs: dict[tuple[int, int], np.ndarray] = {}
         for life in self.lifetimes:
-            if life.start <= moment <= life.end:
+            if life.start <= moment <= life.end and life.var not in without:
                 uses[life.decision] = uses.get(life.decision, 0) + life.sizes
         for use in self.decisions.uses:
             i, j = use.value.decision, use.decision
@@ -132,7 +139,7 @@ def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list
     for var, start, end in lives:
         if (placement := decisions.placements.get(var)) is not None:
             sizes = _sizes(var, placement.specs, mesh) * (step.num_micro_batches if var in whole else 1)
-            found.append(Lifetime(placement.decision, start, end, sizes))
+            found.append(Lifetime(placement.decision, start, end, sizes, var))
     return found
 
 

@@ -3,7 +3,8 @@
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal as OneOf
 
@@ -15,7 +16,7 @@ from autopar.microbatch import MicrobatchError
 from autopar.sharding.costs import MeshCosts, Seconds
 from autopar.sharding.dataflow import Role
 from autopar.sharding.decisions import Decisions, enumerate_decisions
-from autopar.sharding.deferral import candidates, check_parts
+from autopar.sharding.deferral import Axes, candidates, check_parts
 from autopar.sharding.heuristic import propagate
 from autopar.sharding.memory import Memory
 from autopar.sharding.moves import passes_moves
@@ -77,6 +78,21 @@ class Shardings:
     held_bytes: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A sharding that is known already, from the parts of a step.
+
+    Attributes:
+        deferred: mesh axes along which gradients are completed once.
+        specs: where values are.
+        bound: seconds of a step that no sharding is below.
+    """
+
+    deferred: Axes
+    specs: Mapping[Var, Spec]
+    bound: float
+
+
 class MemoryBudgetError(InfeasibleError):
     """No plan that is allowed fits into the memory of a device.
 
@@ -101,37 +117,40 @@ def plan_shardings(
     options: ShardingOptions = AUTO,
     memory_budget: float = math.inf,
     costs: MeshCosts | None = None,
-    check: bool = True,
+    start: Start | None = None,
 ) -> Shardings:
     """The cheapest sharding of `step` on `mesh` under `model`, among those that `options` allow and `memory_budget` holds.
 
     Args:
         memory_budget: bytes of one device that the step may use.
         costs: `model` on `mesh`, if it is there already: what one solve found out, others need not.
-        check: make sure that the step runs with what is deferred, which may take a trace. If not, `check_parts` is left to the caller.
+        start: begin with this sharding, and defer as it does if that fits; it is known to run.
 
     Raises:
         MissingRuleError, ShardingError: see `enumerate_decisions`.
         MemoryBudgetError: no plan fits into `memory_budget`.
         InfeasibleError, TimeoutError: see `solve`.
     """
-    start = time.perf_counter()
+    began = time.perf_counter()
     costs = costs or MeshCosts(mesh, model, options.forbidden)
-    best, refused = _cheapest(step, costs, options, memory_budget, check)
+    best, refused = _cheapest(step, costs, options, memory_budget, start)
     divided = any(best.inputs[i][0] for i in step.batch)
     if step.microbatching and divided and not best.deferred and refused is not None:
         best = replace(best, warnings=(f"gradients are completed in every microbatch: {refused}",))
-    return replace(best, solve_seconds=time.perf_counter() - start)
+    return replace(best, solve_seconds=time.perf_counter() - began)
 
 
 def _cheapest(
-    step: StepGraph, costs: MeshCosts, options: ShardingOptions, budget: float, check: bool
+    step: StepGraph, costs: MeshCosts, options: ShardingOptions, budget: float, start: Start | None
 ) -> tuple[Shardings, ValueError | None]:
     """The cheapest plan, whatever it defers, and why one that defers could not be had.
 
     Pure data parallelism defers if it can; so it is not compared with plans that don't.
     """
     refused: ValueError | None = None
+    if start is not None:
+        with suppress(InfeasibleError):
+            return _plan_deferring(step, costs, options, budget, start.deferred, start), None
     if step.microbatching and step.retrace is None:
         refused = MicrobatchError("that is not done for the stages of a pipeline yet")
     plans = []
@@ -150,8 +169,7 @@ def _cheapest(
         refused = None
     for plan in sorted(plans, key=lambda plan: plan.seconds):
         try:
-            if check:
-                check_parts(step, costs.mesh, plan.deferred)
+            check_parts(step, costs.mesh, plan.deferred)
         except MicrobatchError as error:
             refused = refused or error
         else:
@@ -160,30 +178,32 @@ def _cheapest(
 
 
 def _plan_deferring(
-    step: StepGraph, costs: MeshCosts, options: ShardingOptions, budget: float, deferred: tuple[str, ...]
+    step: StepGraph,
+    costs: MeshCosts,
+    options: ShardingOptions,
+    budget: float,
+    deferred: Axes,
+    start: Start | None = None,
 ) -> Shardings:
     """The cheapest plan among those that defer along exactly these axes."""
     decisions = enumerate_decisions(step, costs, options, deferred)
     memory = Memory(step, decisions, costs.mesh)
     if options.mode == "solve":
-        solution, peak_bytes = _solve_within(memory, decisions.problem(), budget, options)
+        solution, peak_bytes = _solve_within(memory, decisions.problem(), budget, options, start)
     else:
         solution, peak_bytes = _propagate_within(memory, decisions.problem(), budget)
-    held = memory.held(solution.choice)
+    held = memory.held().used(solution.choice)
     return replace(_shardings(step, decisions, solution, peak_bytes), deferred=deferred, held_bytes=held)
 
 
 def _solve_within(
-    memory: Memory, problem: ChoiceProblem, budget: float, options: ShardingOptions
+    memory: Memory, problem: ChoiceProblem, budget: float, options: ShardingOptions, start: Start | None
 ) -> tuple[Solution, float]:
     """The cheapest choice whose peak memory is within `budget`, and that peak.
 
     Limits are added where a solution breaks them, moment by moment: few moments ever matter, and none if among the cheapest
-    choices there is one that fits. What copies kept from another
-    moment took is no part of a limit; it is taken off its bound.
+    choices there is one that fits. What copies kept from another moment took is no part of a limit; it is taken off its bound.
     """
-    limits: dict[int, Limit] = {}
-    bound = -math.inf
 
     def used(choice: Sequence[int]) -> np.ndarray:
         return memory.of_values(choice) + memory.of_copies(choice)
@@ -191,10 +211,18 @@ def _solve_within(
     def allowed(choice: Sequence[int]) -> bool:
         return math.isinf(budget) or bool(used(choice).max() <= budget)
 
+    first = _like(start.specs, memory.decisions, problem) if start else None
+    if start and first:
+        peak = float(used(first.choice).max())
+        if peak <= budget and start.bound >= (1 - options.tolerance) * first.objective:
+            return replace(first, gap=max(0.0, 1 - start.bound / first.objective)), peak
+    limits: dict[int, Limit] = {}
+    bound = start.bound if start else -math.inf
     while True:
         limited = replace(problem, limits=tuple(limits.values()))
         try:
-            solution = solve(limited, options.time_limit, options.tolerance, bound, allowed)
+            known = first.choice if first else None
+            solution = solve(limited, options.time_limit, options.tolerance, known, bound, allowed)
         except InfeasibleError as error:
             if not limits:
                 raise
@@ -207,6 +235,22 @@ def _solve_within(
         kept = peaks[moment] - memory.limit(moment, budget).used(solution.choice)
         tightened = 0.98 * limits[moment].bound if moment in limits else budget
         limits[moment] = memory.limit(moment, min(tightened, budget - kept))
+
+
+def _like(specs: Mapping[Var, Spec], decisions: Decisions, problem: ChoiceProblem) -> Solution | None:
+    """The cheapest choice that has values where `specs` has them, as far as there are such options; None if they don't go together."""
+    allowed = [np.ones(len(cost), bool) for cost in problem.nodes]
+    for var, placement in decisions.placements.items():
+        if placement is not None and var in specs:
+            same = allowed[placement.decision] & np.array([spec == specs[var] for spec in placement.specs])
+            if same.any():
+                allowed[placement.decision] = same
+    nodes = [np.where(mask, cost, np.inf) for mask, cost in zip(allowed, problem.nodes, strict=True)]
+    try:
+        found = solve(ChoiceProblem(nodes, problem.edges))
+    except InfeasibleError:
+        return None
+    return replace(found, objective=problem.cost(found.choice))
 
 
 def _split(decisions: Decisions, choice: Sequence[int]) -> Seconds:

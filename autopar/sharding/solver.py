@@ -43,12 +43,14 @@ def solve(
     problem: ChoiceProblem,
     time_limit: float = 60.0,
     tolerance: float = 0.0,
+    start: Sequence[int] | None = None,
     bound: float = -math.inf,
     allowed: Allowed = lambda choice: True,
 ) -> Solution:
     """The cheapest choice, or one that is proven to be within `tolerance` of it, relative.
 
     Args:
+        start: a choice that is known, which need not keep within the limits.
         bound: what every choice is known to cost at least, such as what one costs with fewer limits.
         allowed: what else is asked of a choice. If there is none that is allowed and near enough to the cheapest, the cheapest that
             was found is the answer, for the caller to see what limit it breaks.
@@ -57,14 +59,20 @@ def solve(
         InfeasibleError: every choice holds a forbidden option or pair, or exceeds a limit.
         TimeoutError: HiGHS found no choice within `time_limit` seconds.
     """
-    return _Search(problem, time_limit, tolerance, bound, allowed).run()
+    return _Search(problem, time_limit, tolerance, start, bound, allowed).run()
 
 
 class _Search:
     """The best choice so far, and what is known to bound all others."""
 
     def __init__(
-        self, problem: ChoiceProblem, time_limit: float, tolerance: float, bound: float, allowed: Allowed
+        self,
+        problem: ChoiceProblem,
+        time_limit: float,
+        tolerance: float,
+        start: Sequence[int] | None,
+        bound: float,
+        allowed: Allowed,
     ) -> None:
         self.problem, self.tolerance = problem, tolerance
         self.deadline = time.monotonic() + time_limit
@@ -75,6 +83,8 @@ class _Search:
         self.refused: tuple[float, tuple[int, ...]] = math.inf, ()
         self.prices = np.zeros(len(problem.limits))
         self.scale = np.array([max(abs(limit.bound), 1.0) for limit in problem.limits])
+        if start is not None:
+            self.take(tuple(start))
 
     def run(self) -> Solution:
         self.work.reduce(dead_ends=self.work.size > _LARGE)
@@ -144,8 +154,11 @@ class _Search:
         self.price(np.maximum(-self.prices, step))
 
     def offer(self, core: dict[int, int]) -> None:
-        """Take a choice of the core if it is allowed and better than the best so far."""
-        choice = self.work.complete(core)
+        """Take a choice of the core, see `take`."""
+        self.take(self.work.complete(core))
+
+    def take(self, choice: tuple[int, ...]) -> None:
+        """Take a choice if it is allowed and better than the best so far; of those that are not, remember the cheapest."""
         cost = self.problem.cost(choice)
         if cost >= self.best or not self.problem.fits(choice):
             return
@@ -174,7 +187,7 @@ class _Search:
         tell_alike(self.work, self.best)
         gap, rest = _EXACT, self.best - self.work.constant
         if self.enough and math.isfinite(rest) and rest > 0:  # HiGHS counts a gap as a share of what is left
-            gap = max(gap, min(self.enough * abs(self.best) / rest, 0.5))
+            gap = max(gap, self.enough * min(abs(self.best) / rest, 50.0))
         try:
             chosen, bound = solve_ilp(self.work.rest(), max(1.0, self.deadline - time.monotonic()), gap)
         except (InfeasibleError, TimeoutError):

@@ -78,13 +78,15 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
     A value that is not stored is computed again by every fusion that reads it, so what it is computed from lives until the
     last of those: what a backward pass derives from an activation keeps the activation, however early it was derived. What a
     loop reads or collects lives through all of it.
-    Inputs and outputs live until the moment after the last equation.
+    Inputs and outputs live until the moment after the last equation. What a stage of a pipeline receives comes when it is read first,
+    and goes with the last who reads it.
     """
     eqns = step.jaxpr.eqns
     stored, end, loops = stored_values(step), len(eqns), regions.spans(eqns)
     outputs = {atom for atom in step.jaxpr.outvars if isinstance(atom, Var)}
     first: dict[Var, int] = dict.fromkeys((*step.jaxpr.invars, *step.jaxpr.constvars), 0)
-    last: dict[Var, int] = dict.fromkeys(first, end)
+    received = {step.jaxpr.invars[i] for i in step.received}
+    last: dict[Var, int] = dict.fromkeys(first.keys() - received, end)
     last.update(dict.fromkeys(outputs, end))
     views: set[Var] = set()
     for number, eqn in reversed(list(enumerate(eqns))):
@@ -95,6 +97,7 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
             read = loops[regions.token_of(eqn)][1]
         first.update(dict.fromkeys(eqn.outvars, made))
         last.update((atom, max(read, last.get(atom, 0))) for atom in _operands(eqn))
+        first.update((atom, number) for atom in _operands(eqn) if atom in received)
         if is_view(eqn):
             through = [(atom, var) for atom, var in zip(eqn.invars, eqn.outvars, strict=False) if var not in outputs]
             views.update(var for _, var in through)

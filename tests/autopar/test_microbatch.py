@@ -53,8 +53,43 @@ def convolved(params, batch):
 
 
 FITTING["convolution and pooling"] = convolved
-REFUSED = {
+FITTING |= {
     "masked mean": lambda p, b: (per_example(p, b) * b["mask"]).sum() / b["mask"].sum(),
+    "masked mean, chosen": lambda p, b: jnp.where(b["mask"] > 0, per_example(p, b), 0).sum() / (b["mask"] > 0).sum(),
+    "masked mean of jax": lambda p, b: jnp.mean(per_example(p, b), where=b["mask"] > 0),
+    "weighted average": lambda p, b: jnp.average(per_example(p, b), weights=b["mask"]),
+    "masked mean by shares": lambda p, b: (per_example(p, b) * (b["mask"] / b["mask"].sum())).sum(),
+    "masked mean of squares over a mean": lambda p, b: (
+        3 * (outputs(p, b) ** 2 * b["mask"][:, None]).mean() / b["mask"].mean()
+    ),
+    "masked mean, checkpointed": lambda p, b: jax.checkpoint(masked_mean)(p, b),
+    "masked mean over layers in a loop": lambda p, b: scanned(p, b),
+}
+
+
+def masked_mean(params, batch):
+    return (per_example(params, batch) * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def scanned(params, batch):
+    """Of what three layers with the same weights make."""
+
+    def layer(x, _):
+        return jnp.tanh(x @ (params["w"] @ params["w"].T)), None
+
+    x, _ = jax.lax.scan(layer, batch["x"], length=3)
+    return (x.sum(1) * batch["mask"]).sum() / batch["mask"].sum()
+
+
+REFUSED = {
+    "masked mean of at least one": lambda p, b: (per_example(p, b) * b["mask"]).sum() / jnp.maximum(b["mask"].sum(), 1),
+    "masked mean with weight decay": lambda p, b: masked_mean(p, b) + 1e-2 * (p["w"] ** 2).sum(),
+    "masked mean beside a mean": lambda p, b: masked_mean(p, b) + mean_loss(p, b),
+    "two masked means": lambda p, b: masked_mean(p, b) + per_example(p, b).sum() / (1 - b["mask"]).sum(),
+    "square of a masked mean": lambda p, b: masked_mean(p, b) ** 2,
+    "logarithm of a masked mean": lambda p, b: jnp.log(masked_mean(p, b)),
+    "weights that are learned": lambda p, b: (outputs(p, b)[:, 0]).sum() / (outputs(p, b)[:, 1] ** 2).sum(),
+    "masked means in a loop": lambda p, b: masked_in_a_loop(p, b),
     "sum with weight decay": lambda p, b: per_example(p, b).sum() + (p["w"] ** 2).sum(),
     "perplexity": lambda p, b: jnp.exp(mean_loss(p, b)),
     "square of the mean": lambda p, b: mean_loss(p, b) ** 2,
@@ -65,6 +100,16 @@ REFUSED = {
     "neighbours": lambda p, b: (per_example(p, b)[1:] * per_example(p, b)[:-1]).mean(),
     "size of the batch": lambda p, b: mean_loss(p, b) * jnp.sqrt(b["x"].shape[0]),
 }
+
+
+def masked_in_a_loop(params, batch):
+    """Each iteration divides by weights of its own."""
+
+    def layer(total, scale):
+        weights = (batch["mask"] * scale).sum()
+        return total + (per_example(params, batch) * batch["mask"]).sum() / weights, None
+
+    return jax.lax.scan(layer, 0.0, jnp.arange(1.0, 3.0))[0]
 
 
 def step_of(loss):
@@ -108,6 +153,53 @@ def test_microbatches_equal_the_batch_for_random_losses(rows, parts, width, scal
     p = np.ones((width, 2), np.float32)
     micro = autopar.parallelize(step_of(loss), method=autopar.DataParallel(devices=1, num_micro_batches=parts))
     assert_allclose(micro(p, x), step_of(loss)(p, x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_microbatch_without_weights_does_no_harm():
+    """0 / 0 in one of four microbatches, of examples k, k + 4."""
+    batch = BATCH | {"mask": np.array([0, 1, 0, 1, 0, 0, 1, 0], np.float32)}
+    step = step_of(masked_mean)
+    micro = autopar.parallelize(step, method=autopar.DataParallel(devices=2, num_micro_batches=4))
+    assert_allclose(micro(PARAMS, batch), jax.jit(step)(PARAMS, batch), rtol=1e-5, atol=1e-6)
+
+
+def test_several_masked_means_are_accumulated_each_with_its_weights():
+    """In one loss function, as auxiliary values, and in two."""
+
+    def step(params, batch):
+        def loss(p, mask):
+            total = (per_example(p, batch) * mask).sum()
+            return total / mask.sum(), {"tokens": mask.sum(), "share": total / (2 * batch["mask"] + 1).sum()}
+
+        one = autopar.value_and_grad(loss, has_aux=True)(params, batch["mask"])
+        two = autopar.value_and_grad(loss, has_aux=True)(params, 1 + batch["mask"])
+        return one, two
+
+    micro = autopar.parallelize(step, method=autopar.DataParallel(devices=2, num_micro_batches=4))
+    assert_allclose(micro(PARAMS, BATCH), step(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
+
+
+def test_other_ratios_are_divided_by_the_user_as_the_refusal_says():
+    def refused(params, batch):
+        def loss(p):
+            return (per_example(p, batch) * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), 1)
+
+        return autopar.value_and_grad(loss)(params)
+
+    def allowed(params, batch):
+        def sums(p):
+            return (per_example(p, batch) * batch["mask"]).sum(), batch["mask"].sum()
+
+        (total, weights), gradients = autopar.value_and_grad(sums, has_aux=True)(params)
+        return jax.tree.map(lambda x: x / jnp.maximum(weights, 1), (total, gradients))
+
+    method = autopar.DataParallel(devices=2, num_micro_batches=4)
+    says = r"return the sums .* with has_aux=True, and divide after .*\(total, weights\), gradients = autopar.value_and_grad\(sums"
+    with pytest.raises(autopar.MicrobatchError, match=says):
+        autopar.parallelize(refused, method=method)(PARAMS, BATCH)
+    assert_allclose(
+        autopar.parallelize(allowed, method=method)(PARAMS, BATCH), refused(PARAMS, BATCH), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_auxiliary_values_are_put_together():

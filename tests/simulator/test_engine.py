@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -99,7 +100,7 @@ def test_an_empty_loop_does_nothing() -> None:
 TWO_STAGES = Program(
     meshes=((0, 1), (2, 3)),
     instructions=(
-        (Run(0, "F", 0), Send("x0", 1, 1), Run(0, "F", 1), Send("x1", 1, 1)),
+        (Run(0, "F", 0), Send("x0", 1, 2), Run(0, "F", 1), Send("x1", 1, 2)),
         (Recv("x0", 0), Run(1, "F", 0), Recv("x1", 0), Run(1, "F", 1)),
     ),
     bodies={"0F": (compute(2),), "1F": (compute(5),)},
@@ -109,12 +110,22 @@ TWO_STAGES = Program(
 
 def test_a_stage_waits_for_the_one_before_it_and_overlaps_with_it() -> None:
     timeline = simulate(TWO_STAGES, CLUSTER, COSTS)
-    # mesh 0: 0-2 and 2-4, sends 2-3 and 4-5; mesh 1: 3-8 and 8-13, the second input being there at 5
+    # Each of two devices sends one of the two bytes. Mesh 0: 0-2 and 2-4, sends 2-3 and 4-5; mesh 1: 3-8 and 8-13, the second input being there at 5
     assert timeline.makespan == 13
     assert timeline.seconds_by_category(0) == {"gemm": 4, "send": 2}
     assert timeline.seconds_by_category(1) == {"gemm": 10, "bubble": 3}
     assert timeline.exposed_communication(1) == 0
     assert timeline.memory == TWO_STAGES.memory
+
+
+def test_what_arrives_in_parts_is_gathered_before_it_is_read() -> None:
+    first, second = TWO_STAGES.instructions
+    gather = Collective("gather x0", "all_gather", 4, ((0, 1),))
+    rows = first, (Recv("x0", 0, gather), *second[1:])
+    timeline = simulate(replace(TWO_STAGES, instructions=rows), CLUSTER, COSTS)
+    # an all_gather of 4 bytes over two devices sends 2 of each: mesh 1 waits 0-3, gathers 3-5, computes 5-10 and 10-15
+    assert timeline.makespan == 15
+    assert timeline.seconds_by_category(1) == {"gemm": 10, "bubble": 3, "all_gather": 2, "wait": 2}
 
 
 def test_groups_count_the_devices_of_their_mesh() -> None:

@@ -79,6 +79,6 @@ def test_gradients_are_completed_in_the_update_alone(trained):
     step, *_ = trained
     plan = planned(step, [(4,), (4,)], [as_changes(DATA_PARALLEL)] * 2)
     executable = PipelineExecutable(PlannedPipeline(step, plan), submeshes(None, plan.stages))
-    reduces = {task: compiled.as_text().count(" all-reduce(") for task, compiled in executable._compiled.items()}
+    reduces = {task: each.compiled.as_text().count(" all-reduce(") for task, each in executable.tasks.items()}
     assert all(not count for task, count in reduces.items() if task.phase != "U")
     assert sum(reduces.values()) >= 2

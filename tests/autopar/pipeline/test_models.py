@@ -1,82 +1,145 @@
-"""Models of the sweep, cut into layers by hand and by clustering, train in a pipeline as on one device."""
+"""Models of the sweep, cut into layers by hand and by clustering, train in a pipeline as on one device.
 
+Pipelines of the same stages share their executables whatever the schedule, so that few are compiled.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
-from flax.training.train_state import TrainState
 
 import autopar
-from autopar import AutoLayerOption, ManualLayerOption, ShardingOptions
+from autopar import AutoLayerOption, ManualLayerOption, ShardingOptions, UniformStageOption
+from experiments.models.model import Model
 from experiments.models.published import SMALL
-from tests.autopar.pipeline.steps import SGD, assert_as_serial, pipeline, sgd_args, stack_batch
+from tests.autopar.pipeline.steps import assert_as_serial, pipeline, sgd_args
 
 QUICK = ShardingOptions(mode="heuristic")  # a sharding like any other, without a solver
+STEPS = 3
+
+MODELS: dict[str, tuple[Model, int, tuple[str, ...]]] = {
+    "mlp": (SMALL["mlp"], 4, ("Dense_1", "Dense_2", "Dense_3")),
+    "gpt": (SMALL["gpt"], 4, ("block_1",)),
+    "bert": (replace(SMALL["bert"], num_layers=2), 4, ("block_1",)),
+    "moe": (SMALL["moe"], 1, ("block_1",)),
+    "wide_resnet": (SMALL["wide_resnet"], 1, ("block_1_0",)),
+}
+"""Each with its number of microbatches, as many as it allows, and the modules where a layer begins."""
 
 
-class MLP(nn.Module):
-    """Four layers with a boundary in the middle."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for i in range(4):
-            x = nn.relu(nn.Dense(64 if i % 2 == 0 else 16)(x))
-            if i == 1:
-                autopar.mark_pipeline_boundary()
-        return x
+@pytest.fixture(autouse=True, scope="module")
+def compiled_in_a_hurry() -> Iterator[None]:
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
-def mlp_step(state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, jax.Array]:
-    def loss(params: Any) -> jax.Array:
-        return jnp.mean((state.apply_fn(params, batch["x"]) - batch["y"]) ** 2)
+@contextmanager
+def boundaries(modules: tuple[str, ...]) -> Iterator[None]:
+    """While it lasts, each of the modules begins a layer."""
 
-    value, gradients = autopar.value_and_grad(loss)(state.params)
-    return state.apply_gradients(grads=gradients), value
+    def mark(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        if context.module.name in modules and context.method_name == "__call__":
+            autopar.mark_pipeline_boundary()
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(mark):
+        yield
 
 
-def layer_option(kind: str, remat: bool) -> Any:
-    return ManualLayerOption(remat) if kind == "manual" else AutoLayerOption(2, remat)
+@cache
+def step_of(name: str) -> tuple[Callable[..., Any], tuple[Any, Any]]:
+    """The training step of a model, and its arguments."""
+    model, _, modules = MODELS[name]
+
+    def step(state: Any, batch: Any) -> Any:
+        with boundaries(modules):
+            result = model.train_step(state, batch, autopar.value_and_grad)
+        return result if isinstance(result, tuple) else (result,)
+
+    return step, sgd_args(model)
 
 
-@pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
+@cache
+def expected(name: str) -> list[Any]:
+    """The states after some steps on one device, and what they return."""
+    step, (state, batch) = step_of(name)
+    serial, results = jax.jit(step), []
+    for _ in range(STEPS):
+        results.append(serial(state, batch))
+        state = results[-1][0]
+    return results
+
+
+@cache
+def parallelized(name: str, stages: int, layers: str, schedule: str) -> autopar.ParallelizedFunction:
+    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    option = ManualLayerOption() if layers == "manual" else AutoLayerOption(4)
+    method = pipeline(
+        MODELS[name][1],
+        devices=stages // chunks,
+        pipeline_schedule=schedule,
+        num_chunks=chunks,
+        layer_option=option,
+        stage_option=UniformStageOption(stages),
+        default_auto_sharding_option=QUICK,
+    )
+    return autopar.parallelize(step_of(name)[0], method=method, donate_argnums=())
+
+
+def assert_trains(name: str, stages: int, layers: str, schedule: str) -> None:
+    _, (state, batch) = step_of(name)
+    step = parallelized(name, stages, layers, schedule)
+    for result in expected(name):
+        actual = step(state, batch)
+        for (path, one), other in zip(jax.tree.leaves_with_path(result), jax.tree.leaves(actual), strict=True):
+            atol = 1e-4 * max(1e-2, float(np.abs(np.asarray(one)).max(initial=0)))
+            np.testing.assert_allclose(other, one, rtol=1e-4, atol=atol, err_msg=jax.tree_util.keystr(path))
+        state = actual[0]
+
+
+SCHEDULES = ("gpipe", "1f1b", "1f1b_overlap_friendly", "zero_bubble_h1")
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved_1f1b"])
 @pytest.mark.parametrize("layers", ["manual", "automatic"])
-def test_an_mlp_trains_as_on_one_device(layers: str, remat: bool) -> None:
-    module = MLP()
-    params = module.init(jax.random.key(0), jnp.ones((1, 16)))
-    state = TrainState.create(apply_fn=module.apply, params=params, tx=SGD)
-    method = pipeline(devices=8, layer_option=layer_option(layers, remat))
-    step = assert_as_serial(mlp_step, method, state, stack_batch(), steps=3)
-    assert [stage.layers for stage in step.get_executable(state, stack_batch()).plan.stages] == [(0,), (1,)]
-
-
-@pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
-def test_bert_trains_as_on_one_device(remat: bool) -> None:
-    model = replace(SMALL["bert"], num_layers=2)
-    method = pipeline(1, 2, layer_option=AutoLayerOption(2, remat), default_auto_sharding_option=QUICK)
-    assert_as_serial(lambda s, b: model.train_step(s, b, autopar.value_and_grad), method, *sgd_args(model))
+@pytest.mark.parametrize("stages", [2, 4])
+def test_an_mlp_trains_as_on_one_device(stages: int, layers: str, schedule: str) -> None:
+    assert_trains("mlp", stages, layers, schedule)
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "devices", "num_micro_batches", "schedule"),
-    [
-        ("gpt", 2, 2, 4, "zero_bubble_h1"),
-        ("gpt_scanned", 2, 2, 2, "1f1b"),
-        ("moe", 2, 2, 1, "gpipe"),
-        ("wide_resnet", 2, 2, 1, "1f1b"),
-    ],
+    ("stages", "layers", "schedule"),
+    [*((2, "manual", schedule) for schedule in SCHEDULES), (4, "automatic", "interleaved_1f1b")],
+    ids=lambda value: str(value),
 )
-def test_other_models_train_as_on_one_device(
-    name: str, stages: int, devices: int, num_micro_batches: int, schedule: str
-) -> None:
-    model = SMALL[name]
-    method = pipeline(
-        num_micro_batches,
-        devices=devices,
-        pipeline_schedule=schedule,
-        layer_option=AutoLayerOption(stages),
-        default_auto_sharding_option=QUICK,
-    )
+@pytest.mark.parametrize("name", ["gpt", "bert", "moe", "wide_resnet"])
+def test_a_model_trains_as_on_one_device(name: str, stages: int, layers: str, schedule: str) -> None:
+    assert_trains(name, stages, layers, schedule)
+
+
+def test_a_model_with_its_layers_in_a_loop_trains_as_on_one_device() -> None:
+    model = SMALL["gpt_scanned"]
+    method = pipeline(2, devices=2, layer_option=AutoLayerOption(2), default_auto_sharding_option=QUICK)
     assert_as_serial(lambda s, b: model.train_step(s, b, autopar.value_and_grad), method, *sgd_args(model), rtol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [ManualLayerOption(remat_layer=True), AutoLayerOption(2, remat_layer=True)], ids=str)
+def test_layers_that_are_recomputed_train_as_on_one_device(layers: Any) -> None:
+    step, args = step_of("mlp")
+    assert_as_serial(step, pipeline(devices=8, layer_option=layers, stage_option=UniformStageOption(2)), *args, steps=3)
+
+
+def test_schedules_share_the_executables_of_their_stages() -> None:
+    first, second = (parallelized("mlp", 2, "manual", schedule) for schedule in ("gpipe", "1f1b"))
+    _, args = step_of("mlp")
+    tasks = [step.get_executable(*args).tasks for step in (first, second)]
+    assert {task: each.compiled for task, each in tasks[0].items()} == {
+        task: each.compiled for task, each in tasks[1].items()
+    }

@@ -7,12 +7,13 @@ import pytest
 import autopar
 from autopar import AutoLayerOption, AutoStageOption, ManualStageOption, UniformStageOption
 from autopar.pipeline.cutting import cut_step
+from autopar.pipeline.layer_costs import Shape, Way
 from autopar.pipeline.layer_ranges import LayerRanges, graph_key
-from autopar.pipeline.planning import make_pipeline_plan
+from autopar.pipeline.planning import TOLERANCE, make_pipeline_plan
 from autopar.pipeline.stage_construction import stage_problem
-from autopar.pipeline.stage_costs import StageSolver
+from autopar.pipeline.stage_costs import SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import stage_graphs
-from autopar.pipeline.stages import NoStagesError, Stage, step_seconds
+from autopar.pipeline.stages import NoStagesError, Stage, StageProblem, step_seconds
 from autopar.pipeline.submeshes import Submesh
 from autopar.plan import PipelineSchedule, Plan
 from autopar.sharding.options import AUTO
@@ -51,8 +52,16 @@ def planned(step: StepGraph, option, schedule: str = "1f1b", **more) -> Plan:
     return make_pipeline_plan(step, CLUSTER, option, AUTO, PipelineSchedule(name=schedule), "PipeshardParallel", **more)
 
 
-def solver(**more) -> StageSolver:
-    return StageSolver(ClusterCosts(CLUSTER), more.get("budget", CLUSTER.device.usable_bytes))
+def stage_costs(step: StepGraph, budget: float = CLUSTER.device.usable_bytes) -> StageCosts:
+    return StageCosts(LayerRanges(step, LAYERS), ClusterCosts(CLUSTER), replace(AUTO, tolerance=TOLERANCE), budget)
+
+
+def one_f_one_b(step: StepGraph, option: AutoStageOption) -> StageProblem:
+    return stage_problem(stage_costs(step), CLUSTER, option, "1f1b")
+
+
+def whole(costs: StageCosts, start: int, stop: int, shape: Shape, in_flight: int = 1) -> SolvedStage:
+    return costs.cheapest(costs.ranges.graph(start, stop), range(start, stop), [shape], in_flight)
 
 
 def test_two_runs_give_the_same_plan(gpt):
@@ -80,10 +89,10 @@ def test_layers_alike_have_one_kind_and_are_solved_once(gpt):
     ranges = LayerRanges(gpt, LAYERS)
     assert ranges.kinds[1] == ranges.kinds[2]
     assert len(set(ranges.kinds)) == 3
-    shared = solver()
-    for layer in ranges.layers:
-        shared.cheapest(layer, (2,))
-    assert shared.num_solves == 3
+    layers = stage_costs(gpt).layers
+    fronts = [layers.front(layer, Way((2,), ())) for layer in ranges.layers]
+    assert fronts[1] is fronts[2]
+    assert len(set(fronts)) == 3
 
 
 @pytest.mark.parametrize("start", range(LAYERS))
@@ -96,20 +105,65 @@ def test_a_range_of_layers_is_the_stage_that_cutting_the_step_makes(mlp, start):
         assert graph_key(ranges.graph(start, stop)) == graph_key(cut[1 - groups[0]])
 
 
-def test_apart_layers_cost_no_more_than_together(gpt):
-    """What the dynamic program is given as bounds are bounds of a step (which may save on each microbatch what it spends once)."""
-    problem = stage_problem(LayerRanges(gpt, LAYERS), solver(), CLUSTER, AutoStageOption(), AUTO, "1f1b")
+def test_bounds_of_the_dynamic_program_are_bounds(gpt):
+    problem, count = one_f_one_b(gpt, AutoStageOption()), gpt.num_micro_batches
     assert problem.lower_bound is not None
     for mesh in problem.submeshes:
         for start in (0, 2):
             for stop in (start + 2, LAYERS):
-                exact, bounds = problem.costs(start, stop, mesh), problem.lower_bound(start, stop, mesh)
-                for cost in exact:
-                    (bound,) = [b for b in bounds if b.logical_shape == cost.logical_shape]
-                    steps = [gpt.num_micro_batches * each.seconds + each.once_seconds for each in (bound, cost)]
-                    assert steps[0] <= steps[1] * 1.02  # scalars that each layer computes anew
+                (bound,) = problem.lower_bound(start, stop, mesh)
+                for cost in problem.costs(start, stop, mesh):
+                    assert bound.seconds <= cost.seconds * (1 + 1e-9)
+                    assert (count - 1) * bound.seconds + bound.once_seconds <= (
+                        (count - 1) * cost.seconds + cost.once_seconds
+                    ) * (1 + 1e-9)
                     assert bound.fixed_bytes <= cost.fixed_bytes
                     assert bound.micro_batch_bytes <= cost.micro_batch_bytes
+
+
+@pytest.mark.parametrize("shape", [(1,), (4,), (2, 2)])
+def test_a_stage_is_what_its_layers_are_together(gpt, shape):
+    costs = stage_costs(gpt)
+    for start, stop in ((0, 2), (1, 3)):  # with the tied embedding in one of them
+        composed = costs.composed(start, stop, [shape], 2)
+        assert composed is not None
+        solved = costs.solve(costs.ranges.graph(start, stop), composed, 2)
+        assert (
+            composed.bound(2, costs.budget) <= solved.shardings.seconds * 1.02
+        )  # scalars that each layer computes anew
+        assert composed.cost.seconds == pytest.approx(solved.seconds, rel=0.1)
+        together = composed.cost.fixed_bytes + 2 * composed.cost.micro_batch_bytes
+        assert solved.bytes(2) <= together * 1.05
+
+
+def test_layers_share_less_memory_at_rising_cost(gpt):
+    """And what they agree on fits when the stage is solved whole."""
+    free = stage_costs(gpt).composed(0, LAYERS, [(4,)], 4)
+    assert free is not None
+    assert free.price == 0
+    most = free.cost.fixed_bytes + 4 * free.cost.micro_batch_bytes
+    seconds, used = [free.step_seconds], [most]
+    for share in (0.9, 0.8, 0.7):
+        costs = stage_costs(gpt, share * most)
+        composed = costs.composed(0, LAYERS, [(4,)], 4)
+        assert composed is not None
+        assert composed.price > 0
+        seconds.append(composed.step_seconds)
+        used.append(composed.cost.fixed_bytes + 4 * composed.cost.micro_batch_bytes)
+        assert used[-1] <= share * most
+        assert composed.bound(4, share * most) <= composed.step_seconds
+        solved = costs.cheapest(costs.ranges.graph(0, LAYERS), range(LAYERS), [(4,)], 4)
+        assert solved.bytes(4) <= share * most
+    assert seconds == sorted(seconds)
+    assert used == sorted(used, reverse=True)
+    assert stage_costs(gpt, 0.1 * most).composed(0, LAYERS, [(4,)], 4) is None
+
+
+def test_a_stage_receives_what_others_make(gpt):
+    """And not what its own microbatches add up to."""
+    for graph in stage_graphs(cut_step(gpt, [0, 0, 1, 1])):
+        assert graph.received
+        assert all(graph.cut.made_by[var].stage != graph.stage for var in graph.received)
 
 
 def test_the_predicted_step_is_what_the_dynamic_program_minimises(gpt):
@@ -120,9 +174,8 @@ def test_the_predicted_step_is_what_the_dynamic_program_minimises(gpt):
 
 
 def test_phases_of_a_stage_add_up_to_its_seconds(gpt):
-    ranges = LayerRanges(gpt, LAYERS)
     for shape in ((1,), (4,), (2, 2)):
-        solved = solver().cheapest(ranges.graph(0, 2), shape)
+        solved = whole(stage_costs(gpt), 0, 2, shape)
         phases = solved.phases
         assert BATCHES * (phases["F"] + phases["B"]) + phases["U"] == pytest.approx(solved.shardings.seconds)
         assert phases["B"] > 1.9 * phases["F"] > 0  # two matrix products for one, and remat
@@ -130,15 +183,15 @@ def test_phases_of_a_stage_add_up_to_its_seconds(gpt):
 
 def test_memory_grows_with_microbatches_in_flight(mlp):
     graph = LayerRanges(mlp, LAYERS).graph(1, 3)
-    one, three = (solver().cheapest(graph, (1,), in_flight=k) for k in (1, 3))
+    one, three = (whole(stage_costs(mlp), 1, 3, (1,), k) for k in (1, 3))
     assert (one.phases, one.bytes(2)) == (three.phases, three.bytes(2))
     rows, dim = 64 // BATCHES, 64
     assert one.micro_batch_bytes == graph_bytes(graph)
     assert one.micro_batch_bytes % (rows * dim) == 0
-    held = solver(budget=one.bytes(3)).cheapest(graph, (1,), in_flight=3)
+    held = whole(stage_costs(mlp, one.bytes(3)), 1, 3, (1,), 3)
     assert held.bytes(3) == one.bytes(3)
     with pytest.raises(MemoryBudgetError):
-        solver(budget=one.bytes(3) - 1).cheapest(graph, (1,), in_flight=3)
+        whole(stage_costs(mlp, one.bytes(3) - 1), 1, 3, (1,), 3)
 
 
 def graph_bytes(graph) -> int:
@@ -168,9 +221,7 @@ def test_slow_links_between_stages_are_felt(gpt):
 
 
 def test_unbalanced_stages_can_be_ruled_out(mlp):
-    problem = stage_problem(
-        LayerRanges(mlp, LAYERS), solver(), CLUSTER, AutoStageOption(stage_imbalance_tolerance=0.5), AUTO, "1f1b"
-    )
+    problem = one_f_one_b(mlp, AutoStageOption(stage_imbalance_tolerance=0.5))
     assert problem.costs(0, 2, Submesh(0, 1, 2))
     assert not problem.costs(0, LAYERS, Submesh(0, 1, 2))
     assert not problem.costs(0, 1, Submesh(0, 1, 4))
@@ -178,7 +229,7 @@ def test_unbalanced_stages_can_be_ruled_out(mlp):
 
 def test_the_objective_of_found_stages_is_the_least_of_all(mlp):
     """Against every cut on whole and half of the devices."""
-    problem = stage_problem(LayerRanges(mlp, LAYERS), solver(), CLUSTER, AutoStageOption(), AUTO, "1f1b")
+    problem = one_f_one_b(mlp, AutoStageOption())
     planned(mlp, AutoStageOption())
     found = autopar.get_last_dp_result()
     assert found is not None

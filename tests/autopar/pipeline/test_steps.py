@@ -154,10 +154,27 @@ def masked_step(params: Any, batch: Any) -> Any:
     return descend(params, autopar.value_and_grad(loss)(params))
 
 
-def test_a_masked_mean_is_refused_in_microbatches_and_right_without() -> None:
-    with pytest.raises(MicrobatchError, match="masked mean"):
-        autopar.parallelize(masked_step, method=pipeline())(stack_params(), stack_batch())
-    assert_as_serial(masked_step, pipeline(num_micro_batches=1), stack_params(), stack_batch())
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
+def test_a_masked_mean_has_the_weights_of_the_whole_batch(schedule: str, num_micro_batches: int) -> None:
+    method = pipeline(num_micro_batches, pipeline_schedule=schedule)
+    parallel = assert_as_serial(masked_step, method, stack_params(), stack_batch())
+    executable = parallel.get_executable(stack_params(), stack_batch())
+    rounds = [each.micro_batch for row in executable.program.instructions for each in row if str(each)[1:2] == "U"]
+    assert (max(rounds) > 0) == (num_micro_batches > 1)  # the weights go to the other stages, then these divide
+
+
+def test_ratios_that_are_no_weighted_mean_are_refused() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        @autopar.manual_layer_construction
+        def loss(params: Any) -> jax.Array:
+            mask = batch["x"] > 0
+            return ((stack(params, batch["x"]) - batch["y"]) ** 2 * mask).sum() / jnp.maximum(mask.sum(), 1)
+
+        return descend(params, autopar.value_and_grad(loss)(params))
+
+    with pytest.raises(MicrobatchError, match="divide after"):
+        autopar.parallelize(step, method=pipeline())(stack_params(), stack_batch())
 
 
 def test_aux_values_keys_integers_and_constants_come_through() -> None:

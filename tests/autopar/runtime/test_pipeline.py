@@ -19,8 +19,9 @@ from autopar import (
     StageError,
     UniformStageOption,
 )
+from autopar.runtime.dispatch import Dispatcher
 from autopar.runtime.pipeline import PipelineExecutable
-from simulator.program import Run, walk
+from simulator.program import Instruction, Run, walk
 from simulator.timeline import Timeline
 from tests.autopar.pipeline.steps import descend, pipeline, stack, stack_batch, stack_params, stack_step
 
@@ -37,13 +38,16 @@ def compiled() -> tuple[autopar.ParallelizedFunction, PipelineExecutable]:
 
 def test_the_program_is_executed_instruction_by_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
     _, executable = compiled()
-    ran: list[Run] = []
-    original = PipelineExecutable._run
-    monkeypatch.setattr(
-        PipelineExecutable, "_run", lambda self, run, values: (ran.append(run), original(self, run, values))[1]
-    )
+    ran: list[tuple[int, Instruction]] = []
+    original = Dispatcher.execute
+
+    def execute(self: Dispatcher, mesh: int, instruction: Instruction, values: Any) -> None:
+        ran.append((mesh, instruction))
+        original(self, mesh, instruction, values)
+
+    monkeypatch.setattr(Dispatcher, "execute", execute)
     executable(*executable.shard_args(stack_params(), stack_batch()))
-    assert ran == [each for _, each in walk(executable.program) if isinstance(each, Run)]
+    assert ran == list(walk(executable.program))
 
 
 def test_a_state_stays_where_the_step_put_it() -> None:
@@ -54,26 +58,41 @@ def test_a_state_stays_where_the_step_put_it() -> None:
     assert len(parallel._executables) == 1
 
 
-def test_nothing_is_alive_after_steps_that_they_did_not_return() -> None:
-    parallel, _ = compiled()
+@pytest.mark.parametrize("donate", [(), (0,)], ids=["kept", "donated"])
+def test_nothing_is_alive_after_steps_that_they_did_not_return(donate: tuple[int, ...]) -> None:
+    method = pipeline(stage_option=UniformStageOption(2), devices=2, pipeline_schedule="zero_bubble_h1")
+    parallel = compiled()[0] if donate else autopar.parallelize(stack_step, method=method, donate_argnums=())
     batch = stack_batch()
-    parallel(stack_params(), batch)
-    before = {id(array) for array in jax.live_arrays()}
     result = parallel(stack_params(), batch)
+    before = jax.live_arrays()  # kept, so that no other array gets the identity of one of them
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(result))
     result = parallel(result[0], batch)
-    alive = [array for array in jax.live_arrays() if id(array) not in before]
-    assert {id(array) for array in alive} <= {id(leaf) for leaf in jax.tree.leaves(result)}
+    result = parallel(result[0], batch)
+    known = set(map(id, before))
+    alive = [array for array in jax.live_arrays() if id(array) not in known]
+    assert set(map(id, alive)) == set(map(id, jax.tree.leaves(result)))
+    assert sum(array.nbytes for array in alive) == state
+
+
+def test_a_donated_state_is_used_up_and_another_one_stays() -> None:
+    parallel, executable = compiled()
+    params, batch = executable.shard_args(stack_params(), stack_batch())
+    parallel(params, batch)
+    assert all(leaf.is_deleted() for leaf in params.values())
+    assert not any(leaf.is_deleted() for leaf in batch.values())
 
 
 def test_an_exception_in_a_stage_is_raised_as_it_is_and_the_next_step_works(monkeypatch: pytest.MonkeyPatch) -> None:
     _, executable = compiled()
-    broken, call = next((run, call) for run, call in executable._calls.items() if (run.stage, run.phase) == (1, "B"))
+    broken, call = next(
+        (run, call) for run, call in executable.dispatcher.calls.items() if (run.stage, run.phase) == (1, "B")
+    )
 
     def fails(*operands: Any) -> Any:
         raise ZeroDivisionError("in stage 1")
 
     with monkeypatch.context() as patch:
-        patch.setitem(executable._calls, broken, replace(call, compiled=fails))
+        patch.setitem(executable.dispatcher.calls, broken, replace(call, compiled=fails))
         with pytest.raises(ZeroDivisionError, match="in stage 1"):
             executable(*executable.shard_args(stack_params(), stack_batch()))
     _, loss = executable(*executable.shard_args(stack_params(), stack_batch()))

@@ -1,0 +1,237 @@
+"""How values of the whole batch come from those of its microbatches.
+
+That follows from two traces of a step, one for each batch size, read side by side. Every value is told by a `Kind`: the same for
+all examples, one row per example, or linear in such rows; and by the power of the number of microbatches by which its whole-batch
+value is larger. A sum over examples is linear with power one; divided by the number of examples, a literal that differs between
+the traces, it is linear with power zero, a mean. What is divided by a statistic of the batch, as in a masked mean, is as what is
+divided, `per` that statistic. Whatever does not fit has no kind.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from autopar import regions
+from autopar.graph import Atom, aval_of
+from autopar.kind_arithmetic import ADDS, Kind, Unfit, added, is_linear, power_of
+from autopar.sharding.rules import PASS_THROUGH, op_factors
+
+
+class MicrobatchError(ValueError):
+    """The step can't be run in microbatches with the same result."""
+
+
+class Kinds:
+    """The kinds of all values of a step.
+
+    Attributes:
+        kinds: by variable of the smaller trace; what keeps a value from having one, for others.
+        divided: the numbers of equations that divide by a statistic of the batch.
+    """
+
+    def __init__(self, micro: Jaxpr, full: Jaxpr, batch: frozenset[int], count: int) -> None:
+        """Follow a step from top to bottom.
+
+        Args:
+            micro, full: its flat jaxprs for two batch sizes, the second `count` times the first.
+            batch: inputs whose first dim is the batch.
+
+        Raises:
+            MicrobatchError: the step does different things for batches of different size.
+        """
+        self.count = count
+        self._inside = _inside_of_loops(micro.eqns)
+        self.kinds: dict[Var, Kind | Unfit] = dict.fromkeys((*micro.constvars, *micro.invars), Kind("same"))
+        self.kinds.update((micro.invars[i], Kind("rows")) for i in batch)
+        if [eqn.primitive for eqn in micro.eqns] != [eqn.primitive for eqn in full.eqns]:
+            raise MicrobatchError(
+                "the step does different things for batches of different size; that can't run in microbatches"
+            )
+        self.carries: dict[Var, Kind | Unfit] = {}
+        while not self._follow(micro.eqns, full.eqns):
+            pass  # what a loop hands on was found to be something else than what it starts with
+
+    def _follow(self, eqns: Sequence[JaxprEqn], wholes: Sequence[JaxprEqn]) -> bool:
+        """Find the kinds from top to bottom; False when a loop contradicts what was assumed of its carry."""
+        self.divided: set[int] = set()
+        for number, (eqn, whole) in enumerate(zip(eqns, wholes, strict=True)):
+            try:
+                found = self._of_marker(eqn, whole) if eqn.primitive in regions.MARKERS else self._results(eqn, whole)
+                if eqn.primitive.name == "div" and isinstance(found[0], Kind) and found[0].per is eqn.invars[1]:
+                    self.divided.add(number)
+            except Unfit as unfit:
+                found = [unfit] * len(eqn.outvars)
+            self.kinds.update(zip(eqn.outvars, found, strict=True))
+            if eqn.primitive is regions.loop_result_p:
+                carry = eqn.invars[0]
+                assert isinstance(carry, Var)
+                if found[0] != self.kinds[carry] and not isinstance(self.kinds[carry], Unfit):
+                    self.carries[carry] = found[0]
+                    return False
+        return True
+
+    def _of_marker(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[Kind | Unfit]:
+        """Loops and branches: what goes in, what is handed on, what comes out."""
+        match eqn.primitive:
+            case regions.loop_p | regions.switch_p:
+                if eqn.params != whole.params:
+                    raise Unfit(f"a loop in {eqn.source_info.name_stack} is longer for a larger batch")
+                return [self._operand(eqn.invars[0], whole.invars[0]) if eqn.invars else Kind("same")]
+            case regions.loop_carry_p:
+                return [self.carries.get(eqn.outvars[0]) or self._operand(eqn.invars[0], whole.invars[0])]
+            case regions.loop_result_p:
+                return [self._joined(eqn, whole, 2)]
+            case regions.switch_result_p:
+                token = self._operand(eqn.invars[-1], whole.invars[-1])
+                if token != Kind("same"):
+                    raise Unfit(f"a branch in {eqn.source_info.name_stack} is taken for what is in the batch")
+                return [self._joined(eqn, whole, len(eqn.invars) - 1)]
+            case regions.loop_slice_p | regions.loop_stack_p:
+                kind = self._operand(eqn.invars[0], whole.invars[0])
+                if kind.form != "rows":
+                    return [kind]
+                if eqn.primitive is regions.loop_slice_p and kind.dim == 0:
+                    raise Unfit(f"a loop in {eqn.source_info.name_stack} goes through the examples of the batch")
+                return [replace(kind, dim=kind.dim + (1 if eqn.primitive is regions.loop_stack_p else -1))]
+            case regions.loop_const_p:
+                return [self._operand(eqn.invars[0], whole.invars[0])]
+            case regions.loop_test_p:
+                kind = self._operand(eqn.invars[0], whole.invars[0])
+                if kind.form != "same" or kind.power or kind.per:
+                    raise MicrobatchError(
+                        f"a while_loop in {eqn.source_info.name_stack} runs until the batch meets a condition, so microbatches would"
+                        " run it for different times; use num_micro_batches=1"
+                    )
+        return []
+
+    def _joined(self, eqn: JaxprEqn, whole: JaxprEqn, count: int) -> Kind:
+        """The kind that the first `count` operands, of which the result is one, have in common."""
+        kinds = [self._operand(a, b) for a, b in zip(eqn.invars[:count], whole.invars[:count], strict=True)]
+        powers = {kind.power for kind in kinds} - {None}
+        forms = [kind for kind in kinds if kind.form != "same"]
+        pers = {kind.per for kind in kinds if kind.power is not None}
+        if len(powers) > 1 or len(pers) > 1 or len({(kind.form, kind.dim) for kind in forms}) > 1:
+            raise Unfit(f"a loop or branch in {eqn.source_info.name_stack} mixes sums, means or examples of the batch")
+        power, per = powers.pop() if powers else None, pers.pop() if pers else None
+        return replace(forms[0] if forms else kinds[0], power=power, per=per)
+
+    def of(self, atom: Atom) -> Kind:
+        """The kind of what is accumulated over microbatches. Raises MicrobatchError if it has none."""
+        kind = Kind("same") if isinstance(atom, Literal) else self.kinds[atom]
+        if isinstance(kind, Unfit):
+            raise MicrobatchError(
+                f"can't accumulate over microbatches: {kind}. Write the loss as a sum, a mean or one weighted mean over the examples of"
+                " the batch; or return the sums that it is made of, with has_aux=True, and divide after autopar.value_and_grad:"
+                " (total, weights), gradients = autopar.value_and_grad(sums, has_aux=True)(params), then gradients / weights; or use"
+                " num_micro_batches=1"
+            )
+        return kind
+
+    def powers_of_rows(self, eqns: Sequence[JaxprEqn]) -> dict[tuple[int, int], int]:
+        """The powers of results that have a row per example."""
+        found = {(n, r): self.kinds[var] for n, eqn in enumerate(eqns) for r, var in enumerate(eqn.outvars)}
+        return {at: kind.power or 0 for at, kind in found.items() if isinstance(kind, Kind) and kind.form == "rows"}
+
+    def _operand(self, atom: Atom, whole: Atom) -> Kind:
+        if isinstance(atom, Var):
+            kind = self.kinds[atom]
+            if isinstance(kind, Unfit):
+                raise kind
+            return kind
+        assert isinstance(whole, Literal)
+        value, full = np.asarray(atom.val), np.asarray(whole.val)
+        if not value.any() and not full.any():
+            return Kind("same", None)
+        for power in (0, 1, -1):
+            if np.allclose(np.float64(value) * float(self.count) ** power, np.float64(full), rtol=1e-6, atol=0):
+                return Kind("same", power)
+        raise Unfit(f"a constant of the step is {value} for a microbatch and {full} for the batch")
+
+    def _results(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[Kind | Unfit]:
+        name = eqn.primitive.name
+        operands = [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
+        if name in PASS_THROUGH:
+            return list(operands)
+        where = f"{name} in {eqn.source_info.name_stack}"
+        if name == "div" and self._is_ratio(eqn, whole):
+            weight = eqn.invars[1]
+            assert isinstance(weight, Var)
+            return [replace(operands[0], per=weight)]
+        if any(kind.per for kind in operands):
+            return self._of_ratios(eqn, whole, operands, where)
+        return self._plain(eqn, whole, operands, where)
+
+    def _is_ratio(self, eqn: JaxprEqn, whole: JaxprEqn) -> bool:
+        """Whether a division is by a statistic of the batch that is there for all to see."""
+        by = self._operand(eqn.invars[1], whole.invars[1])
+        is_statistic = by.form == "linear" and by.power is not None and not by.per and not aval_of(eqn.invars[1]).shape
+        return (
+            is_statistic and eqn.invars[1] not in self._inside and not self._operand(eqn.invars[0], whole.invars[0]).per
+        )
+
+    def _of_ratios(self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[Kind], where: str) -> list[Kind | Unfit]:
+        """The kinds of what is linear in operands that are divided by a statistic of the batch."""
+        name, divided = eqn.primitive.name, [k for k, kind in enumerate(operands) if kind.per]
+        together = added(name, len(operands)) if name in ADDS | {"select_n"} else divided
+        pers = {operands[k].per for k in {*divided, *together} if operands[k].power is not None}
+        if len(pers) > 1 or not is_linear(name, divided):
+            raise Unfit(
+                f"{where} puts what is divided by a sum over the batch together with something else (a masked mean and a mean?)"
+            )
+        per = pers.pop() if pers else operands[divided[0]].per
+        plain = self._plain(eqn, whole, [replace(kind, per=None) for kind in operands], where)
+        return [kind if isinstance(kind, Unfit) else replace(kind, per=per) for kind in plain]
+
+    def _plain(self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[Kind], where: str) -> list[Kind | Unfit]:
+        name = eqn.primitive.name
+        power = power_of(name, eqn, operands, where)
+        linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
+        rows = [k for k, kind in enumerate(operands) if kind.form == "rows"]
+        if linear and rows:
+            raise Unfit(f"{where} mixes single examples with a statistic of the whole batch (batch normalisation?)")
+        if linear:
+            if not is_linear(name, linear):
+                raise Unfit(f"{where} is not linear in a statistic of the batch (a masked mean? a ratio of sums?)")
+            return [Kind("linear", power)] * len(eqn.outvars)
+        if not rows:
+            return [self._created(eqn, whole, Kind("same", power), where)] * len(eqn.outvars)
+        factors = op_factors(eqn)
+        batch = {factors.operands[k][operands[k].dim] for k in rows}
+        if len(batch) != 1 or not (batch_dim := batch.pop()):
+            raise Unfit(f"{where} pairs examples with one another")
+        factor = batch_dim[0]
+        match factors.kinds[factor]:
+            case "sum":
+                return [Kind("linear", None if power is None else power + 1)] * len(eqn.outvars)
+            case "parallel":
+                dims = [[d for d, of in enumerate(result) if of and of[0] == factor] for result in factors.results]
+                return [Kind("rows", power, found[0]) for found in dims]
+            case _:
+                raise Unfit(f"{where} works across the examples of the batch")
+
+    def _created(self, eqn: JaxprEqn, whole: JaxprEqn, kind: Kind, where: str) -> Kind:
+        """The kind of something made of what is the same for all: repeated per example when its shape says so."""
+        shape, full = aval_of(eqn.outvars[0]).shape, aval_of(whole.outvars[0]).shape
+        grown = [dim for dim, (a, b) in enumerate(zip(shape, full, strict=True)) if a != b]
+        if not grown:
+            return kind
+        uniform = eqn.primitive.name == "broadcast_in_dim" or (
+            eqn.primitive.name == "iota" and eqn.params["dimension"] not in grown
+        )
+        if len(grown) > 1 or not uniform:
+            raise Unfit(f"{where} depends on the size of the batch or on an example's position in it")
+        return replace(kind, form="rows", dim=grown[0])
+
+
+def _inside_of_loops(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """Values that are not there outside of a loop or branch."""
+    found: set[Var] = set()
+    depth = 0
+    for eqn in eqns:
+        depth -= eqn.primitive is regions.end_p
+        if depth > (eqn.primitive in regions.LEAVING):
+            found.update(eqn.outvars)
+        depth += eqn.primitive in regions.OPENING
+    return found

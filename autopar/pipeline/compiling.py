@@ -1,0 +1,47 @@
+"""The tasks of planned pipelines, ready to be compiled, and compiled for clusters that are not here."""
+
+import time
+from dataclasses import replace
+
+from jax.sharding import Mesh
+
+from autopar.pipeline.lowering import StageLowering, TaskFunction
+from autopar.pipeline.memory import MeshMemory
+from autopar.pipeline.planned import PlannedPipeline
+from autopar.target import compile_for, target_mesh
+from simulator.cluster import Cluster
+from simulator.hlo import parse_hlo
+from simulator.memory import MemoryUse
+from simulator.program import Program, Run
+from simulator.work import Body
+
+
+def lower_stage(
+    planned: PlannedPipeline, stage: int, mesh: Mesh, donated: frozenset[int] = frozenset()
+) -> list[TaskFunction]:
+    """The tasks of a stage on a mesh; `donated` are numbers of the step's inputs whose memory they may reuse."""
+    last_reads = planned.instructions.last_reads
+    return StageLowering(planned.graphs[stage], planned.plan.stages, mesh, donated, last_reads).functions()
+
+
+def compile_pipeline(planned: PlannedPipeline, cluster: Cluster, donated: frozenset[int]) -> tuple[Program, float]:
+    """The program with bodies and memory as XLA compiles its tasks for `cluster`, and the seconds that took.
+
+    Tasks that are the same program, as those of identical layers are, are compiled once.
+    """
+    start = time.perf_counter()
+    compiled: dict[tuple[str, tuple[int, ...]], tuple[Body, MemoryUse]] = {}
+    bodies: dict[str, Body] = {}
+    memory = MeshMemory(planned)
+    for number, stage in enumerate(planned.plan.stages):
+        mesh = target_mesh(cluster, stage.mesh_shape, stage.axis_names)
+        for function in lower_stage(planned, number, mesh, donated):
+            key = function.jitted.lower(*function.in_avals).as_text(), stage.mesh_shape
+            if key not in compiled:
+                target = compile_for(function.jitted, function.in_avals, cluster)
+                compiled[key] = parse_hlo(target.hlo_text), target.memory
+            body, used = compiled[key]
+            bodies[Run(function.task.stage, function.task.phase, function.task.round).task] = body
+            memory.add_task(function.task, used)
+    program = planned.program
+    return replace(program, bodies=bodies, memory=memory.peaks(program)), time.perf_counter() - start

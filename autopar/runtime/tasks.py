@@ -1,0 +1,60 @@
+"""The tasks of a pipeline compiled for the devices that are here."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from weakref import WeakValueDictionary
+
+import jax
+from jax.sharding import Mesh
+
+from autopar.pipeline.compiling import lower_stage
+from autopar.pipeline.cut import Task
+from autopar.pipeline.lowering import TaskFunction
+from autopar.pipeline.planned import PlannedPipeline
+from autopar.progress import ranges, tell
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledTask:
+    """A task as JAX has it, before and after compilation."""
+
+    function: TaskFunction
+    compiled: jax.stages.Compiled
+
+
+def compile_tasks(
+    planned: PlannedPipeline, meshes: Sequence[Mesh], donated: frozenset[int] = frozenset()
+) -> dict[Task, CompiledTask]:
+    """The tasks of every stage; those of one mesh that are the same program share an executable, as identical layers do, and the
+    same stages under another schedule.
+
+    Args:
+        meshes: the devices of each stage.
+        donated: numbers of the step's inputs whose memory it may reuse.
+    """
+    found: dict[Task, CompiledTask] = {}
+    for number, (stage, mesh) in enumerate(zip(planned.plan.stages, meshes, strict=True)):
+        start = time.perf_counter()
+        functions = lower_stage(planned, number, mesh, donated)
+        for function in functions:
+            found[function.task] = CompiledTask(function, _compiled(function, mesh))
+        tell(
+            f"stage {number}: layers {ranges(stage.layers)} on devices {ranges(stage.devices)}, mesh"
+            f" {' x '.join(map(str, stage.mesh_shape))}; {len(functions)} tasks compiled in {time.perf_counter() - start:.2f} s"
+        )
+    return found
+
+
+_known: WeakValueDictionary[tuple[Mesh, str], jax.stages.Compiled] = WeakValueDictionary()
+"""Executables that are in use, by what they run."""
+
+
+def _compiled(function: TaskFunction, mesh: Mesh) -> jax.stages.Compiled:
+    lowered = function.jitted.lower(*function.in_avals)
+    key = mesh, sha256(lowered.as_text().encode()).hexdigest()
+    compiled = _known.get(key)
+    if compiled is None:
+        _known[key] = compiled = lowered.compile()
+    return compiled

@@ -1,0 +1,128 @@
+"""Moving a value from one mesh to another: what carries out a `Resharding` in this process.
+
+`whole` lets JAX do it at once. It copies shards from device to device where every shard that is wanted is one that is there, and
+otherwise goes through the memory of the host, waiting for the value. `by_tiles` does what the plan says: it cuts the shards where
+they are, sends each piece once, puts the pieces together, and gathers what copies lack inside the destination mesh; the host waits
+for nothing. Devices of a CPU share its memory, so that tiles save nothing and take 1.3 to 5 times as long there
+(`benchmarks/test_pipeline_dispatch.py` measures both); workers on several hosts have no other way.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from autopar.devices import Device
+from autopar.pipeline.resharding import Resharding, Tile, tiles
+from autopar.sharding.spec import partition_spec
+
+type Carry = Callable[[jax.Array], jax.Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """How a value gets to another mesh.
+
+    Attributes:
+        send: from where it is to where it lands; run by the sender's instruction.
+        complete: from there to where it is wanted; run by the receiver's instruction. None: it has landed there.
+    """
+
+    send: Carry
+    complete: Carry | None = None
+
+
+type Transport = Callable[[Resharding, jax.ShapeDtypeStruct, Mesh, Mesh], Move]
+"""(plan, the value, its mesh, the other mesh) -> how to carry the plan out, as often as asked."""
+
+
+def default_transport(plan: Resharding, value: jax.ShapeDtypeStruct, source: Mesh, to: Mesh) -> Move:
+    """By tiles between devices with memory of their own, unless whole shards will do; random keys always whole."""
+    held = set(tiles(plan.shape, *plan.source))
+    same = held.issuperset(tiles(plan.shape, plan.mesh, plan.spec))
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
+    local = source.devices.flat[0].platform == "cpu"
+    return (whole if same or is_key or local or not plan.pieces else by_tiles)(plan, value, source, to)
+
+
+def whole(plan: Resharding, value: jax.ShapeDtypeStruct, source: Mesh, to: Mesh) -> Move:
+    """`jax.device_put` of the value."""
+    wanted = NamedSharding(to, partition_spec(plan.spec))
+    return Move(lambda value: jax.device_put(value, wanted))
+
+
+def by_tiles(plan: Resharding, value: jax.ShapeDtypeStruct, source: Mesh, to: Mesh) -> Move:
+    """Each piece of the plan by itself."""
+    landing = NamedSharding(to, partition_spec(plan.landing))
+    sources, destinations = list(source.devices.flat), list(to.devices.flat)
+    held = tiles(plan.shape, *plan.source)
+    outgoing: dict[int, list[int]] = defaultdict(list)
+    incoming: dict[int, list[int]] = defaultdict(list)
+    for number, piece in enumerate(plan.pieces):
+        outgoing[piece.source].append(number)
+        incoming[piece.destination].append(number)
+    cuts = [
+        (device, _cutting([plan.pieces[k].tile for k in numbers], held[device], value.dtype, sources[device]))
+        for device, numbers in outgoing.items()
+    ]
+    order = [number for numbers in outgoing.values() for number in numbers]
+    places = [SingleDeviceSharding(destinations[plan.pieces[number].destination]) for number in order]
+    position = {number: at for at, number in enumerate(order)}
+    joins = [
+        (
+            [position[number] for number in incoming[device]],
+            _joining([plan.pieces[k].tile for k in incoming[device]], value.dtype, place),
+        )
+        for device, place in enumerate(destinations)
+    ]
+
+    def send(value: jax.Array) -> jax.Array:
+        shards = [shard.data for shard in value.addressable_shards]
+        pieces = [piece for device, cut in cuts for piece in cut(shards[device])]
+        moved = jax.device_put(pieces, places)
+        parts = [join([moved[at] for at in positions]) for positions, join in joins]
+        return jax.make_array_from_single_device_arrays(plan.shape, landing, parts)
+
+    if not plan.gathers:
+        return Move(send)
+    wanted = NamedSharding(to, partition_spec(plan.spec))
+    landed = jax.ShapeDtypeStruct(plan.shape, value.dtype, sharding=landing)
+    return Move(send, jax.jit(lambda landed: landed, out_shardings=wanted).lower(landed).compile())
+
+
+def _cutting(wanted: Sequence[Tile], held: Tile, dtype: jnp.dtype, device: Device) -> Callable[..., list]:
+    """What cuts tiles out of a shard, on its device."""
+    if all(tile == held for tile in wanted):
+        return lambda shard: [shard] * len(wanted)
+    slices = [
+        tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(tile, held, strict=True))
+        for tile in wanted
+    ]
+    return jax.jit(lambda shard: [shard[each] for each in slices]).lower(_on(device, held, dtype)).compile()
+
+
+def _joining(parts: Sequence[Tile], dtype: jnp.dtype, device: Device) -> Callable[[list], jax.Array]:
+    """What makes a shard of the tiles that fill it, on its device."""
+    if len(parts) == 1:
+        return lambda given: given[0]
+    joined = partial(_joined, list(parts), 0)
+    return jax.jit(joined).lower([_on(device, part, dtype) for part in parts]).compile()
+
+
+def _joined(parts: list[Tile], dim: int, values: list[jax.Array]) -> jax.Array:
+    """The tiles of a grid put together: along `dim` what is put together along the dims after it."""
+    if len(parts) == 1:
+        return values[0]
+    ordered = sorted(zip(parts, values, strict=True), key=lambda each: each[0][dim])
+    rows = [list(row) for _, row in groupby(ordered, key=lambda each: each[0][dim])]
+    return jnp.concatenate([_joined([t for t, _ in row], dim + 1, [v for _, v in row]) for row in rows], dim)
+
+
+def _on(device: Device, tile: Tile, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+    shape = tuple(stop - start for start, stop in tile)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))

@@ -1,0 +1,87 @@
+"""Tasks take the memory of what nobody reads after them, where they make something like it."""
+
+import warnings
+from functools import cache
+from typing import Any
+
+import jax
+import pytest
+
+import autopar
+from autopar.pipeline.cut import Task
+from autopar.pipeline.program import task_of
+from autopar.runtime.pipeline import PipelineExecutable
+from autopar.target import memory_of
+from simulator.program import Free, Run
+from tests.autopar.pipeline.steps import WIDTH, pipeline, stack, stack_batch, stack_params, stack_step
+
+ACTIVATION = 4 * WIDTH * 4  # bytes of 4 rows of a microbatch
+WEIGHT = WIDTH * WIDTH * 4
+
+
+@cache
+def compiled(schedule: str = "1f1b", donate: bool = True) -> PipelineExecutable:
+    method = pipeline(pipeline_schedule=schedule)
+    parallel = autopar.parallelize(stack_step, method=method, donate_argnums=(0,) if donate else ())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what is donated is used
+        executable = parallel.get_executable(stack_params(), stack_batch())
+    assert isinstance(executable, PipelineExecutable)
+    return executable
+
+
+def aliased(executable: PipelineExecutable, *task: Any) -> int:
+    """Bytes of results that are where an operand was."""
+    return memory_of(executable.tasks[Task(*task)].compiled).aliased
+
+
+def test_sums_grow_where_they_are() -> None:
+    assert aliased(compiled(), 0, "B") == WEIGHT
+
+
+def test_an_inner_stage_leaves_the_gradient_of_its_input_where_something_was() -> None:
+    """It reads the gradient of its output and what the forward pass kept, all of them last, and makes one such array and a sum."""
+    for stage in (1, 2):
+        assert aliased(compiled(), stage, "B") == WEIGHT + ACTIVATION
+
+
+def test_an_update_uses_state_and_gradients_up() -> None:
+    """The new weights are where the old ones were, or, where these are the caller's, where the gradient was."""
+    assert aliased(compiled(donate=True), 1, "U") == WEIGHT
+    assert aliased(compiled(donate=False), 1, "U") == WEIGHT
+    step = compiled(donate=False)
+    args = step.shard_args(stack_params(), stack_batch())
+    step(*args)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(args))
+
+
+def test_what_a_forward_pass_keeps_is_not_used_up() -> None:
+    """Activations are read again in the backward pass, and inputs belong to the caller."""
+    assert all(aliased(compiled(), stage, "F") <= 4 for stage in range(4))  # the last one sums the loss, a float
+
+
+def test_inference_keeps_nothing() -> None:
+    """Every stage writes where the one before it wrote, but the first, which reads an input."""
+    method = pipeline(pipeline_schedule="inference", layer_option=autopar.ManualLayerOption())
+    executable = autopar.parallelize(stack, method=method).get_executable(stack_params(), stack_batch()["x"])
+    assert isinstance(executable, PipelineExecutable)
+    assert [aliased(executable, stage, "F") for stage in range(4)] == [0, ACTIVATION, ACTIVATION, ACTIVATION]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble_h1"])
+def test_what_is_used_up_is_freed_next(schedule: str) -> None:
+    """The last reads of a task are in the Free that follows each of its runs."""
+    instructions = compiled(schedule).planned.instructions
+    names = compiled(schedule).planned.names
+    for row in instructions.program.instructions:
+        freed: set[str] = set()
+        for each in reversed(row):
+            match each:
+                case Free(values):
+                    freed = set(values)
+                case Run():
+                    last = instructions.last_reads[task_of(each)]
+                    assert {names.of(var, each.micro_batch) for var in last} <= freed
+                    freed = set()
+                case _:
+                    pass

@@ -1,0 +1,114 @@
+"""Values get from any mesh and spec to any other, whatever carries them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+import autopar
+from autopar import ManualStageOption
+from autopar.pipeline.resharding import reshard
+from autopar.runtime.pipeline import PipelineExecutable
+from autopar.runtime.transports import Transport, by_tiles, default_transport, whole
+from autopar.sharding.spec import LogicalMesh, Spec, all_specs, partition_spec
+from simulator.program import Recv, Send
+from tests.autopar.pipeline.steps import pipeline, stack_batch, stack_params, stack_step
+
+SHAPES = [(1,), (2,), (3,), (4,), (2, 2), (1, 2), (4, 1)]
+
+
+def mesh_of(shape: tuple[int, ...], first: int) -> Mesh:
+    devices = np.array(jax.devices()[first : first + int(np.prod(shape))]).reshape(shape)
+    return Mesh(devices, tuple("xy"[: len(shape)]), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def logical(mesh: Mesh) -> LogicalMesh:
+    return LogicalMesh(mesh.devices.shape, mesh.axis_names)
+
+
+def carried(transport: Transport, value: np.ndarray, source: tuple[Mesh, Spec], to: tuple[Mesh, Spec]) -> jax.Array:
+    plan = reshard(value.shape, (logical(source[0]), source[1]), (logical(to[0]), to[1]))
+    move = transport(plan, jax.ShapeDtypeStruct(value.shape, value.dtype), source[0], to[0])
+    sent = move.send(jax.device_put(value, NamedSharding(source[0], partition_spec(source[1]))))
+    return sent if move.complete is None else move.complete(sent)
+
+
+@st.composite
+def transfers(draw):
+    meshes = mesh_of(draw(st.sampled_from(SHAPES)), 0), mesh_of(draw(st.sampled_from(SHAPES)), 4)
+    shape = tuple(draw(st.lists(st.sampled_from([1, 2, 4, 6, 12]), min_size=0, max_size=3)))
+    return shape, *((mesh, draw(st.sampled_from(all_specs(shape, logical(mesh))))) for mesh in meshes)
+
+
+@pytest.mark.parametrize("transport", [whole, by_tiles, default_transport])
+@settings(max_examples=40)
+@given(transfers())
+def test_every_pair_of_meshes_and_specs_arrives_exactly(transport, transfer) -> None:
+    shape, source, (mesh, spec) = transfer
+    value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    arrived = carried(transport, value, source, (mesh, spec))
+    assert arrived.sharding.is_equivalent_to(NamedSharding(mesh, partition_spec(spec)), len(shape))
+    np.testing.assert_array_equal(arrived, value)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, bool, np.int8])
+def test_any_dtype_arrives_in_tiles(dtype) -> None:
+    value = np.random.default_rng(0).integers(0, 2, (6, 4)).astype(dtype)
+    arrived = carried(by_tiles, value, (mesh_of((2,), 0), (("x",), ())), (mesh_of((3,), 4), (("x",), ())))
+    np.testing.assert_array_equal(arrived, value)
+
+
+def test_random_keys_arrive() -> None:
+    source, to = mesh_of((2,), 0), mesh_of((2,), 4)
+    plan = reshard((4,), (logical(source), (("x",),)), (logical(to), ((),)))
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 4), NamedSharding(source, partition_spec((("x",),))))
+    move = default_transport(plan, jax.ShapeDtypeStruct(keys.shape, keys.dtype), source, to)
+    np.testing.assert_array_equal(jax.random.key_data(move.send(keys)), jax.random.key_data(keys))
+
+
+STAGES = ManualStageOption([[0], [1, 2], [3]], [(1, 1), (1, 2), (1, 4)], [(1,), (2,), (2, 2)])
+
+
+def test_a_pipeline_that_sends_tiles_trains_as_one_device() -> None:
+    args = stack_params(), stack_batch()
+    parallel = autopar.parallelize(stack_step, method=pipeline(devices=7, stage_option=STAGES), donate_argnums=())
+    usual = parallel.get_executable(*args)
+    assert isinstance(usual, PipelineExecutable)
+    tiled = PipelineExecutable(usual.planned, usual.meshes, transport=by_tiles)
+    expected = jax.jit(stack_step)(*args)
+    for executable in (usual, tiled):
+        autopar.testing.assert_allclose(executable(*executable.shard_args(*args)), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_sends_and_receives_count_what_the_resharding_moves() -> None:
+    args = stack_params(), stack_batch()
+    executable = autopar.parallelize(stack_step, method=pipeline(devices=7, stage_option=STAGES)).get_executable(*args)
+    assert isinstance(executable, PipelineExecutable)
+    planned = executable.planned
+    rows = planned.program.instructions
+    sends = [(mesh, each) for mesh, row in enumerate(rows) for each in row if isinstance(each, Send)]
+    receives = {(each.value, mesh): each for mesh, row in enumerate(rows) for each in row if isinstance(each, Recv)}
+    assert len(sends) == len(receives) == len(planned.instructions.crossings)
+    for source, send in sends:
+        crossing = planned.instructions.crossings[send.value, send.to]
+        plan = planned.transfer(crossing)
+        assert planned.schedule.pipeline.mesh_of(crossing.source) == source
+        assert send.num_bytes == sum(plan.traffic(4).values())
+        gather = receives[send.value, send.to].gather
+        assert (gather is not None) == plan.gathers
+        # each example's activation or gradient, once: microbatches of 4 rows of 16 numbers are divided by all devices
+        assert send.num_bytes == 4 * 16 * 4
+        if gather is not None:
+            assert gather.num_bytes == 4 * np.prod(
+                NamedSharding(executable.meshes[crossing.to], partition_spec(plan.spec)).shard_shape(plan.shape)
+            )
+
+
+def test_copies_on_the_destination_are_gathered_there() -> None:
+    """From one device to whole copies on two: each gets half of the 64 numbers, and the other half from its neighbour."""
+    one, two = LogicalMesh((1,), ("x",)), LogicalMesh((2,), ("x",))
+    plan = reshard((8, 8), (one, ((), ())), (two, ((), ())))
+    assert (plan.sent_bytes(4), plan.gathered_bytes(4), plan.gather_groups) == (64 * 4, 64 * 4, ((0, 1),))
