@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.core.primitives import (
@@ -200,8 +201,8 @@ def _value_number(eqn: JaxprEqn) -> Any:
     """
     if eqn.effects or (eqn.primitive is broadcast_in_dim_p and isinstance(eqn.invars[0], Literal)):
         return None
-    # By repr: -0.0 is not 0.0.
-    atoms = tuple((repr(a.val), a.aval) if isinstance(a, Literal) else a for a in eqn.invars)
+    # By its bytes: -0.0 is not 0.0.
+    atoms = tuple((np.asarray(a.val).tobytes(), a.aval) if isinstance(a, Literal) else a for a in eqn.invars)
     context = (eqn.ctx.compute_type, eqn.ctx.threefry_partitionable, eqn.ctx.cur_abstract_mesh, eqn.ctx.xla_metadata)
     key = (eqn.primitive, atoms, tuple(sorted(eqn.params.items())), context)
     try:

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Collection, Iterable
+from functools import cache
 from typing import Any
 
 from jax.core import ShapedArray
@@ -48,11 +49,12 @@ def read(atom: Atom, env: dict[Var, Any]) -> Any:
 def fingerprint(jaxpr: Jaxpr) -> str:
     """A short hash of what a flat jaxpr computes: equal for equal programs, whatever process traced them."""
     number: dict[Var, int] = {}
+    kind = cache(str)  # avals are few, and slow to print
 
     def name(atom: Atom) -> str:
         if isinstance(atom, Literal):
-            return f"{atom.val}:{atom.aval}"
-        return f"%{number.setdefault(atom, len(number))}:{atom.aval}"
+            return f"{atom.val}:{kind(atom.aval)}"
+        return f"%{number.setdefault(atom, len(number))}:{kind(atom.aval)}"
 
     digest = hashlib.sha256()
     for var in (*jaxpr.constvars, *jaxpr.invars):

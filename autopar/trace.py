@@ -19,9 +19,9 @@ from autopar.layers import LayerOption, layered, layering
 from autopar.microbatch import MicrobatchError, Microbatching, split
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepGraph:
-    """A traced step.
+    """A traced step. It is itself alone: what is found out about it is remembered by its identity.
 
     Attributes:
         jaxpr: flat; an input per array leaf of the arguments, an output per leaf of the result.

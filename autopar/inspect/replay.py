@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from autopar.gradients import accumulate_p
 from autopar.graph import Atom, aval_of
 from autopar.planned import Planned
-from autopar.sharding.dataflow import batch_factors, step_factors
+from autopar.sharding.dataflow import analyse
 from autopar.sharding.factors import Assignment, OpFactors
 from autopar.sharding.spec import LogicalMesh, Spec, axes_of, replicated
 
@@ -90,11 +90,10 @@ def replay(planned: Planned) -> Replay:
     pins = {(c.eqn, c.side, c.index): c.spec for c in stage.constraints}
     values = {var: value.spec for var, value in zip(step.jaxpr.invars, stage.inputs, strict=True)}
     values.update((var, replicated(len(aval_of(var).shape))) for var in step.jaxpr.constvars)
-    known_factors = step_factors(step)
-    known_marks, _ = batch_factors(step, known_factors)
+    flow = analyse(step)
     apart = {n for n, _ in (*step.microbatching.body, *step.microbatching.marks)} if step.microbatching else set()
     equations = []
-    for number, (eqn, factors, marked) in enumerate(zip(step.jaxpr.eqns, known_factors, known_marks, strict=True)):
+    for number, (eqn, factors, marked) in enumerate(zip(step.jaxpr.eqns, flow.factors, flow.marked, strict=True)):
         sources = tuple(None if isinstance(a, Literal) else values.get(a) for a in eqn.invars)
         read = [pins.get((number, "in", k), source) for k, source in enumerate(sources)]
         pinned = [pins.get((number, "out", r)) for r in range(len(eqn.outvars))]

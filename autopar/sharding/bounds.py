@@ -60,28 +60,44 @@ def sweep(work: Reduction, order: Iterable[int], best: float) -> dict[int, int]:
     choice: dict[int, int] = {}
     for i in order:
         cost, edges = work.costs[i], work.edges[i]
-        for pairs in edges.values():
-            least = pairs.min(axis=1)
-            pairs -= least[:, None]
+        gathered = {j: np.minimum.reduce(pairs, axis=1) for j, pairs in edges.items()}
+        for least in gathered.values():
             cost += least
-        least = cost.min()
+        least = np.minimum.reduce(cost)
         cost -= least
         work.constant += float(least)
         alive = cost <= best - work.constant
         if not alive.all() and alive.any():
             work.keep(i, alive)
             cost, edges = work.costs[i], work.edges[i]
+            gathered = {j: least[alive] for j, least in gathered.items()}
+        later = sum(j not in choice for j in edges)
+        share = cost / max(later, len(edges) - later, 1)
         answer = cost.copy()
         for j, pairs in edges.items():
             if j in choice:
+                pairs -= gathered[j][:, None]
                 answer += pairs[:, choice[j]]
+            else:
+                pairs += (share - gathered[j])[:, None]
+        cost -= share * later
         choice[i] = int(answer.argmin())
-        later = [pairs for j, pairs in edges.items() if j not in choice]
-        if later:
-            share = cost / max(len(later), len(edges) - len(later))
-            for pairs in later:
-                pairs += share[:, None]
-            cost -= share * len(later)
+    return choice
+
+
+def settled(work: Reduction, choice: dict[int, int]) -> dict[int, int]:
+    """`choice`, each decision changed to its best answer to all others until none changes (Besag, J. R. Stat. Soc. B 1986)."""
+    choice = dict(choice)
+    waiting = dict.fromkeys(choice)
+    while waiting:
+        i, _ = waiting.popitem()
+        answer = work.costs[i].copy()
+        for j, pairs in work.edges[i].items():
+            answer += pairs[:, choice[j]]
+        k = int(answer.argmin())
+        if answer[k] < (1 - 1e-9) * answer[choice[i]]:  # by more than rounding, which could go on forever
+            choice[i] = k
+            waiting.update(dict.fromkeys(work.edges[i]))
     return choice
 
 

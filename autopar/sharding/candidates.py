@@ -8,6 +8,7 @@ from math import prod
 
 from autopar.sharding.costs import Step
 from autopar.sharding.factors import Assignment, OpFactors
+from autopar.sharding.once import each_once
 from autopar.sharding.spec import LogicalMesh, Spec, Specs, divides, local_shape
 
 
@@ -41,7 +42,10 @@ class Candidates:
     @classmethod
     def of(cls, factors: OpFactors, options: Iterable[Option]) -> "Candidates":
         options = tuple(options)
-        operands = (tuple(factors.operand_spec(k, o.assignment) for o in options) for k in range(len(factors.operands)))
+        assignments = [o.assignment for o in options]
+        operands = (
+            each_once(lambda a, k=k: factors.operand_spec(k, a), assignments) for k in range(len(factors.operands))
+        )
         results = (tuple(o.results[r] for o in options) for r in range(len(factors.results)))
         return cls(options, tuple(operands), tuple(results))
 
@@ -49,13 +53,9 @@ class Candidates:
 @lru_cache(maxsize=65536)
 def followed(factors: OpFactors, leader: int, specs: Specs, mesh: LogicalMesh) -> tuple[Assignment, ...] | None:
     """The assignment under each spec of the operand that an equation follows; None when it can't keep one of them."""
-    assignments = []
-    for spec in specs:
-        assignment = factors.assign(leader, spec, mesh)
-        if assignment is None:
-            return None
-        assignments.append(assignment)
-    return tuple(assignments)
+    assignments = each_once(lambda spec: factors.assign(leader, spec, mesh), specs)
+    kept = tuple(assignment for assignment in assignments if assignment is not None)
+    return kept if len(kept) == len(specs) else None
 
 
 @lru_cache(maxsize=65536)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from autopar.sharding.once import each_once
 from autopar.sharding.spec import LogicalMesh, Spec, axes_of
 from simulator.costs import CostModel
 from simulator.work import CollectiveKind, Groups, Kernel
@@ -67,7 +68,11 @@ class MeshCosts:
     @lru_cache(maxsize=1 << 14)  # noqa: B019
     def reshard_matrix(self, num_bytes: float, sources: tuple[Spec, ...], targets: tuple[Spec, ...]) -> np.ndarray:
         """Seconds for every pair of specs, (sources, targets)."""
-        return np.array([[self.reshard(num_bytes, source, target) for target in targets] for source in sources])
+
+        def row(source: Spec) -> tuple[float, ...]:
+            return each_once(lambda target: self.reshard(num_bytes, source, target), targets)
+
+        return np.array(each_once(row, sources))
 
 
 class Combined:

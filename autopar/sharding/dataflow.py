@@ -43,6 +43,7 @@ class Dataflow:
     stored: frozenset[Var]
 
 
+@lru_cache(maxsize=16)  # a stage is planned on many meshes
 def analyse(step: StepGraph) -> Dataflow:
     """The facts about `step`. Raises MissingRuleError when an equation has no sharding rule."""
     eqns = step.jaxpr.eqns
@@ -57,7 +58,7 @@ def analyse(step: StepGraph) -> Dataflow:
         awaited=_awaited(step, frozenset(per_example)),
         roles=_roles(step, marked),
         readers=readers,
-        stored=frozenset(stored_values(step)),
+        stored=stored_values(step),
     )
 
 

@@ -32,6 +32,7 @@ from autopar.sharding.deferral import fits, leads, partial_completions, synchron
 from autopar.sharding.factors import Assignment, OpFactors
 from autopar.sharding.heuristic import input_placed
 from autopar.sharding.moves import moved_bytes
+from autopar.sharding.once import each_once
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import Pins, ShardingError, check_batch_axis, input_specs
 from autopar.sharding.problem import ChoiceProblem
@@ -278,8 +279,8 @@ class _Builder:
         if key not in self._known_candidates:
             assignments = followed(factors, leader, specs, self.mesh)
             found = None
-            if assignments is not None and all(self._fits(number, assignment) for assignment in assignments):
-                options = [self._completions(number, eqn, factors, a, False)[0] for a in assignments]
+            if assignments is not None and all(self._fits(number, assignment) for assignment in set(assignments)):
+                options = each_once(lambda a: self._completions(number, eqn, factors, a, False)[0], assignments)
                 found = Candidates.of(factors, options)
             self._known_candidates[key] = found
         return self._known_candidates[key]
@@ -347,7 +348,9 @@ class _Builder:
             self._costs_of(eqn.outvars[0]) is self.costs,
         )
         if key not in self._known_costs:
-            self._known_costs[key] = np.array([self._cost(eqn, factors, o, stored) for o in found.options]).T
+            self._known_costs[key] = np.array(
+                each_once(lambda option: self._cost(eqn, factors, option, stored), found.options)
+            ).T
         return self._known_costs[key] * self.repeats[number]
 
     def _cost(self, eqn: JaxprEqn, factors: OpFactors, option: Option, stored: Sequence[bool]) -> tuple[float, float]:

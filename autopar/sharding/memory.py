@@ -16,6 +16,7 @@ from jax.extend.core import Literal, Var
 from autopar.graph import Atom, aval_of
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.moves import passes_moves
+from autopar.sharding.once import each_once
 from autopar.sharding.problem import Limit
 from autopar.sharding.spec import LogicalMesh, Spec, Specs, local_shape
 from autopar.sharding.storage import is_relaid, is_view, lifetimes
@@ -116,7 +117,7 @@ class Memory:
 
 def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list[Lifetime]:
     reused = {step.jaxpr.outvars[o] for o in step.carried if isinstance(step.jaxpr.outvars[o], Var)}
-    alive = lifetimes(step)
+    alive = dict(lifetimes(step))
     shown_by = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if is_view(eqn)}
     lives: list[tuple[Var, int, int]] = []
     for number, eqn in step.microbatching.marks if step.microbatching else ():
@@ -155,4 +156,4 @@ def _sizes(atom: Atom, specs: Specs, mesh: LogicalMesh) -> np.ndarray:
 
 @lru_cache(maxsize=1 << 14)
 def _array_sizes(shape: tuple[int, ...], dtype: Any, specs: Specs, mesh: LogicalMesh) -> np.ndarray:
-    return np.array([array_bytes(local_shape(shape, spec, mesh), dtype) for spec in specs], float)
+    return np.array(each_once(lambda spec: array_bytes(local_shape(shape, spec, mesh), dtype), specs), float)

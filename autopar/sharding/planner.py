@@ -201,28 +201,38 @@ def _solve_within(
 ) -> tuple[Solution, float]:
     """The cheapest choice whose peak memory is within `budget`, and that peak.
 
-    Limits are added where a solution breaks them, moment by moment: few moments ever matter. What copies kept from another
-    moment took is no part of a limit; it is taken off its bound.
+    Limits are added where a solution breaks them, moment by moment: few moments ever matter, and none if among the cheapest
+    choices there is one that fits. What copies kept from another moment took is no part of a limit; it is taken off its bound.
     """
+
+    def used(choice: Sequence[int]) -> np.ndarray:
+        return memory.of_values(choice) + memory.of_copies(choice)
+
+    def allowed(choice: Sequence[int]) -> bool:
+        return math.isinf(budget) or bool(used(choice).max() <= budget)
+
     first = _like(start.specs, memory.decisions, problem) if start else None
     if start and first:
-        peak = float((memory.of_values(first.choice) + memory.of_copies(first.choice)).max())
+        peak = float(used(first.choice).max())
         if peak <= budget and start.bound >= (1 - options.tolerance) * first.objective:
             return replace(first, gap=max(0.0, 1 - start.bound / first.objective)), peak
     limits: dict[int, Limit] = {}
+    bound = start.bound if start else -math.inf
     while True:
+        limited = replace(problem, limits=tuple(limits.values()))
         try:
-            limited = replace(problem, limits=tuple(limits.values()))
-            solution = solve(limited, options.time_limit, options.tolerance, first.choice if first else None)
+            known = first.choice if first else None
+            solution = solve(limited, options.time_limit, options.tolerance, known, bound, allowed)
         except InfeasibleError as error:
             if not limits:
                 raise
             raise MemoryBudgetError(budget, memory.least(), memory.step.name) from error
-        used = memory.of_values(solution.choice) + memory.of_copies(solution.choice)
-        moment = int(used.argmax())
-        if used[moment] <= budget:
-            return solution, float(used[moment])
-        kept = used[moment] - memory.limit(moment, budget).used(solution.choice)
+        peaks = used(solution.choice)
+        moment = int(peaks.argmax())
+        if peaks[moment] <= budget:
+            return solution, float(peaks[moment])
+        bound = max(bound, solution.bound)
+        kept = peaks[moment] - memory.limit(moment, budget).used(solution.choice)
         tightened = 0.98 * limits[moment].bound if moment in limits else budget
         limits[moment] = memory.limit(moment, min(tightened, budget - kept))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 
@@ -75,3 +76,10 @@ class Solution:
     objective: float
     gap: float | None
     core: int
+
+    @property
+    def bound(self) -> float:
+        """What every choice is proven to cost at least."""
+        if self.gap is None or self.gap == inf:
+            return -inf
+        return self.objective - self.gap * abs(self.objective)

@@ -7,10 +7,14 @@ and folding a decision with at most two neighbours into them.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from math import prod
 
 import numpy as np
 
 from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Limit
+
+_AFFORDABLE = 1 << 22
+"""Numbers to look at beyond which a decision is left as it is: with hundreds of options, sweeps drop most of them first."""
 
 
 @dataclass
@@ -103,15 +107,16 @@ class Reduction:
         """Settle and fold while that is possible, and (if wanted: it takes most of the time) drop dead ends."""
         pending = [(*self._size(i), i) for i in self.costs]
         heapify(pending)
+        known: dict[tuple[bytes, ...], np.ndarray] = {}
         while pending:
             *size, i = heappop(pending)
             if i not in self.costs or tuple(size) != self._size(i):
                 continue
-            dropped = dead_ends and self._drop_dead_ends(i)
+            dropped = dead_ends and self._drop_dead_ends(i, known)
             neighbours = list(self.edges[i])
             if len(self.costs[i]) == 1:
                 self._settle(i)
-            elif len(neighbours) <= 2 and i not in self.pairs and (self.uses[i] == self.uses[i][:, :1]).all():
+            elif self._foldable(i):
                 self._fold(i)
             elif not dropped:
                 continue
@@ -121,34 +126,48 @@ class Reduction:
     def _size(self, i: int) -> tuple[int, int]:
         return len(self.edges[i]), len(self.costs[i])
 
-    def _drop_dead_ends(self, i: int) -> bool:
-        """Drop the options of `i` that another option beats for every choice of the neighbours."""
+    def _foldable(self, i: int) -> bool:
+        """Whether `i` has few neighbours and no part in what limits bound, and folding it is not too much work."""
+        others = [len(self.costs[j]) for j in self.edges[i]]
+        if len(others) > 2 or i in self.pairs or len(self.costs[i]) * prod(others) > _AFFORDABLE:
+            return False
+        return bool((self.uses[i] == self.uses[i][:, :1]).all())
+
+    def _drop_dead_ends(self, i: int, known: dict[tuple[bytes, ...], np.ndarray]) -> bool:
+        """Drop the dead ends of `i`; `known` has those of decisions before: layers repeat, so most have been seen."""
+        if len(self.costs[i]) ** 2 * sum(cost.shape[1] for cost in self.edges[i].values()) > _AFFORDABLE:
+            return False
+        mine = (self.costs[i], self.uses[i], *self.edges[i].values(), *self.pairs.get(i, {}).values())
+        content = tuple(array.tobytes() for array in mine)
+        if content not in known:
+            known[content] = self._alive(i)
+        if known[content].all():
+            return False
+        self.keep(i, known[content])
+        return True
+
+    def _alive(self, i: int) -> np.ndarray:
+        """The options of `i` but those that another option beats for every choice of the neighbours."""
         alive = np.isfinite(self.costs[i])
         for cost in self.edges[i].values():
             alive &= np.isfinite(cost).any(axis=1)
         if not alive.any():
             raise InfeasibleError("no choice of shardings satisfies every requirement")
-        before = len(alive)
-        if before > 1:
-            margin = np.subtract.outer(_finite(self.costs[i]), _finite(self.costs[i]))
-            for cost in self.edges[i].values():
-                cost = _finite(cost)
-                margin += (cost[:, None, :] - cost[None, :, :]).min(axis=2)
-            # margin[a, b] >= 0: b is never worse than a. Ties are broken towards the lower index. With limits, b must
-            # not use more either.
-            beaten = (margin > 0) | ((margin == 0) & np.tri(before, k=-1, dtype=bool))
-            more = self.uses[i][:, None, :] - self.uses[i][:, :, None]  # by how much b uses more than a, at the worst
-            for use in self.pairs.get(i, {}).values():
-                more = more + (use[:, None, :, :] - use[:, :, None, :]).max(axis=3)
-            beaten &= (more <= 0).all(axis=0)
-            beaten[:, ~alive] = False
-            for a in range(before - 1, -1, -1):
-                if alive[a] and (beaten[a] & alive).any():
-                    alive[a] = False
-        if alive.all():
-            return False
-        self.keep(i, alive)
-        return True
+        margin = np.subtract.outer(_finite(self.costs[i]), _finite(self.costs[i]))
+        for cost in self.edges[i].values():
+            cost = _finite(cost)
+            margin += (cost[:, None, :] - cost[None, :, :]).min(axis=2)
+        # margin[a, b] >= 0: b is never worse than a. Ties are broken towards the lower index. With limits, b must not use
+        # more either.
+        beaten = (margin > 0) | ((margin == 0) & np.tri(len(alive), k=-1, dtype=bool))
+        more = self.uses[i][:, None, :] - self.uses[i][:, :, None]  # by how much b uses more than a, at the worst
+        for use in self.pairs.get(i, {}).values():
+            more = more + (use[:, None, :, :] - use[:, :, None, :]).max(axis=3)
+        beaten &= (more <= 0).all(axis=0)
+        beaten[:, ~alive] = False
+        for a in range(len(alive) - 1, -1, -1):
+            alive[a] &= not (beaten[a] & alive).any()
+        return alive
 
     def _settle(self, i: int) -> None:
         """Take the only option of a decision: its edges become costs of its neighbours."""

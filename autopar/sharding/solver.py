@@ -2,11 +2,11 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autopar.sharding.bounds import excess, make_finite, price, sweep, tell_alike, used
+from autopar.sharding.bounds import excess, make_finite, price, settled, sweep, tell_alike, used
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Solution
 from autopar.sharding.reduction import Reduction
@@ -18,9 +18,16 @@ _ROUNDING = 1e-9
 """Relative difference of costs that may be rounding."""
 
 _ENOUGH = 1e-2
-"""Relative gap with which a large problem (of more than `_SMALL` pairs of options) is solved; small ones are solved exactly."""
+"""Relative gap that will do for a large problem, one of more than `_SMALL` pairs of options; small ones are solved exactly. Sweeps
+go on to half of it, and from there while they find choices that are better by a share of `_BETTER`."""
+
+_BETTER = 1e-3
 
 _SMALL = 50_000
+
+_LARGE = 1_000_000
+"""Pairs of options beyond which dead ends are dropped before the first sweep: so many come of layers that repeat, and dead ends
+of those that are alike are found once. In other problems sweeps do most of it for less."""
 
 _PATIENCE = 4
 """Rounds of sweeps that may find nothing while prices of limits settle."""
@@ -29,49 +36,70 @@ _SWEEPS = 3
 """Sweeps there and back between reductions."""
 
 
+type Allowed = Callable[[Sequence[int]], bool]
+
+
 def solve(
-    problem: ChoiceProblem, time_limit: float = 60.0, tolerance: float = 0.0, start: Sequence[int] | None = None
+    problem: ChoiceProblem,
+    time_limit: float = 60.0,
+    tolerance: float = 0.0,
+    start: Sequence[int] | None = None,
+    bound: float = -math.inf,
+    allowed: Allowed = lambda choice: True,
 ) -> Solution:
     """The cheapest choice, or one that is proven to be within `tolerance` of it, relative.
 
     Args:
         start: a choice that is known, which need not keep within the limits.
+        bound: what every choice is known to cost at least, such as what one costs with fewer limits.
+        allowed: what else is asked of a choice. If there is none that is allowed and near enough to the cheapest, the cheapest that
+            was found is the answer, for the caller to see what limit it breaks.
 
     Raises:
         InfeasibleError: every choice holds a forbidden option or pair, or exceeds a limit.
         TimeoutError: HiGHS found no choice within `time_limit` seconds.
     """
-    return _Search(problem, time_limit, tolerance, start).run()
+    return _Search(problem, time_limit, tolerance, start, bound, allowed).run()
 
 
 class _Search:
     """The best choice so far, and what is known to bound all others."""
 
     def __init__(
-        self, problem: ChoiceProblem, time_limit: float, tolerance: float, start: Sequence[int] | None
+        self,
+        problem: ChoiceProblem,
+        time_limit: float,
+        tolerance: float,
+        start: Sequence[int] | None,
+        bound: float,
+        allowed: Allowed,
     ) -> None:
         self.problem, self.tolerance = problem, tolerance
         self.deadline = time.monotonic() + time_limit
         self.work = Reduction(problem)
         self.choice: tuple[int, ...] | None = None
         self.best = math.inf
-        self.bound = -math.inf
+        self.bound, self.allowed = bound, allowed
+        self.refused: tuple[float, tuple[int, ...]] = math.inf, ()
         self.prices = np.zeros(len(problem.limits))
         self.scale = np.array([max(abs(limit.bound), 1.0) for limit in problem.limits])
         if start is not None:
             self.take(tuple(start))
 
     def run(self) -> Solution:
-        self.work.reduce(dead_ends=False)
+        self.work.reduce(dead_ends=self.work.size > _LARGE)
+        self.enough = max(self.tolerance, _ENOUGH if self.work.size > _SMALL else 0.0)
         make_finite(self.work)
         self.tighten()
         self.price(-self.prices)
         core = 0 if self.closed() else len(self.work.costs)
-        if core and (self.choice is None or not self.within(self.tolerance if self.work.size <= _SMALL else _ENOUGH)):
-            self.finish()
-        elif not self.work.costs:
+        if not self.work.costs:
             self.offer({})
-            self.bound = self.best  # whatever was dropped is no better
+            self.bound = min(self.best, self.refused[0])  # whatever was dropped is no better
+        elif core and not self.within(self.enough) and self.refused[0] >= self.best:
+            self.finish()
+        if self.refused[0] < self.best and not self.within(self.enough):
+            self.best, self.choice = self.refused
         if self.choice is None:
             raise InfeasibleError("no choice of shardings satisfies every requirement")
         gap = max(0.0, self.best - self.bound) / max(abs(self.best), 1e-30)
@@ -80,9 +108,8 @@ class _Search:
     def tighten(self) -> None:
         """Sweep and reduce until nothing is left or nothing moves."""
         patience = _PATIENCE if self.prices.size else 1
-        searched = False  # for dead ends, which takes long: seldom are there more the next time
         while self.work.costs and not self.within(self.tolerance) and patience and time.monotonic() < self.deadline:
-            size, slack = self.work.size, self.best - self.bound
+            size, slack, best = self.work.size, self.best - self.bound, self.best
 
             def moved(least: float, size: int = size, slack: float = slack) -> bool:
                 return self.work.size < (1 - least) * size or self.best - self.bound < (1 - least) * slack
@@ -91,11 +118,14 @@ class _Search:
                 order = sorted(self.work.costs)
                 self.look(order)
                 self.set_prices(self.look(order[::-1]))
+                if self.closed():
+                    return
             if self.choice is None and math.isinf(slack):
                 self.check_limits()
-            self.reduce(dead_ends=not moved(0.3) and not searched)
-            searched = not moved(0.3)
+            self.reduce(dead_ends=self.work.size <= _SMALL and not moved(0.3))
             patience -= not moved(0.05)
+            if self.best > (1 - _BETTER) * best and self.within(self.enough / 2):
+                break
 
     def reduce(self, dead_ends: bool) -> None:
         """Reduce at no price: an option that is dearer only for what it uses is no dead end."""
@@ -105,14 +135,14 @@ class _Search:
         self.price(prices)
 
     def look(self, order: list[int]) -> np.ndarray:
-        """Sweep, and take the choice that this gives if it is a better one; what it uses of each limit above the bound."""
+        """Sweep, and take the choice that this leads to if it is a better one; what is used of each limit above its bound."""
         chosen = sweep(self.work, order, self.best + self.rounding())
         self.bound = max(self.bound, self.work.constant)
-        over = used(self.work, chosen) - self.work.bounds
-        cost = self.work.constant + excess(self.work, chosen) - float(self.prices @ over)
-        if cost < self.best:
-            self.offer(chosen)
-        return over
+        polished = settled(self.work, chosen)
+        priced = float(self.prices @ (used(self.work, polished) - self.work.bounds))
+        if self.work.constant + excess(self.work, polished) - priced < self.best:
+            self.offer(polished)
+        return used(self.work, chosen) - self.work.bounds
 
     def set_prices(self, over: np.ndarray) -> None:
         """Move prices along what was used above bounds, which is a subgradient of the bound (Polyak 1969)."""
@@ -124,13 +154,18 @@ class _Search:
         self.price(np.maximum(-self.prices, step))
 
     def offer(self, core: dict[int, int]) -> None:
-        """Take a choice of the core if it is allowed and better than the best so far."""
+        """Take a choice of the core, see `take`."""
         self.take(self.work.complete(core))
 
     def take(self, choice: tuple[int, ...]) -> None:
+        """Take a choice if it is allowed and better than the best so far; of those that are not, remember the cheapest."""
         cost = self.problem.cost(choice)
-        if cost < self.best and self.problem.fits(choice):
+        if cost >= self.best or not self.problem.fits(choice):
+            return
+        if self.allowed(choice):
             self.best, self.choice = cost, choice
+        elif cost < self.refused[0]:
+            self.refused = cost, choice
 
     def closed(self) -> bool:
         return self.within(0.0)
@@ -150,10 +185,9 @@ class _Search:
         """Leave the rest to HiGHS."""
         self.work.reduce()
         tell_alike(self.work, self.best)
-        tolerance = max(self.tolerance, _ENOUGH if self.work.size > _SMALL else 0.0)
         gap, rest = _EXACT, self.best - self.work.constant
-        if tolerance and math.isfinite(rest) and rest > 0:  # HiGHS counts a gap as a share of what is left
-            gap = max(_EXACT, tolerance * min(abs(self.best) / rest, 50.0))
+        if self.enough and math.isfinite(rest) and rest > 0:  # HiGHS counts a gap as a share of what is left
+            gap = max(gap, self.enough * min(abs(self.best) / rest, 50.0))
         try:
             chosen, bound = solve_ilp(self.work.rest(), max(1.0, self.deadline - time.monotonic()), gap)
         except (InfeasibleError, TimeoutError):

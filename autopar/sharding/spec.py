@@ -45,7 +45,10 @@ class LogicalMesh:
 
     def ways(self, axes: Iterable[str]) -> int:
         """Number of devices along `axes` together."""
-        return prod(self.sizes[axis] for axis in axes)
+        ways = 1
+        for axis in axes:
+            ways *= self.sizes[axis]
+        return ways
 
     def groups(self, axes: Sequence[str]) -> Groups:
         """The groups of devices that differ only in their position along `axes`."""

@@ -5,6 +5,8 @@ half-precision products to multiples of eight, workspaces of cuBLAS (4 MB), and 
 """
 
 from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -31,7 +33,8 @@ def is_fusible(name: str) -> bool:
     return name in _FUSIBLE or name in PASS_THROUGH
 
 
-def stored_values(step: StepGraph) -> set[Var]:
+@lru_cache(maxsize=16)
+def stored_values(step: StepGraph) -> frozenset[Var]:
     """The values that are written to memory: inputs, outputs, and what a kernel other than a fusion writes or reads."""
     eqns, outputs = step.jaxpr.eqns, {atom for atom in step.jaxpr.outvars if isinstance(atom, Var)}
     readers = Counter(atom for eqn in eqns for atom in _operands(eqn))
@@ -52,7 +55,7 @@ def stored_values(step: StepGraph) -> set[Var]:
             stored.update(eqn.outvars)
             if name not in _READING and not name.startswith("reduce_"):
                 stored.update(operands)
-    return stored - (in_place - outputs)
+    return frozenset(stored - (in_place - outputs))
 
 
 def is_view(eqn: JaxprEqn) -> bool:
@@ -68,7 +71,8 @@ def is_relaid(eqn: JaxprEqn, operand: int) -> bool:
     return any(size > 1 for size in (*window, *eqn.params["window_strides"], *eqn.params["lhs_dilation"]))
 
 
-def lifetimes(step: StepGraph) -> dict[Var, tuple[int, int]]:
+@lru_cache(maxsize=16)
+def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
     """The first and the last moment (number of an equation) at which each stored value that is no view must be in memory.
 
     A value that is not stored is computed again by every fusion that reads it, so what it is computed from lives until the

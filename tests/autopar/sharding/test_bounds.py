@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.sharding.bounds import excess, make_finite, price, sweep, tell_alike, used
+from autopar.sharding.bounds import excess, make_finite, price, settled, sweep, tell_alike, used
 from autopar.sharding.problem import ChoiceProblem
 from autopar.sharding.reduction import Reduction
 from tests.generators import choice_problems
@@ -40,6 +40,19 @@ def test_sweeps_and_prices_keep_every_cost_and_bound_all(problem, amount):
             if np.isfinite(cost):
                 assert work.constant + excess(work, core) == pytest.approx(cost, abs=1e-6)
                 assert list(used(work, core)) == pytest.approx([limit.used(choice) for limit in problem.limits])
+
+
+@settings(max_examples=100)
+@given(choice_problems(decisions=5))
+def test_no_decision_alone_betters_a_choice_that_has_settled(problem):
+    work = Reduction(problem)
+    make_finite(work)
+    chosen = dict.fromkeys(work.costs, 0)
+    choice = settled(work, chosen)
+    cost = excess(work, choice)
+    assert cost <= excess(work, chosen)
+    for i, options in work.costs.items():
+        assert all(excess(work, choice | {i: k}) >= cost - 1e-6 for k in range(len(options)))
 
 
 @settings(max_examples=100)

@@ -1,5 +1,6 @@
 """The solver finds the optimum, and says so when there is none."""
 
+from dataclasses import replace
 from itertools import product
 from unittest.mock import patch
 
@@ -29,7 +30,7 @@ def test_the_cheapest_choice_is_found(problem):
         solution = solve(problem)
         assert problem.cost(solution.choice) == solution.objective == pytest.approx(best)
         assert problem.fits(solution.choice)
-        assert solution.gap < 1e-6
+        assert (solution.gap or 0.0) < 1e-6
 
 
 @settings(max_examples=60)
@@ -48,12 +49,45 @@ def test_the_integer_program_alone_finds_it_too(problem):
 def test_what_counts_as_large_is_solved_to_the_gap_that_it_states(problem):
     best = brute_force(problem)
     if np.isfinite(best):
-        with patch("autopar.sharding.solver._SMALL", 0):
+        with patch("autopar.sharding.solver._SMALL", 0), patch("autopar.sharding.solver._LARGE", 0):
             solution = solve(problem)
         assert problem.fits(solution.choice)
         assert problem.cost(solution.choice) == solution.objective
-        assert solution.gap <= 0.01
-        assert (1 - solution.gap) * solution.objective - 1e-6 <= best <= solution.objective + 1e-6
+        assert (solution.gap or 0.0) <= 0.01
+        assert solution.bound - 1e-6 <= best <= solution.objective + 1e-6
+
+
+@settings(max_examples=100)
+@given(choice_problems())
+def test_what_is_not_allowed_is_the_answer_only_if_nothing_that_is_allowed_is_cheaper(problem):
+    def allowed(choice):
+        return sum(choice) % 2 == 0
+
+    problem = replace(problem, limits=())
+    least = brute_force(problem)
+    if np.isfinite(least):
+        solution = solve(problem, allowed=allowed)
+        choices = product(*(range(len(cost)) for cost in problem.nodes))
+        assert solution.objective <= min(map(problem.cost, filter(allowed, choices)), default=np.inf) + 1e-6
+        assert problem.cost(solution.choice) == solution.objective
+        assert solution.bound <= least + 1e-6
+
+
+def test_a_bound_that_is_known_counts_as_proven():
+    problem = repeated_layers(3)
+    cheapest = solve(problem)
+    assert solve(problem, bound=cheapest.objective) == replace(cheapest, gap=0.0)
+    assert cheapest.bound <= cheapest.objective
+
+
+def test_with_hundreds_of_options_sweeps_come_before_folding():
+    rng = np.random.default_rng(0)
+    nodes = [rng.random(200) for _ in range(4)]
+    chain = ChoiceProblem(nodes, {(i, i + 1): rng.random((200, 200)) for i in range(3)})
+    with patch("autopar.sharding.reduction._AFFORDABLE", 200):
+        solution = solve(chain)
+    assert solution.objective == pytest.approx(solve(chain).objective)
+    assert solution.gap == pytest.approx(0, abs=1e-6)
 
 
 def test_chains_and_trees_need_no_integer_program():
