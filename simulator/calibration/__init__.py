@@ -1,0 +1,1 @@
+"""Parameters of the cost models from measurements, with what was held out and the errors there."""

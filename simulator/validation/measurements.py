@@ -1,0 +1,20 @@
+"""The samples of measured products and collectives that come with the package; `data/README.md` says where they are from."""
+
+from pathlib import Path
+
+import numpy as np
+
+from simulator.calibration.gemms import MeasuredGemms
+
+DATA = Path(__file__).parent / "data"
+
+GPUS = {"a100": "a100_sxm4_80gb", "h100": "h100_sxm5_80gb", "h200": "h200_sxm_141gb", "b200": "b200_sxm_180gb"}
+"""The GPUs with measured products, and the names of their profiles."""
+
+
+def measured_gemms(gpu: str) -> tuple[str, MeasuredGemms]:
+    """The profile's name and the sample of products of one of `GPUS`."""
+    if gpu not in GPUS:
+        raise ValueError(f"no measured products of {gpu!r}; there are some of {', '.join(GPUS)}")
+    rows = np.loadtxt(DATA / f"gemm_{gpu}.csv", delimiter=",", skiprows=1)
+    return GPUS[gpu], MeasuredGemms.of(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3] * 1e-6)
