@@ -11,7 +11,7 @@ here are eleven, fitted per GPU by `simulator.calibration.gemms`, and it serves 
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import ceil, sqrt
 from pathlib import Path
 from typing import Self
@@ -22,7 +22,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from simulator.description import ClusterError, Description, Fraction, read, validate
 
-PROFILES = Path(__file__).parent / "profiles"
+PROFILES = Path(__file__).parent / "profiles" / "gemm"
 
 _TILES = tuple(
     (rows, columns)
@@ -39,7 +39,7 @@ class GemmProfile(Description):
     """What products cost on one GPU: its peaks, and eleven numbers fitted to measured shapes.
 
     Attributes:
-        device: the name of its file in `simulator/devices`.
+        gpu: the device's name.
         source: what was measured, by whom, under which licence; which shapes were fitted, and the errors on the others.
         cores: streaming multiprocessors.
         peak_tflop_per_s: of the dtype that was measured, `dtype`.
@@ -58,7 +58,7 @@ class GemmProfile(Description):
         held_out_error: mean absolute relative error on measured shapes outside the fit.
     """
 
-    device: str
+    gpu: str
     source: str
     dtype: str = "bf16"
     cores: PositiveInt
@@ -78,13 +78,21 @@ class GemmProfile(Description):
     held_out_error: NonNegativeFloat | None = None
 
     @classmethod
-    def load(cls, device: str) -> Self:
-        """The shipped profile of a device, by the name of the device's file, or a profile file by its path."""
-        path = Path(device) if device.endswith((".yaml", ".yml")) else PROFILES / f"{device}.yaml"
+    def load(cls, name: str) -> Self:
+        """A shipped profile by the name of its file, which is that of the device's, or another file by its path."""
+        path = Path(name) if name.endswith((".yaml", ".yml")) else PROFILES / f"{name}.yaml"
         if not path.exists() and path.parent == PROFILES:
             names = ", ".join(sorted(known.stem for known in PROFILES.glob("*.yaml")))
-            raise ClusterError(f"no GEMM profile of {device!r}; there are {names}, or give the path of a .yaml file")
+            raise ClusterError(f"no GEMM profile {name!r}; there are {names}, or give the path of a .yaml file")
         return validate(cls, read(path), path)
+
+    @classmethod
+    def of(cls, gpu: str) -> "GemmProfile":
+        """The shipped profile of the device of that name."""
+        known = _shipped()
+        if gpu not in known:
+            raise ClusterError(f"no GEMM profile of {gpu!r}; there are some of {', '.join(sorted(known))}")
+        return known[gpu]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,3 +203,9 @@ def _seconds(model: GemmModel, m: int, n: int, k: int, batch: int) -> float:
                 split_best = min(split_best, busy + p.split_us * 1e-6 + (split + 1) * 4 * result / bandwidth)
     whole_best = _joined(best * heat, memory, power, max, min)
     return p.launch_us * 1e-6 + min(whole_best, split_best)
+
+
+@cache
+def _shipped() -> dict[str, GemmProfile]:
+    profiles = [GemmProfile.load(path.stem) for path in sorted(PROFILES.glob("*.yaml"))]
+    return {profile.gpu: profile for profile in profiles}

@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
+from simulator.calibration.collectives import MeasuredCollectives
 from simulator.calibration.gemms import MeasuredGemms
+from simulator.work import CollectiveKind
 
 DATA = Path(__file__).parent / "data"
 
@@ -18,3 +21,18 @@ def measured_gemms(gpu: str) -> tuple[str, MeasuredGemms]:
         raise ValueError(f"no measured products of {gpu!r}; there are some of {', '.join(GPUS)}")
     rows = np.loadtxt(DATA / f"gemm_{gpu}.csv", delimiter=",", skiprows=1)
     return GPUS[gpu], MeasuredGemms.of(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3] * 1e-6)
+
+
+def measured_collectives(gpu: str, kind: CollectiveKind) -> MeasuredCollectives:
+    """The measured collectives of one kind within a host, by the device's name."""
+    rows = pd.read_csv(DATA / "collectives.csv")
+    rows = rows[(rows.gpu == gpu) & (rows.kind == kind)]
+    if rows.empty:
+        raise ValueError(f"no measured {kind} of {gpu!r}")
+    return MeasuredCollectives.of(kind, rows["size"], rows["bytes"], rows["us"] * 1e-6)
+
+
+def network_ratios() -> pd.DataFrame:
+    """Part of the bandwidth that all_reduces reach between hosts of 8 GPUs: columns `hosts`, `bytes`, `ratio`."""
+    wide = pd.read_csv(DATA / "simai_nic_ratio.csv").drop(columns="1")
+    return wide.melt("bytes", var_name="hosts", value_name="ratio").astype({"hosts": int})

@@ -10,7 +10,7 @@ from simulator.validation.measurements import measured_gemms
 
 NAMES = sorted(path.stem for path in PROFILES.glob("*.yaml"))
 TOY = GemmProfile(
-    device="toy",
+    gpu="toy",
     source="made up",
     cores=10,
     peak_tflop_per_s=100,
@@ -112,7 +112,7 @@ def test_a_fifth_of_the_shapes_is_held_out() -> None:
 def test_what_can_not_be_is_refused() -> None:
     with pytest.raises(ValueError, match="expected sizes of at least 1"):
         GemmModel(TOY).seconds(0, 1, 1)
-    with pytest.raises(ClusterError, match=r"no GEMM profile of 'h1000'; there are .*h100_sxm5_80gb"):
+    with pytest.raises(ClusterError, match=r"no GEMM profile 'h1000'; there are .*h100_sxm5_80gb"):
         GemmProfile.load("h1000")
     with pytest.raises(ValueError, match="2 products and 1 times"):
         MeasuredGemms.of([1, 2], [1, 2], [1, 2], [1.0])
