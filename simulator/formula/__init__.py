@@ -1,0 +1,28 @@
+"""Transformers by their sizes: seconds and bytes of a training step without tracing or compiling anything.
+
+>>> from simulator import Cluster
+>>> from simulator.formula import Execution, Machine, Transformer, predict
+>>> gpt = Transformer(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
+>>> plan = Execution(tensor=8, pipeline=8, data=16, microbatch=1, global_batch=1024, recompute="selective", sequence_parallel=True)
+>>> prediction = predict(gpt, plan, Machine.of(Cluster.load("dgx_a100_80").with_size(128)))
+>>> f"{prediction.seconds:.1f} s, {prediction.memory.total / 1e9:.0f} GB, MFU {prediction.mfu:.0%}"
+'29.0 s, 68 GB, MFU 45%'
+"""
+
+from simulator.formula.description import Execution, Transformer
+from simulator.formula.machine import EAGER, JITTED, Backend, Machine
+from simulator.formula.memory import Memory, memory_of
+from simulator.formula.predict import Prediction, predict
+
+__all__ = [
+    "EAGER",
+    "JITTED",
+    "Backend",
+    "Execution",
+    "Machine",
+    "Memory",
+    "Prediction",
+    "Transformer",
+    "memory_of",
+    "predict",
+]

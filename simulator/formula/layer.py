@@ -1,0 +1,178 @@
+"""Kernels of one layer, of the embedding and of the loss: products, bytes through memory, launches, and collectives over the tensor axis.
+
+Elementwise traffic is counted as Megatron-LM's fused kernels do it, in elements of the residual stream (tokens * hidden), of the scores,
+or of the MLP's inner width; `w` is the width of an element, masks of dropout are a byte.
+"""
+
+from dataclasses import dataclass
+
+from simulator.formula.description import Execution, Transformer
+from simulator.formula.machine import Machine
+from simulator.network import Ring
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One pass over a layer on one device.
+
+    Attributes:
+        compute: seconds of kernels.
+        kernels: how many there are.
+        communication: seconds of collectives over the tensor axis.
+        flops: of the matrix products.
+    """
+
+    compute: float = 0.0
+    kernels: int = 0
+    communication: float = 0.0
+    flops: float = 0.0
+
+    def __add__(self, other: "Phase") -> "Phase":
+        return Phase(
+            self.compute + other.compute,
+            self.kernels + other.kernels,
+            self.communication + other.communication,
+            self.flops + other.flops,
+        )
+
+    def __mul__(self, times: float) -> "Phase":
+        return Phase(
+            self.compute * times, round(self.kernels * times), self.communication * times, self.flops * times
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPhases:
+    """Forward, backward, and what of the forward pass is computed again before the backward pass."""
+
+    forward: Phase
+    backward: Phase
+    recompute: Phase
+
+
+def layer_phases(model: Transformer, plan: Execution, machine: Machine) -> LayerPhases:
+    """One layer and one microbatch."""
+    attention = _attention(model, plan, machine)
+    dense = _dense(model, plan, machine)
+    linear = _linear(model, plan, machine)
+    collectives = _collectives(model, plan, machine)
+    forward = attention[0] + dense[0] + linear[0] + collectives[0]
+    backward = attention[1] + dense[1] + linear[1] + collectives[1]
+    match plan.recompute:
+        case "none":
+            again = Phase()
+        case "selective":
+            again = attention[0] if model.attention == "naive" else Phase()
+        case "full":
+            again = forward
+    return LayerPhases(forward, backward, again)
+
+
+def head_phases(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
+    """Forward and backward of the output embedding and the loss."""
+    tokens, columns = plan.microbatch * model.seq, -(-model.vocab // plan.tensor)
+    gemms = machine.gemms
+    logits, flops = tokens * columns, 2.0 * tokens * columns * model.hidden
+    # f32 logits, their maximum, difference, exponential, sum and quotient; the gradient scaled and cast back
+    forward = gemms.seconds(tokens, columns, model.hidden) + machine.memory_seconds(38.0 * logits, 7)
+    backward = gemms.seconds(tokens, model.hidden, columns) + gemms.seconds(model.hidden, columns, tokens)
+    backward += machine.memory_seconds(22.0 * logits, 4)
+    stream = 2.0 * tokens * model.hidden
+    ring = machine.network.ring(plan.tensor)
+    kind = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
+    return (
+        Phase(forward + machine.memory_seconds(4 * tokens * model.hidden, 1), 9, 0.0, flops),
+        Phase(
+            backward + machine.memory_seconds(6 * tokens * model.hidden, 2),
+            8,
+            machine.network.seconds(kind, stream, ring),
+            2 * flops,
+        ),
+    )
+
+
+def embedding_phases(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
+    """Forward and backward of the input embedding: a gather, a sum with the positions, dropout; scatters of the gradient."""
+    stream = plan.microbatch * model.seq * model.hidden
+    ring = machine.network.ring(plan.tensor)
+    kind = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
+    return (
+        Phase(machine.memory_seconds(15.0 * stream, 4), 4, machine.network.seconds(kind, 2.0 * stream, ring)),
+        Phase(machine.memory_seconds(16.0 * stream, 4), 4),
+    )
+
+
+def _linear(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
+    """The four linear layers; their gradients are two products each."""
+    tokens, t, h = plan.microbatch * model.seq, plan.tensor, model.hidden
+    up = (2 if model.gated else 1) * model.ffn_width
+    shapes = ((model.qkv_width // t, h), (h, h // t), (up // t, h), (h, model.ffn_width // t))  # (out, in)
+    gemms = machine.linear_f8 if model.precision == "f8" else machine.gemms
+    forward = sum(gemms.seconds(tokens, out, inner) for out, inner in shapes)
+    backward = sum(gemms.seconds(tokens, inner, out) + gemms.seconds(out, inner, tokens) for out, inner in shapes)
+    if model.precision == "f8":  # casts, with a transposed copy, of what each product reads
+        cast = sum(4.0 * tokens * inner + 4.0 * out * inner for out, inner in shapes)
+        forward += machine.memory_seconds(cast, 8)
+        backward += machine.memory_seconds(sum(4.0 * tokens * out for out, _ in shapes), 4)
+    flops = sum(2.0 * tokens * out * inner for out, inner in shapes)
+    return Phase(forward, 4, 0.0, flops), Phase(backward, 8, 0.0, 2 * flops)
+
+
+def _attention(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
+    """The core of attention, between the projections."""
+    heads, size = model.heads // plan.tensor * plan.microbatch, model.hidden // model.heads
+    s, w = model.seq, 2
+    flops = 4.0 * heads * s * s * size
+    if model.attention == "flash":
+        done, (fast, slow) = flops / 2, machine.flash
+        moved = 4.0 * w * heads * s * size
+        return (
+            Phase(max(done / fast, moved / machine.memory_bandwidth) + machine.launch_seconds, 1, 0.0, flops),
+            Phase(max(2.5 * done / slow, 2 * moved / machine.memory_bandwidth) + 3 * machine.launch_seconds, 3, 0.0, 2 * flops),
+        )
+    gemms = machine.gemms
+    scores, context = gemms.seconds(s, s, size, heads), gemms.seconds(s, size, s, heads)
+    kept = (2 * w + 1) if model.dropout else 0
+    forward = scores + context + machine.memory_seconds((2.0 * w + kept) * heads * s * s, 2 if model.dropout else 1)
+    backward = 2 * scores + 2 * context + machine.memory_seconds((3.0 * w + kept) * heads * s * s, 2 if model.dropout else 1)
+    return Phase(forward, 4, 0.0, flops), Phase(backward, 6, 0.0, 2 * flops)
+
+
+def _dense(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
+    """Norms, residual sums, dropout, activations and copies."""
+    tokens, t, w = plan.microbatch * model.seq, plan.tensor, 2
+    stream = tokens * model.hidden / (t if plan.sequence_parallel else 1)
+    mask = 1 if model.dropout else 0
+    inner, columns = tokens * model.ffn_width / t, tokens * model.qkv_width / t
+    gate = 3 if model.gated else 2  # read one or two, write one
+    forward = 2 * 2 * w * stream  # norms
+    forward += 2 * (3 * w + mask) * stream  # bias, dropout, residual
+    forward += gate * w * inner  # activation
+    forward += (2 * w * columns if model.attention == "naive" else 2 * w * columns) + 2 * w * tokens * model.hidden / t
+    backward = 2 * 3 * w * stream + 2 * 3 * w * stream  # norms, sums with the residual's gradient
+    backward += 2 * (2 * w + mask + (w if model.biases else 0)) * stream
+    backward += (2 * gate - 1 + (1 if model.biases else 0)) * w * inner
+    backward += 3 * w * columns + 2 * w * tokens * model.hidden / t
+    return (
+        Phase(machine.memory_seconds(forward, 9), 9),
+        Phase(machine.memory_seconds(backward, 16), 16),
+    )
+
+
+def _collectives(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
+    """Two all_reduces a pass, or as many all_gathers and reduce_scatters with sequence parallelism.
+
+    With `overlap_tensor` the backward pass sums the gradients of inputs while it computes those of weights, and gathers the inputs that it
+    needs for these while it computes the others: only gathers of output gradients are waited for. The rest slows what it runs beside.
+    """
+    ring: Ring = machine.network.ring(plan.tensor)
+    stream, network = 2.0 * plan.microbatch * model.seq * model.hidden, machine.network
+    if plan.sequence_parallel:
+        gather, scatter = (network.seconds(kind, stream, ring) for kind in ("all_gather", "reduce_scatter"))
+        forward, waited, hidden = 2 * (gather + scatter), 2 * gather, 2 * (gather + scatter)
+        plain = 4 * gather + 2 * scatter
+    else:
+        forward = plain = hidden = 2 * network.seconds("all_reduce", stream, ring)
+        waited = 0.0
+    backward = waited + machine.contention * hidden if plan.overlap_tensor else plain
+    return Phase(communication=forward), Phase(communication=backward)

@@ -1,0 +1,274 @@
+"""Seconds of a training step, and where they go."""
+
+from dataclasses import dataclass, replace
+
+from simulator.description import ClusterError
+from simulator.formula.description import Execution, Transformer
+from simulator.formula.layer import LayerPhases, Phase, embedding_phases, head_phases, layer_phases
+from simulator.formula.machine import Machine
+from simulator.formula.memory import Memory, memory_of
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One training step, in seconds; the parts sum up to `seconds`.
+
+    Attributes:
+        forward, backward, recompute: computation of all microbatches on the busiest device.
+        update: the optimizer.
+        bubble: waiting for other stages.
+        host: waiting for the host to launch kernels.
+        exposed: by axis ("tensor", "pipeline", "data"), communication that nothing hides.
+        communication: by axis, all of it.
+        memory: bytes on the device that needs most.
+        model_flops, hardware_flops: of all devices, without and with what is computed twice.
+        peak_flop_per_s: of all devices.
+        devices: how many.
+        tokens: of the step.
+    """
+
+    seconds: float
+    forward: float
+    backward: float
+    recompute: float
+    update: float
+    bubble: float
+    host: float
+    exposed: dict[str, float]
+    communication: dict[str, float]
+    memory: Memory
+    model_flops: float
+    hardware_flops: float
+    peak_flop_per_s: float
+    devices: int
+    tokens: int
+
+    @property
+    def tflop_per_s_per_device(self) -> float:
+        """Model FLOP."""
+        return self.model_flops / self.seconds / self.devices / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP utilisation."""
+        return self.model_flops / self.seconds / self.peak_flop_per_s
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOP utilisation: what is computed twice counts twice."""
+        return self.hardware_flops / self.seconds / self.peak_flop_per_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction:
+    """A step of `model` under `plan`; a cluster with fewer devices than the plan needs, or odd divisions: `ValueError`."""
+    plan.check(model)
+    cluster = machine.cluster
+    if plan.devices > cluster.num_devices:
+        raise ClusterError(
+            f"the plan needs {plan.devices} devices (tensor {plan.tensor} * pipeline {plan.pipeline} * data {plan.data}), "
+            f"{cluster.name!r} has {cluster.num_devices}; choose smaller degrees or more hosts"
+        )
+    layer = layer_phases(model, plan, machine)
+    ends = _Ends.of(model, plan, machine)
+    depth = model.layers // plan.pipeline
+    gathers = _ParameterGathers.of(model, plan, machine, layer)
+    # the slowest stage sets the pace; at the ends of the pipeline the embedding and the loss come on top
+    slow = machine.slowest_of(plan.devices)
+    middle = _stage(layer, depth, machine).slowed(slow)
+    first, last = middle + ends.first.slowed(slow), middle + ends.last.slowed(slow)
+    stages = [middle] * plan.pipeline
+    if plan.pipeline == 1:
+        stages = [first + ends.last.slowed(slow)]
+    else:
+        stages[0], stages[-1] = first, last
+    slowest = max(stages, key=lambda stage: stage.seconds)
+    send = _send_seconds(model, plan, machine)
+    slots = plan.microbatches
+    steady = slots * (slowest.seconds + 2 * send)
+    bubble = (sum(stage.seconds for stage in stages) - slowest.seconds) / plan.interleave
+    bubble += 2 * (plan.pipeline - 1) * send / plan.interleave if plan.pipeline > 1 else 0.0
+    data = _DataAxis.of(model, plan, machine, slowest.backward)
+    update = _update_seconds(model, plan, machine)
+    host = slots * slowest.host + machine.backend.step_us * 1e-6
+    exposed = {
+        "tensor": slots * slowest.tensor,
+        "pipeline": slots * 2 * send,
+        "data": data.exposed + slots * gathers.exposed,
+    }
+    communication = exposed | {"data": data.total + slots * gathers.total}
+    seconds = (
+        steady
+        + bubble
+        + update
+        + data.exposed
+        + slots * gathers.exposed
+        + machine.backend.step_us * 1e-6
+    )
+    model_flops = model.flops(plan.global_batch)
+    again = layer.recompute.flops * model.layers * plan.tensor * slots * plan.data
+    return Prediction(
+        seconds=seconds,
+        forward=slots * slowest.forward,
+        backward=slots * slowest.backward,
+        recompute=slots * slowest.recompute,
+        update=update,
+        bubble=bubble,
+        host=host,
+        exposed=exposed,
+        communication=communication,
+        memory=memory_of(model, plan),
+        model_flops=model_flops,
+        hardware_flops=model_flops + again,
+        peak_flop_per_s=machine.gemms.profile.peak_tflop_per_s * 1e12 * plan.devices,
+        devices=plan.devices,
+        tokens=plan.global_batch * model.seq,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """Seconds of one microbatch in one stage."""
+
+    forward: float
+    backward: float
+    recompute: float
+    tensor: float
+    host: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward + self.recompute + self.tensor + self.host
+
+    def slowed(self, by: float) -> "_Stage":
+        """The same on a slower device; collectives and the host are as fast as ever."""
+        return replace(self, forward=self.forward * by, backward=self.backward * by, recompute=self.recompute * by)
+
+    def __add__(self, other: "_Stage") -> "_Stage":
+        return _Stage(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.recompute + other.recompute,
+            self.tensor + other.tensor,
+            self.host + other.host,
+        )
+
+
+def _stage(layer: LayerPhases, depth: int, machine: Machine) -> _Stage:
+    phases = (layer.forward, layer.backward, layer.recompute)
+    return _Stage(
+        depth * layer.forward.compute,
+        depth * layer.backward.compute,
+        depth * layer.recompute.compute,
+        depth * sum(phase.communication for phase in phases),
+        depth * sum(_waiting(phase, machine) for phase in phases),
+    )
+
+
+def _waiting(phase: Phase, machine: Machine) -> float:
+    """Seconds that the device waits for the host, which launches kernels one by one and runs ahead where they are long."""
+    return max(0.0, phase.kernels * machine.backend.kernel_us * 1e-6 - phase.compute - phase.communication)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """What the first and the last stage do beside their layers."""
+
+    first: _Stage
+    last: _Stage
+
+    @classmethod
+    def of(cls, model: Transformer, plan: Execution, machine: Machine) -> "_Ends":
+        both = (embedding_phases(model, plan, machine), head_phases(model, plan, machine))
+        first, last = (
+            _Stage(
+                forward.compute,
+                backward.compute,
+                0.0,
+                forward.communication + backward.communication,
+                _waiting(forward, machine) + _waiting(backward, machine),
+            )
+            for forward, backward in both
+        )
+        return cls(first, last)
+
+
+def _send_seconds(model: Transformer, plan: Execution, machine: Machine) -> float:
+    """Seconds that a microbatch spends between stages, one way, all chunks of an interleaved schedule."""
+    if plan.pipeline == 1:
+        return 0.0
+    stream = 2.0 * plan.microbatch * model.seq * model.hidden
+    divided = plan.sequence_parallel or plan.scatter_sends
+    message = stream / (plan.tensor if divided else 1)
+    one = machine.network.send_seconds(message, plan.tensor * plan.data)
+    if divided and not plan.sequence_parallel:
+        one += machine.network.seconds("all_gather", stream, machine.network.ring(plan.tensor))
+    return plan.interleave * one
+
+
+@dataclass(frozen=True, slots=True)
+class _DataAxis:
+    """Gradients over the data axis, at the end of the step."""
+
+    total: float
+    exposed: float
+
+    @classmethod
+    def of(cls, model: Transformer, plan: Execution, machine: Machine, backward: float) -> "_DataAxis":
+        network = machine.network
+        ring = network.ring(plan.data, plan.tensor)
+        layers = model.layers // plan.pipeline * (model.layer_matrices + model.layer_vectors) / plan.tensor
+        elements = layers + model.embedding / plan.tensor
+        gradient = elements * plan.sent_gradient_bytes
+        if plan.zero == 3:  # with the parameters, layer by layer
+            return cls(0.0, 0.0)
+        if plan.zero:
+            reduced = network.seconds("reduce_scatter", gradient, ring)
+            gathered = network.seconds("all_gather", 2.0 * elements, ring)
+        else:
+            reduced, gathered = network.seconds("all_reduce", gradient, ring), 0.0
+        tied = 0.0
+        if model.tied and plan.pipeline > 1:  # first and last stage sum the gradients of their copies of the embedding
+            table = model.vocab * model.hidden / plan.tensor * plan.sent_gradient_bytes
+            tied = network.seconds("all_reduce", table, network.ring(2, plan.tensor * plan.data * (plan.pipeline - 1)))
+        if not plan.overlap_gradients:
+            return cls(reduced + gathered + tied, reduced + gathered + tied)
+        # all but the first layer's gradients, the last to be ready, can hide behind the last microbatch's backward pass
+        hidden = min(reduced * (1 - 1 / max(2, model.layers // plan.pipeline)), backward)
+        exposed = reduced - hidden * (1 - machine.contention) + gathered + tied
+        return cls(reduced + gathered + tied, exposed)
+
+
+@dataclass(frozen=True, slots=True)
+class _ParameterGathers:
+    """ZeRO-3: parameters gathered before each layer, forward and backward, gradients scattered after it; per microbatch."""
+
+    total: float
+    exposed: float
+
+    @classmethod
+    def of(cls, model: Transformer, plan: Execution, machine: Machine, layer: LayerPhases) -> "_ParameterGathers":
+        if plan.zero < 3:
+            return cls(0.0, 0.0)
+        network = machine.network
+        ring = network.ring(plan.data, plan.tensor)
+        elements = (model.layer_matrices + model.layer_vectors) / plan.tensor
+        gather = network.seconds("all_gather", 2.0 * elements, ring)
+        scatter = network.seconds("reduce_scatter", plan.sent_gradient_bytes * elements, ring)
+        forward = layer.forward.compute + layer.forward.communication
+        backward = layer.backward.compute + layer.recompute.compute
+        exposed = 0.0
+        for compute, moved in ((forward, gather), (backward, gather + scatter)):
+            # fetched while the previous layer computes; both are slower meanwhile
+            exposed += max(0.0, moved - compute) + machine.contention * min(moved, compute)
+        return cls(model.layers * (2 * gather + scatter), model.layers * exposed + gather)
+
+
+def _update_seconds(model: Transformer, plan: Execution, machine: Machine) -> float:
+    """The optimizer's pass over the parameters of the first stage."""
+    layers = model.layers // plan.pipeline * (model.layer_matrices + model.layer_vectors)
+    elements = (layers + model.embedding) / plan.tensor / (plan.data if plan.zero else 1)
+    return machine.memory_seconds(elements * machine.backend.update_bytes, 10)
