@@ -32,7 +32,7 @@ _TILES = tuple(
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _STEP = 32  # elements of the inner dimension that a core multiplies at once
 _PACE = 4  # exponent of the norm that joins what paces a tile
-_DROOP_SECONDS = 1e-3  # of full load after which half of the clock's droop is seen
+_DROOP_SECONDS = 3e-3  # of full load after which half of the clock's droop is seen
 
 
 class GemmProfile(Description):

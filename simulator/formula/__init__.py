@@ -10,13 +10,14 @@
 """
 
 from simulator.formula.description import Execution, Transformer
-from simulator.formula.machine import EAGER, JITTED, Backend, Machine
+from simulator.formula.machine import EAGER, JITTED, ZERO_2021, Backend, Machine
 from simulator.formula.memory import Memory, memory_of
-from simulator.formula.predict import Prediction, predict
+from simulator.formula.step import Prediction, predict
 
 __all__ = [
     "EAGER",
     "JITTED",
+    "ZERO_2021",
     "Backend",
     "Execution",
     "Machine",

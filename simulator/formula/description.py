@@ -8,6 +8,7 @@ from simulator.description import Description
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "f16", "f8"]
+Attention = Literal["naive", "flash", "flash2"]
 
 
 class Transformer(Description):
@@ -23,7 +24,7 @@ class Transformer(Description):
         learned_positions: whether positions are parameters.
         biases: whether linear layers and norms have them.
         dropout: whether there is any, in attention and on the residual stream.
-        attention: "naive" writes the scores to memory, "flash" does not, and leaves out the masked half.
+        attention: "naive" writes the scores to memory; "flash" does not, and leaves out the masked half; "flash2" does so faster.
         precision: of the matrix products; "f8" is for the linear layers only, the rest stays in bf16.
     """
 
@@ -39,7 +40,7 @@ class Transformer(Description):
     learned_positions: bool = True
     biases: bool = True
     dropout: bool = True
-    attention: Literal["naive", "flash"] = "naive"
+    attention: Attention = "naive"
     precision: Precision = "bf16"
 
     @model_validator(mode="after")

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from simulator.formula.description import Execution, Transformer
 from simulator.formula.machine import Machine
-from simulator.network import Ring
+
+
+_COLLECTIVE_LAUNCHES = 2  # of the host: the collective and the event that the next kernel waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +125,8 @@ def _attention(model: Transformer, plan: Execution, machine: Machine) -> tuple[P
     heads, size = model.heads // plan.tensor * plan.microbatch, model.hidden // model.heads
     s, w = model.seq, 2
     flops = 4.0 * heads * s * s * size
-    if model.attention == "flash":
-        done, (fast, slow) = flops / 2, machine.flash
+    if model.attention != "naive":
+        done, (fast, slow) = flops / 2, machine.flash(model.attention)
         moved = 4.0 * w * heads * s * size
         return (
             Phase(max(done / fast, moved / machine.memory_bandwidth) + machine.launch_seconds, 1, 0.0, flops),
@@ -165,14 +167,21 @@ def _collectives(model: Transformer, plan: Execution, machine: Machine) -> tuple
     With `overlap_tensor` the backward pass sums the gradients of inputs while it computes those of weights, and gathers the inputs that it
     needs for these while it computes the others: only gathers of output gradients are waited for. The rest slows what it runs beside.
     """
-    ring: Ring = machine.network.ring(plan.tensor)
-    stream, network = 2.0 * plan.microbatch * model.seq * model.hidden, machine.network
+    ring = machine.network.ring(plan.tensor)
+    tokens, t, network = plan.microbatch * model.seq, plan.tensor, machine.network
+    stream = 2.0 * tokens * model.hidden
     if plan.sequence_parallel:
         gather, scatter = (network.seconds(kind, stream, ring) for kind in ("all_gather", "reduce_scatter"))
-        forward, waited, hidden = 2 * (gather + scatter), 2 * gather, 2 * (gather + scatter)
+        forward, waited, beside = 2 * (gather + scatter), 2 * gather, gather + scatter
         plain = 4 * gather + 2 * scatter
     else:
-        forward = plain = hidden = 2 * network.seconds("all_reduce", stream, ring)
-        waited = 0.0
-    backward = waited + machine.contention * hidden if plan.overlap_tensor else plain
-    return Phase(communication=forward), Phase(communication=backward)
+        beside = network.seconds("all_reduce", stream, ring)
+        forward, waited, plain = 2 * beside, 0.0, 2 * beside
+    launches = 0 if t == 1 else _COLLECTIVE_LAUNCHES * (4 if plan.sequence_parallel else 2)
+    if not plan.overlap_tensor:
+        return Phase(kernels=launches, communication=forward), Phase(kernels=launches, communication=plain)
+    up = (2 if model.gated else 1) * model.ffn_width
+    for out in (model.qkv_width // t, up // t):  # the layers whose input gradients are summed
+        weight = machine.gemms.seconds(out, model.hidden, tokens)
+        waited += max(0.0, beside - weight) + machine.backend.contention * min(beside, weight)
+    return Phase(kernels=launches, communication=forward), Phase(kernels=launches, communication=waited)

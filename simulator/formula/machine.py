@@ -8,30 +8,48 @@ from typing import Self
 from simulator.cluster import Cluster
 from simulator.collectives import Network
 from simulator.gemm import GemmModel, GemmProfile
+from simulator.network import Ring
 
-# Fractions of the peak that fused attention reaches, forward and backward. A100 and H100: Dao, FlashAttention-2 (arXiv 2307.08691),
-# causal, head size 128, 2k to 16k tokens; later kernels for Hopper and Blackwell: Shah et al., FlashAttention-3 (arXiv 2407.08608).
-_FLASH = {"A100": (0.57, 0.48), "H100": (0.38, 0.32), "H200": (0.38, 0.32), "B200": (0.50, 0.40), "V100": (0.30, 0.25)}
+# Fractions of the peak that fused attention reaches on long causal sequences, forward and backward, by generation of its kernels.
+# Second: Dao, FlashAttention-2 (arXiv 2307.08691), figures for head size 128; on Blackwell the third (arXiv 2407.08608) scaled. First: the
+# same paper puts it at 0.6 of the second on A100 and H100.
+_FLASH = {
+    "V100": {"flash": (0.25, 0.20), "flash2": (0.25, 0.20)},
+    "A100": {"flash": (0.36, 0.31), "flash2": (0.57, 0.50)},
+    "H100": {"flash": (0.21, 0.17), "flash2": (0.36, 0.30)},
+    "H200": {"flash": (0.21, 0.17), "flash2": (0.36, 0.30)},
+    "B200": {"flash": (0.25, 0.20), "flash2": (0.45, 0.35)},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The software: what a launch costs the host, and how well things are fused.
+    """The software: what a launch costs the host, how well things are fused, and how it uses the network.
 
     Attributes:
         kernel_us: of the host for a kernel; a device that computes faster than that waits for the host.
         step_us: of the host for a step, beside its kernels.
         update_bytes: read and written per parameter by the optimizer, clipping and unscaling included.
+        contention: by how much computation and a collective beside it are slower, as a fraction of the time they share.
+        rails: network cards of a host that a group spreads over, at most; None for as many as there are.
+        regathers: whether parameters divided over the data axis are gathered once more to recompute activations.
     """
 
     name: str
     kernel_us: float
     step_us: float
     update_bytes: float
+    contention: float = 0.15
+    rails: int | None = None
+    regathers: bool = False
 
 
-EAGER = Backend("eager", kernel_us=10.0, step_us=5e3, update_bytes=60.0)
-"""PyTorch as Megatron uses it: the host launches kernel by kernel."""
+EAGER = Backend("eager", kernel_us=55.0, step_us=5e3, update_bytes=60.0)
+"""PyTorch as Megatron-LM uses it, kernel by kernel. Both times of the host are fitted to 40 rows of vTrain's single-node table."""
+
+ZERO_2021 = Backend("zero-2021", 55.0, 5e3, 60.0, contention=0.47, rails=1, regathers=True)
+"""The first ZeRO-3 of DeepSpeed: a gather is one ring through one card of each host, and half of what could overlap does. The contention is
+fitted to the two ZeRO-3 rows of Narayanan et al. 2021, table 2; with more than one card per ring they can't be explained."""
 
 JITTED = Backend("jitted", kernel_us=1.0, step_us=200.0, update_bytes=32.0)
 """A compiled step: launches are cheap, the update is one fusion."""
@@ -42,7 +60,6 @@ class Machine:
     """A cluster with the fitted models of its devices and network, driven by a backend.
 
     Attributes:
-        contention: by how much computation slows while a collective runs beside it, as a fraction of the time they share.
         spread: standard deviation of the speed of devices of one kind; a step waits for the slowest of all.
     """
 
@@ -50,13 +67,18 @@ class Machine:
     gemms: GemmModel
     network: Network
     backend: Backend = EAGER
-    contention: float = 0.15
     spread: float = 0.01
 
     @classmethod
     def of(cls, cluster: Cluster, backend: Backend = EAGER) -> Self:
         profile = GemmProfile.of(cluster.device.name)
         return cls(cluster, GemmModel(profile, hot=True), Network.of(cluster), backend)
+
+    def data_ring(self, size: int, stride: int) -> Ring:
+        """The ring of a data group, through as many network cards as the backend uses."""
+        ring = self.network.ring(size, stride)
+        rails = self.backend.rails
+        return ring if rails is None else replace(ring, nics=min(ring.nics, rails))
 
     @cached_property
     def linear_f8(self) -> GemmModel:
@@ -74,11 +96,11 @@ class Machine:
         """From the end of a kernel to the start of the next."""
         return self.cluster.device.kernel_launch_us * 1e-6
 
-    @cached_property
-    def flash(self) -> tuple[float, float]:
-        """FLOP/s of fused attention, forward and backward."""
+    def flash(self, generation: str) -> tuple[float, float]:
+        """FLOP/s of fused attention, forward and backward, of "flash" or "flash2"."""
         peak = self.gemms.profile.peak_tflop_per_s * 1e12
-        forward, backward = next((rates for gpu, rates in _FLASH.items() if gpu in self.cluster.device.name), (0.3, 0.25))
+        gpu = next((gpu for gpu in _FLASH if gpu in self.cluster.device.name), "V100")
+        forward, backward = _FLASH[gpu][generation]
         return peak * forward, peak * backward
 
     def slowest_of(self, devices: int) -> float:

@@ -84,14 +84,14 @@ def _outside(model: Transformer, plan: Execution) -> float:
     qkv = 2.0 * tokens * model.qkv_width
     inner = (2 if not model.gated else 3) * 2.0 * tokens * model.ffn_width  # of the activation, and of the second product
     divided = qkv + 2.0 * stream + inner
-    if model.attention == "flash":
+    if model.attention != "naive":
         divided += 4.0 * tokens * model.heads  # sums of the softmax
     return whole / (t if plan.sequence_parallel else 1) + divided / t
 
 
 def _scores(model: Transformer, plan: Execution) -> float:
     """Softmax, its dropped-out copy and the mask, of each head."""
-    if model.attention == "flash":
+    if model.attention != "naive":
         return 0.0
     scores = plan.microbatch * model.heads * model.seq**2 / plan.tensor
     return (5.0 if model.dropout else 2.0) * scores

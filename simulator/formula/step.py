@@ -9,6 +9,9 @@ from simulator.formula.machine import Machine
 from simulator.formula.memory import Memory, memory_of
 
 
+_HOST_NORM = 3  # of host and device, which take turns in keeping each other waiting: infinite where one always leads
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """One training step, in seconds; the parts sum up to `seconds`.
@@ -169,8 +172,9 @@ def _stage(layer: LayerPhases, depth: int, machine: Machine) -> _Stage:
 
 
 def _waiting(phase: Phase, machine: Machine) -> float:
-    """Seconds that the device waits for the host, which launches kernels one by one and runs ahead where they are long."""
-    return max(0.0, phase.kernels * machine.backend.kernel_us * 1e-6 - phase.compute - phase.communication)
+    """Seconds that the device waits for the host, which launches kernels one by one and runs ahead only where they are long."""
+    host, busy = phase.kernels * machine.backend.kernel_us * 1e-6, phase.compute + phase.communication
+    return (host**_HOST_NORM + busy**_HOST_NORM) ** (1 / _HOST_NORM) - busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +223,7 @@ class _DataAxis:
     @classmethod
     def of(cls, model: Transformer, plan: Execution, machine: Machine, backward: float) -> "_DataAxis":
         network = machine.network
-        ring = network.ring(plan.data, plan.tensor)
+        ring = machine.data_ring(plan.data, plan.tensor)
         layers = model.layers // plan.pipeline * (model.layer_matrices + model.layer_vectors) / plan.tensor
         elements = layers + model.embedding / plan.tensor
         gradient = elements * plan.sent_gradient_bytes
@@ -233,12 +237,12 @@ class _DataAxis:
         tied = 0.0
         if model.tied and plan.pipeline > 1:  # first and last stage sum the gradients of their copies of the embedding
             table = model.vocab * model.hidden / plan.tensor * plan.sent_gradient_bytes
-            tied = network.seconds("all_reduce", table, network.ring(2, plan.tensor * plan.data * (plan.pipeline - 1)))
+            tied = network.send_seconds(table, plan.tensor * plan.data * (plan.pipeline - 1))  # each sends all of it, once
         if not plan.overlap_gradients:
             return cls(reduced + gathered + tied, reduced + gathered + tied)
         # all but the first layer's gradients, the last to be ready, can hide behind the last microbatch's backward pass
         hidden = min(reduced * (1 - 1 / max(2, model.layers // plan.pipeline)), backward)
-        exposed = reduced - hidden * (1 - machine.contention) + gathered + tied
+        exposed = reduced - hidden * (1 - machine.backend.contention) + gathered + tied
         return cls(reduced + gathered + tied, exposed)
 
 
@@ -254,17 +258,18 @@ class _ParameterGathers:
         if plan.zero < 3:
             return cls(0.0, 0.0)
         network = machine.network
-        ring = network.ring(plan.data, plan.tensor)
+        ring = machine.data_ring(plan.data, plan.tensor)
         elements = (model.layer_matrices + model.layer_vectors) / plan.tensor
         gather = network.seconds("all_gather", 2.0 * elements, ring)
         scatter = network.seconds("reduce_scatter", plan.sent_gradient_bytes * elements, ring)
         forward = layer.forward.compute + layer.forward.communication
         backward = layer.backward.compute + layer.recompute.compute
+        again = gather if machine.backend.regathers and plan.recompute == "full" else 0.0
         exposed = 0.0
-        for compute, moved in ((forward, gather), (backward, gather + scatter)):
+        for compute, moved in ((forward, gather), (backward, again + gather + scatter)):
             # fetched while the previous layer computes; both are slower meanwhile
-            exposed += max(0.0, moved - compute) + machine.contention * min(moved, compute)
-        return cls(model.layers * (2 * gather + scatter), model.layers * exposed + gather)
+            exposed += max(0.0, moved - compute) + machine.backend.contention * min(moved, compute)
+        return cls(model.layers * (2 * gather + again + scatter), model.layers * exposed + gather)
 
 
 def _update_seconds(model: Transformer, plan: Execution, machine: Machine) -> float:
