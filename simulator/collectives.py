@@ -11,7 +11,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from simulator.cluster import Cluster, Link
 from simulator.description import ClusterError, Description, read, validate
@@ -31,6 +31,7 @@ class SizeCurve(Description):
         half_size_mb: S for which the square root costs as much as the bytes themselves.
         bandwidth_gb_per_s: bytes that a member of a large group sends per second.
         small_group_loss: what a group of n loses of it, times n.
+        group_bandwidth_gb_per_s: by group size, where links without a switch make it another number altogether.
     """
 
     launch_us: NonNegativeFloat
@@ -38,14 +39,19 @@ class SizeCurve(Description):
     half_size_mb: NonNegativeFloat
     bandwidth_gb_per_s: PositiveFloat
     small_group_loss: float = Field(default=0.0, ge=0, lt=2)
+    group_bandwidth_gb_per_s: dict[PositiveInt, PositiveFloat] = Field(default_factory=dict)
     held_out_error: NonNegativeFloat | None = None
+
+    def bandwidth(self, size: int) -> float:
+        """Bytes that each of `size` devices sends per second."""
+        usual = self.bandwidth_gb_per_s * (1 - self.small_group_loss / size)
+        return self.group_bandwidth_gb_per_s.get(size, usual) * 1e9
 
     def seconds(self, kind: CollectiveKind, num_bytes: float, size: int) -> float:
         """Seconds of a collective over an array of `num_bytes` (as in `simulator.work.Collective`) by `size` devices."""
         sent = sent_fraction(kind, size) * num_bytes
-        bandwidth = self.bandwidth_gb_per_s * 1e9 * (1 - self.small_group_loss / size)
         return (self.launch_us + hops(kind, size) * self.hop_us) * 1e-6 + transfer_seconds(
-            sent, self.half_size_mb * 1e6, bandwidth
+            sent, self.half_size_mb * 1e6, self.bandwidth(size)
         )
 
 
@@ -87,6 +93,7 @@ class CollectiveProfile(Description):
             "hop_us": link.latency_us,
             "half_size_mb": link.half_size_mb,
             "bandwidth_gb_per_s": link.bandwidth_gb_per_s,
+            "group_bandwidth_gb_per_s": link.group_bandwidth_gb_per_s,
         }
         return validate(cls, {"gpu": cluster.device.name, "source": cluster.source, "all_reduce": curve}, cluster.name)
 

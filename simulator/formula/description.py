@@ -111,6 +111,7 @@ class Execution(Description):
         gradient_bytes: of an element of the gradients that are summed over microbatches.
         communicated_gradient_bytes: of an element when gradients are sent; as `gradient_bytes` by default.
         optimizer_bytes: of the optimizer's state per parameter, master copy included.
+        fused_loss: whether the loss is one kernel, which writes nothing but the gradient of the logits.
         overlap_gradients: whether gradients are sent while the backward pass goes on.
         overlap_tensor: whether collectives over the tensor axis run beside the products of weight gradients.
         scatter_sends: whether the devices of a tensor group each send a part to the next stage (always with sequence_parallel).
@@ -129,6 +130,7 @@ class Execution(Description):
     gradient_bytes: Literal[2, 4] = 4
     communicated_gradient_bytes: Literal[2, 4] | None = None
     optimizer_bytes: PositiveInt = 12
+    fused_loss: bool = False
     overlap_gradients: bool = False
     overlap_tensor: bool = False
     scatter_sends: bool = False
@@ -143,7 +145,9 @@ class Execution(Description):
         if self.interleave > 1 and self.pipeline == 1:
             raise ValueError(f"interleave: given {self.interleave}, expected 1 where pipeline is 1")
         if self.zero == 3 and self.pipeline > 1:
-            raise ValueError("zero: given 3, expected at most 2 with a pipeline: parameters would be gathered per microbatch")
+            raise ValueError(
+                "zero: given 3, expected at most 2 with a pipeline: parameters would be gathered per microbatch"
+            )
         return self
 
     @property

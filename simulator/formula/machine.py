@@ -88,8 +88,8 @@ class Machine:
     @cached_property
     def memory_bandwidth(self) -> float:
         """Bytes per second of large elementwise kernels."""
-        device = self.cluster.device
-        return device.memory_bandwidth_gb_per_s * 1e9 * device.memory_efficiency
+        profile = self.gemms.profile
+        return profile.memory_bandwidth_gb_per_s * 1e9 * profile.memory_efficiency
 
     @cached_property
     def launch_seconds(self) -> float:
@@ -108,5 +108,6 @@ class Machine:
         return 1 + self.spread * sqrt(2 * log(max(1, devices)))
 
     def memory_seconds(self, num_bytes: float, kernels: int) -> float:
-        """Seconds of elementwise kernels that move so many bytes altogether."""
-        return num_bytes / self.memory_bandwidth + kernels * self.launch_seconds
+        """Seconds of elementwise kernels that move so many bytes altogether, in equal parts; the bandwidth ramps up as it does for products."""
+        ramp = sqrt(num_bytes * self.gemms.profile.half_size_mb * 1e6 * kernels)
+        return (num_bytes + ramp) / self.memory_bandwidth + kernels * self.launch_seconds

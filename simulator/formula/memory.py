@@ -43,21 +43,32 @@ def memory_of(model: Transformer, plan: Execution) -> Memory:
     parameters, gradients, optimizer = (elements * size for size in sizes)
     ends = model.embedding + (model.vocab * model.hidden if plan.pipeline == 1 and not model.tied else 0)
     embedding = ends / plan.tensor * sum(sizes)
-    stream = plan.microbatch * model.seq * model.hidden
-    layer, kept = layer_activations(model, plan), kept_activations(model, plan)
     # the first stage holds a microbatch for each stage of the pipeline, with interleaving a few chunks more (eq. 5 and appendix B)
     flight = plan.microbatches if plan.schedule == "gpipe" else min(plan.microbatches, plan.pipeline)
     if plan.interleave > 1:
         flight = min(plan.microbatches, plan.pipeline * (1 + (plan.pipeline - 1) / (plan.pipeline * plan.interleave)))
-    activations = flight * layers * kept
-    temporaries = layer - kept if plan.recompute != "none" else 0.0
-    if plan.zero == 3:
-        temporaries += 2 * 2 * (model.layer_matrices + model.layer_vectors) / plan.tensor
-    if plan.pipeline == 1:  # the loss is on this device: logits in the model's width and in f32
-        logits = plan.microbatch * model.seq * model.vocab / plan.tensor
-        temporaries = max(temporaries, 6.0 * logits)
-        activations += 4.0 * logits + 4.0 * stream / (plan.tensor if plan.sequence_parallel else 1)
+    activations = flight * layers * kept_activations(model, plan)
+    temporaries = _layer_temporaries(model, plan)
+    if plan.pipeline == 1:  # the loss is on this device too
+        temporaries = max(temporaries, _loss_temporaries(model, plan))
     return Memory(parameters, gradients, optimizer, embedding, activations, temporaries)
+
+
+def _layer_temporaries(model: Transformer, plan: Execution) -> float:
+    """What is alive while the backward pass of a layer runs: activations computed again, their gradients, that of the largest matrix."""
+    tokens, t, up = plan.microbatch * model.seq, plan.tensor, (2 if model.gated else 1) * model.ffn_width
+    again = layer_activations(model, plan) - kept_activations(model, plan)
+    gradients = 2.0 * tokens * (up + model.ffn_width) / t
+    largest = plan.gradient_bytes * model.hidden * up / t
+    gathered = 2.0 * 2.0 * (model.layer_matrices + model.layer_vectors) / t if plan.zero == 3 else 0.0
+    return again + gradients + largest + gathered
+
+
+def _loss_temporaries(model: Transformer, plan: Execution) -> float:
+    """Logits and their gradient, in f32 too unless the loss is fused, and the gradient of the output embedding."""
+    logits = plan.microbatch * model.seq * model.vocab / plan.tensor
+    largest = plan.gradient_bytes * model.vocab * model.hidden / plan.tensor
+    return (2.0 if plan.fused_loss else 10.0) * logits + largest
 
 
 def layer_activations(model: Transformer, plan: Execution) -> float:
@@ -82,7 +93,9 @@ def _outside(model: Transformer, plan: Execution) -> float:
     stream = tokens * model.hidden
     whole = (8 + (2 if model.dropout else 0)) * stream  # inputs of two norms and of the products behind them; two masks
     qkv = 2.0 * tokens * model.qkv_width
-    inner = (2 if not model.gated else 3) * 2.0 * tokens * model.ffn_width  # of the activation, and of the second product
+    inner = (
+        (2 if not model.gated else 3) * 2.0 * tokens * model.ffn_width
+    )  # of the activation, and of the second product
     divided = qkv + 2.0 * stream + inner
     if model.attention != "naive":
         divided += 4.0 * tokens * model.heads  # sums of the softmax

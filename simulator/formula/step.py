@@ -103,14 +103,7 @@ def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction
         "data": data.exposed + slots * gathers.exposed,
     }
     communication = exposed | {"data": data.total + slots * gathers.total}
-    seconds = (
-        steady
-        + bubble
-        + update
-        + data.exposed
-        + slots * gathers.exposed
-        + machine.backend.step_us * 1e-6
-    )
+    seconds = steady + bubble + update + data.exposed + slots * gathers.exposed + machine.backend.step_us * 1e-6
     model_flops = model.flops(plan.global_batch)
     again = layer.recompute.flops * model.layers * plan.tensor * slots * plan.data
     return Prediction(
@@ -237,7 +230,9 @@ class _DataAxis:
         tied = 0.0
         if model.tied and plan.pipeline > 1:  # first and last stage sum the gradients of their copies of the embedding
             table = model.vocab * model.hidden / plan.tensor * plan.sent_gradient_bytes
-            tied = network.send_seconds(table, plan.tensor * plan.data * (plan.pipeline - 1))  # each sends all of it, once
+            tied = network.send_seconds(
+                table, plan.tensor * plan.data * (plan.pipeline - 1)
+            )  # each sends all of it, once
         if not plan.overlap_gradients:
             return cls(reduced + gathered + tied, reduced + gathered + tied)
         # all but the first layer's gradients, the last to be ready, can hide behind the last microbatch's backward pass

@@ -1,0 +1,49 @@
+"""A prediction beside a measurement, and the published sets of them."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of a published table.
+
+    Attributes:
+        name: which row it is.
+        measured, predicted: in the unit of the set.
+        alternatives: what the plan competes with: rows with the same text were measured for the same model, devices and batch.
+        fitted: whether parameters were fitted to this row.
+    """
+
+    name: str
+    measured: float
+    predicted: float
+    alternatives: str = ""
+    fitted: bool = False
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, minus one."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedSet:
+    """Rows of one published table.
+
+    Attributes:
+        title: for a table; `name` is for files and the command line.
+        unit: of what is predicted.
+        source: where the rows are from.
+        target: mean absolute error that we want at most, a fraction; None where there is no target.
+        cases: predicts all rows.
+        note: what was assumed, or why a target is missed.
+    """
+
+    name: str
+    title: str
+    unit: str
+    source: str
+    cases: Callable[[], Iterable[Case]]
+    target: float | None = None
+    note: str = ""

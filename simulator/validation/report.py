@@ -1,0 +1,186 @@
+"""Writes the comparison with published numbers: tables as CSV, figures as SVG, a summary for the terminal or as JSON."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.table import Table
+
+from simulator.validation.cases import Case, PublishedSet
+from simulator.validation.statistics import Statistics, statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A published set with its cases predicted."""
+
+    published: PublishedSet
+    cases: tuple[Case, ...]
+    statistics: Statistics
+
+    @classmethod
+    def of(cls, published: PublishedSet) -> "Comparison":
+        cases = tuple(published.cases())
+        return cls(published, cases, statistics(cases))
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is met; None without one."""
+        return None if self.published.target is None else self.statistics.mape <= self.published.target
+
+
+def summary(comparisons: Sequence[Comparison]) -> Table:
+    """One line per set."""
+    table = Table(title="Predicted and published, relative errors in %")
+    for column in ("set", "n", "fitted", "MAPE", "target", "median", "P90", "max", "bias", "Spearman", "regret"):
+        table.add_column(column, justify="left" if column == "set" else "right")
+    for comparison in comparisons:
+        found, target = comparison.statistics, comparison.published.target
+        table.add_row(
+            comparison.published.title,
+            str(found.count),
+            str(found.fitted or ""),
+            _percent(found.mape),
+            "" if target is None else f"[{'green' if comparison.met else 'red'}]{_percent(target)}[/]",
+            _percent(found.median),
+            _percent(found.p90),
+            _percent(found.largest),
+            f"{100 * found.bias:+.1f}",
+            "" if found.spearman is None else f"{found.spearman:.3f}",
+            "" if found.regret is None else _percent(found.regret),
+        )
+    return table
+
+
+def as_json(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
+    """Statistics and rows of every set, plain values."""
+    return [
+        {
+            "name": comparison.published.name,
+            "title": comparison.published.title,
+            "unit": comparison.published.unit,
+            "source": comparison.published.source,
+            "target": comparison.published.target,
+            "met": comparison.met,
+            "note": comparison.published.note,
+            **asdict(comparison.statistics),
+            "cases": [asdict(case) | {"error": case.error} for case in comparison.cases],
+        }
+        for comparison in comparisons
+    ]
+
+
+def write_report(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
+    """The tables `summary.csv` and `cases.csv` and the figures `scatter.svg` and `errors.svg` in `folder`; their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / name for name in ("summary.csv", "cases.csv", "scatter.svg", "errors.svg")]
+    _summary_rows(comparisons).to_csv(paths[0], index=False, float_format="%.4f")
+    _case_rows(comparisons).to_csv(paths[1], index=False, float_format="%.5g")
+    _draw_scatter(comparisons, paths[2])
+    _draw_errors(comparisons, paths[3])
+    return paths
+
+
+def _summary_rows(comparisons: Iterable[Comparison]) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "set": comparison.published.name,
+            **asdict(comparison.statistics),
+            "target": comparison.published.target,
+            "source": comparison.published.source,
+            "note": comparison.published.note,
+        }
+        for comparison in comparisons
+    )
+
+
+def _case_rows(comparisons: Iterable[Comparison]) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "set": comparison.published.name,
+            "case": case.name,
+            "unit": comparison.published.unit,
+            "measured": case.measured,
+            "predicted": case.predicted,
+            "error": case.error,
+            "fitted": case.fitted,
+        }
+        for comparison in comparisons
+        for case in comparison.cases
+    )
+
+
+def _draw_scatter(comparisons: Sequence[Comparison], path: Path) -> None:
+    """Predicted over measured seconds, both logarithmic."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(6.5, 6))
+    shown = [comparison for comparison in comparisons if comparison.published.unit == "s"]
+    for number, comparison in enumerate(shown):
+        measured = [case.measured for case in comparison.cases]
+        predicted = [case.predicted for case in comparison.cases]
+        axes.scatter(
+            measured,
+            predicted,
+            s=9,
+            marker=_marker(number),
+            color=_color(plt, number),
+            label=comparison.published.title,
+        )
+    ends = [f(case.measured for c in shown for case in c.cases) for f in (min, max)] if shown else [1, 10]
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="predicted, s")
+    axes.legend(fontsize=6, frameon=False)
+    _save(plt, figure, path)
+
+
+def _draw_errors(comparisons: Sequence[Comparison], path: Path) -> None:
+    """The part of the rows of each set with at most so large an error."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(6.5, 4.5))
+    for number, comparison in enumerate(comparisons):
+        errors = sorted(100 * abs(case.error) for case in comparison.cases)
+        shares = [(rank + 1) / len(errors) for rank in range(len(errors))]
+        axes.step(
+            [0.0, *errors],
+            [0.0, *shares],
+            where="post",
+            linewidth=1,
+            color=_color(plt, number),
+            label=comparison.published.title,
+        )
+    axes.set(xlim=(0, 30), ylim=(0, 1.02), xlabel="absolute error, %", ylabel="part of the rows")
+    axes.legend(fontsize=6, frameon=False, loc="lower right")
+    _save(plt, figure, path)
+
+
+def _color(plt: Any, number: int) -> Any:
+    return plt.get_cmap("tab20")(number % 20)
+
+
+def _marker(number: int) -> str:
+    return "os^vDPX<>*"[number % 10]
+
+
+def _pyplot() -> Any:
+    """Drawing is for the experiments' environment only, so it is imported when it is needed."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("figures need matplotlib: install the dependency group `experiments`") from None
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "autopar", "font.size": 8})  # the same file each time
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(plt: Any, figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}"
