@@ -35,6 +35,7 @@ def validate(
         raise typer.BadParameter(f"unknown set {unknown[0]!r}; expected some of {', '.join(known)}")
     chosen = [known[name] for name in sets or known]
     console, errors = Console(), Console(stderr=True)
+    console.width = max(console.width, 100)  # room for the table where nobody reads it on a terminal
     comparisons = []
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=errors, transient=True) as progress:
         task = progress.add_task("", total=len(chosen))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from simulator.formula.description import Execution, Transformer
 from simulator.formula.machine import Machine
 
-
 _COLLECTIVE_LAUNCHES = 2  # of the host: the collective and the event that the next kernel waits for
 
 
@@ -156,7 +155,7 @@ def _dense(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase
     forward = 2 * 2 * w * stream  # norms
     forward += 2 * (3 * w + mask) * stream  # bias, dropout, residual
     forward += gate * w * inner  # activation
-    forward += (2 * w * columns if model.attention == "naive" else 2 * w * columns) + 2 * w * tokens * model.hidden / t
+    forward += 2 * w * columns + 2 * w * tokens * model.hidden / t  # bias of the projection, copies of heads
     backward = 2 * 3 * w * stream + 2 * 3 * w * stream  # norms, sums with the residual's gradient
     backward += 2 * (2 * w + mask + (w if model.biases else 0)) * stream
     backward += (2 * gate - 1 + (1 if model.biases else 0)) * w * inner

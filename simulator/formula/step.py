@@ -8,7 +8,6 @@ from simulator.formula.layer import LayerPhases, Phase, embedding_phases, head_p
 from simulator.formula.machine import Machine
 from simulator.formula.memory import Memory, memory_of
 
-
 _HOST_NORM = 3  # of host and device, which take turns in keeping each other waiting: infinite where one always leads
 
 

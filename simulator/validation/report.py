@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from rich import box
 from rich.table import Table
 
 from simulator.validation.cases import Case, PublishedSet
@@ -32,23 +33,25 @@ class Comparison:
 
 
 def summary(comparisons: Sequence[Comparison]) -> Table:
-    """One line per set."""
-    table = Table(title="Predicted and published, relative errors in %")
-    for column in ("set", "n", "fitted", "MAPE", "target", "median", "P90", "max", "bias", "Spearman", "regret"):
-        table.add_column(column, justify="left" if column == "set" else "right")
+    """One line per set: rows, how many were fitted, errors in % (on the unseen rows too), rank correlation, regret."""
+    table = Table(title="Predicted and published, errors in %", box=box.SIMPLE, padding=(0, 0, 0, 1))
+    table.add_column("set", no_wrap=True)
+    for column in ("n", "fit", "MAPE", "goal", "unseen", "med", "P90", "max", "bias", "rho", "regret"):
+        table.add_column(column, justify="right", no_wrap=True)
     for comparison in comparisons:
         found, target = comparison.statistics, comparison.published.target
         table.add_row(
-            comparison.published.title,
+            comparison.published.name,
             str(found.count),
             str(found.fitted or ""),
             _percent(found.mape),
             "" if target is None else f"[{'green' if comparison.met else 'red'}]{_percent(target)}[/]",
+            "" if found.unseen is None or not found.fitted else _percent(found.unseen),
             _percent(found.median),
             _percent(found.p90),
             _percent(found.largest),
             f"{100 * found.bias:+.1f}",
-            "" if found.spearman is None else f"{found.spearman:.3f}",
+            "" if found.spearman is None else f"{found.spearman:.2f}",
             "" if found.regret is None else _percent(found.regret),
         )
     return table

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.stats import rankdata
 
 from simulator.validation.cases import Case
@@ -18,6 +18,7 @@ class Statistics:
     Attributes:
         count: rows, all of them; `fitted` is how many of those parameters were fitted to.
         mape: mean absolute error.
+        unseen: the same over the rows that nobody fitted; None without such a row.
         bias: mean error.
         spearman: rank correlation of predicted and measured; None for fewer than three rows.
         regret: by how much the plan that is predicted to be the fastest is slower than the fastest, mean over the groups of at
@@ -27,6 +28,7 @@ class Statistics:
     count: int
     fitted: int
     mape: float
+    unseen: float | None
     median: float
     p90: float
     largest: float
@@ -41,10 +43,12 @@ def statistics(cases: Sequence[Case]) -> Statistics:
         raise ValueError("no cases; expected at least one")
     errors = np.array([case.error for case in cases])
     size = np.abs(errors)
+    unseen = np.array([not case.fitted for case in cases])
     return Statistics(
         len(cases),
         sum(case.fitted for case in cases),
         float(size.mean()),
+        float(size[unseen].mean()) if unseen.any() else None,
         float(np.median(size)),
         float(np.quantile(size, 0.9)),
         float(size.max()),
@@ -56,10 +60,10 @@ def statistics(cases: Sequence[Case]) -> Statistics:
 
 def spearman(one: ArrayLike, other: ArrayLike) -> float | None:
     """The correlation of ranks; None for fewer than three pairs, or where all values are the same."""
-    ranks: list[NDArray] = [rankdata(values) for values in (one, other)]
-    if len(ranks[0]) < 3 or any(np.ptp(rank) == 0 for rank in ranks):
+    ranks = np.array([rankdata(one), rankdata(other)])
+    if ranks.shape[1] < 3 or (np.ptp(ranks, axis=1) == 0).any():
         return None
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(np.corrcoef(ranks)[0, 1])
 
 
 def regret(cases: Sequence[Case]) -> float | None:

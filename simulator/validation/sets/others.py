@@ -1,0 +1,132 @@
+"""llm-foundry (MosaicML), SimuMax (Moore Threads) and Alpa."""
+
+import re
+from collections.abc import Iterator
+
+from simulator.formula import Execution, Transformer, memory_of, predict
+from simulator.validation.cases import Case
+from simulator.validation.sets.common import GIB, machine, records
+
+_MPT = {
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+
+
+def llm_foundry() -> Iterator[Case]:
+    clusters = {"h100_80gb": "dgx_h100", "a100_80gb": "dgx_a100_80", "a100_40gb": "dgx_a100_40"}
+    for row in records("llm_foundry_fsdp"):
+        layers, hidden, heads = _MPT[row.model]
+        model = Transformer(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            seq=row.seqlen,
+            vocab=50368,
+            attention="flash",
+            dropout=False,
+            biases=False,
+            precision="f8" if row.precision == "amp_fp8" else "bf16",
+        )
+        plan = Execution(
+            data=row.gpus,
+            microbatch=row.mbs,
+            global_batch=row.gbs,
+            zero=3 if row.sharding == "FULL_SHARD" else 2,
+            recompute="full" if row.act_ckpt else "none",
+            gradient_bytes=2 if row.mp_mode == "PURE" else 4,
+            communicated_gradient_bytes=2,
+            overlap_gradients=True,
+        )
+        where = machine(clusters[row.gpu], row.gpus)
+        yield Case(
+            f"{row.model} seq {row.seqlen} on {row.gpus} {row.gpu} {row.precision}",
+            row.gbs * row.seqlen / row.tok_s,
+            predict(model, plan, where).seconds,
+            fitted=row.gpu == "h100_80gb" and row.seqlen == 65536,
+        )
+
+
+_LLAMA = {"70b": (8192, 64, 8, 28672), "405b": (16384, 128, 16, 53248)}  # hidden, heads, kv_heads, ffn
+
+
+_SIMUMAX_CASE = re.compile(r"llama3_(\d+b)_l(\d+)_tp(\d+)_pp(\d+)_dp(\d+)_mbc(\d+)_cef")
+
+
+def _simumax() -> Iterator[tuple[str, Transformer, Execution, float, float]]:
+    for row in records("simumax_b200"):
+        found = _SIMUMAX_CASE.fullmatch(row.case)
+        if found is None:
+            continue
+        layers, tensor, pipeline, data, microbatches = map(int, found.groups()[1:])
+        hidden, heads, kv_heads, ffn = _LLAMA[found.group(1)]
+        model = Transformer(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            ffn=ffn,
+            seq=4096,
+            vocab=128256,
+            gated=True,
+            tied=False,
+            learned_positions=False,
+            biases=False,
+            dropout=False,
+            attention="flash2",
+        )
+        plan = Execution(
+            tensor=tensor,
+            pipeline=pipeline,
+            data=data,
+            sequence_parallel=tensor > 1,
+            global_batch=microbatches * data,
+            zero=1,
+            fused_loss=True,
+        )
+        yield row.case, model, plan, row.real_ms / 1e3, row.real_alloc_gib
+
+
+def simumax_time() -> Iterator[Case]:
+    for name, model, plan, seconds, _ in _simumax():
+        yield Case(name, seconds, predict(model, plan, machine("dgx_b200", 8)).seconds)
+
+
+def simumax_memory() -> Iterator[Case]:
+    for name, model, plan, _, gib in _simumax():
+        yield Case(name, gib, memory_of(model, plan).total / GIB)
+
+
+_ALPA_PLANS = {  # devices: layers, hidden, heads, tensor, pipeline, data, microbatches
+    4: (24, 2048, 32, 1, 2, 2, 128),
+    8: (32, 2560, 32, 1, 4, 2, 128),
+    16: (32, 4096, 32, 4, 2, 2, 64),
+    32: (48, 5120, 40, 4, 4, 2, 128),
+    64: (48, 8192, 64, 4, 16, 1, 1024),
+}
+
+
+def alpa_figure7() -> Iterator[Case]:
+    for row in records("alpa_fig7_digitised_pflops"):
+        if row.model != "GPT" or row.gpus not in _ALPA_PLANS:
+            continue
+        layers, hidden, heads, tensor, pipeline, data, microbatches = _ALPA_PLANS[row.gpus]
+        model = Transformer(layers=layers, hidden=hidden, heads=heads, seq=1024, vocab=51200, precision="f16")
+        plan = Execution(
+            tensor=tensor,
+            pipeline=pipeline,
+            data=data,
+            microbatch=1024 // (microbatches * data),
+            global_batch=1024,
+            recompute="full",
+            zero=2,
+        )
+        prediction = predict(model, plan, machine("p3.16xlarge", row.gpus, nics=1))
+        yield Case(f"GPT on {row.gpus}", float(row.alpa), prediction.hardware_flops / prediction.seconds / 1e15)

@@ -1,0 +1,70 @@
+"""vTrain's measurements of Megatron-LM (VIA Research, MIT): hosts of 8 A100 with four cards of 200 Gb/s."""
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+
+from simulator.formula import EAGER, Backend, Execution, Transformer, predict
+from simulator.validation.cases import Case
+from simulator.validation.sets.common import machine, records, table
+
+
+def vtrain_multi_node() -> Iterator[Case]:
+    columns = ["params", "gpus", "batch", "micro", "hidden", "heads", "layers", "seq", "t", "d", "p", "ms"]
+    for row in records("vtrain_multi_node", columns):
+        model = Transformer(layers=row.layers, hidden=row.hidden, heads=row.heads, seq=row.seq, vocab=51200)
+        plan = Execution(
+            tensor=row.t,
+            pipeline=row.p,
+            data=row.d,
+            microbatch=row.micro,
+            global_batch=row.batch,
+            recompute="full",
+            scatter_sends=True,
+            overlap_tensor=True,
+        )
+        where = machine("dgx_a100_80", row.gpus, nics=4)
+        yield Case(
+            f"{row.params}B t{row.t} d{row.d} p{row.p} b{row.micro}",
+            row.ms / 1e3,
+            predict(model, plan, where).seconds,
+            f"{row.params}B on {row.gpus}",
+        )
+
+
+def vtrain_single_node_rows() -> pd.DataFrame:
+    """The table, with a column that says which 40 rows are for fitting: those with the smallest CRC of their plan."""
+    columns = ["gpus", "batch", "micro", "hidden", "heads", "layers", "seq", "t", "d", "p", "ms"]
+    plans = table("vtrain_single_node", columns)
+    names = plans[columns[:-1]].astype(str).agg(",".join, axis=1)
+    order = names.map(lambda plan: zlib.crc32(plan.encode())).rank(method="first")
+    return plans.assign(fitted=order <= 40)
+
+
+def vtrain_single_node_case(row: Any, backend: Backend) -> Case:
+    """One row of `vtrain_single_node_rows`."""
+    model = Transformer(layers=row.layers, hidden=row.hidden, heads=row.heads, seq=row.seq, vocab=51200)
+    plan = Execution(
+        tensor=row.t,
+        pipeline=row.p,
+        data=row.d,
+        microbatch=row.micro,
+        global_batch=row.batch,
+        recompute="selective",
+        scatter_sends=True,
+        overlap_tensor=True,
+    )
+    return Case(
+        f"h{row.hidden} l{row.layers} t{row.t} d{row.d} p{row.p} b{row.micro} of {row.batch}",
+        row.ms / 1e3,
+        predict(model, plan, machine("dgx_a100_80", 8, backend)).seconds,
+        f"h{row.hidden} l{row.layers} on {row.gpus}, batch {row.batch}",
+        bool(row.fitted),
+    )
+
+
+def vtrain_single_node() -> Iterator[Case]:
+    for row in vtrain_single_node_rows().itertuples():
+        yield vtrain_single_node_case(row, EAGER)
