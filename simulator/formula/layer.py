@@ -19,7 +19,8 @@ class Phase:
     Attributes:
         compute: seconds of kernels.
         kernels: how many there are.
-        communication: seconds of collectives over the tensor axis.
+        communication: seconds of waiting for collectives over the tensor axis.
+        hidden: seconds of such collectives that nobody waits for.
         flops: of the matrix products.
     """
 
@@ -27,6 +28,7 @@ class Phase:
     kernels: int = 0
     communication: float = 0.0
     flops: float = 0.0
+    hidden: float = 0.0
 
     def __add__(self, other: "Phase") -> "Phase":
         return Phase(
@@ -34,10 +36,8 @@ class Phase:
             self.kernels + other.kernels,
             self.communication + other.communication,
             self.flops + other.flops,
+            self.hidden + other.hidden,
         )
-
-    def __mul__(self, times: float) -> "Phase":
-        return Phase(self.compute * times, round(self.kernels * times), self.communication * times, self.flops * times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +185,9 @@ def _collectives(model: Transformer, plan: Execution, machine: Machine) -> tuple
     launches = 0 if t == 1 else _COLLECTIVE_LAUNCHES * (4 if plan.sequence_parallel else 2)
     if not plan.overlap_tensor:
         return Phase(kernels=launches, communication=forward), Phase(kernels=launches, communication=plain)
-    up = (2 if model.gated else 1) * model.ffn_width
+    up, hidden = (2 if model.gated else 1) * model.ffn_width, 0.0
     for out in (model.qkv_width // t, up // t):  # the layers whose input gradients are summed
         weight = machine.gemms.seconds(out, model.hidden, tokens)
-        waited += max(0.0, beside - weight) + machine.backend.contention * min(beside, weight)
-    return Phase(kernels=launches, communication=forward), Phase(kernels=launches, communication=waited)
+        exposed = max(0.0, beside - weight) + machine.backend.contention * min(beside, weight)
+        waited, hidden = waited + exposed, hidden + max(0.0, beside - exposed)
+    return Phase(kernels=launches, communication=forward), Phase(kernels=launches, communication=waited, hidden=hidden)

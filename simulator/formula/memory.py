@@ -37,12 +37,11 @@ def memory_of(model: Transformer, plan: Execution) -> Memory:
     """The memory of the first stage; activations as in Korthikanti et al. (arXiv 2205.05198), section 4."""
     plan.check(model)
     layers = model.layers // plan.pipeline
-    elements = layers * (model.layer_matrices / plan.tensor + model.layer_vectors / plan.tensor)
+    elements, ends = stage_parameters(model, plan)
     share = [plan.data if plan.zero >= level else 1 for level in (3, 2, 1)]
     sizes = [2 / share[0], plan.gradient_bytes / share[1], plan.optimizer_bytes / share[2]]
     parameters, gradients, optimizer = (elements * size for size in sizes)
-    ends = model.embedding + (model.vocab * model.hidden if plan.pipeline == 1 and not model.tied else 0)
-    embedding = ends / plan.tensor * sum(sizes)
+    embedding = ends * sum(sizes)
     # the first stage holds a microbatch for each stage of the pipeline, with interleaving a few chunks more (eq. 5 and appendix B)
     flight = plan.microbatches if plan.schedule == "gpipe" else min(plan.microbatches, plan.pipeline)
     if plan.interleave > 1:
@@ -52,6 +51,13 @@ def memory_of(model: Transformer, plan: Execution) -> Memory:
     if plan.pipeline == 1:  # the loss is on this device too
         temporaries = max(temporaries, _loss_temporaries(model, plan))
     return Memory(parameters, gradients, optimizer, embedding, activations, temporaries)
+
+
+def stage_parameters(model: Transformer, plan: Execution) -> tuple[float, float]:
+    """Elements of the parameters on a device of the first stage, before any are divided over the data axis: of layers, of embeddings."""
+    layers = model.layers // plan.pipeline * (model.layer_matrices + model.layer_vectors)
+    head = model.vocab * model.hidden if plan.pipeline == 1 and not model.tied else 0
+    return layers / plan.tensor, (model.embedding + head) / plan.tensor
 
 
 def _layer_temporaries(model: Transformer, plan: Execution) -> float:

@@ -6,7 +6,7 @@ from simulator.description import ClusterError
 from simulator.formula.description import Execution, Transformer
 from simulator.formula.layer import LayerPhases, Phase, embedding_phases, head_phases, layer_phases
 from simulator.formula.machine import Machine
-from simulator.formula.memory import Memory, memory_of
+from simulator.formula.memory import Memory, memory_of, stage_parameters
 
 _HOST_NORM = 3  # of host and device, which take turns in keeping each other waiting: infinite where one always leads
 
@@ -101,7 +101,11 @@ def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction
         "pipeline": slots * 2 * send,
         "data": data.exposed + slots * gathers.exposed,
     }
-    communication = exposed | {"data": data.total + slots * gathers.total}
+    communication = {
+        "tensor": slots * (slowest.tensor + slowest.hidden),
+        "pipeline": exposed["pipeline"],
+        "data": data.total + slots * gathers.total,
+    }
     seconds = steady + bubble + update + data.exposed + slots * gathers.exposed + machine.backend.step_us * 1e-6
     model_flops = model.flops(plan.global_batch)
     again = layer.recompute.flops * model.layers * plan.tensor * slots * plan.data
@@ -126,13 +130,14 @@ def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Seconds of one microbatch in one stage."""
+    """Seconds of one microbatch in one stage; `hidden` is communication that runs beside the others."""
 
     forward: float
     backward: float
     recompute: float
     tensor: float
     host: float
+    hidden: float
 
     @property
     def seconds(self) -> float:
@@ -149,6 +154,7 @@ class _Stage:
             self.recompute + other.recompute,
             self.tensor + other.tensor,
             self.host + other.host,
+            self.hidden + other.hidden,
         )
 
 
@@ -160,6 +166,7 @@ def _stage(layer: LayerPhases, depth: int, machine: Machine) -> _Stage:
         depth * layer.recompute.compute,
         depth * sum(phase.communication for phase in phases),
         depth * sum(_waiting(phase, machine) for phase in phases),
+        depth * sum(phase.hidden for phase in phases),
     )
 
 
@@ -186,6 +193,7 @@ class _Ends:
                 0.0,
                 forward.communication + backward.communication,
                 _waiting(forward, machine) + _waiting(backward, machine),
+                0.0,
             )
             for forward, backward in both
         )
@@ -216,8 +224,7 @@ class _DataAxis:
     def of(cls, model: Transformer, plan: Execution, machine: Machine, backward: float) -> "_DataAxis":
         network = machine.network
         ring = machine.data_ring(plan.data, plan.tensor)
-        layers = model.layers // plan.pipeline * (model.layer_matrices + model.layer_vectors) / plan.tensor
-        elements = layers + model.embedding / plan.tensor
+        elements = sum(stage_parameters(model, plan))
         gradient = elements * plan.sent_gradient_bytes
         if plan.zero == 3:  # with the parameters, layer by layer
             return cls(0.0, 0.0)
@@ -229,9 +236,7 @@ class _DataAxis:
         tied = 0.0
         if model.tied and plan.pipeline > 1:  # first and last stage sum the gradients of their copies of the embedding
             table = model.vocab * model.hidden / plan.tensor * plan.sent_gradient_bytes
-            tied = network.send_seconds(
-                table, plan.tensor * plan.data * (plan.pipeline - 1)
-            )  # each sends all of it, once
+            tied = network.send_seconds(table, plan.tensor * plan.data * (plan.pipeline - 1))
         if not plan.overlap_gradients:
             return cls(reduced + gathered + tied, reduced + gathered + tied)
         # all but the first layer's gradients, the last to be ready, can hide behind the last microbatch's backward pass
@@ -268,6 +273,5 @@ class _ParameterGathers:
 
 def _update_seconds(model: Transformer, plan: Execution, machine: Machine) -> float:
     """The optimizer's pass over the parameters of the first stage."""
-    layers = model.layers // plan.pipeline * (model.layer_matrices + model.layer_vectors)
-    elements = (layers + model.embedding) / plan.tensor / (plan.data if plan.zero else 1)
+    elements = sum(stage_parameters(model, plan)) / (plan.data if plan.zero else 1)
     return machine.memory_seconds(elements * machine.backend.update_bytes, 10)

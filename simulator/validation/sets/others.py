@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from simulator.formula import Execution, Transformer, memory_of, predict
+from simulator.formula import JITTED, Execution, Transformer, memory_of, predict
 from simulator.validation.cases import Case
 from simulator.validation.sets.common import GIB, machine, records
 
@@ -127,6 +127,7 @@ def alpa_figure7() -> Iterator[Case]:
             global_batch=1024,
             recompute="full",
             zero=2,
+            scatter_sends=True,  # its resharding between meshes sends parts and gathers them there
         )
-        prediction = predict(model, plan, machine("p3.16xlarge", row.gpus, nics=1))
+        prediction = predict(model, plan, machine("p3.16xlarge", row.gpus, JITTED, nics=1))
         yield Case(f"GPT on {row.gpus}", float(row.alpa), prediction.hardware_flops / prediction.seconds / 1e15)
