@@ -1,13 +1,19 @@
 """The simulator's own command line: `python -m simulator`."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.table import Table
 
+from simulator.calibration.profiles import fit_profiles, write_profile
+from simulator.formula import Prediction, predict
+from simulator.formula.files import BACKENDS, Formula, load_machine
 from simulator.validation.published import published_sets
 from simulator.validation.report import Comparison, as_json, summary, write_report
 
@@ -19,6 +25,70 @@ app = typer.Typer(
 @app.callback()
 def main() -> None:
     """Predicts training steps on clusters that need not be here."""
+
+
+@app.command("predict")
+def predict_formula(
+    formula: Annotated[Path, typer.Argument(help="YAML with the sections `model` and `execution`.", exists=True)],
+    cluster: Annotated[
+        list[str] | None, typer.Option(help="A shipped cluster or a YAML file; several to compare.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help=f"The software: {', '.join(BACKENDS)}.")] = "eager",
+    change: Annotated[
+        list[str] | None, typer.Option("--set", help="What if: section.field=value, of model, execution or cluster.")
+    ] = None,
+    as_text: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Predicts a training step of a transformer that is described by its sizes: time, where it goes, and memory."""
+    changes = change or []
+    elsewhere = [item for item in changes if not item.startswith("cluster.")]
+    try:
+        described = Formula.load(formula, elsewhere)
+        predictions = {}
+        for name in cluster or ["dgx_a100_80"]:
+            of_cluster = [item for item in changes if item.startswith("cluster.")]
+            machine = load_machine(name, described.execution.devices, backend, of_cluster)
+            predictions[name] = predict(described.model, described.execution, machine)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if as_text:
+        typer.echo(json.dumps({name: _plain(prediction) for name, prediction in predictions.items()}, indent=1))
+    else:
+        console = Console()
+        console.width = max(console.width, 80)
+        console.print(_prediction_table(predictions))
+
+
+def _plain(prediction: Prediction) -> dict[str, Any]:
+    rates = {name: getattr(prediction, name) for name in ("tokens_per_s", "tflop_per_s_per_device", "mfu", "hfu")}
+    return asdict(prediction) | rates | {"memory_total": prediction.memory.total}
+
+
+def _prediction_table(predictions: dict[str, Prediction]) -> Table:
+    """A column per cluster."""
+    table = Table("", *predictions, box=box.SIMPLE)
+    for column in table.columns[1:]:
+        column.justify = "right"
+
+    def row(label: str, values: list[str]) -> None:
+        table.add_row(label, *values)
+
+    several = list(predictions.values())
+    row("step, s", [f"{one.seconds:.4g}" for one in several])
+    for part in ("forward", "backward", "recompute", "update", "bubble", "host"):
+        row(f"  {part}", [f"{getattr(one, part):.4g}" for one in several])
+    for axis in several[0].exposed:
+        row(
+            f"  {axis}, exposed (of)",
+            [f"{one.exposed[axis]:.4g} ({one.communication[axis]:.4g})" for one in several],
+        )
+    row("memory, GB", [f"{one.memory.total / 1e9:.1f}" for one in several])
+    for part in ("parameters", "gradients", "optimizer", "embedding", "activations", "temporaries"):
+        row(f"  {part}", [f"{getattr(one.memory, part) / 1e9:.1f}" for one in several])
+    row("tokens per s", [f"{one.tokens_per_s:,.0f}" for one in several])
+    row("TFLOP/s a device", [f"{one.tflop_per_s_per_device:.1f}" for one in several])
+    row("MFU, HFU", [f"{one.mfu:.1%}, {one.hfu:.1%}" for one in several])
+    return table
 
 
 @app.command()
@@ -61,3 +131,12 @@ def _print_worst(console: Console, comparison: Comparison, count: int) -> None:
             f"{comparison.published.name}: {case.name}: {case.predicted:.4g} {unit}, measured {case.measured:.4g} ({case.error:+.1%})",
             highlight=False,
         )
+
+
+@app.command()
+def fit() -> None:
+    """Fits the shipped profiles of GPUs and their links anew to the measurements that come with them, and writes them in place."""
+    console = Console()
+    for path, profile in fit_profiles():
+        write_profile(path, profile)
+        console.print(f"{path.parent.name}/{path.name}", highlight=False)

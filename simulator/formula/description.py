@@ -101,7 +101,8 @@ class Execution(Description):
     """How a step is spread over devices.
 
     Attributes:
-        tensor, pipeline, data: degrees of parallelism. Devices are numbered with tensor innermost, then data, then pipeline.
+        tensor, context, data, pipeline: degrees of parallelism; devices are numbered in this order, tensor innermost. `context`
+            divides sequences, and exchanges heads for tokens around attention (Jacobs et al., arXiv 2309.14509).
         sequence_parallel: whether what tensor parallelism leaves whole is divided along the sequence (Korthikanti et al. 2022).
         microbatch, global_batch: sequences that a device takes at once, and all devices in a step.
         interleave: stages that a device holds, of `pipeline * interleave`.
@@ -118,8 +119,9 @@ class Execution(Description):
     """
 
     tensor: PositiveInt = 1
-    pipeline: PositiveInt = 1
+    context: PositiveInt = 1
     data: PositiveInt = 1
+    pipeline: PositiveInt = 1
     sequence_parallel: bool = False
     microbatch: PositiveInt = 1
     global_batch: PositiveInt
@@ -152,7 +154,16 @@ class Execution(Description):
 
     @property
     def devices(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.replicas * self.pipeline
+
+    @property
+    def replicas(self) -> int:
+        """Devices that hold the same parameters, unless these are divided over them."""
+        return self.context * self.data
+
+    def tokens(self, model: Transformer) -> int:
+        """Tokens of a microbatch on one device, not counting how tensor parallelism divides them."""
+        return self.microbatch * model.seq // self.context
 
     @property
     def microbatches(self) -> int:
@@ -171,5 +182,12 @@ class Execution(Description):
         for name, size in (("heads", model.heads), ("hidden", model.hidden), ("ffn", model.ffn_width)):
             if size % self.tensor:
                 raise ValueError(f"tensor: given {self.tensor}, expected a divisor of {name}, which is {size}")
-        if self.sequence_parallel and model.seq % self.tensor:
-            raise ValueError(f"tensor: given {self.tensor}, expected a divisor of seq, which is {model.seq}")
+        if self.sequence_parallel and model.seq % (self.tensor * self.context):
+            raise ValueError(
+                f"tensor * context: given {self.tensor * self.context}, expected a divisor of seq, which is {model.seq}"
+            )
+        if model.seq % self.context or model.heads % (self.tensor * self.context):
+            raise ValueError(
+                f"context: given {self.context}, expected a divisor of seq, which is {model.seq}, "
+                f"that together with tensor divides heads, which is {model.heads}"
+            )

@@ -55,8 +55,9 @@ def layer_phases(model: Transformer, plan: Execution, machine: Machine) -> Layer
     dense = _dense(model, plan, machine)
     linear = _linear(model, plan, machine)
     collectives = _collectives(model, plan, machine)
-    forward = attention[0] + dense[0] + linear[0] + collectives[0]
-    backward = attention[1] + dense[1] + linear[1] + collectives[1]
+    exchange = _sequence_exchange(model, plan, machine)
+    forward = attention[0] + dense[0] + linear[0] + collectives[0] + exchange
+    backward = attention[1] + dense[1] + linear[1] + collectives[1] + exchange
     match plan.recompute:
         case "none":
             again = Phase()
@@ -69,7 +70,7 @@ def layer_phases(model: Transformer, plan: Execution, machine: Machine) -> Layer
 
 def head_phases(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
     """Forward and backward of the output embedding and the loss."""
-    tokens, columns = plan.microbatch * model.seq, -(-model.vocab // plan.tensor)
+    tokens, columns = plan.tokens(model), -(-model.vocab // plan.tensor)
     gemms = machine.gemms
     logits, flops = tokens * columns, 2.0 * tokens * columns * model.hidden
     # f32 logits, their maximum, difference, exponential, sum and quotient; the gradient scaled and cast back. Fused: read twice, write once
@@ -93,7 +94,7 @@ def head_phases(model: Transformer, plan: Execution, machine: Machine) -> tuple[
 
 def embedding_phases(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
     """Forward and backward of the input embedding: a gather, a sum with the positions, dropout; scatters of the gradient."""
-    stream = plan.microbatch * model.seq * model.hidden
+    stream = plan.tokens(model) * model.hidden
     ring = machine.network.ring(plan.tensor)
     kind = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
     return (
@@ -104,7 +105,7 @@ def embedding_phases(model: Transformer, plan: Execution, machine: Machine) -> t
 
 def _linear(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
     """The four linear layers; their gradients are two products each."""
-    tokens, t, h = plan.microbatch * model.seq, plan.tensor, model.hidden
+    tokens, t, h = plan.tokens(model), plan.tensor, model.hidden
     up = (2 if model.gated else 1) * model.ffn_width
     shapes = ((model.qkv_width // t, h), (h, h // t), (up // t, h), (h, model.ffn_width // t))  # (out, in)
     gemms = machine.linear_f8 if model.precision == "f8" else machine.gemms
@@ -120,7 +121,7 @@ def _linear(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phas
 
 def _attention(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
     """The core of attention, between the projections."""
-    heads, size = model.heads // plan.tensor * plan.microbatch, model.hidden // model.heads
+    heads, size = model.heads // (plan.tensor * plan.context) * plan.microbatch, model.hidden // model.heads
     s, w = model.seq, 2
     flops = 4.0 * heads * s * s * size
     if model.attention != "naive":
@@ -147,7 +148,7 @@ def _attention(model: Transformer, plan: Execution, machine: Machine) -> tuple[P
 
 def _dense(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
     """Norms, residual sums, dropout, activations and copies."""
-    tokens, t, w = plan.microbatch * model.seq, plan.tensor, 2
+    tokens, t, w = plan.tokens(model), plan.tensor, 2
     stream = tokens * model.hidden / (t if plan.sequence_parallel else 1)
     mask = 1 if model.dropout else 0
     inner, columns = tokens * model.ffn_width / t, tokens * model.qkv_width / t
@@ -173,7 +174,7 @@ def _collectives(model: Transformer, plan: Execution, machine: Machine) -> tuple
     needs for these while it computes the others: only gathers of output gradients are waited for. The rest slows what it runs beside.
     """
     ring = machine.network.ring(plan.tensor)
-    tokens, t, network = plan.microbatch * model.seq, plan.tensor, machine.network
+    tokens, t, network = plan.tokens(model), plan.tensor, machine.network
     stream = 2.0 * tokens * model.hidden
     if plan.sequence_parallel:
         gather, scatter = (network.seconds(kind, stream, ring) for kind in ("all_gather", "reduce_scatter"))
@@ -191,3 +192,16 @@ def _collectives(model: Transformer, plan: Execution, machine: Machine) -> tuple
         exposed = max(0.0, beside - weight) + machine.backend.contention * min(beside, weight)
         waited, hidden = waited + exposed, hidden + max(0.0, beside - exposed)
     return Phase(kernels=launches, communication=forward), Phase(kernels=launches, communication=waited, hidden=hidden)
+
+
+def _sequence_exchange(model: Transformer, plan: Execution, machine: Machine) -> Phase:
+    """With the sequence divided over the context axis, attention needs whole sequences: heads are exchanged for tokens and back."""
+    if plan.context == 1:
+        return Phase()
+    ring, tokens = machine.network.ring(plan.context, plan.tensor), plan.tokens(model)
+    widths = (model.hidden, (model.qkv_width - model.hidden) // 2, (model.qkv_width - model.hidden) // 2, model.hidden)
+    seconds = sum(machine.network.seconds("all_to_all", 2.0 * tokens * width / plan.tensor, ring) for width in widths)
+    moved = (
+        2 * 2.0 * tokens * (model.qkv_width + model.hidden) / plan.tensor
+    )  # packed before, unpacked after: read and written
+    return Phase(machine.memory_seconds(2 * moved, 8), 4 * (1 + _COLLECTIVE_LAUNCHES), seconds)

@@ -38,7 +38,7 @@ def memory_of(model: Transformer, plan: Execution) -> Memory:
     plan.check(model)
     layers = model.layers // plan.pipeline
     elements, ends = stage_parameters(model, plan)
-    share = [plan.data if plan.zero >= level else 1 for level in (3, 2, 1)]
+    share = [plan.replicas if plan.zero >= level else 1 for level in (3, 2, 1)]
     sizes = [2 / share[0], plan.gradient_bytes / share[1], plan.optimizer_bytes / share[2]]
     parameters, gradients, optimizer = (elements * size for size in sizes)
     embedding = ends * sum(sizes)
@@ -62,9 +62,11 @@ def stage_parameters(model: Transformer, plan: Execution) -> tuple[float, float]
 
 def _layer_temporaries(model: Transformer, plan: Execution) -> float:
     """What is alive while the backward pass of a layer runs: activations computed again, their gradients, that of the largest matrix."""
-    tokens, t, up = plan.microbatch * model.seq, plan.tensor, (2 if model.gated else 1) * model.ffn_width
+    tokens, t, up = plan.tokens(model), plan.tensor, (2 if model.gated else 1) * model.ffn_width
     again = layer_activations(model, plan) - kept_activations(model, plan)
-    gradients = 2.0 * tokens * (up + model.ffn_width) / t
+    gradients = (
+        2.0 * tokens * (up + model.ffn_width) / t + 2 * 2.0 * tokens * model.hidden
+    )  # of the inner width; in and out, whole
     largest = plan.gradient_bytes * model.hidden * up / t
     gathered = 2.0 * 2.0 * (model.layer_matrices + model.layer_vectors) / t if plan.zero == 3 else 0.0
     return again + gradients + largest + gathered
@@ -72,7 +74,7 @@ def _layer_temporaries(model: Transformer, plan: Execution) -> float:
 
 def _loss_temporaries(model: Transformer, plan: Execution) -> float:
     """Logits and their gradient, in f32 too unless the loss is fused, and the gradient of the output embedding."""
-    logits = plan.microbatch * model.seq * model.vocab / plan.tensor
+    logits = plan.tokens(model) * model.vocab / plan.tensor
     largest = plan.gradient_bytes * model.vocab * model.hidden / plan.tensor
     return (2.0 if plan.fused_loss else 10.0) * logits + largest
 
@@ -90,12 +92,12 @@ def kept_activations(model: Transformer, plan: Execution) -> float:
         case "selective":
             return _outside(model, plan)
         case "full":
-            return 2.0 * plan.microbatch * model.seq * model.hidden / (plan.tensor if plan.sequence_parallel else 1)
+            return 2.0 * plan.tokens(model) * model.hidden / (plan.tensor if plan.sequence_parallel else 1)
 
 
 def _outside(model: Transformer, plan: Execution) -> float:
     """All but the scores: 34 bytes per token and hidden element in a GPT, 10 of them whole unless the sequence is divided."""
-    tokens, t = plan.microbatch * model.seq, plan.tensor
+    tokens, t = plan.tokens(model), plan.tensor
     stream = tokens * model.hidden
     whole = (8 + (2 if model.dropout else 0)) * stream  # inputs of two norms and of the products behind them; two masks
     qkv = 2.0 * tokens * model.qkv_width

@@ -71,7 +71,7 @@ def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction
     cluster = machine.cluster
     if plan.devices > cluster.num_devices:
         raise ClusterError(
-            f"the plan needs {plan.devices} devices (tensor {plan.tensor} * pipeline {plan.pipeline} * data {plan.data}), "
+            f"the plan needs {plan.devices} devices (tensor {plan.tensor} * context {plan.context} * data {plan.data} * pipeline {plan.pipeline}), "
             f"{cluster.name!r} has {cluster.num_devices}; choose smaller degrees or more hosts"
         )
     layer = layer_phases(model, plan, machine)
@@ -108,7 +108,7 @@ def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction
     }
     seconds = steady + bubble + update + data.exposed + slots * gathers.exposed + machine.backend.step_us * 1e-6
     model_flops = model.flops(plan.global_batch)
-    again = layer.recompute.flops * model.layers * plan.tensor * slots * plan.data
+    again = layer.recompute.flops * model.layers * plan.tensor * plan.context * slots * plan.data
     return Prediction(
         seconds=seconds,
         forward=slots * slowest.forward,
@@ -204,10 +204,10 @@ def _send_seconds(model: Transformer, plan: Execution, machine: Machine) -> floa
     """Seconds that a microbatch spends between stages, one way, all chunks of an interleaved schedule."""
     if plan.pipeline == 1:
         return 0.0
-    stream = 2.0 * plan.microbatch * model.seq * model.hidden
+    stream = 2.0 * plan.tokens(model) * model.hidden
     divided = plan.sequence_parallel or plan.scatter_sends
     message = stream / (plan.tensor if divided else 1)
-    one = machine.network.send_seconds(message, plan.tensor * plan.data)
+    one = machine.network.send_seconds(message, plan.tensor * plan.replicas)
     if divided and not plan.sequence_parallel:
         one += machine.network.seconds("all_gather", stream, machine.network.ring(plan.tensor))
     return plan.interleave * one
@@ -223,7 +223,7 @@ class _DataAxis:
     @classmethod
     def of(cls, model: Transformer, plan: Execution, machine: Machine, backward: float) -> "_DataAxis":
         network = machine.network
-        ring = machine.data_ring(plan.data, plan.tensor)
+        ring = machine.data_ring(plan.replicas, plan.tensor)
         elements = sum(stage_parameters(model, plan))
         gradient = elements * plan.sent_gradient_bytes
         if plan.zero == 3:  # with the parameters, layer by layer
@@ -236,7 +236,7 @@ class _DataAxis:
         tied = 0.0
         if model.tied and plan.pipeline > 1:  # first and last stage sum the gradients of their copies of the embedding
             table = model.vocab * model.hidden / plan.tensor * plan.sent_gradient_bytes
-            tied = network.send_seconds(table, plan.tensor * plan.data * (plan.pipeline - 1))
+            tied = network.send_seconds(table, plan.tensor * plan.replicas * (plan.pipeline - 1))
         if not plan.overlap_gradients:
             return cls(reduced + gathered + tied, reduced + gathered + tied)
         # all but the first layer's gradients, the last to be ready, can hide behind the last microbatch's backward pass
@@ -257,7 +257,7 @@ class _ParameterGathers:
         if plan.zero < 3:
             return cls(0.0, 0.0)
         network = machine.network
-        ring = machine.data_ring(plan.data, plan.tensor)
+        ring = machine.data_ring(plan.replicas, plan.tensor)
         elements = (model.layer_matrices + model.layer_vectors) / plan.tensor
         gather = network.seconds("all_gather", 2.0 * elements, ring)
         scatter = network.seconds("reduce_scatter", plan.sent_gradient_bytes * elements, ring)
@@ -273,5 +273,5 @@ class _ParameterGathers:
 
 def _update_seconds(model: Transformer, plan: Execution, machine: Machine) -> float:
     """The optimizer's pass over the parameters of the first stage."""
-    elements = sum(stage_parameters(model, plan)) / (plan.data if plan.zero else 1)
+    elements = sum(stage_parameters(model, plan)) / (plan.replicas if plan.zero else 1)
     return machine.memory_seconds(elements * machine.backend.update_bytes, 10)

@@ -123,6 +123,6 @@ def published_sets() -> tuple[PublishedSet, ...]:
             "SimuMax (Apache-2.0), B200",
             others.simumax_memory,
             0.02,
-            "what is alive beside activations was found on these rows; no number is fitted. Not expressible: context parallelism, MoE",
+            "what is alive beside activations was found on these rows; no number is fitted. Not expressible: mixtures of experts",
         ),
     )

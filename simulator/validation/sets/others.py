@@ -57,23 +57,25 @@ def llm_foundry() -> Iterator[Case]:
 _LLAMA = {"70b": (8192, 64, 8, 28672), "405b": (16384, 128, 16, 53248)}  # hidden, heads, kv_heads, ffn
 
 
-_SIMUMAX_CASE = re.compile(r"llama3_(\d+b)_l(\d+)_tp(\d+)_pp(\d+)_dp(\d+)_mbc(\d+)_cef")
+_SIMUMAX_FIELD = re.compile(r"(l|tp|cp|pp|dp|seq|mbc)(\d+)")
 
 
 def _simumax() -> Iterator[tuple[str, Transformer, Execution, float, float]]:
+    """Cases are named by their sizes; those of other models than Llama have experts, which the formulas don't know."""
     for row in records("simumax_b200"):
-        found = _SIMUMAX_CASE.fullmatch(row.case)
-        if found is None:
+        name, size, *fields = row.case.split("_")
+        found = [_SIMUMAX_FIELD.fullmatch(field) for field in fields]
+        given = {match[1]: int(match[2]) for match in found if match is not None}
+        if name != "llama3" or size not in _LLAMA:
             continue
-        layers, tensor, pipeline, data, microbatches = map(int, found.groups()[1:])
-        hidden, heads, kv_heads, ffn = _LLAMA[found.group(1)]
+        hidden, heads, kv_heads, ffn = _LLAMA[size]
         model = Transformer(
-            layers=layers,
+            layers=given["l"],
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads,
             ffn=ffn,
-            seq=4096,
+            seq=given.get("seq", 4096),
             vocab=128256,
             gated=True,
             tied=False,
@@ -83,11 +85,12 @@ def _simumax() -> Iterator[tuple[str, Transformer, Execution, float, float]]:
             attention="flash2",
         )
         plan = Execution(
-            tensor=tensor,
-            pipeline=pipeline,
-            data=data,
-            sequence_parallel=tensor > 1,
-            global_batch=microbatches * data,
+            tensor=given["tp"],
+            context=given.get("cp", 1),
+            data=given["dp"],
+            pipeline=given["pp"],
+            sequence_parallel=given["tp"] > 1,
+            global_batch=given["mbc"] * given["dp"],
             zero=1,
             fused_loss=True,
         )

@@ -1,0 +1,43 @@
+"""Makes the shipped profiles again from the measurements that ship with them: `python -m simulator fit`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from simulator import collectives, gemm
+from simulator.calibration.collectives import fit_curve
+from simulator.calibration.gemms import fit_gemms
+from simulator.description import Description, read, validate
+from simulator.gemm import GemmProfile
+from simulator.validation.measurements import GPUS, collective_kinds, measured_collectives, measured_gemms
+
+
+def fit_profiles() -> Iterator[tuple[Path, Description]]:
+    """Every profile that has measurements of its own, fitted anew, with the path of its file. Takes about 20 seconds."""
+    for gpu in GPUS:
+        name, measured = measured_gemms(gpu)
+        yield gemm.PROFILES / f"{name}.yaml", fit_gemms(GemmProfile.load(name), measured, max_rows=len(measured.m))
+    for path in sorted(collectives.PROFILES.glob("*.yaml")):
+        profile = validate(collectives.CollectiveProfile, read(path), path)
+        kinds = collective_kinds(profile.gpu)
+        if kinds:
+            curves = {kind: fit_curve(measured_collectives(profile.gpu, kind)) for kind in kinds}
+            yield path, profile.model_copy(update=curves)
+
+
+def write_profile(path: Path, profile: Description) -> None:
+    """`profile` as YAML, with four digits of each number."""
+    path.write_text(
+        yaml.safe_dump(_rounded(profile.model_dump(exclude_none=True)), sort_keys=False, width=130), encoding="utf-8"
+    )
+
+
+def _rounded(value: object) -> object:
+    match value:
+        case dict():
+            return {key: _rounded(item) for key, item in value.items() if item != {}}
+        case float():
+            return float(f"{value:.4g}")
+        case _:
+            return value
