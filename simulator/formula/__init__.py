@@ -6,7 +6,7 @@
 >>> plan = Execution(tensor=8, pipeline=8, data=16, microbatch=1, global_batch=1024, recompute="selective", sequence_parallel=True)
 >>> prediction = predict(gpt, plan, Machine.of(Cluster.load("dgx_a100_80").with_size(128)))
 >>> f"{prediction.seconds:.1f} s, {prediction.memory.total / 1e9:.0f} GB, MFU {prediction.mfu:.0%}"
-'16.8 s, 61 GB, MFU 42%'
+'16.7 s, 61 GB, MFU 42%'
 """
 
 from simulator.formula.description import Execution, Transformer

@@ -171,6 +171,11 @@ class Execution(Description):
         return self.global_batch // (self.microbatch * self.data)
 
     @property
+    def accumulates(self) -> bool:
+        """Whether whole gradients are summed over microbatches on each device; with ZeRO-3 only its part of them is."""
+        return self.microbatches > 1 and self.zero < 3
+
+    @property
     def sent_gradient_bytes(self) -> int:
         return self.communicated_gradient_bytes or self.gradient_bytes
 

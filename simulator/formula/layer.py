@@ -77,7 +77,9 @@ def head_phases(model: Transformer, plan: Execution, machine: Machine) -> tuple[
     there, back = ((4.0, 1), (2.0, 1)) if plan.fused_loss else ((38.0, 7), (22.0, 4))
     forward = gemms.seconds(tokens, columns, model.hidden) + machine.memory_seconds(there[0] * logits, there[1])
     backward = gemms.seconds(tokens, model.hidden, columns) + gemms.seconds(model.hidden, columns, tokens)
-    backward += machine.memory_seconds(back[0] * logits, back[1])
+    backward += machine.memory_seconds(back[0] * logits, back[1]) + _accumulation(
+        columns * model.hidden, 1, plan, machine
+    )
     stream = 2.0 * tokens * model.hidden
     ring = machine.network.ring(plan.tensor)
     kind = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
@@ -97,9 +99,23 @@ def embedding_phases(model: Transformer, plan: Execution, machine: Machine) -> t
     stream = plan.tokens(model) * model.hidden
     ring = machine.network.ring(plan.tensor)
     kind = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
+    table = model.vocab // plan.tensor * model.hidden
+    backward = machine.memory_seconds(16.0 * stream, 4) + machine.memory_seconds(
+        2.0 * table, 1
+    )  # zeros to scatter into
+    backward += _accumulation(table, 1, plan, machine)
     return (
         Phase(machine.memory_seconds(15.0 * stream, 4), 4, machine.network.seconds(kind, 2.0 * stream, ring)),
-        Phase(machine.memory_seconds(16.0 * stream, 4), 4),
+        Phase(backward, 6),
+    )
+
+
+def _accumulation(elements: float, kernels: int, plan: Execution, machine: Machine) -> float:
+    """Seconds of summing a weight gradient over microbatches, beside writing it: its product reads and writes the sum instead."""
+    if not plan.accumulates:
+        return 0.0
+    return (
+        machine.memory_seconds((2.0 * plan.gradient_bytes - 2.0) * elements, kernels) - kernels * machine.launch_seconds
     )
 
 
@@ -115,6 +131,7 @@ def _linear(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phas
         cast = sum(4.0 * tokens * inner + 4.0 * out * inner for out, inner in shapes)
         forward += machine.memory_seconds(cast, 8)
         backward += machine.memory_seconds(sum(4.0 * tokens * out for out, _ in shapes), 4)
+    backward += sum(_accumulation(out * inner, 1, plan, machine) for out, inner in shapes)
     flops = sum(2.0 * tokens * out * inner for out, inner in shapes)
     return Phase(forward, 4, 0.0, flops), Phase(backward, 8, 0.0, 2 * flops)
 
@@ -156,13 +173,15 @@ def _dense(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase
     forward = 2 * 2 * w * stream  # norms
     forward += 2 * (3 * w + mask) * stream  # bias, dropout, residual
     forward += gate * w * inner  # activation
-    forward += 2 * w * columns + 2 * w * tokens * model.hidden / t  # bias of the projection, copies of heads
+    forward += 2 * w * tokens * model.hidden / t  # heads put together again
+    if not model.learned_positions:
+        forward += 2 * w * columns  # queries and keys rotated
     backward = 2 * 3 * w * stream + 2 * 3 * w * stream  # norms, sums with the residual's gradient
     backward += 2 * (2 * w + mask + (w if model.biases else 0)) * stream
     backward += (2 * gate - 1 + (1 if model.biases else 0)) * w * inner
     backward += 3 * w * columns + 2 * w * tokens * model.hidden / t
     return (
-        Phase(machine.memory_seconds(forward, 9), 9),
+        Phase(machine.memory_seconds(forward, 6), 9),
         Phase(machine.memory_seconds(backward, 16), 16),
     )
 

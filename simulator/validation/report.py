@@ -28,8 +28,11 @@ class Comparison:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None without one."""
-        return None if self.published.target is None else self.statistics.mape <= self.published.target
+        """Whether the target is met, on the rows that nobody fitted where there are some; None without a target."""
+        if self.published.target is None:
+            return None
+        found = self.statistics
+        return (found.mape if found.unseen is None else found.unseen) <= self.published.target
 
 
 def summary(comparisons: Sequence[Comparison]) -> Table:

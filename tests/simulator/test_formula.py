@@ -1,6 +1,7 @@
 import doctest
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -197,7 +198,7 @@ def test_faster_hardware_is_never_slower(
     )
     fast = Machine(
         slow.cluster.model_copy(update={"inter_host": wires}),
-        type(slow.gemms)(gpu, hot=True),
+        replace(slow.gemms, profile=gpu),
         type(slow.network).of(slow.cluster.model_copy(update={"inter_host": wires})),
     )
     assert predict(model, plan, fast).seconds <= predict(model, plan, slow).seconds * (1 + 1e-9)

@@ -105,7 +105,7 @@ def test_the_command_line_prints_a_table_or_json(tmp_path: Path) -> None:
     table = run(app, ["validate", "korthikanti-table5", "--output", str(tmp_path), "--worst", "1"])
     assert table.exit_code == 0
     assert "korthikanti-table5" in table.stdout
-    assert "22B full" in table.stdout
+    assert "530B full" in table.stdout
     assert (tmp_path / "summary.csv").exists()
     data = run(app, ["validate", "korthikanti-table5", "--json", "--no-write"])
     (only,) = json.loads(data.stdout)
