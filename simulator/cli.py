@@ -61,7 +61,8 @@ def predict_formula(
 
 def _plain(prediction: Prediction) -> dict[str, Any]:
     rates = {name: getattr(prediction, name) for name in ("tokens_per_s", "tflop_per_s_per_device", "mfu", "hfu")}
-    return asdict(prediction) | rates | {"memory_total": prediction.memory.total}
+    quantiles = {f"p{percent}": prediction.quantile(percent / 100) for percent in (10, 50, 90)}
+    return asdict(prediction) | rates | quantiles | {"memory_total": prediction.memory.total}
 
 
 def _prediction_table(predictions: dict[str, Prediction]) -> Table:
@@ -75,6 +76,7 @@ def _prediction_table(predictions: dict[str, Prediction]) -> Table:
 
     several = list(predictions.values())
     row("step, s", [f"{one.seconds:.4g}" for one in several])
+    row("  P10 to P90", [f"{one.quantile(0.1):.4g} to {one.quantile(0.9):.4g}" for one in several])
     for part in ("forward", "backward", "recompute", "update", "bubble", "host"):
         row(f"  {part}", [f"{getattr(one, part):.4g}" for one in several])
     for axis in several[0].exposed:

@@ -1,6 +1,8 @@
 """Seconds of a training step, and where they go."""
 
 from dataclasses import dataclass, replace
+from math import exp, sqrt
+from statistics import NormalDist
 
 from simulator.description import ClusterError
 from simulator.formula.description import Execution, Transformer
@@ -8,6 +10,8 @@ from simulator.formula.layer import LayerPhases, Phase, embedding_phases, head_p
 from simulator.formula.machine import Machine
 from simulator.formula.memory import Memory, memory_of, stage_parameters
 
+# Standard deviations of the error of each kind of time, such that four fifths of the rows of published tables lie between P10 and P90.
+_DEVIATION = {"compute": 0.08, "network": 0.15, "host": 0.25}
 _HOST_NORM = 3  # of host and device, which take turns in keeping each other waiting: infinite where one always leads
 
 
@@ -59,6 +63,18 @@ class Prediction:
     def hfu(self) -> float:
         """Hardware FLOP utilisation: what is computed twice counts twice."""
         return self.hardware_flops / self.seconds / self.peak_flop_per_s
+
+    def quantile(self, probability: float) -> float:
+        """Seconds that the step takes at most with this probability, between 0 and 1, both excluded.
+
+        Errors of the kinds of time are taken to be independent and their effect on the whole log-normal.
+        """
+        if not 0 < probability < 1:
+            raise ValueError(f"a probability of {probability}; expected one between 0 and 1")
+        network = sum(self.exposed.values())
+        parts = {"compute": self.seconds - network - self.host, "network": network, "host": self.host}
+        deviation = sqrt(sum((_DEVIATION[kind] * part / self.seconds) ** 2 for kind, part in parts.items()))
+        return self.seconds * exp(deviation * NormalDist().inv_cdf(probability))
 
     @property
     def tokens_per_s(self) -> float:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from simulator.formula import Prediction
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -13,6 +15,7 @@ class Case:
         measured, predicted: in the unit of the set.
         alternatives: what the plan competes with: rows with the same text were measured for the same model, devices and batch.
         fitted: whether parameters were fitted to this row.
+        interval: where four fifths of the measurements are expected.
     """
 
     name: str
@@ -20,6 +23,15 @@ class Case:
     predicted: float
     alternatives: str = ""
     fitted: bool = False
+    interval: tuple[float, float] | None = None
+
+    @classmethod
+    def of_step(
+        cls, name: str, seconds: float, prediction: Prediction, alternatives: str = "", fitted: bool = False
+    ) -> "Case":
+        """A step that was measured to take `seconds`, with the interval from P10 to P90 of the prediction."""
+        interval = (prediction.quantile(0.1), prediction.quantile(0.9))
+        return cls(name, seconds, prediction.seconds, alternatives, fitted, interval)
 
     @property
     def error(self) -> float:

@@ -36,10 +36,11 @@ class Comparison:
 
 
 def summary(comparisons: Sequence[Comparison]) -> Table:
-    """One line per set: rows, how many were fitted, errors in % (on the unseen rows too), rank correlation, regret."""
+    """One line per set: rows, how many were fitted, errors in % (on the unseen rows too), rank correlation, regret, and the
+    part of the rows between P10 and P90."""
     table = Table(title="Predicted and published, errors in %", box=box.SIMPLE, padding=(0, 0, 0, 1))
     table.add_column("set", no_wrap=True)
-    for column in ("n", "fit", "MAPE", "goal", "unseen", "med", "P90", "max", "bias", "rho", "regret"):
+    for column in ("n", "fit", "MAPE", "goal", "unseen", "med", "P90", "max", "bias", "rho", "regret", "P10-90"):
         table.add_column(column, justify="right", no_wrap=True)
     for comparison in comparisons:
         found, target = comparison.statistics, comparison.published.target
@@ -56,6 +57,7 @@ def summary(comparisons: Sequence[Comparison]) -> Table:
             f"{100 * found.bias:+.1f}",
             "" if found.spearman is None else f"{found.spearman:.2f}",
             "" if found.regret is None else _percent(found.regret),
+            "" if found.covered is None else f"{100 * found.covered:.0f}",
         )
     return table
 

@@ -21,6 +21,7 @@ class Statistics:
         unseen: the same over the rows that nobody fitted; None without such a row.
         bias: mean error.
         spearman: rank correlation of predicted and measured; None for fewer than three rows.
+        covered: part of the rows with an interval whose measurement is in it; None without such a row. Four fifths are aimed at.
         regret: by how much the plan that is predicted to be the fastest is slower than the fastest, mean over the groups of at
             least three alternatives; None without such a group.
     """
@@ -35,6 +36,7 @@ class Statistics:
     bias: float
     spearman: float | None
     regret: float | None
+    covered: float | None
 
 
 def statistics(cases: Sequence[Case]) -> Statistics:
@@ -43,6 +45,7 @@ def statistics(cases: Sequence[Case]) -> Statistics:
         raise ValueError("no cases; expected at least one")
     errors = np.array([case.error for case in cases])
     size = np.abs(errors)
+    inside = [case.interval[0] <= case.measured <= case.interval[1] for case in cases if case.interval is not None]
     unseen = np.array([not case.fitted for case in cases])
     return Statistics(
         len(cases),
@@ -55,6 +58,7 @@ def statistics(cases: Sequence[Case]) -> Statistics:
         float(errors.mean()),
         spearman([case.predicted for case in cases], [case.measured for case in cases]),
         regret(cases),
+        float(np.mean(inside)) if inside else None,
     )
 
 

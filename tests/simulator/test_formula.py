@@ -212,6 +212,21 @@ def test_more_recomputation_takes_less_memory_and_more_time(model: Transformer, 
     assert predict(model, full, a100(64)).seconds >= predict(model, plan, a100(64)).seconds
 
 
+@given(models, plans(), st.floats(0.01, 0.98))
+def test_quantiles_grow_and_the_median_is_the_prediction(
+    model: Transformer, plan: Execution, probability: float
+) -> None:
+    prediction = predict(model, plan, a100(64))
+    assert prediction.quantile(0.5) == pytest.approx(prediction.seconds)
+    assert prediction.quantile(probability) < prediction.quantile(probability + 0.01)
+
+
+@pytest.mark.parametrize("probability", [0, 1, 1.5])
+def test_a_quantile_is_of_a_probability(probability: float) -> None:
+    with pytest.raises(ValueError, match="expected one between 0 and 1"):
+        predict(GPT, Execution(global_batch=1), a100()).quantile(probability)
+
+
 def test_a_jitted_step_does_not_wait_for_the_host_where_an_eager_one_does() -> None:
     small = Transformer(layers=12, hidden=768, heads=12, seq=512, vocab=50304)
     plan = Execution(global_batch=1)

@@ -71,6 +71,13 @@ def test_statistics_of_three_rows_by_hand() -> None:
     assert found.regret == pytest.approx(0.25)
 
 
+def test_the_measurements_are_in_the_interval_about_as_often_as_it_says() -> None:
+    cases = [case for published in SETS.values() for case in published.cases() if case.interval is not None]
+    covered = statistics(cases).covered
+    assert covered is not None
+    assert 0.7 < covered < 0.9
+
+
 def test_two_alternatives_are_no_choice() -> None:
     assert regret([Case("a", 1, 2, "g"), Case("b", 2, 1, "g"), Case("c", 1, 1)]) is None
     assert spearman([1, 2], [2, 1]) is None

@@ -16,7 +16,7 @@ def sc21_ptd() -> Iterator[Case]:
             model, machine("dgx_a100_80", row.gpus), plan, {"microbatch": (1, 2, 4, 8), "interleave": range(1, 9)}
         )
         if best is not None:
-            yield Case(f"{row.params_B}B on {row.gpus}", row.derived_iter_s, best.seconds)
+            yield Case.of_step(f"{row.params_B}B on {row.gpus}", row.derived_iter_s, best)
     for row in records("megatron_sc21_table2"):
         if row.scheme != "PTD-P":
             continue
@@ -32,7 +32,7 @@ def sc21_ptd() -> Iterator[Case]:
         }
         best = fastest(model, machine("dgx_a100_80", row.gpus), plan, {"interleave": range(1, 9)})
         if best is not None:
-            yield Case(f"{row.params_B}B on {row.gpus}, table 2", row.derived_iter_s, best.seconds)
+            yield Case.of_step(f"{row.params_B}B on {row.gpus}, table 2", row.derived_iter_s, best)
 
 
 def sc21_zero3() -> Iterator[Case]:
@@ -49,8 +49,8 @@ def sc21_zero3() -> Iterator[Case]:
             communicated_gradient_bytes=2,
         )
         where = machine("dgx_a100_80", row.gpus, ZERO_2021)
-        yield Case(
-            f"{row.params_B}B on {row.gpus}", row.derived_iter_s, predict(model, plan, where).seconds, fitted=True
+        yield Case.of_step(
+            f"{row.params_B}B on {row.gpus}", row.derived_iter_s, predict(model, plan, where), fitted=True
         )
 
 
@@ -80,7 +80,7 @@ def megatron_core() -> Iterator[Case]:
         best = fastest(model, where, plan, {"microbatch": (1, 2, 4), "interleave": range(1, 15)})
         if best is not None:
             seconds = best.model_flops / (row.tflops_per_gpu * 1e12 * row.gpus)
-            yield Case(f"{row.params_B}B on {row.gpus}", seconds, best.seconds)
+            yield Case.of_step(f"{row.params_B}B on {row.gpus}", seconds, best)
 
 
 def mt_nlg() -> Iterator[Case]:
@@ -94,4 +94,4 @@ def mt_nlg() -> Iterator[Case]:
             recompute="full",
         )
         where = machine("dgx_a100_40", row.gpus)
-        yield Case(f"530B on {row.gpus}", row.iter_s, predict(gpt("530B"), plan, where).seconds)
+        yield Case.of_step(f"530B on {row.gpus}", row.iter_s, predict(gpt("530B"), plan, where))

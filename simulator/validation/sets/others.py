@@ -46,10 +46,10 @@ def llm_foundry() -> Iterator[Case]:
             overlap_gradients=True,
         )
         where = machine(clusters[row.gpu], row.gpus)
-        yield Case(
+        yield Case.of_step(
             f"{row.model} seq {row.seqlen} on {row.gpus} {row.gpu} {row.precision}",
             row.gbs * row.seqlen / row.tok_s,
-            predict(model, plan, where).seconds,
+            predict(model, plan, where),
             fitted=row.gpu == "h100_80gb" and row.seqlen == 65536,
         )
 
@@ -99,7 +99,7 @@ def _simumax() -> Iterator[tuple[str, Transformer, Execution, float, float]]:
 
 def simumax_time() -> Iterator[Case]:
     for name, model, plan, seconds, _ in _simumax():
-        yield Case(name, seconds, predict(model, plan, machine("dgx_b200", 8)).seconds)
+        yield Case.of_step(name, seconds, predict(model, plan, machine("dgx_b200", 8)))
 
 
 def simumax_memory() -> Iterator[Case]:

@@ -26,10 +26,10 @@ def vtrain_multi_node() -> Iterator[Case]:
             overlap_tensor=True,
         )
         where = machine("dgx_a100_80", row.gpus, nics=4)
-        yield Case(
+        yield Case.of_step(
             f"{row.params}B t{row.t} d{row.d} p{row.p} b{row.micro}",
             row.ms / 1e3,
-            predict(model, plan, where).seconds,
+            predict(model, plan, where),
             f"{row.params}B on {row.gpus}",
         )
 
@@ -56,10 +56,10 @@ def vtrain_single_node_case(row: Any, backend: Backend) -> Case:
         scatter_sends=True,
         overlap_tensor=True,
     )
-    return Case(
+    return Case.of_step(
         f"h{row.hidden} l{row.layers} t{row.t} d{row.d} p{row.p} b{row.micro} of {row.batch}",
         row.ms / 1e3,
-        predict(model, plan, machine("dgx_a100_80", 8, backend)).seconds,
+        predict(model, plan, machine("dgx_a100_80", 8, backend)),
         f"h{row.hidden} l{row.layers} on {row.gpus}, batch {row.batch}",
         bool(row.fitted),
     )
