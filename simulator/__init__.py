@@ -7,7 +7,8 @@
 >>> f"{timeline.makespan * 1e3:.1f} ms"
 '9.7 ms'
 
-It knows nothing of JAX: `simulator.hlo` reads compiled programs as text, everything else is plain numbers.
+It knows nothing of JAX: `simulator.hlo` reads compiled programs as text, everything else is plain numbers. `simulator.formula` predicts
+transformers by their sizes, `python -m simulator` does so from files and compares with published numbers.
 """
 
 from simulator.cluster import Cluster, Device, Link, cluster_names

@@ -113,8 +113,10 @@ class Execution(Description):
         communicated_gradient_bytes: of an element when gradients are sent; as `gradient_bytes` by default.
         optimizer_bytes: of the optimizer's state per parameter, master copy included.
         fused_loss: whether the loss is one kernel, which writes nothing but the gradient of the logits.
-        overlap_gradients: whether gradients are sent while the backward pass goes on.
-        overlap_tensor: whether collectives over the tensor axis run beside the products of weight gradients.
+        overlap_gradients: whether gradients are sent while the backward pass goes on, and parameters gathered while the forward does.
+        overlap_tensor: which collectives over the tensor axis run beside matrix products: none, those of the backward pass that can
+            run beside weight gradients, or all, cut into pieces that follow the product they feed or come from.
+        overlap_sends: whether sends to the next stage go on while the next microbatch is computed.
         scatter_sends: whether the devices of a tensor group each send a part to the next stage (always with sequence_parallel).
     """
 
@@ -134,7 +136,8 @@ class Execution(Description):
     optimizer_bytes: PositiveInt = 12
     fused_loss: bool = False
     overlap_gradients: bool = False
-    overlap_tensor: bool = False
+    overlap_tensor: Literal["none", "backward", "all"] = "none"
+    overlap_sends: bool = False
     scatter_sends: bool = False
 
     @model_validator(mode="after")

@@ -77,9 +77,7 @@ def head_phases(model: Transformer, plan: Execution, machine: Machine) -> tuple[
     there, back = ((4.0, 1), (2.0, 1)) if plan.fused_loss else ((38.0, 7), (22.0, 4))
     forward = gemms.seconds(tokens, columns, model.hidden) + machine.memory_seconds(there[0] * logits, there[1])
     backward = gemms.seconds(tokens, model.hidden, columns) + gemms.seconds(model.hidden, columns, tokens)
-    backward += machine.memory_seconds(back[0] * logits, back[1]) + _accumulation(
-        columns * model.hidden, 1, plan, machine
-    )
+    backward += machine.memory_seconds(back[0] * logits, back[1]) + _accumulation(columns * model.hidden, plan, machine)
     stream = 2.0 * tokens * model.hidden
     ring = machine.network.ring(plan.tensor)
     kind = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
@@ -100,23 +98,19 @@ def embedding_phases(model: Transformer, plan: Execution, machine: Machine) -> t
     ring = machine.network.ring(plan.tensor)
     kind = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
     table = model.vocab // plan.tensor * model.hidden
-    backward = machine.memory_seconds(16.0 * stream, 4) + machine.memory_seconds(
-        2.0 * table, 1
-    )  # zeros to scatter into
-    backward += _accumulation(table, 1, plan, machine)
+    zeros = machine.memory_seconds(2.0 * table, 1)  # to scatter into
+    backward = machine.memory_seconds(16.0 * stream, 4) + zeros + _accumulation(table, plan, machine)
     return (
         Phase(machine.memory_seconds(15.0 * stream, 4), 4, machine.network.seconds(kind, 2.0 * stream, ring)),
         Phase(backward, 6),
     )
 
 
-def _accumulation(elements: float, kernels: int, plan: Execution, machine: Machine) -> float:
+def _accumulation(elements: float, plan: Execution, machine: Machine) -> float:
     """Seconds of summing a weight gradient over microbatches, beside writing it: its product reads and writes the sum instead."""
     if not plan.accumulates:
         return 0.0
-    return (
-        machine.memory_seconds((2.0 * plan.gradient_bytes - 2.0) * elements, kernels) - kernels * machine.launch_seconds
-    )
+    return machine.memory_seconds((2.0 * plan.gradient_bytes - 2.0) * elements, 1) - machine.launch_seconds
 
 
 def _linear(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
@@ -131,7 +125,7 @@ def _linear(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phas
         cast = sum(4.0 * tokens * inner + 4.0 * out * inner for out, inner in shapes)
         forward += machine.memory_seconds(cast, 8)
         backward += machine.memory_seconds(sum(4.0 * tokens * out for out, _ in shapes), 4)
-    backward += sum(_accumulation(out * inner, 1, plan, machine) for out, inner in shapes)
+    backward += sum(_accumulation(out * inner, plan, machine) for out, inner in shapes)
     flops = sum(2.0 * tokens * out * inner for out, inner in shapes)
     return Phase(forward, 4, 0.0, flops), Phase(backward, 8, 0.0, 2 * flops)
 
@@ -187,30 +181,44 @@ def _dense(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase
 
 
 def _collectives(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
-    """Two all_reduces a pass, or as many all_gathers and reduce_scatters with sequence parallelism.
-
-    With `overlap_tensor` the backward pass sums the gradients of inputs while it computes those of weights, and gathers the inputs that it
-    needs for these while it computes the others: only gathers of output gradients are waited for. The rest slows what it runs beside.
+    """Two all_reduces a pass, or as many all_gathers and reduce_scatters with sequence parallelism, whose backward pass gathers the inputs
+    once more. In the backward pass these, and what sums the gradients of inputs, can run beside the products of weight gradients.
     """
-    ring = machine.network.ring(plan.tensor)
-    tokens, t, network = plan.tokens(model), plan.tensor, machine.network
-    stream = 2.0 * tokens * model.hidden
+    if plan.tensor == 1:
+        return Phase(), Phase()
+    network, ring = machine.network, machine.network.ring(plan.tensor)
+    tokens, t, h = plan.tokens(model), plan.tensor, model.hidden
+    wide = (
+        model.qkv_width // t,
+        (2 if model.gated else 1) * model.ffn_width // t,
+    )  # outputs of the layers that are split by column
+    narrow = (h // t, model.ffn_width // t)  # inputs of the layers that are split by row
+    stream = 2.0 * tokens * h
     if plan.sequence_parallel:
         gather, scatter = (network.seconds(kind, stream, ring) for kind in ("all_gather", "reduce_scatter"))
-        forward, waited, beside = 2 * (gather + scatter), 2 * gather, gather + scatter
-        plain = 4 * gather + 2 * scatter
     else:
-        beside = network.seconds("all_reduce", stream, ring)
-        forward, waited, plain = 2 * beside, 0.0, 2 * beside
-    launches = 0 if t == 1 else _COLLECTIVE_LAUNCHES * (4 if plan.sequence_parallel else 2)
-    if not plan.overlap_tensor:
-        return Phase(kernels=launches, communication=forward), Phase(kernels=launches, communication=plain)
-    up, hidden = (2 if model.gated else 1) * model.ffn_width, 0.0
-    for out in (model.qkv_width // t, up // t):  # the layers whose input gradients are summed
-        weight = machine.gemms.seconds(out, model.hidden, tokens)
-        exposed = max(0.0, beside - weight) + machine.backend.contention * min(beside, weight)
-        waited, hidden = waited + exposed, hidden + max(0.0, beside - exposed)
-    return Phase(kernels=launches, communication=forward), Phase(kernels=launches, communication=waited, hidden=hidden)
+        gather, scatter = 0.0, network.seconds("all_reduce", stream, ring)
+    # pairs of a collective and the product it can run beside
+    gathers = [(gather, machine.gemms.seconds(tokens, out, h)) for out in wide]
+    forward = gathers + [(scatter, machine.gemms.seconds(tokens, h, inner)) for inner in narrow]
+    weights = [(gather + scatter, machine.gemms.seconds(out, h, tokens)) for out in wide]
+    outputs = [(gather, machine.gemms.seconds(tokens, inner, h)) for inner in narrow]
+    launches = _COLLECTIVE_LAUNCHES * (4 if plan.sequence_parallel else 2)
+    backward_too, forward_too = plan.overlap_tensor != "none", plan.overlap_tensor == "all"
+    return (
+        _beside(forward, forward_too, launches, machine),
+        _beside(weights, backward_too, launches, machine) + _beside(outputs, forward_too, 0, machine),
+    )
+
+
+def _beside(pairs: list[tuple[float, float]], overlap: bool, launches: int, machine: Machine) -> Phase:
+    """Waiting for collectives, each of which runs beside a product if they overlap; both are slower then."""
+    total = sum(moved for moved, _ in pairs)
+    if not overlap:
+        return Phase(kernels=launches, communication=total)
+    contention = machine.backend.contention
+    waited = sum(max(0.0, moved - compute) + contention * min(moved, compute) for moved, compute in pairs)
+    return Phase(kernels=launches, communication=waited, hidden=total - waited)
 
 
 def _sequence_exchange(model: Transformer, plan: Execution, machine: Machine) -> Phase:
@@ -220,7 +228,6 @@ def _sequence_exchange(model: Transformer, plan: Execution, machine: Machine) ->
     ring, tokens = machine.network.ring(plan.context, plan.tensor), plan.tokens(model)
     widths = (model.hidden, (model.qkv_width - model.hidden) // 2, (model.qkv_width - model.hidden) // 2, model.hidden)
     seconds = sum(machine.network.seconds("all_to_all", 2.0 * tokens * width / plan.tensor, ring) for width in widths)
-    moved = (
-        2 * 2.0 * tokens * (model.qkv_width + model.hidden) / plan.tensor
-    )  # packed before, unpacked after: read and written
-    return Phase(machine.memory_seconds(2 * moved, 8), 4 * (1 + _COLLECTIVE_LAUNCHES), seconds)
+    moved = 2.0 * tokens * (model.qkv_width + model.hidden) / plan.tensor
+    # packed before and unpacked after, each read and written
+    return Phase(machine.memory_seconds(4 * moved, 8), 4 * (1 + _COLLECTIVE_LAUNCHES), seconds)

@@ -11,8 +11,9 @@ from simulator.gemm import GemmModel, GemmProfile
 from simulator.network import Ring
 
 # Fractions of the peak that fused attention reaches on long causal sequences, forward and backward, by generation of its kernels.
-# Second: Dao, FlashAttention-2 (arXiv 2307.08691), figures for head size 128; on Blackwell the third (arXiv 2407.08608) scaled. First: the
-# same paper puts it at 0.6 of the second on A100 and H100.
+# Second: Dao, FlashAttention-2 (arXiv 2307.08691), figures for head size 128. First: about 0.6 of that, as in the same paper; the exact values
+# are those of two rows of llm-foundry's table with long sequences, 125m at 32768 tokens on A100 and 1b at 65536 on H100. V100 and B200 are
+# guesses in proportion.
 _FLASH = {
     "V100": {"flash": (0.25, 0.20), "flash2": (0.25, 0.20)},
     "A100": {"flash": (0.36, 0.31), "flash2": (0.57, 0.50)},

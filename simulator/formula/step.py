@@ -1,84 +1,15 @@
 """Seconds of a training step, and where they go."""
 
 from dataclasses import dataclass, replace
-from math import exp, sqrt
-from statistics import NormalDist
 
 from simulator.description import ClusterError
 from simulator.formula.description import Execution, Transformer
 from simulator.formula.layer import LayerPhases, Phase, embedding_phases, head_phases, layer_phases
 from simulator.formula.machine import Machine
-from simulator.formula.memory import Memory, memory_of, stage_parameters
+from simulator.formula.memory import memory_of, stage_parameters
+from simulator.formula.prediction import Prediction
 
-# Standard deviations of the error of each kind of time, such that four fifths of the rows of published tables lie between P10 and P90.
-_DEVIATION = {"compute": 0.08, "network": 0.15, "host": 0.25}
 _HOST_NORM = 3  # of host and device, which take turns in keeping each other waiting: infinite where one always leads
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """One training step, in seconds; the parts sum up to `seconds`.
-
-    Attributes:
-        forward, backward, recompute: computation of all microbatches on the busiest device.
-        update: the optimizer.
-        bubble: waiting for other stages.
-        host: waiting for the host to launch kernels.
-        exposed: by axis ("tensor", "pipeline", "data"), communication that nothing hides.
-        communication: by axis, all of it.
-        memory: bytes on the device that needs most.
-        model_flops, hardware_flops: of all devices, without and with what is computed twice.
-        peak_flop_per_s: of all devices.
-        devices: how many.
-        tokens: of the step.
-    """
-
-    seconds: float
-    forward: float
-    backward: float
-    recompute: float
-    update: float
-    bubble: float
-    host: float
-    exposed: dict[str, float]
-    communication: dict[str, float]
-    memory: Memory
-    model_flops: float
-    hardware_flops: float
-    peak_flop_per_s: float
-    devices: int
-    tokens: int
-
-    @property
-    def tflop_per_s_per_device(self) -> float:
-        """Model FLOP."""
-        return self.model_flops / self.seconds / self.devices / 1e12
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOP utilisation."""
-        return self.model_flops / self.seconds / self.peak_flop_per_s
-
-    @property
-    def hfu(self) -> float:
-        """Hardware FLOP utilisation: what is computed twice counts twice."""
-        return self.hardware_flops / self.seconds / self.peak_flop_per_s
-
-    def quantile(self, probability: float) -> float:
-        """Seconds that the step takes at most with this probability, between 0 and 1, both excluded.
-
-        Errors of the kinds of time are taken to be independent and their effect on the whole log-normal.
-        """
-        if not 0 < probability < 1:
-            raise ValueError(f"a probability of {probability}; expected one between 0 and 1")
-        network = sum(self.exposed.values())
-        parts = {"compute": self.seconds - network - self.host, "network": network, "host": self.host}
-        deviation = sqrt(sum((_DEVIATION[kind] * part / self.seconds) ** 2 for kind, part in parts.items()))
-        return self.seconds * exp(deviation * NormalDist().inv_cdf(probability))
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
 
 
 def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction:
@@ -105,21 +36,22 @@ def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction
         stages[0], stages[-1] = first, last
     slowest = max(stages, key=lambda stage: stage.seconds)
     send = _send_seconds(model, plan, machine)
+    waited = send * machine.backend.contention if plan.overlap_sends else send
     slots = plan.microbatches
-    steady = slots * (slowest.seconds + 2 * send)
+    steady = slots * (slowest.seconds + 2 * waited)
     bubble = (sum(stage.seconds for stage in stages) - slowest.seconds) / plan.interleave
     bubble += 2 * (plan.pipeline - 1) * send / plan.interleave if plan.pipeline > 1 else 0.0
-    data = _DataAxis.of(model, plan, machine, slowest.backward)
+    data = _DataAxis.of(model, plan, machine, slowest.forward, slowest.backward)
     update = _update_seconds(model, plan, machine)
     host = slots * slowest.host + machine.backend.step_us * 1e-6
     exposed = {
         "tensor": slots * slowest.tensor,
-        "pipeline": slots * 2 * send,
+        "pipeline": slots * 2 * waited,
         "data": data.exposed + slots * gathers.exposed,
     }
     communication = {
         "tensor": slots * (slowest.tensor + slowest.hidden),
-        "pipeline": exposed["pipeline"],
+        "pipeline": slots * 2 * send,
         "data": data.total + slots * gathers.total,
     }
     seconds = steady + bubble + update + data.exposed + slots * gathers.exposed + machine.backend.step_us * 1e-6
@@ -237,7 +169,7 @@ class _DataAxis:
     exposed: float
 
     @classmethod
-    def of(cls, model: Transformer, plan: Execution, machine: Machine, backward: float) -> "_DataAxis":
+    def of(cls, model: Transformer, plan: Execution, machine: Machine, forward: float, backward: float) -> "_DataAxis":
         network = machine.network
         ring = machine.data_ring(plan.replicas, plan.tensor)
         elements = sum(stage_parameters(model, plan))
@@ -255,10 +187,11 @@ class _DataAxis:
             tied = network.send_seconds(table, plan.tensor * plan.replicas * (plan.pipeline - 1))
         if not plan.overlap_gradients:
             return cls(reduced + gathered + tied, reduced + gathered + tied)
-        # all but the first layer's gradients, the last to be ready, can hide behind the last microbatch's backward pass
-        hidden = min(reduced * (1 - 1 / max(2, model.layers // plan.pipeline)), backward)
-        exposed = reduced - hidden * (1 - machine.backend.contention) + gathered + tied
-        return cls(reduced + gathered + tied, exposed)
+        # all but the first layer's gradients, the last to be ready, can hide behind the last microbatch's backward pass; likewise its
+        # parameters, the first that are needed, behind the first's forward pass
+        part = 1 - 1 / max(2, model.layers // plan.pipeline)
+        hidden = min(reduced * part, backward) + min(gathered * part, forward)
+        return cls(reduced + gathered + tied, reduced + gathered + tied - hidden * (1 - machine.backend.contention))
 
 
 @dataclass(frozen=True, slots=True)

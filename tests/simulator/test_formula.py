@@ -146,7 +146,8 @@ def plans(draw: st.DrawFn) -> Execution:
         recompute=draw(st.sampled_from(["none", "selective", "full"])),
         zero=draw(st.sampled_from([0, 1, 2])),
         overlap_gradients=draw(st.booleans()),
-        overlap_tensor=draw(st.booleans()),
+        overlap_tensor=draw(st.sampled_from(["none", "backward", "all"])),
+        overlap_sends=draw(st.booleans()),
         schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
     )
 

@@ -20,7 +20,7 @@ def korthikanti_table5() -> Iterator[Case]:
             "global_batch": row.gbs,
             "interleave": row.interleave,
             "scatter_sends": True,
-            "overlap_tensor": True,
+            "overlap_tensor": "backward",
         }
         full = Execution(**plan, recompute="full")
         selective = Execution(**plan, recompute="selective", sequence_parallel=True)
@@ -52,7 +52,7 @@ def korthikanti_table4() -> Iterator[Case]:
             global_batch=4,
             recompute=recompute,
             sequence_parallel=sequence,
-            overlap_tensor=True,
+            overlap_tensor="backward",
         )
         phases = layer_phases(model, plan, machine("dgx_a100_80", 8))
         forward = phases.forward.compute + phases.forward.communication

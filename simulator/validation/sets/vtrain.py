@@ -23,7 +23,7 @@ def vtrain_multi_node() -> Iterator[Case]:
             global_batch=row.batch,
             recompute="full",
             scatter_sends=True,
-            overlap_tensor=True,
+            overlap_tensor="backward",
         )
         where = machine("dgx_a100_80", row.gpus, nics=4)
         yield Case.of_step(
@@ -54,7 +54,7 @@ def vtrain_single_node_case(row: Any, backend: Backend) -> Case:
         global_batch=row.batch,
         recompute="selective",
         scatter_sends=True,
-        overlap_tensor=True,
+        overlap_tensor="backward",
     )
     return Case.of_step(
         f"h{row.hidden} l{row.layers} t{row.t} d{row.d} p{row.p} b{row.micro} of {row.batch}",
