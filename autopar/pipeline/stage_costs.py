@@ -123,7 +123,7 @@ class StageCosts:
         """
         num_devices = prod(shapes[0])
         work = {layer: self._single(layer) for layer in range(start, stop)}
-        common = [layer for layer in work if graph_key(self.ranges.layers[layer]) == self._most_common]
+        common = [layer for layer in work if self._kinds[layer] == self._most_common]
         rest = sum(each.cheapest.priced.bound for layer, each in work.items() if layer not in common) / num_devices
         seconds = sum(each.cheapest.seconds for each in work.values()) / num_devices
         if not common:
@@ -132,8 +132,8 @@ class StageCosts:
         return seconds, rest + len(common) * min((front.bound for front in fronts if front), default=inf)
 
     @cached_property
-    def _most_common(self) -> Hashable:
-        return Counter(map(graph_key, self.ranges.layers)).most_common(1)[0][0]
+    def _most_common(self) -> int:
+        return Counter(self._kinds).most_common(1)[0][0]
 
     def _single(self, layer: int) -> LayerFront:
         """A layer on one device, which every layer can run on."""
@@ -145,22 +145,30 @@ class StageCosts:
         """The cheapest composition that fits with so many microbatches in flight; None if there is none."""
         best: ComposedStage | None = None
         ways = [way for shape in shapes for way in self.ways(shape) if way not in self._refused]
-        work = sum(self._single(layer).bound for layer in range(start, stop))
-        heap = [(work / prod(way.shape), False, n, way) for n, way in enumerate(ways)]
+        kinds = Counter(self._kinds[layer] for layer in range(start, stop)).most_common()
+        work = [count * self._single(kind).bound for kind, count in kinds]
+        heap = [(sum(work) / prod(way.shape), 0, n, way) for n, way in enumerate(ways)]
         heapify(heap)
         while heap:
-            bound, seen, n, way = heappop(heap)
+            bound, solved, n, way = heappop(heap)
             if best is not None and best.step_seconds <= bound:
                 break
-            if not seen:
-                fronts = [self._front(layer, way) for layer in range(start, stop)]
-                if all(fronts):
-                    heappush(heap, (sum(front.bound for front in fronts if front), True, n, way))
+            if solved < len(kinds):  # one kind of layer more, those that there are most of first
+                kind, count = kinds[solved]
+                if front := self._front(kind, way):
+                    bound += count * front.bound - work[solved] / prod(way.shape)
+                    heappush(heap, (bound, solved + 1, n, way))
                 continue
             found = self._compose(start, stop, way, in_flight)
             if found is not None and (best is None or found.step_seconds < best.step_seconds):
                 best = found
         return best
+
+    @cached_property
+    def _kinds(self) -> list[int]:
+        """For each layer the first one that is planned as it is."""
+        keys = [graph_key(graph) for graph in self.ranges.layers]
+        return [keys.index(key) for key in keys]
 
     def _compose(self, start: int, stop: int, way: Way, in_flight: int) -> ComposedStage | None:
         fronts = [self._front(layer, way) for layer in range(start, stop)]
