@@ -1,7 +1,6 @@
 """Measuring stages on the devices that are here, in place of predicting what they take, and remembering it in a file."""
 
 import os
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -90,6 +89,8 @@ class StageProfiler:
         self._file = None if file is None else Path(file)
         self.known = {} if self._file is None else _load(self._file)
         self.num_measured = 0
+        if self.known:
+            tell(f"{len(self.known)} stages are known from {file}")
 
     def __call__(self, graph: StageGraph, solved: SolvedStage) -> SolvedStage:
         """The stage with the seconds that it takes on the first devices; with endless memory needs if they have too little."""
@@ -180,16 +181,10 @@ def _reason(error: Exception) -> str:
 
 
 def _save(file: Path, known: dict[str, Measurement]) -> None:
-    """Write to a file beside it first: whoever reads `file` finds all of it, whenever this one is stopped."""
-    text = _File(stages=known).model_dump_json(indent=1)
-    handle, name = tempfile.mkstemp(dir=file.absolute().parent, prefix=file.name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text + "\n")
-        os.replace(name, file)
-    except BaseException:
-        os.unlink(name)
-        raise
+    """Write to a file beside it first: whoever reads `file` finds all of it, whenever this process is stopped."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_text(_File(stages=known).model_dump_json(indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, file)
 
 
 def _milliseconds(seconds: dict[Any, float]) -> str:
