@@ -80,7 +80,6 @@ class StageCosts:
         self._composed: dict[Hashable, ComposedStage | None] = {}
         self._solved: dict[Hashable, SolvedStage] = {}
         self._ways: dict[Shape, tuple[Way, ...]] = {}
-        self._single_rows: dict[int, bool] = {}
 
     @property
     def num_solves(self) -> int:
@@ -91,7 +90,8 @@ class StageCosts:
         if shape not in self._ways:
             step, mesh = self.ranges.cut.step, logical_mesh(shape)
             deferred = candidates(step, mesh, self.options.data_parallel) if self.options.mode == "solve" else ()
-            found = [Way(shape, axes) for axes in deferred if self._has_rows(mesh.ways(axes))]
+            # Along all of several axes it is what one axis gives.
+            found = [Way(shape, a) for a in deferred if self._has_rows(mesh.ways(a)) and len(a) < max(len(shape), 2)]
             if not self.options.data_parallel or not all(
                 self._front(layer, way) for way in found for layer in self._all
             ):
@@ -100,14 +100,9 @@ class StageCosts:
         return self._ways[shape]
 
     def _has_rows(self, parts: int) -> bool:
-        """Whether devices that see parts of a microbatch can run their own; a single example often is traced in another way."""
+        """Whether devices that see parts of a microbatch see several examples: a single one is traced in another way."""
         step = self.ranges.cut.step
-        if all(aval_of(step.jaxpr.invars[i]).shape[0] > parts for i in step.batch):
-            return True
-        if parts not in self._single_rows:
-            graph = self.ranges.layers[self.ranges.num_layers // 2]
-            self._single_rows[parts] = self._runs(graph, Way((parts,), (logical_mesh((parts,)).axis_names[0],)))
-        return self._single_rows[parts]
+        return all(aval_of(step.jaxpr.invars[i]).shape[0] > parts for i in step.batch)
 
     @property
     def _all(self) -> range:
