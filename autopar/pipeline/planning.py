@@ -4,6 +4,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from autopar.devices import Device, logical_mesh
 from autopar.garbage import paused_gc
@@ -66,6 +67,7 @@ class PipelinePlanner:
         self._ranges: dict[bool, LayerRanges] = {}
         self._layers: dict[Hashable, LayerCosts] = {}
         self._stages: dict[Hashable, StageCosts] = {}
+        self._profilers: dict[str | Path | None, StageProfiler] = {}
 
     @paused_gc()
     def plan(self, stage_option: StageOption, schedule: PipelineSchedule, method: str) -> Plan:
@@ -83,9 +85,7 @@ class PipelinePlanner:
                 f"{schedule.num_chunks} chunks: stages are found for one stage on each submesh; use a UniformStageOption, of"
                 " which `search` tries all"
             )
-        measure = None
-        if isinstance(stage_option, AutoStageOption) and stage_option.profile:
-            measure = StageProfiler(self.cluster, self.devices, stage_option.cached_profile_result)
+        measure = self._profiler(stage_option)
         while True:
             if isinstance(stage_option, AutoStageOption):
                 options = _limited(self.options, stage_option.submesh_logical_shape_space)
@@ -132,6 +132,14 @@ class PipelinePlanner:
             planning_seconds=time.perf_counter() - start,
             warnings=(*dict.fromkeys(w for each in solved for w in each.shardings.warnings), *coverage_warnings(step)),
         )
+
+    def _profiler(self, option: StageOption) -> StageProfiler | None:
+        if not (isinstance(option, AutoStageOption) and option.profile):
+            return None
+        file = option.cached_profile_result
+        if file not in self._profilers:
+            self._profilers[file] = StageProfiler(self.cluster, self.devices, file)
+        return self._profilers[file]
 
     def _stage_costs(self, options: ShardingOptions, schedule: PipelineSchedule) -> StageCosts:
         """Costs of stages within `options`, for what the schedule leaves of the memory to each."""
