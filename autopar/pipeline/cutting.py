@@ -1,7 +1,8 @@
 """Cutting a traced step into the tasks of a pipeline: which equation runs in which stage and phase, and what goes between.
 
 Forward and backward equations go where their layer goes (`autopar.layers`), those outside of layers where what they read
-is. What depends on constants alone, or on small inputs, is computed wherever it is needed. A gradient that several stages
+is. What depends on constants alone, or on small inputs, is computed wherever it is needed, and so is a weight's cast to the dtype
+that several stages compute in. A gradient that several stages
 contribute to (tied weights) is accumulated in each and added up once. The update of a parameter runs where its gradient is;
 where stages need one another's results for it (a global norm) it takes several rounds.
 """
@@ -23,6 +24,8 @@ from autopar.pipeline.cut import Cut, Task, Total, batch_facts
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
 
+_CASTS = {"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "copy_p"}
+
 
 def cut_step(
     step: StepGraph, stage_of_layer: Sequence[int], split_backward: bool = False, homes: Mapping[int, int] | None = None
@@ -41,6 +44,7 @@ def cut_step(
 
     builder = _Builder(step, stage_of_layer)
     builder.place_body()
+    builder.spread_casts()
     builder.place_totals()
     builder.place_tail()
     found = builder.cut(parts, homes or {})
@@ -110,12 +114,29 @@ class _Builder:
             last = self.num_stages - 1
             self.task_of[_key(unit)] = Task(place, "F") if place <= last else Task(2 * last + 1 - place, "B")
 
+    def spread_casts(self) -> None:
+        """Let stages cast and view for themselves a weight that several read: sent as an input, it goes to them once per step."""
+        reading: dict[Var, list[_Unit]] = defaultdict(list)
+        for unit in self.body:
+            for var in unit.reads:
+                reading[var].append(unit)
+        for unit in self.body:
+            task = self.task_of.get(_key(unit))
+            if task is None or len(unit.eqns) != 1 or unit.eqns[0][1].primitive.name not in _CASTS:
+                continue
+            batch = {self.step.jaxpr.invars[i] for i in self.step.batch}
+            given = all((var in self.inputs and var not in batch) or self._is_anywhere(var) for var in unit.reads)
+            tasks = (self.task_of.get(_key(reader)) for var in unit.makes for reader in reading[var])
+            if given and any(each is not None and each.stage != task.stage for each in tasks):
+                del self.task_of[_key(unit)]
+                self.anywhere.add(_key(unit))
+
+    def _is_anywhere(self, var: Var) -> bool:
+        return var in self.maker and _key(self.maker[var]) in self.anywhere
+
     def _is_constant(self, unit: _Unit) -> bool:
         """Whether it depends on nothing but constants, and on what is computed anywhere."""
-        return all(
-            var in self.constants or (var in self.maker and _key(self.maker[var]) in self.anywhere)
-            for var in unit.reads
-        )
+        return all(var in self.constants or self._is_anywhere(var) for var in unit.reads)
 
     def _label(self, unit: _Unit) -> int | None:
         found = layer_of(unit.eqns[0][1])
@@ -206,9 +227,7 @@ class _Builder:
         where.update(first)
         for unit in self.tail:
             inside = all(
-                var in self.constants
-                or (var in self.inputs and _is_small(var))
-                or (var in self.maker and _key(self.maker[var]) in self.anywhere)
+                var in self.constants or (var in self.inputs and _is_small(var)) or self._is_anywhere(var)
                 for var in unit.reads
             )
             if inside and all(map(_is_small, unit.makes)):

@@ -11,6 +11,7 @@ from autopar.graph import aval_of
 from autopar.pipeline.composition import ComposedStage
 from autopar.pipeline.layer_costs import Shape
 from autopar.pipeline.layer_ranges import LayerRanges
+from autopar.pipeline.schedules import schedule_kind
 from autopar.pipeline.stage_costs import SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, PhysicalSpace, logical_shapes
@@ -154,6 +155,7 @@ def stage_problem(
         lower_bound=None if measure else lower_bound,
         layer_kinds=ranges.kinds,
         transfer=transfer,
+        waits=schedule_kind(schedule).waits,
         leave_idle=option.leave_idle,
     )
 

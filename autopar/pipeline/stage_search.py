@@ -177,6 +177,7 @@ class _Search:
             return
         transfer = self._transfer(after, mesh)
         seconds, slowest = self.table.level(self.in_flight[after.count])[:, mesh, : after.first, after.first]
+        slowest = slowest + self.table.repeats * self.problem.waiting(after.count) * transfer
         slowest = np.maximum(slowest, max(after.slowest, self.table.repeats * transfer))
         remainder = self._remainder(after.count + 1)
         bounds = remainder.bounds(after.first, left, after.total + transfer + seconds, slowest)
@@ -193,7 +194,11 @@ class _Search:
             left=left,
             count=after.count + 1,
             total=after.total + transfer + cost.seconds,
-            slowest=max(after.slowest, self.table.busy(cost), self.table.repeats * transfer),
+            slowest=max(
+                after.slowest,
+                self.table.busy(cost) + self.table.repeats * self.problem.waiting(after.count) * transfer,
+                self.table.repeats * transfer,
+            ),
             parts=parts,
             stage=Stage(start, after.first, self.problem.submeshes[mesh], cost),
             after=after,

@@ -5,6 +5,9 @@ every other one adds the time of the slowest stage. Here transfers between stage
 
     sum of (stage + transfer) + max of ((micro_batches - 1) x stage or transfer + once per step)
 
+A schedule that sends nothing ahead, such as 1f1b, waits for transfers: of n stages from one on, n microbatches are in flight, and each
+comes back after n stages and n - 1 transfers, so that the stage's turn takes (n - 1) / n of a transfer longer.
+
 `stage_search.construct_stages` finds the exact optimum over all ways to cut the layers and to hand out the devices.
 """
 
@@ -63,6 +66,7 @@ class StageProblem:
             is cheap itself.
         layer_kinds: layers with the same kind are interchangeable: stages of the same kinds in the same order share their costs.
         transfer: seconds between stages; None: nothing.
+        waits: whether the schedule waits for transfers, which otherwise happen beside other work.
         leave_idle: whether devices may be left without work.
     """
 
@@ -75,7 +79,12 @@ class StageProblem:
     lower_bound: Costs | None = None
     layer_kinds: Sequence[Hashable] | None = None
     transfer: Transfer | None = None
+    waits: bool = False
     leave_idle: bool = False
+
+    def waiting(self, later: int) -> float:
+        """The part of a transfer to the next stage that a stage with so many later ones waits for."""
+        return later / (later + 1) if self.waits else 0.0
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_micro_batches < 1:
@@ -120,7 +129,11 @@ def step_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
     pairs = pairwise(stages)
     transfers = [problem.transfer(b.start, a.submesh, b.submesh) for a, b in pairs] if problem.transfer else []
     total = sum(stage.cost.seconds for stage in stages) + sum(transfers)
-    slowest = max(repeats * stage.cost.seconds + stage.cost.once_seconds for stage in stages)
+    waiting = [*(problem.waiting(len(transfers) - k) * t for k, t in enumerate(transfers)), *([0.0] * len(stages))]
+    busy = (
+        repeats * (each.cost.seconds + w) + each.cost.once_seconds for each, w in zip(stages, waiting, strict=False)
+    )
+    slowest = max(busy)
     return total + max(slowest, repeats * max(transfers, default=0.0))
 
 

@@ -35,8 +35,10 @@ def is_fusible(name: str) -> bool:
 
 @lru_cache(maxsize=16)
 def stored_values(step: StepGraph) -> frozenset[Var]:
-    """The values that are written to memory: inputs, outputs, and what a kernel other than a fusion writes or reads."""
+    """The values that are written to memory: inputs, outputs, what the tasks of a stage hand on to one another, and what a kernel other
+    than a fusion writes or reads."""
     eqns, outputs = step.jaxpr.eqns, {atom for atom in step.jaxpr.outvars if isinstance(atom, Var)}
+    outputs.update(step.handed_on)
     readers = Counter(atom for eqn in eqns for atom in _operands(eqn))
     makers = {var: eqn for eqn in eqns for var in eqn.outvars}
     stored, in_place = {*step.jaxpr.invars, *step.jaxpr.constvars, *outputs}, set()
@@ -84,6 +86,7 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
     eqns = step.jaxpr.eqns
     stored, end, loops = stored_values(step), len(eqns), regions.spans(eqns)
     outputs = {atom for atom in step.jaxpr.outvars if isinstance(atom, Var)}
+    apart = outputs.union(step.handed_on)  # stored in a place of their own
     first: dict[Var, int] = dict.fromkeys((*step.jaxpr.invars, *step.jaxpr.constvars), 0)
     received = {step.jaxpr.invars[i] for i in step.received}
     last: dict[Var, int] = dict.fromkeys(first.keys() - received, end)
@@ -99,7 +102,7 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
         last.update((atom, max(read, last.get(atom, 0))) for atom in _operands(eqn))
         first.update((atom, number) for atom in _operands(eqn) if atom in received)
         if is_view(eqn):
-            through = [(atom, var) for atom, var in zip(eqn.invars, eqn.outvars, strict=False) if var not in outputs]
+            through = [(a, var) for a, var in zip(eqn.invars, eqn.outvars, strict=False) if var not in apart]
             views.update(var for _, var in through)
         else:
             through = [(atom, var) for atom in eqn.invars for var in eqn.outvars if var not in stored]
@@ -110,6 +113,12 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
         if eqn.primitive.name == "select_and_scatter_add":  # onto zeros that are made together with what was pooled
             pooled = eqn.invars[1]
             first[eqn.outvars[0]] = first[pooled] if isinstance(pooled, Var) else 0
+    if (
+        step.microbatching and step.handed_on
+    ):  # a program keeps its operands until it is done, the backward pass to the end of the body
+        done = max((number for number, _ in step.microbatching.body), default=0)
+        through = (var for var in (*step.handed_on, *received) if first.get(var, done) < done)
+        last.update((var, max(done, last.get(var, 0))) for var in through)
     return {var: (first[var], last.get(var, first[var])) for var in stored - views}
 
 

@@ -110,6 +110,7 @@ def problems(draw):
         lower_bound=draw(st.sampled_from([None, bounds])),
         layer_kinds=kinds,
         transfer=draw(st.sampled_from([None, transfer])),
+        waits=draw(st.booleans()),
         leave_idle=draw(st.booleans()),
     )
 
