@@ -54,7 +54,7 @@ def gpt_problem(layers: int, hidden: int, pool: HostPool, micro_batches: int, fl
         in_flight=in_flight_of("1f1b", micro_batches),
         lower_bound=lambda start, stop, mesh: of(start, stop, mesh, 1.0),
         layer_kinds=kinds,
-        transfer=lambda cut, source, destination: 4 * SEQUENCE * hidden / 3e9,
+        transfer=lambda cut, source, destination, before: 4 * SEQUENCE * hidden / 3e9,
     )
 
 

@@ -169,13 +169,11 @@ class ScheduleKind:
         row: the tasks of one mesh.
         in_flight: what `Schedule.in_flight` counts for that mesh, without listing the tasks: planning asks it very often.
         summary: what is special about it, in a sentence.
-        waits: whether a stage waits for what it sent to come back, transfers included, once its warm-up is over.
     """
 
     row: Callable[[int, Pipeline], Iterator[Run]]
     in_flight: Callable[[int, Pipeline], int]
     summary: str
-    waits: bool = False
 
 
 def make_schedule(name: str, pipeline: Pipeline) -> Schedule:
@@ -292,7 +290,6 @@ _KINDS = {
         lambda mesh, pipeline: _alternating(mesh, pipeline, _depth_1f1b(mesh, pipeline)),
         _depth_1f1b,
         "a backward as soon as there is one, so that few activations are alive (PipeDream-flush, Narayanan et al., ICML'21)",
-        waits=True,
     ),
     "1f1b_overlap_friendly": ScheduleKind(
         lambda mesh, pipeline: _alternating(mesh, pipeline, _depth_overlap(mesh, pipeline)),
@@ -303,13 +300,11 @@ _KINDS = {
         _interleaved_1f1b,
         _in_flight_interleaved,
         "1f1b with several stages on each mesh: a smaller bubble, more transfers (Narayanan et al., SC'21)",
-        waits=True,
     ),
     "zero_bubble_h1": ScheduleKind(
         _zero_bubble_h1,
         lambda mesh, pipeline: min(pipeline.num_micro_batches, pipeline.num_meshes),
         "backward split in two; weight gradients fill the bubble of 1f1b in its memory (Qi et al., ICLR'24)",
-        waits=True,
     ),
     "inference": ScheduleKind(_inference, lambda mesh, pipeline: 1, "forwards only"),
 }

@@ -18,7 +18,7 @@ class CostTable:
 
     Attributes:
         devices: number of devices of each pool, in units of what the submeshes that can hold a stage have in common.
-        sizes: devices of each submesh, in the same units.
+        sizes: devices of each submesh, in the same units; units: devices of a unit of each pool.
         usable: submeshes that can hold a stage.
         repeats: microbatches after the first.
         num_costs: how many exact costs were asked for.
@@ -41,7 +41,7 @@ class CostTable:
                     self._known[mesh, kind] = tuple(problem.lower_bound(starts[0], stops[0], submesh))
         self.num_surprises = 0
         self.usable = [i for i, found in enumerate(np.isfinite(self.level(1)[0]).any(axis=(1, 2))) if found]
-        units = [self._unit(pool) for pool in range(len(problem.pools))]
+        self.units = units = [self._unit(pool) for pool in range(len(problem.pools))]
         self.devices = tuple(pool.num_devices // unit for pool, unit in zip(problem.pools, units, strict=True))
         self.sizes = [submesh.num_devices // units[submesh.pool] for submesh in problem.submeshes]
         self.can_use_all = all(pool.num_devices % unit == 0 for pool, unit in zip(problem.pools, units, strict=True))
@@ -102,7 +102,7 @@ class CostTable:
         cuts = np.zeros(self.problem.num_layers + 1)
         if transfer:
             for cut in range(1, self.problem.num_layers):
-                cuts[cut] = min((transfer(cut, a, b) for a in meshes for b in meshes), default=0.0)
+                cuts[cut] = min((transfer(cut, a, b, None) for a in meshes for b in meshes), default=0.0)
         return cuts
 
 

@@ -11,7 +11,6 @@ from autopar.graph import aval_of
 from autopar.pipeline.composition import ComposedStage
 from autopar.pipeline.layer_costs import Shape
 from autopar.pipeline.layer_ranges import LayerRanges
-from autopar.pipeline.schedules import schedule_kind
 from autopar.pipeline.stage_costs import SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, PhysicalSpace, logical_shapes
@@ -137,13 +136,15 @@ def stage_problem(
         return [StageCost(seconds, once, sum(kept.values()) / size, held[start] / size)]
 
     @cache
-    def transfer(cut: int, source: Submesh, destination: Submesh) -> float:
-        first = 0 if cluster.hosts == 1 else source.hosts * cluster.devices_per_host
-        start = source.num_devices if cluster.hosts == 1 else first
-        if start + destination.num_devices > cluster.num_devices:
+    def transfer(cut: int, source: Submesh, destination: Submesh, before: int | None) -> float:
+        """As `place` puts them: one after the other, and a stage of whole hosts, or one that a host has no room for, on the next host."""
+        host, taken = cluster.devices_per_host, source.num_devices
+        if before is None:
+            before = taken if taken + destination.num_devices <= host else -(-taken // host) * host
+        if before < taken or before + destination.num_devices > cluster.num_devices:
             return inf
-        devices = range(start, start + destination.num_devices)
-        return transfer_seconds(costs.model, ranges.crossing_bytes[cut], range(source.num_devices), devices)
+        devices = range(before, before + destination.num_devices)
+        return transfer_seconds(costs.model, ranges.crossing_bytes[cut], range(before - taken, before), devices)
 
     return StageProblem(
         num_layers=ranges.num_layers,
@@ -155,7 +156,6 @@ def stage_problem(
         lower_bound=None if measure else lower_bound,
         layer_kinds=ranges.kinds,
         transfer=transfer,
-        waits=schedule_kind(schedule).waits,
         leave_idle=option.leave_idle,
     )
 

@@ -168,7 +168,9 @@ class _Search:
     def _transfer(self, after: _Suffix, mesh: int) -> float:
         if after.stage is None or self.problem.transfer is None:
             return 0.0
-        return self.problem.transfer(after.first, self.problem.submeshes[mesh], after.stage.submesh)
+        destination = after.stage.submesh
+        before = after.left[destination.pool] * self.table.units[destination.pool]
+        return self.problem.transfer(after.first, self.problem.submeshes[mesh], destination, before)
 
     def _children(self, after: _Suffix, mesh: int) -> Iterator[tuple[int, float]]:
         """First layers of a stage on `mesh` in front of `after`, and a bound of every plan with it."""
@@ -176,9 +178,11 @@ class _Search:
         if left is None or after.count >= len(self.in_flight) or self._parts(after, mesh) is None:
             return
         transfer = self._transfer(after, mesh)
-        seconds, slowest = self.table.level(self.in_flight[after.count])[:, mesh, : after.first, after.first]
-        slowest = slowest + self.table.repeats * self.problem.waiting(after.count) * transfer
+        in_flight = self.in_flight[after.count]
+        seconds, slowest = self.table.level(in_flight)[:, mesh, : after.first, after.first]
         slowest = np.maximum(slowest, max(after.slowest, self.table.repeats * transfer))
+        if returns := self.problem.returns(in_flight):
+            slowest = np.maximum(slowest, returns * (after.total + transfer + seconds))
         remainder = self._remainder(after.count + 1)
         bounds = remainder.bounds(after.first, left, after.total + transfer + seconds, slowest)
         for start in np.flatnonzero(bounds < self.limit):
@@ -196,8 +200,9 @@ class _Search:
             total=after.total + transfer + cost.seconds,
             slowest=max(
                 after.slowest,
-                self.table.busy(cost) + self.table.repeats * self.problem.waiting(after.count) * transfer,
+                self.table.busy(cost),
                 self.table.repeats * transfer,
+                self.problem.returns(self.in_flight[after.count]) * (after.total + transfer + cost.seconds),
             ),
             parts=parts,
             stage=Stage(start, after.first, self.problem.submeshes[mesh], cost),

@@ -5,8 +5,9 @@ every other one adds the time of the slowest stage. Here transfers between stage
 
     sum of (stage + transfer) + max of ((micro_batches - 1) x stage or transfer + once per step)
 
-A schedule that sends nothing ahead, such as 1f1b, waits for transfers: of n stages from one on, n microbatches are in flight, and each
-comes back after n stages and n - 1 transfers, so that the stage's turn takes (n - 1) / n of a transfer longer.
+A stage that holds k microbatches starts none before the first of the last k is back, which takes the sum of all stages and transfers
+from it on. All microbatches take that ceil(micro_batches / k) times, which is another term of the maximum (once less, as the sum before it
+counts once): 1f1b, which holds as few as it can, waits for transfers where other schedules hide them.
 
 `stage_search.construct_stages` finds the exact optimum over all ways to cut the layers and to hand out the devices.
 """
@@ -43,8 +44,9 @@ class StageCost:
 type Costs = Callable[[int, int, Submesh], Sequence[StageCost]]
 """(first layer, layer after the last, submesh) -> a cost per logical shape; none if it can't run there."""
 
-type Transfer = Callable[[int, Submesh, Submesh], float]
-"""(layer before which the cut is, source, destination) -> seconds to move a microbatch's activations and gradients."""
+type Transfer = Callable[[int, Submesh, Submesh, int | None], float]
+"""(layer before which the cut is, source, destination, devices of its pool before the destination) -> seconds to move a microbatch's
+activations and gradients; with None, wherever they take the least."""
 
 type InFlight = Callable[[int, int], int]
 """(number of later stages, number of stages) -> of how many microbatches a stage holds activations."""
@@ -66,7 +68,6 @@ class StageProblem:
             is cheap itself.
         layer_kinds: layers with the same kind are interchangeable: stages of the same kinds in the same order share their costs.
         transfer: seconds between stages; None: nothing.
-        waits: whether the schedule waits for transfers, which otherwise happen beside other work.
         leave_idle: whether devices may be left without work.
     """
 
@@ -79,12 +80,11 @@ class StageProblem:
     lower_bound: Costs | None = None
     layer_kinds: Sequence[Hashable] | None = None
     transfer: Transfer | None = None
-    waits: bool = False
     leave_idle: bool = False
 
-    def waiting(self, later: int) -> float:
-        """The part of a transfer to the next stage that a stage with so many later ones waits for."""
-        return later / (later + 1) if self.waits else 0.0
+    def returns(self, in_flight: int) -> int:
+        """How often a stage that holds so many microbatches waits until they are back."""
+        return -(-self.num_micro_batches // in_flight) - 1
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_micro_batches < 1:
@@ -127,13 +127,16 @@ def step_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
     """The predicted time of a step with these stages: what stage construction minimises."""
     repeats = problem.num_micro_batches - 1
     pairs = pairwise(stages)
-    transfers = [problem.transfer(b.start, a.submesh, b.submesh) for a, b in pairs] if problem.transfer else []
+    transfers = []
+    for k, (a, b) in enumerate(pairs if problem.transfer else ()):
+        later = sum(each.submesh.num_devices for each in stages[k + 1 :] if each.submesh.pool == b.submesh.pool)
+        before = problem.pools[b.submesh.pool].num_devices - later
+        transfers.append(problem.transfer(b.start, a.submesh, b.submesh, before))  # pyright: ignore[reportOptionalCall]
     total = sum(stage.cost.seconds for stage in stages) + sum(transfers)
-    waiting = [*(problem.waiting(len(transfers) - k) * t for k, t in enumerate(transfers)), *([0.0] * len(stages))]
-    busy = (
-        repeats * (each.cost.seconds + w) + each.cost.once_seconds for each, w in zip(stages, waiting, strict=False)
-    )
-    slowest = max(busy)
+    slowest = max(repeats * stage.cost.seconds + stage.cost.once_seconds for stage in stages)
+    for k in range(len(stages)):
+        back = sum(stage.cost.seconds for stage in stages[k:]) + sum(transfers[k:])
+        slowest = max(slowest, problem.returns(problem.in_flight(len(stages) - 1 - k, len(stages))) * back)
     return total + max(slowest, repeats * max(transfers, default=0.0))
 
 

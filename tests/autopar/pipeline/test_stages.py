@@ -97,8 +97,10 @@ def problems(draw):
             for cost in costs(start, stop, mesh)
         ]
 
-    def transfer(cut, source, destination):
-        return float(draws(cut, source.pool, source.num_devices, destination.pool, destination.num_devices).integers(5))
+    def transfer(cut, source, destination, before):
+        meshes = (source.pool, source.num_devices, destination.pool, destination.num_devices)
+        least = float(draws(cut, *meshes).integers(5))
+        return least if before is None else least + float(draws(cut, *meshes, before).integers(3))
 
     return StageProblem(
         num_layers=layers,
@@ -110,7 +112,6 @@ def problems(draw):
         lower_bound=draw(st.sampled_from([None, bounds])),
         layer_kinds=kinds,
         transfer=draw(st.sampled_from([None, transfer])),
-        waits=draw(st.booleans()),
         leave_idle=draw(st.booleans()),
     )
 
@@ -175,7 +176,7 @@ def test_one_kind_per_layer_is_needed():
 def test_transfers_depend_on_both_neighbours():
     pool = HostPool(1, 4)
 
-    def transfer(cut, source, destination):
+    def transfer(cut, source, destination, before):
         return {(2, 1, 2): 3.0, (1, 1, 2): 10.0, (1, 2, 1): 20.0}.get(
             (cut, source.num_devices, destination.num_devices), 0.0
         )
