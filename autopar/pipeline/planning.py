@@ -3,7 +3,7 @@
 import time
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.devices import Device, logical_mesh
@@ -16,7 +16,7 @@ from autopar.pipeline.layer_ranges import LayerRanges
 from autopar.pipeline.planned import num_layers
 from autopar.pipeline.profiling import StageProfiler
 from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule, splits_backward
-from autopar.pipeline.stage_construction import find_stages, transfer_seconds
+from autopar.pipeline.stage_construction import find_stages, remember, transfer_seconds
 from autopar.pipeline.stage_costs import SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, StageError, StageOption
@@ -31,6 +31,17 @@ from simulator.costs import ClusterCosts, CostModel
 
 TOLERANCE = 0.01
 """How far from the cheapest sharding a stage may be, relative: proving the rest takes most of the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """Stages with their shardings, and what a step of all of them takes."""
+
+    assigned: Sequence[Assignment]
+    graphs: list[StageGraph]
+    solved: list[SolvedStage]
+    seconds: float
+    peak_bytes: float
 
 
 class PipelinePlanner:
@@ -79,42 +90,13 @@ class PipelinePlanner:
             MemoryBudgetError: a stage does not fit.
         """
         start, step = time.perf_counter(), self.step
-        automatic = isinstance(stage_option, AutoStageOption)
-        if automatic and schedule.num_chunks > 1:
-            raise StageError(
-                f"{schedule.num_chunks} chunks: stages are found for one stage on each submesh; use a UniformStageOption, of"
-                " which `search` tries all"
-            )
-        measure = self._profiler(stage_option)
-        while True:
-            if isinstance(stage_option, AutoStageOption):
-                options = _limited(self.options, stage_option.submesh_logical_shape_space)
-                costs = self._stage_costs(options, schedule)
-                assigned = find_stages(costs, self.cluster, stage_option, schedule.name, measure)
-            else:
-                assigned = stage_option.assign(
-                    self.num_layers, self.cluster.num_devices, self.options, schedule.num_chunks
-                )
-            pipeline = Pipeline(len(assigned) // schedule.num_chunks, step.num_micro_batches, schedule.num_chunks)
-            tasks = make_schedule(schedule.name, pipeline)
-            of_layers = [s for s, each in enumerate(assigned) for _ in each.layers]
-            cut = cut_step(step, of_layers, splits_backward(schedule.name))
-            graphs, in_flight, before = stage_graphs(cut), _in_flight(tasks), self._revisions
-            try:
-                solved = [
-                    self._stage_costs(each.options, schedule).cheapest(
-                        graph, each.layers, each.shapes, in_flight[graph.stage]
-                    )
-                    for graph, each in zip(graphs, assigned, strict=True)
-                ]
-            except MemoryBudgetError:
-                if not automatic or self._revisions == before:
-                    raise
-            else:
-                if not automatic or self._revisions == before:
-                    break
-        stages = [_stage(*each) for each in zip(graphs, assigned, solved, strict=True)]
-        timed = [measure(*each) for each in zip(graphs, solved, strict=True)] if measure else solved
+        if isinstance(stage_option, AutoStageOption):
+            found = self._found(stage_option, schedule)
+        else:
+            assigned = stage_option.assign(self.num_layers, self.cluster.num_devices, self.options, schedule.num_chunks)
+            found = self._solved(assigned, schedule, None)
+        solved = found.solved
+        stages = [_stage(*each) for each in zip(found.graphs, found.assigned, solved, strict=True)]
         slowest = max(solved, key=lambda each: each.seconds).shardings
         return Plan(
             step=step.name,
@@ -125,13 +107,53 @@ class PipelinePlanner:
             num_micro_batches=step.num_micro_batches,
             stages=tuple(stages),
             pipeline=schedule,
-            predicted_seconds=_makespan(tasks, cut, timed, assigned, self.costs),
+            predicted_seconds=found.seconds,
             predicted_split=TimeSplit(**slowest.split._asdict()),
-            predicted_bytes=round(_peak_bytes(tasks, solved, in_flight)),
+            predicted_bytes=round(found.peak_bytes),
             gap=max((each.shardings.gap for each in solved if each.shardings.gap is not None), default=None),
             planning_seconds=time.perf_counter() - start,
             warnings=(*dict.fromkeys(w for each in solved for w in each.shardings.warnings), *coverage_warnings(step)),
         )
+
+    def _found(self, option: AutoStageOption, schedule: PipelineSchedule) -> "_Solved":
+        """The fastest of the stages that are found; anew as long as some turn out not to run, or not to fit."""
+        if schedule.num_chunks > 1:
+            raise StageError(
+                f"{schedule.num_chunks} chunks: stages are found for one stage on each submesh; use a UniformStageOption, of"
+                " which `search` tries all"
+            )
+        costs = self._stage_costs(_limited(self.options, option.submesh_logical_shape_space), schedule)
+        measure = self._profiler(option)
+        while True:
+            before, solved = costs.revisions, []
+            for facts, assigned in find_stages(costs, self.cluster, option, schedule.name, measure):
+                try:
+                    solved.append((self._solved(assigned, schedule, measure), facts))
+                except MemoryBudgetError:
+                    if costs.revisions == before:
+                        raise
+            if costs.revisions == before:
+                break
+        best, facts = min(solved, key=lambda each: each[0].seconds)
+        remember(facts)
+        return best
+
+    def _solved(
+        self, assigned: Sequence[Assignment], schedule: PipelineSchedule, measure: StageProfiler | None
+    ) -> "_Solved":
+        """Stages on their devices, each solved whole."""
+        pipeline = Pipeline(len(assigned) // schedule.num_chunks, self.step.num_micro_batches, schedule.num_chunks)
+        tasks = make_schedule(schedule.name, pipeline)
+        of_layers = [s for s, each in enumerate(assigned) for _ in each.layers]
+        cut = cut_step(self.step, of_layers, splits_backward(schedule.name))
+        graphs, in_flight = stage_graphs(cut), _in_flight(tasks)
+        solved = [
+            self._stage_costs(each.options, schedule).cheapest(graph, each.layers, each.shapes, in_flight[graph.stage])
+            for graph, each in zip(graphs, assigned, strict=True)
+        ]
+        timed = [measure(*each) for each in zip(graphs, solved, strict=True)] if measure else solved
+        seconds = _makespan(tasks, cut, timed, assigned, self.costs)
+        return _Solved(assigned, graphs, solved, seconds, _peak_bytes(tasks, solved, in_flight))
 
     def _profiler(self, option: StageOption) -> StageProfiler | None:
         if not (isinstance(option, AutoStageOption) and option.profile):
@@ -155,10 +177,6 @@ class PipelinePlanner:
             costs = StageCosts(self._ranges[split], self._layers[key], options, budget)
             self._stages[schedule.num_chunks, key] = costs
         return self._stages[schedule.num_chunks, key]
-
-    @property
-    def _revisions(self) -> int:
-        return sum(costs.revisions for costs in self._stages.values())
 
 
 def make_pipeline_plan(

@@ -1,6 +1,7 @@
 """Automatic stage construction: the exact dynamic program over stages, with costs from the intra-operator solve of each."""
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, isfinite, isinf
@@ -15,8 +16,9 @@ from autopar.pipeline.stage_costs import SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, PhysicalSpace, logical_shapes
 from autopar.pipeline.stage_search import construct_stages
-from autopar.pipeline.stages import InFlight, StageCost, StageProblem, in_flight_of
+from autopar.pipeline.stages import InFlight, NoStagesError, StageCost, StagePlan, StageProblem, in_flight_of
 from autopar.pipeline.submeshes import HostPool, Submesh, SubmeshSizes, enumerate_submeshes, place
+from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.problem import InfeasibleError
 from autopar.work import array_bytes
@@ -25,6 +27,9 @@ from simulator.costs import CostModel
 
 _MOST_HOSTS = 4
 """Of a submesh in the space "small_power_of_two"."""
+
+_NEAR = 1.1
+"""Even stages are worth a closer look if their time is at most so many times the least."""
 
 _SIZES: dict[PhysicalSpace, SubmeshSizes] = {
     "power_of_two": "powers_of_two",
@@ -61,34 +66,49 @@ def get_last_dp_result() -> FoundStages | None:
     return _last[-1] if _last else None
 
 
+def remember(found: FoundStages) -> None:
+    """Have `get_last_dp_result` tell of these."""
+    _last[:] = [found]
+
+
 type Measure = Callable[[StageGraph, SolvedStage], SolvedStage]
 """(graph, solved stage) -> the stage with measured seconds."""
 
 
 def find_stages(
     costs: StageCosts, cluster: Cluster, option: AutoStageOption, schedule: str, measure: Measure | None = None
-) -> list[Assignment]:
-    """The stages with the least predicted, or measured, time of a step.
+) -> list[tuple[FoundStages, list[Assignment]]]:
+    """The stages with the least predicted, or measured, time of a step, and those on submeshes of one size that come near.
+
+    What the dynamic program minimises leaves out some of the bubbles of stages that differ, so that even ones may be faster.
 
     Raises:
         NoStagesError: none fit.
     """
     problem = stage_problem(costs, cluster, option, schedule, measure)
-    found = construct_stages(problem)
+    plans = [construct_stages(problem)]
+    for mesh in problem.submeshes if len({stage.submesh for stage in plans[0].stages}) > 1 else ():
+        with suppress(NoStagesError):
+            plans.append(construct_stages(replace(problem, submeshes=(mesh,)), _NEAR * plans[0].seconds))
+    return [(_facts(found, costs.num_solves), _assigned(found, problem, costs.options)) for found in plans]
+
+
+def _facts(found: StagePlan, num_solves: int) -> FoundStages:
     shapes = [(stage.submesh.hosts, stage.submesh.devices_per_host) for stage in found.stages]
-    _last[:] = [
-        FoundStages(
-            forward_stage_layer_ids=tuple(tuple(range(stage.start, stage.stop)) for stage in found.stages),
-            submesh_shapes=tuple(shapes),
-            logical_mesh_shapes=tuple(stage.cost.logical_shape for stage in found.stages),
-            seconds=found.seconds,
-            num_costs=found.num_costs,
-            num_solves=costs.num_solves,
-        )
-    ]
+    return FoundStages(
+        forward_stage_layer_ids=tuple(tuple(range(stage.start, stage.stop)) for stage in found.stages),
+        submesh_shapes=tuple(shapes),
+        logical_mesh_shapes=tuple(stage.cost.logical_shape for stage in found.stages),
+        seconds=found.seconds,
+        num_costs=found.num_costs,
+        num_solves=num_solves,
+    )
+
+
+def _assigned(found: StagePlan, problem: StageProblem, options: ShardingOptions) -> list[Assignment]:
     devices = place(problem.pools, [stage.submesh for stage in found.stages])
     return [
-        Assignment(tuple(range(stage.start, stage.stop)), mine, (stage.cost.logical_shape,), costs.options)
+        Assignment(tuple(range(stage.start, stage.stop)), mine, (stage.cost.logical_shape,), options)
         for stage, mine in zip(found.stages, devices, strict=True)
     ]
 

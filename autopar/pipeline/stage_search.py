@@ -22,16 +22,16 @@ _SAME = 1 + 1e-12
 """Sums of the same numbers in another order are the same."""
 
 
-def construct_stages(problem: StageProblem) -> StagePlan:
-    """The stages with the least predicted time of a step.
+def construct_stages(problem: StageProblem, limit: float = np.inf) -> StagePlan:
+    """The stages with the least predicted time of a step, if that is below `limit` seconds.
 
     Raises:
-        NoStagesError: no cut uses the devices within their memory.
+        NoStagesError: no cut uses the devices within their memory, or is below the limit.
     """
     table = CostTable(problem)
     best: _Suffix | None = None
     for in_flight, totals in _memory_profiles(problem):
-        best = _Search(table, in_flight, totals, best).run() or best
+        best = _Search(table, in_flight, totals, best.seconds if best else limit).run() or best
     if best is None:
         pools = ", ".join(f"{pool.hosts} x {pool.devices_per_host} devices" for pool in problem.pools)
         raise NoStagesError(
@@ -91,10 +91,10 @@ class _Suffix:
 
 
 class _Search:
-    def __init__(self, table: CostTable, in_flight: Sequence[int], totals: set[int], best: _Suffix | None) -> None:
+    def __init__(self, table: CostTable, in_flight: Sequence[int], totals: set[int], limit: float) -> None:
         self.table, self.problem = table, table.problem
         self.in_flight, self.totals = in_flight, totals
-        self.limit = best.seconds if best else np.inf
+        self.limit = limit
         pools = enumerate(self.problem.pools)
         self.awkward = {
             i for i, pool in pools if not counting_suffices(pool, [m for m in self.problem.submeshes if m.pool == i])
