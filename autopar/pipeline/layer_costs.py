@@ -143,7 +143,7 @@ class LayerCosts:
 
     def front(self, graph: StageGraph, way: Way) -> LayerFront | None:
         """The front of a layer; None if it can't be sharded in this way."""
-        key = self._key(graph, way)
+        key = self.kind(graph), way
         if key not in self._fronts:
             self._fronts[key] = None
             try:
@@ -154,9 +154,10 @@ class LayerCosts:
             self._fronts[key] = front
         return self._fronts[key]
 
-    def _key(self, graph: StageGraph, way: Way) -> Hashable:
+    def kind(self, graph: StageGraph) -> Hashable:
+        """Equal for graphs that are planned alike; pins tell them apart by the names of their values, too."""
         names = (graph.step.in_paths, graph.step.out_paths) if self.options.pins else ()
-        return graph_key(graph), names, way
+        return graph_key(graph), names
 
 
 def phase_seconds(graph: StageGraph, eqn_seconds: tuple[float, ...]) -> dict[Phase, float]:

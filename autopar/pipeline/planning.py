@@ -115,7 +115,7 @@ class PipelinePlanner:
             warnings=(*dict.fromkeys(w for each in solved for w in each.shardings.warnings), *coverage_warnings(step)),
         )
 
-    def _found(self, option: AutoStageOption, schedule: PipelineSchedule) -> "_Solved":
+    def _found(self, option: AutoStageOption, schedule: PipelineSchedule) -> _Solved:
         """The fastest of the stages that are found; anew as long as some turn out not to run, or not to fit."""
         if schedule.num_chunks > 1:
             raise StageError(
@@ -140,7 +140,7 @@ class PipelinePlanner:
 
     def _solved(
         self, assigned: Sequence[Assignment], schedule: PipelineSchedule, measure: StageProfiler | None
-    ) -> "_Solved":
+    ) -> _Solved:
         """Stages on their devices, each solved whole."""
         pipeline = Pipeline(len(assigned) // schedule.num_chunks, self.step.num_micro_batches, schedule.num_chunks)
         tasks = make_schedule(schedule.name, pipeline)
@@ -155,8 +155,8 @@ class PipelinePlanner:
         seconds = _makespan(tasks, cut, timed, assigned, self.costs)
         return _Solved(assigned, graphs, solved, seconds, _peak_bytes(tasks, solved, in_flight))
 
-    def _profiler(self, option: StageOption) -> StageProfiler | None:
-        if not (isinstance(option, AutoStageOption) and option.profile):
+    def _profiler(self, option: AutoStageOption) -> StageProfiler | None:
+        if not option.profile:
             return None
         file = option.cached_profile_result
         if file not in self._profilers:

@@ -1,4 +1,4 @@
-"""Automatic stage construction: the exact dynamic program over stages, with costs from the intra-operator solve of each."""
+"""Automatic stage construction: the exact dynamic program over stages, with costs composed of intra-operator solves of layers."""
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -157,7 +157,7 @@ def stage_problem(
 
     @cache
     def transfer(cut: int, source: Submesh, destination: Submesh, before: int | None) -> float:
-        """As `place` puts them: one after the other, and a stage of whole hosts, or one that a host has no room for, on the next host."""
+        """One stage after the other, as `place` puts those of one size; at best in one host, if it has room for both."""
         host, taken = cluster.devices_per_host, source.num_devices
         if before is None:
             before = taken if taken + destination.num_devices <= host else -(-taken // host) * host

@@ -14,12 +14,13 @@ from autopar.graph import aval_of
 from autopar.microbatch import MicrobatchError
 from autopar.pipeline.composition import ComposedStage, compose
 from autopar.pipeline.layer_costs import LayerCosts, LayerFront, Shape, Way, phase_seconds
-from autopar.pipeline.layer_ranges import LayerRanges, graph_key
+from autopar.pipeline.layer_ranges import LayerRanges
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.sharding.deferral import candidates, check_parts
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import MemoryBudgetError, Shardings, Start, plan_shardings
+from autopar.sharding.priced import values_of
 from autopar.sharding.problem import InfeasibleError
 from autopar.sharding.spec import Spec
 from simulator.program import Phase
@@ -93,7 +94,7 @@ class StageCosts:
             # Along all of several axes it is what one axis gives.
             found = [Way(shape, a) for a in deferred if self._has_rows(mesh.ways(a)) and len(a) < max(len(shape), 2)]
             if not self.options.data_parallel or not all(
-                self._front(layer, way) for way in found for layer in self._all
+                self._front(layer, way) for way in found for layer in range(self.ranges.num_layers)
             ):
                 found.append(Way(shape, ()))
             self._ways[shape] = tuple(found)
@@ -103,10 +104,6 @@ class StageCosts:
         """Whether devices that see parts of a microbatch see several examples: a single one is traced in another way."""
         step = self.ranges.cut.step
         return all(aval_of(step.jaxpr.invars[i]).shape[0] > parts for i in step.batch)
-
-    @property
-    def _all(self) -> range:
-        return range(self.ranges.num_layers)
 
     def _front(self, layer: int, way: Way) -> LayerFront | None:
         return self.layers.front(self.ranges.layers[layer], way)
@@ -162,7 +159,7 @@ class StageCosts:
     @cached_property
     def _kinds(self) -> list[int]:
         """For each layer the first one that is planned as it is."""
-        keys = [graph_key(graph) for graph in self.ranges.layers]
+        keys = [self.layers.kind(graph) for graph in self.ranges.layers]
         return [keys.index(key) for key in keys]
 
     def _compose(self, start: int, stop: int, way: Way, in_flight: int) -> ComposedStage | None:
@@ -222,8 +219,7 @@ class StageCosts:
         Raises:
             MemoryBudgetError: it does not fit after all.
         """
-        names = (graph.step.in_paths, graph.step.out_paths) if self.options.pins else ()
-        key = graph_key(graph), names, composed.way, in_flight
+        key = self.layers.kind(graph), composed.way, in_flight
         if key not in self._solved:
             start = Start(composed.way.deferred, self._specs(composed), composed.bound(in_flight, self.budget))
             self._solved[key] = self._whole(graph, composed.way.shape, in_flight, start)
@@ -243,9 +239,8 @@ class StageCosts:
         specs: dict[Var, Spec] = {}
         for layer, (front, point) in enumerate(composed.layers, composed.start):
             step = self.ranges.layers[layer].step
-            values = [*step.jaxpr.invars, *(var for eqn in step.jaxpr.eqns for var in eqn.outvars)]
             received = {step.jaxpr.invars[i] for i in step.received}
-            for var, spec in zip(values, front.problem.specs(point.priced), strict=True):
+            for var, spec in zip(values_of(step), front.problem.specs(point.priced), strict=True):
                 if spec is not None and var not in received:
                     specs[var] = spec
         return specs

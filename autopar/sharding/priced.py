@@ -4,7 +4,6 @@ A limit on what many layers hold together couples them all. With a price on ever
 apart again, each a small problem, and what they answer at several prices bounds what they can do together (Everett 1963).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,9 +18,6 @@ from autopar.sharding.problem import ChoiceProblem
 from autopar.sharding.solver import solve
 from autopar.sharding.spec import Spec
 from autopar.trace import StepGraph
-
-type Specs = Mapping[Var, Spec]
-"""Where values are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +97,11 @@ class PricedProblem:
         return self.decisions.seconds_by_equation(found.choice, len(self.step.jaxpr.eqns))
 
     def specs(self, found: Priced) -> list[Spec | None]:
-        """Where the values of the step are, in the order of inputs and equations; None: wherever they are needed."""
-        step = self.step
-        values = [*step.jaxpr.invars, *(var for eqn in step.jaxpr.eqns for var in eqn.outvars)]
-        placements = (self.decisions.placements.get(var) for var in values)
+        """Where each of `values_of` the step is; None: wherever it is needed."""
+        placements = (self.decisions.placements.get(var) for var in values_of(self.step))
         return [p.specs[found.choice[p.decision]] if p else None for p in placements]
+
+
+def values_of(step: StepGraph) -> list[Var]:
+    """The inputs of a step, and what its equations make, in order."""
+    return [*step.jaxpr.invars, *(var for eqn in step.jaxpr.eqns for var in eqn.outvars)]

@@ -80,8 +80,8 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
     A value that is not stored is computed again by every fusion that reads it, so what it is computed from lives until the
     last of those: what a backward pass derives from an activation keeps the activation, however early it was derived. What a
     loop reads or collects lives through all of it.
-    Inputs and outputs live until the moment after the last equation. What a stage of a pipeline receives comes when it is read first,
-    and goes with the last who reads it.
+    Inputs and outputs live until the moment after the last equation. What a stage of a pipeline receives comes when it is read first.
+    That, and what its tasks hand on, stays until the program that reads it is done: the backward pass, at the end of the body.
     """
     eqns = step.jaxpr.eqns
     stored, end, loops = stored_values(step), len(eqns), regions.spans(eqns)
@@ -113,9 +113,7 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
         if eqn.primitive.name == "select_and_scatter_add":  # onto zeros that are made together with what was pooled
             pooled = eqn.invars[1]
             first[eqn.outvars[0]] = first[pooled] if isinstance(pooled, Var) else 0
-    if (
-        step.microbatching and step.handed_on
-    ):  # a program keeps its operands until it is done, the backward pass to the end of the body
+    if step.microbatching and step.handed_on:
         done = max((number for number, _ in step.microbatching.body), default=0)
         through = (var for var in (*step.handed_on, *received) if first.get(var, done) < done)
         last.update((var, max(done, last.get(var, 0))) for var in through)

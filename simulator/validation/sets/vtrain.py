@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 
 from simulator.formula import EAGER, Backend, Execution, Transformer, predict
+from simulator.formula.description import Recompute
 from simulator.validation.cases import Case
 from simulator.validation.sets.common import machine, records, table
 
@@ -14,17 +15,7 @@ from simulator.validation.sets.common import machine, records, table
 def vtrain_multi_node() -> Iterator[Case]:
     columns = ["params", "gpus", "batch", "micro", "hidden", "heads", "layers", "seq", "t", "d", "p", "ms"]
     for row in records("vtrain_multi_node", columns):
-        model = Transformer(layers=row.layers, hidden=row.hidden, heads=row.heads, seq=row.seq, vocab=51200)
-        plan = Execution(
-            tensor=row.t,
-            pipeline=row.p,
-            data=row.d,
-            microbatch=row.micro,
-            global_batch=row.batch,
-            recompute="full",
-            scatter_sends=True,
-            overlap_tensor="backward",
-        )
+        model, plan = _described(row, "full")
         where = machine("dgx_a100_80", row.gpus, nics=4)
         yield Case.of_step(
             f"{row.params}B t{row.t} d{row.d} p{row.p} b{row.micro}",
@@ -45,17 +36,7 @@ def vtrain_single_node_rows() -> pd.DataFrame:
 
 def vtrain_single_node_case(row: Any, backend: Backend) -> Case:
     """One row of `vtrain_single_node_rows`."""
-    model = Transformer(layers=row.layers, hidden=row.hidden, heads=row.heads, seq=row.seq, vocab=51200)
-    plan = Execution(
-        tensor=row.t,
-        pipeline=row.p,
-        data=row.d,
-        microbatch=row.micro,
-        global_batch=row.batch,
-        recompute="selective",
-        scatter_sends=True,
-        overlap_tensor="backward",
-    )
+    model, plan = _described(row, "selective")
     return Case.of_step(
         f"h{row.hidden} l{row.layers} t{row.t} d{row.d} p{row.p} b{row.micro} of {row.batch}",
         row.ms / 1e3,
@@ -68,3 +49,19 @@ def vtrain_single_node_case(row: Any, backend: Backend) -> Case:
 def vtrain_single_node() -> Iterator[Case]:
     for row in vtrain_single_node_rows().itertuples():
         yield vtrain_single_node_case(row, EAGER)
+
+
+def _described(row: Any, recompute: Recompute) -> tuple[Transformer, Execution]:
+    """The model of a row, and its plan."""
+    model = Transformer(layers=row.layers, hidden=row.hidden, heads=row.heads, seq=row.seq, vocab=51200)
+    plan = Execution(
+        tensor=row.t,
+        pipeline=row.p,
+        data=row.d,
+        microbatch=row.micro,
+        global_batch=row.batch,
+        recompute=recompute,
+        scatter_sends=True,
+        overlap_tensor="backward",
+    )
+    return model, plan
