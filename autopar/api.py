@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from autopar.devices import Device, cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.follow import follow_pipeline, follow_plan
+from autopar.garbage import paused_gc
 from autopar.layers import LayerOption
 from autopar.lower import compile_program
 from autopar.methods import (
@@ -138,6 +139,7 @@ class ParallelizedFunction:
         self._last = (static, static_args, executable)
         return executable, dynamic
 
+    @paused_gc()
     def _compile(self, args: Sequence[Any], static: tuple[int, ...]) -> AnyExecutable:
         start = time.perf_counter()
         kept = [i for i in range(len(args)) if i not in static]
@@ -194,6 +196,7 @@ class ParallelizedFunction:
                 raise TypeError(f"method is {other!r}, expected one of autopar.methods, e.g. autopar.ShardParallel()")
 
 
+@paused_gc()
 def plan_step(
     fun: Callable[..., Any],
     args: Sequence[Any],

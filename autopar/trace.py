@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -31,7 +31,6 @@ class StepGraph:
         carried: for each output that is the next value of an input (a state that a training loop feeds back), that input.
         in_tree: structure of the arguments.
         out_tree: structure of the result.
-        fingerprint: hash of the jaxpr.
         name: what the user calls the function.
         microbatching: how microbatches are put together, in which case the jaxpr is that of one microbatch; None otherwise.
         received: of a stage of a pipeline, the inputs that come from other stages, with their batch dims.
@@ -48,7 +47,6 @@ class StepGraph:
     carried: dict[int, int]
     in_tree: Any
     out_tree: Any
-    fingerprint: str
     name: str = "the step"
     microbatching: Microbatching | None = None
     received: Mapping[int, frozenset[int]] = field(default_factory=dict)
@@ -66,6 +64,11 @@ class StepGraph:
         if self.retrace is None:
             raise MicrobatchError("the step can't be traced again; get it from autopar.trace.trace")
         return self.retrace(self.num_micro_batches * ways)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short hash of the jaxpr."""
+        return graph.fingerprint(self.jaxpr)
 
     @property
     def num_micro_batches(self) -> int:
@@ -148,7 +151,6 @@ def trace(
             carried=_carried(jaxpr, in_keys, out_keys, batch),
             in_tree=in_tree,
             out_tree=out_tree,
-            fingerprint=graph.fingerprint(jaxpr),
             name=name,
             microbatching=microbatching,
             retrace=graph_for,

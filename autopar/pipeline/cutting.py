@@ -8,19 +8,18 @@ where stages need one another's results for it (a global norm) it takes several 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
 
 from jax.extend.core import Literal, Var
 
-from autopar import regions
 from autopar.evaluate import Numbered
 from autopar.graph import Atom, aval_of
 from autopar.layers import layer_of
 from autopar.microbatch import Combine
 from autopar.pipeline.cut import Cut, Task, Total, batch_facts
+from autopar.pipeline.units import Unit, units
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
 
@@ -51,37 +50,14 @@ def cut_step(
     return _split_backward(found) if split_backward else found
 
 
-class _Unit(NamedTuple):
-    """Equations that stay together: one, or all of a loop or branch."""
-
-    eqns: tuple[Numbered, ...]
-    reads: tuple[Var, ...]
-    makes: tuple[Var, ...]
-
-
-def _units(eqns: Iterable[Numbered]) -> list[_Unit]:
-    found: list[_Unit] = []
-    pending: list[Numbered] = []
-    depth = 0
-    for number, eqn in eqns:
-        pending.append((number, eqn))
-        depth += (eqn.primitive in regions.OPENING) - (eqn.primitive is regions.end_p)
-        if depth == 0:
-            makes = {var: None for _, each in pending for var in each.outvars}
-            reads = {a: None for _, each in pending for a in each.invars if isinstance(a, Var) and a not in makes}
-            found.append(_Unit(tuple(pending), tuple(reads), tuple(makes)))
-            pending = []
-    return found
-
-
 class _Builder:
     def __init__(self, step: StepGraph, stage_of_layer: Sequence[int]) -> None:
         self.step = step
         self.num_stages = max(stage_of_layer) + 1
         self.stage_of_layer = tuple(stage_of_layer)
         micro = step.microbatching
-        self.body = _units(micro.body if micro else enumerate(step.jaxpr.eqns))
-        self.tail = _units(micro.tail if micro else ())
+        self.body = units(micro.body if micro else enumerate(step.jaxpr.eqns))
+        self.tail = units(micro.tail if micro else ())
         self.maker = {var: unit for unit in (*self.body, *self.tail) for var in unit.makes}
         self.readers = Counter(var for unit in (*self.body, *self.tail) for var in unit.reads)
         self.inputs = set(step.jaxpr.invars)
@@ -101,44 +77,44 @@ class _Builder:
             before = [position[var] for var in unit.reads if var in position]
             label = self._label(unit)
             if label is None and not before:
-                self.anywhere.add(_key(unit))
+                self.anywhere.add(unit.number)
                 continue
             if label is not None and not unit.reads:
-                self.anywhere.add(_key(unit))
+                self.anywhere.add(unit.number)
                 continue
             if self._is_constant(unit):
-                self.anywhere.add(_key(unit))
+                self.anywhere.add(unit.number)
                 continue
             place = max([*before, *(() if label is None else (label,))])
             position.update(dict.fromkeys(unit.makes, place))
             last = self.num_stages - 1
-            self.task_of[_key(unit)] = Task(place, "F") if place <= last else Task(2 * last + 1 - place, "B")
+            self.task_of[unit.number] = Task(place, "F") if place <= last else Task(2 * last + 1 - place, "B")
 
     def spread_casts(self) -> None:
         """Let stages cast and view for themselves a weight that several read: sent as an input, it goes to them once per step."""
-        reading: dict[Var, list[_Unit]] = defaultdict(list)
+        reading: dict[Var, list[Unit]] = defaultdict(list)
         for unit in self.body:
             for var in unit.reads:
                 reading[var].append(unit)
         for unit in self.body:
-            task = self.task_of.get(_key(unit))
+            task = self.task_of.get(unit.number)
             if task is None or len(unit.eqns) != 1 or unit.eqns[0][1].primitive.name not in _CASTS:
                 continue
             batch = {self.step.jaxpr.invars[i] for i in self.step.batch}
             given = all((var in self.inputs and var not in batch) or self._is_anywhere(var) for var in unit.reads)
-            tasks = (self.task_of.get(_key(reader)) for var in unit.makes for reader in reading[var])
+            tasks = (self.task_of.get(reader.number) for var in unit.makes for reader in reading[var])
             if given and any(each is not None and each.stage != task.stage for each in tasks):
-                del self.task_of[_key(unit)]
-                self.anywhere.add(_key(unit))
+                del self.task_of[unit.number]
+                self.anywhere.add(unit.number)
 
     def _is_anywhere(self, var: Var) -> bool:
-        return var in self.maker and _key(self.maker[var]) in self.anywhere
+        return var in self.maker and self.maker[var].number in self.anywhere
 
-    def _is_constant(self, unit: _Unit) -> bool:
+    def _is_constant(self, unit: Unit) -> bool:
         """Whether it depends on nothing but constants, and on what is computed anywhere."""
         return all(var in self.constants or self._is_anywhere(var) for var in unit.reads)
 
-    def _label(self, unit: _Unit) -> int | None:
+    def _label(self, unit: Unit) -> int | None:
         found = layer_of(unit.eqns[0][1])
         if found is None:
             return None
@@ -152,7 +128,7 @@ class _Builder:
         micro = self.step.microbatching
         if micro is None:
             return
-        self.moved: list[_Unit] = []
+        self.moved: list[Unit] = []
         combine = iter(micro.combine)
         for _, mark in micro.marks:
             for atom, total in zip(mark.invars, mark.outvars, strict=True):
@@ -167,9 +143,9 @@ class _Builder:
             return
         if combine == "rows":
             unit = self.maker[atom]
-            if _key(unit) in self.anywhere:
-                self.anywhere.remove(_key(unit))
-                self.task_of[_key(unit)] = Task(0, "F")
+            if unit.number in self.anywhere:
+                self.anywhere.remove(unit.number)
+                self.task_of[unit.number] = Task(0, "F")
             self.joined[total] = atom
             return
         unit = self.maker.get(atom)
@@ -180,25 +156,25 @@ class _Builder:
         ):
             ((number, eqn),) = unit.eqns
             parts = [Var(var.aval) for var in unit.reads]
-            del self.task_of[_key(unit)]
+            del self.task_of[unit.number]
             self.body.remove(unit)
             for part, each in zip(unit.reads, parts, strict=True):
                 self._accumulate(part, each, combine)
             after = eqn.replace(invars=list(parts), outvars=[total])
-            self.moved.append(_Unit(((number, after),), tuple(parts), (total,)))
+            self.moved.append(Unit(((number, after),), tuple(parts), (total,)))
             return
-        task = self.task_of.get(_key(unit), Task(0, "F")) if unit is not None else Task(0, "F")
+        task = self.task_of.get(unit.number, Task(0, "F")) if unit is not None else Task(0, "F")
         self.totals[task].append(Total(atom, Var(atom.aval), total, combine))
         self.total_stage[total] = task.stage
 
-    def _adds_stages(self, unit: _Unit, var: Var) -> bool:
+    def _adds_stages(self, unit: Unit, var: Var) -> bool:
         """Whether the unit adds up what several stages made, for nobody but the accumulation."""
         if unit.eqns[0][1].primitive.name not in ("add", "add_any") or self.readers[var] > 0 or len(unit.reads) != 2:
             return False
         if len(unit.eqns[0][1].invars) != len(unit.reads):
             return False
         makers = [self.maker.get(var) for var in unit.reads]
-        stages = {self.task_of[_key(m)].stage for m in makers if m is not None and _key(m) in self.task_of}
+        stages = {self.task_of[m.number].stage for m in makers if m is not None and m.number in self.task_of}
         return len(stages) > 1
 
     # -- the update
@@ -207,12 +183,12 @@ class _Builder:
         stages = self._tail_stages()
         rounds: dict[Var, tuple[int, int]] = {var: (stage, 0) for var, stage in self.total_stage.items()}
         for unit in self.tail:
-            if _key(unit) in self.anywhere:
+            if unit.number in self.anywhere:
                 continue
-            stage = stages[_key(unit)]
+            stage = stages[unit.number]
             read = [rounds[var] for var in unit.reads if var in rounds]
             turn = max((turn + (where != stage) for where, turn in read), default=0)
-            self.task_of[_key(unit)] = Task(stage, "U", turn)
+            self.task_of[unit.number] = Task(stage, "U", turn)
             rounds.update(dict.fromkeys(unit.makes, (stage, turn)))
 
     def _tail_stages(self) -> dict[int, int]:
@@ -220,7 +196,7 @@ class _Builder:
         where: dict[Var, int] = dict(self.total_stage)
         first: dict[Var, int] = {}
         for unit in self.body:
-            task = self.task_of.get(_key(unit))
+            task = self.task_of.get(unit.number)
             for var in unit.reads if task is not None else ():
                 if var in self.inputs and not _is_small(var):
                     first[var] = min(task.stage, first.get(var, task.stage))  # pyright: ignore[reportOptionalMemberAccess]
@@ -231,43 +207,43 @@ class _Builder:
                 for var in unit.reads
             )
             if inside and all(map(_is_small, unit.makes)):
-                self.anywhere.add(_key(unit))
+                self.anywhere.add(unit.number)
         found: dict[int, int] = {}
-        units = [unit for unit in self.tail if _key(unit) not in self.anywhere]
+        pending = [unit for unit in self.tail if unit.number not in self.anywhere]
         while True:
             known = len(found)
-            for unit in units:
+            for unit in pending:
                 placed = [var for var in unit.reads if var in where]
-                if _key(unit) not in found and placed:
-                    found[_key(unit)] = where[max(placed, key=lambda var: (_size(var), -where[var]))]
-                if _key(unit) in found:
-                    where.update((var, found[_key(unit)]) for var in unit.makes)
-            for unit in reversed(units):
-                for var in unit.reads if _key(unit) in found else ():
+                if unit.number not in found and placed:
+                    found[unit.number] = where[max(placed, key=lambda var: (_size(var), -where[var]))]
+                if unit.number in found:
+                    where.update((var, found[unit.number]) for var in unit.makes)
+            for unit in reversed(pending):
+                for var in unit.reads if unit.number in found else ():
                     maker = self.maker.get(var)
-                    if maker is not None and _key(maker) not in found and _key(maker) not in self.anywhere:
-                        found[_key(maker)] = found[_key(unit)]
+                    if maker is not None and maker.number not in found and maker.number not in self.anywhere:
+                        found[maker.number] = found[unit.number]
                     elif var in self.inputs and not _is_small(var):
-                        where.setdefault(var, found[_key(unit)])
+                        where.setdefault(var, found[unit.number])
             if len(found) == known:
-                return found | {_key(unit): 0 for unit in units if _key(unit) not in found}
+                return found | {unit.number: 0 for unit in pending if unit.number not in found}
 
     # -- put together
 
     def cut(self, parts: Callable[[int], Cut], homes: Mapping[int, int]) -> Cut:
-        tasks: dict[Task, list[_Unit]] = defaultdict(list)
+        tasks: dict[Task, list[Unit]] = defaultdict(list)
         for stage in range(self.num_stages):  # a stage has a forward, whatever it does
             tasks[Task(stage, "F")] = []
         for unit in (*self.body, *self.tail):
-            if _key(unit) in self.task_of:
-                tasks[self.task_of[_key(unit)]].append(unit)
+            if unit.number in self.task_of:
+                tasks[self.task_of[unit.number]].append(unit)
         if self.step.microbatching is not None:
             for stage in range(self.num_stages):
                 tasks.setdefault(Task(stage, "B"), [])
                 tasks.setdefault(Task(stage, "U"), [])
         self._compute_anywhere(tasks)
         ordered = {task: tasks[task] for task in sorted(tasks, key=self._order)}
-        eqns = {task: tuple(each for unit in units for each in unit.eqns) for task, units in ordered.items()}
+        eqns = {task: tuple(each for unit in mine for each in unit.eqns) for task, mine in ordered.items()}
         totals = {task: tuple(each) for task, each in self.totals.items()}
         facts = batch_facts(self.step)
         return Cut(self.step, self.num_stages, eqns, totals, facts, parts, joined=self.joined, homes=homes)
@@ -277,22 +253,22 @@ class _Builder:
             return 2 * self.num_stages, task.round, task.stage
         return (task.stage if task.phase == "F" else 2 * self.num_stages - 1 - task.stage), 0, 0
 
-    def _compute_anywhere(self, tasks: dict[Task, list[_Unit]]) -> None:
+    def _compute_anywhere(self, tasks: dict[Task, list[Unit]]) -> None:
         """Give each task what is computed anywhere and needed there; what only the step's outputs need goes to the first."""
-        order = {_key(unit): position for position, unit in enumerate((*self.body, *self.tail))}
+        order = {unit.number: position for position, unit in enumerate((*self.body, *self.tail))}
         outputs = [atom for atom in self.step.jaxpr.outvars if isinstance(atom, Var)]
-        for task, units in tasks.items():
-            read = [var for unit in units for var in unit.reads]
+        for task, mine in tasks.items():
+            read = [var for unit in mine for var in unit.reads]
             read += [each.part for each in self.totals.get(task, ()) if isinstance(each.part, Var)]
             if task == (0, "U", 0) or (self.step.microbatching is None and task == (0, "F", 0)):
                 read += outputs
-            found: dict[int, _Unit] = {}
+            found: dict[int, Unit] = {}
             while read:
                 unit = self.maker.get(read.pop())
-                if unit is not None and _key(unit) in self.anywhere and _key(unit) not in found:
-                    found[_key(unit)] = unit
+                if unit is not None and unit.number in self.anywhere and unit.number not in found:
+                    found[unit.number] = unit
                     read.extend(unit.reads)
-            units[:] = sorted([*found.values(), *units], key=lambda unit: order[_key(unit)])
+            mine[:] = sorted([*found.values(), *mine], key=lambda unit: order[unit.number])
 
 
 def _split_backward(cut: Cut) -> Cut:
@@ -306,21 +282,17 @@ def _split_backward(cut: Cut) -> Cut:
         awaited = {
             var for other, reads in cut.reads.items() if other.phase == "B" and other != task for var in reads
         }.intersection(cut.results[task])
-        units = _units(mine)
-        first: list[_Unit] = []
-        for unit in reversed(units):
+        parts = units(mine)
+        first: list[Unit] = []
+        for unit in reversed(parts):
             if not awaited.isdisjoint(unit.makes):
                 first.append(unit)
                 awaited.update(unit.reads)
-        early = {_key(unit) for unit in first}
+        early = {unit.number for unit in first}
         eqns[Task(task.stage, "I")] = tuple(e for unit in first[::-1] for e in unit.eqns)
-        eqns[Task(task.stage, "W")] = tuple(e for unit in units if _key(unit) not in early for e in unit.eqns)
+        eqns[Task(task.stage, "W")] = tuple(e for unit in parts if unit.number not in early for e in unit.eqns)
         totals[Task(task.stage, "W")] = cut.totals.get(task, ())
     return replace(cut, eqns=eqns, totals=totals)
-
-
-def _key(unit: _Unit) -> int:
-    return unit.eqns[0][0]
 
 
 def _size(var: Var) -> int:

@@ -36,8 +36,6 @@ class LayerRanges:
             self._tasks[task.stage].append(task)
             for var in self.cut.reads[task]:
                 self._readers[var].append(task.stage)
-        marks = step.microbatching.marks if step.microbatching else ()
-        self._places = {var: k for k, var in enumerate(var for _, mark in marks for var in mark.outvars)}
         self.layers = [self.graph(layer, layer + 1) for layer in range(num_layers)]
 
     def graph(self, start: int, stop: int) -> StageGraph:
@@ -69,14 +67,10 @@ class LayerRanges:
             num_stages=3,
             parts=lambda ways: self._parts(ways).graph(start, stop).cut,
             eqns={task: tuple(sorted(eqns[task].items(), key=lambda each: each[0])) for task in ordered},
-            totals={task: tuple(sorted(each, key=self._place)) for task, each in totals.items() if each},
+            totals={task: tuple(each) for task, each in totals.items() if each},
             wanted=tuple(dict.fromkeys(v for v in made if any(r not in layers for r in self._readers.get(v, ())))),
         )
         return stage_graph(found, 1)
-
-    def _place(self, total: Total) -> int:
-        """The position of a total among all, so that equal stages list them in the same order."""
-        return self._places.get(total.total, len(self._places))
 
     @cached_property
     def kinds(self) -> Sequence[Hashable]:

@@ -1,8 +1,13 @@
-"""One stage of a pipeline as a step of its own: what the intra-operator planner is asked to shard."""
+"""One stage of a pipeline as a step of its own: what the intra-operator planner is asked to shard.
 
-from collections.abc import Callable, Sequence
+Its inputs, sums, update and outputs are in an order of their own, that in which the stage comes to them: the order of the whole
+step follows the names of parameters, which tell stages apart that do the same.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 
 import jax
 from jax.extend.core import Jaxpr, Var
@@ -11,6 +16,7 @@ from autopar import graph
 from autopar.evaluate import Numbered
 from autopar.microbatch import MicrobatchError, Microbatching
 from autopar.pipeline.cut import Cut, Task
+from autopar.pipeline.units import units
 from autopar.trace import StepGraph
 
 
@@ -52,35 +58,41 @@ def stage_graph(cut: Cut, stage: int) -> StageGraph:
     mine = [task for task in cut.eqns if task.stage == stage]
     numbers: dict[int, int] = {}
     eqns, marks, combine = [], [], []
+    awaited: dict[Var, int] = {}
 
-    def add(tasks: Sequence[Task]) -> list[Numbered]:
+    def add(wanted: Iterable[Numbered]) -> list[Numbered]:
         first = len(eqns)
-        for task in tasks:
-            for number, eqn in cut.eqns[task]:
-                if number not in numbers:
-                    numbers[number] = len(eqns)
-                    eqns.append(eqn)
+        for number, eqn in wanted:
+            if number not in numbers:
+                numbers[number] = len(eqns)
+                eqns.append(eqn)
         return list(enumerate(eqns))[first:]
 
-    body = add([task for task in mine if task.phase != "U"])
-    for task in mine:
-        for each in cut.totals.get(task, ()):
-            mark = micro.marks[0][1].replace(invars=[each.part], outvars=[each.total])
-            marks.append((len(eqns), mark))
-            combine.append(each.combine)
-            eqns.append(mark)
-    tail = add([task for task in mine if task.phase == "U"])
+    body = add(each for task in mine if task.phase != "U" for each in cut.eqns[task])
+    order = {var: place for place, var in enumerate(var for eqn in eqns for var in eqn.outvars)}
+    summed = [each for task in mine for each in cut.totals.get(task, ())]
+    for place, each in enumerate(sorted(summed, key=lambda each: _place(each.part, order))):
+        mark = micro.marks[0][1].replace(invars=[each.part], outvars=[each.total])
+        marks.append((len(eqns), mark))
+        combine.append(each.combine)
+        eqns.append(mark)
+        awaited[each.total] = place
+    tail = add(each for task in mine if task.phase == "U" for each in _in_order(cut.eqns[task], awaited))
 
-    made = {var for eqn in eqns for var in eqn.outvars}
-    inputs = tuple(i for i, stages in cut.input_stages.items() if stage in stages)
+    made = {var: place for place, var in enumerate(var for eqn in eqns for var in eqn.outvars)}
+    first_use = dict.fromkeys(atom for eqn in eqns for atom in eqn.invars if isinstance(atom, Var))
+    order = {var: place for place, var in enumerate(first_use)}
+    inputs = (i for i, stages in cut.input_stages.items() if stage in stages)
+    inputs = tuple(sorted(inputs, key=lambda i: order.get(step.jaxpr.invars[i], len(order))))
     own = {step.jaxpr.invars[i] for i in inputs}
     read = dict.fromkeys(var for task in mine for var in cut.reads[task])
-    sums = {each.sum for task in mine for each in cut.totals.get(task, ())}
+    sums = {each.sum for each in summed}
     received = tuple(var for var in read if var not in made and var not in own and var not in sums)
     elsewhere = {var for task, reads in cut.reads.items() if task.stage != stage for var in reads}.union(cut.wanted)
     wanted = elsewhere.intersection(v for task in mine for v in cut.results[task])
     sent = tuple(var for eqn in eqns for var in eqn.outvars if var in wanted)
-    outputs = tuple(o for o, atom in enumerate(step.jaxpr.outvars) if _makes(cut, stage, cut.part(atom)))
+    outputs = (o for o, atom in enumerate(step.jaxpr.outvars) if _makes(cut, stage, cut.part(atom)))
+    outputs = tuple(sorted(outputs, key=lambda o: _place(cut.part(step.jaxpr.outvars[o]), made)))
     constants = dict(zip(step.jaxpr.constvars, step.jaxpr.consts, strict=True))
     invars = [*(step.jaxpr.invars[i] for i in inputs), *received]
     outvars = [*(cut.part(step.jaxpr.outvars[o]) for o in outputs), *sent]
@@ -95,7 +107,7 @@ def stage_graph(cut: Cut, stage: int) -> StageGraph:
     names = [*(step.in_paths[i] for i in inputs), *(f"received/{k}" for k in range(len(received)))]
     out_names = [*(step.out_paths[o] for o in outputs), *(f"sent/{k}" for k in range(len(sent)))]
     place = {i: position for position, i in enumerate(inputs)}
-    totals = {each.total for task in mine for each in cut.totals.get(task, ())}
+    totals = {each.total for each in summed}
 
     @cache
     def parts(ways: int) -> StageGraph:
@@ -128,7 +140,6 @@ def stage_graph(cut: Cut, stage: int) -> StageGraph:
         },
         in_tree=jax.tree.structure(invars),
         out_tree=jax.tree.structure(outvars),
-        fingerprint=graph.fingerprint(jaxpr),
         microbatching=Microbatching(micro.count, tuple(body), tuple(tail), tuple(marks), tuple(combine)),
         name=f"{step.name}, stage {stage}",
         handed_on=tuple(var for var in read if var in made and var not in totals),
@@ -163,6 +174,32 @@ def _alike(whole: Cut, part: Cut, tasks: Sequence[Task], ways: int) -> bool:
         ]:
             return False
     return True
+
+
+def _place(atom: graph.Atom, order: Mapping[Var, int]) -> int:
+    """Where a value is made; what is not made here comes first."""
+    return order.get(atom, -1) if isinstance(atom, Var) else -1
+
+
+def _in_order(update: Sequence[Numbered], awaited: dict[Var, int]) -> Iterator[Numbered]:
+    """The equations of an update by the last sum, of those in `awaited`, that they have to wait for; adds to those what they make.
+
+    Those that wait for none come when they are needed.
+    """
+    found = units(update)
+    waits: dict[int, float] = {}
+    for unit in found:
+        last = max((awaited.get(var, -1) for var in unit.reads), default=-1)
+        awaited.update(dict.fromkeys(unit.makes, last))
+        waits[unit.number] = last
+    needed: dict[Var, float] = {}
+    for unit in reversed(found):
+        if waits[unit.number] < 0:
+            waits[unit.number] = min((needed.get(var, inf) for var in unit.makes), default=inf)
+        for var in unit.reads:
+            needed[var] = min(waits[unit.number], needed.get(var, inf))
+    for unit in sorted(found, key=lambda unit: waits[unit.number]):
+        yield from unit.eqns
 
 
 def _held(cut: Cut, mine: Sequence[Task], received: Sequence[Var]) -> tuple[Var, ...]:

@@ -66,13 +66,16 @@ class MeshCosts:
         return self.model.kernel(Kernel("copy", "memory", 0.0, num_bytes)) if num_bytes else 0.0
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019
-    def reshard_matrix(self, num_bytes: float, sources: tuple[Spec, ...], targets: tuple[Spec, ...]) -> np.ndarray:
-        """Seconds for every pair of specs, (sources, targets)."""
+    def reshard_matrix(
+        self, num_bytes: float, sources: tuple[Spec, ...], targets: tuple[Spec, ...]
+    ) -> np.ndarray | None:
+        """Seconds for every pair of specs, (sources, targets); None if none takes any."""
 
         def row(source: Spec) -> tuple[float, ...]:
             return each_once(lambda target: self.reshard(num_bytes, source, target), targets)
 
-        return np.array(each_once(row, sources))
+        matrix = np.array(each_once(row, sources))
+        return matrix if matrix.any() else None
 
 
 class Combined:

@@ -253,9 +253,10 @@ class _Builder:
         if found is None:
             return False
         parts = self._costs(number, eqn, factors, found)
-        self.found.costs[placement.decision] = self.found.costs[placement.decision] + parts.sum(axis=0)
+        seconds = parts[0] + parts[1]
+        self.found.costs[placement.decision] = self.found.costs[placement.decision] + seconds
         self.found.parts[placement.decision] = self.found.parts[placement.decision] + parts
-        self.found.shares.append((number, (placement.decision,), parts.sum(axis=0)))
+        self.found.shares.append((number, (placement.decision,), seconds))
         self._use_operands(number, eqn, placement.decision, found)
         for var, specs in zip(eqn.outvars, found.results, strict=True):
             self.found.placements[var] = Placement(placement.decision, specs)
@@ -267,7 +268,7 @@ class _Builder:
         label = f"{eqn.primitive.name} in {eqn.source_info.name_stack}"
         parts = self._costs(number, eqn, factors, found)
         first = self._decide(label, found.results[0], parts)
-        self.found.shares.append((number, (first.decision,), parts.sum(axis=0)))
+        self.found.shares.append((number, (first.decision,), self.found.costs[first.decision]))
         results = [Placement(first.decision, specs) for specs in found.results]
         self.found.decided.append((number, tuple(results)))
         self.found.placements.update(zip(eqn.outvars, results, strict=True))
@@ -435,7 +436,7 @@ class _Builder:
         assert isinstance(atom, Var)
         num_bytes = moved_bytes(self.made_by.get(atom), atom)
         matrix = self._costs_of(atom).reshard_matrix(num_bytes, placement.specs, required)
-        if not matrix.any():
+        if matrix is None:
             return
         if (
             eqn is not None

@@ -160,10 +160,11 @@ class Reduction:
         # margin[a, b] >= 0: b is never worse than a. Ties are broken towards the lower index. With limits, b must not use
         # more either.
         beaten = (margin > 0) | ((margin == 0) & np.tri(len(alive), k=-1, dtype=bool))
-        more = self.uses[i][:, None, :] - self.uses[i][:, :, None]  # by how much b uses more than a, at the worst
-        for use in self.pairs.get(i, {}).values():
-            more = more + (use[:, None, :, :] - use[:, :, None, :]).max(axis=3)
-        beaten &= (more <= 0).all(axis=0)
+        if self.bounds.size:
+            more = self.uses[i][:, None, :] - self.uses[i][:, :, None]  # by how much b uses more than a, at the worst
+            for use in self.pairs.get(i, {}).values():
+                more = more + (use[:, None, :, :] - use[:, :, None, :]).max(axis=3)
+            beaten &= (more <= 0).all(axis=0)
         beaten[:, ~alive] = False
         for a in range(len(alive) - 1, -1, -1):
             alive[a] &= not (beaten[a] & alive).any()

@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import autopar
@@ -94,6 +97,33 @@ def test_layers_alike_have_one_kind_and_are_solved_once(gpt):
     fronts = [layers.front(layer, Way((2,), ())) for layer in ranges.layers]
     assert fronts[1] is fronts[2]
     assert len(set(fronts)) == 3
+
+
+def test_layers_alike_have_one_kind_whatever_their_parameters_are_called():
+    """Pytrees are sorted by name, so that block_10 comes before block_9."""
+    names = [("a", "b"), ("d", "c"), ("e", "f"), ("h", "g")]  # those of a layer, first and second
+    params = {name: jax.ShapeDtypeStruct((8, 8), jnp.float32) for pair in names for name in pair}
+    adam = optax.adam(1e-3)
+
+    def step(state, x):
+        @autopar.manual_layer_construction
+        def loss(params):
+            y = x
+            for i, (first, second) in enumerate(names):
+                if i:
+                    autopar.mark_pipeline_boundary()
+                y = jnp.tanh(y @ params[first]) @ params[second]
+            return jnp.mean(y**2)
+
+        params, opt_state = state
+        updates, opt_state = adam.update(autopar.grad(loss)(params), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    state = params, jax.eval_shape(adam.init, params)
+    graph = trace(step, (state, jax.ShapeDtypeStruct((16, 8), jnp.float32)), (1,), 4, marked=True)
+    kinds = [graph_key(layer) for layer in LayerRanges(graph, 4).layers]
+    assert kinds[1] == kinds[2]
+    assert kinds[0] != kinds[1] != kinds[3]
 
 
 @pytest.mark.parametrize("start", range(LAYERS))

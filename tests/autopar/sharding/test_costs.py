@@ -48,7 +48,8 @@ def test_staying_is_free_and_nothing_costs_less(source, target):
 def test_the_matrix_holds_every_pair():
     matrix = COSTS.reshard_matrix(8000.0, (R, Y0), (R, Y0, Y1))
     expected = [[COSTS.reshard(8000.0, a, b) for b in (R, Y0, Y1)] for a in (R, Y0)]
-    np.testing.assert_array_equal(matrix, expected)
+    np.testing.assert_array_equal(matrix, expected)  # pyright: ignore[reportArgumentType]
+    assert COSTS.reshard_matrix(8000.0, (R,), (R, Y0)) is None
 
 
 def test_no_axis_costs_nothing():
