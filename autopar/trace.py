@@ -31,13 +31,13 @@ class StepGraph:
         carried: for each output that is the next value of an input (a state that a training loop feeds back), that input.
         in_tree: structure of the arguments.
         out_tree: structure of the result.
+        retrace: the same step, traced for another number of microbatches.
         name: what the user calls the function.
         microbatching: how microbatches are put together, in which case the jaxpr is that of one microbatch; None otherwise.
         received: of a stage of a pipeline, the inputs that come from other stages, with their batch dims.
         handed_on: of a stage of a pipeline, the values that go from one of its programs to another.
         held: of a stage of a pipeline, the values that stay from the forward pass of a microbatch until its backward pass.
         in_flight: of a stage of a pipeline, of how many microbatches it holds those at the same time.
-        retrace: the same step, traced for another number of microbatches; None for a graph that was not traced from a function.
     """
 
     jaxpr: Jaxpr
@@ -47,13 +47,13 @@ class StepGraph:
     carried: dict[int, int]
     in_tree: Any
     out_tree: Any
+    retrace: "Callable[[int], StepGraph]" = field(repr=False)
     name: str = "the step"
     microbatching: Microbatching | None = None
     received: Mapping[int, frozenset[int]] = field(default_factory=dict)
     handed_on: tuple[Var, ...] = ()
     held: tuple[Var, ...] = ()
     in_flight: int = 1
-    retrace: "Callable[[int], StepGraph] | None" = field(default=None, repr=False, compare=False)
 
     def cut(self, ways: int) -> "StepGraph":
         """The step with every microbatch cut once more, into `ways` equal parts, such as devices take.
@@ -61,8 +61,6 @@ class StepGraph:
         Raises:
             MicrobatchError: the parts can't be put together.
         """
-        if self.retrace is None:
-            raise MicrobatchError("the step can't be traced again; get it from autopar.trace.trace")
         return self.retrace(self.num_micro_batches * ways)
 
     @cached_property

@@ -23,11 +23,8 @@ type Axes = tuple[str, ...]
 
 
 def candidates(step: StepGraph, mesh: LogicalMesh, data_parallel: bool) -> Iterator[Axes]:
-    """The axes that could be deferred: every combination that divides a microbatch; only all axes for pure data parallelism.
-
-    None if the step can't be traced for parts of a microbatch, as a stage of a pipeline can't.
-    """
-    if step.microbatching is None or step.retrace is None:
+    """The axes that could be deferred: every combination that divides a microbatch; only all axes for pure data parallelism."""
+    if step.microbatching is None:
         return
     axes = [axis for axis in mesh.axis_names if mesh.sizes[axis] > 1]
     rows = [aval_of(step.jaxpr.invars[i]).shape[0] for i in step.batch]

@@ -151,8 +151,6 @@ def _cheapest(
     if start is not None:
         with suppress(InfeasibleError):
             return _plan_deferring(step, costs, options, budget, start.deferred, start), None
-    if step.microbatching and step.retrace is None:
-        refused = MicrobatchError("that is not done for the stages of a pipeline yet")
     plans = []
     for deferred in candidates(step, costs.mesh, options.data_parallel) if options.mode == "solve" else ():
         try:

@@ -1,6 +1,7 @@
 """Pipelines are planned: uniform, manual and automatic stages, within memory, the same every time."""
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -55,9 +56,15 @@ def planned(step: StepGraph, option, schedule: str = "1f1b", **more) -> Plan:
     return make_pipeline_plan(step, CLUSTER, option, AUTO, PipelineSchedule(name=schedule), "PipeshardParallel", **more)
 
 
+@cache
+def layer_costs(step: StepGraph) -> tuple[LayerRanges, LayerCosts]:
+    """The layers of a step, solved once for all tests."""
+    return LayerRanges(step, LAYERS), LayerCosts(ClusterCosts(CLUSTER), replace(AUTO, tolerance=TOLERANCE))
+
+
 def stage_costs(step: StepGraph, budget: float = CLUSTER.device.usable_bytes) -> StageCosts:
-    options = replace(AUTO, tolerance=TOLERANCE)
-    return StageCosts(LayerRanges(step, LAYERS), LayerCosts(ClusterCosts(CLUSTER), options), options, budget)
+    ranges, layers = layer_costs(step)
+    return StageCosts(ranges, layers, layers.options, budget)
 
 
 def one_f_one_b(step: StepGraph, option: AutoStageOption) -> StageProblem:
