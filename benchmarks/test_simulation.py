@@ -1,9 +1,10 @@
-"""Seconds from compiled HLO to a timeline."""
+"""Seconds from compiled HLO to a timeline, and of a long pipeline on the fast clock."""
 
 import pytest
 
 import autopar
 from autopar.lower import compile_program
+from autopar.pipeline.schedules import Pipeline, make_schedule
 from autopar.trace import trace
 from experiments.models import build_model
 from simulator.cluster import Cluster
@@ -23,3 +24,14 @@ def program():
 @pytest.mark.benchmark(group="simulate")
 def test_simulate(benchmark, program):
     benchmark(simulate, program, CLUSTER)
+
+
+@pytest.mark.benchmark(group="simulate")
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1"])
+def test_a_pipeline_of_64_stages_and_512_microbatches(benchmark, name):
+    """Once the schedule is turned into arrays; target: 2 ms."""
+    schedule = make_schedule(name, Pipeline(64, 512))
+    seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "U": 1.0}
+    schedule.makespan(seconds)  # compiles
+    makespan = benchmark(schedule.makespan, seconds, lambda source, to: 0.1)
+    assert makespan > 512 * 3

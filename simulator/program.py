@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, assert_never, get_args
 
 from simulator.memory import MemoryUse
-from simulator.work import Body, Collective
+from simulator.work import Body, Collective, Groups
 
 Phase = Literal["F", "B", "I", "W", "U", "S"]
 """Forward, backward (or its input- and weight-gradient halves), update; S is a whole step that is not cut into phases."""
@@ -104,6 +104,21 @@ class Program:
             raise ValueError(f"{len(self.meshes)} meshes but {len(self.instructions)} instruction lists; one each")
         if self.memory and len(self.memory) != len(self.meshes):
             raise ValueError(f"{len(self.meshes)} meshes but memory of {len(self.memory)}; one each, or none")
+
+    def body(self, run: Run) -> Body:
+        """What one device launches for a task; one that has no body: `ValueError`."""
+        if run.task not in self.bodies:
+            known = ", ".join(sorted(self.bodies)) or "none"
+            raise ValueError(
+                f"task {run.task} has no body, so it can't be simulated; the program has bodies of: {known}"
+            )
+        return self.bodies[run.task]
+
+    def pairs(self, mesh: int, to: int) -> Groups:
+        """Who sends to whom, from mesh to mesh; the larger one goes round the smaller one."""
+        source, target = self.meshes[mesh], self.meshes[to]
+        count = max(len(source), len(target))
+        return tuple((source[i % len(source)], target[i % len(target)]) for i in range(count))
 
     def __str__(self) -> str:
         rows = (f"mesh {i}: " + " | ".join(map(str, row)) for i, row in enumerate(self.instructions))

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from simulator.cluster import Cluster
 from simulator.memory import MemoryUse
 
-Stream = Literal["compute", "communication"]
-STREAMS: tuple[Stream, ...] = ("compute", "communication")
+Stream = Literal["compute", "communication", "host"]
+STREAMS: tuple[Stream, ...] = ("compute", "communication", "host")
 
 Category = Literal[
     "gemm",
@@ -24,12 +24,15 @@ Category = Literal[
     "permute",
     "task",
     "send",
+    "dispatch",
     "wait",
     "bubble",
+    "host",
 ]
-"""Kinds of kernel and of collective; `task` is a whole task whose kernels are not told apart, `wait` is compute waiting for its own communication, `bubble` for another mesh."""
+"""Kinds of kernel and of collective; `task` is a whole task whose kernels are not told apart, `wait` is compute waiting for its own
+communication, `bubble` for another mesh, `host` for the host, which is busy with `dispatch`."""
 
-_IDLE = ("wait", "bubble")
+_IDLE = ("wait", "bubble", "host")
 
 
 @dataclass(frozen=True, slots=True)

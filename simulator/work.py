@@ -109,6 +109,16 @@ class Work:
         return Work(scaled, self.bytes * times, moved)
 
 
+def on_devices(collective: Collective, devices: tuple[int, ...]) -> Groups:
+    """Its groups in ids of the cluster; a body counts the `devices` of its mesh from 0."""
+    try:
+        return tuple(tuple(devices[i] for i in group) for group in collective.groups)
+    except IndexError:
+        raise ValueError(
+            f"{collective.name} has groups {collective.groups}; its mesh has positions 0 to {len(devices) - 1}"
+        ) from None
+
+
 def work_of(body: Body) -> Work:
     """The work of everything in `body`, loops multiplied out."""
     total = Work()

@@ -6,8 +6,11 @@ function that lists the tasks of one mesh; what depends on what, transfers, dead
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import assert_never
 
+from simulator.clock import Clock
+from simulator.effect import Effect
 from simulator.program import Free, Instruction, Phase, Program, Recv, Run, Send, walk
 
 
@@ -38,7 +41,7 @@ class Pipeline:
         return stage % self.num_meshes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """For each mesh the tasks it runs in one step, in order.
 
@@ -115,24 +118,26 @@ class Schedule:
 
         Args:
             seconds: what a task takes, by phase or for every task.
-            transfer: from one mesh to another, how long it takes until what a task made is there; the meshes go on meanwhile.
+            transfer: from one mesh to another, how long it takes to send what a task made; the meshes go on meanwhile, and a mesh
+                sends one thing after the other.
 
         Raises:
             DeadlockError: the meshes wait for one another.
         """
         time = seconds if callable(seconds) else lambda task: seconds[task.phase]
         clocks = [0.0] * self.pipeline.num_meshes
-        arrived: dict[str, float] = {}
+        sending = [0.0] * self.pipeline.num_meshes
+        arrived: dict[tuple[str, int], float] = {}
         spans: dict[Run, tuple[float, float]] = {}
         for mesh, instruction in walk(self.program()):
             match instruction:
                 case Recv(value):
-                    clocks[mesh] = max(clocks[mesh], arrived[value])
+                    clocks[mesh] = max(clocks[mesh], arrived[value, mesh])
                 case Run():
                     start, clocks[mesh] = clocks[mesh], clocks[mesh] + time(instruction)
                     spans[instruction] = start, clocks[mesh]
                 case Send(value, to):
-                    arrived[value] = max(arrived.get(value, 0.0), clocks[mesh] + transfer(mesh, to))
+                    sending[mesh] = arrived[value, to] = max(clocks[mesh], sending[mesh]) + transfer(mesh, to)
                 case Free():
                     pass
                 case _:
@@ -144,8 +149,30 @@ class Schedule:
         seconds: Mapping[Phase, float] | Callable[[Run], float],
         transfer: Callable[[int, int], float] = lambda source, destination: 0.0,
     ) -> float:
-        """When the last task ends (`clock`)."""
-        return max(end for _, end in self.clock(seconds, transfer).values())
+        """When the last task ends and the last transfer arrives, as in `clock` but much faster.
+
+        Args:
+            seconds: what a task takes, by phase or for a task; asked once for all microbatches.
+            transfer: as for `clock`.
+        """
+        time = seconds if callable(seconds) else lambda task: seconds[task.phase]
+
+        def effect(mesh: int, instruction: Instruction) -> Effect:
+            match instruction:
+                case Run():
+                    return Effect.task(time(instruction))
+                case Send(_, to):
+                    return Effect.transfer(transfer(mesh, to))
+                case Recv() | Free():
+                    return Effect()
+                case _:
+                    assert_never(instruction)
+
+        return self._arrays.play(effect)
+
+    @cached_property
+    def _arrays(self) -> Clock:
+        return Clock.of(self.program())
 
     def in_flight(self) -> tuple[int, ...]:
         """For each mesh, of how many (stage, microbatch) it holds activations at most."""
@@ -176,6 +203,7 @@ class ScheduleKind:
     summary: str
 
 
+@lru_cache(maxsize=16)
 def make_schedule(name: str, pipeline: Pipeline) -> Schedule:
     """The schedule `name` (see `schedule_names`) of `pipeline`.
 

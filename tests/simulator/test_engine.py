@@ -11,19 +11,10 @@ from simulator.engine import simulate
 from simulator.memory import MemoryUse
 from simulator.program import DeadlockError, Instruction, Program, Recv, Run, Send
 from simulator.timeline import Span, Timeline
-from simulator.work import Body, Collective, Done, Kernel, Loop, Op, Start
+from simulator.work import Body, Collective, Done, Loop, Op, Start
+from tests.simulator.bodies import COSTS, bodies, compute, seconds, start
 
 CLUSTER = Cluster.load("cpu-virtual")
-COSTS = BandwidthOnly(bandwidth=1.0, flop_per_s=1.0)  # a FLOP or a sent byte takes a second
-PAIR = ((0, 1),)
-
-
-def compute(seconds: float, name: str = "dot") -> Kernel:
-    return Kernel(name, "gemm", seconds, 0)
-
-
-def start(seconds: float, name: str = "gather") -> Start:
-    return Start(Collective(name, "all_gather", 2 * seconds, PAIR))  # each of two devices sends half
 
 
 def step(*body: Op) -> Timeline:
@@ -128,6 +119,15 @@ def test_what_arrives_in_parts_is_gathered_before_it_is_read() -> None:
     assert timeline.seconds_by_category(1) == {"gemm": 10, "bubble": 3, "all_gather": 2, "wait": 2}
 
 
+def test_devices_wait_for_a_host_that_is_late_and_only_then() -> None:
+    timeline = simulate(TWO_STAGES, CLUSTER, COSTS, dispatch=3.0)
+    # Hosts hand over an instruction at 3, 6, 9 and 12. Mesh 0: 3-5, sends 6-7, 9-11, sends 12-13. Mesh 1: there at 7, 7-12, there at 13, 13-18
+    assert timeline.makespan == 18
+    assert timeline.seconds_by_category(0) == {"dispatch": 12, "host": 8, "gemm": 4, "send": 2}
+    assert timeline.seconds_by_category(1) == {"dispatch": 12, "host": 3, "gemm": 10, "bubble": 5}
+    assert timeline.busy(1, "compute") == 10
+
+
 def test_groups_count_the_devices_of_their_mesh() -> None:
     asked = []
 
@@ -142,7 +142,7 @@ def test_groups_count_the_devices_of_their_mesh() -> None:
 
 
 def test_a_group_outside_its_mesh_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"gather has groups \(\(0, 1\),\); mesh 0 has positions 0 to 0"):
+    with pytest.raises(ValueError, match=r"gather has groups \(\(0, 1\),\); its mesh has positions 0 to 0"):
         simulate(Program(((3,),), ((Run(0, "S"),),), {"0S": (start(1),)}), CLUSTER, COSTS)
 
 
@@ -160,18 +160,6 @@ def test_a_deadlock_is_shown() -> None:
     rows: tuple[tuple[Instruction, ...], ...] = ((Recv("y", 1), Send("x", 1)), (Recv("x", 0), Send("y", 0)))
     with pytest.raises(DeadlockError, match=r"mesh 0: > recv y<1 \| send x>1"):
         simulate(Program(((0,), (1,)), rows), CLUSTER)
-
-
-seconds = st.integers(0, 20)
-kernels = seconds.map(compute)
-synchronous = seconds.map(lambda time: (start(time), Done("gather")))
-overlapped = st.tuples(seconds, seconds).map(lambda times: (start(times[0]), compute(times[1]), Done("gather")))
-flat = st.lists(kernels.map(lambda kernel: (kernel,)) | synchronous | overlapped, max_size=4).map(
-    lambda parts: tuple(op for part in parts for op in part)
-)
-loops = st.builds(Loop, st.integers(0, 6), flat)
-nested = st.builds(lambda count, body, inner: Loop(count, (*body, inner)), st.integers(0, 6), flat, loops)
-bodies = st.builds(lambda body, loop: (*body, loop), flat, loops | nested)
 
 
 def unrolled(body: Body) -> Body:

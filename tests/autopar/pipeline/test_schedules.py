@@ -93,6 +93,19 @@ def test_a_slow_stage_sets_the_pace():
     assert 10 * 8 <= makespan <= 1 + 10 * 8 + 2 + 1
 
 
+@given(pipelines, st.lists(st.integers(0, 9), min_size=8, max_size=8), st.integers(0, 5), st.integers(0, 3))
+def test_the_makespan_is_when_the_last_clock_stops(pipeline, scale, transfer, step):
+    """Stages of any speed, transfers that take longer the farther they go."""
+
+    def seconds(task: Run) -> float:
+        return float(scale[task.stage % 8] * (1 + "FBUIW".index(task.phase)))
+
+    for schedule in schedules_of(pipeline):
+        spans = schedule.clock(seconds, lambda source, to: transfer + step * abs(source - to))
+        last = max(end for _, end in spans.values())
+        assert schedule.makespan(seconds, lambda source, to: transfer + step * abs(source - to)) == last
+
+
 def test_an_order_that_can_not_run_is_a_deadlock():
     rows = ((Run(0, "B", 0), Run(0, "F", 0)), (Run(1, "F", 0), Run(1, "B", 0)))
     with pytest.raises(DeadlockError, match="> recv 1B0<1"):

@@ -1,0 +1,152 @@
+"""The makespan of a program, exactly as `simulator.engine.simulate` finds it but without a timeline: fast enough to search with.
+
+A program is turned into arrays once; any costs then play it in a loop over integers, which numba compiles where it is installed and
+the program is long (64 stages with 512 microbatches take half a millisecond then).
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.costs import CostModel
+from simulator.effect import Effect, effect_of
+from simulator.program import Free, Instruction, Program, Recv, Run, Send, walk
+from simulator.work import Done, Start
+
+_WORTH_COMPILING = 20_000  # instructions; loading numba takes a second, and so many in Python less than a tenth of it
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """A program, ready to be timed again and again.
+
+    Attributes:
+        rows: where the instructions of each mesh begin in the arrays, and where the last ones end.
+        source: for each instruction, the send that it waits for; -1 if it waits for none.
+        kind: for each instruction, which of `kinds` it is.
+        kinds: (mesh, instruction) that differ in more than the microbatch.
+    """
+
+    program: Program
+    rows: NDArray[np.int64]
+    source: NDArray[np.int64]
+    kind: NDArray[np.int64]
+    kinds: tuple[tuple[int, Instruction], ...]
+
+    @classmethod
+    def of(cls, program: Program) -> Self:
+        """The clock of a program."""
+        played = [[each for each in row if not isinstance(each, Free)] for row in program.instructions]
+        rows = np.cumsum([0, *map(len, played)])
+        sends: defaultdict[tuple[str, int, int], deque[int]] = defaultdict(deque)
+        for start, (mesh, row) in zip(rows, enumerate(played), strict=False):
+            for at, each in enumerate(row, int(start)):
+                if isinstance(each, Send):
+                    sends[each.value, mesh, each.to].append(at)
+        kinds: dict[Hashable, int] = {}
+        examples: list[tuple[int, Instruction]] = []
+        source, kind = [], []
+        for mesh, row in enumerate(played):
+            for each in row:
+                found = sends[each.value, each.source, mesh] if isinstance(each, Recv) else ()
+                # what nobody sends is waited for by waiting for oneself
+                source.append(-1 if not isinstance(each, Recv) else found.popleft() if found else len(source))
+                key = mesh, _kind_of(each)
+                if key not in kinds:
+                    kinds[key] = len(examples)
+                    examples.append((mesh, each))
+                kind.append(kinds[key])
+        return cls(program, rows, np.array(source, np.int64), np.array(kind, np.int64), tuple(examples))
+
+    def makespan(self, costs: CostModel, dispatch: float = 0.0) -> float:
+        """Seconds of the step; arguments and errors as of `simulate`."""
+        return self.play(lambda mesh, instruction: self._effect(mesh, instruction, costs), dispatch)
+
+    def play(self, effect: Callable[[int, Instruction], Effect], dispatch: float = 0.0) -> float:
+        """Seconds of the step where an instruction of a mesh has the effect given; it is asked once for each of `kinds`.
+
+        Raises:
+            DeadlockError: the meshes wait for one another.
+        """
+        effects = [effect(mesh, instruction) for mesh, instruction in self.kinds]
+        table = np.array([(*each.compute, *each.communication) for each in effects], np.float64).reshape(-1, 4)
+        end = _player(len(self.kind) >= _WORTH_COMPILING)(self.rows, self.source, self.kind, table, dispatch)
+        if np.isnan(end):
+            for _ in walk(self.program):  # which raises, and shows where
+                pass
+            raise AssertionError("the clock is stuck where the walk is not")
+        return float(end)
+
+    def _effect(self, mesh: int, instruction: Instruction, costs: CostModel) -> Effect:
+        devices = self.program.meshes[mesh]
+        match instruction:
+            case Run():
+                return effect_of(self.program.body(instruction), costs, devices)
+            case Send(_, to, num_bytes):
+                pairs = self.program.pairs(mesh, to)
+                return Effect.transfer(costs.collective("permute", num_bytes / len(pairs), pairs))
+            case Recv(_, _, gather) if gather is not None:
+                return effect_of((Start(gather), Done(gather.name)), costs, devices)
+            case _:
+                return Effect()
+
+
+def _kind_of(instruction: Instruction) -> Hashable:
+    """The instruction without its microbatch."""
+    match instruction:
+        case Run():
+            return instruction.task
+        case Send(_, to, num_bytes):
+            return to, num_bytes
+        case Recv(_, _, gather):
+            return gather and replace(gather, name="")
+        case Free():
+            return None
+
+
+def _play(
+    rows: NDArray[np.int64],
+    source: NDArray[np.int64],
+    kind: NDArray[np.int64],
+    effects: NDArray[np.float64],
+    dispatch: float,
+) -> float:
+    """`simulator.program.walk` with clocks; nan for a deadlock."""
+    meshes = len(rows) - 1
+    compute, communication, host = np.zeros(meshes), np.zeros(meshes), np.zeros(meshes)
+    at = rows[:-1].copy()
+    sent = np.full(len(source), np.nan)
+    progressed = True
+    while progressed:
+        progressed = False
+        for mesh in range(meshes):
+            c, k, h, i = compute[mesh], communication[mesh], host[mesh], at[mesh]
+            while i < rows[mesh + 1]:
+                if source[i] >= 0 and np.isnan(sent[source[i]]):
+                    break
+                h += dispatch
+                c = max(c, h)
+                if source[i] >= 0:
+                    c = max(c, sent[source[i]])
+                effect = effects[kind[i]]
+                c, k = max(c + effect[0], k + effect[1]), max(c + effect[2], k + effect[3])
+                sent[i] = k
+                i += 1
+                progressed = True
+            compute[mesh], communication[mesh], host[mesh], at[mesh] = c, k, h, i
+    if (at < rows[1:]).any():
+        return np.nan
+    return max(compute.max(), communication.max()) if meshes else 0.0
+
+
+@cache
+def _player(compiled: bool) -> Callable[..., Any]:
+    """`_play`, compiled if asked for and if numba is installed."""
+    return import_module("numba").njit(cache=True)(_play) if compiled and find_spec("numba") else _play

@@ -1,0 +1,78 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator import clock
+from simulator.clock import Clock
+from simulator.cluster import Cluster
+from simulator.effect import Effect
+from simulator.engine import simulate
+from simulator.program import DeadlockError, Free, Instruction, Program, Recv, Run, Send
+from simulator.work import Collective
+from tests.simulator.bodies import COSTS, bodies
+
+CLUSTER = Cluster.load("cpu-virtual")
+GATHER = Collective("gather", "all_gather", 3, ((0, 1),))
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """Meshes of two devices that run tasks and send one another values of any size, gathered on arrival or not."""
+    count = draw(st.integers(1, 4))
+    tasks = draw(st.lists(bodies, min_size=1, max_size=3))
+    rows: list[list[Instruction]] = [[] for _ in range(count)]
+    meshes = st.integers(0, count - 1)
+    for n, (mesh, to) in enumerate(draw(st.lists(st.tuples(meshes, meshes), max_size=12))):
+        rows[mesh].append(Run(draw(st.integers(0, len(tasks) - 1)), "F", n))
+        if to != mesh:
+            rows[mesh] += [Send(f"v{n}", to, draw(st.integers(0, 9))), Free((f"v{n}",))]
+            rows[to].append(Recv(f"v{n}", mesh, draw(st.sampled_from([None, GATHER]))))
+    named = {f"{i}F": body for i, body in enumerate(tasks)}
+    return Program(tuple((2 * i, 2 * i + 1) for i in range(count)), tuple(map(tuple, rows)), named)
+
+
+@given(programs(), st.sampled_from([0.0, 0.5, 7.0]))
+def test_the_clock_is_the_engine_without_a_timeline(program: Program, dispatch: float) -> None:
+    expected = simulate(program, CLUSTER, COSTS, dispatch).makespan
+    assert Clock.of(program).makespan(COSTS, dispatch) == pytest.approx(expected)
+
+
+def pipeline(stages: int, micro_batches: int) -> Program:
+    rows: list[tuple[Instruction, ...]] = []
+    for i in range(stages):
+        row: list[Instruction] = []
+        for b in range(micro_batches):
+            row += [Recv(f"x{i - 1}.{b}", i - 1)] if i else []
+            row += [Run(i, "F", b), Send(f"x{i}.{b}", i + 1, 1)] if i + 1 < stages else [Run(i, "F", b)]
+        rows.append(tuple(row))
+    return Program(tuple((i,) for i in range(stages)), tuple(rows))
+
+
+def test_numba_and_python_agree_to_the_last_digit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    found = set()
+    for threshold in (0, 10**9):
+        monkeypatch.setattr(clock, "_WORTH_COMPILING", threshold)
+        found.add(Clock.of(pipeline(5, 7)).play(lambda mesh, _: Effect.task(0.1 * mesh), 0.01))
+    assert len(found) == 1
+
+
+def test_microbatches_are_of_one_kind() -> None:
+    assert len(Clock.of(pipeline(3, 100)).kinds) == 3 + 2 + 2  # tasks, sends, receives
+
+
+def test_a_value_sent_twice_is_received_in_turn() -> None:
+    rows = ((Send("x", 1, 2), Send("x", 1, 4)), (Recv("x", 0), Recv("x", 0)))
+    assert Clock.of(Program(((0,), (1,)), rows)).makespan(COSTS) == 6
+
+
+@pytest.mark.parametrize("first", [Recv("y", 1), Recv("nothing", 1)], ids=str)
+def test_a_deadlock_is_shown(first: Recv) -> None:
+    stuck = Program(((0,), (1,)), ((first, Send("x", 1)), (Recv("x", 0), Send("y", 0))))
+    with pytest.raises(DeadlockError, match=rf"mesh 0: > {first} \| send x>1"):
+        Clock.of(stuck).makespan(COSTS)
+
+
+def test_a_program_without_instructions_takes_no_time() -> None:
+    assert Clock.of(Program((), ())).makespan(COSTS) == 0
+    assert Clock.of(Program(((0,),), ((),))).makespan(COSTS) == 0
