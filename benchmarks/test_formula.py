@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 
 from simulator.cluster import Cluster
-from simulator.formula import Execution, Machine, Prediction, Transformer, predict
+from simulator.formula import Execution, Machine, Transformer, predict
+from simulator.prediction import Prediction
 
 GPT = Transformer(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
 

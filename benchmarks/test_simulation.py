@@ -9,6 +9,7 @@ from autopar.trace import trace
 from experiments.models import build_model
 from simulator.cluster import Cluster
 from simulator.engine import simulate
+from simulator.program import Phase
 
 CLUSTER = Cluster.load("p3.16xlarge")
 
@@ -31,7 +32,7 @@ def test_simulate(benchmark, program):
 def test_a_pipeline_of_64_stages_and_512_microbatches(benchmark, name):
     """Once the schedule is turned into arrays; target: 2 ms."""
     schedule = make_schedule(name, Pipeline(64, 512))
-    seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "U": 1.0}
+    seconds: dict[Phase, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "U": 1.0}
     schedule.makespan(seconds)  # compiles
     makespan = benchmark(schedule.makespan, seconds, lambda source, to: 0.1)
     assert makespan > 512 * 3

@@ -11,17 +11,21 @@ It knows nothing of JAX: `simulator.hlo` reads compiled programs as text, everyt
 transformers by their sizes, `python -m simulator` does so from files and compares with published numbers.
 """
 
+from simulator.breakdown import predict
+from simulator.clock import Clock
 from simulator.cluster import Cluster, Device, Link, cluster_names
 from simulator.costs import BandwidthOnly, ClusterCosts, CostModel
 from simulator.description import ClusterError
 from simulator.engine import simulate
-from simulator.memory import MemoryUse
+from simulator.memory import Footprint, MemoryUse
+from simulator.prediction import Prediction
 from simulator.program import DeadlockError, Free, Program, Recv, Run, Send, parse_instruction, walk
 from simulator.timeline import Span, Timeline
 from simulator.work import Collective, Done, Gemm, Kernel, Loop, Start, Work, work_of
 
 __all__ = [
     "BandwidthOnly",
+    "Clock",
     "Cluster",
     "ClusterCosts",
     "ClusterError",
@@ -30,12 +34,14 @@ __all__ = [
     "DeadlockError",
     "Device",
     "Done",
+    "Footprint",
     "Free",
     "Gemm",
     "Kernel",
     "Link",
     "Loop",
     "MemoryUse",
+    "Prediction",
     "Program",
     "Recv",
     "Run",
@@ -46,6 +52,7 @@ __all__ = [
     "Work",
     "cluster_names",
     "parse_instruction",
+    "predict",
     "simulate",
     "walk",
     "work_of",

@@ -1,9 +1,9 @@
 """The simulator's own command line: `python -m simulator`."""
 
 import json
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich import box
@@ -12,8 +12,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 from simulator.calibration.profiles import fit_profiles, write_profile
-from simulator.formula import Prediction, predict
+from simulator.formula import predict
 from simulator.formula.files import BACKENDS, Formula, load_machine
+from simulator.prediction import PARTS, Prediction
 from simulator.validation.published import published_sets
 from simulator.validation.report import Comparison, as_json, summary, write_report
 
@@ -52,17 +53,11 @@ def predict_formula(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if as_text:
-        typer.echo(json.dumps({name: _plain(prediction) for name, prediction in predictions.items()}, indent=1))
+        typer.echo(json.dumps({name: prediction.row() for name, prediction in predictions.items()}, indent=1))
     else:
         console = Console()
         console.width = max(console.width, 80)
         console.print(_prediction_table(predictions))
-
-
-def _plain(prediction: Prediction) -> dict[str, Any]:
-    rates = {name: getattr(prediction, name) for name in ("tokens_per_s", "tflop_per_s_per_device", "mfu", "hfu")}
-    quantiles = {f"p{percent}": prediction.quantile(percent / 100) for percent in (10, 50, 90)}
-    return asdict(prediction) | rates | quantiles | {"memory_total": prediction.memory.total}
 
 
 def _prediction_table(predictions: dict[str, Prediction]) -> Table:
@@ -70,26 +65,32 @@ def _prediction_table(predictions: dict[str, Prediction]) -> Table:
     table = Table("", *predictions, box=box.SIMPLE)
     for column in table.columns[1:]:
         column.justify = "right"
-
-    def row(label: str, values: list[str]) -> None:
-        table.add_row(label, *values)
-
     several = list(predictions.values())
-    row("step, s", [f"{one.seconds:.4g}" for one in several])
-    row("  P10 to P90", [f"{one.quantile(0.1):.4g} to {one.quantile(0.9):.4g}" for one in several])
-    for part in ("forward", "backward", "recompute", "update", "bubble", "host"):
-        row(f"  {part}", [f"{getattr(one, part):.4g}" for one in several])
+
+    def row(label: str, cell: Callable[[Prediction], str]) -> None:
+        table.add_row(label, *map(cell, several))
+
+    row("step, s", lambda one: f"{one.seconds:.4g}")
+    row("  P10 to P90", lambda one: f"{one.quantile(0.1):.4g} to {one.quantile(0.9):.4g}")
+    for part in PARTS:
+        if any(getattr(one, part) for one in several):
+            row(f"  {part}", lambda one, part=part: f"{getattr(one, part):.4g}")
     for axis in several[0].exposed:
         row(
-            f"  {axis}, exposed (of)",
-            [f"{one.exposed[axis]:.4g} ({one.communication[axis]:.4g})" for one in several],
+            f"  {axis}, exposed (of)", lambda one, axis=axis: f"{one.exposed[axis]:.4g} ({one.communication[axis]:.4g})"
         )
-    row("memory, GB", [f"{one.memory.total / 1e9:.1f}" for one in several])
-    for part in ("parameters", "gradients", "optimizer", "embedding", "activations", "temporaries"):
-        row(f"  {part}", [f"{getattr(one.memory, part) / 1e9:.1f}" for one in several])
-    row("tokens per s", [f"{one.tokens_per_s:,.0f}" for one in several])
-    row("TFLOP/s a device", [f"{one.tflop_per_s_per_device:.1f}" for one in several])
-    row("MFU, HFU", [f"{one.mfu:.1%}, {one.hfu:.1%}" for one in several])
+    row("memory, GB", lambda one: f"{one.memory.total / 1e9:.1f}")
+    for part in several[0].memory.parts:
+        row(f"  {part}", lambda one, part=part: f"{one.memory.parts[part] / 1e9:.1f}")
+    row(
+        "  fits, with reserve",
+        lambda one: (
+            f"{'yes' if one.memory.fits else 'no'}, {one.memory.reserved / 1e9:.1f} of {one.memory.capacity / 1e9:.0f}"
+        ),
+    )
+    row("tokens per s", lambda one: f"{one.tokens_per_s:,.0f}")
+    row("TFLOP/s a device", lambda one: f"{one.tflop_per_s_per_device:.1f}")
+    row("MFU, HFU", lambda one: f"{one.mfu:.1%}, {one.hfu:.1%}")
     return table
 
 

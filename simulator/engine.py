@@ -71,7 +71,7 @@ class _Clock:
     compute: float = 0.0
     communication: float = 0.0
     host: float = 0.0
-    running: dict[str, float] = field(default_factory=dict)  # collectives started and not waited for: when each ends
+    running: dict[str, tuple[float, Category]] = field(default_factory=dict)  # started, not waited for: when each ends
     spans: list[Span] = field(default_factory=list)
     groups: dict[Groups, Groups] = field(default_factory=dict)
 
@@ -89,11 +89,13 @@ class _Clock:
                     self._record(op.name, "compute", start, self.compute, op.kind)
                 case Start(collective):
                     seconds = self.costs.collective(collective.kind, collective.num_bytes, self._global(collective))
-                    self.running[collective.name] = self.communicate(collective.name, seconds, collective.kind)
+                    end = self.communicate(collective.name, seconds, collective.kind)
+                    self.running[collective.name] = end, collective.kind
                 case Done(name):
                     if name not in self.running:
                         raise ValueError(f"task {self.task}: waits for collective {name!r}, which is not running")
-                    self.wait_until(self.running.pop(name), name, "wait")
+                    end, kind = self.running.pop(name)
+                    self.wait_until(end, name, "wait", kind)
                 case Loop():
                     self._loop(op)
                 case _:
@@ -106,10 +108,10 @@ class _Clock:
         self._record(name, "communication", start, self.communication, category)
         return self.communication
 
-    def wait_until(self, time: float, name: str, category: Category) -> None:
+    def wait_until(self, time: float, name: str, category: Category, awaited: Category | None = None) -> None:
         """Let the compute stream idle until `time`."""
         if time > self.compute:
-            self._record(name, "compute", self.compute, time, category)
+            self._record(name, "compute", self.compute, time, category, awaited)
             self.compute = time
 
     def _loop(self, loop: Loop) -> None:
@@ -136,15 +138,16 @@ class _Clock:
             "communication": self.communication + count * communication,
         }
         begins: dict[Stream, float] = {"compute": self.compute, "communication": self.communication}
-        busy: defaultdict[tuple[Stream, Category], float] = defaultdict(float)
+        busy: defaultdict[tuple[Stream, Category, Category | None], float] = defaultdict(float)
         for span in pattern:
-            busy[span.stream, span.category] += count * span.seconds
-        for (stream, category), seconds in busy.items():
-            name = f"{count} x {category}"
-            self.spans.append(Span(name, self.mesh, stream, begins[stream], ends[stream], category, self.task, seconds))
+            busy[span.stream, span.category, span.awaited] += count * span.seconds
+        for (stream, category, awaited), seconds in busy.items():
+            name, begin, end = f"{count} x {category}", begins[stream], ends[stream]
+            self.spans.append(Span(name, self.mesh, stream, begin, end, category, self.task, seconds, awaited))
         self.compute, self.communication = ends["compute"], ends["communication"]
         for name in started:
-            self.running[name] += count * communication
+            end, kind = self.running[name]
+            self.running[name] = end + count * communication, kind
 
     def _global(self, collective: Collective) -> Groups:
         """Its groups in ids of the cluster."""
@@ -152,8 +155,10 @@ class _Clock:
             self.groups[collective.groups] = on_devices(collective, self.devices)
         return self.groups[collective.groups]
 
-    def _record(self, name: str, stream: Stream, start: float, end: float, category: Category) -> None:
-        self.spans.append(Span(name, self.mesh, stream, start, end, category, self.task))
+    def _record(
+        self, name: str, stream: Stream, start: float, end: float, category: Category, awaited: Category | None = None
+    ) -> None:
+        self.spans.append(Span(name, self.mesh, stream, start, end, category, self.task, awaited=awaited))
 
 
 def _steady(last: tuple[float, float, float], now: tuple[float, float, float]) -> bool:

@@ -43,6 +43,7 @@ class Span:
         task: the instruction it belongs to, as it prints: `1F0`.
         busy: seconds it stands for, where that is less than its length: the iterations of a loop are summed up as one span per
             category.
+        awaited: the kind of the collective that a `wait` waits for.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Span:
     category: Category
     task: str = ""
     busy: float | None = None
+    awaited: Category | None = None
 
     @property
     def seconds(self) -> float:

@@ -12,7 +12,6 @@
 from simulator.formula.description import Execution, Transformer
 from simulator.formula.machine import EAGER, JITTED, ZERO_2021, Backend, Machine
 from simulator.formula.memory import Memory, memory_of
-from simulator.formula.prediction import Prediction
 from simulator.formula.step import predict
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "Execution",
     "Machine",
     "Memory",
-    "Prediction",
     "Transformer",
     "memory_of",
     "predict",

@@ -1,13 +1,14 @@
 """Seconds of a training step, and where they go."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from simulator.description import ClusterError
 from simulator.formula.description import Execution, Transformer
 from simulator.formula.layer import LayerPhases, Phase, embedding_phases, head_phases, layer_phases
 from simulator.formula.machine import Machine
 from simulator.formula.memory import memory_of, stage_parameters
-from simulator.formula.prediction import Prediction
+from simulator.memory import Footprint
+from simulator.prediction import Prediction
 
 _HOST_NORM = 3  # of host and device, which take turns in keeping each other waiting: infinite where one always leads
 
@@ -67,7 +68,7 @@ def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction
         host=host,
         exposed=exposed,
         communication=communication,
-        memory=memory_of(model, plan),
+        memory=Footprint(asdict(memory_of(model, plan)), 1e9 * cluster.device.reserve_gb, cluster.device.memory_bytes),
         model_flops=model_flops,
         hardware_flops=model_flops + again,
         peak_flop_per_s=machine.gemms.profile.peak_tflop_per_s * 1e12 * plan.devices,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from simulator.formula import Prediction
+from simulator.prediction import Prediction
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""Bodies of tasks whose seconds are plain to see, and Hypothesis strategies for them."""
+"""Bodies of tasks whose seconds are plain to see, and Hypothesis strategies for them and for programs."""
 
 from hypothesis import strategies as st
 
 from simulator.costs import BandwidthOnly
+from simulator.program import Free, Instruction, Program, Recv, Run, Send
 from simulator.work import Collective, Done, Kernel, Loop, Start
 
 COSTS = BandwidthOnly(bandwidth=1.0, flop_per_s=1.0)  # a FLOP or a sent byte takes a second
@@ -27,3 +28,21 @@ flat = st.lists(kernels.map(lambda kernel: (kernel,)) | synchronous | overlapped
 loops = st.builds(Loop, st.integers(0, 6), flat)
 nested = st.builds(lambda count, body, inner: Loop(count, (*body, inner)), st.integers(0, 6), flat, loops)
 bodies = st.builds(lambda body, loop: (*body, loop), flat, loops | nested)
+
+GATHER = Collective("gather", "all_gather", 3, ((0, 1),))
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """Meshes of two devices that run tasks and send one another values of any size, gathered on arrival or not."""
+    count = draw(st.integers(1, 4))
+    tasks = draw(st.lists(bodies, min_size=1, max_size=3))
+    rows: list[list[Instruction]] = [[] for _ in range(count)]
+    meshes = st.integers(0, count - 1)
+    for n, (mesh, to) in enumerate(draw(st.lists(st.tuples(meshes, meshes), max_size=12))):
+        rows[mesh].append(Run(draw(st.integers(0, len(tasks) - 1)), "F", n))
+        if to != mesh:
+            rows[mesh] += [Send(f"v{n}", to, draw(st.integers(0, 9))), Free((f"v{n}",))]
+            rows[to].append(Recv(f"v{n}", mesh, draw(st.sampled_from([None, GATHER]))))
+    named = {f"{i}F": body for i, body in enumerate(tasks)}
+    return Program(tuple((2 * i, 2 * i + 1) for i in range(count)), tuple(map(tuple, rows)), named)

@@ -7,28 +7,10 @@ from simulator.clock import Clock
 from simulator.cluster import Cluster
 from simulator.effect import Effect
 from simulator.engine import simulate
-from simulator.program import DeadlockError, Free, Instruction, Program, Recv, Run, Send
-from simulator.work import Collective
-from tests.simulator.bodies import COSTS, bodies
+from simulator.program import DeadlockError, Instruction, Program, Recv, Run, Send
+from tests.simulator.bodies import COSTS, programs
 
 CLUSTER = Cluster.load("cpu-virtual")
-GATHER = Collective("gather", "all_gather", 3, ((0, 1),))
-
-
-@st.composite
-def programs(draw: st.DrawFn) -> Program:
-    """Meshes of two devices that run tasks and send one another values of any size, gathered on arrival or not."""
-    count = draw(st.integers(1, 4))
-    tasks = draw(st.lists(bodies, min_size=1, max_size=3))
-    rows: list[list[Instruction]] = [[] for _ in range(count)]
-    meshes = st.integers(0, count - 1)
-    for n, (mesh, to) in enumerate(draw(st.lists(st.tuples(meshes, meshes), max_size=12))):
-        rows[mesh].append(Run(draw(st.integers(0, len(tasks) - 1)), "F", n))
-        if to != mesh:
-            rows[mesh] += [Send(f"v{n}", to, draw(st.integers(0, 9))), Free((f"v{n}",))]
-            rows[to].append(Recv(f"v{n}", mesh, draw(st.sampled_from([None, GATHER]))))
-    named = {f"{i}F": body for i, body in enumerate(tasks)}
-    return Program(tuple((2 * i, 2 * i + 1) for i in range(count)), tuple(map(tuple, rows)), named)
 
 
 @given(programs(), st.sampled_from([0.0, 0.5, 7.0]))

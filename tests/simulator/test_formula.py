@@ -293,7 +293,7 @@ def test_a_formula_file_is_predicted_on_several_clusters_with_changes() -> None:
     )
     changed = json.loads(halved.stdout)["dgx_a100_80"]
     assert changed["recompute"] > 3 * both["dgx_a100_80"]["recompute"]
-    assert changed["exposed"]["data"] > 1.5 * both["dgx_a100_80"]["exposed"]["data"]
+    assert changed["exposed data"] > 1.5 * both["dgx_a100_80"]["exposed data"]
     table = CliRunner().invoke(app, ["predict", str(EXAMPLE)])
     assert "memory, GB" in table.stdout
 

@@ -8,7 +8,8 @@ from typing import Any
 import pandas as pd
 
 from simulator.cluster import Cluster
-from simulator.formula import EAGER, Backend, Execution, Machine, Prediction, Transformer, predict
+from simulator.formula import EAGER, Backend, Execution, Machine, Transformer, predict
+from simulator.prediction import Prediction
 from simulator.validation.measurements import DATA
 
 GIB = 2**30
@@ -56,6 +57,6 @@ def fastest(
             candidate = predict(model, Execution.model_validate(plan | dict(zip(choices, values, strict=True))), where)
         except ValueError:
             continue
-        if candidate.memory.total <= where.cluster.device.usable_bytes:
+        if candidate.memory.fits:
             found.append(candidate)
     return min(found, key=lambda prediction: prediction.seconds, default=None)

@@ -1,0 +1,138 @@
+"""Predictions of programs: a timeline, and where its seconds go."""
+
+from collections import Counter, defaultdict
+from functools import cache
+from math import nan
+
+from simulator.cluster import Cluster, Device
+from simulator.costs import CostModel
+from simulator.engine import simulate
+from simulator.memory import Footprint
+from simulator.prediction import Prediction
+from simulator.program import Phase, Program, Run, parse_instruction
+from simulator.timeline import Span, Timeline
+from simulator.work import Body, Kernel, Loop
+
+_PARTS: dict[Phase, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward",
+    "W": "backward",
+    "U": "update",
+    "S": "whole",
+}
+
+
+def predict(
+    program: Program,
+    cluster: Cluster,
+    costs: CostModel | None = None,
+    dispatch: float = 0.0,
+    model_flops: float = nan,
+    tokens: int = 0,
+) -> Prediction:
+    """What one step of `program` takes on `cluster`; `simulator.formula.predict` answers the same for a transformer's sizes.
+
+    Args:
+        program, cluster, costs, dispatch: as for `simulator.engine.simulate`, which also says what may be wrong with them.
+        model_flops: FLOP that the step needs, nothing computed twice, of all devices; a program doesn't know.
+        tokens: that the step learns from.
+    """
+    timeline = simulate(program, cluster, costs, dispatch)
+    return prediction_of(timeline, program, cluster, model_flops, tokens)
+
+
+def prediction_of(
+    timeline: Timeline, program: Program, cluster: Cluster, model_flops: float = nan, tokens: int = 0
+) -> Prediction:
+    """Where the seconds of a timeline of `program` go, on the mesh that computes longest; arguments as of `predict`."""
+    mesh = max(range(len(timeline.meshes)), key=lambda mesh: timeline.busy(mesh, "compute"))
+    own = [span for span in timeline.spans if span.mesh == mesh]
+    parts, exposed = _compute_seconds(own)
+    computed = max((span.end for span in own if span.stream == "compute"), default=0.0)
+    parts["bubble"] += timeline.makespan - computed
+    moved: defaultdict[str, float] = defaultdict(float)
+    for span in own:
+        if span.stream == "communication":
+            moved[span.category] += span.seconds
+            late = span.seconds * max(0.0, span.end - max(span.start, computed)) / (span.end - span.start or 1.0)
+            if late:  # nobody waits for it, except for the end of the step
+                exposed[span.category] += late
+                parts["bubble"] -= late
+    held = max((use.parts() for use in program.memory), key=lambda each: sum(each.values()), default={})
+    done = _matrix_flops(program)
+    device, devices = cluster.device, sum(map(len, program.meshes))
+    return Prediction(
+        seconds=timeline.makespan,
+        forward=parts["forward"],
+        backward=parts["backward"],
+        recompute=0.0,
+        update=parts["update"],
+        bubble=parts["bubble"],
+        host=parts["host"],
+        exposed=dict(exposed),
+        communication=dict(moved),
+        memory=Footprint(held, 1e9 * device.reserve_gb, device.memory_bytes),
+        model_flops=model_flops,
+        hardware_flops=sum(done.values()) or nan,
+        peak_flop_per_s=_peak(done, device) * devices,
+        devices=devices,
+        tokens=tokens,
+        whole=parts["whole"],
+    )
+
+
+def _compute_seconds(own: list[Span]) -> tuple[defaultdict[str, float], defaultdict[str, float]]:
+    """What the compute stream of a mesh does, and what collectives it waits for."""
+    parts: defaultdict[str, float] = defaultdict(float)
+    exposed: defaultdict[str, float] = defaultdict(float)
+    for span in own:
+        if span.stream != "compute":
+            continue
+        match span.category:
+            case "wait":
+                exposed[span.awaited or "wait"] += span.seconds
+            case "bubble" | "host":
+                parts[span.category] += span.seconds
+            case _:
+                parts[_part(span.task)] += span.seconds
+    return parts, exposed
+
+
+@cache
+def _part(task: str) -> str:
+    instruction = parse_instruction(task)
+    return _PARTS[instruction.phase] if isinstance(instruction, Run) else "whole"
+
+
+def _matrix_flops(program: Program) -> Counter[str]:
+    """FLOP of all products and convolutions of a step on all devices, by what they compute in."""
+    of_body = {task: _of_body(body) for task, body in program.bodies.items()}
+    done: Counter[str] = Counter()
+    for devices, row in zip(program.meshes, program.instructions, strict=True):
+        for task, count in Counter(each.task for each in row if isinstance(each, Run)).items():
+            for dtype, flops in of_body[task].items():
+                done[dtype] += len(devices) * count * flops  # pyright: ignore[reportArgumentType]
+    return done
+
+
+def _of_body(body: Body) -> Counter[str]:
+    done: Counter[str] = Counter()
+    for op in body:
+        match op:
+            case Kernel() if op.kind != "memory":
+                done[op.dtype] += op.flops  # pyright: ignore[reportArgumentType]
+            case Loop(count, inner):
+                for dtype, flops in _of_body(inner).items():
+                    done[dtype] += count * flops
+            case _:
+                pass
+    return done
+
+
+def _peak(done: Counter[str], device: Device) -> float:
+    """FLOP per second of a device that does this mixture of precisions at the peak of each."""
+    seconds = sum(
+        flops / device.peak_tflop_per_s.get(dtype, device.vector_tflop_per_s) for dtype, flops in done.items()
+    )
+    return 1e12 * sum(done.values()) / seconds if seconds else nan

@@ -1,0 +1,96 @@
+"""What is predicted of a training step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import exp, sqrt
+from statistics import NormalDist
+
+from simulator.memory import Footprint
+
+PARTS = ("forward", "backward", "recompute", "update", "whole", "bubble", "host")
+"""Where the time goes, beside exposed communication."""
+
+# Standard deviations of the error of each kind of time, such that four fifths of the rows of published tables lie between P10 and P90.
+_DEVIATION = {"compute": 0.08, "network": 0.15, "host": 0.25}
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One training step, in seconds; the parts, `exposed` among them, sum up to `seconds`.
+
+    Attributes:
+        forward, backward, recompute: computation of all microbatches on the busiest device; a compiled program does not tell what it
+            computes again, which is then part of `backward`.
+        update: the optimizer.
+        whole: computation of a program that is not cut into phases.
+        bubble: waiting for other stages.
+        host: waiting for the host to launch kernels or to hand over instructions.
+        exposed: communication that nothing hides, by axis ("tensor", "pipeline", "data") or, of a program, by kind.
+        communication: all of it, likewise.
+        memory: bytes on the device that needs most; without parts if the program does not say.
+        model_flops, hardware_flops: of all devices, without and with what is computed twice; nan if the program does not say.
+        peak_flop_per_s: of all devices, in the precisions that are used.
+        devices: how many.
+        tokens: of the step; 0 if the program does not say.
+    """
+
+    seconds: float
+    forward: float
+    backward: float
+    recompute: float
+    update: float
+    bubble: float
+    host: float
+    exposed: Mapping[str, float]
+    communication: Mapping[str, float]
+    memory: Footprint
+    model_flops: float
+    hardware_flops: float
+    peak_flop_per_s: float
+    devices: int
+    tokens: int
+    whole: float = 0.0
+
+    @property
+    def tflop_per_s_per_device(self) -> float:
+        """Model FLOP."""
+        return self.model_flops / self.seconds / self.devices / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP utilisation."""
+        return self.model_flops / self.seconds / self.peak_flop_per_s
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOP utilisation: what is computed twice counts twice."""
+        return self.hardware_flops / self.seconds / self.peak_flop_per_s
+
+    def quantile(self, probability: float) -> float:
+        """Seconds that the step takes at most with this probability, between 0 and 1, both excluded.
+
+        Errors of the kinds of time are taken to be independent and their effect on the whole log-normal.
+        """
+        if not 0 < probability < 1:
+            raise ValueError(f"a probability of {probability}; expected one between 0 and 1")
+        network = sum(self.exposed.values())
+        parts = {"compute": self.seconds - network - self.host, "network": network, "host": self.host}
+        deviation = sqrt(sum((_DEVIATION[kind] * part / self.seconds) ** 2 for kind, part in parts.items()))
+        return self.seconds * exp(deviation * NormalDist().inv_cdf(probability))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    def row(self) -> dict[str, float | int | bool]:
+        """Everything as one row of a table: `pandas.DataFrame([prediction.row(), ...])`."""
+        row: dict[str, float | int | bool] = {"seconds": self.seconds}
+        row |= {f"p{percent}": self.quantile(percent / 100) for percent in (10, 50, 90)}
+        row |= {name: getattr(self, name) for name in PARTS}
+        row |= {f"exposed {name}": seconds for name, seconds in self.exposed.items()}
+        row |= {f"communication {name}": seconds for name, seconds in self.communication.items()}
+        if self.memory.parts:
+            row |= {f"memory {name}": num_bytes for name, num_bytes in self.memory.parts.items()}
+            row |= {"allocated": self.memory.total, "reserved": self.memory.reserved, "fits": self.memory.fits}
+        rates = ("devices", "tokens_per_s", "tflop_per_s_per_device", "mfu", "hfu")
+        return row | {name: getattr(self, name) for name in rates}

@@ -1,0 +1,72 @@
+from math import isnan
+
+import pytest
+from hypothesis import given
+
+from simulator.breakdown import predict
+from simulator.cluster import Cluster
+from simulator.engine import simulate
+from simulator.memory import MemoryUse
+from simulator.program import Program, Recv, Run, Send
+from simulator.work import Done, Loop
+from tests.simulator.bodies import COSTS, compute, programs, start
+
+CLUSTER = Cluster.load("cpu-virtual")
+
+PIPELINE = Program(
+    meshes=((0, 1), (2, 3)),
+    instructions=(
+        (Run(0, "F"), Send("x", 1, 4), Recv("g", 1), Run(0, "B"), Run(0, "U")),
+        (Recv("x", 0), Run(1, "F"), Run(1, "B"), Send("g", 0, 4), Run(1, "U")),
+    ),
+    bodies={
+        "0F": (compute(1),),
+        "0B": (compute(2),),
+        "0U0": (compute(1),),
+        "1F": (compute(3),),
+        "1B": (start(2), compute(5), Done("gather"), start(4)),
+        "1U0": (compute(1),),
+    },
+    memory=(MemoryUse(arguments=7, outputs=5, aliased=5, temporaries=2), MemoryUse(arguments=6)),
+)
+
+
+def test_the_seconds_of_the_busiest_mesh_by_hand() -> None:
+    # mesh 1: input 0-1 computed, 1-3 sent (2 bytes from each device); F 3-6, gathers 6-8 beside B 6-11; gathers 11-15, then sends
+    # 15-17; U 11-12. Mesh 0: B 17-19, U 19-20. So mesh 1 is at 12 with computing, at 17 with communication, and the step ends at 20
+    prediction = predict(PIPELINE, CLUSTER, COSTS, model_flops=40, tokens=10)
+    assert prediction.seconds == 20
+    assert (prediction.forward, prediction.backward, prediction.update, prediction.whole) == (3, 5, 1, 0)
+    assert prediction.exposed == {"all_gather": 3, "send": 2}
+    assert prediction.communication == {"all_gather": 6, "send": 2}
+    assert prediction.bubble == 3 + 3
+    # two devices of each mesh: 2 * (1 + 2 + 1 + 3 + 5 + 1)
+    assert (prediction.hardware_flops, prediction.model_flops) == (26, 40)
+    assert prediction.tokens_per_s == 0.5
+    assert prediction.peak_flop_per_s == 4 * CLUSTER.device.peak_tflop_per_s["f32"] * 1e12
+    assert prediction.memory.parts == {"arguments": 7, "outputs": 0, "temporaries": 2}
+    assert prediction.memory.fits
+
+
+def test_waiting_is_told_by_what_is_waited_for_in_loops_too() -> None:
+    body = (compute(1), Loop(1000, (start(3), compute(1), Done("gather"))))
+    prediction = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, COSTS, dispatch=4)
+    assert prediction.exposed == {"all_gather": pytest.approx(2000)}
+    assert (prediction.whole, prediction.host) == (pytest.approx(1001), 4)
+
+
+def test_what_a_program_does_not_know_is_not_made_up() -> None:
+    prediction = predict(Program(((0,),), ((Run(0, "S"),),), {"0S": ()}), CLUSTER, COSTS)
+    assert isnan(prediction.model_flops)
+    assert isnan(prediction.hardware_flops)
+    with pytest.raises(ValueError, match="nothing is known of the memory"):
+        assert prediction.memory.fits
+
+
+@given(programs())
+def test_the_parts_sum_up_to_the_step(program: Program) -> None:
+    prediction = predict(program, CLUSTER, COSTS, dispatch=0.5)
+    parts = prediction.forward + prediction.bubble + prediction.host + sum(prediction.exposed.values())
+    assert parts == pytest.approx(prediction.seconds)
+    assert prediction.seconds == simulate(program, CLUSTER, COSTS, dispatch=0.5).makespan
+    assert prediction.bubble >= -1e-9
