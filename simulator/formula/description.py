@@ -116,7 +116,8 @@ class Execution(Description):
         overlap_gradients: whether gradients are sent while the backward pass goes on, and parameters gathered while the forward does.
         overlap_tensor: which collectives over the tensor axis run beside matrix products: none, those of the backward pass that can
             run beside weight gradients, or all, cut into pieces that follow the product they feed or come from.
-        overlap_sends: whether sends to the next stage go on while the next microbatch is computed.
+        overlap_sends: whether sends to the next stage go on while another microbatch is computed, for which devices need several
+            stages (`interleave`): with one they wait for what comes back all the same.
         scatter_sends: whether the devices of a tensor group each send a part to the next stage (always with sequence_parallel).
     """
 

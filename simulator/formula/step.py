@@ -1,5 +1,6 @@
 """Seconds of a training step, and where they go."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from simulator.description import ClusterError
@@ -37,11 +38,10 @@ def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction
         stages[0], stages[-1] = first, last
     slowest = max(stages, key=lambda stage: stage.seconds)
     send = _send_seconds(model, plan, machine)
-    waited = send * machine.backend.contention if plan.overlap_sends else send
+    # with one stage a device, what comes back from the next one is waited for, whatever goes on beside the sends
+    waited = send * machine.backend.contention if plan.overlap_sends and plan.interleave > 1 else send
     slots = plan.microbatches
-    steady = slots * (slowest.seconds + 2 * waited)
-    bubble = (sum(stage.seconds for stage in stages) - slowest.seconds) / plan.interleave
-    bubble += 2 * (plan.pipeline - 1) * send / plan.interleave if plan.pipeline > 1 else 0.0
+    steady, bubble = pipeline_seconds([stage.seconds for stage in stages], slots, plan.interleave, send, waited)
     data = _DataAxis.of(model, plan, machine, slowest.forward, slowest.backward)
     update = _update_seconds(model, plan, machine)
     host = slots * slowest.host + machine.backend.step_us * 1e-6
@@ -75,6 +75,24 @@ def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction
         devices=plan.devices,
         tokens=plan.global_batch * model.seq,
     )
+
+
+def pipeline_seconds(
+    stages: Sequence[float], microbatches: int, interleave: int, send: float, waited: float
+) -> tuple[float, float]:
+    """Seconds that the slowest stage is busy, and that it waits for the others, under gpipe and (interleaved) 1f1b.
+
+    It is what `simulator.clock` finds for these schedules, exactly where all stages but the last are alike and devices wait for their
+    sends, to 1 % where they are interleaved. Stages that differ more fill and drain faster than that.
+
+    Args:
+        stages: seconds of a microbatch on each device, forward and backward, sends left out.
+        send: seconds of a message to the next device, in all chunks together.
+        waited: the part of it during which devices don't compute.
+    """
+    slowest = max(stages)
+    bubble = sum(stages) - slowest + 2 * (len(stages) - 1) * send
+    return microbatches * (slowest + 2 * waited), bubble / interleave
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,14 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 import simulator.formula
+from autopar.pipeline.schedules import Pipeline, make_schedule
 from simulator.cli import app
 from simulator.cluster import Cluster, ClusterError, Link
 from simulator.formula import EAGER, JITTED, ZERO_2021, Execution, Machine, Transformer, memory_of, predict
 from simulator.formula.layer import layer_phases
 from simulator.formula.memory import kept_activations
+from simulator.formula.step import pipeline_seconds
+from simulator.program import Run
 
 GPT = Transformer(layers=16, hidden=4096, heads=32, seq=2048, vocab=51200)
 BIG = Transformer(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
@@ -71,6 +74,28 @@ def test_equal_stages_without_communication_have_the_textbook_bubble() -> None:
         prediction = predict(model, plan, machine)
         work = prediction.forward + prediction.backward
         assert prediction.bubble / work == pytest.approx((pipeline - 1) / interleave / 16, rel=0.05)
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 3), st.integers(0, 9), st.integers(0, 6), st.booleans())
+def test_pipelines_take_what_the_exact_clock_says(
+    meshes: int, rounds: int, chunks: int, loss: int, send: int, gpipe: bool
+) -> None:
+    """Forward 6, backward 12 and a loss on each device; sends are waited for, so they are part of the tasks."""
+    chunks = chunks if meshes > 1 else 1
+    micro_batches = meshes * rounds if chunks > 1 else meshes + rounds
+    name = "interleaved_1f1b" if chunks > 1 else "gpipe" if gpipe else "1f1b"
+    stages, sends = meshes * chunks, send if meshes > 1 else 0
+
+    def seconds(task: Run) -> float:
+        of_loss = loss if task.stage == stages - 1 else 0
+        return {"F": (6 + sends) / chunks + of_loss / 3, "B": (12 + sends) / chunks + of_loss * 2 / 3, "U": 0}[
+            task.phase
+        ]
+
+    exact = make_schedule(name, Pipeline(meshes, micro_batches, chunks)).makespan(seconds)
+    devices = [18.0] * (meshes - 1) + [18.0 + loss]
+    found = sum(pipeline_seconds(devices, micro_batches, chunks, sends, sends))
+    assert found == pytest.approx(exact, rel=1e-9 if chunks == 1 else 0.01)
 
 
 def test_the_parts_sum_up_to_the_step() -> None:
