@@ -92,18 +92,25 @@ class Program:
         instructions: for each mesh, its instructions in order.
         bodies: what one device launches for a task (`Run.task`); needed to simulate, not to run.
         memory: for each mesh, the memory of one of its devices.
+        levels: for each mesh, bytes that one of its devices holds while each instruction runs, and after it.
     """
 
     meshes: tuple[tuple[int, ...], ...]
     instructions: tuple[tuple[Instruction, ...], ...]
     bodies: Mapping[str, Body] = field(default_factory=dict)
     memory: tuple[MemoryUse, ...] = ()
+    levels: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.meshes) != len(self.instructions):
             raise ValueError(f"{len(self.meshes)} meshes but {len(self.instructions)} instruction lists; one each")
         if self.memory and len(self.memory) != len(self.meshes):
             raise ValueError(f"{len(self.meshes)} meshes but memory of {len(self.memory)}; one each, or none")
+        if self.levels and list(map(len, self.levels)) != list(map(len, self.instructions)):
+            counts = list(map(len, self.instructions)), list(map(len, self.levels))
+            raise ValueError(
+                f"meshes with {counts[0]} instructions but {counts[1]} levels of memory; one each, or none"
+            )
 
     def body(self, run: Run) -> Body:
         """What one device launches for a task; one that has no body: `ValueError`."""

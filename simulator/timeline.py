@@ -2,13 +2,13 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from simulator.cluster import Cluster
 from simulator.memory import MemoryUse
+from simulator.perfetto import chrome_trace
 
 Stream = Literal["compute", "communication", "host"]
 STREAMS: tuple[Stream, ...] = ("compute", "communication", "host")
@@ -34,6 +34,9 @@ communication, `bubble` for another mesh, `host` for the host, which is busy wit
 
 _IDLE = ("wait", "bubble", "host")
 
+Link = Literal["within hosts", "between hosts"]
+LINKS: tuple[Link, ...] = ("within hosts", "between hosts")
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -44,6 +47,7 @@ class Span:
         busy: seconds it stands for, where that is less than its length: the iterations of a loop are summed up as one span per
             category.
         awaited: the kind of the collective that a `wait` waits for.
+        link: what communication goes over.
     """
 
     name: str
@@ -55,10 +59,22 @@ class Span:
     task: str = ""
     busy: float | None = None
     awaited: Category | None = None
+    link: Link | None = None
 
     @property
     def seconds(self) -> float:
         return self.end - self.start if self.busy is None else self.busy
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """A value on its way: mesh `source` starts to send it at `sent`, mesh `to` goes on with it at `received`."""
+
+    value: str
+    source: int
+    sent: float
+    to: int
+    received: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +84,15 @@ class Timeline:
     Attributes:
         meshes: for each mesh, the ids of its devices.
         memory: for each mesh, the memory of one of its devices; empty if the program does not say.
+        arrows: the values that go from mesh to mesh.
+        levels: for each mesh, from when on (seconds) one of its devices holds how many bytes; empty if the program does not say.
     """
 
     spans: tuple[Span, ...]
     meshes: tuple[tuple[int, ...], ...]
     memory: tuple[MemoryUse, ...] = ()
+    arrows: tuple[Arrow, ...] = ()
+    levels: tuple[tuple[tuple[float, int], ...], ...] = ()
 
     @property
     def makespan(self) -> float:
@@ -116,48 +136,9 @@ class Timeline:
         return "\n".join(rows)
 
     def chrome_trace(self) -> dict[str, Any]:
-        """The timeline in the Trace Event Format that Perfetto and chrome://tracing open: a process per mesh, a thread per stream."""
-        events: list[dict[str, Any]] = []
-        for mesh, devices in enumerate(self.meshes):
-            events.append(_metadata("process_name", mesh, 0, f"mesh {mesh}: devices {_ranges(devices)}"))
-            events += [_metadata("thread_name", mesh, i, name) for i, name in enumerate(("tasks", *STREAMS))]
-        events += [_event(span, 0) for span in _tasks(self.spans)]
-        events += [_event(span, 1 + STREAMS.index(span.stream)) for span in self.spans]
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
+        """The timeline in the Trace Event Format that Perfetto and chrome://tracing open (`simulator.perfetto`)."""
+        return chrome_trace(self)
 
     def save_chrome_trace(self, path: str | Path) -> None:
         """Write `chrome_trace` as JSON; open it at ui.perfetto.dev."""
         Path(path).write_text(json.dumps(self.chrome_trace()), encoding="utf-8")
-
-
-def _metadata(name: str, mesh: int, thread: int, value: str) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": mesh, "tid": thread, "args": {"name": value}}
-
-
-def _event(span: Span, thread: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.category,
-        "pid": span.mesh,
-        "tid": thread,
-        "ts": span.start * 1e6,
-        "dur": (span.end - span.start) * 1e6,
-        "args": {"task": span.task, "busy_us": span.seconds * 1e6},
-    }
-
-
-def _tasks(spans: Iterable[Span]) -> list[Span]:
-    """One span from the first to the last kernel of each task."""
-    tasks: dict[tuple[int, str], Span] = {}
-    for span in spans:
-        if span.task and span.stream == "compute":
-            first = tasks.get((span.mesh, span.task), span)
-            tasks[span.mesh, span.task] = Span(span.task, span.mesh, "compute", first.start, span.end, span.category)
-    return list(tasks.values())
-
-
-def _ranges(devices: tuple[int, ...]) -> str:
-    """`0-7` for consecutive ids, else all of them."""
-    first, last = min(devices), max(devices)
-    return f"{first}-{last}" if list(devices) == list(range(first, last + 1)) else ",".join(map(str, devices))

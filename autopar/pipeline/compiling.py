@@ -44,4 +44,5 @@ def compile_pipeline(planned: PlannedPipeline, cluster: Cluster, donated: frozen
             bodies[Run(function.task.stage, function.task.phase, function.task.round).task] = body
             memory.add_task(function.task, used)
     program = planned.program
-    return replace(program, bodies=bodies, memory=memory.peaks(program)), time.perf_counter() - start
+    program = replace(program, bodies=bodies, memory=memory.peaks(program), levels=memory.levels(program))
+    return program, time.perf_counter() - start

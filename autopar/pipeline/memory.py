@@ -1,5 +1,7 @@
 """Bytes on one device of each mesh of a pipeline, instruction by instruction."""
 
+from collections.abc import Iterator
+
 from jax.extend.core import Var
 
 from autopar.pipeline.cut import Task
@@ -23,21 +25,39 @@ class MeshMemory:
         """The memory of each mesh when it is fullest. Inputs are its arguments; all else that lives then is temporary."""
         return tuple(self._peak(mesh, program) for mesh in range(len(program.meshes)))
 
+    def levels(self, program: Program) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each mesh the bytes while each instruction runs, and after it, arguments included."""
+        meshes = range(len(program.meshes))
+        fixed = [self._arguments(mesh) for mesh in meshes]
+        return tuple(
+            tuple((fixed[mesh] + during, fixed[mesh] + after) for during, after in self._held(mesh, program))
+            for mesh in meshes
+        )
+
     def _peak(self, mesh: int, program: Program) -> MemoryUse:
-        cut, names = self.planned.cut, self.planned.names
-        mesh_of = self.planned.schedule.pipeline.mesh_of
-        held: dict[str, int] = {}
+        most = max((during for during, _ in self._held(mesh, program)), default=0)
+        return MemoryUse(arguments=self._arguments(mesh), outputs=0, aliased=0, temporaries=most)
+
+    def _arguments(self, mesh: int) -> int:
+        cut, mesh_of = self.planned.cut, self.planned.schedule.pipeline.mesh_of
         arguments = 0
         for i, stages in cut.input_stages.items():
             here = [stage for stage in stages if mesh_of(stage) == mesh]
             if here:
                 size = self._bytes(here[0], cut.step.jaxpr.invars[i])
                 arguments += size * (cut.step.num_micro_batches if i in cut.step.batch else 1)
+        return arguments
+
+    def _held(self, mesh: int, program: Program) -> Iterator[tuple[int, int]]:
+        """What lives on a mesh beside the arguments while each instruction runs, and after it."""
+        cut, names = self.planned.cut, self.planned.names
+        mesh_of = self.planned.schedule.pipeline.mesh_of
+        held: dict[str, int] = {}
         for task, totals in cut.totals.items():
             if mesh_of(task.stage) == mesh:
                 held.update((names.of(each.sum, 0), self._bytes(task.stage, each.sum)) for each in totals)
         received = self._sizes(mesh, program)
-        most = sum(held.values())
+        now = sum(held.values())
         for instruction in program.instructions[mesh]:
             match instruction:
                 case Run():
@@ -45,18 +65,24 @@ class MeshMemory:
                     made = {names.of(v, instruction.micro_batch): self._bytes(task.stage, v) for v in cut.results[task]}
                     used = self._tasks.get(task, MemoryUse())
                     sums = sum(self._bytes(task.stage, each.sum) for each in cut.totals.get(task, ()))
+                    before = sum(held.values())
                     new = sum(made.values()) - max(0, used.aliased - sums)  # sums grow where they are
-                    most = max(most, sum(held.values()) + new + used.temporaries)
+                    during = before + new + used.temporaries
                     if task.phase != "U":  # what an update makes takes the place of what was there
                         held.update(made)
+                    now = before + new if task.phase != "U" else before
                 case Recv(value):
                     held[value] = received.get(value, 0)
+                    now += held[value]
+                    during = now
                 case Free(values):
+                    during = now
                     for value in values:
                         held.pop(value, None)
+                    now = sum(held.values())
                 case Send():
-                    pass
-        return MemoryUse(arguments=arguments, outputs=0, aliased=0, temporaries=most)
+                    during = now
+            yield during, now
 
     def _sizes(self, mesh: int, program: Program) -> dict[str, int]:
         """Bytes of every value that the tasks of a mesh read."""

@@ -82,8 +82,8 @@ def pipeline_seconds(
 ) -> tuple[float, float]:
     """Seconds that the slowest stage is busy, and that it waits for the others, under gpipe and (interleaved) 1f1b.
 
-    It is what `simulator.clock` finds for these schedules, exactly where all stages but the last are alike and devices wait for their
-    sends, to 1 % where they are interleaved. Stages that differ more fill and drain faster than that.
+    It is exactly what `simulator.clock` finds for these schedules where all stages but the last are alike and devices wait for their
+    sends; stages that differ more fill and drain faster.
 
     Args:
         stages: seconds of a microbatch on each device, forward and backward, sends left out.

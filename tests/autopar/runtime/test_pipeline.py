@@ -157,6 +157,18 @@ def test_the_executed_timeline_has_every_task_once(tmp_path: Any) -> None:
     assert {event["name"] for event in events} >= {"0F0", "1F0", "1B3"}
 
 
+def test_the_memory_of_a_predicted_pipeline_grows_and_returns_to_where_it_was() -> None:
+    args = jax.eval_shape(lambda: (stack_params(width=256), stack_batch(64, 256)))
+    plan = autopar.plan_step(stack_step, args, method=pipeline(), cluster="p3.16xlarge")
+    timeline = autopar.predict(stack_step, args, plan, "p3.16xlarge")
+    for levels, most in zip(timeline.levels, timeline.memory, strict=True):
+        held = [num_bytes for _, num_bytes in levels]
+        assert max(held) == most.total
+        assert 0 < min(held) == held[-1]
+    assert {(arrow.source, arrow.to) for arrow in timeline.arrows} == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)}
+    assert all(arrow.sent < arrow.received for arrow in timeline.arrows)
+
+
 def test_the_step_is_timed_with_dummy_inputs() -> None:
     _, executable = compiled()
     seconds = executable.profile_with_dummy_inputs(warmup=1, number=1, repeat=2)

@@ -1,0 +1,72 @@
+"""Timelines in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
+
+A process per mesh; in it a thread for whole tasks, one for each stream and for each class of links that is used, and a counter of memory.
+Arrows lead from a send to the task that goes on with what was sent.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from simulator.timeline import Span, Timeline
+
+_THREADS = ("tasks", "compute", "communication", "within hosts", "between hosts", "host")
+
+
+def chrome_trace(timeline: "Timeline") -> dict[str, Any]:
+    """The events of a timeline; times are in microseconds."""
+    events: list[dict[str, Any]] = []
+    for mesh, devices in enumerate(timeline.meshes):
+        events.append(_metadata("process_name", mesh, 0, f"mesh {mesh}: devices {_ranges(devices)}"))
+        used = {0} | {_thread(span) for span in timeline.spans if span.mesh == mesh}
+        events += [_metadata("thread_name", mesh, thread, _THREADS[thread]) for thread in sorted(used)]
+    events += [_event(span, 0) for span in _tasks(timeline.spans)]
+    events += [_event(span, _thread(span)) for span in timeline.spans]
+    senders = {(span.mesh, span.name, span.start): _thread(span) for span in timeline.spans if span.category == "send"}
+    for number, arrow in enumerate(timeline.arrows):
+        name = {"name": arrow.value, "cat": "send", "id": number}
+        thread = senders.get((arrow.source, f"send {arrow.value}>{arrow.to}", arrow.sent), 0)
+        events.append(name | {"ph": "s", "pid": arrow.source, "tid": thread, "ts": arrow.sent * 1e6})
+        events.append(name | {"ph": "f", "bp": "e", "pid": arrow.to, "tid": 0, "ts": arrow.received * 1e6})
+    for mesh, levels in enumerate(timeline.levels):
+        counter = {"ph": "C", "name": "memory", "pid": mesh}
+        events += [counter | {"ts": seconds * 1e6, "args": {"GB": num_bytes / 1e9}} for seconds, num_bytes in levels]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _metadata(name: str, mesh: int, thread: int, value: str) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": mesh, "tid": thread, "args": {"name": value}}
+
+
+def _thread(span: "Span") -> int:
+    return _THREADS.index(span.link or span.stream)
+
+
+def _event(span: "Span", thread: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.category,
+        "pid": span.mesh,
+        "tid": thread,
+        "ts": span.start * 1e6,
+        "dur": (span.end - span.start) * 1e6,
+        "args": {"task": span.task, "busy_us": span.seconds * 1e6},
+    }
+
+
+def _tasks(spans: "Iterable[Span]") -> "list[Span]":
+    """One span from the first to the last kernel of each task."""
+    tasks: dict[tuple[int, str], Span] = {}
+    for span in spans:
+        if span.task and span.stream == "compute":
+            first = tasks.get((span.mesh, span.task), span)
+            tasks[span.mesh, span.task] = replace(span, name=span.task, start=first.start, busy=None)
+    return list(tasks.values())
+
+
+def _ranges(devices: tuple[int, ...]) -> str:
+    """`0-7` for consecutive ids, else all of them."""
+    first, last = min(devices), max(devices)
+    return f"{first}-{last}" if list(devices) == list(range(first, last + 1)) else ",".join(map(str, devices))

@@ -1,0 +1,137 @@
+"""The streams of one mesh, in which `simulator.engine` puts its work: when each is busy, and what it waits for."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import isclose
+from typing import assert_never
+
+from simulator.cluster import Cluster
+from simulator.costs import CostModel
+from simulator.timeline import Category, Link, Span, Stream
+from simulator.work import Body, Collective, Done, Groups, Kernel, Loop, Start, on_devices
+
+
+@dataclass(slots=True)
+class Streams:
+    """The streams of one mesh: `compute`, `communication` and `host` say until when each is busy."""
+
+    mesh: int
+    devices: tuple[int, ...]
+    costs: CostModel
+    cluster: Cluster
+    task: str = ""
+    compute: float = 0.0
+    communication: float = 0.0
+    host: float = 0.0
+    running: dict[str, tuple[float, Category]] = field(default_factory=dict)  # started, not waited for: when each ends
+    spans: list[Span] = field(default_factory=list)
+    levels: list[tuple[float, int]] = field(default_factory=list)
+    num_levels: int = 0
+    groups: dict[Groups, Groups] = field(default_factory=dict)
+    links: dict[Groups, Link] = field(default_factory=dict)
+
+    def dispatch(self, name: str, seconds: float) -> None:
+        """Let the host hand over an instruction, for which the devices wait."""
+        start, self.host = self.host, self.host + seconds
+        self._record(name, "host", start, self.host, "dispatch")
+        self.wait_until(self.host, name, "host")
+
+    def play(self, body: Body) -> None:
+        for op in body:
+            match op:
+                case Kernel():
+                    start, self.compute = self.compute, self.compute + self.costs.kernel(op)
+                    self._record(op.name, "compute", start, self.compute, op.kind)
+                case Start(collective):
+                    groups = self._global(collective)
+                    seconds = self.costs.collective(collective.kind, collective.num_bytes, groups)
+                    span = self.communicate(collective.name, seconds, collective.kind, self.link(groups))
+                    self.running[collective.name] = span.end, collective.kind
+                case Done(name):
+                    if name not in self.running:
+                        raise ValueError(f"task {self.task}: waits for collective {name!r}, which is not running")
+                    end, kind = self.running.pop(name)
+                    self.wait_until(end, name, "wait", kind)
+                case Loop():
+                    self._loop(op)
+                case _:
+                    assert_never(op)
+
+    def communicate(self, name: str, seconds: float, category: Category, link: Link) -> Span:
+        """Hand a transfer to the communication stream now."""
+        start = max(self.compute, self.communication)
+        self.communication = start + seconds
+        span = Span(name, self.mesh, "communication", start, self.communication, category, self.task, link=link)
+        self.spans.append(span)
+        return span
+
+    def link(self, groups: Groups) -> Link:
+        """What the devices of `groups` communicate over."""
+        if groups not in self.links:
+            far = any(len(set(map(self.cluster.host_of, group))) > 1 for group in groups)
+            self.links[groups] = "between hosts" if far else "within hosts"
+        return self.links[groups]
+
+    def record_levels(self, start: float, levels: tuple[tuple[int, int], ...]) -> None:
+        """What the mesh holds from `start` on while its next instruction runs, and from now on after it."""
+        during, after = levels[self.num_levels]
+        self.levels += [(start, during), (self.compute, after)]
+        self.num_levels += 1
+
+    def wait_until(self, time: float, name: str, category: Category, awaited: Category | None = None) -> None:
+        """Let the compute stream idle until `time`."""
+        if time > self.compute:
+            self._record(name, "compute", self.compute, time, category, awaited)
+            self.compute = time
+
+    def _loop(self, loop: Loop) -> None:
+        """Play iterations until they repeat one another, then skip ahead."""
+        last = None
+        for iteration in range(1, loop.count + 1):
+            first_span, compute, communication = len(self.spans), self.compute, self.communication
+            running = dict(self.running)
+            self.play(loop.body)
+            steps = self.compute - compute, self.communication - communication
+            backlog = max(0.0, self.communication - self.compute)
+            if last is not None and _steady(last, (*steps, backlog)):
+                started = {name for name, end in self.running.items() if running.get(name) != end}
+                self._skip(loop.count - iteration, *steps, self.spans[first_span:], started)
+                return
+            last = (*steps, backlog)
+
+    def _skip(self, count: int, compute: float, communication: float, pattern: list[Span], started: set[str]) -> None:
+        """Add `count` more iterations that advance the streams by `compute` and `communication` seconds, as `pattern` did."""
+        if not count:
+            return
+        ends: dict[Stream, float] = {
+            "compute": self.compute + count * compute,
+            "communication": self.communication + count * communication,
+        }
+        begins: dict[Stream, float] = {"compute": self.compute, "communication": self.communication}
+        busy: defaultdict[tuple[Stream, Category, Category | None, Link | None], float] = defaultdict(float)
+        for span in pattern:
+            busy[span.stream, span.category, span.awaited, span.link] += count * span.seconds
+        for (stream, category, awaited, link), seconds in busy.items():
+            name, begin, end = f"{count} x {category}", begins[stream], ends[stream]
+            self.spans.append(Span(name, self.mesh, stream, begin, end, category, self.task, seconds, awaited, link))
+        self.compute, self.communication = ends["compute"], ends["communication"]
+        for name in started:
+            end, kind = self.running[name]
+            self.running[name] = end + count * communication, kind
+
+    def _global(self, collective: Collective) -> Groups:
+        """Its groups in ids of the cluster."""
+        if collective.groups not in self.groups:
+            self.groups[collective.groups] = on_devices(collective, self.devices)
+        return self.groups[collective.groups]
+
+    def _record(
+        self, name: str, stream: Stream, start: float, end: float, category: Category, awaited: Category | None = None
+    ) -> None:
+        self.spans.append(Span(name, self.mesh, stream, start, end, category, self.task, awaited=awaited))
+
+
+def _steady(last: tuple[float, float, float], now: tuple[float, float, float]) -> bool:
+    """Both streams advanced as in the iteration before, and communication that lags behind is not about to be caught up."""
+    same = all(isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in zip(last[:2], now[:2], strict=True))
+    return same and now[2] >= last[2] * (1 - 1e-6) - 1e-12
