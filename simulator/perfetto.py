@@ -4,8 +4,6 @@ A process per mesh; in it a thread for whole tasks, one for each stream and for 
 Arrows lead from a send to the task that goes on with what was sent.
 """
 
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,7 +19,7 @@ def chrome_trace(timeline: "Timeline") -> dict[str, Any]:
         events.append(_metadata("process_name", mesh, 0, f"mesh {mesh}: devices {_ranges(devices)}"))
         used = {0} | {_thread(span) for span in timeline.spans if span.mesh == mesh}
         events += [_metadata("thread_name", mesh, thread, _THREADS[thread]) for thread in sorted(used)]
-    events += [_event(span, 0) for span in _tasks(timeline.spans)]
+    events += [_event(span, 0) for span in timeline.tasks()]
     events += [_event(span, _thread(span)) for span in timeline.spans]
     senders = {(span.mesh, span.name, span.start): _thread(span) for span in timeline.spans if span.category == "send"}
     for number, arrow in enumerate(timeline.arrows):
@@ -54,16 +52,6 @@ def _event(span: "Span", thread: int) -> dict[str, Any]:
         "dur": (span.end - span.start) * 1e6,
         "args": {"task": span.task, "busy_us": span.seconds * 1e6},
     }
-
-
-def _tasks(spans: "Iterable[Span]") -> "list[Span]":
-    """One span from the first to the last kernel of each task."""
-    tasks: dict[tuple[int, str], Span] = {}
-    for span in spans:
-        if span.task and span.stream == "compute":
-            first = tasks.get((span.mesh, span.task), span)
-            tasks[span.mesh, span.task] = replace(span, name=span.task, start=first.start, busy=None)
-    return list(tasks.values())
 
 
 def _ranges(devices: tuple[int, ...]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,6 +121,15 @@ class Timeline:
             if span.mesh == mesh:
                 total[span.category] += span.seconds  # pyright: ignore[reportArgumentType]
         return dict(total)
+
+    def tasks(self) -> list[Span]:
+        """One span from the first to the last kernel of each instruction, waiting included."""
+        tasks: dict[tuple[int, str], Span] = {}
+        for span in self.spans:
+            if span.task and span.stream == "compute":
+                first = tasks.get((span.mesh, span.task), span)
+                tasks[span.mesh, span.task] = replace(span, name=span.task, start=first.start, busy=None)
+        return list(tasks.values())
 
     def fits(self, cluster: Cluster) -> bool:
         """Whether every mesh has room on the devices of `cluster`."""

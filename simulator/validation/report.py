@@ -9,6 +9,7 @@ import pandas as pd
 from rich import box
 from rich.table import Table
 
+from simulator.figures import pyplot, save_figure
 from simulator.validation.cases import Case, PublishedSet
 from simulator.validation.statistics import Statistics, statistics
 
@@ -122,7 +123,7 @@ def _case_rows(comparisons: Iterable[Comparison]) -> pd.DataFrame:
 
 def _draw_scatter(comparisons: Sequence[Comparison], path: Path) -> None:
     """Predicted over measured seconds, both logarithmic."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(6.5, 6))
     shown = [comparison for comparison in comparisons if comparison.published.unit == "s"]
     for number, comparison in enumerate(shown):
@@ -140,12 +141,12 @@ def _draw_scatter(comparisons: Sequence[Comparison], path: Path) -> None:
     axes.plot(ends, ends, color="black", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="predicted, s")
     axes.legend(fontsize=6, frameon=False)
-    _save(plt, figure, path)
+    save_figure(figure, path)
 
 
 def _draw_errors(comparisons: Sequence[Comparison], path: Path) -> None:
     """The part of the rows of each set with at most so large an error."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(6.5, 4.5))
     for number, comparison in enumerate(comparisons):
         errors = sorted(100 * abs(case.error) for case in comparison.cases)
@@ -160,7 +161,7 @@ def _draw_errors(comparisons: Sequence[Comparison], path: Path) -> None:
         )
     axes.set(xlim=(0, 30), ylim=(0, 1.02), xlabel="absolute error, %", ylabel="part of the rows")
     axes.legend(fontsize=6, frameon=False, loc="lower right")
-    _save(plt, figure, path)
+    save_figure(figure, path)
 
 
 def _color(plt: Any, number: int) -> Any:
@@ -169,25 +170,6 @@ def _color(plt: Any, number: int) -> Any:
 
 def _marker(number: int) -> str:
     return "os^vDPX<>*"[number % 10]
-
-
-def _pyplot() -> Any:
-    """Drawing is for the experiments' environment only, so it is imported when it is needed."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError("figures need matplotlib: install the dependency group `experiments`") from None
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "autopar", "font.size": 8})  # the same file each time
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _save(plt: Any, figure: Any, path: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
 
 
 def _percent(value: float) -> str:
