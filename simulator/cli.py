@@ -14,6 +14,7 @@ from rich.table import Table
 from simulator.calibration.profiles import fit_profiles, write_profile
 from simulator.formula import predict
 from simulator.formula.files import BACKENDS, Formula, load_machine
+from simulator.formula.what_if import Change
 from simulator.prediction import PARTS, Prediction
 from simulator.validation.published import published_sets
 from simulator.validation.report import Comparison, as_json, summary, write_report
@@ -36,18 +37,22 @@ def predict_formula(
     ] = None,
     backend: Annotated[str, typer.Option(help=f"The software: {', '.join(BACKENDS)}.")] = "eager",
     change: Annotated[
-        list[str] | None, typer.Option("--set", help="What if: section.field=value, of model, execution or cluster.")
+        list[str] | None,
+        typer.Option(
+            "--set",
+            "--what-if",
+            help="section.field=value of model, execution or cluster; or a factor, e.g. cluster.inter_host.bandwidth_gb_per_s=2x.",
+        ),
     ] = None,
     as_text: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Predicts a training step of a transformer that is described by its sizes: time, where it goes, and memory."""
-    changes = change or []
-    elsewhere = [item for item in changes if not item.startswith("cluster.")]
     try:
-        described = Formula.load(formula, elsewhere)
+        changes = [Change.parse(text) for text in change or []]
+        of_cluster = [each for each in changes if each.path[0] == "cluster"]
+        described = Formula.load(formula, [each for each in changes if each.path[0] != "cluster"])
         predictions = {}
         for name in cluster or ["dgx_a100_80"]:
-            of_cluster = [item for item in changes if item.startswith("cluster.")]
             machine = load_machine(name, described.execution.devices, backend, of_cluster)
             predictions[name] = predict(described.model, described.execution, machine)
     except ValueError as error:

@@ -152,7 +152,7 @@ class Cluster(Description):
         data = read(path)
         device = data.get("device")
         if isinstance(device, str):
-            data["device"] = _load_device(device, path)
+            data["device"] = load_device(device, path)
         return validate(cls, data, path)
 
     def with_size(self, hosts: int | None = None, devices_per_host: int | None = None) -> "Cluster":
@@ -188,7 +188,8 @@ def device_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _DEVICES.glob("*.yaml")))
 
 
-def _load_device(name: str, cluster_path: Path) -> Device:
+def load_device(name: str, cluster_path: Path) -> Device:
+    """The shipped device of that name, or that of a file beside the cluster's."""
     path = _DEVICES / f"{name}.yaml" if name in device_names() else cluster_path.parent / name
     if path.suffix not in (".yaml", ".yml"):
         raise ClusterError(

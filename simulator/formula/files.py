@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-import yaml
-
-from simulator.cluster import Cluster
+from simulator.cluster import Cluster, load_device
 from simulator.description import ClusterError, Description, read, validate
 from simulator.formula.description import Execution, Transformer
 from simulator.formula.machine import EAGER, JITTED, ZERO_2021, Backend, Machine
+from simulator.formula.what_if import Change, changed_machine
 
 BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in (EAGER, JITTED, ZERO_2021)}
 
@@ -21,34 +20,23 @@ class Formula(Description):
     execution: Execution
 
     @classmethod
-    def load(cls, path: Path, changes: Iterable[str] = ()) -> Self:
-        """The formula in a file, with `changes` such as "execution.tensor=4"; wrong fields or values: `ClusterError`, which names them."""
+    def load(cls, path: Path, changes: Iterable[Change] = ()) -> Self:
+        """The formula in a file, with changes; wrong fields or values: `ClusterError`, which names them."""
         data = read(path)
         for change in changes:
-            section, name, value = parse_change(change)
-            if not isinstance(data.get(section), dict):
-                raise ClusterError(f"{change!r}: {path} has no section {section!r}; it has {', '.join(map(str, data))}")
-            data[section][name] = value
+            data = change.apply(data)
         return validate(cls, data, path)
 
 
-def load_machine(cluster: str, devices: int, backend: str, changes: Iterable[str] = ()) -> Machine:
-    """Whole hosts of a shipped cluster or a cluster file, enough for `devices`, with `changes` such as "cluster.nics_per_host=4"."""
+def load_machine(cluster: str, devices: int, backend: str, changes: Iterable[Change] = ()) -> Machine:
+    """Whole hosts of a shipped cluster or a cluster file, enough for `devices`, with changes; another device comes first."""
     if backend not in BACKENDS:
         raise ClusterError(f"unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}")
+    changes = sorted(changes, key=lambda change: change.path != ("cluster", "device"))
     base = Cluster.load(cluster)
-    hosts = max(base.hosts, -(-devices // base.devices_per_host))
-    fields = {name: getattr(base, name) for name in Cluster.model_fields} | {"hosts": hosts}
-    for change in changes:
-        _, name, value = parse_change(change)
-        fields[name] = value
-    return Machine.of(validate(Cluster, fields, cluster), BACKENDS[backend])
-
-
-def parse_change(change: str) -> tuple[str, str, Any]:
-    """Section, field and value of "section.field=value"; the value is YAML."""
-    path, equals, value = change.partition("=")
-    section, dot, name = path.partition(".")
-    if not (equals and dot and name):
-        raise ClusterError(f"can't read {change!r}; expected section.field=value, e.g. execution.tensor=4")
-    return section, name, yaml.safe_load(value)
+    while changes and changes[0].path == ("cluster", "device"):
+        fields = changes.pop(0).apply(base.model_dump(), 1)
+        device = load_device(fields["device"], Path(cluster)) if isinstance(fields["device"], str) else fields["device"]
+        base = validate(Cluster, fields | {"device": device}, cluster)
+    base = base.with_size(max(base.hosts, -(-devices // base.devices_per_host)))
+    return changed_machine(base, changes, BACKENDS[backend])

@@ -1,18 +1,14 @@
 import doctest
-import json
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from typer.testing import CliRunner
 
 import simulator.formula
 from autopar.pipeline.schedules import Pipeline, make_schedule
-from simulator.cli import app
 from simulator.cluster import Cluster, ClusterError, Link
 from simulator.formula import EAGER, JITTED, ZERO_2021, Execution, Machine, Transformer, memory_of, predict
 from simulator.formula.layer import layer_phases
@@ -299,44 +295,6 @@ def test_a_plan_that_does_not_divide_the_model_or_fit_the_cluster_is_refused() -
         ClusterError, match=r"needs 16 devices \(tensor 8 \* context 1 \* data 2 \* pipeline 1\), 'dgx_a100_80' has 8"
     ):
         predict(GPT, Execution(tensor=8, data=2, global_batch=2), a100())
-
-
-EXAMPLE = Path(simulator.formula.__file__).parent / "examples" / "gpt3_175b.yaml"
-
-
-def test_a_formula_file_is_predicted_on_several_clusters_with_changes() -> None:
-    result = CliRunner().invoke(
-        app,
-        ["predict", str(EXAMPLE), "--cluster", "dgx_a100_80", "--cluster", "dgx_h100", "--json"],
-    )
-    assert result.exit_code == 0, result.output
-    both = json.loads(result.stdout)
-    assert both["dgx_h100"]["seconds"] < both["dgx_a100_80"]["seconds"]
-    halved = CliRunner().invoke(
-        app,
-        ["predict", str(EXAMPLE), "--set", "execution.recompute=full", "--set", "cluster.nics_per_host=4", "--json"],
-    )
-    changed = json.loads(halved.stdout)["dgx_a100_80"]
-    assert changed["recompute"] > 3 * both["dgx_a100_80"]["recompute"]
-    assert changed["exposed data"] > 1.5 * both["dgx_a100_80"]["exposed data"]
-    table = CliRunner().invoke(app, ["predict", str(EXAMPLE)])
-    assert "memory, GB" in table.stdout
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("execution.tensors=4", "unknown field"),
-        ("execution.tensor=5", "expected a divisor of heads"),
-        ("tensor=4", "expected section.field=value"),
-        ("plan.tensor=4", "has no section 'plan'"),
-        ("cluster.nics=4", "unknown field"),
-    ],
-)
-def test_a_change_that_can_not_be_made_is_explained(change: str, message: str) -> None:
-    result = CliRunner().invoke(app, ["predict", str(EXAMPLE), "--set", change], env={"COLUMNS": "300"})
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
 
 
 def test_the_example_of_the_package_is_right() -> None:
