@@ -10,9 +10,9 @@ from simulator.costs import BandwidthOnly
 from simulator.engine import simulate
 from simulator.memory import MemoryUse
 from simulator.program import DeadlockError, Instruction, Program, Recv, Run, Send
-from simulator.timeline import Span, Timeline
+from simulator.timeline import STREAMS, Span, Timeline
 from simulator.work import Body, Collective, Done, Loop, Op, Start
-from tests.simulator.bodies import COSTS, bodies, compute, seconds, start
+from tests.simulator.bodies import COSTS, bodies, compute, programs, seconds, start
 
 CLUSTER = Cluster.load("cpu-virtual")
 
@@ -217,3 +217,20 @@ def test_a_pipeline_takes_at_least_its_slowest_stage_and_at_most_everything(
     times, sends = [time for time, _ in stages], [sent for _, sent in stages[:-1]]
     # one microbatch passes every stage and link, the others queue behind it at the slowest of them: exact for FIFO stages
     assert timeline.makespan == pytest.approx(sum(times) + sum(sends) + (micro_batches - 1) * max(times + sends))
+
+
+@given(programs(), st.sampled_from([0.0, 1.0]))
+def test_a_program_takes_as_long_as_its_busiest_stream_and_no_longer_than_all_of_them(
+    program: Program, dispatch: float
+) -> None:
+    timeline = simulate(program, CLUSTER, COSTS, dispatch)
+    busy = [timeline.busy(mesh, stream) for mesh in range(len(program.meshes)) for stream in STREAMS]
+    assert max(busy) <= timeline.makespan * (1 + 1e-9)
+    assert timeline.makespan <= sum(busy) * (1 + 1e-9)
+
+
+@given(programs(), st.floats(1, 10), st.floats(1, 10), st.floats(0, 1))
+def test_faster_hardware_is_never_slower(program: Program, compute: float, network: float, host: float) -> None:
+    slow = simulate(program, CLUSTER, COSTS, dispatch=1.0).makespan
+    fast = simulate(program, CLUSTER, BandwidthOnly(bandwidth=network, flop_per_s=compute), dispatch=host).makespan
+    assert fast <= slow * (1 + 1e-9)
