@@ -7,11 +7,13 @@
 >>> f"{timeline.makespan * 1e3:.1f} ms"
 '9.7 ms'
 
+`predict` says where the time goes, what a device holds and how well it is used; `Clock` finds the time alone, in no time.
+
 It knows nothing of JAX: `simulator.hlo` reads compiled programs as text, everything else is plain numbers. `simulator.formula` predicts
 transformers by their sizes, `python -m simulator` does so from files and compares with published numbers.
 """
 
-from simulator.breakdown import predict
+from simulator.breakdown import predict, prediction_of
 from simulator.clock import Clock
 from simulator.cluster import Cluster, Device, Link, cluster_names
 from simulator.costs import BandwidthOnly, ClusterCosts, CostModel
@@ -53,6 +55,7 @@ __all__ = [
     "cluster_names",
     "parse_instruction",
     "predict",
+    "prediction_of",
     "simulate",
     "walk",
     "work_of",

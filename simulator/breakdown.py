@@ -1,6 +1,7 @@
 """Predictions of programs: a timeline, and where its seconds go."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Mapping
 from functools import cache
 from math import nan
 
@@ -11,7 +12,6 @@ from simulator.memory import Footprint
 from simulator.prediction import Prediction
 from simulator.program import Phase, Program, Run, parse_instruction
 from simulator.timeline import Span, Timeline
-from simulator.work import Body, Kernel, Loop
 
 _PARTS: dict[Phase, str] = {
     "F": "forward",
@@ -38,14 +38,11 @@ def predict(
         model_flops: FLOP that the step needs, nothing computed twice, of all devices; a program doesn't know.
         tokens: that the step learns from.
     """
-    timeline = simulate(program, cluster, costs, dispatch)
-    return prediction_of(timeline, program, cluster, model_flops, tokens)
+    return prediction_of(simulate(program, cluster, costs, dispatch), cluster, model_flops, tokens)
 
 
-def prediction_of(
-    timeline: Timeline, program: Program, cluster: Cluster, model_flops: float = nan, tokens: int = 0
-) -> Prediction:
-    """Where the seconds of a timeline of `program` go, on the mesh that computes longest; arguments as of `predict`."""
+def prediction_of(timeline: Timeline, cluster: Cluster, model_flops: float = nan, tokens: int = 0) -> Prediction:
+    """Where the seconds of a timeline go, on the mesh that computes longest; arguments as of `predict`."""
     mesh = max(range(len(timeline.meshes)), key=lambda mesh: timeline.busy(mesh, "compute"))
     own = [span for span in timeline.spans if span.mesh == mesh]
     parts, exposed = _compute_seconds(own)
@@ -59,9 +56,8 @@ def prediction_of(
             if late:  # nobody waits for it, except for the end of the step
                 exposed[span.category] += late
                 parts["bubble"] -= late
-    held = max((use.parts() for use in program.memory), key=lambda each: sum(each.values()), default={})
-    done = _matrix_flops(program)
-    device, devices = cluster.device, sum(map(len, program.meshes))
+    held = max((use.parts() for use in timeline.memory), key=lambda each: sum(each.values()), default={})
+    device, devices = cluster.device, sum(map(len, timeline.meshes))
     return Prediction(
         seconds=timeline.makespan,
         forward=parts["forward"],
@@ -74,8 +70,8 @@ def prediction_of(
         communication=dict(moved),
         memory=Footprint(held, 1e9 * device.reserve_gb, device.memory_bytes),
         model_flops=model_flops,
-        hardware_flops=sum(done.values()) or nan,
-        peak_flop_per_s=_peak(done, device) * devices,
+        hardware_flops=sum(timeline.flops.values()) or nan,
+        peak_flop_per_s=_peak(timeline.flops, device) * devices,
         devices=devices,
         tokens=tokens,
         whole=parts["whole"],
@@ -105,32 +101,7 @@ def _part(task: str) -> str:
     return _PARTS[instruction.phase] if isinstance(instruction, Run) else "whole"
 
 
-def _matrix_flops(program: Program) -> Counter[str]:
-    """FLOP of all products and convolutions of a step on all devices, by what they compute in."""
-    of_body = {task: _of_body(body) for task, body in program.bodies.items()}
-    done: Counter[str] = Counter()
-    for devices, row in zip(program.meshes, program.instructions, strict=True):
-        for task, count in Counter(each.task for each in row if isinstance(each, Run)).items():
-            for dtype, flops in of_body[task].items():
-                done[dtype] += len(devices) * count * flops  # pyright: ignore[reportArgumentType]
-    return done
-
-
-def _of_body(body: Body) -> Counter[str]:
-    done: Counter[str] = Counter()
-    for op in body:
-        match op:
-            case Kernel() if op.kind != "memory":
-                done[op.dtype] += op.flops  # pyright: ignore[reportArgumentType]
-            case Loop(count, inner):
-                for dtype, flops in _of_body(inner).items():
-                    done[dtype] += count * flops
-            case _:
-                pass
-    return done
-
-
-def _peak(done: Counter[str], device: Device) -> float:
+def _peak(done: Mapping[str, float], device: Device) -> float:
     """FLOP per second of a device that does this mixture of precisions at the peak of each."""
     seconds = sum(
         flops / device.peak_tflop_per_s.get(dtype, device.vector_tflop_per_s) for dtype, flops in done.items()

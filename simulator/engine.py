@@ -63,4 +63,4 @@ def simulate(program: Program, cluster: Cluster, costs: CostModel | None = None,
             streams.record_levels(start, program.levels[mesh])
     spans = tuple(span for streams in of_mesh for span in streams.spans)
     levels = tuple(tuple(streams.levels) for streams in of_mesh) if program.levels else ()
-    return Timeline(spans, program.meshes, program.memory, tuple(arrows), levels)
+    return Timeline(spans, program.meshes, program.memory, tuple(arrows), levels, program.matrix_flops())

@@ -4,12 +4,13 @@ The executor dispatches what `walk` yields, the engine puts clocks on it, a chec
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, assert_never, get_args
 
 from simulator.memory import MemoryUse
-from simulator.work import Body, Collective, Groups
+from simulator.work import Body, Collective, Groups, matrix_flops
 
 Phase = Literal["F", "B", "I", "W", "U", "S"]
 """Forward, backward (or its input- and weight-gradient halves), update; S is a whole step that is not cut into phases."""
@@ -120,6 +121,16 @@ class Program:
                 f"task {run.task} has no body, so it can't be simulated; the program has bodies of: {known}"
             )
         return self.bodies[run.task]
+
+    def matrix_flops(self) -> dict[str, float]:
+        """FLOP of all products and convolutions of the step, on all devices, by what they compute in."""
+        of_body = {task: matrix_flops(body) for task, body in self.bodies.items()}
+        done: Counter[str] = Counter()
+        for devices, row in zip(self.meshes, self.instructions, strict=True):
+            for task, count in Counter(each.task for each in row if isinstance(each, Run)).items():
+                for dtype, flops in of_body[task].items():
+                    done[dtype] += len(devices) * count * flops  # pyright: ignore[reportArgumentType]
+        return dict(done)
 
     def pairs(self, mesh: int, to: int) -> Groups:
         """Who sends to whom, from mesh to mesh; the larger one goes round the smaller one."""

@@ -2,7 +2,8 @@
 
 import json
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,6 +87,7 @@ class Timeline:
         memory: for each mesh, the memory of one of its devices; empty if the program does not say.
         arrows: the values that go from mesh to mesh.
         levels: for each mesh, from when on (seconds) one of its devices holds how many bytes; empty if the program does not say.
+        flops: of products and convolutions on all devices, by what they compute in; empty if nobody says.
     """
 
     spans: tuple[Span, ...]
@@ -93,6 +95,7 @@ class Timeline:
     memory: tuple[MemoryUse, ...] = ()
     arrows: tuple[Arrow, ...] = ()
     levels: tuple[tuple[tuple[float, int], ...], ...] = ()
+    flops: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def makespan(self) -> float:

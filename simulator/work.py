@@ -141,3 +141,17 @@ def _add(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, flo
     total = Counter(left)
     total.update(right)
     return dict(total)
+
+
+def matrix_flops(body: Body) -> dict[str, float]:
+    """FLOP of the products and convolutions in `body` by what they compute in, loops multiplied out."""
+    done: Counter[str] = Counter()
+    for op in body:
+        match op:
+            case Kernel() if op.kind != "memory":
+                done[op.dtype] += op.flops  # pyright: ignore[reportArgumentType]
+            case Loop(count, inner):
+                done.update({dtype: count * flops for dtype, flops in matrix_flops(inner).items()})  # pyright: ignore
+            case _:
+                pass
+    return dict(done)
