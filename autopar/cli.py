@@ -32,3 +32,19 @@ def clusters() -> None:
         cluster = Cluster.load(name)
         table.add_row(name, f"{cluster.hosts} x {cluster.devices_per_host} {cluster.device.name}", cluster.description)
     Console().print(table)
+
+
+@app.command()
+def calibrate(
+    output: Annotated[Path, typer.Argument(help="The cluster file to write, .yaml.", dir_okay=False)],
+) -> None:
+    """Measure the devices of this machine, in a few minutes, and write them as a cluster file for `cluster=`."""
+    if output.suffix not in (".yaml", ".yml"):
+        raise typer.BadParameter(f"{output}: expected a path that ends in .yaml, as cluster files do")
+    from autopar.calibrate import calibrate  # starts JAX, which the other commands do without
+    from simulator.calibration.profiles import write_profile
+
+    with Console(stderr=True).status("calibrating") as status:
+        cluster = calibrate(progress=lambda what: status.update(f"calibrating: {what}"))
+    write_profile(output, cluster)
+    typer.echo(f"{output}: {cluster.description}; {cluster.source}")
