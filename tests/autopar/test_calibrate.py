@@ -5,19 +5,21 @@ from typer.testing import CliRunner
 import autopar.calibrate
 from autopar.calibrate import Effort, calibrate
 from autopar.cli import app
+from autopar.devices import device_mesh
 from simulator.cluster import Cluster
 
-TINY = Effort((16, 256, 4096, 65536), (8, 16), (64,), ("float32",), 1e-5)
+TINY = Effort(tuple(4**i for i in range(2, 9)), (8, 16), (64,), ("float32",), 1e-5)
 
 
 def test_virtual_devices_become_a_cluster_file_that_plans_are_made_for(tmp_path, monkeypatch):
     monkeypatch.setattr(autopar.calibrate, "CPU", TINY)
+    monkeypatch.setattr(autopar.calibrate, "device_mesh", lambda _: device_mesh(2))
     path = tmp_path / "mine.yaml"
     result = CliRunner().invoke(app, ["calibrate", str(path)])
     assert result.exit_code == 0, result.output
     cluster = Cluster.load(path)
-    assert (cluster.hosts, cluster.devices_per_host) == (1, len(jax.devices()))
-    assert cluster.source.startswith(f"measured by autopar calibrate on {len(jax.devices())} x cpu")
+    assert (cluster.hosts, cluster.devices_per_host) == (1, 2)
+    assert cluster.source.startswith("measured by autopar calibrate on 2 x cpu")
     assert f"jax {jax.__version__}" in cluster.source
     plan = autopar.plan_step(lambda w, x: (w + x.sum(), x.mean()), (1.0, jax.numpy.ones((8, 4))), cluster=cluster)
     assert plan.predicted_seconds > 0
