@@ -1,10 +1,10 @@
 """The makespan of a program, exactly as `simulator.engine.simulate` finds it but without a timeline: fast enough to search with.
 
 A program is turned into arrays once; any costs then play it in a loop over integers, which numba compiles where it is installed and
-the program is long (64 stages with 512 microbatches take half a millisecond then).
+the program is long (64 stages with 512 microbatches take a millisecond then).
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -43,30 +43,29 @@ class Clock:
     @classmethod
     def of(cls, program: Program) -> Self:
         """The clock of a program."""
-        played = [[each for each in row if not isinstance(each, Free)] for row in program.instructions]
-        rows = np.cumsum([0, *map(len, played)])
+        played = [
+            (mesh, each) for mesh, row in enumerate(program.instructions) for each in row if not isinstance(each, Free)
+        ]
+        lengths = Counter(mesh for mesh, _ in played)
+        rows = np.cumsum([0, *(lengths[mesh] for mesh in range(len(program.meshes)))])
         sends: defaultdict[tuple[str, int, int], deque[int]] = defaultdict(deque)
-        for start, (mesh, row) in zip(rows, enumerate(played), strict=False):
-            for at, each in enumerate(row, int(start)):
-                if isinstance(each, Send):
-                    sends[each.value, mesh, each.to].append(at)
-        kinds: dict[Hashable, int] = {}
-        examples: list[tuple[int, Instruction]] = []
-        source, kind = [], []
-        for mesh, row in enumerate(played):
-            for each in row:
-                found = sends[each.value, each.source, mesh] if isinstance(each, Recv) else ()
-                # what nobody sends is waited for by waiting for oneself
-                source.append(-1 if not isinstance(each, Recv) else found.popleft() if found else len(source))
-                key = mesh, _kind_of(each)
-                if key not in kinds:
-                    kinds[key] = len(examples)
-                    examples.append((mesh, each))
-                kind.append(kinds[key])
-        return cls(program, rows, np.array(source, np.int64), np.array(kind, np.int64), tuple(examples))
+        for number, (mesh, each) in enumerate(played):
+            if isinstance(each, Send):
+                sends[each.value, mesh, each.to].append(number)
+        source = np.full(len(played), -1, np.int64)
+        for number, (mesh, each) in enumerate(played):
+            if isinstance(each, Recv):
+                sent = sends[each.value, each.source, mesh]
+                # what nobody sends never comes: it waits for itself
+                source[number] = sent.popleft() if sent else number
+        numbers: dict[Hashable, int] = {}
+        kind = [numbers.setdefault((mesh, _kind_of(each)), len(numbers)) for mesh, each in played]
+        examples = dict(zip(reversed(kind), reversed(played), strict=True))  # the first of each kind
+        kinds = tuple(examples[number] for number in range(len(numbers)))
+        return cls(program, rows, source, np.array(kind, np.int64), kinds)
 
     def makespan(self, costs: CostModel, dispatch: float = 0.0) -> float:
-        """Seconds of the step; arguments and errors as of `simulate`."""
+        """Seconds of the step, as `simulate` finds them with these arguments."""
         return self.play(lambda mesh, instruction: self._effect(mesh, instruction, costs), dispatch)
 
     def play(self, effect: Callable[[int, Instruction], Effect], dispatch: float = 0.0) -> float:

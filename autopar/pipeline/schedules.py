@@ -203,7 +203,7 @@ class ScheduleKind:
     summary: str
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)  # a search asks for the same one again and again; long ones take 100 MB with their clock
 def make_schedule(name: str, pipeline: Pipeline) -> Schedule:
     """The schedule `name` (see `schedule_names`) of `pipeline`.
 

@@ -8,7 +8,7 @@ from autopar.cli import app
 from autopar.devices import device_mesh
 from simulator.cluster import Cluster
 
-TINY = Effort(tuple(4**i for i in range(2, 9)), (8, 16), (64,), ("float32",), 1e-5)
+TINY = Effort(tuple(4**i for i in range(2, 9)), (8, 16), (64,), ("float32",), 1e-3)
 
 
 def test_virtual_devices_become_a_cluster_file_that_plans_are_made_for(tmp_path, monkeypatch):
@@ -37,9 +37,8 @@ def test_what_is_measured_is_told_and_one_device_has_no_collectives():
 
 
 def test_a_longer_kernel_takes_longer():
-    x = jax.numpy.ones(4**9)
-    short = autopar.calibrate._seconds(lambda x: x * 0.5 + 1, x[:16], TINY)
-    long = autopar.calibrate._seconds(lambda x: x * 0.5 + 1, x, TINY)
+    x = jax.numpy.ones(4**10)  # 8 MB through memory, against nothing
+    short, long = (autopar.calibrate._seconds(lambda x: x * 0.5 + 1, x[:size], TINY) for size in (16, 4**10))
     assert 0 < short < long
 
 
