@@ -1,5 +1,6 @@
 from math import isnan
 
+import pandas
 import pytest
 from hypothesis import given
 
@@ -53,6 +54,15 @@ def test_waiting_is_told_by_what_is_waited_for_in_loops_too() -> None:
     prediction = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, COSTS, dispatch=4)
     assert prediction.exposed == {"all_gather": pytest.approx(2000)}
     assert (prediction.whole, prediction.host) == (pytest.approx(1001), 4)
+
+
+def test_predictions_are_rows_of_a_table() -> None:
+    table = pandas.DataFrame([predict(PIPELINE, CLUSTER, COSTS, tokens=10).row(), predict(PIPELINE, CLUSTER).row()])
+    assert table["seconds"][0] == table["p50"][0] == 20
+    assert table["exposed send"][0] == 2
+    assert (table["allocated"] == 9).all()
+    assert table["fits"].all()
+    assert (table["p10"] < table["seconds"]).all()
 
 
 def test_what_a_program_does_not_know_is_not_made_up() -> None:
