@@ -32,11 +32,17 @@ def load_machine(cluster: str, devices: int, backend: str, changes: Iterable[Cha
     """Whole hosts of a shipped cluster or a cluster file, enough for `devices`, with changes; another device comes first."""
     if backend not in BACKENDS:
         raise ClusterError(f"unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}")
-    changes = sorted(changes, key=lambda change: change.path != ("cluster", "device"))
-    base = Cluster.load(cluster)
-    while changes and changes[0].path == ("cluster", "device"):
-        fields = changes.pop(0).apply(base.model_dump(), 1)
-        device = load_device(fields["device"], Path(cluster)) if isinstance(fields["device"], str) else fields["device"]
-        base = validate(Cluster, fields | {"device": device}, cluster)
+    base, others = Cluster.load(cluster), []
+    for change in changes:
+        if change.path == ("cluster", "device"):
+            base = _with_device(base, change, Path(cluster))
+        else:
+            others.append(change)
     base = base.with_size(max(base.hosts, -(-devices // base.devices_per_host)))
-    return changed_machine(base, changes, BACKENDS[backend])
+    return changed_machine(base, others, BACKENDS[backend])
+
+
+def _with_device(cluster: Cluster, change: Change, path: Path) -> Cluster:
+    """The cluster with another device, by the name of a shipped one or by its file beside the cluster's."""
+    fields = change.apply(cluster.model_dump(), 1)
+    return validate(Cluster, fields | {"device": load_device(str(fields["device"]), path)}, path)

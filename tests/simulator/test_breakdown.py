@@ -61,6 +61,7 @@ def test_predictions_are_rows_of_a_table() -> None:
     assert table["seconds"][0] == table["p50"][0] == 20
     assert table["exposed send"][0] == 2
     assert (table["allocated"] == 9).all()
+    assert (table["reserved"] == 9 + 1e9 * CLUSTER.device.reserve_gb).all()
     assert table["fits"].all()
     assert (table["p10"] < table["seconds"]).all()
 
