@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from math import isnan, nan
 from typing import Any, Self
 
 import numpy as np
@@ -20,7 +21,7 @@ from simulator.effect import Effect, effect_of
 from simulator.program import Free, Instruction, Program, Recv, Run, Send, walk
 from simulator.work import Done, Start
 
-_WORTH_COMPILING = 20_000  # instructions; loading numba takes a second, and so many in Python less than a tenth of it
+_WORTH_COMPILING = 100_000  # instructions; loading numba takes a second, and so many in Python a tenth of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,14 @@ class Clock:
         """
         effects = [effect(mesh, instruction) for mesh, instruction in self.kinds]
         table = np.array([(*each.compute, *each.communication) for each in effects], np.float64).reshape(-1, 4)
-        end = _player(len(self.kind) >= _WORTH_COMPILING)(self.rows, self.source, self.kind, table, dispatch)
-        if np.isnan(end):
+        count = len(self.rows) - 1
+        scratch = self.rows[:-1].copy(), np.zeros(count), np.zeros(count), np.zeros(count), np.full(len(self.kind), nan)
+        arrays = self.rows, self.source, self.kind, table, *scratch
+        if len(self.kind) >= _WORTH_COMPILING and find_spec("numba"):
+            end = _compiled()(dispatch, *arrays)
+        else:
+            end = _play(dispatch, *(array.tolist() for array in arrays))  # Python is slow at the elements of arrays
+        if isnan(end):
             for _ in walk(self.program):  # which raises, and shows where
                 pass
             raise AssertionError("the clock is stuck where the walk is not")
@@ -110,42 +117,53 @@ def _kind_of(instruction: Instruction) -> Hashable:
             return None
 
 
+type _Numbers = Any
+"""An array or a list."""
+
+
 def _play(
-    rows: NDArray[np.int64],
-    source: NDArray[np.int64],
-    kind: NDArray[np.int64],
-    effects: NDArray[np.float64],
     dispatch: float,
+    rows: _Numbers,
+    source: _Numbers,
+    kind: _Numbers,
+    effects: _Numbers,
+    at: _Numbers,
+    compute: _Numbers,
+    communication: _Numbers,
+    host: _Numbers,
+    sent: _Numbers,
 ) -> float:
-    """`simulator.program.walk` with clocks; nan for a deadlock."""
-    meshes = len(rows) - 1
-    compute, communication, host = np.zeros(meshes), np.zeros(meshes), np.zeros(meshes)
-    at = rows[:-1].copy()
-    sent = np.full(len(source), np.nan)
+    """`simulator.program.walk` with clocks; nan for a deadlock.
+
+    Written over on the way: for each mesh the instruction that it is `at`, and when its streams are free; when each value is sent.
+    """
     progressed = True
     while progressed:
         progressed = False
-        for mesh in range(meshes):
+        for mesh in range(len(at)):
             c, k, h, i = compute[mesh], communication[mesh], host[mesh], at[mesh]
             while i < rows[mesh + 1]:
-                if source[i] >= 0 and np.isnan(sent[source[i]]):
+                awaited = source[i]
+                if awaited >= 0 and isnan(sent[awaited]):
                     break
                 h += dispatch
                 c = max(c, h)
-                if source[i] >= 0:
-                    c = max(c, sent[source[i]])
+                if awaited >= 0:
+                    c = max(c, sent[awaited])
                 effect = effects[kind[i]]
                 c, k = max(c + effect[0], k + effect[1]), max(c + effect[2], k + effect[3])
                 sent[i] = k
                 i += 1
                 progressed = True
             compute[mesh], communication[mesh], host[mesh], at[mesh] = c, k, h, i
-    if (at < rows[1:]).any():
-        return np.nan
-    return max(compute.max(), communication.max()) if meshes else 0.0
+    end = 0.0
+    for mesh in range(len(at)):
+        if at[mesh] < rows[mesh + 1]:
+            return nan
+        end = max(end, compute[mesh], communication[mesh])
+    return end
 
 
 @cache
-def _player(compiled: bool) -> Callable[..., Any]:
-    """`_play`, compiled if asked for and if numba is installed."""
-    return import_module("numba").njit(cache=True)(_play) if compiled and find_spec("numba") else _play
+def _compiled() -> Callable[..., float]:
+    return import_module("numba").njit(cache=True)(_play)
