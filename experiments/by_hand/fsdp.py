@@ -24,11 +24,12 @@ class GatherOnUse(Layout):
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
 
-    def layer(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def layer(self, function: Callable[..., Any], remat: bool = False) -> Callable[..., Any]:
         def gathered(params: Params, *activations: Any) -> Any:
             return function(jax.tree.map(self._gather, params), *activations)
 
-        return jax.checkpoint(gathered, policy=jax.checkpoint_policies.save_anything_except_these_names(_GATHERED))
+        all_but_weights = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
+        return jax.checkpoint(gathered, policy=None if remat else all_but_weights)
 
     def _gather(self, shard: jax.Array) -> jax.Array:
         computed_in = shard.astype(self._dtype) if shard.ndim > 1 else shard  # normalisation is computed in float32

@@ -23,9 +23,9 @@ class Layout:
     The features of activations are their last dim, the tokens (of an MLP: the examples) the one before.
     """
 
-    def layer(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function(params, *activations)`, with the parameters that this device has."""
-        return function
+    def layer(self, function: Callable[..., Any], remat: bool = False) -> Callable[..., Any]:
+        """`function(params, *activations)`, with the parameters that this device has; `remat` recomputes it in the backward pass."""
+        return jax.checkpoint(function) if remat else function
 
     def column(self, params: Params, x: jax.Array) -> jax.Array:
         """A dense layer that leaves its outputs for `row`: attention heads, or a wide hidden layer."""
@@ -129,8 +129,7 @@ def _gpt(model: GPT, layout: Layout) -> Network:
         return layout.cross_entropy(table.astype(x.dtype), _norm(layout, rest["norm"], x), batch["labels"])
 
     block = partial(_gpt_block, layout, model.hidden_size // model.num_heads)
-    block = jax.checkpoint(block) if model.remat else block
-    return Network(split, join, *map(layout.layer, (first, block, last)))
+    return Network(split, join, layout.layer(first), layout.layer(block, model.remat), layout.layer(last))
 
 
 def _gpt_block(layout: Layout, head_dim: int, params: Params, x: jax.Array) -> jax.Array:
