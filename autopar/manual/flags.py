@@ -6,8 +6,7 @@ import subprocess
 import sys
 from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import distribution, version
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
@@ -42,7 +41,9 @@ def _complaint(flags: str) -> str:
         names = [flag.split("=")[0] for flag in unknown[1].split()]
         return "; ".join(map(_unknown, names)) + "; remove what it doesn't know, or spell it as this version does"
     if value := re.search(r"Couldn't interpret value (.*) for flag (\w+)", tried.stderr):
-        return f"--{value[2]} doesn't take the value {value[1]!r}; give it one of its type (true or false, a number, ...)"
+        return (
+            f"--{value[2]} doesn't take the value {value[1]!r}; give it one of its type (true or false, a number, ...)"
+        )
     return re.sub(r"^F\d{4} [^\]]*\] ", "", tried.stderr.strip().rsplit("\n", 1)[-1])  # without the log's own prefix
 
 
@@ -54,9 +55,8 @@ def _unknown(flag: str) -> str:
 @cache
 def _known_flags() -> tuple[str, ...]:
     """What looks like a flag among the strings of jaxlib's binary: there is no list of them to be had, --help is cut short."""
-    spec = find_spec("jaxlib")
-    assert spec and spec.origin
-    largest = max(Path(spec.origin).parent.glob("*.so"), key=lambda path: path.stat().st_size)
+    libraries = Path(str(distribution("jaxlib").locate_file("jaxlib"))).glob("*.so")
+    largest = max(libraries, key=lambda path: path.stat().st_size)
     with largest.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
         found = set(re.findall(rb"\0(xla_[a-z0-9_]{3,})(?=\0)", content))
     return tuple(sorted(name.decode() for name in found))

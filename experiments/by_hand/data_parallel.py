@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from autopar import manual
 from experiments.by_hand.hand_written import HandWritten
-from experiments.by_hand.networks import Layout, Params, network_of
+from experiments.by_hand.networks import Params
 from experiments.models import Model
 
 
@@ -19,9 +19,6 @@ class DataParallel(HandWritten):
 
     def local_step(self, model: Model, mesh: Mesh) -> Callable[[Any, Params], Any]:
         return partial(model.train_step, value_and_grad=partial(manual.value_and_grad, axis="data"))
-
-    def check(self, model: Model, mesh: Mesh) -> None:
-        network_of(model, Layout())  # of others the mean of the parts' losses need not be the loss
 
     def state_spec(self, path: str, ndim: int) -> PartitionSpec:
         return PartitionSpec()

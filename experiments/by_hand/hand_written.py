@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import autopar
 from autopar import manual
 from autopar.target import compile_for, memory_of, target_mesh
-from experiments.by_hand.networks import Params
-from experiments.models import Model
+from experiments.by_hand.networks import Layout, Params, network_of
+from experiments.models import GPT, Model
 from experiments.strategy import Prediction, Runnable, Shape, compile_here, simulated
 from simulator.cluster import Cluster
 
@@ -23,9 +23,11 @@ class HandWritten(ABC):
 
     Attributes:
         axes: names of the mesh axes, as many as a mesh must have.
+        heads_axis: the one that attention heads are split over, if any.
     """
 
     axes: ClassVar[tuple[str, ...]]
+    heads_axis: ClassVar[str | None] = None
 
     @abstractmethod
     def local_step(self, model: Model, mesh: Mesh) -> Callable[[Any, Params], Any]:
@@ -46,9 +48,6 @@ class HandWritten(ABC):
     def restore(self, model: Model, state: Any) -> Any:
         """The state as the model wants it: undoes `arrange`."""
         return state
-
-    def check(self, model: Model, mesh: Mesh) -> None:
-        """Raise a `ValueError` if the model can't be split over the mesh in a way that shapes of arguments don't show."""
 
     def runs_on(self, mesh: Shape) -> bool:
         return len(mesh) == len(self.axes) and prod(mesh) > 1
@@ -88,9 +87,18 @@ class HandWritten(ABC):
             )
         return self.axes
 
+    def _check(self, model: Model, mesh: Mesh) -> None:
+        """Refuse what is not written by hand, and what shapes of arguments don't show to be indivisible."""
+        network_of(model, Layout())
+        if isinstance(model, GPT) and self.heads_axis and model.num_heads % (count := mesh.shape[self.heads_axis]):
+            raise ValueError(
+                f"{model.num_heads} heads can't be split over the {count} devices along {self.heads_axis}; "
+                f"use a multiple of {count}"
+            )
+
     def _step(self, model: Model, mesh: Mesh, args: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
         """The jitted step that donates its state, and the shardings of its arguments."""
-        self.check(model, mesh)
+        self._check(model, mesh)
         state, batch = args
         state_specs = jax.tree_util.tree_map_with_path(
             lambda path, x: self.state_spec(jax.tree_util.keystr(path, simple=True, separator="/"), x.ndim), state

@@ -48,28 +48,18 @@ class Megatron(HandWritten):
     """Batch over `data`; tokens (of an MLP: examples), heads, hidden layers and vocabulary over `tensor`."""
 
     axes = ("data", "tensor")
+    heads_axis = "tensor"
 
     def local_step(self, model: Model, mesh: Mesh) -> Callable[[Any, Params], Any]:
         # GPT's loss is the same along `tensor`; that of an MLP is of the device's own examples.
         axis = "data" if isinstance(model, GPT) else self.axes
         return with_loss(model, network_of(model, ColumnRow()).loss, axis=axis)
 
-    def check(self, model: Model, mesh: Mesh) -> None:
-        check_heads(model, mesh, "tensor")
-
     def state_spec(self, path: str, ndim: int) -> PartitionSpec:
         return spec_of(path, _SPECS)
 
     def batch_spec(self, name: str, ndim: int) -> PartitionSpec:
         return PartitionSpec("data", "tensor") if name in ("tokens", "labels") else PartitionSpec(("data", "tensor"))
-
-
-def check_heads(model: Model, mesh: Mesh, axis: str) -> None:
-    """Raise a `ValueError` if attention heads don't go evenly over `axis`."""
-    if isinstance(model, GPT) and model.num_heads % mesh.shape[axis]:
-        raise ValueError(
-            f"{model.num_heads} heads can't be split over {mesh.shape[axis]} devices along {axis}; use a multiple of them"
-        )
 
 
 def spec_of(path: str, specs: tuple[tuple[str, PartitionSpec], ...]) -> PartitionSpec:

@@ -54,12 +54,14 @@ class Network:
     """A model in three parts, under some layout.
 
     Attributes:
+        num_blocks: how many blocks it has.
         split: params -> (the parameters of each block, the rest); `join` turns them back.
         first: (rest, batch) -> the activations that go into the first block.
         block: (block, activations) -> activations of the same shape.
         last: (rest, activations, batch) -> the loss.
     """
 
+    num_blocks: int
     split: Callable[[Params], tuple[list[Params], Params]]
     join: Callable[[list[Params], Params], Params]
     first: Callable[..., jax.Array]
@@ -79,7 +81,7 @@ def network_of(model: Model, layout: Layout) -> Network:
     """The network of `model`; a `ValueError` for one that isn't written by hand."""
     match model:
         case MLP(num_layers=layers) if layers % 2 == 0:
-            return _mlp(layout)
+            return _mlp(model, layout)
         case MLP():
             raise ValueError(f"layers of an MLP by hand go in pairs; given num_layers={model.num_layers}, make it even")
         case GPT(scan_layers=False):
@@ -94,9 +96,9 @@ def product(x: jax.Array, params: Params) -> jax.Array:
     return x @ params["kernel"].astype(x.dtype)
 
 
-def _mlp(layout: Layout) -> Network:
+def _mlp(model: MLP, layout: Layout) -> Network:
     def split(params: Params) -> tuple[list[Params], Params]:
-        layers = [params["params"][f"Dense_{i}"] for i in range(len(params["params"]))]
+        layers = [params["params"][f"Dense_{i}"] for i in range(model.num_layers)]
         return [{"wide": w, "narrow": n} for w, n in zip(layers[::2], layers[1::2], strict=True)], {}
 
     def join(blocks: list[Params], rest: Params) -> Params:
@@ -109,7 +111,7 @@ def _mlp(layout: Layout) -> Network:
     def last(rest: Params, x: jax.Array, batch: Params) -> jax.Array:
         return jnp.mean((x - batch["y"]) ** 2)
 
-    return Network(split, join, lambda rest, batch: batch["x"], layout.layer(block), last)
+    return Network(model.num_layers // 2, split, join, lambda rest, batch: batch["x"], layout.layer(block), last)
 
 
 def _gpt(model: GPT, layout: Layout) -> Network:
@@ -129,7 +131,8 @@ def _gpt(model: GPT, layout: Layout) -> Network:
         return layout.cross_entropy(table.astype(x.dtype), _norm(layout, rest["norm"], x), batch["labels"])
 
     block = partial(_gpt_block, layout, model.hidden_size // model.num_heads)
-    return Network(split, join, layout.layer(first), layout.layer(block, model.remat), layout.layer(last))
+    parts = layout.layer(first), layout.layer(block, model.remat), layout.layer(last)
+    return Network(model.num_layers, split, join, *parts)
 
 
 def _gpt_block(layout: Layout, head_dim: int, params: Params, x: jax.Array) -> jax.Array:

@@ -25,14 +25,13 @@ class Pipeline(HandWritten):
 
     def local_step(self, model: Model, mesh: Mesh) -> Callable[[Any, Params], Any]:
         network, stages = network_of(model, Layout()), mesh.shape["stage"]
-        num_blocks = len(network.split(model.abstract_args()[0].params)[0])
         num_micro_batches = gcd(model.batch_size, 4 * stages)  # a few for each stage, that the bubble be small
 
         def loss(params: Params, batch: Params) -> jax.Array:
             blocks, rest = params["blocks"], params["rest"]
             x = network.first(rest, batch)
             micro = x.reshape(num_micro_batches, -1, *x.shape[1:])
-            last = _through_ring(micro, lambda x: _own_blocks(network, num_blocks, blocks, x), stages)
+            last = _through_ring(micro, lambda x: _own_blocks(network, blocks, x), stages)
             return network.last(rest, last.reshape(-1, *x.shape[1:]), batch)
 
         return with_loss(model, loss, axis="stage")
@@ -56,10 +55,9 @@ class Pipeline(HandWritten):
 
     def restore(self, model: Model, state: Any) -> Any:
         network = network_of(model, Layout())
-        num_blocks = len(network.split(model.abstract_args()[0].params)[0])
 
         def unstack(params: Params) -> Params:
-            blocks = [jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"]) for i in range(num_blocks)]
+            blocks = [jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"]) for i in range(network.num_blocks)]
             return network.join(blocks, params["rest"])
 
         return _map_params(unstack, "blocks", state)
@@ -88,13 +86,13 @@ def _through_ring(micro: jax.Array, stage_function: Callable[[jax.Array], jax.Ar
     return manual.reduce_scatter(finished, "stage", dim=0)
 
 
-def _own_blocks(network: Network, num_blocks: int, blocks: Params, x: jax.Array) -> jax.Array:
+def _own_blocks(network: Network, blocks: Params, x: jax.Array) -> jax.Array:
     """Through the blocks of this stage, whose parameters are stacked; places past the last block pass on what they get."""
     places = len(jax.tree.leaves(blocks)[0])
     for place in range(places):
         out = network.block(jax.tree.map(lambda leaf, place=place: leaf[place], blocks), x)
         number = jax.lax.axis_index("stage") * places + place
-        x = jnp.where(number < num_blocks, out, x)
+        x = jnp.where(number < network.num_blocks, out, x)
     return x
 
 

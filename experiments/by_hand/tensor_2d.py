@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from autopar import manual
 from experiments.by_hand import vocabulary
 from experiments.by_hand.hand_written import HandWritten, with_loss
-from experiments.by_hand.megatron import check_heads, spec_of
+from experiments.by_hand.megatron import spec_of
 from experiments.by_hand.networks import Layout, Params, network_of, product
 from experiments.models import GPT, Model
 
@@ -51,14 +51,12 @@ class Tensor2D(HandWritten):
     """Features over `rows`; heads, hidden layers and vocabulary over `columns`; every device sees the whole batch."""
 
     axes = ("rows", "columns")
+    heads_axis = "columns"
 
     def local_step(self, model: Model, mesh: Mesh) -> Callable[[Any, Params], Any]:
         # GPT's loss is the same everywhere; that of an MLP is of the device's own features.
         axis = () if isinstance(model, GPT) else "rows"
         return with_loss(model, network_of(model, Blocks()).loss, axis=axis)
-
-    def check(self, model: Model, mesh: Mesh) -> None:
-        check_heads(model, mesh, "columns")
 
     def state_spec(self, path: str, ndim: int) -> PartitionSpec:
         return spec_of(path, _SPECS)

@@ -38,7 +38,8 @@ def test_serial_runs_on_one_device_and_pmap_along_one_axis(config: Any) -> None:
 def test_a_misspelt_key_lists_the_valid_ones(config: Any) -> None:
     config["strategy"] = config.pop("strategies")
     with pytest.raises(
-        ValueError, match=r"unknown key 'strategy'; did you mean 'strategies'.*valid: measure, meshes, models"
+        ValueError,
+        match=r"unknown key 'strategy'; did you mean 'strategies'.*valid: collectives, measure, meshes, models",
     ):
         make_sweep(config)
 
