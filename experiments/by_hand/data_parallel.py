@@ -23,5 +23,5 @@ class DataParallel(HandWritten):
     def state_spec(self, path: str, ndim: int) -> PartitionSpec:
         return PartitionSpec()
 
-    def batch_spec(self, name: str, ndim: int) -> PartitionSpec:
+    def batch_spec(self, name: str) -> PartitionSpec:
         return PartitionSpec("data")

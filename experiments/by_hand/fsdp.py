@@ -18,7 +18,8 @@ _GATHERED = "gathered"
 class GatherOnUse(Layout):
     """Each layer gathers its weights in the dtype it computes in, and again in the backward pass instead of keeping them.
 
-    The transpose of the gathering is the reduce_scatter of the gradients, so that there is nothing more to write.
+    The transpose of the gathering is the reduce_scatter of the gradients, so that there is nothing more to write. What a layer is
+    given and doesn't use is not gathered: XLA drops that.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -47,5 +48,5 @@ class Fsdp(HandWritten):
     def state_spec(self, path: str, ndim: int) -> PartitionSpec:
         return PartitionSpec("data") if ndim else PartitionSpec()
 
-    def batch_spec(self, name: str, ndim: int) -> PartitionSpec:
+    def batch_spec(self, name: str) -> PartitionSpec:
         return PartitionSpec("data")

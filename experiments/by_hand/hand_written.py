@@ -1,5 +1,6 @@
 """What hand-written strategies have in common: a program for one device, and where the arguments go."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import prod
@@ -38,7 +39,7 @@ class HandWritten(ABC):
         """Where a parameter, or what the optimizer keeps of it, lives; `path` joins its keys with slashes."""
 
     @abstractmethod
-    def batch_spec(self, name: str, ndim: int) -> PartitionSpec:
+    def batch_spec(self, name: str) -> PartitionSpec:
         """Where an array of the batch lives."""
 
     def arrange(self, model: Model, mesh: Mesh, state: Any) -> Any:
@@ -103,7 +104,7 @@ class HandWritten(ABC):
         state_specs = jax.tree_util.tree_map_with_path(
             lambda path, x: self.state_spec(jax.tree_util.keystr(path, simple=True, separator="/"), x.ndim), state
         )
-        batch_specs = {name: self.batch_spec(name, x.ndim) for name, x in batch.items()}
+        batch_specs = {name: self.batch_spec(name) for name in batch}
         returns_loss = type(jax.eval_shape(model.train_step, *model.abstract_args())) is tuple
         step = jax.shard_map(
             self.local_step(model, mesh),
@@ -127,3 +128,9 @@ def with_loss(
         return model.train_step(state, batch, value_and_grad=value_and_grad)
 
     return step
+
+
+def spec_of(path: str, specs: tuple[tuple[str, PartitionSpec], ...]) -> PartitionSpec:
+    """The first of `specs` whose pattern matches; replicated if none does. Layers of an MLP are called wide and narrow in turn."""
+    path = re.sub(r"Dense_(\d+)", lambda match: "narrow" if int(match[1]) % 2 else "wide", path)
+    return next((spec for pattern, spec in specs if re.search(pattern, path)), PartitionSpec())

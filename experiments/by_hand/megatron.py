@@ -4,7 +4,6 @@ Layers alternate between columns and rows along the axis `tensor`. Before a colu
 partial sums are scattered over the tokens, so that everything in between works on a part of the tokens.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from autopar import manual
 from experiments.by_hand import vocabulary
-from experiments.by_hand.hand_written import HandWritten, with_loss
+from experiments.by_hand.hand_written import HandWritten, spec_of, with_loss
 from experiments.by_hand.networks import Layout, Params, network_of, product
 from experiments.models import GPT, Model
 
@@ -58,14 +57,8 @@ class Megatron(HandWritten):
     def state_spec(self, path: str, ndim: int) -> PartitionSpec:
         return spec_of(path, _SPECS)
 
-    def batch_spec(self, name: str, ndim: int) -> PartitionSpec:
+    def batch_spec(self, name: str) -> PartitionSpec:
         return PartitionSpec("data", "tensor") if name in ("tokens", "labels") else PartitionSpec(("data", "tensor"))
-
-
-def spec_of(path: str, specs: tuple[tuple[str, PartitionSpec], ...]) -> PartitionSpec:
-    """The first of `specs` whose pattern matches; replicated if none does. Layers of an MLP are called wide and narrow in turn."""
-    path = re.sub(r"Dense_(\d+)", lambda match: "narrow" if int(match[1]) % 2 else "wide", path)
-    return next((spec for pattern, spec in specs if re.search(pattern, path)), PartitionSpec())
 
 
 def _all_tokens(x: jax.Array) -> jax.Array:

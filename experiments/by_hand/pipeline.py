@@ -39,7 +39,7 @@ class Pipeline(HandWritten):
     def state_spec(self, path: str, ndim: int) -> PartitionSpec:
         return PartitionSpec("stage") if "/blocks/" in f"/{path}" else PartitionSpec()
 
-    def batch_spec(self, name: str, ndim: int) -> PartitionSpec:
+    def batch_spec(self, name: str) -> PartitionSpec:
         return PartitionSpec("stage") if name in ("y", "labels") else PartitionSpec()
 
     def arrange(self, model: Model, mesh: Mesh, state: Any) -> Any:

@@ -12,8 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from autopar import manual
 from experiments.by_hand import vocabulary
-from experiments.by_hand.hand_written import HandWritten, with_loss
-from experiments.by_hand.megatron import spec_of
+from experiments.by_hand.hand_written import HandWritten, spec_of, with_loss
 from experiments.by_hand.networks import Layout, Params, network_of, product
 from experiments.models import GPT, Model
 
@@ -61,5 +60,5 @@ class Tensor2D(HandWritten):
     def state_spec(self, path: str, ndim: int) -> PartitionSpec:
         return spec_of(path, _SPECS)
 
-    def batch_spec(self, name: str, ndim: int) -> PartitionSpec:
+    def batch_spec(self, name: str) -> PartitionSpec:
         return PartitionSpec() if name in ("tokens", "labels") else PartitionSpec(None, "rows")
