@@ -70,7 +70,7 @@ def test_an_mlp_step_equals_the_serial_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_a_gpt_step_equals_the_serial_one(name: str) -> None:
-    other = replace(GPT_MODEL, remat=True, tied_head=False)
+    other = replace(GPT_MODEL, num_layers=1, remat=True, tied_head=False)
     assert_same_step(name, other if name in ("manual_fsdp", "manual_megatron") else GPT_MODEL, MESHES[name]["gpt"])
 
 
@@ -80,10 +80,9 @@ def test_predictions_hold_the_collectives_that_are_written_and_parts_of_the_stat
     timeline = BY_HAND[name].predict(model, mesh, None, Cluster.load("p3.16xlarge")).timeline
     assert {span.category for span in timeline.spans if span.stream == "communication"} == COLLECTIVES[name]
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.abstract_args()[0]))
-    assert timeline.memory[0].arguments == pytest.approx(
-        state_bytes / SPLIT_OVER.get(name, 1), rel=0.1
-    )  # and the batch
-    assert timeline.memory[0].aliased == pytest.approx(state_bytes / SPLIT_OVER.get(name, 1), rel=0.05)
+    part, memory = state_bytes / SPLIT_OVER.get(name, 1), timeline.memory[0]
+    assert memory.aliased == pytest.approx(part, rel=0.05)
+    assert memory.arguments == pytest.approx(part, rel=0.1)  # the batch is small
 
 
 @pytest.mark.parametrize(
