@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from experiments.by_hand import BY_HAND
 from experiments.models import GPT, MLP, Model
@@ -64,8 +66,11 @@ def assert_close(actual: Any, expected: Any, **tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_an_mlp_step_equals_the_serial_one(name: str) -> None:
-    assert_same_step(name, MLP_MODEL, MESHES[name]["mlp"])
+@settings(max_examples=2)
+@given(model=st.sampled_from([MLP_MODEL, MLP(dim=8, num_layers=2, batch_size=8)]), turned=st.booleans())
+def test_an_mlp_step_equals_the_serial_one(name: str, model: Model, turned: bool) -> None:
+    mesh = MESHES[name]["mlp"]
+    assert_same_step(name, model, mesh[::-1] if turned else mesh)
 
 
 @pytest.mark.parametrize("name", BY_HAND)
