@@ -29,11 +29,13 @@ rule all:
     input:
         expand("results/cells/{cell}", cell=sweep.cells),
         "results/tables/cells.csv",
+        "results/tables/collectives_fit.csv",
         expand("results/figures/{figure}.svg", figure=sweep.figures),
 
 
 include: "experiments/rules/plan.smk"
 include: "experiments/rules/measure.smk"
 include: "experiments/rules/simulate.smk"
+include: "experiments/rules/collectives.smk"
 include: "experiments/rules/tables.smk"
 include: "experiments/rules/figures.smk"

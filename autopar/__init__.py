@@ -9,7 +9,7 @@ from autopar._plugins import silence_idle_plugin
 
 silence_idle_plugin()
 
-from autopar import inspect, testing, util  # noqa: E402 (nothing may start JAX's backends before)
+from autopar import inspect, manual, testing, util  # noqa: E402 (nothing may start JAX's backends before)
 from autopar.api import ParallelizedFunction, init, parallelize, plan_step, predict, shutdown  # noqa: E402
 from autopar.gradients import grad, value_and_grad  # noqa: E402
 from autopar.layers import (  # noqa: E402
@@ -92,6 +92,7 @@ __all__ = [
     "grad",
     "init",
     "inspect",
+    "manual",
     "manual_layer_construction",
     "manual_remat",
     "mark_pipeline_boundary",

@@ -77,7 +77,7 @@ def write_cell(what: str, job: Job, directory: Path, strategy: str, cell: Cell) 
     """Keep the result, and show it in one line."""
     cell_path(directory, strategy).write_text(json.dumps(asdict(cell), indent=1) + "\n")
     where = f"{job.platform} {job.model}-{job.size} on {mesh_name(job.mesh)}"
-    print(f"{what:<8} {where:<32} {strategy:<8} {cell}", flush=True)
+    print(f"{what:<8} {where:<32} {strategy:<16} {cell}", flush=True)
 
 
 def remaining(job: Job, directory: Path) -> Sequence[str]:

@@ -33,7 +33,7 @@ PREDICT = (
 )
 
 CELLS = ("experiments/cells.py", "experiments/isolate.py", "experiments/job.py")
-MODELS = ("experiments/models/*.py", "experiments/strategies.py")
+MODELS = ("experiments/models/*.py", "experiments/by_hand/*.py", "experiments/strategies.py", "experiments/strategy.py")
 
 
 def sources(rule: str) -> list[str]:
@@ -47,6 +47,9 @@ def sources(rule: str) -> list[str]:
             return _paths([own, *RUN])
         case "simulate":
             return _paths([own, *PREDICT])
+        case "collectives":
+            fitted = ("autopar/manual/collectives.py", "simulator/calibration/*.py", "simulator/collectives.py")
+            return _paths([own, "experiments/measurements/collectives.py", "experiments/scripts/measure.py", *fitted])
         case _:
             return _paths([own, f"experiments/report/{rule}.py"])
 

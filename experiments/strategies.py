@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,61 +17,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import autopar
 from autopar.methods import PlanningMethod
-from autopar.target import TargetExecutable, compile_for, target_devices, target_mesh
+from autopar.target import compile_for, memory_of, target_devices, target_mesh
+from experiments.by_hand import BY_HAND
 from experiments.models.model import Model, ValueAndGrad
+from experiments.strategy import Prediction, Runnable, Shape, Strategy, compile_here, simulated
 from simulator.cluster import Cluster
-from simulator.engine import simulate
-from simulator.hlo import parse_hlo
-from simulator.program import Program, Run
-from simulator.timeline import Timeline
-
-type Shape = tuple[int, ...]
-"""Devices along each axis of a logical mesh."""
-
-
-@dataclass(frozen=True, slots=True)
-class Runnable:
-    """A compiled step, its arguments on their devices, and what they cost.
-
-    Attributes:
-        args: (state, batch), distributed; the step may donate the state.
-        gather: turns a distributed result into the arrays that the serial step returns.
-        memory_bytes: on one device, for one step.
-    """
-
-    step: Callable[..., Any]
-    args: tuple[Any, Any]
-    gather: Callable[[Any], Any]
-    memory_bytes: int
-    compile_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """A step on a simulated clock, and the seconds that compiling it took here."""
-
-    timeline: Timeline
-    compile_seconds: float
-
-
-class Strategy(Protocol):
-    """A way to run a training step on several devices."""
-
-    def runs_on(self, mesh: Shape) -> bool:
-        """Whether the strategy means anything on a mesh of that shape; if not, the sweep leaves the cell out."""
-        ...
-
-    def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> autopar.Plan | None:
-        """Decide everything that needs deciding; None if nothing does. Touches no device."""
-        ...
-
-    def prepare(self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]) -> Runnable:
-        """Compile for the devices present, and distribute the host arrays `args` over them."""
-        ...
-
-    def predict(self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster) -> Prediction:
-        """Compile for `cluster` and simulate. Touches no device."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +36,13 @@ class Serial:
 
     def prepare(self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]) -> Runnable:
         placed = jax.device_put(args, jax.devices()[0])
-        compiled, seconds = _compile(jax.jit(model.train_step, donate_argnums=0), placed)
-        return Runnable(compiled, placed, lambda result: result, _memory(compiled), seconds)
+        compiled, seconds = compile_here(jax.jit(model.train_step, donate_argnums=0), placed)
+        return Runnable(compiled, placed, lambda result: result, memory_of(compiled).total, seconds)
 
     def predict(self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster) -> Prediction:
         here = NamedSharding(target_mesh(cluster, (1,), ("device",)), PartitionSpec())
-        args = jax.tree.map(partial(_abstract, sharding=here), model.abstract_args())
-        return _simulated(compile_for(jax.jit(model.train_step, donate_argnums=0), args, cluster), cluster)
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), model.abstract_args())
+        return simulated(compile_for(jax.jit(model.train_step, donate_argnums=0), args, cluster), cluster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +59,14 @@ class Pmap:
         devices = jax.devices()[: prod(mesh)]
         along = NamedSharding(Mesh(np.array(devices), ("batch",), axis_types=(AxisType.Auto,)), PartitionSpec("batch"))
         placed = jax.device_put(_replicate_and_split(args, len(devices)), along)
-        compiled, seconds = _compile(_pmapped(model, devices), placed)
+        compiled, seconds = compile_here(_pmapped(model, devices), placed)
         gather = partial(jax.tree.map, lambda x: x[0])
-        return Runnable(compiled, placed, gather, _memory(compiled), seconds)
+        return Runnable(compiled, placed, gather, memory_of(compiled).total, seconds)
 
     def predict(self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster) -> Prediction:
         devices = target_devices(cluster, prod(mesh))
         args = jax.eval_shape(partial(_replicate_and_split, count=len(devices)), model.abstract_args())
-        return _simulated(compile_for(_pmapped(model, devices), args, cluster), cluster)
+        return simulated(compile_for(_pmapped(model, devices), args, cluster), cluster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +105,7 @@ STRATEGIES: dict[str, Strategy] = {
     "zero3": Planned(autopar.Zero3Parallel),
     "shard": Planned(autopar.ShardParallel),
     "heuristic": Planned(partial(autopar.ShardParallel, options=autopar.ShardingOptions(mode="heuristic"))),
+    **BY_HAND,
 }
 
 
@@ -176,29 +127,3 @@ def _pmapped(model: Model, devices: Any) -> Any:
 
     value_and_grad: ValueAndGrad = averaged
     return jax.pmap(partial(model.train_step, value_and_grad=value_and_grad), axis_name="batch", devices=devices)
-
-
-def _compile(step: Any, args: tuple[Any, Any]) -> tuple[Any, float]:
-    start = time.perf_counter()
-    return step.lower(*args).compile(), time.perf_counter() - start
-
-
-def _memory(compiled: Any) -> int:
-    used = compiled.memory_analysis()
-    kept = used.argument_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
-    return kept + used.temp_size_in_bytes
-
-
-def _abstract(value: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-
-
-def _simulated(executable: TargetExecutable, cluster: Cluster) -> Prediction:
-    """Time a step that every device of one mesh runs alike."""
-    program = Program(
-        meshes=(tuple(range(executable.num_devices)),),
-        instructions=((Run(0, "S"),),),
-        bodies={"0S": parse_hlo(executable.hlo_text)},
-        memory=(executable.memory,),
-    )
-    return Prediction(simulate(program, cluster), executable.compile_seconds)

@@ -21,9 +21,10 @@ SCHEMA = Path(__file__).parent / "schemas" / "config.schema.yaml"
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A checked configuration: the jobs of each source by name, and how long to measure."""
+    """A checked configuration: the jobs of each source by name, which collectives to time, and how long to measure."""
 
     jobs: Mapping[Source, Mapping[str, Job]]
+    collectives: Mapping[str, Any]
     measure: Mapping[str, int]
     published: str
 
@@ -57,7 +58,7 @@ def make_sweep(config: Mapping[str, Any]) -> Sweep:
         for job in _jobs(platform, config):
             if jobs[platform["source"]].setdefault(job.name, job) != job:
                 raise ValueError(f"two clusters are called {job.platform!r}; give one of the files another name")
-    return Sweep(jobs, config["measure"], config["published"])
+    return Sweep(jobs, config["collectives"], config["measure"], config["published"])
 
 
 def _jobs(platform: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Job]:

@@ -69,6 +69,7 @@ class CollectiveProfile(Description):
     all_gather: SizeCurve | None = None
     reduce_scatter: SizeCurve | None = None
     all_to_all: SizeCurve | None = None
+    permute: SizeCurve | None = None
 
     def curve(self, kind: CollectiveKind) -> SizeCurve:
         match kind:
@@ -78,8 +79,10 @@ class CollectiveProfile(Description):
                 return self.all_gather or self.all_reduce
             case "reduce_scatter":
                 return self.reduce_scatter or self.all_gather or self.all_reduce
-            case "all_to_all" | "permute":
+            case "all_to_all":
                 return self.all_to_all or self.all_reduce
+            case "permute":
+                return self.permute or self.all_to_all or self.all_reduce
 
     @classmethod
     def of(cls, cluster: Cluster) -> Self:

@@ -1,5 +1,6 @@
 """Grouped bars: step time and memory of every strategy on every mesh."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -14,10 +15,11 @@ from matplotlib.patches import Patch
 
 type Row = Mapping[str, Any]
 
-# Told apart by colour-blind readers too (Okabe and Ito, 2008). In the order of the table's strategies.
+# Told apart by colour-blind readers too (Okabe and Ito, 2008; the last three are Tol's). In the order of the table's strategies.
 COLOURS = ["#4D4D4D", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#F0E442"]
+COLOURS += ["#882255", "#332288", "#999933"]
 
-WIDTH = 0.14  # of a bar; meshes are 1 apart
+WIDTH = 0.14  # of a bar, where there is room; meshes are 1 apart
 DIAMOND: dict[str, Any] = {
     "linestyle": "",
     "marker": "D",
@@ -71,16 +73,17 @@ def draw_cells(rows: Sequence[Row], source: str) -> Figure:
 def _draw_bars(axes: Axes, ours: Sequence[Row], paper: Sequence[Row], column: str, unit: float) -> None:
     meshes, colours = list(dict.fromkeys(row["mesh"] for row in ours)), _colours(ours)
     published = {(row["mesh"], row["strategy"]): row[column] / unit for row in paper}
+    width = min(WIDTH, 0.9 / max(Counter(row["mesh"] for row in ours).values()))
     for place, mesh in enumerate(meshes):
         group = [row for row in ours if row["mesh"] == mesh]
         for i, row in enumerate(group):
-            x = place + (i - (len(group) - 1) / 2) * WIDTH
+            x = place + (i - (len(group) - 1) / 2) * width
             colour = colours[row["strategy"]]
             if row[column] is None:
                 axes.plot(x, 0, "x", color=colour, markersize=4, clip_on=False)
                 continue
             hatch: dict[str, Any] = HATCH if row["status"] == "out_of_memory" else {}
-            axes.bar(x, row[column] / unit, 0.9 * WIDTH, facecolor=colour, **hatch)
+            axes.bar(x, row[column] / unit, 0.9 * width, facecolor=colour, **hatch)
             if column == "step_time_s" and row["step_time_std_s"] is not None:
                 spread = row["step_time_std_s"] / unit
                 axes.errorbar(x, row[column] / unit, spread, ecolor="#777777", elinewidth=0.8, capsize=1.5)

@@ -58,9 +58,9 @@ def test_a_cell_that_takes_the_process_with_it_loses_no_other(
         "shard": Cell(step_time_s=0.5),
     }
     assert capsys.readouterr().out.splitlines() == [
-        "simulate p3.16xlarge mlp-tiny on 2x4      data     " + "   500.00 ms",
-        "simulate p3.16xlarge mlp-tiny on 2x4      zero2    FAILED killed by SIGSEGV: Segmentation fault",
-        "simulate p3.16xlarge mlp-tiny on 2x4      shard    " + "   500.00 ms",
+        "simulate p3.16xlarge mlp-tiny on 2x4      data             " + "   500.00 ms",
+        "simulate p3.16xlarge mlp-tiny on 2x4      zero2            FAILED killed by SIGSEGV: Segmentation fault",
+        "simulate p3.16xlarge mlp-tiny on 2x4      shard            " + "   500.00 ms",
     ]
 
 

@@ -24,7 +24,14 @@ def test_the_default_sweep_covers_models_meshes_and_strategies(config: Any) -> N
         assert {(job.model, job.mesh) for job in jobs.values()} == {
             (model, mesh) for model in ("mlp", "gpt") for mesh in ((1,), (2,), (4,), (8,), (2, 4))
         }
-    assert sweep["p3.16xlarge/gpt-125M/2x4"].strategies == ("data", "zero2", "zero3", "shard")
+    assert sweep["p3.16xlarge/gpt-125M/2x4"].strategies == (
+        "data",
+        "zero2",
+        "zero3",
+        "shard",
+        "manual_tensor_2d",
+        "manual_megatron",
+    )
     assert "measured/cpu-virtual/mlp-reduced/8" in sweep.cells
     assert "simulated/p3.16xlarge/gpt-125M" in sweep.figures
 
@@ -38,7 +45,8 @@ def test_serial_runs_on_one_device_and_pmap_along_one_axis(config: Any) -> None:
 def test_a_misspelt_key_lists_the_valid_ones(config: Any) -> None:
     config["strategy"] = config.pop("strategies")
     with pytest.raises(
-        ValueError, match=r"unknown key 'strategy'; did you mean 'strategies'.*valid: measure, meshes, models"
+        ValueError,
+        match=r"unknown key 'strategy'; did you mean 'strategies'.*valid: collectives, measure, meshes, models",
     ):
         make_sweep(config)
 
@@ -58,7 +66,7 @@ def test_a_value_of_the_wrong_kind_says_where_it_is(config: Any) -> None:
 def test_an_unknown_strategy_lists_the_known_ones(config: Any) -> None:
     config["strategies"].append("zero4")
     with pytest.raises(
-        ValueError, match=r"unknown strategy 'zero4'; did you mean 'zero[23]'\? \(valid: data, heuristic, pmap, serial"
+        ValueError, match=r"unknown strategy 'zero4'; did you mean 'zero[23]'\? \(valid: data, heuristic, manual_data,"
     ):
         make_sweep(config)
 

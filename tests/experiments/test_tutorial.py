@@ -2,6 +2,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 
 def test_the_quickstart_prints_its_two_comparisons() -> None:
@@ -23,3 +24,16 @@ def test_the_pipeline_tutorial_trains_with_stages_by_hand_and_found() -> None:
     assert "Manual assignment: equal to the single device" in run.stdout
     assert "Automatic assignment: equal to the single device" in run.stdout
     assert re.search(r"stage 1: layers 1 on devices 4-7, mesh [\dx ]+; \d+ tasks compiled in [\d.]+ s", run.stderr)
+
+
+def test_the_tutorial_on_distributed_arrays_prints_what_it_should() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "experiments.tutorials.intro_to_distributed"],
+        text=True,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "80"},  # the pictures of shardings are as wide as the terminal allows
+    )
+    assert run.returncode == 0, run.stderr
+    golden = Path(__file__).parents[1] / "golden/intro_to_distributed.txt"
+    assert run.stdout.splitlines() == golden.read_text().splitlines()

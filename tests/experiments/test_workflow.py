@@ -38,10 +38,10 @@ def snakemake(tmp_path: Path) -> Snakemake:
 
 def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(snakemake: Snakemake, tmp_path: Path) -> None:
     config = yaml.safe_load((ROOT / "experiments/config/smoke.yaml").read_text())
-    # An odd batch can't be split over two devices by pmap: that one cell fails.
+    # An odd batch can't be split over two devices, and that one cell fails.
     config["models"]["mlp"]["odd"] = config["models"]["mlp"]["tiny"] | {"batch_size": 15}
     config["platforms"][1]["models"]["mlp"] = "odd"
-    config["meshes"] = [[2]]
+    config["meshes"], config["strategies"] = [[2]], ["shard", "manual_fsdp"]
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))
 
@@ -52,19 +52,22 @@ def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(snakem
     failed = [row for row in cells if row["status"] == "failed"]
     done = [row for row in cells if row["status"] == "ok"]
     assert [(row["source"], row["size"], row["mesh"], row["strategy"]) for row in cells] == [
-        ("simulated", "tiny", "2", "pmap"),
         ("simulated", "tiny", "2", "shard"),
-        ("measured", "odd", "2", "pmap"),
+        ("simulated", "tiny", "2", "manual_fsdp"),
         ("measured", "odd", "2", "shard"),
+        ("measured", "odd", "2", "manual_fsdp"),
     ]
-    assert [(row["size"], row["mesh"], row["strategy"]) for row in failed] == [("odd", "2", "pmap")]
-    assert failed[0]["reason"].startswith("ValueError: a batch of 15 can't be split over 2 devices")
+    assert [(row["size"], row["mesh"], row["strategy"]) for row in failed] == [("odd", "2", "manual_fsdp")]
+    assert failed[0]["reason"].startswith("ValueError: argument 1/x of shape (15, 16): dim 0 can't be split over the 2")
     assert len(done) == len(cells) - 1
     assert all(row["step_time_s"] > 0 and row["memory_bytes_per_device"] > 0 for row in done)
     assert all(row["equality_error"] < 5e-3 for row in done if row["source"] == "measured")
     assert all(row["planning_time_s"] > 0 for row in done if row["strategy"] == "shard")
     assert "FAILED" in first.stdout  # progress, a line per cell
     assert len(list((tmp_path / "sweep/results/figures").rglob("*.svg"))) == 2
+    fit = pd.read_csv(tmp_path / "sweep/results/tables/collectives_fit.csv")
+    assert list(fit["kind"]) == ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
+    assert (fit["held_out_rows"] > 0).all()
 
     second = snakemake(path)
     assert second.returncode == 0, second.stdout + second.stderr

@@ -1,0 +1,24 @@
+"""Programs for many devices written by hand, inside `jax.shard_map`: what their authors need beside JAX itself.
+
+All of it is for `check_vma=True`, shard_map's default, under which JAX knows along which mesh axes a value differs.
+"""
+
+from autopar.manual.collectives import AxisName, all_gather, all_reduce, all_to_all, reduce_scatter, shift
+from autopar.manual.flags import XlaFlagError, check_xla_flags
+from autopar.manual.gradients import value_and_grad
+from autopar.manual.placement import shardings
+from autopar.manual.rng import fold_rng_over_axis
+
+__all__ = [
+    "AxisName",
+    "XlaFlagError",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "check_xla_flags",
+    "fold_rng_over_axis",
+    "reduce_scatter",
+    "shardings",
+    "shift",
+    "value_and_grad",
+]

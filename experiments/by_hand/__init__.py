@@ -1,0 +1,17 @@
+"""Strategies written by hand, with every collective spelled out, for MLP and GPT: what automatic ones are compared with."""
+
+from experiments.by_hand.data_parallel import DataParallel
+from experiments.by_hand.fsdp import Fsdp
+from experiments.by_hand.hand_written import HandWritten
+from experiments.by_hand.megatron import Megatron
+from experiments.by_hand.pipeline import Pipeline
+from experiments.by_hand.tensor_2d import Tensor2D
+
+BY_HAND: dict[str, HandWritten] = {
+    "manual_data": DataParallel(),
+    "manual_fsdp": Fsdp(),
+    "manual_tensor_2d": Tensor2D(),
+    "manual_megatron": Megatron(),
+    "manual_pipeline": Pipeline(),
+}
+"""By the names that the sweep's configuration gives them."""

@@ -1,0 +1,1 @@
+"""Measurements that the simulator is calibrated with."""

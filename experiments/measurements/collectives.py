@@ -1,0 +1,104 @@
+"""Seconds of single collectives, and the simulator's size curves fitted to them."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, get_args
+
+import jax
+import numpy as np
+import pandas as pd
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autopar import manual
+from autopar.util import benchmark_func
+from simulator.calibration.collectives import MeasuredCollectives, fit_curve
+from simulator.collectives import CollectiveProfile, SizeCurve
+from simulator.work import CollectiveKind
+
+IN_A_ROW = 10
+"""Collectives in one program: what it costs to start a program is shared among them."""
+
+
+def measure_collectives(
+    gpu: str, group_sizes: Sequence[int], num_bytes: Sequence[int], repeat: int, number: int
+) -> pd.DataFrame:
+    """Run every kind of collective on the first devices that are here.
+
+    Args:
+        gpu: what to call the devices in the table.
+        group_sizes: how many devices take part.
+        num_bytes: bytes per device of the whole array, as in `simulator.work.Collective`.
+        repeat, number: the median is taken of `repeat` means over `number` programs.
+
+    Returns:
+        Columns gpu, kind, size, bytes, us, like the measurements that come with the simulator.
+    """
+    rows = [
+        (gpu, kind, size, count, 1e6 * _seconds(kind, size, count, repeat, number))
+        for kind in get_args(CollectiveKind)
+        for size in group_sizes
+        for count in num_bytes
+    ]
+    return pd.DataFrame(rows, columns=["gpu", "kind", "size", "bytes", "us"])
+
+
+def fit_collectives(table: pd.DataFrame, source: str) -> tuple[CollectiveProfile, pd.DataFrame]:
+    """The curves of a table of `measure_collectives`, and how far off they are.
+
+    Args:
+        source: where the numbers come from, for the profile.
+
+    Returns:
+        The profile, and a row per kind: how many rows it was fitted to and how many were held out, the mean absolute error on
+        either, and the largest on those held out; as parts of the measured time.
+    """
+    curves: dict[str, SizeCurve] = {}
+    rows = []
+    for kind, group in table.groupby("kind", sort=False):
+        measured = MeasuredCollectives.of(kind, group["size"], group["bytes"], group["us"] * 1e-6)  # pyright: ignore[reportArgumentType]
+        curve = curves[str(kind)] = fit_curve(measured)
+        errors, held = np.abs(measured.errors(curve)), measured.held_out()
+        of_held = (errors[held].mean(), errors[held].max()) if held.any() else (None, None)
+        rows.append((kind, (~held).sum(), held.sum(), errors[~held].mean(), *of_held))
+    columns = ["kind", "fitted_rows", "held_out_rows", "fitted_error", "held_out_error", "largest_held_out_error"]
+    profile: dict[str, Any] = {"gpu": table["gpu"].iloc[0], "source": source, **curves}
+    return CollectiveProfile(**profile), pd.DataFrame(rows, columns=columns)
+
+
+def _seconds(kind: CollectiveKind, size: int, num_bytes: int, repeat: int, number: int) -> float:
+    length = num_bytes // 4
+    if num_bytes % (4 * size):
+        raise ValueError(f"{num_bytes} bytes can't be split into float32 shards for {size} devices; use a multiple")
+    mesh = Mesh(np.array(jax.devices()[:size]), ("i",), axis_types=(AxisType.Auto,))
+    along = PartitionSpec("i")
+    step = jax.jit(jax.shard_map(partial(_in_a_row, _ONCE[kind]), mesh=mesh, in_specs=along, out_specs=along))
+    x = jax.device_put(np.zeros(size * length, np.float32), NamedSharding(mesh, along))
+
+    def run() -> (
+        None
+    ):  # on CPUs two programs in flight may wait for each other's threads; on GPUs a launch is short beside ten
+        jax.block_until_ready(step(x))
+
+    return float(np.median(benchmark_func(run, warmup=2, repeat=repeat, number=number))) / IN_A_ROW
+
+
+def _in_a_row(once: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    return jax.lax.fori_loop(0, IN_A_ROW, lambda _, x: once(x), x)
+
+
+def _all_gather(x: jax.Array) -> jax.Array:
+    return manual.all_gather(x[: len(x) // jax.lax.axis_size("i")], "i", dim=0)
+
+
+def _reduce_scatter(x: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(x, manual.reduce_scatter(x, "i", dim=0), (0,))
+
+
+# Each takes and leaves the whole array, so that one can follow on the other with nothing but a slice in between.
+_ONCE: dict[CollectiveKind, Callable[[jax.Array], jax.Array]] = {
+    "all_reduce": lambda x: jax.lax.pcast(manual.all_reduce(x, "i"), "i", to="varying"),
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": lambda x: manual.all_to_all(x, "i", split_dim=0, concat_dim=0),
+    "permute": lambda x: manual.shift(x, "i"),
+}

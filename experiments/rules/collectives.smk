@@ -1,0 +1,20 @@
+# Time single collectives on the devices present, and fit the simulator's curves to them: `snakemake collectives` runs this alone.
+
+
+rule collectives:
+    input:
+        sources("collectives"),
+        cluster_files(sweep.collectives["cluster"]),
+    output:
+        table="results/tables/collectives.csv",
+        errors="results/tables/collectives_fit.csv",
+        profile="results/tables/collectives_profile.yaml",
+    params:
+        settings=json.dumps(sweep.collectives),
+    threads: workflow.cores
+    log:
+        "results/logs/collectives.log",
+    message:
+        "collectives"
+    shell:
+        "{PYTHON} experiments.scripts.collectives {params.settings:q} {output} 2> {log}"

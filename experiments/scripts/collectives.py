@@ -1,0 +1,33 @@
+"""Measure collectives and fit their curves: `python -m experiments.scripts.collectives SETTINGS TABLE ERRORS PROFILE`."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+
+from experiments.measurements.collectives import fit_collectives, measure_collectives
+from experiments.scripts.measure import use_devices_like
+from simulator.calibration.profiles import write_profile
+from simulator.cluster import Cluster
+
+
+def main(settings_json: str, table_path: str, errors_path: str, profile_path: str) -> None:
+    settings = json.loads(settings_json)
+    cluster, groups = Cluster.load(settings["cluster"]), settings["group_sizes"]
+    use_devices_like(cluster, max(groups))
+    num_bytes = [round(kib * 1024) for kib in settings["sizes_kib"]]
+    table = measure_collectives(cluster.device.name, groups, num_bytes, settings["repeat"], settings["number"])
+    source = (
+        f"fitted by simulator.calibration.collectives to collectives of jax {jax.__version__} on {cluster.name}, "
+        "those of experiments/rules/collectives.smk; held_out_error is the mean over the fifth that was not fitted to"
+    )
+    profile, errors = fit_collectives(table, source)
+    table.to_csv(table_path, index=False, float_format="%.6g")
+    errors.to_csv(errors_path, index=False, float_format="%.4g")
+    write_profile(Path(profile_path), profile)
+    print(errors.to_string(index=False, float_format="{:.1%}".format))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

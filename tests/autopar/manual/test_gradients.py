@@ -1,0 +1,118 @@
+"""The gradient inside shard_map is that of the mean over all devices; the obvious way to write it is not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from autopar import manual
+
+P = PartitionSpec
+MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+W = np.random.default_rng(1).normal(size=(4, 4)).astype(np.float32)
+
+
+def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
+
+
+def mapped(function: Callable, **options: Any) -> Callable:
+    """`function(w, x)` on all devices, unless told otherwise of a replicated w and rows of x along `data`."""
+    options = {"in_specs": (P(), P("data")), "out_specs": P()} | options
+    return jax.jit(jax.shard_map(function, mesh=MESH, **options))
+
+
+def test_pmean_of_the_gradient_is_as_many_times_too_large_as_there_are_devices() -> None:
+    expected = jax.grad(loss)(W, X)
+    trapped = mapped(lambda w, x: jax.lax.pmean(jax.grad(loss)(w, x), "data"))(W, X)
+    np.testing.assert_allclose(trapped, 4 * expected, rtol=1e-4, atol=1e-6)  # silently
+    value, grad = mapped(manual.value_and_grad(loss, axis="data"))(W, X)
+    np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(value, loss(W, X), rtol=1e-5)
+
+
+@settings(max_examples=8)
+@given(
+    sizes=st.tuples(*[st.integers(1, 3)] * 3),
+    place=st.sampled_from(["replicated", "gathered", "columns"]),
+    axis=st.sampled_from(["data", ("data", "tensor")]),
+)
+def test_gradients_of_replicated_and_sharded_parameters_are_those_of_one_device(
+    sizes: tuple[int, int, int], place: str, axis: Any
+) -> None:
+    if place == "columns":
+        axis = "data"  # the other one is taken
+    batch, width, out = (8 * size for size in sizes)
+    draw = np.random.default_rng(0)
+    x, w, b = (draw.normal(size=shape).astype(np.float32) for shape in ((batch, width), (width, out), (out,)))
+
+    def serial(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(jax.nn.gelu(x @ params["w"] + params["b"]) ** 2)
+
+    def local(params: Any, x: jax.Array) -> jax.Array:
+        match place:
+            case "gathered":
+                return serial({**params, "w": manual.all_gather(params["w"], axis, 0)}, x)
+            case "columns":
+                return jax.lax.pmean(serial(params, x), "tensor")
+            case _:
+                return serial(params, x)
+
+    specs = {
+        "replicated": {"w": P(), "b": P()},
+        "gathered": {"w": P(axis), "b": P()},
+        "columns": {"w": P(None, "tensor"), "b": P("tensor")},
+    }[place]
+    step = mapped(manual.value_and_grad(local, axis=axis), in_specs=(specs, P(axis)), out_specs=(P(), specs))
+    for actual, expected in zip(
+        jax.tree.leaves(step({"w": w, "b": b}, x)),
+        jax.tree.leaves(jax.value_and_grad(serial)({"w": w, "b": b}, x)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_a_parameter_that_is_used_twice_is_synchronised_once() -> None:
+    step = mapped(manual.value_and_grad(loss, axis="data"))
+    text = step.lower(W, X).as_text()
+    assert text.count('"stablehlo.all_reduce"') == 2  # of the gradient, of the loss
+    careless = mapped(jax.value_and_grad(lambda w, x: jax.lax.pmean(loss(w, x), "data")))
+    assert careless.lower(W, X).as_text().count('"stablehlo.all_reduce"') == 3
+
+
+def test_auxiliary_values_and_several_arguments_are_as_jax_has_them() -> None:
+    def with_aux(w: jax.Array, x: jax.Array) -> Any:
+        return loss(w, x), x.sum(0)
+
+    out_specs = ((P(), P("data")), (P(), P("data")))
+    step = mapped(manual.value_and_grad(with_aux, argnums=(0, 1), has_aux=True, axis="data"), out_specs=out_specs)
+    (value, sums), (of_w, of_x) = step(W, X)
+    expected_value, expected = jax.value_and_grad(loss, argnums=(0, 1))(W, X)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    np.testing.assert_allclose(sums.reshape(4, -1), X.reshape(4, 2, -1).sum(1), rtol=1e-5)
+    np.testing.assert_allclose(of_w, expected[0], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(of_x, expected[1], rtol=1e-4, atol=1e-6)
+
+
+def test_a_missing_forward_sync_is_named() -> None:
+    rows = mapped(
+        manual.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2), axis="data"),
+        in_specs=(P("tensor", None), P("data", "tensor")),
+    )
+    with pytest.raises(
+        ValueError, match=r"differs along the mesh axis tensor, .* averaged over data only; sum or average"
+    ):
+        rows(W, X)
+
+
+def test_untracked_types_are_refused() -> None:
+    step = mapped(manual.value_and_grad(loss, axis="data"), check_vma=False)
+    with pytest.raises(ValueError, match="check_vma=True, its default; given check_vma=False"):
+        step(W, X)

@@ -1,0 +1,32 @@
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autopar.manual import shardings
+
+P = PartitionSpec
+MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("i", "j"), axis_types=(AxisType.Auto,) * 2)
+
+
+def test_every_array_gets_the_sharding_of_its_spec() -> None:
+    args = {"x": np.zeros((8, 3)), "y": jax.ShapeDtypeStruct((16,), np.float32), "z": np.zeros(())}
+    specs = {"x": P("i"), "y": P(("i", "j")), "z": P()}
+    assert shardings(MESH, specs, args) == {name: NamedSharding(MESH, spec) for name, spec in specs.items()}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            P("i"),
+            r"argument batch/x of shape \(6, 4\): dim 0 can't be split over the 4 devices along i; use a multiple of 4",
+        ),
+        (P(None, ("i", "j")), r"dim 1 can't be split over the 8 devices along i, j; use a multiple of 8"),
+        (P("k"), r"names the axis 'k'; the mesh has i, j"),
+        (P(None, None, "i"), r"batch/x has 2 dims \(6, 4\), but .* is for 3"),
+    ],
+)
+def test_what_does_not_fit_is_named(spec: PartitionSpec, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shardings(MESH, {"batch": {"x": spec}}, {"batch": {"x": np.zeros((6, 4))}})

@@ -1,0 +1,124 @@
+"""Hand-written strategies: one step equals the serial one in loss, gradients and parameters, and clusters can be predicted."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.by_hand import BY_HAND
+from experiments.models import GPT, MLP, Model
+from experiments.models.published import SMALL
+from experiments.scripts.measure import initial_args
+from simulator.cluster import Cluster
+
+MLP_MODEL = MLP(dim=16, num_layers=6, batch_size=16)
+GPT_MODEL = GPT(num_layers=2, hidden_size=16, num_heads=4, sequence_length=8, vocab_size=32, batch_size=8)
+MESHES: dict[str, dict[str, tuple[int, ...]]] = {  # for the pipeline, some that its blocks don't fill
+    "manual_data": {"mlp": (8,), "gpt": (8,)},
+    "manual_fsdp": {"mlp": (8,), "gpt": (8,)},
+    "manual_tensor_2d": {"mlp": (4, 2), "gpt": (2, 4)},
+    "manual_megatron": {"mlp": (4, 2), "gpt": (2, 4)},
+    "manual_pipeline": {"mlp": (2,), "gpt": (8,)},
+}
+COLLECTIVES = {
+    "manual_data": {"all_reduce"},
+    "manual_fsdp": {"all_gather", "reduce_scatter"},
+    "manual_tensor_2d": {"all_reduce"},
+    "manual_megatron": {"all_gather", "reduce_scatter", "all_reduce"},
+    "manual_pipeline": {"permute", "reduce_scatter", "all_gather"},
+}
+"""What is written, and its transpose."""
+SPLIT_OVER = {"manual_fsdp": 8, "manual_tensor_2d": 8, "manual_megatron": 2, "manual_pipeline": 2}
+"""Over how many devices of its mesh for MLPs each splits the weights."""
+
+
+@cache
+def serial(model: Model) -> Any:
+    """Arguments of a model's step on the host, and its result."""
+    args = initial_args(model)
+    return args, jax.device_get(jax.jit(model.train_step)(*args))
+
+
+def assert_same_step(name: str, model: Model, mesh: tuple[int, ...]) -> None:
+    args, expected = serial(model)
+    runnable = BY_HAND[name].prepare(model, mesh, None, args)
+    actual = runnable.gather(runnable.step(*runnable.args))
+    (state, *loss), (expected_state, *expected_loss) = (r if type(r) is tuple else (r,) for r in (actual, expected))
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    # The first moments are a tenth of the gradients: a factor of N, or a missing part, would show.
+    gradients = expected_state.opt_state[0].mu
+    assert_close(state.opt_state[0].mu, gradients, rtol=1e-3, atol=1e-7)
+    # Adam makes a full step of a gradient that is nothing but rounding, such as those of the keys' biases.
+    known = jax.tree.map(lambda g: np.abs(g) > 1e-6, gradients)
+    kept = (jax.tree.map(np.where, known, s.params, serial(model)[0][0].params) for s in (state, expected_state))
+    assert_close(*kept, rtol=0, atol=2e-4)  # of a step of 1e-3
+    assert jax.tree.structure(state) == jax.tree.structure(expected_state)
+    assert runnable.memory_bytes > 0
+
+
+def assert_close(actual: Any, expected: Any, **tolerance: float) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), actual, expected)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@settings(max_examples=2)
+@given(model=st.sampled_from([MLP_MODEL, MLP(dim=8, num_layers=2, batch_size=8)]), turned=st.booleans())
+def test_an_mlp_step_equals_the_serial_one(name: str, model: Model, turned: bool) -> None:
+    mesh = MESHES[name]["mlp"]
+    assert_same_step(name, model, mesh[::-1] if turned else mesh)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_gpt_step_equals_the_serial_one(name: str) -> None:
+    other = replace(GPT_MODEL, num_layers=1, remat=True, tied_head=False)
+    assert_same_step(name, other if name in ("manual_fsdp", "manual_megatron") else GPT_MODEL, MESHES[name]["gpt"])
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_predictions_hold_the_collectives_that_are_written_and_parts_of_the_state(name: str) -> None:
+    model, mesh = MLP(dim=512, num_layers=4, batch_size=256), MESHES[name]["mlp"]
+    timeline = BY_HAND[name].predict(model, mesh, None, Cluster.load("p3.16xlarge")).timeline
+    assert {span.category for span in timeline.spans if span.stream == "communication"} == COLLECTIVES[name]
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.abstract_args()[0]))
+    part, memory = state_bytes / SPLIT_OVER.get(name, 1), timeline.memory[0]
+    assert memory.aliased == pytest.approx(part, rel=0.05)
+    assert memory.arguments == pytest.approx(part, rel=0.1)  # the batch is small
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "mesh", "message"),
+    [
+        (
+            "manual_fsdp",
+            replace(MLP_MODEL, batch_size=12),
+            (8,),
+            r"argument 1/x .*: dim 0 can't be split over the 8 devices",
+        ),
+        ("manual_data", MLP_MODEL, (2, 2), r"DataParallel has the mesh axes data; given a mesh of 2 axes, \(2, 2\)"),
+        ("manual_megatron", MLP_MODEL, (2, 2, 2), r"Megatron has the mesh axes data, tensor; given a mesh of 3 axes"),
+        (
+            "manual_megatron",
+            replace(GPT_MODEL, num_heads=2),
+            (2, 4),
+            "2 heads can't be split over the 4 devices along tensor",
+        ),
+        ("manual_fsdp", replace(MLP_MODEL, num_layers=3), (2,), "go in pairs; given num_layers=3, make it even"),
+        ("manual_data", replace(GPT_MODEL, scan_layers=True), (2,), "give it scan_layers=False"),
+        ("manual_data", SMALL["bert"], (2,), "MLP and GPT are written by hand; given BERT, use an automatic strategy"),
+    ],
+)
+def test_what_can_not_be_split_is_refused(name: str, model: Model, mesh: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BY_HAND[name].predict(model, mesh, None, Cluster.load("p3.16xlarge"))
+
+
+def test_strategies_run_on_meshes_of_their_axes() -> None:
+    meshes = [(1,), (2,), (8,), (2, 4), (1, 1), (2, 2, 2)]
+    on = {name: [mesh for mesh in meshes if strategy.runs_on(mesh)] for name, strategy in BY_HAND.items()}
+    assert on["manual_data"] == on["manual_fsdp"] == on["manual_pipeline"] == [(2,), (8,)]
+    assert on["manual_tensor_2d"] == on["manual_megatron"] == [(2, 4)]
