@@ -1,0 +1,147 @@
+"""Scheduled models that run: by hand on shards, by XLA's partitioner, or with the planner choosing what the schedule leaves open."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autopar.layers import ManualLayerOption
+from autopar.methods import ManualShardParallel, PipeshardParallel, PlanningMethod, ShardParallel
+from autopar.schedule.directives import CutPipelineStage, ScheduleError
+from autopar.schedule.model import ModelSchedule
+from autopar.schedule.placing import Group, Item, Placed, Synced
+from autopar.schedule.running import Constrained, Machine, Named, Shards, check_functions, run_model
+from autopar.sharding.options import ShardingOptions
+from autopar.sharding.spec import partition_spec
+
+type Backend = Literal["manual", "gspmd", "auto"]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A scheduled model, ready for a training step.
+
+    Attributes:
+        apply: the model, `apply(params, *args)`, for arguments of any batch size; differentiable, and to be called in the step.
+        specs: where parameters go, a pytree of PartitionSpecs.
+        mesh: the devices.
+        method: for `autopar.parallelize`, `plan_step` and `predict`: keeps the schedule's decisions. `jax.jit` will do for a step
+            of the backends "manual" and "gspmd".
+    """
+
+    apply: Callable[..., Any] = field(repr=False)
+    specs: Any
+    mesh: Mesh
+    method: PlanningMethod
+
+    @property
+    def shardings(self) -> Any:
+        """The same as `specs`, as NamedShardings."""
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec), self.specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
+
+    def init(self, make: Callable[..., Any], *args: Any) -> Any:
+        """The parameters that `make(*args)` returns, `model.init(key, x)` say, made where they go: never whole on a device."""
+        return jax.jit(make, out_shardings=self.shardings)(*args)
+
+
+def build(model: ModelSchedule, backend: Backend = "manual", batch_axis: str | None = None) -> Built:
+    """The model, scheduled.
+
+    Args:
+        backend: "manual" runs on shards, inside `jax.shard_map`, with the collectives that the schedule names. "gspmd" tells XLA's
+            partitioner where parameters and what is synchronised go. "auto" pins them, and the planner decides about the rest.
+        batch_axis: the mesh axis over which the first dim of the model's arguments is split; "auto" finds that by itself.
+
+    Raises:
+        ScheduleError: the schedule does not fit together, or can't be built with this backend.
+    """
+    if backend not in ("manual", "gspmd", "auto"):
+        raise ScheduleError(f"backend {backend!r}, expected 'manual', 'gspmd' or 'auto'")
+    if batch_axis is not None and batch_axis not in model.mesh.axis_names:
+        raise ScheduleError(f"batch_axis {batch_axis!r} is no axis of the mesh, which has {model.mesh.axis_names}")
+    cuts = model.of_kind(CutPipelineStage)
+    if cuts and backend != "auto":
+        raise ScheduleError("cut_pipeline_stage: pipelines are built with backend='auto'")
+    placed = model.placed(batch_axis)
+    if backend != "manual":
+        check_functions(placed.items)
+    pins = _pins(model, placed, named=backend == "auto")
+    if cuts:
+        method: PlanningMethod = PipeshardParallel(
+            model.mesh, layer_option=ManualLayerOption(), default_auto_sharding_option=ShardingOptions(pins=pins)
+        )
+    elif backend == "auto":
+        method = ShardParallel(model.mesh, options=ShardingOptions(pins=pins))
+    else:
+        method = ManualShardParallel(model.mesh, pins=pins)
+    specs = dict(zip(model.graph.invars, placed.arguments, strict=True))
+    specs = [partition_spec(specs[var].dims) for var in model.graph.params]
+    return Built(
+        _apply(model, backend, batch_axis),
+        jax.tree.unflatten(jax.tree.structure(model.params), specs),
+        model.mesh,
+        method,
+    )
+
+
+def _apply(model: ModelSchedule, backend: Backend, batch_axis: str | None) -> Callable[..., Any]:
+    known: dict[Any, Callable[..., list[Any]]] = {}
+
+    def apply(params: Any, *args: Any) -> Any:
+        if (tree := jax.tree.structure((params, *args))) != model.graph.in_tree:
+            raise ScheduleError(f"the model was scheduled for {model.graph.in_tree}, and is called with {tree}")
+        leaves = jax.tree.leaves((params, *args))
+        key = tuple((jax.typeof(leaf).shape, jax.typeof(leaf).dtype) for leaf in leaves)
+        if key not in known:
+            known[key] = _runner(model.for_args(args), backend, batch_axis)
+        return jax.tree.unflatten(model.graph.out_tree, known[key](*leaves))
+
+    return apply
+
+
+def _runner(model: ModelSchedule, backend: Backend, batch_axis: str | None) -> Callable[..., list[Any]]:
+    """The model as a function of its parameters and arguments as a flat list."""
+    placed = model.placed(batch_axis)
+
+    def on(machine: Machine) -> Callable[..., list[Any]]:
+        return lambda *leaves: run_model(model.graph, placed, machine, model.functions, leaves)
+
+    match backend:
+        case "manual":
+            return jax.jit(
+                jax.shard_map(
+                    on(Shards(model.logical_mesh, model.functions)),
+                    mesh=model.mesh,
+                    in_specs=tuple(partition_spec(each.dims) for each in placed.arguments),
+                    out_specs=[partition_spec(each.dims) for each in placed.results],
+                )
+            )
+        case "gspmd":
+            return on(Constrained(model.mesh))
+        case "auto":
+            return on(Named())
+
+
+def _pins(model: ModelSchedule, placed: Placed, named: bool) -> dict[str, PartitionSpec]:
+    """What a plan must keep: parameters that are split, wherever the step has them, and named values that are synchronised."""
+    leaves, _ = jax.tree.flatten_with_path(model.params)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    layouts = zip(paths, placed.arguments, strict=False)  # parameters come first
+    pins = {f"*/{path}": partition_spec(layout.dims) for path, layout in layouts if layout.split}
+    if named:
+        pins.update((each.name, partition_spec(each.after.dims)) for each in _synced(placed.items))
+    return pins
+
+
+def _synced(items: tuple[Item, ...]) -> list[Synced]:
+    found: list[Synced] = []
+    for item in items:
+        if isinstance(item, Synced) and item.sync.mode != "bwd_post":
+            found.append(item)
+        elif isinstance(item, Group):
+            found += _synced(item.items)
+    return found

@@ -1,0 +1,161 @@
+"""Where the values of a scheduled model are: split, whole, or a partial sum on each device; and how equations carry that on.
+
+What an equation does to dims is told by the planner's rule table (`autopar.sharding.rules`); here a sharding is not chosen but
+followed from operands to results. Nothing is ever moved: what would need moving is an error that a directive must mend.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit_p, remat_p
+
+from autopar.graph import Atom, aval_of
+from autopar.sharding.factors import OpFactors
+from autopar.sharding.rules import op_factors
+from autopar.sharding.spec import LogicalMesh, Spec, axes_of, partition_spec
+
+INNER = {jit_p: "jaxpr", custom_jvp_call_p: "call_jaxpr", custom_vjp_call_p: "call_jaxpr", remat_p: "jaxpr"}
+"""Primitives that are as their body is."""
+
+_LINEAR = frozenset({"broadcast_in_dim", "copy", "name", "neg", "reduce_sum", "reshape", "squeeze", "transpose"})
+_SUMS = frozenset({"add", "add_any", "sub"})
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a value is.
+
+    Attributes:
+        dims: for each dim the mesh axes it is split over.
+        partial: mesh axes along which what devices hold has yet to be added up.
+        varying: mesh axes along which the devices' values are, to JAX's types (`jax.typeof(x).manual_axis_type`), values of their own, so that
+            their gradients are too. Of a whole value: gradients are partial.
+    """
+
+    dims: Spec
+    partial: frozenset[str] = frozenset()
+    varying: frozenset[str] = frozenset()
+
+    @property
+    def split(self) -> frozenset[str]:
+        return axes_of(self.dims)
+
+    def __str__(self) -> str:
+        words = [f"split as {partition_spec(self.dims)}" if self.split else "whole"]
+        if self.partial:
+            words.append(f"a partial sum over {', '.join(sorted(self.partial))}")
+        return " and ".join(words if self.split or not self.partial else words[1:])
+
+
+def whole(rank: int) -> Layout:
+    return Layout(((),) * rank)
+
+
+@dataclass
+class LayoutError(Exception):
+    """An equation can't run on what its operands are.
+
+    Attributes:
+        operand: which operand it is about.
+        partial: the mesh axes over which it is a partial sum but must not be; empty when something else is wrong.
+    """
+
+    operand: int
+    reason: str
+    partial: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """An equation on shards: how it takes its operands, and where its results are then."""
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+
+def follow(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> Followed:
+    """Where the results of `eqn` are when its operands are as `layouts` say.
+
+    An operand that is whole is sliced by each device where the others are split. Raises LayoutError.
+    """
+    if eqn.primitive in INNER:
+        _refuse_partial(layouts)
+        results = follow_jaxpr(eqn.params[INNER[eqn.primitive]], layouts, mesh)
+        return Followed(tuple(layouts), tuple(results))
+    summed = _carried_partial(eqn, layouts)
+    factors = op_factors(eqn)
+    assignment = _assignment(factors, layouts, mesh)
+    specs = [factors.operand_spec(k, assignment) for k in range(len(layouts))]
+    varying = frozenset().union(*(each.varying for each in layouts), *map(axes_of, specs))
+    partial = summed | frozenset(factors.partial_axes(assignment))
+    for kind, axes in zip(factors.kinds, assignment, strict=True):
+        if kind in ("max", "min") and axes:
+            raise LayoutError(0, f"is split along a dim of which {eqn.primitive.name} takes the {kind}imum")
+    operands = (Layout(spec, each.partial, varying) for spec, each in zip(specs, layouts, strict=True))
+    results = (Layout(factors.result_spec(r, assignment), partial, varying) for r in range(len(eqn.outvars)))
+    return Followed(tuple(operands), tuple(results))
+
+
+def follow_jaxpr(jaxpr: Jaxpr, layouts: Sequence[Layout], mesh: LogicalMesh) -> list[Layout]:
+    """Where the results of `jaxpr` are; partial sums inside must not arise."""
+    env = dict(zip(jaxpr.invars, layouts, strict=True))
+    env.update((var, whole(aval_of(var).ndim)) for var in jaxpr.constvars)
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, follow(eqn, [layout_of(a, env) for a in eqn.invars], mesh).results, strict=True))
+    return [layout_of(atom, env) for atom in jaxpr.outvars]
+
+
+def layout_of(atom: Atom, env: dict[Var, Layout]) -> Layout:
+    """The layout of `atom`; literals are whole."""
+    return whole(aval_of(atom).ndim) if isinstance(atom, Literal) else env[atom]
+
+
+def _refuse_partial(layouts: Sequence[Layout], among: Sequence[int] | None = None) -> None:
+    for k, each in enumerate(layouts):
+        if each.partial and (among is None or k in among):
+            raise LayoutError(k, "is a partial sum", each.partial)
+
+
+def _carried_partial(eqn: JaxprEqn, layouts: Sequence[Layout]) -> frozenset[str]:
+    """The mesh axes over which results are partial sums because operands are; refused where that isn't linear."""
+    axes = {k: each.partial for k, each in enumerate(layouts) if each.partial}
+    if not axes:
+        return frozenset()
+    (first, partial), *_ = axes.items()
+    name = eqn.primitive.name
+    linear = (
+        name in _LINEAR
+        or (name in _SUMS and len(axes) == len(layouts) and len(set(axes.values())) == 1)
+        or (name == "mul" and len(axes) == 1)
+        or (name == "div" and list(axes) == [0])
+    )
+    if not linear:
+        raise LayoutError(first, f"is a partial sum, and {name} needs it whole", partial)
+    return partial
+
+
+def _assignment(factors: OpFactors, layouts: Sequence[Layout], mesh: LogicalMesh) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of each factor, as the operands have them."""
+    chosen: dict[int, tuple[str, ...]] = {}
+    used: dict[str, int] = {}
+    for k, (dims, layout) in enumerate(zip(factors.operands, layouts, strict=True)):
+        for dim, (inside, axes) in enumerate(zip(dims, layout.dims, strict=True)):
+            if not axes:
+                continue
+            if not inside or factors.kinds[inside[0]] == "whole":
+                raise LayoutError(k, f"is split along dim {dim}, which must be whole here")
+            if chosen.setdefault(inside[0], axes) != axes:
+                raise LayoutError(k, f"is split over {axes} along dim {dim}, another operand over {chosen[inside[0]]}")
+            if any(used.setdefault(axis, inside[0]) != inside[0] for axis in axes):
+                raise LayoutError(k, f"is split over {axes} along dim {dim}, another operand along another dim")
+    for k, layout in enumerate(layouts):
+        if not layout.partial.isdisjoint(used):
+            raise LayoutError(k, "is a partial sum, and another operand is split over the same axis", layout.partial)
+    assignment = tuple(chosen.get(f, ()) for f in range(len(factors.sizes)))
+    if not factors.allows(assignment, mesh):
+        sizes = {factors.sizes[f]: axes for f, axes in chosen.items()}
+        raise LayoutError(
+            next(k for k, each in enumerate(layouts) if each.split), f"can't stay split: {sizes} don't fit"
+        )
+    return assignment

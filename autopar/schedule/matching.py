@@ -1,0 +1,277 @@
+"""Finding what a pattern computes among a model's equations.
+
+A pattern is a function, traced at the shape of each result that it may stand for; its equations are then matched backwards along
+data edges: operands of commutative primitives in either order, literals by value, functions with a derivative of their own as
+a whole. Broadcasts, dims of size one and casts to the same type are looked through, but where dims go must agree. No value
+inside a match may be used outside of it.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from autopar.graph import Atom, aval_of
+from autopar.schedule.directives import ScheduleError
+from autopar.schedule.graph import ModelGraph, Node, trace_model
+
+_COMMUTATIVE = frozenset({"add", "add_any", "and", "eq", "max", "min", "mul", "ne", "or", "xor"})
+_FREE = frozenset({
+    *("out_sharding", "sharding", "weak_type", "precision", "preferred_element_type", "dimensions", "new_sizes", "shape"),
+    *("jvp", "jvp_jaxpr_fun", "fwd", "bwd", "fwd_jaxpr_thunk", "num_consts", "symbolic_zeros", "accuracy"),
+})  # fmt: skip
+"""Parameters that don't say what is computed, beyond what shapes and the other parameters do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subgraph:
+    """Equations of a model that belong together.
+
+    Attributes:
+        nodes: their names, in the order in which they run.
+        inputs: the values that a pattern's arguments stand for, in their order; for others what the equations read.
+    """
+
+    nodes: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"[{', '.join(self.nodes)}]"
+
+
+def find_pattern(
+    graph: ModelGraph, visible: Sequence[Node], pattern: Callable[..., Any], like: Sequence[Any] | None = None
+) -> list[Subgraph]:
+    """The places where `visible` nodes compute `pattern`, none of which overlap.
+
+    Args:
+        like: shapes and dtypes of the pattern's arguments; without them each has that of the result.
+
+    Raises:
+        ScheduleError: the pattern can't be traced, or doesn't return one array that it has computed.
+    """
+    count = len(inspect.signature(pattern).parameters) if like is None else len(like)
+
+    @cache
+    def traced(shape: tuple[int, ...], dtype: Any) -> ModelGraph | Exception:
+        avals = [jax.ShapeDtypeStruct(shape, dtype)] * count if like is None else like
+        try:
+            return trace_model(lambda _, *args: pattern(*args), (), avals, None, str)
+        except (TypeError, ValueError) as error:  # it may be for another shape
+            return error
+
+    found: list[Subgraph] = []
+    taken: set[str] = set()
+    failures: list[Exception] = []
+    worked = not visible
+    for node in visible:
+        for var in node.eqn.outvars[:1]:
+            wanted = traced(aval_of(var).shape, aval_of(var).dtype)
+            if isinstance(wanted, Exception):
+                failures.append(wanted)
+                continue
+            worked = True
+            match = _Matcher(graph, _checked(wanted), {n.name for n in visible} - taken, like).match(var)
+            if match is not None:
+                found.append(match)
+                taken.update(match.nodes)
+    if not worked:
+        raise ScheduleError(
+            f"the pattern can't be traced with arguments shaped as any result: {failures[0]}\nGive their shapes by like="
+        ) from failures[0]
+    return found
+
+
+def _checked(pattern: ModelGraph) -> ModelGraph:
+    if len(pattern.outvars) != 1 or pattern.outvars[0] not in pattern.producer:
+        raise ScheduleError("a pattern returns one array that it has computed")
+    return pattern
+
+
+@dataclass(frozen=True, slots=True)
+class _Through:
+    """What an atom is, looked through broadcasts: the source, for each dim the source's (None: repeated), and the nodes between."""
+
+    source: Atom
+    dims: tuple[int | None, ...]
+    nodes: tuple[Node, ...]
+
+    @property
+    def numpy_like(self) -> bool:
+        """Whether the source broadcasts by itself, by NumPy's rules."""
+        rank = aval_of(self.source).ndim - len(self.dims)
+        return all(source is None or source - dim == rank for dim, source in enumerate(self.dims))
+
+    @property
+    def order(self) -> tuple[int | None, ...]:
+        """`dims`, with the source's dims of size one left out of the count."""
+        sizes = aval_of(self.source).shape
+        kept = [dim for dim, size in enumerate(sizes) if size != 1]
+        return tuple(kept.index(dim) if dim in kept else None for dim in self.dims)
+
+
+def _look_through(graph: ModelGraph, atom: Atom) -> _Through:
+    dims: tuple[int | None, ...] = tuple(range(aval_of(atom).ndim))
+    nodes: list[Node] = []
+    while isinstance(atom, Var) and atom in graph.producer:
+        inner = _source_dims(graph.producer[atom].eqn)
+        if inner is None:
+            break
+        nodes.append(graph.producer[atom])
+        dims = tuple(None if dim is None else inner[dim] for dim in dims)
+        atom = nodes[-1].eqn.invars[0]
+    return _Through(atom, dims, tuple(nodes))
+
+
+def _source_dims(eqn: JaxprEqn) -> list[int | None] | None:
+    """For each dim of the result the operand's that it is; None for equations that compute something."""
+    if len(eqn.invars) != 1:
+        return None
+    source, result = aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
+    match eqn.primitive.name:
+        case "copy":
+            return list(range(result.ndim))
+        case "convert_element_type" if source.dtype == result.dtype:
+            return list(range(result.ndim))
+        case "broadcast_in_dim":
+            at = {d: k for k, d in enumerate(eqn.params["broadcast_dimensions"]) if source.shape[k] == result.shape[d]}
+            return [at.get(dim) for dim in range(result.ndim)]
+        case "reshape" | "squeeze" | "expand_dims":
+            left = [dim for dim, size in enumerate(source.shape) if size != 1]
+            right = [dim for dim, size in enumerate(result.shape) if size != 1]
+            if [source.shape[dim] for dim in left] != [result.shape[dim] for dim in right]:
+                return None
+            at = dict(zip(right, left, strict=True))
+            return [at.get(dim) for dim in range(result.ndim)]
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A match so far: the graph's node for each of the pattern's, its value for each argument, and nodes looked through."""
+
+    nodes: dict[str, Node]
+    bound: dict[Var, _Through]
+    between: tuple[Node, ...]
+
+
+class _Matcher:
+    def __init__(self, graph: ModelGraph, pattern: ModelGraph, allowed: set[str], like: Sequence[Any] | None) -> None:
+        self.graph, self.pattern, self.allowed = graph, pattern, allowed
+        self.shapes = {} if like is None else {v: each.shape for v, each in zip(pattern.args, like, strict=True)}
+
+    def match(self, result: Var) -> Subgraph | None:
+        """The subgraph that computes `result` as the pattern does."""
+        for state in self._solve([(self.pattern.outvars[0], result)], _State({}, {}, ())):
+            found = self._subgraph(state, result)
+            if found is not None:
+                return found
+        return None
+
+    def _solve(self, pairs: list[tuple[Atom, Atom]], state: _State) -> Iterator[_State]:
+        """Every way to match the pairs of atoms, of the pattern and of the graph."""
+        if not pairs:
+            yield state
+            return
+        (wanted, given), *rest = pairs
+        left, right = _look_through(self.pattern, wanted), _look_through(self.graph, given)
+        source = left.source
+        if isinstance(source, Literal) or source in self.pattern.constants:
+            if self._same_constant(source, right.source):
+                yield from self._solve(rest, _State(state.nodes, state.bound, state.between + right.nodes))
+        elif source in self.pattern.args:
+            if isinstance(right.source, Literal) or not self._is_like(source, (given, right.source)):
+                return
+            known = state.bound.get(source, right)
+            if known.source is right.source:
+                yield from self._solve(rest, _State(state.nodes, {source: right, **state.bound}, state.between))
+        elif left.order == right.order:
+            yield from self._solve_nodes(source, right, rest, state)
+
+    def _solve_nodes(self, wanted: Var, given: _Through, rest: list[Any], state: _State) -> Iterator[_State]:
+        left = self.pattern.producer[wanted]
+        right = self.graph.producer.get(given.source) if isinstance(given.source, Var) else None
+        if right is None or right.name not in self.allowed or not _same_operation(left.eqn, right.eqn):
+            return
+        if _position(left, wanted) != _position(right, given.source):
+            return
+        if state.nodes.get(left.name, right) is not right:
+            return
+        between = state.between + given.nodes
+        if left.name in state.nodes:
+            yield from self._solve(rest, _State(state.nodes, state.bound, between))
+            return
+        after = _State({**state.nodes, left.name: right}, state.bound, between)
+        operands = list(left.eqn.invars)
+        for order in [operands, operands[::-1]] if left.eqn.primitive.name in _COMMUTATIVE else [operands]:
+            yield from self._solve([*zip(order, right.eqn.invars, strict=True), *rest], after)
+
+    def _is_like(self, argument: Var, values: Sequence[Atom]) -> bool:
+        """Whether one of `values` has the shape that is wanted of an argument, if any is."""
+        shape = self.shapes.get(argument)
+        return shape is None or any(aval_of(value).shape == shape for value in values)
+
+    def _same_constant(self, wanted: Atom, given: Atom) -> bool:
+        values = []
+        for atom, graph in ((wanted, self.pattern), (given, self.graph)):
+            if isinstance(atom, Literal):
+                values.append(np.asarray(atom.val))
+            elif atom in graph.constants:
+                values.append(np.asarray(graph.constants[atom]))
+            else:
+                return False
+        left, right = (value.astype(np.float64) if value.dtype != bool else value for value in values)
+        return left.shape == right.shape and bool(np.all((left == right) | np.isclose(left, right, rtol=1e-6, atol=0)))
+
+    def _subgraph(self, state: _State, result: Var) -> Subgraph | None:
+        """The match as it is, or None when a value inside is used outside."""
+        own = {node.name for node in (*state.nodes.values(), *state.between)}
+        if not own <= self.allowed:
+            return None
+        inputs = []
+        for var in self.pattern.args:
+            if var not in state.bound:
+                raise ScheduleError(f"argument {self.pattern.args[var]} of the pattern is not used in it")
+            inputs.append(self._input(state.bound[var], own))
+        nodes = [node for node in self.graph.nodes if node.name in own]
+        if any(var is not result for var in self.graph.outputs_of(nodes)):
+            return None
+        return Subgraph(tuple(node.name for node in nodes), tuple(self.graph.value_names[var] for var in inputs))
+
+    def _input(self, bound: _Through, own: set[str]) -> Var:
+        """The value to bind, before broadcasts that NumPy's rules imply and nobody else uses; these join the match."""
+        alone = {n.name for n in bound.nodes} <= self.allowed and self._only_used_by(bound.nodes, own)
+        if bound.nodes and bound.numpy_like and alone:
+            own.update(node.name for node in bound.nodes)
+            assert isinstance(bound.source, Var)
+            return bound.source
+        value = bound.nodes[0].eqn.outvars[0] if bound.nodes else bound.source
+        assert isinstance(value, Var)
+        return value
+
+    def _only_used_by(self, nodes: Iterable[Node], own: set[str]) -> bool:
+        together = own | {node.name for node in nodes}
+        members = [node for node in self.graph.nodes if node.name in together]
+        made = {var for node in nodes for var in node.eqn.outvars}
+        return made.isdisjoint(self.graph.outputs_of(members))
+
+
+def _position(node: Node, var: Atom) -> int:
+    return next(position for position, each in enumerate(node.eqn.outvars) if each is var)
+
+
+def _same_operation(left: JaxprEqn, right: JaxprEqn) -> bool:
+    if left.primitive is not right.primitive or len(left.invars) != len(right.invars):
+        return False
+    return _meaning(left) == _meaning(right)
+
+
+def _meaning(eqn: JaxprEqn) -> dict[str, Any]:
+    """The parameters that say what is computed, in a form that compares."""
+    kept = {key: value for key, value in eqn.params.items() if key not in _FREE}
+    return {key: str(value) if hasattr(value, "eqns") else value for key, value in kept.items()}

@@ -1,0 +1,380 @@
+"""From a model's equations and directives to what runs: every value's layout, with the syncs where they are needed.
+
+A sync before a module, or on its gradients, applies to what the module reads from outside, for that module alone. One after a
+module applies to what the module hands out, or, where that is earlier, to a partial sum inside that something needs whole:
+the product of a linear layer is completed before its bias is added.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from autopar.graph import Atom, aval_of
+from autopar.schedule.directives import CutPipelineStage, Fuse, Replace, ScheduleError, Shard, Sync, describe
+from autopar.schedule.graph import ModelGraph, Node, within
+from autopar.schedule.layouts import Layout, LayoutError, follow, layout_of
+from autopar.schedule.regions import Region, Unit
+from autopar.schedule.syncs import OPS, NotApplicable, after
+from autopar.sharding.spec import LogicalMesh
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compute:
+    """An equation of the module at `scope`, and where its operands are."""
+
+    scope: str
+    eqn: JaxprEqn
+    operands: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Synced:
+    """`result` is `source` after a sync; `name` is unique among those of a model."""
+
+    sync: Sync
+    name: str
+    source: Var
+    result: Var
+    before: Layout
+    after: Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boundary:
+    """A pipeline stage ends here."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """A region: reads `inputs`, makes `outputs`. A replacement gets its inputs, in its own order, where `wanted` says."""
+
+    region: Region
+    items: "tuple[Item, ...]"
+    inputs: tuple[Var, ...]
+    outputs: tuple[Var, ...]
+    wanted: tuple[tuple[Layout, Layout], ...] = ()
+
+
+type Item = Compute | Synced | Boundary | Group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """What runs, and where its arguments and results are."""
+
+    items: tuple[Item, ...]
+    arguments: tuple[Layout, ...]
+    outvars: tuple[Atom, ...]
+    results: tuple[Layout, ...]
+
+
+def place(
+    graph: ModelGraph,
+    units: Sequence[Node | Unit],
+    shards: Sequence[Shard],
+    syncs: Sequence[Sync],
+    cuts: Sequence[CutPipelineStage],
+    mesh: LogicalMesh,
+    batch_axis: str | None = None,
+) -> Placed:
+    """Follow every value of a model from its parameters to its results.
+
+    Args:
+        batch_axis: the mesh axis that the first dim of the model's other arguments is split over.
+
+    Raises:
+        ScheduleError: a sync is missing or has nothing to do, or something can't be computed where it is.
+    """
+    return _Placer(graph, shards, syncs, cuts, mesh, batch_axis).place(units)
+
+
+@dataclass
+class _Frame:
+    """A region that is being placed."""
+
+    opaque: bool
+    items: list[Item] = field(default_factory=list)
+    made: set[Var] = field(default_factory=set)
+    read: dict[Var, Var] = field(default_factory=dict)
+    wanted: dict[Var, Layout] = field(default_factory=dict)
+
+
+class _Placer:
+    def __init__(
+        self,
+        graph: ModelGraph,
+        shards: Sequence[Shard],
+        syncs: Sequence[Sync],
+        cuts: Sequence[CutPipelineStage],
+        mesh: LogicalMesh,
+        batch_axis: str | None,
+    ) -> None:
+        self.graph, self.mesh = graph, mesh
+        depth = sorted(range(len(syncs)), key=lambda k: syncs[k].path.count("/") + bool(syncs[k].path))
+        self.syncs = dict(enumerate(syncs))
+        self.leaving = [k for k in reversed(depth) if syncs[k].mode == "fwd_post"]  # the innermost module first
+        self.entering = [k for k in depth if syncs[k].mode != "fwd_post"]
+        self.layouts = {var: _initial(graph, var, shards, mesh, batch_axis) for var in graph.value_names}
+        self.home: dict[Var, str | None] = {v: node.scope for v, node in graph.producer.items()}
+        self.fixed = {*graph.params, *graph.constants}
+        self.latest: dict[Var, Var] = {}
+        self.entered: dict[tuple[int, Var], Var] = {}
+        self.names = dict(graph.value_names)
+        self.done: set[int] = set()
+        self.passed: dict[int, str] = {}
+        self.frames = [_Frame(opaque=False)]
+        self.cut_after = {[n.name for n in graph.nodes if n.within(cut.path)][-1] for cut in cuts}
+
+    def place(self, units: Sequence[Node | Unit]) -> Placed:
+        for unit in units:
+            self._unit(unit)
+            if self.cut_after.intersection(node.name for node in (unit.nodes if isinstance(unit, Unit) else (unit,))):
+                self.frames[0].items.append(Boundary())
+        outvars = tuple(self._read(atom, None) for atom in self.graph.outvars)
+        results = tuple(layout_of(atom, self.layouts) for atom in outvars)
+        for atom, layout in zip(outvars, results, strict=True):
+            self._check_result(atom, layout)
+        for k, sync in self.syncs.items():
+            if k not in self.done:
+                why = self.passed.get(k, "no value passes there")
+                raise ScheduleError(f"{describe(sync)} of {sync.path or 'the model'} has nothing to do: {why}")
+        items = _closed(self.frames[0].items, {atom for atom in outvars if isinstance(atom, Var)})
+        return Placed(items, tuple(self.layouts[var] for var in self.graph.invars), outvars, results)
+
+    # -- what runs
+
+    def _unit(self, unit: Node | Unit) -> None:
+        match unit:
+            case Node():
+                self._compute(unit)
+            case Unit(region, inside):
+                frame = _Frame(opaque=isinstance(region, Fuse | Replace))
+                self.frames.append(frame)
+                for each in inside:
+                    self._unit(each)
+                self.frames.pop()
+                self.frames[-1].items.append(self._group(region, frame))
+            case _:
+                assert_never(unit)
+
+    def _group(self, region: Region, frame: _Frame) -> Group:
+        """The region; what it reads and makes for others is told when everything is placed."""
+        if not isinstance(region, Replace):
+            return Group(region, tuple(frame.items), (), ())
+        if any(isinstance(item, Synced) for item in frame.items):
+            raise ScheduleError(
+                f"{describe(region)}: a sync would fall inside what is replaced; replace what is before or after it only"
+            )
+        inputs = [frame.read[self.graph.values[name]] for name in region.inputs]
+        wanted = tuple((self.layouts[var], frame.wanted[var]) for var in inputs)
+        outputs = self.graph.outputs_of([self.graph.by_name[name] for name in region.nodes])
+        return Group(region, tuple(frame.items), tuple(inputs), tuple(outputs), wanted)
+
+    def _compute(self, node: Node) -> None:
+        atoms = [self._read(atom, node.scope) for atom in node.eqn.invars]
+        while True:
+            layouts = [layout_of(atom, self.layouts) for atom in atoms]
+            try:
+                followed = follow(node.eqn, layouts, self.mesh)
+                break
+            except LayoutError as error:
+                atom = atoms[error.operand]
+                assert isinstance(atom, Var)
+                completed = self._complete(atom, node.scope) if error.partial else None
+                if completed is None:
+                    raise self._unplaceable(node, atom, error) from error
+                atoms = [completed if each is atom else each for each in atoms]
+        for frame in self.frames:
+            for atom, layout in zip(atoms, followed.operands, strict=True):
+                if isinstance(atom, Var):
+                    frame.wanted.setdefault(atom, layout)
+            frame.made.update(node.eqn.outvars)
+        self.layouts.update(zip(node.eqn.outvars, followed.results, strict=True))
+        self.frames[-1].items.append(Compute(node.scope, node.eqn.replace(invars=atoms), tuple(layouts)))
+
+    # -- syncs
+
+    def _read(self, atom: Atom, scope: str | None) -> Atom:
+        """`atom` as a module, or the world outside, sees it."""
+        if isinstance(atom, Literal):
+            return atom
+        var = atom
+        while var in self.latest:
+            var = self.latest[var]
+        for k in self.leaving:
+            if _inside(self.home.get(var), self.syncs[k].path) and not _inside(scope, self.syncs[k].path):
+                var = self._leave(k, var)
+        if var not in self.fixed:
+            for k in self.entering:
+                if _inside(scope, self.syncs[k].path) and not _inside(self.home.get(var), self.syncs[k].path):
+                    var = self._enter(k, var)
+        for frame in self.frames:
+            frame.read.setdefault(atom, var)
+        return var
+
+    def _leave(self, k: int, var: Var) -> Var:
+        synced = self._sync(k, var)
+        if synced is not var:
+            self.latest[var] = synced
+            path = self.syncs[k].path
+            self.home[synced] = path.rpartition("/")[0] if path else None
+        return synced
+
+    def _enter(self, k: int, var: Var) -> Var:
+        if (k, var) not in self.entered:
+            self.entered[k, var] = synced = self._sync(k, var)
+            if synced is not var:
+                self.home[synced] = self.syncs[k].path
+        return self.entered[k, var]
+
+    def _complete(self, var: Var, scope: str) -> Var | None:
+        """A partial sum made whole by the sync of a module that both its maker and its reader are in."""
+        for k in self.leaving:
+            path = self.syncs[k].path
+            if _inside(self.home.get(var), path) and _inside(scope, path):
+                synced = self._sync(k, var)
+                if synced is not var:
+                    self.latest[var] = synced
+                    self.home[synced] = self.home.get(var)
+                    return synced
+        return None
+
+    def _sync(self, k: int, var: Var) -> Var:
+        """`var` after a sync, or as it is when the sync is not for such values."""
+        sync, layout = self.syncs[k], self.layouts[var]
+        if self.mesh.sizes[sync.mesh_axis] == 1 and (sync.op in OPS or "->" in sync.op):
+            self.done.add(k)
+            return var
+        if not jnp.issubdtype(aval_of(var).dtype, jnp.inexact) and sync.mode == "bwd_post":
+            return var
+        try:
+            made = after(sync, layout)
+        except NotApplicable as error:
+            self.passed[k] = f"{self.names[var]} passes, but {error}"
+            return var
+        self._check_divides(sync, var, made)
+        result = Var(var.aval)
+        name = f"{sync.path or 'model'}/{sync.mode}/{self.names[var]}"
+        self.names[result], self.layouts[result] = self.names[var], made
+        self.done.add(k)
+        level = len(self.frames) - 1
+        while self.frames[level].opaque and var not in self.frames[level].made:
+            level -= 1
+        for frame in self.frames[: level + 1]:
+            frame.made.add(result)
+        self.frames[level].items.append(Synced(sync, name, var, result, layout, made))
+        return result
+
+    # -- what can go wrong
+
+    def _check_divides(self, sync: Sync, var: Var, layout: Layout) -> None:
+        for dim, (size, axes) in enumerate(zip(aval_of(var).shape, layout.dims, strict=True)):
+            if size % self.mesh.ways(axes):
+                raise ScheduleError(
+                    f"{describe(sync)} of {sync.path or 'the model'}: dim {dim} of {self.names[var]} has size {size}, which"
+                    f" {self.mesh.ways(axes)} devices can't split evenly"
+                )
+
+    def _check_result(self, atom: Atom, layout: Layout) -> None:
+        if layout.partial:
+            raise ScheduleError(self._missing(atom, layout.partial, "is handed out by the model"))
+        if extra := layout.varying - layout.split:
+            raise ScheduleError(
+                f"{self._called(atom)}, a result of the model, is whole, but its gradients are split over {', '.join(sorted(extra))}: "
+                "the all_gather before it wants backward='scatter', or a bwd_post sync stands where nothing is split"
+            )
+
+    def _unplaceable(self, node: Node, atom: Var, error: LayoutError) -> ScheduleError:
+        if error.partial:
+            return ScheduleError(self._missing(atom, error.partial, f"goes into {node.name}, which needs it whole"))
+        return ScheduleError(
+            f"{self._called(atom)}, which is {self.layouts[atom]}, goes into {node.name}: it {error.reason}.\n"
+            f"Gather it before ({_example(node.scope, 'fwd_pre', 'all_gather')}), or shard other parameters"
+        )
+
+    def _missing(self, atom: Atom, axes: Iterable[str], use: str) -> str:
+        home = self.home.get(atom) if isinstance(atom, Var) else None
+        axis = min(axes)
+        return (
+            f"{self._called(atom)} is a partial sum over {axis!r} and {use}: a sync is missing.\n"
+            f"Add one: {_example(home or '', 'fwd_post', 'all_reduce', axis)}"
+        )
+
+    def _called(self, atom: Atom) -> str:
+        return self.names[atom] if isinstance(atom, Var) else str(atom)
+
+
+def _example(path: str, mode: str, op: str, mesh_axis: str | None = None) -> str:
+    module = f"sch[{path!r}]" if path else "sch"
+    return f"{module}.sync({mode!r}, {op!r}" + (f", mesh_axis={mesh_axis!r})" if mesh_axis else ")")
+
+
+def _inside(scope: str | None, path: str) -> bool:
+    """Whether a module's scope is within `path`; None is outside of the whole model."""
+    return scope is not None and within(scope, path)
+
+
+def _initial(graph: ModelGraph, var: Var, shards: Sequence[Shard], mesh: LogicalMesh, batch_axis: str | None) -> Layout:
+    """Where a parameter or argument is (of anything else it is told later)."""
+    shape = aval_of(var).shape
+    dims: list[tuple[str, ...]] = [()] * len(shape)
+    if var in graph.params:
+        for each in shards:
+            if graph.params[var] == "/".join(filter(None, (each.path, each.param))) and mesh.sizes[each.mesh_axis] > 1:
+                dims[each.axis] = (each.mesh_axis,)
+    elif var in graph.args and batch_axis is not None and shape and mesh.sizes[batch_axis] > 1:
+        if shape[0] % mesh.sizes[batch_axis]:
+            raise ScheduleError(
+                f"argument {graph.args[var]} has shape {shape}: its first dim can't be split evenly over the"
+                f" {mesh.sizes[batch_axis]} devices of {batch_axis!r}"
+            )
+        dims[0] = (batch_axis,)
+    return Layout(tuple(dims), varying=frozenset(axis for axes in dims for axis in axes))
+
+
+def _closed(items: Sequence[Item], needed: set[Var]) -> tuple[Item, ...]:
+    """`items`, with what each region reads and makes; `needed` are the values used after them."""
+    closed: list[Item] = []
+    for item in reversed(items):
+        if isinstance(item, Group) and not isinstance(item.region, Replace):
+            outputs = tuple(var for var in _made(item.items) if var in needed)
+            inside = _closed(item.items, set(outputs))
+            made = set(_made(inside))
+            inputs = tuple(var for var in dict.fromkeys(_read(inside)) if var not in made)
+            item = Group(item.region, inside, inputs, outputs)
+        needed.update(_read([item]))
+        closed.append(item)
+    return tuple(reversed(closed))
+
+
+def _made(items: Iterable[Item]) -> Iterable[Var]:
+    for item in items:
+        match item:
+            case Compute(_, eqn):
+                yield from eqn.outvars
+            case Synced():
+                yield item.result
+            case Group():
+                yield from item.outputs or _made(item.items)
+            case Boundary():
+                pass
+            case _:
+                assert_never(item)
+
+
+def _read(items: Iterable[Item]) -> Iterable[Var]:
+    for item in items:
+        match item:
+            case Compute(_, eqn):
+                yield from (atom for atom in eqn.invars if isinstance(atom, Var))
+            case Synced():
+                yield item.source
+            case Group():
+                yield from item.inputs
+            case Boundary():
+                pass
+            case _:
+                assert_never(item)

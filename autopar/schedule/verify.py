@@ -1,0 +1,157 @@
+"""`Verify`: that a scheduled model computes what the model does, and when not, which directive is to blame."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.schedule.build import Backend, build
+from autopar.schedule.directives import CutPipelineStage, Directive, Schedule, ScheduleError, Sync, describe
+from autopar.schedule.model import ModelSchedule, create_schedule
+from autopar.schedule.running import UserFunctionError
+from autopar.trace import abstract
+
+type Loss = Callable[[Any], jax.Array]
+
+
+class VerificationError(AssertionError):
+    """The scheduled model computes something else than the model."""
+
+
+@dataclass
+class Verify:
+    """Checks that a loss of the scheduled model, and its every gradient, are those of the model on one device.
+
+    As a context, it checks the schedule that there is at the end:
+
+        with Verify(sch, example_inputs):
+            sch["linear1"].shard("kernel", axis=1)
+            ...
+
+    Attributes:
+        model: the schedule.
+        example_inputs: the model's arguments, as values.
+        params: values of the parameters; drawn at random by default.
+        loss: from the model's result to a number; by default a sum with random weights of all that it returns.
+        rtol: largest difference, relative to the largest number in the array.
+
+    Raises:
+        VerificationError: at the end, naming what differs and the directive at fault.
+        ScheduleError: the schedule can't be built.
+    """
+
+    model: ModelSchedule
+    example_inputs: Sequence[Any]
+    params: Any = None
+    loss: Loss | None = None
+    rtol: float = 1e-4
+    backend: Backend = "manual"
+    batch_axis: str | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: Any) -> None:
+        if failed is None:
+            self.check()
+
+    def check(self) -> None:
+        """Compare the schedule as it is now."""
+        schedule = Schedule(tuple(d for d in self.model.schedule.directives if not isinstance(d, CutPipelineStage)))
+        params = _random(self.model.params) if self.params is None else self.params
+        wanted = self._values(self.model.fun, params)
+        worst = self._worst(schedule, params, wanted)
+        if worst is None:
+            return
+        directive = self._culprit(schedule, params, wanted)
+        blamed = f"{describe(directive)} of {directive.path or 'the model'}" if directive else "no single directive"
+        raise VerificationError(f"{worst}; at fault is {blamed}")
+
+    def _values(self, fun: Callable[..., Any], params: Any) -> dict[str, np.ndarray]:
+        """The loss, and the gradients of all parameters and inputs that have any, by name."""
+        args = tuple(self.example_inputs)
+
+        def loss(smooth: Any, rest: Any) -> jax.Array:
+            given = jax.tree.map(lambda a, b: b if a is None else a, smooth, rest, is_leaf=lambda x: x is None)
+            result = fun(*given)
+            return self.loss(result) if self.loss is not None else _weighted(result)
+
+        smooth, rest = _parted((params, *args))
+        value, gradients = jax.jit(jax.value_and_grad(loss))(smooth, rest)
+        leaves, _ = jax.tree.flatten_with_path(gradients)
+        named = {f"the gradient of {self._name(path)}": np.asarray(leaf) for path, leaf in leaves}
+        return {"the loss": np.asarray(value), **named}
+
+    def _name(self, path: Any) -> str:
+        inner = jax.tree_util.keystr(path[1:], simple=True, separator="/")
+        return inner if path[0].idx == 0 else f"argument {path[0].idx - 1}" + (f", {inner}" if inner else "")
+
+    def _worst(self, schedule: Schedule, params: Any, wanted: dict[str, np.ndarray]) -> str | None:
+        """What a schedule gets most wrong, in words; None when all is well. Raises ScheduleError if it can't be built."""
+        model = create_schedule(
+            self.model.fun,
+            self.model.params,
+            jax.tree.map(abstract, tuple(self.example_inputs)),
+            self.model.mesh,
+            schedule,
+            self.model.functions,
+        )
+        found = self._values(build(model, self.backend, self.batch_axis).apply, params)
+        differences = {name: _difference(found[name], value) for name, value in wanted.items()}
+        name = max(differences, key=lambda name: differences[name])
+        if differences[name] <= self.rtol:
+            return None
+        return f"{name} differs by {differences[name]:.2g} of its largest value"
+
+    def _culprit(self, schedule: Schedule, params: Any, wanted: dict[str, np.ndarray]) -> Directive | None:
+        """The directive without which, or with a plain all_reduce instead of which, all would be well."""
+        for directive, others in _alternatives(schedule):
+            try:
+                if self._worst(others, params, wanted) is None:
+                    return directive
+            except (ScheduleError, UserFunctionError):
+                continue  # what is left does not fit together: no answer
+        return None
+
+
+def _alternatives(schedule: Schedule) -> Iterator[tuple[Directive, Schedule]]:
+    given = schedule.directives
+    for k, directive in enumerate(given):
+        if isinstance(directive, Sync) and directive.op != "all_reduce":
+            yield directive, Schedule((*given[:k], replace(directive, op="all_reduce", axis=None), *given[k + 1 :]))
+        yield directive, Schedule((*given[:k], *given[k + 1 :]))
+
+
+def _random(avals: Any) -> Any:
+    """Parameters to compare with: small, so that nothing saturates, and each different from all others."""
+    leaves, tree = jax.tree.flatten(avals)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+
+    def draw(key: jax.Array, aval: Any) -> jax.Array:
+        if not jnp.issubdtype(aval.dtype, jnp.inexact):
+            return jnp.zeros(aval.shape, aval.dtype)
+        return jax.random.normal(key, aval.shape, aval.dtype) / max(aval.shape[0] if aval.shape else 1, 1) ** 0.5
+
+    return jax.tree.unflatten(tree, [draw(key, aval) for key, aval in zip(keys, leaves, strict=True)])
+
+
+def _weighted(result: Any) -> jax.Array:
+    leaves = [leaf for leaf in jax.tree.leaves(result) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    weights = [jax.random.normal(jax.random.key(k), leaf.shape) for k, leaf in enumerate(leaves)]
+    return sum((jnp.sum(weight * leaf) for weight, leaf in zip(weights, leaves, strict=True)), jnp.zeros(()))
+
+
+def _parted(tree: Any) -> tuple[Any, Any]:
+    """What has gradients and what has none, each with None in the place of the other."""
+    smooth = jax.tree.map(lambda x: x if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) else None, tree)
+    return smooth, jax.tree.map(lambda x: None if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) else x, tree)
+
+
+def _difference(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest difference, relative to the largest number; infinite when something is not finite."""
+    largest = float(np.max(np.abs(wanted), initial=0.0))
+    difference = float(np.max(np.abs(found.astype(np.float64) - wanted), initial=0.0))
+    return difference / (largest or 1.0) if np.isfinite(difference) else float("inf")
