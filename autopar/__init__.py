@@ -9,7 +9,7 @@ from autopar._plugins import silence_idle_plugin
 
 silence_idle_plugin()
 
-from autopar import inspect, manual, testing, util  # noqa: E402 (nothing may start JAX's backends before)
+from autopar import inspect, manual, schedule, testing, util  # noqa: E402 (nothing may start JAX's backends before)
 from autopar.api import ParallelizedFunction, init, parallelize, plan_step, predict, shutdown  # noqa: E402
 from autopar.gradients import grad, value_and_grad  # noqa: E402
 from autopar.layers import (  # noqa: E402
@@ -47,6 +47,7 @@ from autopar.pipeline.stage_options import (  # noqa: E402
 from autopar.plan import Plan, PlanError  # noqa: E402
 from autopar.runtime.executable import Executable  # noqa: E402
 from autopar.runtime.pipeline import PipelineExecutable  # noqa: E402
+from autopar.schedule import Verify, build, create_schedule  # noqa: E402
 from autopar.sharding.options import ShardingOptions  # noqa: E402
 from autopar.sharding.pins import ShardingError  # noqa: E402
 from autopar.sharding.planner import MemoryBudgetError  # noqa: E402
@@ -82,10 +83,13 @@ __all__ = [
     "StageError",
     "TraceError",
     "UniformStageOption",
+    "Verify",
     "Zero2Parallel",
     "Zero3Parallel",
     "automatic_layer_construction",
     "automatic_remat",
+    "build",
+    "create_schedule",
     "get_3d_parallel_method",
     "get_last_dp_result",
     "get_last_search_result",
@@ -99,6 +103,7 @@ __all__ = [
     "parallelize",
     "plan_step",
     "predict",
+    "schedule",
     "shutdown",
     "testing",
     "util",

@@ -132,12 +132,18 @@ def describe(directive: Directive) -> str:
     """A directive as one would write it: `shard(kernel, axis=1, mesh_axis=tp)`, without its path."""
     given = asdict(directive)
     del given["path"]
-    words = ", ".join(f"{key}={_text(value)}" for key, value in given.items() if value not in (None, (), False))
+    words = ", ".join(
+        f"{key}={_text(value)}" for key, value in given.items() if value is not None and value is not False
+    )
     return f"{directive.kind}({words})"
 
 
 def _text(value: Any) -> str:
-    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+    """Long lists in short."""
+    if not isinstance(value, tuple):
+        return str(value)
+    shown = value if len(value) <= 4 else (value[0], f"... {len(value) - 2} more ...", value[-1])
+    return f"[{', '.join(map(str, shown))}]"
 
 
 @dataclass(frozen=True, slots=True)

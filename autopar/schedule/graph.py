@@ -52,7 +52,7 @@ class ModelGraph:
     Attributes:
         nodes: in the order in which they run.
         params: for each array among the parameters its path, such as `linear1/kernel`.
-        args: the same for the other arguments: `0`, or `1/mask`.
+        args: the same for the other arguments: `arg0`, or `arg1/mask`.
         in_tree, out_tree: structure of (parameters, *other arguments), and of the result.
         recomputed: the outermost first.
     """
@@ -140,7 +140,7 @@ def trace_model(
 
 def _arg_path(path: Any) -> str:
     inner = jax.tree_util.keystr(path[1:], simple=True, separator="/")
-    return f"{path[0].idx - 1}/{inner}".removesuffix("/")
+    return f"arg{path[0].idx - 1}/{inner}".removesuffix("/")
 
 
 def _live(nodes: Sequence[Node], outvars: Sequence[Atom]) -> set[str]:

@@ -19,6 +19,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from autopar.graph import Atom, aval_of
 from autopar.schedule.directives import ScheduleError
 from autopar.schedule.graph import ModelGraph, Node, trace_model
+from autopar.sharding.rules import POINTWISE
 
 _COMMUTATIVE = frozenset({"add", "add_any", "and", "eq", "max", "min", "mul", "ne", "or", "xor"})
 _FREE = frozenset({
@@ -62,7 +63,7 @@ def find_pattern(
         avals = [jax.ShapeDtypeStruct(shape, dtype)] * count if like is None else like
         try:
             return trace_model(lambda _, *args: pattern(*args), (), avals, None, str)
-        except (TypeError, ValueError) as error:  # it may be for another shape
+        except Exception as error:  # whatever it is: the pattern may be for another shape
             return error
 
     found: list[Subgraph] = []
@@ -107,12 +108,14 @@ class _Through:
         rank = aval_of(self.source).ndim - len(self.dims)
         return all(source is None or source - dim == rank for dim, source in enumerate(self.dims))
 
-    @property
-    def order(self) -> tuple[int | None, ...]:
-        """`dims`, with the source's dims of size one left out of the count."""
-        sizes = aval_of(self.source).shape
-        kept = [dim for dim, size in enumerate(sizes) if size != 1]
-        return tuple(kept.index(dim) if dim in kept else None for dim in self.dims)
+    def order(self, atom: Atom, frame: Sequence[int]) -> tuple[int | None, ...]:
+        """Which dim of the source each dim of `frame` is, the shape that `atom` is broadcast to; dims of size one don't count."""
+        kept = [dim for dim, size in enumerate(aval_of(self.source).shape) if size != 1]
+        own = [kept.index(dim) if dim in kept else None for dim in self.dims]
+        if len(own) != len(frame):
+            return tuple(own)
+        pairs = zip(own, aval_of(atom).shape, frame, strict=True)
+        return tuple(dim if size != 1 else None for dim, size, full in pairs if full != 1)
 
 
 def _look_through(graph: ModelGraph, atom: Atom) -> _Through:
@@ -151,11 +154,18 @@ def _source_dims(eqn: JaxprEqn) -> list[int | None] | None:
     return None
 
 
+type _Pair = tuple[Atom, Atom, JaxprEqn | None, JaxprEqn | None]
+"""Atoms of the pattern and of the graph that should be the same, and the equations that read them."""
+
+
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A match so far: the graph's node for each of the pattern's, its value for each argument, and nodes looked through."""
+    """A match so far: the graph's nodes for each of the pattern's, its value for each argument, and nodes looked through.
 
-    nodes: dict[str, Node]
+    A pattern's node may be several of the graph that compute the same.
+    """
+
+    nodes: dict[str, tuple[Node, ...]]
     bound: dict[Var, _Through]
     between: tuple[Node, ...]
 
@@ -167,18 +177,18 @@ class _Matcher:
 
     def match(self, result: Var) -> Subgraph | None:
         """The subgraph that computes `result` as the pattern does."""
-        for state in self._solve([(self.pattern.outvars[0], result)], _State({}, {}, ())):
+        for state in self._solve([(self.pattern.outvars[0], result, None, None)], _State({}, {}, ())):
             found = self._subgraph(state, result)
             if found is not None:
                 return found
         return None
 
-    def _solve(self, pairs: list[tuple[Atom, Atom]], state: _State) -> Iterator[_State]:
-        """Every way to match the pairs of atoms, of the pattern and of the graph."""
+    def _solve(self, pairs: list[_Pair], state: _State) -> Iterator[_State]:
+        """Every way to match the pairs."""
         if not pairs:
             yield state
             return
-        (wanted, given), *rest = pairs
+        (wanted, given, reader, other), *rest = pairs
         left, right = _look_through(self.pattern, wanted), _look_through(self.graph, given)
         source = left.source
         if isinstance(source, Literal) or source in self.pattern.constants:
@@ -190,26 +200,26 @@ class _Matcher:
             known = state.bound.get(source, right)
             if known.source is right.source:
                 yield from self._solve(rest, _State(state.nodes, {source: right, **state.bound}, state.between))
-        elif left.order == right.order:
+        elif left.order(wanted, _frame(wanted, reader)) == right.order(given, _frame(given, other)):
             yield from self._solve_nodes(source, right, rest, state)
 
-    def _solve_nodes(self, wanted: Var, given: _Through, rest: list[Any], state: _State) -> Iterator[_State]:
+    def _solve_nodes(self, wanted: Var, given: _Through, rest: list[_Pair], state: _State) -> Iterator[_State]:
         left = self.pattern.producer[wanted]
         right = self.graph.producer.get(given.source) if isinstance(given.source, Var) else None
         if right is None or right.name not in self.allowed or not _same_operation(left.eqn, right.eqn):
             return
         if _position(left, wanted) != _position(right, given.source):
             return
-        if state.nodes.get(left.name, right) is not right:
-            return
-        between = state.between + given.nodes
-        if left.name in state.nodes:
+        between, known = state.between + given.nodes, state.nodes.get(left.name, ())
+        if right in known:
             yield from self._solve(rest, _State(state.nodes, state.bound, between))
             return
-        after = _State({**state.nodes, left.name: right}, state.bound, between)
-        operands = list(left.eqn.invars)
-        for order in [operands, operands[::-1]] if left.eqn.primitive.name in _COMMUTATIVE else [operands]:
-            yield from self._solve([*zip(order, right.eqn.invars, strict=True), *rest], after)
+        after = _State({**state.nodes, left.name: (*known, right)}, state.bound, between)
+        as_written = list(left.eqn.invars)
+        commutes = left.eqn.primitive.name in _COMMUTATIVE
+        for order in (as_written, as_written[::-1]) if commutes else (as_written,):
+            operands = zip(order, right.eqn.invars, strict=True)
+            yield from self._solve([(a, b, left.eqn, right.eqn) for a, b in operands] + rest, after)
 
     def _is_like(self, argument: Var, values: Sequence[Atom]) -> bool:
         """Whether one of `values` has the shape that is wanted of an argument, if any is."""
@@ -230,13 +240,13 @@ class _Matcher:
 
     def _subgraph(self, state: _State, result: Var) -> Subgraph | None:
         """The match as it is, or None when a value inside is used outside."""
-        own = {node.name for node in (*state.nodes.values(), *state.between)}
+        own = {node.name for nodes in (*state.nodes.values(), state.between) for node in nodes}
         if not own <= self.allowed:
             return None
         inputs = []
         for var in self.pattern.args:
             if var not in state.bound:
-                raise ScheduleError(f"argument {self.pattern.args[var]} of the pattern is not used in it")
+                raise ScheduleError(f"{self.pattern.args[var]} of the pattern is not used in it")
             inputs.append(self._input(state.bound[var], own))
         nodes = [node for node in self.graph.nodes if node.name in own]
         if any(var is not result for var in self.graph.outputs_of(nodes)):
@@ -259,6 +269,13 @@ class _Matcher:
         members = [node for node in self.graph.nodes if node.name in together]
         made = {var for node in nodes for var in node.eqn.outvars}
         return made.isdisjoint(self.graph.outputs_of(members))
+
+
+def _frame(atom: Atom, reader: JaxprEqn | None) -> Sequence[int]:
+    """The shape to which an operand is broadcast where it is read."""
+    if reader is not None and reader.primitive.name in POINTWISE:
+        return aval_of(reader.outvars[0]).shape
+    return aval_of(atom).shape
 
 
 def _position(node: Node, var: Atom) -> int:

@@ -188,8 +188,9 @@ class _Placer:
                     raise self._unplaceable(node, atom, error) from error
                 atoms = [completed if each is atom else each for each in atoms]
         for frame in self.frames:
-            for atom, layout in zip(atoms, followed.operands, strict=True):
-                if isinstance(atom, Var):
+            for original, atom, layout in zip(node.eqn.invars, atoms, followed.operands, strict=True):
+                if isinstance(original, Var) and isinstance(atom, Var):
+                    frame.read.setdefault(original, atom)
                     frame.wanted.setdefault(atom, layout)
             frame.made.update(node.eqn.outvars)
         self.layouts.update(zip(node.eqn.outvars, followed.results, strict=True))
@@ -211,8 +212,6 @@ class _Placer:
             for k in self.entering:
                 if _inside(scope, self.syncs[k].path) and not _inside(self.home.get(var), self.syncs[k].path):
                     var = self._enter(k, var)
-        for frame in self.frames:
-            frame.read.setdefault(atom, var)
         return var
 
     def _leave(self, k: int, var: Var) -> Var:
@@ -328,7 +327,7 @@ def _initial(graph: ModelGraph, var: Var, shards: Sequence[Shard], mesh: Logical
     elif var in graph.args and batch_axis is not None and shape and mesh.sizes[batch_axis] > 1:
         if shape[0] % mesh.sizes[batch_axis]:
             raise ScheduleError(
-                f"argument {graph.args[var]} has shape {shape}: its first dim can't be split evenly over the"
+                f"{graph.args[var]} has shape {shape}: its first dim can't be split evenly over the"
                 f" {mesh.sizes[batch_axis]} devices of {batch_axis!r}"
             )
         dims[0] = (batch_axis,)

@@ -19,16 +19,11 @@ from autopar.layers import mark_pipeline_boundary
 from autopar.schedule.compilers import compiler
 from autopar.schedule.directives import Checkpoint, Fuse, Replace, ScheduleError
 from autopar.schedule.graph import ModelGraph, Recomputed, within
-from autopar.schedule.layouts import Layout
+from autopar.schedule.layouts import Layout, LayoutError
 from autopar.schedule.local import run_eqn, shard
 from autopar.schedule.placing import Boundary, Compute, Group, Item, Placed, Synced
 from autopar.schedule.syncs import OPS, apply
 from autopar.sharding.spec import LogicalMesh, partition_spec
-
-
-class UserFunctionError(ScheduleError):
-    """A function that replaces equations fails on what it is given."""
-
 
 type Functions = Mapping[str, Callable[..., Any]]
 
@@ -57,7 +52,11 @@ class Shards:
     functions: Functions
 
     def compute(self, item: Compute, operands: Sequence[Any]) -> list[Any]:
-        return run_eqn(item.eqn, item.operands, operands, self.mesh)
+        try:
+            return run_eqn(item.eqn, item.operands, operands, self.mesh)
+        except LayoutError as error:
+            at = f"{item.eqn.primitive.name} in {item.scope or 'the model'}"
+            raise ScheduleError(f"{at} can't run on shards: an operand {error.reason}") from error
 
     def sync(self, item: Synced, value: Any) -> Any:
         return apply(item.sync, item.before, value, self.mesh, self.functions)
@@ -184,15 +183,13 @@ class _Run:
             results = jax.tree.leaves(self.functions[region.function](*given))
         except (TypeError, ValueError) as error:
             shapes = ", ".join(str(jax.typeof(value)) for value in jax.tree.leaves(given))
-            raise UserFunctionError(
-                f"{region.function}, in place of {region.name}, fails for {shapes}: {error}"
-            ) from error
+            raise ScheduleError(f"{region.function}, in place of {region.name}, fails for {shapes}: {error}") from error
         self._check(group, region, results)
         return results
 
     def _check(self, group: Group, region: Replace, results: Sequence[Any]) -> None:
         if len(results) != len(group.outputs):
-            raise UserFunctionError(
+            raise ScheduleError(
                 f"{region.function} returns {len(results)} arrays in place of {region.name}, which makes {len(group.outputs)}:"
                 f" {', '.join(self.graph.value_names[var] for var in group.outputs)}"
             )

@@ -37,3 +37,14 @@ def test_the_tutorial_on_distributed_arrays_prints_what_it_should() -> None:
     assert run.returncode == 0, run.stderr
     golden = Path(__file__).parents[1] / "golden/intro_to_distributed.txt"
     assert run.stdout.splitlines() == golden.read_text().splitlines()
+
+
+def test_the_schedule_tutorial_prints_the_model_the_match_and_one_all_reduce() -> None:
+    command = [sys.executable, "-m", "experiments.tutorials.slapo_mlp", "--devices", "4", "--hidden-size", "64"]
+    run = subprocess.run(command, text=True, capture_output=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "(linear1): Dense(bias=float32[64], kernel=float32[64, 64])" in run.stdout
+    assert "[linear1/reshape, linear1/add, mul, neg, mul:1, erfc, mul:2]" in run.stdout
+    assert "mul:2 = BiasGeLU_0(linear1/bias, linear1/dot_general)" in run.stdout
+    assert "linear1/kernel: (64, 64), (64, 16) on each device" in run.stdout
+    assert "all_reduces in the forward pass: 1" in run.stdout

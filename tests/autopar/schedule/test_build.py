@@ -1,0 +1,208 @@
+"""What runs computes what the model does, with the collectives that the schedule names, whatever the backend."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.schedule import ScheduleError, Verify, build, create_schedule
+from autopar.testing import assert_allclose
+from tests.autopar.schedule.models import (
+    MLP,
+    Transformer,
+    collectives,
+    megatron,
+    mlp_schedule,
+    scheduled,
+    tensor_parallel,
+)
+
+TOKENS = np.arange(32).reshape(4, 8) * 7 % 32
+
+
+@functools.cache
+def serial(model: Any, batch: int = 4) -> tuple[Any, Any, Any]:
+    """Parameters, result and gradients of the sum of squares on one device."""
+    params = model.init(jax.random.key(0), TOKENS[:batch])
+    result = jax.jit(model.apply)(params, TOKENS[:batch])
+    return params, result, jax.jit(jax.grad(lambda p: jnp.mean(model.apply(p, TOKENS[:batch]) ** 2)))(params)
+
+
+@pytest.mark.parametrize(("ways", "decompose_first"), [(1, True), (2, True), (2, False), (4, False), (8, True)])
+def test_the_tutorials_schedule_is_right_on_any_number_of_devices(ways: int, decompose_first: bool) -> None:
+    sch = mlp_schedule(mesh=ways)
+    x = jax.random.normal(jax.random.key(1), (2, 8, 32))
+    with Verify(sch, [x]):
+        if decompose_first:
+            sch["linear1"].decompose()
+            tensor_parallel(sch)
+        else:
+            tensor_parallel(sch)
+            sch["linear1"].decompose()
+        sch.trace(flatten=True)
+        found = sch.find(lambda x, bias: jax.nn.gelu(bias + x, approximate=False))
+        assert len(found) == 1
+        sch.fuse(found, name="BiasGeLU")
+
+
+@pytest.mark.parametrize("backend", ["manual", "gspmd"])
+def test_column_and_row_need_one_all_reduce_forward_and_one_for_the_inputs_gradient(backend: Any) -> None:
+    sch = mlp_schedule()
+    tensor_parallel(sch)
+    built = build(sch, backend)
+    x = jnp.ones((2, 8, 32))
+    params = built.init(MLP(32).init, jax.random.key(0), x)
+    assert params["params"]["linear1"]["kernel"].sharding.spec == P(None, "x")
+    assert collectives(jax.jit(built.apply).lower(params, x).compile()) == {"all-reduce": 1}
+    loss = jax.jit(jax.grad(lambda p, x: jnp.sum(built.apply(p, x) ** 2), (0, 1)))
+    assert collectives(loss.lower(params, x).compile()) == {"all-reduce": 2}
+
+
+@pytest.mark.parametrize("backend", ["manual", "gspmd", "auto"])
+def test_every_backend_trains_alike(backend: Any) -> None:
+    model = Transformer(layers=1)
+    params, _, gradients = serial(model)
+    sch = scheduled(model, TOKENS)
+    megatron(sch)
+    built = build(sch, backend)
+
+    def step(params: Any, tokens: Any) -> Any:
+        gradients = jax.grad(lambda p: jnp.mean(built.apply(p, tokens) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - g, params, gradients), gradients
+
+    parallel = autopar.parallelize(step, method=built.method)
+    updated, found = parallel(params, TOKENS)
+    assert_allclose(found, gradients, rtol=1e-4, atol=1e-6)
+    assert updated["params"]["block_0"]["up"]["kernel"].sharding.spec == P(None, "x")
+    plan = parallel.get_executable(params, TOKENS).plan
+    specs = {value.path: value.spec for value in plan.stages[0].inputs}
+    assert specs["0/params/block_0/attention/out/kernel"] == (("x",), ())
+
+
+def test_two_axes_split_the_batch_and_the_layers() -> None:
+    model = Transformer(layers=1)
+    params, result, gradients = serial(model)
+    sch = scheduled(model, TOKENS, mesh=(2, 4))
+    megatron(sch, "y")
+    built = build(sch, batch_axis="x")
+    placed = jax.device_put(params, built.shardings)
+    assert_allclose(built.apply(placed, TOKENS), result, atol=1e-5)
+    found = jax.jit(jax.grad(lambda p: jnp.mean(built.apply(p, TOKENS) ** 2)))(placed)
+    assert_allclose(found, gradients, atol=1e-6)
+
+
+def test_a_model_runs_with_other_batch_sizes_than_the_examples() -> None:
+    model = Transformer(layers=1)
+    params, result, _ = serial(model, 2)
+    sch = scheduled(model, TOKENS)
+    megatron(sch)
+    assert_allclose(build(sch).apply(params, TOKENS[:2]), result, atol=1e-5)
+    with pytest.raises(ScheduleError, match="is called with"):
+        build(sch).apply(params, TOKENS, TOKENS)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_checkpointed_modules_are_computed_again(remat: bool) -> None:
+    """By the schedule, or because the model says so: as many more matrix products either way, and the same gradients."""
+    model = Transformer(layers=1, remat=remat)
+    params, _, gradients = serial(model)
+    sch = scheduled(model, TOKENS)
+    megatron(sch)
+    if not remat:
+        sch["block_*"].checkpoint()
+    loss = jax.grad(lambda p: jnp.mean(build(sch).apply(p, TOKENS) ** 2))
+    assert_allclose(jax.jit(loss)(params), gradients, atol=1e-6)
+    plain = scheduled(Transformer(layers=1), TOKENS)
+    megatron(plain)
+    plain_loss = jax.grad(lambda p: jnp.mean(build(plain).apply(p, TOKENS) ** 2))
+    products = [str(jax.make_jaxpr(each)(params)).count("dot_general[") for each in (plain_loss, loss)]
+    assert products[1] > products[0]
+
+
+def test_sequence_parallel_regions_gather_and_reduce_scatter() -> None:
+    """Megatron's: norms and residuals on parts of the sequence, an all_gather before each layer, a reduce_scatter after."""
+    model = Transformer(layers=1)
+    params, result, gradients = serial(model)
+    sch = scheduled(model, TOKENS)
+    for column in ("q", "k", "v"):
+        sch["block_0/attention"][column].shard("kernel", axis=1).shard("bias", axis=0)
+    sch["block_0/up"].shard("kernel", axis=1).shard("bias", axis=0)
+    sch["embed"].sync("fwd_post", "scatter", axis=1)
+    for entry in ("attention", "up"):
+        sch["block_0"][entry].sync("fwd_pre", "all_gather", axis=1)
+    for row in ("attention/out", "down"):
+        sch["block_0"][row].shard("kernel", axis=0).sync("fwd_post", "reduce_scatter", axis=1)
+    sch["norm"].sync("fwd_post", "SR->RR")
+    built = build(sch)
+    assert_allclose(built.apply(params, TOKENS), result, atol=1e-5)
+    assert_allclose(jax.jit(jax.grad(lambda p: jnp.mean(built.apply(p, TOKENS) ** 2)))(params), gradients, atol=1e-6)
+    forward = collectives(jax.jit(built.apply).lower(jax.device_put(params, built.shardings), TOKENS).compile())
+    assert forward["all-gather"] == 3
+    assert forward["reduce-scatter"] == 2
+
+
+def test_vocabulary_parallel_embedding_adds_up_what_each_device_looks_up() -> None:
+    model = Transformer(layers=1)
+    params, result, gradients = serial(model)
+    sch = scheduled(model, TOKENS)
+    sch["embed"].shard("embedding", axis=0).sync("fwd_post", "all_reduce")
+    sch["norm"].sync("bwd_post", "all_reduce")
+    built = build(sch)
+    assert_allclose(built.apply(params, TOKENS), result, atol=1e-5)
+    assert_allclose(jax.jit(jax.grad(lambda p: jnp.mean(built.apply(p, TOKENS) ** 2)))(params), gradients, atol=1e-6)
+
+
+def test_functions_are_scheduled_by_their_named_scopes() -> None:
+    def model(params: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope("up"):
+            x = jnp.tanh(x @ params["up"]["w"])
+        with jax.named_scope("down"):
+            return x @ params["down"]["w"]
+
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    params = {"up": {"w": jnp.ones((8, 16))}, "down": {"w": jnp.ones((16, 8))}}
+    sch = create_schedule(model, params, [x], mesh=4)
+    with Verify(sch, [x]):
+        sch["up"].shard("w", axis=1)
+        sch["down"].shard("w", axis=0).sync("fwd_post", "all_reduce")
+
+
+def test_a_pipeline_is_cut_where_the_schedule_says() -> None:
+    model = MLP(32)
+    x = jax.random.normal(jax.random.key(1), (8, 32))
+    params = model.init(jax.random.key(0), x)
+    gradients = jax.grad(lambda p: jnp.mean(model.apply(p, x) ** 2))(params)
+    sch = scheduled(model, x)
+    sch["linear1"].cut_pipeline_stage()
+    built = build(sch, "auto")
+
+    def step(params: Any, x: Any) -> Any:
+        value, found = autopar.value_and_grad(lambda p: jnp.mean(built.apply(p, x) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - g, params, found), value
+
+    parallel = autopar.parallelize(step, method=built.method)
+    updated, _ = parallel(params, x)
+    assert_allclose(updated, jax.tree.map(lambda p, g: p - g, params, gradients), atol=1e-5)
+    assert len(parallel.get_executable(params, x).plan.stages) == 2
+
+
+def test_pipelines_and_functions_on_shards_need_their_backend() -> None:
+    sch = mlp_schedule()
+    sch["linear1"].cut_pipeline_stage()
+    with pytest.raises(ScheduleError, match="backend='auto'"):
+        build(sch)
+    sch = mlp_schedule()
+    tensor_parallel_with_function(sch)
+    with pytest.raises(ScheduleError, match="backend='manual'"):
+        build(sch, "gspmd")
+    Verify(sch, [jnp.ones((2, 8, 32))]).check()
+
+
+def tensor_parallel_with_function(sch: Any) -> None:
+    sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
+    sch["linear2"].shard("kernel", axis=0).sync("fwd_post", lambda x: jax.lax.psum(x, "x"))

@@ -1,0 +1,189 @@
+"""What a schedule gets wrong is told with a way out; what computes something else is told with the directive at fault."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.schedule import Schedule, ScheduleError, VerificationError, Verify, build, create_schedule
+from tests.autopar.schedule.models import MLP, Transformer, mlp_schedule, scheduled, tensor_parallel
+
+X = jax.random.normal(jax.random.key(0), (2, 8, 32))
+
+
+def test_a_missing_sync_is_named_with_the_directive_to_add() -> None:
+    sch = mlp_schedule()
+    sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
+    sch["linear2"].shard("kernel", axis=0)
+    with pytest.raises(ScheduleError, match=r"linear2/dot_general is a partial sum over 'x' and goes into linear2/add"):
+        build(sch)
+    with pytest.raises(ScheduleError, match=r"sch\['linear2'\].sync\('fwd_post', 'all_reduce', mesh_axis='x'\)"):
+        build(sch)
+
+
+def test_a_value_that_is_split_where_it_must_be_whole_is_named() -> None:
+    sch = mlp_schedule()
+    sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
+    sch["linear2"].shard("kernel", axis=1)
+    with pytest.raises(
+        ScheduleError, match=r"which is split as .*\n.*sch\['linear2'\].sync\('fwd_pre', 'all_gather'\)"
+    ):
+        build(sch)
+
+
+def test_a_parameter_is_not_sharded_twice() -> None:
+    sch = mlp_schedule()
+    sch["linear1"].shard("kernel", axis=1)
+    with pytest.raises(ScheduleError, match="linear1/kernel is sharded twice"):
+        sch["linear1"].shard("kernel", axis=0)
+
+
+@pytest.mark.parametrize(
+    ("module", "op", "told"),
+    [
+        ("linear1", "all_reduce", "linear1/add passes, but it is split as .*, not a partial sum over 'x'"),
+        ("linear2", "all_gather", "linear2/add passes, but it is whole, not split over 'x'"),
+    ],
+)
+def test_a_sync_with_nothing_to_do_says_what_passes_there(module: str, op: str, told: str) -> None:
+    sch = mlp_schedule()
+    sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
+    sch["linear2"].shard("kernel", axis=0)
+    if module == "linear2":
+        sch["linear2"].sync("fwd_post", "all_reduce")
+        sch.sync("fwd_post", op)
+    else:
+        sch["linear1"].sync("fwd_post", op)
+        sch["linear2"].sync("fwd_post", "all_reduce")
+    with pytest.raises(ScheduleError, match=f"has nothing to do: {told}"):
+        build(sch)
+
+
+def test_gradients_that_are_not_partial_are_not_added_up() -> None:
+    sch = mlp_schedule()
+    tensor_parallel(sch)
+    sch["linear2"].sync("bwd_post", "all_reduce")
+    with pytest.raises(ScheduleError, match="its gradients are no partial sums"):
+        build(sch)
+
+
+def test_an_axis_that_does_not_divide_is_refused() -> None:
+    sch = mlp_schedule(mesh=4, hidden=30)
+    with pytest.raises(ScheduleError, match=r"linear1/kernel has shape \(30, 30\): axis 1 can't be split .* 4 devices"):
+        sch["linear1"].shard("kernel", axis=1)
+
+
+def test_wrong_names_come_with_the_nearest() -> None:
+    sch = mlp_schedule()
+    with pytest.raises(ScheduleError, match="no module 'linaer1' in the model; near it: linear1"):
+        sch["linaer1"]
+    with pytest.raises(ScheduleError, match="no parameter 'weight' in linear1, which has bias, kernel"):
+        sch["linear1"].shard("weight", axis=0)
+    with pytest.raises(ScheduleError, match="'tp' is no axis of the mesh, which has 'x'"):
+        sch["linear1"].shard("kernel", axis=0, mesh_axis="tp")
+    with pytest.raises(ScheduleError, match="it has no axis 2"):
+        sch["linear1"].shard("kernel", axis=2)
+    with pytest.raises(ScheduleError, match="expected one of all_reduce"):
+        sch["linear1"].sync("fwd_post", "psum")
+    with pytest.raises(ScheduleError, match="compiler 'TorchScript' is none of"):
+        sch.fuse(sch.find("mul"), compiler="TorchScript")
+    with pytest.raises(ScheduleError, match=r"none of jax\.checkpoint_policies"):
+        sch["linear1"].checkpoint("everything")
+
+
+def test_contradicting_syncs_are_refused() -> None:
+    sch = mlp_schedule()
+    sch["linear2"].sync("fwd_post", "all_reduce")
+    with pytest.raises(ScheduleError, match=r"linear2 has sync.*already"):
+        sch["linear2"].sync("fwd_post", "reduce_scatter", axis=1)
+
+
+def test_a_mean_in_place_of_a_sum_is_found_by_verify() -> None:
+    sch = mlp_schedule()
+    sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
+    sch["linear2"].shard("kernel", axis=0).sync("fwd_post", lambda x: jax.lax.pmean(x, "x"))
+    with pytest.raises(VerificationError, match=r"differs by .* at fault is sync\(mode=fwd_post, .*\) of linear2"):
+        Verify(sch, [X]).check()
+
+
+def test_a_function_that_computes_something_else_is_found_by_verify() -> None:
+    sch = mlp_schedule()
+    tensor_parallel(sch)
+    sch["linear2"].decompose()
+    sch["linear2"].replace(lambda x, b: x - b, sch["linear2"].find("linear2/add"))
+    with pytest.raises(VerificationError, match=r"at fault is replace\(.*\) of linear2"), Verify(sch, [X]):
+        pass
+
+
+def test_a_sync_inside_what_is_replaced_is_refused() -> None:
+    sch = mlp_schedule()
+    tensor_parallel(sch)
+    sch["linear2"].replace(lambda params, x: x @ params["kernel"] + params["bias"])
+    with pytest.raises(ScheduleError, match="a sync would fall inside what is replaced"):
+        build(sch)
+
+
+def test_a_schedule_for_another_model_is_refused_where_it_does_not_fit() -> None:
+    sch = mlp_schedule()
+    tensor_parallel(sch)
+    with pytest.raises(ScheduleError, match="no module 'linear1'"):
+        create_schedule(
+            Transformer(),
+            jax.eval_shape(Transformer().init, jax.random.key(0), np.zeros((2, 8), int)),
+            [np.zeros((2, 8), int)],
+            schedule=sch.schedule,
+        )
+
+
+def test_schedules_are_values_that_go_to_json_and_back() -> None:
+    def made() -> Schedule:
+        sch = mlp_schedule()
+        tensor_parallel(sch)
+        sch["linear1"].decompose()
+        sch.trace(leaf_modules=["linear2"])
+        sch.fuse(sch.find(lambda x, b: jax.nn.gelu(x + b, approximate=False)), name="BiasGeLU")
+        sch["linear2"].checkpoint("dots_saveable").annotate("bias", replicated=True).cut_pipeline_stage()
+        return sch.schedule
+
+    schedule = made()
+    assert Schedule.from_json(schedule.to_json()) == schedule == made()
+    assert hash(schedule) == hash(made())
+    assert "linear1: shard(param=kernel, axis=1, mesh_axis=x)" in str(schedule)
+    replayed = create_schedule(
+        MLP(64),
+        jax.eval_shape(MLP(64).init, jax.random.key(0), jnp.zeros((1, 64))),
+        [jnp.zeros((1, 64))],
+        mesh=4,
+        schedule=schedule,
+    )
+    assert replayed.schedule == schedule
+    with pytest.raises(ScheduleError, match="'do' is 'shrad', expected one of shard"):
+        Schedule.from_json('[{"do": "shrad", "path": ""}]')
+    with pytest.raises(ScheduleError, match="shard takes path, param, axis, mesh_axis"):
+        Schedule.from_json('[{"do": "shard", "path": ""}]')
+
+
+def test_a_replayed_replacement_needs_its_function() -> None:
+    sch = mlp_schedule(mesh=1)
+
+    def double(params: dict, x: jax.Array) -> jax.Array:
+        return x @ params["kernel"] + params["bias"]
+
+    sch["linear1"].replace(double)
+    params = jax.eval_shape(MLP(32).init, jax.random.key(0), X)
+    with pytest.raises(ScheduleError, match="is not known here"):
+        create_schedule(MLP(32), params, [X], mesh=1, schedule=sch.schedule)
+    again = create_schedule(MLP(32), params, [X], mesh=1, schedule=sch.schedule, functions=sch.functions)
+    Verify(again, [X]).check()
+
+
+def test_regions_must_nest_and_be_runnable_as_one() -> None:
+    sch = scheduled(Transformer(layers=1), np.zeros((2, 8), int), mesh=1)
+    sch.fuse(sch.subgraph([sch.graph.by_name[f"block_0/{norm}/rsqrt"] for norm in ("norm1", "norm2")]))
+    with pytest.raises(ScheduleError, match="can't run as one"):
+        build(sch)
+    sch = scheduled(Transformer(layers=1), np.zeros((2, 8), int), mesh=1)
+    sch.fuse(sch.subgraph([sch.graph.by_name[name] for name in ("block_0/norm1/rsqrt", "block_0/norm2/add")]))
+    sch["block_0/norm1"].checkpoint()
+    with pytest.raises(ScheduleError, match="both claim block_0/norm1/rsqrt"):
+        build(sch)

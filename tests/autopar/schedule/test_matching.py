@@ -1,0 +1,182 @@
+"""Patterns are found by what they compute, wherever and however it is written, and nothing else is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from autopar.schedule import ScheduleError, Verify, build, create_schedule
+from autopar.testing import assert_allclose
+from tests.autopar.schedule.models import Attention, Transformer, mlp_schedule, scheduled, tensor_parallel
+
+X = jax.random.normal(jax.random.key(0), (2, 8, 16))
+BIAS = jax.random.normal(jax.random.key(1), (16,))
+
+
+def bias_gelu(x: jax.Array, bias: jax.Array) -> jax.Array:
+    return jax.nn.gelu(bias + x, approximate=False)
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    """As Flax writes it: the variance as the mean of squares less the square of the mean."""
+    mean = jnp.mean(x, -1, keepdims=True)
+    variance = jnp.maximum(0.0, jnp.mean(jnp.square(x), -1, keepdims=True) - jnp.square(mean))
+    return (x - mean) * (jax.lax.rsqrt(variance + 1e-6) * scale) + bias
+
+
+def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
+
+
+def found_in(fun: Callable[..., Any], pattern: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    args = args or (X,)
+    return create_schedule(lambda p, *args: fun(p, *args), BIAS, args, mesh=1).find(pattern, **options)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda b, x: jax.nn.gelu(x + b, approximate=False),
+        lambda b, x: jax.nn.gelu(b + x, approximate=False),
+        lambda b, x: jax.nn.gelu(jnp.broadcast_to(b, x.shape) + x, approximate=False),
+        lambda b, x: jax.nn.gelu(x + b.reshape(1, 1, -1), approximate=False) * 3,
+        lambda b, x: jax.jit(lambda y: jax.nn.gelu(y, approximate=False))(jax.jit(jnp.add)(x, b)),
+        lambda b, x: 0.5 * (x + b) * jax.lax.erfc(-(x + b) * np.float32(np.sqrt(0.5))),
+    ],
+    ids=["in order", "commuted", "broadcast", "reshaped", "jitted", "by hand"],
+)
+def test_a_pattern_is_found_however_it_is_written(fun: Callable[..., Any]) -> None:
+    found = found_in(fun, bias_gelu)
+    assert len(found) == 1
+    assert found[0].nodes[-1].startswith("mul")
+    assert any(name.startswith("erfc") for name in found[0].nodes)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda b, x: jax.nn.gelu(x + b),  # the tanh approximation
+        lambda b, x: jax.nn.gelu(x * b, approximate=False),
+        lambda b, x: jax.nn.gelu(x, approximate=False) + b,
+        lambda b, x: (y := x + b, jax.nn.gelu(y, approximate=False)),  # the sum is used elsewhere
+        lambda b, x: 0.5 * (x + b) * jax.lax.erfc(-(x + b) * np.float32(0.7)),  # another number
+        lambda b, x: x + b,
+    ],
+    ids=["tanh gelu", "product", "other order", "escapes", "literal", "unrelated"],
+)
+def test_what_computes_something_else_or_is_used_elsewhere_is_not_found(fun: Callable[..., Any]) -> None:
+    assert found_in(fun, bias_gelu) == []
+
+
+def test_a_linear_module_is_one_thing_until_it_is_decomposed() -> None:
+    sch = mlp_schedule(mesh=1)
+    assert sch.find(bias_gelu) == []
+    sch["linear1"].decompose()
+    (found,) = sch.find(bias_gelu)
+    assert "linear1/add" in found.nodes
+    assert "linear1/dot_general" in found.inputs
+
+
+def test_trace_says_what_is_seen() -> None:
+    sch = scheduled(Transformer(), np.zeros((2, 8), int), mesh=1)
+    everywhere = len(sch.find(where=lambda node: node.eqn.primitive.name == "rsqrt"))
+    assert everywhere == 5
+    sch.trace(leaf_modules=["block_0"])
+    assert len(sch.find(r".*rsqrt")) == 3
+    sch["block_1"].trace(flatten=False)
+    assert sch["block_1"].find(".*rsqrt") == []
+    assert sch["block_1"].find(".*add")
+    assert "block_1/norm1(...)" in sch.mod
+
+
+def test_functions_with_a_derivative_of_their_own_are_matched_whole() -> None:
+    assert len(found_in(lambda b, x: jax.nn.relu(x - b), lambda x, b: jax.nn.relu(x - b))) == 1
+    assert found_in(lambda b, x: jax.nn.relu6(x - b), lambda x, b: jax.nn.relu(x - b)) == []
+
+
+def test_which_dims_are_broadcast_matters() -> None:
+    """On a square, subtracting the mean of rows is not subtracting that of columns."""
+    x = X[0, :, :8]
+    rows = lambda _, x: x - jnp.mean(x, 1)[:, None]  # noqa: E731
+    assert len(found_in(rows, lambda x: x - jnp.mean(x, 1)[:, None], x)) == 1
+    assert found_in(rows, lambda x: x - jnp.mean(x, 1)[None, :], x) == []
+
+
+def test_layer_norms_and_attention_are_found_and_replaced() -> None:
+    tokens = np.arange(16).reshape(2, 8)
+    model = Transformer(layers=1)
+    sch = scheduled(model, tokens, mesh=2)
+    norms = sch.find(layer_norm)
+    assert [each.inputs[1:] for each in norms] == [
+        (f"{path}/scale", f"{path}/bias") for path in ("block_0/norm1", "block_0/norm2", "norm")
+    ]
+    (core,) = sch.find(attention)
+    calls = []
+
+    def flash(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        calls.append(query.shape)
+        return attention(query, key, value)
+
+    with Verify(sch, [tokens], loss=lambda logits: jnp.sum(logits**2)):
+        for name in ("q", "k", "v"):
+            sch["block_0/attention"][name].shard("kernel", axis=1).shard("bias", axis=0)
+        sch["block_0/attention/out"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
+        sch["block_0/attention"].sync("bwd_post", "all_reduce")
+        sch.replace(layer_norm, norms)
+        sch.replace(flash, core)
+    assert set(calls) == {(2, 8, 2, 4)}  # two of the four heads
+
+
+def test_overlapping_places_are_matched_once() -> None:
+    found = found_in(lambda b, x: ((x + b) + b) + b, lambda x, y, z: (x + y) + z)
+    assert len(found) == 1
+
+
+def test_arguments_of_other_shapes_are_given_by_like() -> None:
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w)
+
+    w = jnp.ones((16, 4))
+    sch = create_schedule(lambda w, x: jnp.tanh(x @ w), w, [X], mesh=1)
+    with pytest.raises(ScheduleError, match="like="):
+        sch.find(product)
+    (found,) = sch.find(product, like=[X, w])
+    assert found.inputs == ("arg0", "")
+    assert sch.find(product, like=[X, jnp.ones((16, 8))]) == []
+
+
+def test_a_module_is_replaced_by_a_function_of_its_parameters_and_inputs() -> None:
+    sch = scheduled(Attention(4), X, mesh=2)
+    with Verify(sch, [X]):
+        for name in ("q", "k", "v"):
+            sch[name].shard("kernel", axis=1).shard("bias", axis=0)
+        sch["out"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
+        sch["q"].replace(lambda params, x: x @ params["kernel"] + params["bias"])
+    with pytest.raises(ScheduleError, match="no module of class 'Conv' inside; there are Attention, Dense"):
+        sch.replace_all("Conv", nn.Conv(3, (1,)))
+
+
+def test_every_module_of_a_class_is_replaced() -> None:
+    sch = scheduled(Transformer(layers=1), np.zeros((2, 8), int), mesh=1)
+    sch.replace_all("LayerNorm", lambda params, x: layer_norm(x, **params))
+    Verify(sch, [np.arange(16).reshape(2, 8)]).check()
+    assert sch.find(".*rsqrt") == []
+
+
+def test_a_fused_region_is_a_function_of_its_own_in_the_program() -> None:
+    sch = mlp_schedule(mesh=2)
+    tensor_parallel(sch)
+    sch["linear1"].decompose()
+    sch.fuse(sch.find(bias_gelu), name="BiasGeLU")
+    built = build(sch)
+    params = jax.tree.map(lambda spec: jnp.zeros(spec.shape), sch.params)
+    text = jax.jit(built.apply).lower(params, jnp.zeros((2, 8, 32))).as_text()
+    assert "@BiasGeLU_0" in text
+    assert_allclose(built.apply(params, jnp.ones((2, 8, 32))), jnp.zeros((2, 8, 32)))
+    with pytest.raises(ScheduleError, match="fused or replaced already"):
+        sch.fuse(sch["linear1"].find("linear1/add") or [sch.subgraph([sch.graph.by_name["linear1/add"]])])
