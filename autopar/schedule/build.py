@@ -66,7 +66,7 @@ def build(model: ModelSchedule, backend: Backend = "manual", batch_axis: str | N
     cuts = model.of_kind(CutPipelineStage)
     if cuts and backend != "auto":
         raise ScheduleError("cut_pipeline_stage: pipelines are built with backend='auto'")
-    placed = model.placed(batch_axis)
+    placed = model.placed(batch_axis, open=backend == "auto")
     if backend != "manual":
         check_functions(placed.items)
     pins = _pins(model, placed, named=backend == "auto")
@@ -105,7 +105,7 @@ def _apply(model: ModelSchedule, backend: Backend, batch_axis: str | None) -> Ca
 
 def _runner(model: ModelSchedule, backend: Backend, batch_axis: str | None) -> Callable[..., list[Any]]:
     """The model as a function of its parameters and arguments as a flat list."""
-    placed = model.placed(batch_axis)
+    placed = model.placed(batch_axis, open=backend == "auto")
 
     def on(machine: Machine) -> Callable[..., list[Any]]:
         return lambda *leaves: run_model(model.graph, placed, machine, model.functions, leaves)

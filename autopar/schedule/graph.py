@@ -18,6 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import closed_call_p, jit_p, remat_p
 
 from autopar.graph import Atom
+from autopar.schedule.nnx_scopes import MARK
 
 _CALLS = {jit_p: "jaxpr", closed_call_p: "call_jaxpr"}
 _METHOD = re.compile(r"\.\w+$")
@@ -196,5 +197,9 @@ class _Builder:
 
     def _scope(self, stack: str) -> str:
         """The path of a module: without the model's own name, and without the names of methods (`Embed.attend`)."""
-        parts = [_METHOD.sub("", part) for part in stack.split("/") if part]
+        parts = [part for part in stack.split("/") if part]
+        marked = max((k for k, part in enumerate(parts) if part.startswith(MARK)), default=None)
+        if marked is not None:
+            return "/".join([*parts[marked].removeprefix(MARK).split("."), *parts[marked + 1 :]])
+        parts = [_METHOD.sub("", part) for part in parts]
         return "/".join(parts[1:] if parts and parts[0] == self.root else parts)

@@ -80,9 +80,7 @@ def follow(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> Follo
     An operand that is whole is sliced by each device where the others are split. Raises LayoutError.
     """
     if eqn.primitive in INNER:
-        _refuse_partial(layouts)
-        results = follow_jaxpr(eqn.params[INNER[eqn.primitive]], layouts, mesh)
-        return Followed(tuple(layouts), tuple(results))
+        return Followed(tuple(layouts), tuple(_follow_inside(eqn, layouts, mesh)))
     summed = _carried_partial(eqn, layouts)
     factors = op_factors(eqn)
     assignment = _assignment(factors, layouts, mesh)
@@ -111,10 +109,16 @@ def layout_of(atom: Atom, env: dict[Var, Layout]) -> Layout:
     return whole(aval_of(atom).ndim) if isinstance(atom, Literal) else env[atom]
 
 
-def _refuse_partial(layouts: Sequence[Layout], among: Sequence[int] | None = None) -> None:
+def _follow_inside(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> list[Layout]:
+    """The results of a function that is called; what is partial must be completed before."""
     for k, each in enumerate(layouts):
-        if each.partial and (among is None or k in among):
-            raise LayoutError(k, "is a partial sum", each.partial)
+        if each.partial:
+            raise LayoutError(k, f"is a partial sum, and {eqn.primitive.name} needs it whole", each.partial)
+    try:
+        return follow_jaxpr(eqn.params[INNER[eqn.primitive]], layouts, mesh)
+    except LayoutError as error:
+        split = next(k for k, each in enumerate(layouts) if each.split)
+        raise LayoutError(split, f"can't be split in {eqn.primitive.name}: something inside {error.reason}") from error
 
 
 def _carried_partial(eqn: JaxprEqn, layouts: Sequence[Layout]) -> frozenset[str]:

@@ -6,10 +6,12 @@ from typing import Any, Literal
 
 import jax
 from flax import linen as nn
+from flax import nnx
 from jax.sharding import Mesh
 
 from autopar.devices import Devices, device_mesh
 from autopar.schedule import directives as d
+from autopar.schedule import nnx_scopes
 from autopar.schedule.checks import check
 from autopar.schedule.directives import Directive, Schedule, ScheduleError, primitives
 from autopar.schedule.graph import Node, trace_model, within
@@ -24,7 +26,7 @@ type Found = Subgraph | Sequence[Subgraph]
 
 
 def create_schedule(
-    model: nn.Module | Callable[..., Any],
+    model: nn.Module | nnx.Module | Callable[..., Any],
     params: Any,
     example_args: Sequence[Any],
     mesh: Devices = None,
@@ -34,21 +36,27 @@ def create_schedule(
     """An empty schedule for a model, to which directives are added, or one that is replayed on it.
 
     Args:
-        model: a linen module, or a function of (params, *args); a `jax.named_scope` in it can be indexed like a module.
-        params: what `model.apply` takes first; arrays or ShapeDtypeStructs. So are `example_args`, a sequence.
-        mesh: where to run, see `autopar.devices.Devices`; one axis "x" over all devices by default.
+        model: a linen or nnx module, or a function of (params, *args), whose `jax.named_scope`s can be indexed like modules.
+        params: what `model.apply` takes first, or `nnx.state(model)`; arrays or ShapeDtypeStructs. So are `example_args`, a sequence.
+        mesh: where to run, see `autopar.devices.Devices`; one axis "x" over all devices by default. To predict for a cluster that is
+            not here: `autopar.target.target_mesh(cluster, (8,), ("x",))`.
         schedule: directives to begin with.
         functions: those that `schedule` names.
 
     Raises:
         ScheduleError: a directive of `schedule` is not for this model.
     """
-    fun = model.apply if isinstance(model, nn.Module) else model
-    made = ModelSchedule(fun, params, example_args, device_mesh(mesh))
+    params, args = jax.tree.map(abstract, (params, tuple(example_args)))
+    match model:
+        case nn.Module():
+            fun, classes = model.apply, classes_of(model.apply, params, args)
+        case nnx.Module():
+            fun, classes = nnx_scopes.as_function(model), nnx_scopes.classes(model)
+        case _:
+            fun, classes = model, classes_of(model, params, args)
+    made = ModelSchedule(fun, classes, params, args, device_mesh(mesh))
     made.functions.update(functions or {})
-    for directive in schedule.directives if schedule is not None else ():
-        made.append(directive)
-    return made
+    return made.replayed(schedule, made.args) if schedule is not None else made
 
 
 class Handle:
@@ -125,7 +133,12 @@ class Handle:
             return find_pattern(self._owner.graph, nodes, pattern, like)
         wanted = re.compile(pattern if pattern is not None else ".*")
         found = [n for n in nodes if wanted.fullmatch(n.name) and (where is None or where(n))]
-        return [self._owner.subgraph([node]) for node in found]
+        return [self._owner.region([node]) for node in found]
+
+    def subgraph(self) -> Subgraph:
+        """All equations of the modules, as one: what projects queries, keys and values, say, to be replaced together."""
+        nodes = self._owner.graph.nodes
+        return self._owner.region([node for node in nodes if any(node.within(path) for path in self.paths)])
 
     def fuse(self, subgraph: Found, compiler: str = "xla", name: str = "fused") -> "Handle":
         """Run equations as one compiled function: a region of its own in the program, with its name."""
@@ -139,8 +152,9 @@ class Handle:
         """Run a function in place of the equations of a subgraph, or of a whole module.
 
         Args:
-            new: called with the values of the pattern's arguments; for a whole module with a dict of its parameters and then what it
-                reads, in order. A linen module is applied to them. With backend="manual" these are a device's shards.
+            new: called with what stands for the pattern's arguments, or what the subgraph reads, in order of first use; for a whole
+                module with a dict of its parameters and then what it reads. A linen module is applied to them. With
+                backend="manual" these are a device's shards. Returns what is used outside, in the order in which it was made.
         """
         function = _applied(new) if isinstance(new, nn.Module) else new
         label, owner = self._owner.name_of(function), self._owner
@@ -194,21 +208,24 @@ class ModelSchedule(Handle):
         functions: those that directives name.
     """
 
-    def __init__(self, fun: Callable[..., Any], params: Any, args: Sequence[Any], mesh: Mesh) -> None:
+    def __init__(
+        self, fun: Callable[..., Any], classes: dict[str, str], params: Any, args: tuple[Any, ...], mesh: Mesh
+    ) -> None:
         super().__init__(self, ("",))
-        self.fun, self.mesh = fun, mesh
-        self.params, self.args = jax.tree.map(abstract, (params, tuple(args)))
+        self.fun, self.classes, self.params, self.args, self.mesh = fun, classes, params, args, mesh
         self.functions: dict[str, Callable[..., Any]] = {}
         self._directives: list[Directive] = []
-        classes = classes_of(fun, self.params, self.args)
-        self._flax = isinstance(params, dict) and "params" in params
         self.graph = trace_model(fun, self.params, self.args, classes.get(""), self._param_path)
         leaves = jax.tree.leaves(self.params)
         self.modules = Modules.of(self.graph, classes, dict(zip(self.graph.params.values(), leaves, strict=True)))
 
     def _param_path(self, path: Any) -> str:
-        """`linear1/kernel`, without the name of the collection that Flax puts first."""
-        return jax.tree_util.keystr(path[1:] if self._flax else path, simple=True, separator="/")
+        """`linear1/kernel`, without the collection that linen puts first and the `value` that nnx puts last."""
+        if isinstance(self.params, dict) and "params" in self.params:
+            path = path[1:]
+        elif isinstance(self.params, nnx.State):
+            path = path[:-1]
+        return jax.tree_util.keystr(path, simple=True, separator="/")
 
     @property
     def schedule(self) -> Schedule:
@@ -274,13 +291,13 @@ class ModelSchedule(Handle):
                 nodes = [n for n in nodes if n.scope == trace.path or not n.within(trace.path)]
         return [node for node in nodes if not any(node.within(path) for path in hidden)]
 
-    def subgraph(self, nodes: Sequence[Node]) -> Subgraph:
+    def region(self, nodes: Sequence[Node]) -> Subgraph:
         names = (self.graph.value_names[var] for var in self.graph.inputs_of(nodes))
         return Subgraph(tuple(node.name for node in nodes), tuple(names))
 
     def module(self, path: str) -> Subgraph:
         """All equations of a module."""
-        return self.subgraph([node for node in self.graph.nodes if node.within(path)])
+        return self.region([node for node in self.graph.nodes if node.within(path)])
 
     # -- what runs
 
@@ -291,8 +308,8 @@ class ModelSchedule(Handle):
         regions += [(each, frozenset(each.nodes)) for each in (*self.of_kind(d.Fuse), *self.of_kind(d.Replace))]
         return arrange(self.graph, regions)
 
-    def placed(self, batch_axis: str | None = None) -> Placed:
-        """Every value where the directives put it. Raises ScheduleError where they don't fit together."""
+    def placed(self, batch_axis: str | None = None, open: bool = False) -> Placed:
+        """Every value where the directives put it; see `place`. Raises ScheduleError where they don't fit together."""
         return place(
             self.graph,
             self.units(),
@@ -301,6 +318,7 @@ class ModelSchedule(Handle):
             self.of_kind(d.CutPipelineStage),
             self.logical_mesh,
             batch_axis,
+            open,
         )
 
     def for_args(self, args: Sequence[Any]) -> "ModelSchedule":
@@ -308,7 +326,15 @@ class ModelSchedule(Handle):
         avals = jax.tree.map(abstract, tuple(args))
         if avals == self.args:
             return self
-        return create_schedule(self.fun, self.params, avals, self.mesh, self.schedule, self.functions)
+        return self.replayed(self.schedule, avals)
+
+    def replayed(self, schedule: Schedule, args: tuple[Any, ...]) -> "ModelSchedule":
+        """Another schedule for the same model, for arguments of the given shapes."""
+        made = ModelSchedule(self.fun, self.classes, self.params, args, self.mesh)
+        made.functions.update(self.functions)
+        for directive in schedule.directives:
+            made.append(directive)
+        return made
 
     def _lines(self) -> Iterator[str]:
         """The equations that are seen, those of a hidden module or a region in one line."""

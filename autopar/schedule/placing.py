@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from autopar.graph import Atom, aval_of
 from autopar.schedule.directives import CutPipelineStage, Fuse, Replace, ScheduleError, Shard, Sync, describe
 from autopar.schedule.graph import ModelGraph, Node, within
-from autopar.schedule.layouts import Layout, LayoutError, follow, layout_of
+from autopar.schedule.layouts import Layout, LayoutError, follow, layout_of, whole
 from autopar.schedule.regions import Region, Unit
 from autopar.schedule.syncs import OPS, NotApplicable, after
 from autopar.sharding.spec import LogicalMesh
@@ -79,16 +79,18 @@ def place(
     cuts: Sequence[CutPipelineStage],
     mesh: LogicalMesh,
     batch_axis: str | None = None,
+    open: bool = False,
 ) -> Placed:
     """Follow every value of a model from its parameters to its results.
 
     Args:
         batch_axis: the mesh axis that the first dim of the model's other arguments is split over.
+        open: the schedule may leave things open, for somebody else to decide: no sync is missing.
 
     Raises:
         ScheduleError: a sync is missing or has nothing to do, or something can't be computed where it is.
     """
-    return _Placer(graph, shards, syncs, cuts, mesh, batch_axis).place(units)
+    return _Placer(graph, shards, syncs, cuts, mesh, batch_axis, open).place(units)
 
 
 @dataclass
@@ -111,8 +113,9 @@ class _Placer:
         cuts: Sequence[CutPipelineStage],
         mesh: LogicalMesh,
         batch_axis: str | None,
+        open: bool,
     ) -> None:
-        self.graph, self.mesh = graph, mesh
+        self.graph, self.mesh, self.open = graph, mesh, open
         depth = sorted(range(len(syncs)), key=lambda k: syncs[k].path.count("/") + bool(syncs[k].path))
         self.syncs = dict(enumerate(syncs))
         self.leaving = [k for k in reversed(depth) if syncs[k].mode == "fwd_post"]  # the innermost module first
@@ -136,7 +139,8 @@ class _Placer:
         outvars = tuple(self._read(atom, None) for atom in self.graph.outvars)
         results = tuple(layout_of(atom, self.layouts) for atom in outvars)
         for atom, layout in zip(outvars, results, strict=True):
-            self._check_result(atom, layout)
+            if not self.open:
+                self._check_result(atom, layout)
         for k, sync in self.syncs.items():
             if k not in self.done:
                 why = self.passed.get(k, "no value passes there")
@@ -175,8 +179,8 @@ class _Placer:
 
     def _compute(self, node: Node) -> None:
         atoms = [self._read(atom, node.scope) for atom in node.eqn.invars]
+        layouts = [layout_of(atom, self.layouts) for atom in atoms]
         while True:
-            layouts = [layout_of(atom, self.layouts) for atom in atoms]
             try:
                 followed = follow(node.eqn, layouts, self.mesh)
                 break
@@ -184,9 +188,13 @@ class _Placer:
                 atom = atoms[error.operand]
                 assert isinstance(atom, Var)
                 completed = self._complete(atom, node.scope) if error.partial else None
-                if completed is None:
+                if completed is not None:
+                    atoms = [completed if each is atom else each for each in atoms]
+                    layouts = [layout_of(each, self.layouts) for each in atoms]
+                elif self.open:
+                    layouts[error.operand] = whole(aval_of(atom).ndim)
+                else:
                     raise self._unplaceable(node, atom, error) from error
-                atoms = [completed if each is atom else each for each in atoms]
         for frame in self.frames:
             for original, atom, layout in zip(node.eqn.invars, atoms, followed.operands, strict=True):
                 if isinstance(original, Var) and isinstance(atom, Var):

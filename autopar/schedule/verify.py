@@ -19,7 +19,7 @@ from autopar.schedule.directives import (
     Sync,
     describe,
 )
-from autopar.schedule.model import ModelSchedule, create_schedule
+from autopar.schedule.model import ModelSchedule
 from autopar.trace import abstract
 
 _LOSS = "the loss"
@@ -101,14 +101,7 @@ class Verify:
 
     def _worst(self, schedule: Schedule, params: Any, wanted: dict[str, np.ndarray]) -> str | None:
         """What a schedule gets most wrong, in words; None when all is well. Raises ScheduleError if it can't be built."""
-        model = create_schedule(
-            self.model.fun,
-            self.model.params,
-            jax.tree.map(abstract, tuple(self.example_inputs)),
-            self.model.mesh,
-            schedule,
-            self.model.functions,
-        )
+        model = self.model.replayed(schedule, jax.tree.map(abstract, tuple(self.example_inputs)))
         found = self._values(build(model, self.backend, self.batch_axis).apply, params)
         # Gradients that are zero but for rounding are compared with the others.
         floor = 1e-2 * max(_largest(value) for name, value in wanted.items() if name != _LOSS)

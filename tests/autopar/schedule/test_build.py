@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import autopar
@@ -82,6 +83,19 @@ def test_every_backend_trains_alike(backend: Any) -> None:
     plan = parallel.get_executable(params, TOKENS).plan
     specs = {value.path: value.spec for value in plan.stages[0].inputs}
     assert specs["0/params/block_0/attention/out/kernel"] == (("x",), ())
+
+
+def test_the_planner_decides_what_a_schedule_leaves_open() -> None:
+    """A single parameter is pinned: no syncs are asked for, and the rest is planned around it."""
+    model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 32))
+    params = model.init(jax.random.key(0), x)
+    sch = scheduled(model, x)
+    sch["linear1"].shard("kernel", axis=0)
+    built = build(sch, "auto")
+    step = autopar.parallelize(lambda params, x: built.apply(params, x), method=built.method)
+    assert_allclose(step(params, x), model.apply(params, x), atol=1e-5)
+    specs = {value.path: value.spec for value in step.get_executable(params, x).plan.stages[0].inputs}
+    assert specs["0/params/linear1/kernel"] == (("x",), ())
 
 
 def test_two_axes_split_the_batch_and_the_layers() -> None:
@@ -170,6 +184,26 @@ def test_functions_are_scheduled_by_their_named_scopes() -> None:
     with Verify(sch, [x]):
         sch["up"].shard("w", axis=1)
         sch["down"].shard("w", axis=0).sync("fwd_post", "all_reduce")
+
+
+def test_nnx_modules_take_the_same_directives() -> None:
+    class Layers(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.layers = nnx.List([nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)])
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.layers[1](nnx.gelu(self.layers[0](x)))
+
+    model, x = Layers(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (4, 8))
+    sch = create_schedule(model, nnx.state(model), [x], mesh=4)
+    with Verify(sch, [x]):
+        sch["layers.0"].shard("kernel", axis=1).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+        sch["layers.1"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
+    assert "(1): Linear(bias=float32[8], kernel=float32[16, 8])" in sch.mod
+    built = build(sch)
+    state = built.init(lambda: nnx.state(Layers(nnx.Rngs(0))))
+    assert state["layers"][0]["kernel"][...].sharding.spec == P(None, "x")
+    assert_allclose(built.apply(state, x), model(x), atol=1e-5)
 
 
 def test_a_pipeline_is_cut_where_the_schedule_says() -> None:

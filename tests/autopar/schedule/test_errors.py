@@ -179,11 +179,11 @@ def test_a_replayed_replacement_needs_its_function() -> None:
 
 def test_regions_must_nest_and_be_runnable_as_one() -> None:
     sch = scheduled(Transformer(layers=1), np.zeros((2, 8), int), mesh=1)
-    sch.fuse(sch.subgraph([sch.graph.by_name[f"block_0/{norm}/rsqrt"] for norm in ("norm1", "norm2")]))
+    sch.fuse(sch.region([sch.graph.by_name[f"block_0/{norm}/rsqrt"] for norm in ("norm1", "norm2")]))
     with pytest.raises(ScheduleError, match="can't run as one"):
         build(sch)
     sch = scheduled(Transformer(layers=1), np.zeros((2, 8), int), mesh=1)
-    sch.fuse(sch.subgraph([sch.graph.by_name[name] for name in ("block_0/norm1/rsqrt", "block_0/norm2/add")]))
+    sch.fuse(sch.region([sch.graph.by_name[name] for name in ("block_0/norm1/rsqrt", "block_0/norm2/add")]))
     sch["block_0/norm1"].checkpoint()
     with pytest.raises(ScheduleError, match="both claim block_0/norm1/rsqrt"):
         build(sch)

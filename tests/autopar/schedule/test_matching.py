@@ -161,6 +161,23 @@ def test_a_module_is_replaced_by_a_function_of_its_parameters_and_inputs() -> No
         sch.replace_all("Conv", nn.Conv(3, (1,)))
 
 
+def test_several_modules_are_replaced_at_once() -> None:
+    """Queries, keys and values by one product, on shards and whole."""
+
+    def projected(x: jax.Array, *params: jax.Array) -> tuple[jax.Array, ...]:
+        kernels, biases = params[::2], params[1::2]
+        made = x @ jnp.concatenate(kernels, 1) + jnp.concatenate(biases)
+        return tuple(jnp.split(made, 3, -1))
+
+    sch = scheduled(Attention(4), X, mesh=2)
+    with Verify(sch, [X]):
+        sch["[qkv]"].shard("kernel", axis=1).shard("bias", axis=0)
+        sch["out"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
+        sch.replace(projected, sch["[qkv]"].subgraph())
+    products = str(jax.make_jaxpr(build(sch).apply)(sch.params, X)).count("dot_general[")
+    assert products == 4  # instead of 6
+
+
 def test_every_module_of_a_class_is_replaced() -> None:
     sch = scheduled(Transformer(layers=1), np.zeros((2, 8), int), mesh=1)
     sch.replace_all("LayerNorm", lambda params, x: layer_norm(x, **params))
@@ -179,4 +196,4 @@ def test_a_fused_region_is_a_function_of_its_own_in_the_program() -> None:
     assert "@BiasGeLU_0" in text
     assert_allclose(built.apply(params, jnp.ones((2, 8, 32))), jnp.zeros((2, 8, 32)))
     with pytest.raises(ScheduleError, match="fused or replaced already"):
-        sch.fuse(sch["linear1"].find("linear1/add") or [sch.subgraph([sch.graph.by_name["linear1/add"]])])
+        sch.fuse(sch["linear1"].find("linear1/add") or [sch.region([sch.graph.by_name["linear1/add"]])])

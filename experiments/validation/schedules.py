@@ -1,0 +1,77 @@
+"""The same GPT scheduled by hand, by hand in part with the rest planned, and planned alone: simulated on 8 A100s.
+
+    python -m experiments.validation.schedules [--layers 4] [--output results/tables/schedules.csv]
+
+By hand is Megatron's tensor parallelism, built on shards (`manual`) or left to XLA's partitioner (`gspmd`); with `auto` the planner
+keeps what is scheduled, all of it or attention alone, and decides about the rest.
+"""
+
+import argparse
+import csv
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import autopar
+from autopar.schedule import ModelSchedule, build
+from autopar.schedule.build import Backend
+from autopar.target import target_mesh
+from experiments.models import GPT
+from experiments.models.published import PUBLISHED
+from experiments.schedules import megatron, schedule_gpt, split_attention, train_step
+from simulator.cluster import Cluster
+
+MESH = (8,)
+WAYS: dict[str, tuple[Callable[[ModelSchedule], None], Backend]] = {
+    "by hand, manual": (megatron, "manual"),
+    "by hand, gspmd": (megatron, "gspmd"),
+    "by hand, the rest planned": (megatron, "auto"),
+    "attention by hand, the rest planned": (split_attention, "auto"),
+    "planned": (lambda _: None, "auto"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to run the model: simulated time of a step, compiled memory of one device."""
+
+    model: str
+    cluster: str
+    way: str
+    step_seconds: float
+    memory_bytes: int
+    planning_seconds: float
+
+
+def measure(name: str, model: GPT, cluster: Cluster) -> Iterator[Row]:
+    """Plan, compile and simulate each way."""
+    for way, (directives, backend) in WAYS.items():
+        sch = schedule_gpt(model, target_mesh(cluster, MESH, ("x",)))
+        directives(sch)
+        built = build(sch, backend)
+        step, args = train_step(model, built), model.abstract_args()
+        plan = autopar.plan_step(step, args, method=built.method, cluster=cluster, mesh_shape=MESH)
+        timeline = autopar.predict(step, args, plan, cluster)
+        used = timeline.memory[0].total
+        yield Row(name, cluster.name, way, timeline.makespan, used, plan.planning_seconds)
+
+
+def main() -> None:
+    """Print the table and write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--output", type=Path, default=Path("results/tables/schedules.csv"))
+    flags = parser.parse_args()
+    model = PUBLISHED["gpt-350M"]
+    assert isinstance(model, GPT)
+    model, cluster = replace(model, num_layers=flags.layers), Cluster.load("dgx_a100_80")
+    with flags.output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        for row in measure(f"gpt-350M ({flags.layers} layers)", model, cluster.first_devices(8)):
+            writer.writerow(asdict(row))
+            print(f"{row.way:40} {row.step_seconds * 1e3:8.2f} ms {row.memory_bytes / 1e9:6.2f} GB", flush=True)
+
+
+if __name__ == "__main__":
+    main()
