@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.layers import ManualLayerOption
 from autopar.methods import ManualShardParallel, PipeshardParallel, PlanningMethod, ShardParallel
-from autopar.schedule.directives import CutPipelineStage, ScheduleError
+from autopar.schedule.directives import CutPipelineStage, ScheduleError, Shard, Sync
 from autopar.schedule.model import ModelSchedule
 from autopar.schedule.placing import Group, Item, Placed, Synced
 from autopar.schedule.running import Constrained, Machine, Named, Shards, check_functions, run_model
@@ -66,14 +66,16 @@ def build(model: ModelSchedule, backend: Backend = "manual", batch_axis: str | N
     cuts = model.of_kind(CutPipelineStage)
     if cuts and backend != "auto":
         raise ScheduleError("cut_pipeline_stage: pipelines are built with backend='auto'")
+    if cuts and (model.of_kind(Shard) or model.of_kind(Sync)):
+        raise ScheduleError(
+            "cut_pipeline_stage and shard: stages are sharded by the planner, which keeps no pins there; drop one"
+        )
     placed = model.placed(batch_axis, open=backend == "auto")
     if backend != "manual":
         check_functions(placed.items)
     pins = _pins(model, placed, named=backend == "auto")
     if cuts:
-        method: PlanningMethod = PipeshardParallel(
-            model.mesh, layer_option=ManualLayerOption(), default_auto_sharding_option=ShardingOptions(pins=pins)
-        )
+        method: PlanningMethod = PipeshardParallel(model.mesh, layer_option=ManualLayerOption())
     elif backend == "auto":
         method = ShardParallel(model.mesh, options=ShardingOptions(pins=pins))
     else:

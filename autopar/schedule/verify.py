@@ -12,7 +12,6 @@ from autopar.schedule.build import Backend, build
 from autopar.schedule.directives import (
     CutPipelineStage,
     Directive,
-    Fuse,
     Replace,
     Schedule,
     ScheduleError,
@@ -127,10 +126,14 @@ class Verify:
 def _alternatives(schedule: Schedule) -> Iterator[tuple[Directive, Schedule]]:
     given = schedule.directives
     # What runs functions of the user is tried first.
-    for k, directive in sorted(enumerate(given), key=lambda each: not isinstance(each[1], Fuse | Replace | Sync)):
+    for k, directive in sorted(enumerate(given), key=lambda each: not _has_function(each[1])):
         if isinstance(directive, Sync) and directive.op != "all_reduce":
             yield directive, Schedule((*given[:k], replace(directive, op="all_reduce", axis=None), *given[k + 1 :]))
         yield directive, Schedule((*given[:k], *given[k + 1 :]))
+
+
+def _has_function(directive: Directive) -> bool:
+    return isinstance(directive, Replace) or (isinstance(directive, Sync) and ":" in directive.op)
 
 
 def _random(avals: Any) -> Any:
