@@ -22,6 +22,8 @@ from autopar.schedule.model import ModelSchedule
 from autopar.trace import abstract
 
 _LOSS = "the loss"
+_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""What runs once is to compile fast."""
 
 type Loss = Callable[[Any], jax.Array]
 
@@ -89,7 +91,7 @@ class Verify:
             return self.loss(result) if self.loss is not None else _weighted(result)
 
         smooth, rest = _parted((params, *args))
-        value, gradients = jax.jit(jax.value_and_grad(loss))(smooth, rest)
+        value, gradients = jax.jit(jax.value_and_grad(loss), compiler_options=_FAST)(smooth, rest)
         leaves, _ = jax.tree.flatten_with_path(gradients)
         named = {f"the gradient of {self._name(path)}": np.asarray(leaf) for path, leaf in leaves}
         return {_LOSS: np.asarray(value), **named}
@@ -138,21 +140,21 @@ def _has_function(directive: Directive) -> bool:
 
 def _random(avals: Any) -> Any:
     """Parameters to compare with: small, so that nothing saturates, and each different from all others."""
-    leaves, tree = jax.tree.flatten(avals)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
+    draw = np.random.default_rng(0)
 
-    def draw(key: jax.Array, aval: Any) -> jax.Array:
+    def values(aval: Any) -> np.ndarray:
         if not jnp.issubdtype(aval.dtype, jnp.inexact):
-            return jnp.zeros(aval.shape, aval.dtype)
-        return jax.random.normal(key, aval.shape, aval.dtype) / max(aval.shape[0] if aval.shape else 1, 1) ** 0.5
+            return np.zeros(aval.shape, aval.dtype)
+        return (draw.standard_normal(aval.shape) / max(1, *aval.shape[:1]) ** 0.5).astype(aval.dtype)
 
-    return jax.tree.unflatten(tree, [draw(key, aval) for key, aval in zip(keys, leaves, strict=True)])
+    return jax.tree.map(values, avals)
 
 
 def _weighted(result: Any) -> jax.Array:
+    """A sum of everything, with weights that no mistake leaves unchanged."""
+    draw = np.random.default_rng(1)
     leaves = [leaf for leaf in jax.tree.leaves(result) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    weights = [jax.random.normal(jax.random.key(k), leaf.shape) for k, leaf in enumerate(leaves)]
-    return sum((jnp.sum(weight * leaf) for weight, leaf in zip(weights, leaves, strict=True)), jnp.zeros(()))
+    return sum((jnp.sum(draw.standard_normal(leaf.shape).astype(leaf.dtype) * leaf) for leaf in leaves), jnp.zeros(()))
 
 
 def _parted(tree: Any) -> tuple[Any, Any]:
