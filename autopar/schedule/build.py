@@ -70,7 +70,7 @@ def build(model: ModelSchedule, backend: Backend = "manual", batch_axis: str | N
         raise ScheduleError(
             "cut_pipeline_stage and shard: stages are sharded by the planner, which keeps no pins there; drop one"
         )
-    placed = model.placed(batch_axis, open=backend == "auto")
+    placed = model.placed(batch_axis, lenient=backend == "auto")
     if backend != "manual":
         check_functions(placed.items)
     pins = _pins(model, placed, named=backend == "auto")
@@ -107,7 +107,7 @@ def _apply(model: ModelSchedule, backend: Backend, batch_axis: str | None) -> Ca
 
 def _runner(model: ModelSchedule, backend: Backend, batch_axis: str | None) -> Callable[..., list[Any]]:
     """The model as a function of its parameters and arguments as a flat list."""
-    placed = model.placed(batch_axis, open=backend == "auto")
+    placed = model.placed(batch_axis, lenient=backend == "auto")
 
     def on(machine: Machine) -> Callable[..., list[Any]]:
         return lambda *leaves: run_model(model.graph, placed, machine, model.functions, leaves)

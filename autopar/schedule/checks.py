@@ -105,8 +105,10 @@ def _check_region(model: "ModelSchedule", directive: Fuse | Replace) -> None:
         raise ScheduleError(
             f"{describe(directive)}: function {directive.function!r} is not known here; give it by functions={{name: function}}"
         )
-    if foreign := [name for name in directive.inputs if name not in model.graph.values]:
-        raise ScheduleError(f"{describe(directive)}: the model has no values {', '.join(foreign)}")
+    nodes = [model.graph.by_name[name] for name in directive.nodes]
+    read = {model.graph.value_names[var] for var in model.graph.inputs_of(nodes)}
+    if foreign := set(directive.inputs) - read:
+        raise ScheduleError(f"{describe(directive)}: what is replaced does not read {', '.join(sorted(foreign))}")
 
 
 def _check_once(model: "ModelSchedule", directive: Sync | Checkpoint | CutPipelineStage, keys: tuple[str, ...]) -> None:

@@ -95,6 +95,8 @@ class Handle:
     ) -> "Handle":
         """Put together, or apart, what a module takes ("fwd_pre"), gives ("fwd_post"), or the gradients of what it takes ("bwd_post").
 
+        Gradients are right without a bwd_post, too: it says where they are added up, once for all that reads the value inside.
+
         Args:
             sync_op_or_fn: "all_reduce", "all_gather", "reduce_scatter", "scatter"; a change of layout of the last dims, "RS->SR"
                 (R whole, S split); or a function from a device's value to the whole one, with collectives over the mesh axis.
@@ -308,7 +310,7 @@ class ModelSchedule(Handle):
         regions += [(each, frozenset(each.nodes)) for each in (*self.of_kind(d.Fuse), *self.of_kind(d.Replace))]
         return arrange(self.graph, regions)
 
-    def placed(self, batch_axis: str | None = None, open: bool = False) -> Placed:
+    def placed(self, batch_axis: str | None = None, lenient: bool = False) -> Placed:
         """Every value where the directives put it; see `place`. Raises ScheduleError where they don't fit together."""
         return place(
             self.graph,
@@ -318,7 +320,7 @@ class ModelSchedule(Handle):
             self.of_kind(d.CutPipelineStage),
             self.logical_mesh,
             batch_axis,
-            open,
+            lenient,
         )
 
     def for_args(self, args: Sequence[Any]) -> "ModelSchedule":

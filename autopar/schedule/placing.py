@@ -17,7 +17,7 @@ from autopar.schedule.directives import CutPipelineStage, Fuse, Replace, Schedul
 from autopar.schedule.graph import ModelGraph, Node, within
 from autopar.schedule.layouts import Layout, LayoutError, follow, layout_of, whole
 from autopar.schedule.regions import Region, Unit
-from autopar.schedule.syncs import OPS, NotApplicable, after
+from autopar.schedule.syncs import NotApplicable, after
 from autopar.sharding.spec import LogicalMesh
 
 
@@ -79,18 +79,18 @@ def place(
     cuts: Sequence[CutPipelineStage],
     mesh: LogicalMesh,
     batch_axis: str | None = None,
-    open: bool = False,
+    lenient: bool = False,
 ) -> Placed:
     """Follow every value of a model from its parameters to its results.
 
     Args:
         batch_axis: the mesh axis that the first dim of the model's other arguments is split over.
-        open: the schedule may leave things open, for somebody else to decide: no sync is missing.
+        lenient: the schedule may leave things open, for somebody else to decide: no sync is missing.
 
     Raises:
         ScheduleError: a sync is missing or has nothing to do, or something can't be computed where it is.
     """
-    return _Placer(graph, shards, syncs, cuts, mesh, batch_axis, open).place(units)
+    return _Placer(graph, shards, syncs, cuts, mesh, batch_axis, lenient).place(units)
 
 
 @dataclass
@@ -113,9 +113,9 @@ class _Placer:
         cuts: Sequence[CutPipelineStage],
         mesh: LogicalMesh,
         batch_axis: str | None,
-        open: bool,
+        lenient: bool,
     ) -> None:
-        self.graph, self.mesh, self.open = graph, mesh, open
+        self.graph, self.mesh, self.lenient = graph, mesh, lenient
         depth = sorted(range(len(syncs)), key=lambda k: syncs[k].path.count("/") + bool(syncs[k].path))
         self.syncs = dict(enumerate(syncs))
         self.leaving = [k for k in reversed(depth) if syncs[k].mode == "fwd_post"]  # the innermost module first
@@ -139,7 +139,7 @@ class _Placer:
         outvars = tuple(self._read(atom, None) for atom in self.graph.outvars)
         results = tuple(layout_of(atom, self.layouts) for atom in outvars)
         for atom, layout in zip(outvars, results, strict=True):
-            if not self.open:
+            if not self.lenient:
                 self._check_result(atom, layout)
         for k, sync in self.syncs.items():
             if k not in self.done:
@@ -191,7 +191,7 @@ class _Placer:
                 if completed is not None:
                     atoms = [completed if each is atom else each for each in atoms]
                     layouts = [layout_of(each, self.layouts) for each in atoms]
-                elif self.open:
+                elif self.lenient:
                     layouts[error.operand] = whole(aval_of(atom).ndim)
                 else:
                     raise self._unplaceable(node, atom, error) from error
@@ -252,7 +252,7 @@ class _Placer:
     def _sync(self, k: int, var: Var) -> Var:
         """`var` after a sync, or as it is when the sync is not for such values."""
         sync, layout = self.syncs[k], self.layouts[var]
-        if self.mesh.sizes[sync.mesh_axis] == 1 and (sync.op in OPS or "->" in sync.op):
+        if self.mesh.sizes[sync.mesh_axis] == 1:
             self.done.add(k)
             return var
         if not jnp.issubdtype(aval_of(var).dtype, jnp.inexact) and sync.mode == "bwd_post":
@@ -264,7 +264,7 @@ class _Placer:
             return var
         self._check_divides(sync, var, made)
         result = Var(var.aval)
-        name = f"{sync.path or 'model'}/{sync.mode}/{self.names[var]}"
+        name = f"{sync.path or 'model'}/{sync.mode}/{sync.mesh_axis}/{self.names[var]}"
         self.names[result], self.layouts[result] = self.names[var], made
         self.done.add(k)
         level = len(self.frames) - 1

@@ -114,10 +114,10 @@ def _gradients_are_whole(sync: Sync) -> bool:
 
 def _split(layout: Layout, sync: Sync) -> tuple[tuple[str, ...], ...]:
     """The dims of `layout`, with the sync's split over its mesh axis, too."""
-    dim = (sync.axis or 0) % len(layout.dims) if layout.dims else 0
-    if not layout.dims or layout.dims[dim]:
-        raise NotApplicable(f"it is {layout}: dim {sync.axis} can't be split over {sync.mesh_axis!r}, too")
-    return tuple((sync.mesh_axis,) if d == dim else axes for d, axes in enumerate(layout.dims))
+    rank, axis = len(layout.dims), sync.axis or 0
+    if not -rank <= axis < rank or layout.dims[axis]:
+        raise NotApplicable(f"it is {layout}: dim {axis} can't be split over {sync.mesh_axis!r}, too")
+    return tuple((sync.mesh_axis,) if d == axis % rank else axes for d, axes in enumerate(layout.dims))
 
 
 def _resharded(op: str) -> tuple[int | None, int | None]:

@@ -172,6 +172,40 @@ def test_vocabulary_parallel_embedding_adds_up_what_each_device_looks_up() -> No
     Verify(sch, [TOKENS]).check()
 
 
+def three_scopes(params: Any, x: jax.Array) -> jax.Array:
+    with jax.named_scope("first"):
+        x = jnp.tanh(x @ params["first"])
+    with jax.named_scope("second"):
+        x = jnp.sin(x)
+    with jax.named_scope("third"):
+        return x @ params["third"]
+
+
+@pytest.mark.parametrize(
+    ("first", "third", "expected"),
+    [
+        ({"op": "all_gather"}, None, {"all-gather": 1}),
+        ({"op": "RS->RR"}, None, {"all-gather": 1}),
+        ({"op": "RS->SR"}, {"op": "all_gather", "axis": 0, "backward": "scatter"}, {"all-to-all": 1, "all-gather": 1}),
+        ({"op": lambda x: jax.lax.all_gather(x, "x", axis=1, tiled=True, to="invarying")}, None, {"all-gather": 1}),
+        (None, {"op": "all_gather", "axis": 1, "backward": "scatter"}, {"all-gather": 1}),
+        ({"op": "all_gather"}, {"op": "scatter", "axis": 0}, {"all-gather": 1}),
+    ],
+    ids=["all_gather", "reshard to whole", "all_to_all", "function", "before", "scatter"],
+)
+def test_every_change_of_layout_keeps_values_and_gradients(first: Any, third: Any, expected: dict[str, int]) -> None:
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    sch = create_schedule(three_scopes, {"first": jnp.ones((8, 16)), "third": jnp.ones((16, 8))}, [x], mesh=4)
+    sch.shard("first", axis=1)
+    for path, mode, sync in (("first", "fwd_post", first), ("third", "fwd_pre", third)):
+        if sync is not None:
+            op, options = sync["op"], {key: value for key, value in sync.items() if key != "op"}
+            sch[path].sync(mode, op, **options)
+    Verify(sch, [x]).check()
+    built = build(sch)
+    assert collectives(jax.jit(built.apply).lower(abstract(sch, built), x).compile()) == expected
+
+
 def test_functions_are_scheduled_by_their_named_scopes() -> None:
     def model(params: Any, x: jax.Array) -> jax.Array:
         with jax.named_scope("up"):
