@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -219,6 +220,24 @@ def test_functions_are_scheduled_by_their_named_scopes() -> None:
     with Verify(sch, [x]):
         sch["up"].shard("w", axis=1)
         sch["down"].shard("w", axis=0).sync("fwd_post", "all_reduce")
+
+
+def test_dropout_on_shards_draws_what_one_device_draws() -> None:
+    class Dropping(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = nn.Dropout(0.5, deterministic=False)(nn.relu(nn.Dense(16, name="up")(x)))
+            return nn.Dense(8, name="down")(x)
+
+    def apply(params: Any, x: jax.Array, key: jax.Array) -> Any:
+        return Dropping().apply(params, x, rngs={"dropout": key})
+
+    x, key = jax.random.normal(jax.random.key(0), (4, 8)), jax.random.key(1)
+    params = jax.eval_shape(Dropping().init, {"params": key, "dropout": key}, x)
+    sch = create_schedule(apply, params, [x, key], mesh=4)
+    with Verify(sch, [x, key]):
+        sch["up"].shard("kernel", axis=1).shard("bias", axis=0)
+        sch["down"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
 
 
 def test_nnx_modules_take_the_same_directives() -> None:
