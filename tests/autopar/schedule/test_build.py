@@ -142,7 +142,7 @@ def test_checkpointed_modules_are_computed_again(remat: bool) -> None:
     megatron(sch)
     megatron(plain)
     if not remat:
-        sch["block_*"].checkpoint()
+        sch["block_*"].checkpoint("nothing_saveable")
     Verify(sch, [TOKENS]).check()
     assert products(sch) > products(plain)
 
@@ -217,9 +217,11 @@ def test_functions_are_scheduled_by_their_named_scopes() -> None:
     x = jax.random.normal(jax.random.key(0), (4, 8))
     params = {"up": {"w": jnp.ones((8, 16))}, "down": {"w": jnp.ones((16, 8))}}
     sch = create_schedule(model, params, [x], mesh=4)
-    with Verify(sch, [x]):
+    with Verify(sch, [x], params=params, rtol=1e-5):
         sch["up"].shard("w", axis=1)
         sch["down"].shard("w", axis=0).sync("fwd_post", "all_reduce")
+    assert list(sch.named_schedules()) == ["", "up", "down"]
+    assert {"shard", "sync", "fuse"} <= set(sch.list_primitives())
 
 
 def test_dropout_on_shards_draws_what_one_device_draws() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from autopar.schedule import ScheduleError, Verify, build, create_schedule
+from autopar.schedule import ScheduleError, Verify, build, create_schedule, register_compiler
 from autopar.testing import assert_allclose
 from tests.autopar.schedule.models import Attention, Transformer, mlp_schedule, scheduled, tensor_parallel
 
@@ -197,3 +197,19 @@ def test_a_fused_region_is_a_function_of_its_own_in_the_program() -> None:
     assert_allclose(built.apply(params, jnp.ones((2, 8, 32))), jnp.zeros((2, 8, 32)))
     with pytest.raises(ScheduleError, match="fused or replaced already"):
         sch.fuse(sch["linear1"].find("linear1/add") or [sch.region([sch.graph.by_name["linear1/add"]])])
+
+
+def test_other_compilers_are_registered() -> None:
+    called = []
+
+    def compile(function: Callable[..., Any]) -> Callable[..., Any]:
+        called.append(function.__name__)
+        return jax.checkpoint(function)
+
+    register_compiler("recomputing", compile)
+    sch = mlp_schedule(mesh=2)
+    tensor_parallel(sch)
+    sch["linear1"].decompose()
+    sch.fuse(sch.find(bias_gelu), compiler="recomputing", name="BiasGeLU")
+    Verify(sch, [jnp.ones((2, 8, 32))]).check()
+    assert set(called) == {"BiasGeLU_0"}
