@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.layers import ManualLayerOption
 from autopar.methods import ManualShardParallel, PipeshardParallel, PlanningMethod, ShardParallel
 from autopar.schedule.directives import CutPipelineStage, ScheduleError, Shard, Sync
+from autopar.schedule.items import Group, Item, Placed, Synced
 from autopar.schedule.model import ModelSchedule
-from autopar.schedule.placing import Group, Item, Placed, Synced
 from autopar.schedule.running import Constrained, Machine, Named, Shards, check_functions, run_model
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.spec import partition_spec

@@ -10,65 +10,16 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Literal, Var
 
 from autopar.graph import Atom, aval_of
 from autopar.schedule.directives import CutPipelineStage, Fuse, Replace, ScheduleError, Shard, Sync, describe
 from autopar.schedule.graph import ModelGraph, Node, within
+from autopar.schedule.items import Boundary, Compute, Group, Item, Placed, Synced, closed
 from autopar.schedule.layouts import Layout, LayoutError, follow, layout_of, whole
 from autopar.schedule.regions import Region, Unit
 from autopar.schedule.syncs import NotApplicable, after
 from autopar.sharding.spec import LogicalMesh
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Compute:
-    """An equation of the module at `scope`, and where its operands are."""
-
-    scope: str
-    eqn: JaxprEqn
-    operands: tuple[Layout, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Synced:
-    """`result` is `source` after a sync; `name` is unique among those of a model."""
-
-    sync: Sync
-    name: str
-    source: Var
-    result: Var
-    before: Layout
-    after: Layout
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Boundary:
-    """A pipeline stage ends here."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Group:
-    """A region: reads `inputs`, makes `outputs`. A replacement gets its inputs, in its own order, where `wanted` says."""
-
-    region: Region
-    items: "tuple[Item, ...]"
-    inputs: tuple[Var, ...]
-    outputs: tuple[Var, ...]
-    wanted: tuple[tuple[Layout, Layout], ...] = ()
-
-
-type Item = Compute | Synced | Boundary | Group
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Placed:
-    """What runs, and where its arguments and results are."""
-
-    items: tuple[Item, ...]
-    arguments: tuple[Layout, ...]
-    outvars: tuple[Atom, ...]
-    results: tuple[Layout, ...]
 
 
 def place(
@@ -145,7 +96,7 @@ class _Placer:
             if k not in self.done:
                 why = self.passed.get(k, "no value passes there")
                 raise ScheduleError(f"{describe(sync)} of {sync.path or 'the model'} has nothing to do: {why}")
-        items = _closed(self.frames[0].items, {atom for atom in outvars if isinstance(atom, Var)})
+        items = closed(self.frames[0].items, {atom for atom in outvars if isinstance(atom, Var)})
         return Placed(items, tuple(self.layouts[var] for var in self.graph.invars), outvars, results)
 
     # -- what runs
@@ -340,48 +291,3 @@ def _initial(graph: ModelGraph, var: Var, shards: Sequence[Shard], mesh: Logical
             )
         dims[0] = (batch_axis,)
     return Layout(tuple(dims), varying=frozenset(axis for axes in dims for axis in axes))
-
-
-def _closed(items: Sequence[Item], needed: set[Var]) -> tuple[Item, ...]:
-    """`items`, with what each region reads and makes; `needed` are the values used after them."""
-    closed: list[Item] = []
-    for item in reversed(items):
-        if isinstance(item, Group) and not isinstance(item.region, Replace):
-            outputs = tuple(var for var in _made(item.items) if var in needed)
-            inside = _closed(item.items, set(outputs))
-            made = set(_made(inside))
-            inputs = tuple(var for var in dict.fromkeys(_read(inside)) if var not in made)
-            item = Group(item.region, inside, inputs, outputs)
-        needed.update(_read([item]))
-        closed.append(item)
-    return tuple(reversed(closed))
-
-
-def _made(items: Iterable[Item]) -> Iterable[Var]:
-    for item in items:
-        match item:
-            case Compute(_, eqn):
-                yield from eqn.outvars
-            case Synced():
-                yield item.result
-            case Group():
-                yield from item.outputs or _made(item.items)
-            case Boundary():
-                pass
-            case _:
-                assert_never(item)
-
-
-def _read(items: Iterable[Item]) -> Iterable[Var]:
-    for item in items:
-        match item:
-            case Compute(_, eqn):
-                yield from (atom for atom in eqn.invars if isinstance(atom, Var))
-            case Synced():
-                yield item.source
-            case Group():
-                yield from item.inputs
-            case Boundary():
-                pass
-            case _:
-                assert_never(item)

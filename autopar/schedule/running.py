@@ -19,9 +19,9 @@ from autopar.layers import mark_pipeline_boundary
 from autopar.schedule.compilers import compiler
 from autopar.schedule.directives import Checkpoint, Fuse, Replace, ScheduleError
 from autopar.schedule.graph import ModelGraph, Recomputed, within
+from autopar.schedule.items import Boundary, Compute, Group, Item, Placed, Synced
 from autopar.schedule.layouts import Layout, LayoutError
 from autopar.schedule.local import run_eqn, shard
-from autopar.schedule.placing import Boundary, Compute, Group, Item, Placed, Synced
 from autopar.schedule.syncs import OPS, apply
 from autopar.sharding.spec import LogicalMesh, partition_spec
 
