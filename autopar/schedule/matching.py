@@ -23,7 +23,7 @@ from autopar.sharding.rules import POINTWISE
 
 _COMMUTATIVE = frozenset({"add", "add_any", "and", "eq", "max", "min", "mul", "ne", "or", "xor"})
 _FREE = frozenset({
-    *("out_sharding", "sharding", "weak_type", "precision", "preferred_element_type", "dimensions", "new_sizes", "shape"),
+    *("out_sharding", "sharding", "weak_type", "precision", "preferred_element_type", "new_sizes", "shape"),
     *("jvp", "jvp_jaxpr_fun", "fwd", "bwd", "fwd_jaxpr_thunk", "num_consts", "symbolic_zeros", "accuracy"),
 })  # fmt: skip
 """Parameters that don't say what is computed, beyond what shapes and the other parameters do."""
@@ -69,19 +69,17 @@ def find_pattern(
     found: list[Subgraph] = []
     taken: set[str] = set()
     failures: list[Exception] = []
-    worked = not visible
-    for node in visible:
-        for var in node.eqn.outvars[:1]:
-            wanted = traced(aval_of(var).shape, aval_of(var).dtype)
-            if isinstance(wanted, Exception):
-                failures.append(wanted)
-                continue
-            worked = True
-            match = _Matcher(graph, _checked(wanted), {n.name for n in visible} - taken, like).match(var)
-            if match is not None:
-                found.append(match)
-                taken.update(match.nodes)
-    if not worked:
+    for node in (each for each in visible if each.eqn.outvars):
+        result = node.eqn.outvars[0]
+        wanted = traced(aval_of(result).shape, aval_of(result).dtype)
+        if isinstance(wanted, Exception):
+            failures.append(wanted)
+            continue
+        match = _Matcher(graph, _checked(wanted), {n.name for n in visible} - taken, like).match(result)
+        if match is not None:
+            found.append(match)
+            taken.update(match.nodes)
+    if visible and len(failures) == len(visible):
         raise ScheduleError(
             f"the pattern can't be traced with arguments shaped as any result: {failures[0]}\nGive their shapes by like="
         ) from failures[0]
@@ -285,7 +283,14 @@ def _position(node: Node, var: Atom) -> int:
 def _same_operation(left: JaxprEqn, right: JaxprEqn) -> bool:
     if left.primitive is not right.primitive or len(left.invars) != len(right.invars):
         return False
-    return _meaning(left) == _meaning(right)
+    # What works on each element alone may do so before a broadcast or after.
+    alike = left.primitive.name in POINTWISE or _sizes(left) == _sizes(right)
+    return alike and _meaning(left) == _meaning(right)
+
+
+def _sizes(eqn: JaxprEqn) -> list[list[int]]:
+    """The shapes of the results, without dims of size one."""
+    return [[size for size in aval_of(var).shape if size != 1] for var in eqn.outvars]
 
 
 def _meaning(eqn: JaxprEqn) -> dict[str, Any]:

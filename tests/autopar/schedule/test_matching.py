@@ -107,6 +107,15 @@ def test_which_dims_are_broadcast_matters() -> None:
     assert found_in(rows, lambda x: x - jnp.mean(x, 1)[None, :], x) == []
 
 
+def test_shapes_and_directions_matter_where_they_say_what_is_computed() -> None:
+    x = X[0, :, :8]
+    halves, rows = (lambda x: jnp.sin(x.reshape(-1, 2)), lambda x: jnp.sin(x.reshape(2, -1)))
+    assert len(found_in(lambda _, x: halves(x), halves, x, like=[x])) == 1
+    assert found_in(lambda _, x: rows(x), halves, x, like=[x]) == []
+    assert len(found_in(lambda _, x: jnp.flip(x, 0) + 1, lambda x: jnp.flip(x, 0) + 1, x)) == 1
+    assert found_in(lambda _, x: jnp.flip(x, 1) + 1, lambda x: jnp.flip(x, 0) + 1, x) == []
+
+
 def test_layer_norms_and_attention_are_found_and_replaced() -> None:
     tokens = np.arange(16).reshape(2, 8)
     model = Transformer(layers=1)
