@@ -37,7 +37,9 @@ from autopar.runtime.pipeline import PipelineExecutable
 from autopar.sharding.spec import LogicalMesh
 from autopar.trace import StepGraph, abstract, trace
 from simulator.cluster import Cluster
+from simulator.description import ClusterError
 from simulator.engine import simulate
+from simulator.mixed import AnyCluster, MixedCluster, load_cluster
 from simulator.timeline import Timeline
 
 type AnyExecutable = Executable | PipelineExecutable | CreateStateExecutable
@@ -188,9 +190,9 @@ class ParallelizedFunction:
                 return _create_state(fun, args, method)
             case PlanningMethod() as method:
                 mesh = device_mesh(method.devices)
+                cluster = _alike(_cluster_for(method, mesh), type(method).__name__)
                 step = trace(fun, args, batch, method.num_micro_batches)
                 logical = LogicalMesh(mesh.devices.shape, mesh.axis_names)
-                cluster = _cluster_for(method, mesh)
                 return Executable(step, _make_plan(step, logical, cluster, method), mesh, donated, _since(start))
             case other:
                 raise TypeError(f"method is {other!r}, expected one of autopar.methods, e.g. autopar.ShardParallel()")
@@ -202,7 +204,7 @@ def plan_step(
     args: Sequence[Any],
     *,
     method: PlanningMethod | None = None,
-    cluster: Cluster | str,
+    cluster: AnyCluster | str,
     mesh_shape: Sequence[int] | None = None,
     batch_argnums: Sequence[int] = (1,),
 ) -> Plan:
@@ -217,6 +219,7 @@ def plan_step(
     mesh_shape = (cluster.num_devices,) if mesh_shape is None else tuple(mesh_shape)
     if isinstance(method, PipeshardParallel):
         return _plan_pipeline(fun, args, batch_argnums, method, cluster.first_devices(prod(mesh_shape)))[1]
+    cluster = _alike(cluster, type(method).__name__)
     step = trace(fun, args, batch_argnums, method.num_micro_batches)
     return _make_plan(step, logical_mesh(mesh_shape), cluster, method)
 
@@ -225,7 +228,7 @@ def predict(
     fun: Callable[..., Any],
     args: Sequence[Any],
     plan: Plan,
-    cluster: Cluster | str,
+    cluster: AnyCluster | str,
     *,
     donate_argnums: Argnums = "auto",
     batch_argnums: Sequence[int] = (1,),
@@ -241,7 +244,7 @@ def predict(
     if plan.pipeline is not None:
         program, _ = compile_pipeline(PlannedPipeline(step, plan), cluster, _leaves_of(args, donated))
     else:
-        program, _ = compile_program(step, plan, cluster, donated)
+        program, _ = compile_program(step, plan, _alike(cluster, f"a plan of {plan.method}"), donated)
     return simulate(program, cluster)
 
 
@@ -270,7 +273,7 @@ def _plan_pipeline(
     args: Sequence[Any],
     batch: Sequence[int],
     method: PipeshardParallel,
-    cluster: Cluster,
+    cluster: AnyCluster,
     devices: Sequence[Device] | None = None,
 ) -> tuple[StepGraph, Plan]:
     forward = method.pipeline_schedule == "inference"
@@ -320,7 +323,7 @@ def _follow(
             step, plan = follow_pipeline(fun, args, batch, count, followed.planned, cluster)
             return _pipeline(PlannedPipeline(step, plan), followed.meshes, args, (), start)
         case Executable() if count == 1:
-            cluster = _cluster_for(method.src_func.method, followed.mesh)
+            cluster = _alike(_cluster_for(method.src_func.method, followed.mesh), type(method).__name__)
             step, plan = follow_plan(fun, args, batch, followed.plan, cluster)
             return Executable(step, plan, followed.mesh, plan_seconds=_since(start))
         case Executable():
@@ -347,7 +350,7 @@ def _parallelized(function: Any, name: str) -> ParallelizedFunction:
     return function
 
 
-def _cluster_for(method: Method, mesh: Mesh) -> Cluster:
+def _cluster_for(method: Method, mesh: Mesh) -> AnyCluster:
     """The hardware that a method plans for, if it runs on `mesh`."""
     cluster = method.cluster if isinstance(method, PlanningMethod) else None
     return cluster_of(mesh) if cluster is None else _cluster(cluster)
@@ -363,8 +366,18 @@ def _since(start: float) -> float:
     return time.perf_counter() - start
 
 
-def _cluster(cluster: Any) -> Cluster:
-    return cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
+def _cluster(cluster: Any) -> AnyCluster:
+    return cluster if isinstance(cluster, Cluster | MixedCluster) else load_cluster(cluster)
+
+
+def _alike(cluster: AnyCluster, what: str) -> Cluster:
+    """The cluster, if one mesh can span it."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    raise ClusterError(
+        f"{what} shards a step over one mesh of devices that are alike, but cluster {cluster.name!r} has {len(cluster.pools)} pools of"
+        " different hosts; use PipeshardParallel, whose stages lie in one pool each, or one pool: load_cluster(...).pools[0]"
+    )
 
 
 def _without(args: Sequence[Any], static: Sequence[int]) -> Sequence[Any]:

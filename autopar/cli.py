@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.plan import Plan, PlanError
-from simulator.cluster import Cluster, cluster_names
+from simulator.cluster import cluster_names, mixed_cluster_names
+from simulator.mixed import load_cluster
 
 app = typer.Typer(help="Plans, runs and predicts parallel training of JAX steps.", no_args_is_help=True)
 
@@ -28,9 +29,10 @@ def show(
 def clusters() -> None:
     """List the clusters that come with the package."""
     table = Table("name", "devices", "description")
-    for name in cluster_names():
-        cluster = Cluster.load(name)
-        table.add_row(name, f"{cluster.hosts} x {cluster.devices_per_host} {cluster.device.name}", cluster.description)
+    for name in cluster_names() + mixed_cluster_names():
+        cluster = load_cluster(name)
+        pools = [f"{pool.hosts} x {pool.devices_per_host} {pool.device.name}" for pool in cluster.pools]
+        table.add_row(name, " + ".join(pools), cluster.description)
     Console().print(table)
 
 

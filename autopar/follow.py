@@ -19,6 +19,7 @@ from autopar.sharding.spec import partition_spec
 from autopar.trace import StepGraph, named_inputs, trace
 from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts
+from simulator.mixed import AnyCluster
 
 _METHOD = "FollowParallel"
 
@@ -93,7 +94,7 @@ def follow_pipeline(
     batch: Collection[int],
     num_micro_batches: int,
     followed: PlannedPipeline,
-    cluster: Cluster,
+    cluster: AnyCluster,
 ) -> tuple[StepGraph, Plan]:
     """`fun` in the stages of a pipelined plan, forward only: each equation where the parameters are that it reads."""
     assert followed.plan.pipeline is not None
@@ -107,7 +108,8 @@ def follow_pipeline(
     step = trace(fun, args, batch, num_micro_batches, option, marked=True, forward=True)
     cut = cut_step(step, range(len(stages)), homes=option.homes)
     planned = [
-        _plan_stage(graph, stage, found, cluster) for graph, stage in zip(stage_graphs(cut), stages, strict=True)
+        _plan_stage(graph, stage, found, cluster.pools[cluster.pool_of(stage.devices)])
+        for graph, stage in zip(stage_graphs(cut), stages, strict=True)
     ]
     seconds = [shardings.seconds for _, shardings in planned]
     slowest = planned[seconds.index(max(seconds))][1]

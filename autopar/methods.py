@@ -17,7 +17,7 @@ from autopar.plan import Plan
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3, ShardingOptions
 from autopar.sharding.pins import specs_by_path
 from autopar.trace import StepGraph
-from simulator.cluster import Cluster
+from simulator.mixed import AnyCluster
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class PlanningMethod:
     Attributes:
         devices: where to run: a `jax.sharding.Mesh`, a mesh shape such as (2, 4), a number or a list of devices; all by default.
         num_micro_batches: parts to cut the batch into; gradients from `autopar.grad` are accumulated over them.
-        cluster: the hardware that the cost model describes (a `simulator.Cluster`, a name or a path); the devices' own by
-            default.
+        cluster: the hardware that the cost model describes (a `simulator.Cluster`, for pipelines also a `simulator.MixedCluster`, a
+            name or a path); the devices' own by default.
         memory_budget: bytes of one device that the step may use; by default its memory less the reserve that its cluster
             file states.
     """
 
     devices: Devices = None
     num_micro_batches: int = 1
-    cluster: Cluster | str | Path | None = None
+    cluster: AnyCluster | str | Path | None = None
     memory_budget: float | None = None
 
     @property

@@ -16,10 +16,11 @@ transformers by their sizes, `python -m simulator` does so from files and compar
 from simulator.breakdown import predict, prediction_of
 from simulator.clock import Clock
 from simulator.cluster import Cluster, Device, Link, cluster_names
-from simulator.costs import BandwidthOnly, ClusterCosts, CostModel
+from simulator.costs import BandwidthOnly, ClusterCosts, CostModel, MixedCosts, costs_of
 from simulator.description import ClusterError
 from simulator.engine import simulate
 from simulator.memory import Footprint, MemoryUse
+from simulator.mixed import MixedCluster, load_cluster
 from simulator.prediction import Prediction
 from simulator.program import DeadlockError, Free, Program, Recv, Run, Send, parse_instruction, walk
 from simulator.timeline import Span, Timeline
@@ -43,6 +44,8 @@ __all__ = [
     "Link",
     "Loop",
     "MemoryUse",
+    "MixedCluster",
+    "MixedCosts",
     "Prediction",
     "Program",
     "Recv",
@@ -53,6 +56,8 @@ __all__ = [
     "Timeline",
     "Work",
     "cluster_names",
+    "costs_of",
+    "load_cluster",
     "parse_instruction",
     "predict",
     "prediction_of",

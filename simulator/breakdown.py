@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from functools import cache
 from math import nan
 
-from simulator.cluster import Cluster, Device
+from simulator.cluster import Device
 from simulator.costs import CostModel
 from simulator.engine import simulate
 from simulator.memory import Footprint
+from simulator.mixed import AnyCluster
 from simulator.prediction import Prediction
 from simulator.program import Phase, Program, Run, parse_instruction
 from simulator.timeline import Span, Timeline
@@ -25,7 +26,7 @@ _PARTS: dict[Phase, str] = {
 
 def predict(
     program: Program,
-    cluster: Cluster,
+    cluster: AnyCluster,
     costs: CostModel | None = None,
     dispatch: float = 0.0,
     model_flops: float = nan,
@@ -41,7 +42,7 @@ def predict(
     return prediction_of(simulate(program, cluster, costs, dispatch), cluster, model_flops, tokens)
 
 
-def prediction_of(timeline: Timeline, cluster: Cluster, model_flops: float = nan, tokens: int = 0) -> Prediction:
+def prediction_of(timeline: Timeline, cluster: AnyCluster, model_flops: float = nan, tokens: int = 0) -> Prediction:
     """Where the seconds of a timeline go, on the mesh that computes longest; arguments as of `predict`."""
     mesh = max(range(len(timeline.meshes)), key=lambda mesh: timeline.busy(mesh, "compute"))
     own = [span for span in timeline.spans if span.mesh == mesh]
@@ -56,8 +57,12 @@ def prediction_of(timeline: Timeline, cluster: Cluster, model_flops: float = nan
             if late:  # nobody waits for it, except for the end of the step
                 exposed[span.category] += late
                 parts["bubble"] -= late
-    held = max((use.parts() for use in timeline.memory), key=lambda each: sum(each.values()), default={})
-    device, devices = cluster.device, sum(map(len, timeline.meshes))
+    of_mesh = [cluster.pools[cluster.pool_of(devices)].device for devices in timeline.meshes]
+    used = [(use.parts(), device) for use, device in zip(timeline.memory, of_mesh, strict=False)]
+    held, device = max(
+        used, key=lambda each: sum(each[0].values()) / each[1].memory_bytes, default=({}, of_mesh[mesh])
+    )
+    sizes = list(map(len, timeline.meshes))
     return Prediction(
         seconds=timeline.makespan,
         forward=parts["forward"],
@@ -71,8 +76,8 @@ def prediction_of(timeline: Timeline, cluster: Cluster, model_flops: float = nan
         memory=Footprint(held, 1e9 * device.reserve_gb, device.memory_bytes),
         model_flops=model_flops,
         hardware_flops=sum(timeline.flops.values()) or nan,
-        peak_flop_per_s=_peak(timeline.flops, device) * devices,
-        devices=devices,
+        peak_flop_per_s=sum(_peak(timeline.flops, each) * size for each, size in zip(of_mesh, sizes, strict=True)),
+        devices=sum(sizes),
         tokens=tokens,
         whole=parts["whole"],
     )

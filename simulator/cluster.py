@@ -1,9 +1,10 @@
 """Clusters: devices, links and how many of each, read from YAML files.
 
-The shipped files are in `simulator/clusters` and `simulator/devices`; a user's own file works the same way.
+The shipped files are in `simulator/clusters` and `simulator/devices`; a user's own file works the same way. Clusters whose hosts
+are not all alike are in `simulator.mixed`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -12,6 +13,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from simulator.description import ClusterError, Description, Fraction, read, validate
 
 _CLUSTERS = Path(__file__).parent / "clusters"
+_MIXED = _CLUSTERS / "mixed"
 _DEVICES = Path(__file__).parent / "devices"
 
 
@@ -128,6 +130,17 @@ class Cluster(Description):
     def num_devices(self) -> int:
         return self.hosts * self.devices_per_host
 
+    @property
+    def pools(self) -> "tuple[Cluster, ...]":
+        """The cluster itself: its hosts are one pool (`MixedCluster` has several)."""
+        return (self,)
+
+    def pool_of(self, devices: Sequence[int]) -> int:
+        """The number of the pool that devices are in, which is 0."""
+        for device_id in (min(devices), max(devices)):
+            self.host_of(device_id)
+        return 0
+
     def host_of(self, device_id: int) -> int:
         """The host that device `device_id` sits in."""
         if not 0 <= device_id < self.num_devices:
@@ -142,18 +155,22 @@ class Cluster(Description):
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:
         """The cluster of a shipped file (by its name) or of a YAML file (by its path)."""
-        path = Path(name_or_path)
-        if str(name_or_path) in cluster_names():
-            path = _CLUSTERS / f"{name_or_path}.yaml"
-        elif path.suffix not in (".yaml", ".yml"):
-            raise ClusterError(
-                f"unknown cluster {str(name_or_path)!r}; expected one of {', '.join(cluster_names())}, or a path to a .yaml file"
-            )
+        path = cluster_path(name_or_path)
         data = read(path)
-        device = data.get("device")
+        if "pools" in data:
+            raise ClusterError(
+                f"{path}: has pools, so its hosts are not all alike, as is needed here; simulator.load_cluster reads it, and the "
+                "pipelines of autopar run on it"
+            )
+        return cls.of_fields(data, path)
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any], path: Path, place: str = "") -> Self:
+        """The cluster with the fields of a file; `place` says where in the file they are, for errors."""
+        device = fields.get("device")
         if isinstance(device, str):
-            data["device"] = load_device(device, path)
-        return validate(cls, data, path)
+            fields = {**fields, "device": load_device(device, path)}
+        return validate(cls, fields, f"{path}{place}")
 
     def with_size(self, hosts: int | None = None, devices_per_host: int | None = None) -> "Cluster":
         """The same cluster with another number of hosts, or with fewer devices in each."""
@@ -179,8 +196,27 @@ class Cluster(Description):
 
 
 def cluster_names() -> tuple[str, ...]:
-    """Names of the clusters that come with the package."""
+    """Names of the clusters of equal hosts that come with the package."""
     return tuple(sorted(path.stem for path in _CLUSTERS.glob("*.yaml")))
+
+
+def mixed_cluster_names() -> tuple[str, ...]:
+    """Names of the clusters of unequal hosts that come with the package."""
+    return tuple(sorted(path.stem for path in _MIXED.glob("*.yaml")))
+
+
+def cluster_path(name_or_path: str | Path, beside: Path | None = None) -> Path:
+    """The file of a shipped cluster, or a path to another; relative to the folder of the file `beside` where one is given."""
+    for names, folder in ((cluster_names(), _CLUSTERS), (mixed_cluster_names(), _MIXED)):
+        if str(name_or_path) in names:
+            return folder / f"{name_or_path}.yaml"
+    path = Path(name_or_path)
+    if path.suffix not in (".yaml", ".yml"):
+        raise ClusterError(
+            f"unknown cluster {str(name_or_path)!r}; expected one of {', '.join(cluster_names() + mixed_cluster_names())}, "
+            "or a path to a .yaml file"
+        )
+    return path if beside is None else beside.parent / path
 
 
 def device_names() -> tuple[str, ...]:

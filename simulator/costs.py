@@ -1,5 +1,6 @@
 """Cost models: what turns work into seconds. The planner and the engine ask the same one."""
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
@@ -7,15 +8,16 @@ from typing import Protocol
 
 from simulator.cluster import Cluster
 from simulator.compute import kernel_seconds
-from simulator.network import collective_seconds, find_routes, sent_fraction
+from simulator.mixed import AnyCluster, MixedCluster
+from simulator.network import Flows, collective_seconds, find_routes, sent_fraction
 from simulator.work import CollectiveKind, Groups, Kernel
 
 
 class CostModel(Protocol):
     """Seconds of work on one cluster."""
 
-    def kernel(self, kernel: Kernel, /) -> float:
-        """Seconds that a kernel occupies the compute stream."""
+    def kernel(self, kernel: Kernel, /, device: int = 0) -> float:
+        """Seconds that a kernel occupies the compute stream of a device (an id in the cluster)."""
         ...
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
@@ -47,11 +49,60 @@ class ClusterCosts:
         self._kernel = kernel_like
         self._collective = collective
 
-    def kernel(self, kernel: Kernel, /) -> float:
+    @property
+    def pools(self) -> "tuple[ClusterCosts, ...]":
+        """Costs of each pool of the cluster, which is one."""
+        return (self,)
+
+    def kernel(self, kernel: Kernel, /, device: int = 0) -> float:
         return self._kernel(kernel.kind, kernel.flops, kernel.bytes, kernel.dtype, kernel.gemm)
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         return self._collective(kind, num_bytes, groups)
+
+
+class MixedCosts:
+    """Costs on a cluster of several pools: what happens within one costs what it does there.
+
+    Only messages cross from pool to pool. Each passes a network card of either; the card that is busy longest sets the pace.
+
+    Attributes:
+        pools: costs of each pool by itself, its devices counted from 0.
+    """
+
+    def __init__(self, cluster: MixedCluster) -> None:
+        self.cluster = cluster
+        self.pools = tuple(map(ClusterCosts, cluster.pools))
+        self._collective = lru_cache(maxsize=1 << 16)(self._collective_anew)
+
+    def kernel(self, kernel: Kernel, /, device: int = 0) -> float:
+        return self.pools[self.cluster.pool_of((device,))].kernel(kernel)
+
+    def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
+        """As `CostModel.collective`. Groups over several pools, other than the pairs of a permute: `ClusterError`."""
+        return self._collective(kind, num_bytes, groups)
+
+    def _collective_anew(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
+        inside: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        cards: Counter[tuple[int, str, int]] = Counter()
+        for group in groups:
+            of_members = [self.cluster.pool_of((device,)) for device in group]
+            local = [device - self.cluster.pool_starts[pool] for device, pool in zip(group, of_members, strict=True)]
+            if kind != "permute" or len(set(of_members)) == 1:
+                inside[self.cluster.pool_of(group)].append(tuple(local))
+            else:
+                for pool, device, way in zip(of_members, local, ("out", "in"), strict=True):
+                    cards[pool, way, self.cluster.pools[pool].nic_of(device)] += 1
+        seconds = [self.pools[pool].collective(kind, num_bytes, tuple(each)) for pool, each in inside.items()]
+        for (pool, *_), messages in cards.items():
+            flows = Flows(within=0, across=messages)
+            seconds.append(collective_seconds(self.cluster.pools[pool], kind, num_bytes, flows))
+        return max(seconds)
+
+
+def costs_of(cluster: AnyCluster) -> ClusterCosts | MixedCosts:
+    """The costs that a described cluster implies."""
+    return ClusterCosts(cluster) if isinstance(cluster, Cluster) else MixedCosts(cluster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +117,7 @@ class BandwidthOnly:
     bandwidth: float = 1e9
     flop_per_s: float = inf
 
-    def kernel(self, kernel: Kernel, /) -> float:
+    def kernel(self, kernel: Kernel, /, device: int = 0) -> float:
         return kernel.flops / self.flop_per_s
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:

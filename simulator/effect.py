@@ -62,7 +62,7 @@ def effect_of(body: Body, costs: CostModel, devices: tuple[int, ...]) -> Effect:
     for op in body:
         match op:
             case Kernel():
-                compute = _shifted(compute, costs.kernel(op))
+                compute = _shifted(compute, costs.kernel(op, devices[0]))
             case Start(each):
                 seconds = costs.collective(each.kind, each.num_bytes, on_devices(each, devices))
                 communication = running[each.name] = _shifted(_later(compute, communication), seconds)

@@ -7,15 +7,15 @@ the instructions to both. (`simulator.clock` finds the same makespan faster, and
 
 from typing import assert_never
 
-from simulator.cluster import Cluster
-from simulator.costs import ClusterCosts, CostModel
+from simulator.costs import CostModel, costs_of
+from simulator.mixed import AnyCluster
 from simulator.program import Free, Program, Recv, Run, Send, walk
 from simulator.streams import Streams
 from simulator.timeline import Arrow, Span, Timeline
 from simulator.work import Done, Start
 
 
-def simulate(program: Program, cluster: Cluster, costs: CostModel | None = None, dispatch: float = 0.0) -> Timeline:
+def simulate(program: Program, cluster: AnyCluster, costs: CostModel | None = None, dispatch: float = 0.0) -> Timeline:
     """The timeline of one step of `program` on `cluster`, by default at the costs that `cluster` implies.
 
     A send moves `num_bytes` in equal parts from each device of its mesh to its partner in the other mesh. Gathers of what arrives are
@@ -26,7 +26,7 @@ def simulate(program: Program, cluster: Cluster, costs: CostModel | None = None,
         DeadlockError: the meshes wait for one another.
         ValueError: a mesh has devices that the cluster lacks, or a task has no body.
     """
-    costs = costs or ClusterCosts(cluster)
+    costs = costs or costs_of(cluster)
     for mesh, devices in enumerate(program.meshes):
         if not devices or max(devices) >= cluster.num_devices:
             raise ValueError(

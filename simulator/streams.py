@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from math import isclose
 from typing import assert_never
 
-from simulator.cluster import Cluster
 from simulator.costs import CostModel
+from simulator.mixed import AnyCluster
 from simulator.timeline import Category, Link, Span, Stream
 from simulator.work import Body, Collective, Done, Groups, Kernel, Loop, Start, on_devices
 
@@ -18,7 +18,7 @@ class Streams:
     mesh: int
     devices: tuple[int, ...]
     costs: CostModel
-    cluster: Cluster
+    cluster: AnyCluster
     task: str = ""
     compute: float = 0.0
     communication: float = 0.0
@@ -40,7 +40,7 @@ class Streams:
         for op in body:
             match op:
                 case Kernel():
-                    start, self.compute = self.compute, self.compute + self.costs.kernel(op)
+                    start, self.compute = self.compute, self.compute + self.costs.kernel(op, self.devices[0])
                     self._record(op.name, "compute", start, self.compute, op.kind)
                 case Start(collective):
                     groups = self._global(collective)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from simulator.cluster import Cluster
 from simulator.memory import MemoryUse
+from simulator.mixed import AnyCluster
 from simulator.perfetto import chrome_trace
 
 Stream = Literal["compute", "communication", "host"]
@@ -134,11 +134,14 @@ class Timeline:
                 tasks[span.mesh, span.task] = replace(span, name=span.task, start=first.start, busy=None)
         return list(tasks.values())
 
-    def fits(self, cluster: Cluster) -> bool:
-        """Whether every mesh has room on the devices of `cluster`."""
+    def fits(self, cluster: AnyCluster) -> bool:
+        """Whether every mesh has room on its devices of `cluster`."""
         if not self.memory:
             raise ValueError("this timeline knows no memory; give the program `memory`, one MemoryUse per mesh")
-        return self.peak_bytes <= cluster.device.usable_bytes
+        return all(
+            use.total <= cluster.pools[cluster.pool_of(devices)].device.usable_bytes
+            for use, devices in zip(self.memory, self.meshes, strict=True)
+        )
 
     def __str__(self) -> str:
         rows = [f"{self.makespan * 1e3:.3f} ms, {self.peak_bytes / 1e9:.3f} GB"]

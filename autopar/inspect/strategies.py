@@ -12,8 +12,8 @@ from autopar.plan import Plan
 from autopar.planned import Planned, PlannedStep
 from autopar.sharding.options import ShardingOptions
 from autopar.trace import StepGraph
-from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts, CostModel
+from simulator.mixed import MixedCluster, load_cluster
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,12 +67,14 @@ def print_if_asked(step: StepGraph, plan: Plan, costs: CostModel, options: Shard
 def default_costs(plan: Plan) -> CostModel:
     """The cost model of the shipped cluster that the plan was made for, grown to whole hosts where its mesh is larger."""
     try:
-        cluster = Cluster.load(plan.cluster)
+        cluster = load_cluster(plan.cluster)
     except ValueError as error:
         raise ValueError(
             f"the plan is for cluster {plan.cluster!r}, which is not a shipped one; give the cost model it was made with,"
             " e.g. costs=ClusterCosts(cluster)"
         ) from error
+    if isinstance(cluster, MixedCluster):
+        cluster = cluster.pools[cluster.pool_of(plan.stages[0].devices)]
     count = plan.stages[0].mesh.num_devices
     if count > cluster.num_devices:
         cluster = cluster.with_size(hosts=ceil(count / cluster.devices_per_host))

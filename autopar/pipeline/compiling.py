@@ -9,9 +9,9 @@ from autopar.pipeline.lowering import StageLowering, TaskFunction
 from autopar.pipeline.memory import MeshMemory
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.target import compile_for, target_mesh
-from simulator.cluster import Cluster
 from simulator.hlo import parse_hlo
 from simulator.memory import MemoryUse
+from simulator.mixed import AnyCluster
 from simulator.program import Program, Run
 from simulator.work import Body
 
@@ -24,21 +24,26 @@ def lower_stage(
     return StageLowering(planned.graphs[stage], planned.plan.stages, mesh, donated, last_reads).functions()
 
 
-def compile_pipeline(planned: PlannedPipeline, cluster: Cluster, donated: frozenset[int]) -> tuple[Program, float]:
+def compile_pipeline(planned: PlannedPipeline, cluster: AnyCluster, donated: frozenset[int]) -> tuple[Program, float]:
     """The program with bodies and memory as XLA compiles its tasks for `cluster`, and the seconds that took.
 
-    Tasks that are the same program, as those of identical layers are, are compiled once.
+    Each stage is compiled for the devices of the pool that it is in; tasks that are the same program for the same devices, as those
+    of identical layers are, once.
+
+    Raises:
+        ClusterError: a stage has devices that the cluster lacks, or of several pools.
     """
     start = time.perf_counter()
-    compiled: dict[tuple[str, tuple[int, ...]], tuple[Body, MemoryUse]] = {}
+    compiled: dict[tuple[str, Mesh], tuple[Body, MemoryUse]] = {}
     bodies: dict[str, Body] = {}
     memory = MeshMemory(planned)
     for number, stage in enumerate(planned.plan.stages):
-        mesh = target_mesh(cluster, stage.mesh_shape, stage.axis_names)
+        pool = cluster.pools[cluster.pool_of(stage.devices)]
+        mesh = target_mesh(pool, stage.mesh_shape, stage.axis_names)
         for function in lower_stage(planned, number, mesh, donated):
-            key = function.jitted.lower(*function.in_avals).as_text(), stage.mesh_shape
+            key = function.jitted.lower(*function.in_avals).as_text(), mesh
             if key not in compiled:
-                target = compile_for(function.jitted, function.in_avals, cluster)
+                target = compile_for(function.jitted, function.in_avals, pool)
                 compiled[key] = parse_hlo(target.hlo_text), target.memory
             body, used = compiled[key]
             bodies[Run(function.task.stage, function.task.phase, function.task.round).task] = body

@@ -17,7 +17,7 @@ from autopar.pipeline.planned import num_layers
 from autopar.pipeline.profiling import StageProfiler
 from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule, splits_backward
 from autopar.pipeline.stage_construction import find_stages, remember, transfer_seconds
-from autopar.pipeline.stage_costs import SolvedStage, StageCosts
+from autopar.pipeline.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, StageError, StageOption
 from autopar.plan import PipelineSchedule, Plan, Stage, TimeSplit
@@ -26,8 +26,9 @@ from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.planner import MemoryBudgetError
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
-from simulator.cluster import Cluster
-from simulator.costs import ClusterCosts, CostModel
+from simulator.costs import CostModel, costs_of
+from simulator.description import ClusterError
+from simulator.mixed import AnyCluster
 
 TOLERANCE = 0.01
 """How far from the cheapest sharding a stage may be, relative: proving the rest takes most of the time."""
@@ -50,7 +51,8 @@ class PipelinePlanner:
     What it finds out about layers for one schedule, or one way to form stages, it knows for all others.
 
     Args:
-        memory_budget: bytes of one device that the step may use; by default the device's memory less its reserve.
+        memory_budget: bytes of one device, of any pool, that the step may use; by default each device's memory less its reserve.
+        costs: what work costs, on any device; by default what the cluster implies, in each of its pools.
         devices: where stages are measured, if they are; all that are here by default.
 
     Raises:
@@ -60,15 +62,17 @@ class PipelinePlanner:
     def __init__(
         self,
         step: StepGraph,
-        cluster: Cluster,
+        cluster: AnyCluster,
         options: ShardingOptions = AUTO,
         memory_budget: float | None = None,
         costs: CostModel | None = None,
         devices: Sequence[Device] | None = None,
     ) -> None:
         self.step, self.cluster, self.options, self.devices = step, cluster, options, devices
-        self.budget = cluster.device.usable_bytes if memory_budget is None else memory_budget
-        self.costs = costs or ClusterCosts(cluster)
+        self.budgets = [pool.device.usable_bytes if memory_budget is None else memory_budget for pool in cluster.pools]
+        known = costs_of(cluster)
+        self.costs: CostModel = costs or known
+        self.pool_costs: Sequence[CostModel] = [costs] * len(known.pools) if costs else known.pools
         self.num_layers = num_layers(step)
         if self.num_layers == 0:
             raise StageError(
@@ -76,8 +80,8 @@ class PipelinePlanner:
                 " autopar.automatic_layer_construction, or give the method a layer_option, and differentiate with autopar.grad"
             )
         self._ranges: dict[bool, LayerRanges] = {}
-        self._layers: dict[Hashable, LayerCosts] = {}
-        self._stages: dict[Hashable, StageCosts] = {}
+        self._layers: dict[Hashable, list[LayerCosts]] = {}
+        self._stages: dict[Hashable, ClusterStageCosts] = {}
         self._profilers: dict[str | Path | None, StageProfiler] = {}
 
     @paused_gc()
@@ -147,13 +151,26 @@ class PipelinePlanner:
         of_layers = [s for s, each in enumerate(assigned) for _ in each.layers]
         cut = cut_step(self.step, of_layers, splits_backward(schedule.name))
         graphs, in_flight = stage_graphs(cut), _in_flight(tasks)
+        pools = [self._pool(stage, each) for stage, each in enumerate(assigned)]
+        costs = [
+            self._stage_costs(each.options, schedule).pools[pool] for each, pool in zip(assigned, pools, strict=True)
+        ]
         solved = [
-            self._stage_costs(each.options, schedule).cheapest(graph, each.layers, each.shapes, in_flight[graph.stage])
-            for graph, each in zip(graphs, assigned, strict=True)
+            mine.cheapest(graph, each.layers, each.shapes, in_flight[graph.stage])
+            for mine, graph, each in zip(costs, graphs, assigned, strict=True)
         ]
         timed = [measure(*each) for each in zip(graphs, solved, strict=True)] if measure else solved
         seconds = _makespan(tasks, cut, timed, assigned, self.costs)
         return _Solved(assigned, graphs, solved, seconds, _peak_bytes(tasks, solved, in_flight))
+
+    def _pool(self, stage: int, assigned: Assignment) -> int:
+        try:
+            return self.cluster.pool_of(assigned.devices)
+        except ClusterError as error:
+            raise StageError(
+                f"stage {stage}: {error}; use an AutoStageOption, or a ManualStageOption with submesh shapes, or"
+                " submesh_devices, that keep to one pool"
+            ) from None
 
     def _profiler(self, option: AutoStageOption) -> StageProfiler | None:
         if not option.profile:
@@ -163,7 +180,7 @@ class PipelinePlanner:
             self._profilers[file] = StageProfiler(self.cluster, self.devices, file)
         return self._profilers[file]
 
-    def _stage_costs(self, options: ShardingOptions, schedule: PipelineSchedule) -> StageCosts:
+    def _stage_costs(self, options: ShardingOptions, schedule: PipelineSchedule) -> ClusterStageCosts:
         """Costs of stages within `options`, for what the schedule leaves of the memory to each."""
         options = replace(options, tolerance=max(options.tolerance, TOLERANCE))  # many stages are solved
         split = splits_backward(schedule.name)
@@ -171,17 +188,19 @@ class PipelinePlanner:
         if split not in self._ranges:
             self._ranges[split] = LayerRanges(self.step, self.num_layers, split)
         if key not in self._layers:
-            self._layers[key] = LayerCosts(self.costs, options)
+            self._layers[key] = [LayerCosts(costs, options) for costs in self.pool_costs]
         if (schedule.num_chunks, key) not in self._stages:
-            budget = self.budget / schedule.num_chunks
-            costs = StageCosts(self._ranges[split], self._layers[key], options, budget)
-            self._stages[schedule.num_chunks, key] = costs
+            pools = tuple(
+                StageCosts(self._ranges[split], layers, options, budget / schedule.num_chunks)
+                for layers, budget in zip(self._layers[key], self.budgets, strict=True)
+            )
+            self._stages[schedule.num_chunks, key] = ClusterStageCosts(pools, self.costs)
         return self._stages[schedule.num_chunks, key]
 
 
 def make_pipeline_plan(
     step: StepGraph,
-    cluster: Cluster,
+    cluster: AnyCluster,
     stage_option: StageOption,
     options: ShardingOptions,
     schedule: PipelineSchedule,

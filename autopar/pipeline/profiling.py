@@ -27,6 +27,7 @@ from autopar.planning import stage_of
 from autopar.progress import tell
 from autopar.util import zeros
 from simulator.cluster import Cluster
+from simulator.mixed import AnyCluster
 from simulator.program import Phase
 
 WARMUP, REPEAT = 1, 5
@@ -66,15 +67,20 @@ class StageProfiler:
     """
 
     def __init__(
-        self, cluster: Cluster, devices: Sequence[Device] | None = None, file: str | Path | None = None
+        self, cluster: AnyCluster, devices: Sequence[Device] | None = None, file: str | Path | None = None
     ) -> None:
         """Get ready to measure the stages of a step on `cluster`, on `devices` (by default all that are here).
 
         Raises:
-            StageError: the cluster is not here, has more devices, or `file` is something else than such a file.
+            StageError: the cluster is not here, is a mixed one, has more devices, or `file` is something else than such a file.
         """
         self._devices = jax.devices() if devices is None else list(devices)
         here = f"{len(self._devices)} x {self._devices[0].device_kind}"
+        if not isinstance(cluster, Cluster):
+            raise StageError(
+                f"profile=True measures stages, but devices differ in cluster {cluster.name!r}, and all stages would be measured on"
+                f" the first ones of {here}; plan with profile=False, or for one of its pools"
+            )
         if not is_here(cluster, self._devices):
             raise StageError(
                 f"profile=True measures stages, but cluster {cluster.name!r} has {cluster.device.name} and here are {here};"

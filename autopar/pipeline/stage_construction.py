@@ -1,9 +1,10 @@
 """Automatic stage construction: the exact dynamic program over stages, with costs composed of intra-operator solves of layers."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate, product
 from math import inf, isfinite, isinf
 
 from jax.extend.core import Var
@@ -12,7 +13,7 @@ from autopar.graph import aval_of
 from autopar.pipeline.composition import ComposedStage
 from autopar.pipeline.layer_costs import Shape
 from autopar.pipeline.layer_ranges import LayerRanges
-from autopar.pipeline.stage_costs import SolvedStage, StageCosts
+from autopar.pipeline.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, PhysicalSpace, logical_shapes
 from autopar.pipeline.stage_search import construct_stages
@@ -22,8 +23,8 @@ from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.problem import InfeasibleError
 from autopar.work import array_bytes
-from simulator.cluster import Cluster
 from simulator.costs import CostModel
+from simulator.mixed import AnyCluster
 
 _MOST_HOSTS = 4
 """Of a submesh in the space "small_power_of_two"."""
@@ -44,14 +45,15 @@ class FoundStages:
     """What automatic stage construction decided.
 
     Attributes:
-        forward_stage_layer_ids: the layers of each stage; submesh_shapes: its hosts and devices of each; logical_mesh_shapes: the
-            mesh that they are seen as.
+        forward_stage_layer_ids: the layers of each stage; submesh_shapes: its hosts and devices of each; submesh_devices: their
+            numbers in the cluster; logical_mesh_shapes: the mesh that they are seen as.
         seconds: predicted time of a step.
         num_costs: how many (stage, submesh) were priced exactly; num_solves: how many intra-operator solves that took.
     """
 
     forward_stage_layer_ids: tuple[tuple[int, ...], ...]
     submesh_shapes: tuple[tuple[int, int], ...]
+    submesh_devices: tuple[tuple[int, ...], ...]
     logical_mesh_shapes: tuple[Shape, ...]
     seconds: float
     num_costs: int
@@ -76,9 +78,14 @@ type Measure = Callable[[StageGraph, SolvedStage], SolvedStage]
 
 
 def find_stages(
-    costs: StageCosts, cluster: Cluster, option: AutoStageOption, schedule: str, measure: Measure | None = None
+    costs: ClusterStageCosts,
+    cluster: AnyCluster,
+    option: AutoStageOption,
+    schedule: str,
+    measure: Measure | None = None,
 ) -> list[tuple[FoundStages, list[Assignment]]]:
-    """The stages with the least predicted, or measured, time of a step, and those on submeshes of one size that come near.
+    """The stages with the least predicted, or measured, time of a step, and those on submeshes of one size (in each pool) that
+    come near.
 
     What the dynamic program minimises leaves out some of the bubbles of stages that differ, so that even ones may be faster.
 
@@ -87,17 +94,25 @@ def find_stages(
     """
     problem = stage_problem(costs, cluster, option, schedule, measure)
     plans = [construct_stages(problem)]
-    for mesh in problem.submeshes if len({stage.submesh for stage in plans[0].stages}) > 1 else ():
+    used = {stage.submesh for stage in plans[0].stages}
+    for meshes in _even(problem) if len(used) > len({mesh.pool for mesh in used}) else ():
         with suppress(NoStagesError):
-            plans.append(construct_stages(replace(problem, submeshes=(mesh,)), _NEAR * plans[0].seconds))
-    return [(_facts(found, costs.num_solves), _assigned(found, problem, costs.options)) for found in plans]
+            plans.append(construct_stages(replace(problem, submeshes=meshes), _NEAR * plans[0].seconds))
+    facts = [_facts(found, problem, costs.num_solves) for found in plans]
+    return [(each, _assigned(each, costs.options)) for each in facts]
 
 
-def _facts(found: StagePlan, num_solves: int) -> FoundStages:
-    shapes = [(stage.submesh.hosts, stage.submesh.devices_per_host) for stage in found.stages]
+def _even(problem: StageProblem) -> Iterable[tuple[Submesh, ...]]:
+    """Submeshes of one size in each pool."""
+    return product(*([mesh for mesh in problem.submeshes if mesh.pool == i] for i in range(len(problem.pools))))
+
+
+def _facts(found: StagePlan, problem: StageProblem, num_solves: int) -> FoundStages:
+    submeshes = [stage.submesh for stage in found.stages]
     return FoundStages(
         forward_stage_layer_ids=tuple(tuple(range(stage.start, stage.stop)) for stage in found.stages),
-        submesh_shapes=tuple(shapes),
+        submesh_shapes=tuple((mesh.hosts, mesh.devices_per_host) for mesh in submeshes),
+        submesh_devices=place(problem.pools, submeshes),
         logical_mesh_shapes=tuple(stage.cost.logical_shape for stage in found.stages),
         seconds=found.seconds,
         num_costs=found.num_costs,
@@ -105,38 +120,47 @@ def _facts(found: StagePlan, num_solves: int) -> FoundStages:
     )
 
 
-def _assigned(found: StagePlan, problem: StageProblem, options: ShardingOptions) -> list[Assignment]:
-    devices = place(problem.pools, [stage.submesh for stage in found.stages])
+def _assigned(found: FoundStages, options: ShardingOptions) -> list[Assignment]:
     return [
-        Assignment(tuple(range(stage.start, stage.stop)), mine, (stage.cost.logical_shape,), options)
-        for stage, mine in zip(found.stages, devices, strict=True)
+        Assignment(layers, devices, (shape,), options)
+        for layers, devices, shape in zip(
+            found.forward_stage_layer_ids, found.submesh_devices, found.logical_mesh_shapes, strict=True
+        )
     ]
 
 
 def stage_problem(
-    costs: StageCosts, cluster: Cluster, option: AutoStageOption, schedule: str, measure: Measure | None = None
+    costs: ClusterStageCosts,
+    cluster: AnyCluster,
+    option: AutoStageOption,
+    schedule: str,
+    measure: Measure | None = None,
 ) -> StageProblem:
     """The problem that `construct_stages` solves, for the layers of a step on a cluster."""
     ranges = costs.ranges
     count = ranges.cut.step.num_micro_batches
     in_flight = in_flight_of(schedule, count)
-    pool = HostPool(cluster.hosts, cluster.devices_per_host, costs.room)
-    submeshes = enumerate_submeshes([pool], _SIZES[option.submesh_physical_shape_space])
+    pools = tuple(
+        HostPool(pool.hosts, pool.devices_per_host, each.room)
+        for pool, each in zip(cluster.pools, costs.pools, strict=True)
+    )
+    submeshes = enumerate_submeshes(pools, _SIZES[option.submesh_physical_shape_space])
     if option.submesh_physical_shape_space == "small_power_of_two":
         submeshes = tuple(mesh for mesh in submeshes if mesh.hosts <= _MOST_HOSTS)
     balanced = _balance(costs, cluster, option.stage_imbalance_tolerance)
 
     def exact(start: int, stop: int, mesh: Submesh) -> list[StageCost]:
         """The cheapest sharding for every number of microbatches in flight that halves the one before."""
+        here = costs.pools[mesh.pool]
         found: list[ComposedStage] = []
         in_flight_here = _most_in_flight(ranges.kinds, start, stop, in_flight) if balanced(start, stop, mesh) else 0
         shapes = submesh_shapes(mesh, option.submesh_logical_shape_space)
         while in_flight_here and not (found and found[-1].price == 0):
-            if composed := costs.composed(start, stop, shapes, in_flight_here):
+            if composed := here.composed(start, stop, shapes, in_flight_here):
                 found.append(composed)
             in_flight_here //= 2
         if measure:
-            return [cost for each in found for cost in _measured(costs, each, stop, measure)]
+            return [cost for each in found for cost in _measured(here, each, stop, measure)]
         return [each.cost for each in found]
 
     state = [_state_bytes(ranges, layer) for layer in range(ranges.num_layers)]
@@ -149,26 +173,39 @@ def stage_problem(
         kept: dict[Var, int] = {}
         for layer in range(start, stop):
             kept.update(state[layer])
-        seconds, of_step = costs.least(start, stop, submesh_shapes(mesh, option.submesh_logical_shape_space))
+        shapes = submesh_shapes(mesh, option.submesh_logical_shape_space)
+        seconds, of_step = costs.pools[mesh.pool].least(start, stop, shapes)
         # what happens once per step is not told apart: whatever it is, all microbatches but the first take their share
         once = max(0.0, (count - 1) * (of_step / count - seconds))
         size = mesh.num_devices
         return [StageCost(seconds, once, sum(kept.values()) / size, held[start] / size)]
 
+    starts = [0, *accumulate(pool.num_devices for pool in pools)]
+
     @cache
     def transfer(cut: int, source: Submesh, destination: Submesh, before: int | None) -> float:
-        """One stage after the other, as `place` puts those of one size; at best in one host, if it has room for both."""
-        host, taken = cluster.devices_per_host, source.num_devices
-        if before is None:
-            before = taken if taken + destination.num_devices <= host else -(-taken // host) * host
-        if before < taken or before + destination.num_devices > cluster.num_devices:
-            return inf
-        devices = range(before, before + destination.num_devices)
-        return transfer_seconds(costs.model, ranges.crossing_bytes[cut], range(before - taken, before), devices)
+        """One stage after the other, as `place` puts those of one size; at best in one host, if it has room for both.
+
+        Stages in different pools are taken to be at the start of their pool, wherever they are: the network between pools is the
+        same from everywhere.
+        """
+        taken, given = source.num_devices, destination.num_devices
+        if source.pool != destination.pool:
+            first, second = starts[source.pool], starts[destination.pool]
+        else:
+            pool = pools[source.pool]
+            if before is None:
+                host = pool.devices_per_host
+                before = taken if taken + given <= host else -(-taken // host) * host
+            if before < taken or before + given > pool.num_devices:
+                return inf
+            first, second = starts[source.pool] + before - taken, starts[source.pool] + before
+        num_bytes = ranges.crossing_bytes[cut]
+        return transfer_seconds(costs.links, num_bytes, range(first, first + taken), range(second, second + given))
 
     return StageProblem(
         num_layers=ranges.num_layers,
-        pools=(pool,),
+        pools=pools,
         submeshes=submeshes,
         num_micro_batches=count,
         costs=exact,
@@ -246,14 +283,16 @@ def _held_bytes(ranges: LayerRanges, layer: int) -> int:
     return sum(array_bytes(aval_of(v).shape, aval_of(v).dtype) for v in step.held if v in received)
 
 
-def _balance(costs: StageCosts, cluster: Cluster, tolerance: float) -> Callable[[int, int, Submesh], bool]:
-    """Whether a stage's share of the work is near its share of the devices."""
+def _balance(costs: ClusterStageCosts, cluster: AnyCluster, tolerance: float) -> Callable[[int, int, Submesh], bool]:
+    """Whether a stage's share of the work is near its devices' share of what all devices can do in the same time."""
     if not isfinite(tolerance):
         return lambda start, stop, mesh: True
-    work = [costs.least(layer, layer + 1, [(1,)])[0] for layer in range(costs.ranges.num_layers)]
+    layers = range(costs.ranges.num_layers)
+    work = [[pool.least(layer, layer + 1, [(1,)])[0] for layer in layers] for pool in costs.pools]
+    even = 1 / sum(pool.num_devices / sum(mine) for pool, mine in zip(cluster.pools, work, strict=True))
 
     def balanced(start: int, stop: int, mesh: Submesh) -> bool:
-        share = sum(work[start:stop]) / sum(work) / (mesh.num_devices / cluster.num_devices)
+        share = sum(work[mesh.pool][start:stop]) / mesh.num_devices / even
         return 1 / (1 + tolerance) <= share <= 1 + tolerance
 
     return balanced

@@ -23,6 +23,7 @@ from autopar.sharding.planner import MemoryBudgetError, Shardings, Start, plan_s
 from autopar.sharding.priced import values_of
 from autopar.sharding.problem import InfeasibleError
 from autopar.sharding.spec import Spec
+from simulator.costs import CostModel
 from simulator.program import Phase
 
 _LEAST_ROOM = 0.8
@@ -244,3 +245,32 @@ class StageCosts:
                 if spec is not None and var not in received:
                     specs[var] = spec
         return specs
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStageCosts:
+    """The costs of runs of layers wherever in a cluster they are.
+
+    Attributes:
+        pools: in each of its pools, with that pool's devices and memory.
+        links: the costs of transfers between stages, by numbers of devices in the cluster.
+    """
+
+    pools: tuple[StageCosts, ...]
+    links: CostModel
+
+    @property
+    def ranges(self) -> LayerRanges:
+        return self.pools[0].ranges
+
+    @property
+    def options(self) -> ShardingOptions:
+        return self.pools[0].options
+
+    @property
+    def num_solves(self) -> int:
+        return sum(pool.num_solves for pool in self.pools)
+
+    @property
+    def revisions(self) -> int:
+        return sum(pool.revisions for pool in self.pools)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import inf, prod
 from pathlib import Path
 from typing import Literal, get_args
@@ -75,12 +76,14 @@ class ManualStageOption:
         submesh_physical_shapes: (hosts, devices per host) of each stage.
         submesh_logical_shapes: logical mesh shape of each stage.
         submesh_autosharding_option_dicts: for each stage, fields of `ShardingOptions` to replace.
+        submesh_devices: for each stage the numbers of its devices in the cluster; by default they follow one another.
     """
 
     forward_stage_layer_ids: Sequence[Sequence[int]]
     submesh_physical_shapes: Sequence[tuple[int, int]]
     submesh_logical_shapes: Sequence[tuple[int, ...]]
     submesh_autosharding_option_dicts: Sequence[dict] = field(default_factory=tuple)
+    submesh_devices: Sequence[Sequence[int]] = ()
 
     def assign(self, num_layers: int, num_devices: int, options: ShardingOptions, num_chunks: int) -> list[Assignment]:
         """The stages. Raises StageError when they don't fit together."""
@@ -96,18 +99,34 @@ class ManualStageOption:
             raise StageError(
                 f"{count} stages, but {[len(each) for each in given]} physical shapes, logical shapes and options"
             )
-        found, first = [], 0
-        for layers, physical, logical, change in zip(stages, *given, strict=True):
+        for physical, logical in zip(self.submesh_physical_shapes, self.submesh_logical_shapes, strict=True):
             if prod(physical) != prod(logical):
                 raise StageError(
                     f"a submesh of {tuple(physical)} devices can't be seen as a mesh of shape {tuple(logical)}"
                 )
-            devices = tuple(range(first, first + prod(physical)))
-            first += len(devices)
-            found.append(Assignment(layers, devices, (tuple(logical),), replace(options, **change)))
-        if first > num_devices:
-            raise StageError(f"the stages need {first} devices, there are {num_devices}")
-        return found
+        return [
+            Assignment(layers, devices, (tuple(logical),), replace(options, **change))
+            for layers, devices, logical, change in zip(
+                stages, self._devices(num_devices), self.submesh_logical_shapes, changes, strict=True
+            )
+        ]
+
+    def _devices(self, num_devices: int) -> list[tuple[int, ...]]:
+        sizes = [prod(shape) for shape in self.submesh_physical_shapes]
+        if not self.submesh_devices:
+            ends = list(accumulate(sizes))
+            if ends[-1] > num_devices:
+                raise StageError(f"the stages need {ends[-1]} devices, there are {num_devices}")
+            return [tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+        devices = [tuple(each) for each in self.submesh_devices]
+        if [len(each) for each in devices] != sizes:
+            raise StageError(f"submesh_devices are {devices}, but the submeshes have {sizes} devices")
+        every = sorted(device for each in devices for device in each)
+        if len(set(every)) < len(every) or not 0 <= every[0] <= every[-1] < num_devices:
+            raise StageError(
+                f"submesh_devices are {devices}, expected numbers from 0 to {num_devices - 1}, each at most once"
+            )
+        return devices
 
 
 PhysicalSpace = Literal["power_of_two", "small_power_of_two", "whole_hosts", "all"]

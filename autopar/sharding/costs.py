@@ -89,8 +89,8 @@ class Combined:
     def __init__(self, model: CostModel) -> None:
         self.model = model
 
-    def kernel(self, kernel: Kernel) -> float:
-        return self.model.kernel(kernel)
+    def kernel(self, kernel: Kernel, /, device: int = 0) -> float:
+        return self.model.kernel(kernel, device)
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         others = self.model.collective(kind, self._REST, groups)

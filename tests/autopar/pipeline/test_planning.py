@@ -15,7 +15,7 @@ from autopar.pipeline.layer_costs import LayerCosts, Shape, Way
 from autopar.pipeline.layer_ranges import LayerRanges, graph_key
 from autopar.pipeline.planning import TOLERANCE, make_pipeline_plan
 from autopar.pipeline.stage_construction import stage_problem
-from autopar.pipeline.stage_costs import SolvedStage, StageCosts
+from autopar.pipeline.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import stage_graphs
 from autopar.pipeline.stages import NoStagesError, Stage, StageProblem, step_seconds
 from autopar.pipeline.submeshes import Submesh
@@ -68,7 +68,8 @@ def stage_costs(step: StepGraph, budget: float = CLUSTER.device.usable_bytes) ->
 
 
 def one_f_one_b(step: StepGraph, option: AutoStageOption) -> StageProblem:
-    return stage_problem(stage_costs(step), CLUSTER, option, "1f1b")
+    costs = stage_costs(step)
+    return stage_problem(ClusterStageCosts((costs,), costs.model), CLUSTER, option, "1f1b")
 
 
 def whole(costs: StageCosts, start: int, stop: int, shape: Shape, in_flight: int = 1) -> SolvedStage:
