@@ -95,7 +95,9 @@ def find_stages(
     problem = stage_problem(costs, cluster, option, schedule, measure)
     plans = [construct_stages(problem)]
     used = {stage.submesh for stage in plans[0].stages}
-    for meshes in _even(problem) if len(used) > len({mesh.pool for mesh in used}) else ():
+    for meshes in _even(problem) if len(used) > 1 else ():
+        if used <= set(meshes):
+            continue  # that is the one which was found
         with suppress(NoStagesError):
             plans.append(construct_stages(replace(problem, submeshes=meshes), _NEAR * plans[0].seconds))
     facts = [_facts(found, problem, costs.num_solves) for found in plans]

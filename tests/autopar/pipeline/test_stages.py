@@ -68,6 +68,9 @@ pools = st.sampled_from(
         (HostPool(1, 3, 10),),
         (HostPool(2, 3, 12),),
         (HostPool(1, 2, 10), HostPool(2, 1, 5)),
+        (HostPool(1, 2, 6), HostPool(1, 2, 12)),
+        (HostPool(1, 3, 12), HostPool(2, 2, 8)),
+        (HostPool(1, 1, 5), HostPool(1, 2, 10), HostPool(2, 1, 9)),
     ]
 )
 
@@ -158,6 +161,17 @@ def test_faster_devices_get_more_layers():
     plan = construct_stages(StageProblem(8, pools, enumerate_submeshes(pools), 100, costs))
     layers = {pool: sum(s.stop - s.start for s in plan.stages if s.submesh.pool == pool) for pool in (0, 1)}
     assert layers == {0: 6, 1: 2}
+
+
+def test_devices_with_less_memory_get_fewer_layers():
+    pools = HostPool(1, 1, 3), HostPool(1, 1, 100)
+
+    def costs(start, stop, mesh):
+        return [StageCost(stop - start, fixed_bytes=stop - start)]
+
+    plan = construct_stages(StageProblem(8, pools, enumerate_submeshes(pools), 100, costs))
+    layers = {stage.submesh.pool: stage.stop - stage.start for stage in plan.stages}
+    assert layers == {0: 3, 1: 5}  # 4 and 4 would be faster
 
 
 def test_too_little_memory_is_an_error_that_says_what_helps():

@@ -1,0 +1,285 @@
+"""Pipelines on clusters whose hosts differ: each stage is planned, and compiled, for the devices of its own pool."""
+
+import re
+from dataclasses import replace
+from functools import cache
+from itertools import groupby
+
+import jax
+import jax.numpy as jnp
+import pandas as pd
+import pytest
+
+import autopar
+from autopar import AutoLayerOption, AutoStageOption, ManualStageOption, PlanMethod, StageError, UniformStageOption
+from autopar.pipeline.planning import PipelinePlanner, make_pipeline_plan
+from autopar.pipeline.stage_construction import stage_problem
+from autopar.pipeline.submeshes import Submesh
+from autopar.plan import PipelineSchedule, Plan
+from autopar.planned import PlannedStep
+from autopar.sharding.options import AUTO
+from autopar.sharding.planner import MemoryBudgetError
+from autopar.target import compile_for
+from autopar.trace import StepGraph, trace
+from experiments.models import build_model
+from experiments.models.model import Model
+from simulator.cluster import Cluster
+from simulator.costs import ClusterCosts
+from simulator.description import ClusterError
+from simulator.mixed import AnyCluster, MixedCluster, load_cluster
+from tests.autopar.pipeline.steps import (
+    assert_as_serial,
+    pipeline,
+    sgd_args,
+    stack,
+    stack_batch,
+    stack_params,
+    stack_step,
+)
+
+LAYERS = 8
+ONE_F_ONE_B = PipelineSchedule(name="1f1b")
+V100 = Cluster.load("p3.16xlarge").with_size(devices_per_host=4)
+A100 = Cluster.load("dgx_a100_40").with_size(devices_per_host=4)
+MIXED = MixedCluster(name="mixed", description="four V100s, and four A100s", pools=(V100, A100))
+UNEVEN = load_cluster("a2_uneven")
+
+
+@pytest.fixture(scope="module")
+def mlp() -> StepGraph:
+    """Products large enough to take most of the time."""
+    model = build_model("mlp", {"dim": 2048, "num_layers": LAYERS, "batch_size": 2048})
+
+    def step(state, batch):
+        return model.train_step(state, batch, autopar.value_and_grad)
+
+    return trace(step, model.abstract_args(), (1,), 16, AutoLayerOption(LAYERS), marked=True)
+
+
+def planned(step: StepGraph, cluster: AnyCluster, option=None, **more) -> Plan:
+    option = option or AutoStageOption()
+    return make_pipeline_plan(step, cluster, option, AUTO, ONE_F_ONE_B, "PipeshardParallel", **more)
+
+
+def layers_by_pool(plan: Plan, cluster: AnyCluster) -> list[int]:
+    """How many layers each pool has; every stage is in one."""
+    layers = [0] * len(cluster.pools)
+    for stage in plan.stages:
+        layers[cluster.pool_of(stage.devices)] += len(stage.layers)
+    return layers
+
+
+def beside(*pools: Cluster) -> MixedCluster:
+    return MixedCluster(name="toy", description="", pools=pools)
+
+
+def changed(cluster: Cluster, **device) -> Cluster:
+    return cluster.model_copy(update={"device": cluster.device.model_copy(update=device)})
+
+
+# Stage construction
+
+
+def test_faster_devices_get_more_layers(mlp):
+    plan = planned(mlp, MIXED)
+    slow, fast = layers_by_pool(plan, MIXED)
+    assert slow + fast == LAYERS
+    assert 0 < slow < fast
+    assert sorted(device for stage in plan.stages for device in stage.devices) == list(range(8))
+    reverse = beside(A100, V100)
+    assert layers_by_pool(planned(mlp, reverse), reverse) == [fast, slow]
+
+
+def test_devices_with_less_memory_get_fewer_layers(mlp):
+    one = V100.with_size(devices_per_host=1)
+    equal = planned(mlp, beside(one, one))
+    assert layers_by_pool(equal, beside(one, one)) == [4, 4]
+    small = changed(one, memory_gb=0.8 * equal.predicted_bytes / 1e9, reserve_gb=0.0)
+    for cluster in (beside(small, one), beside(one, small)):
+        of_small, of_large = (
+            layers_by_pool(planned(mlp, cluster), cluster)[i] for i in map(cluster.pools.index, (small, one))
+        )
+        assert 0 < of_small < 4 < of_large
+    with pytest.raises(MemoryBudgetError):
+        planned(mlp, beside(small, one), UniformStageOption(2))
+
+
+def test_hosts_of_unequal_size_all_get_work(mlp):
+    plan = planned(mlp, UNEVEN)
+    assert sorted(device for stage in plan.stages for device in stage.devices) == list(range(12))
+    large, small = layers_by_pool(plan, UNEVEN)
+    assert large > small > 0
+
+
+def test_equal_pools_are_planned_like_the_hosts_of_one_cluster(mlp):
+    """But for stages over both hosts, which the slow network rules out, and even ones, which here may have a size for each pool."""
+    two, hosts = beside(V100, V100), V100.with_size(hosts=2)
+    assert planned(mlp, two).predicted_seconds == pytest.approx(planned(mlp, hosts).predicted_seconds, rel=0.02)
+
+
+def test_costs_of_a_stage_are_those_of_its_pool(mlp):
+    planner = PipelinePlanner(mlp, MIXED)
+    problem = stage_problem(planner._stage_costs(AUTO, ONE_F_ONE_B), MIXED, AutoStageOption(), "1f1b")
+    for pool, cluster in enumerate((V100, A100)):
+        alone = stage_problem(
+            PipelinePlanner(mlp, cluster)._stage_costs(AUTO, ONE_F_ONE_B), cluster, AutoStageOption(), "1f1b"
+        )
+        assert problem.pools[pool] == alone.pools[0]
+        assert problem.costs(2, 4, Submesh(pool, 1, 2)) == alone.costs(2, 4, Submesh(0, 1, 2))
+    inside, across = (problem.transfer(4, Submesh(0, 1, 2), Submesh(pool, 1, 2), None) for pool in (0, 1))  # pyright: ignore[reportOptionalCall]
+    assert inside < across == problem.transfer(4, Submesh(1, 1, 2), Submesh(0, 1, 2), 2)  # pyright: ignore[reportOptionalCall]
+
+
+def test_a_share_of_the_work_counts_by_what_devices_can_do(mlp):
+    """All of them together are even, so that half of the work is too much for the slower half."""
+    planner = PipelinePlanner(mlp, MIXED)
+    option = AutoStageOption(stage_imbalance_tolerance=0.3)
+    problem = stage_problem(planner._stage_costs(AUTO, ONE_F_ONE_B), MIXED, option, "1f1b")
+    slow, fast = Submesh(0, 1, 4), Submesh(1, 1, 4)
+    assert not problem.costs(0, 4, slow)
+    assert problem.costs(2, LAYERS, fast) or problem.costs(1, LAYERS, fast)
+
+
+def test_what_was_found_can_be_given(mlp):
+    plan, found = planned(mlp, MIXED), autopar.get_last_dp_result()
+    assert found is not None
+    assert found.submesh_devices == tuple(stage.devices for stage in plan.stages)
+    assert len({MIXED.pool_of(devices) for devices in found.submesh_devices}) == 2
+    given = ManualStageOption(
+        found.forward_stage_layer_ids,
+        found.submesh_shapes,
+        found.logical_mesh_shapes,
+        submesh_devices=found.submesh_devices,
+    )
+    assert planned(mlp, MIXED, given).stages == plan.stages
+
+
+# From a step to its timeline
+
+
+@cache
+def gpt() -> Model:
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "sequence_length": 16, "vocab_size": 64}
+    return build_model("gpt", sizes | {"batch_size": 16})
+
+
+def gpt_step(state, batch):
+    return gpt().train_step(state, batch, autopar.value_and_grad)
+
+
+TWO_STAGES = ManualStageOption([[0], [1]], [(1, 4), (1, 2)], [(4,), (2, 1)], submesh_devices=[range(4, 8), (2, 3)])
+METHOD = autopar.PipeshardParallel(
+    num_micro_batches=2, layer_option=AutoLayerOption(2), stage_option=TWO_STAGES, cluster=MIXED
+)
+
+
+@cache
+def gpt_plan() -> Plan:
+    return autopar.plan_step(gpt_step, gpt().abstract_args(), method=METHOD, cluster=MIXED)
+
+
+def test_a_plan_goes_to_json_and_back():
+    plan = gpt_plan()
+    assert (plan.cluster, [stage.devices for stage in plan.stages]) == ("mixed", [(4, 5, 6, 7), (2, 3)])
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "on devices 4-7" in str(plan)
+
+
+def test_a_plan_is_predicted_with_every_stage_compiled_for_its_own_gpus(monkeypatch):
+    compiled_for = []
+
+    def record(jitted, avals, cluster):
+        compiled_for.append(cluster.device.name)
+        return compile_for(jitted, avals, cluster)
+
+    monkeypatch.setattr("autopar.pipeline.compiling.compile_for", record)
+    timeline = autopar.predict(gpt_step, gpt().abstract_args(), gpt_plan(), MIXED)
+    assert [name for name, _ in groupby(compiled_for)] == [
+        A100.device.name,
+        V100.device.name,
+    ]  # the first stage is on A100s
+    assert timeline.meshes == ((4, 5, 6, 7), (2, 3))
+    assert timeline.fits(MIXED)
+    assert 0 < timeline.makespan < 1
+
+
+def test_a_plan_runs_as_on_one_device():
+    executable = assert_as_serial(gpt_step, METHOD, *sgd_args(gpt())).get_last_executable()
+    assert executable is not None
+    assert [stage.devices for stage in executable.plan.stages] == [(4, 5, 6, 7), (2, 3)]
+
+
+def stack_loss(params, batch):
+    return jnp.mean((stack(params, batch["x"]) - batch["y"]) ** 2)
+
+
+def test_automatic_stages_run_as_on_one_device_and_so_does_what_follows_them():
+    method = pipeline(devices=8, stage_option=AutoStageOption(), cluster=MIXED)
+    train = assert_as_serial(stack_step, method, stack_params(), stack_batch())
+    plan = train.get_last_executable().plan
+    assert {MIXED.pool_of(stage.devices) for stage in plan.stages} == {0, 1}
+    evaluate = autopar.parallelize(stack_loss, method=autopar.FollowParallel(train, 4))
+    args = stack_params(), stack_batch()
+    assert float(evaluate(*args)) == pytest.approx(float(jax.jit(stack_loss)(*args)), rel=1e-5)
+
+
+def test_the_reasons_of_a_stage_are_priced_in_its_pool():
+    step, cluster = trace_of_gpt(), load_cluster("p3_beside_p4d")
+    option = ManualStageOption([[0], [1]], [(1, 2)] * 2, [(2,)] * 2, submesh_devices=[(0, 1), (8, 9)])
+    planned_step = PlannedStep(step, planned(step, cluster, option))
+    for stage, pool in enumerate(cluster.pools):
+        given = autopar.inspect.strategies(planned_step, stage=stage, costs=ClusterCosts(pool))
+        pd.testing.assert_frame_equal(autopar.inspect.strategies(planned_step, stage=stage), given)
+
+
+def trace_of_gpt() -> StepGraph:
+    return trace(gpt_step, gpt().abstract_args(), (1,), 2, AutoLayerOption(2), marked=True)
+
+
+# What can't be done
+
+
+@pytest.mark.parametrize("method", [autopar.ShardParallel(), autopar.DataParallel(), autopar.Zero3Parallel()])
+def test_one_mesh_over_different_devices_is_refused(method):
+    name = type(method).__name__
+    with pytest.raises(ClusterError, match=rf"{name} shards .* 'a2_uneven' has 2 pools .* use PipeshardParallel"):
+        autopar.plan_step(stack_step, (stack_params(), stack_batch()), method=method, cluster="a2_uneven")
+    with pytest.raises(ClusterError, match="use PipeshardParallel"):
+        autopar.parallelize(stack_step, method=replace(method, devices=8, cluster=MIXED))(stack_params(), stack_batch())
+
+
+def test_a_plan_without_a_pipeline_is_not_predicted_on_a_mixed_cluster():
+    args = stack_params(), stack_batch()
+    plan = autopar.plan_step(stack_step, args, cluster="p3.16xlarge", mesh_shape=(2,))
+    with pytest.raises(ClusterError, match="a plan of ShardParallel shards a step over one mesh"):
+        autopar.predict(stack_step, args, plan, MIXED)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            UniformStageOption(4),
+            r"stage 2: devices 6, 7, 8 lie in several pools of cluster 'a2_uneven'.*AutoStageOption",
+        ),
+        (ManualStageOption([range(8)], [(1, 2)], [(2,)], submesh_devices=[(7, 8)]), "stage 0: devices 7, 8 lie in"),
+        (ManualStageOption([range(8)], [(1, 2)], [(2,)], submesh_devices=[(11, 12)]), "expected numbers from 0 to 11"),
+        (ManualStageOption([range(8)], [(1, 2)], [(2,)], submesh_devices=[(1, 1)]), "each at most once"),
+        (ManualStageOption([range(8)], [(1, 2)], [(2,)], submesh_devices=[(1,)]), r"but the submeshes have \[2\]"),
+        (AutoStageOption(profile=True), "devices differ in cluster 'a2_uneven'.*profile=False"),
+    ],
+)
+def test_stages_that_do_not_keep_to_a_pool_are_refused(mlp, option, message):
+    with pytest.raises(StageError, match=message):
+        planned(mlp, UNEVEN, option)
+
+
+def test_a_plan_for_another_cluster_is_refused():
+    args = gpt().abstract_args()
+    with pytest.raises(ClusterError, match=re.escape("'p3.16xlarge': it has 4 devices")):
+        autopar.predict(gpt_step, args, gpt_plan(), V100)
+    other = beside(V100.with_size(hosts=2, devices_per_host=3), A100)
+    with pytest.raises(ClusterError, match="lie in several pools of cluster 'toy'"):
+        autopar.predict(gpt_step, args, gpt_plan(), other)
+    with pytest.raises(ValueError, match="stages need 8 devices, got 4"):
+        autopar.parallelize(gpt_step, method=PlanMethod(gpt_plan(), devices=4)).get_executable(*args)
