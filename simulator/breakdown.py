@@ -59,9 +59,7 @@ def prediction_of(timeline: Timeline, cluster: AnyCluster, model_flops: float = 
                 parts["bubble"] -= late
     of_mesh = [cluster.pools[cluster.pool_of(devices)].device for devices in timeline.meshes]
     used = [(use.parts(), device) for use, device in zip(timeline.memory, of_mesh, strict=False)]
-    held, device = max(
-        used, key=lambda each: sum(each[0].values()) / each[1].memory_bytes, default=({}, of_mesh[mesh])
-    )
+    held, device = max(used, key=lambda each: sum(each[0].values()) / each[1].memory_bytes, default=({}, of_mesh[mesh]))
     sizes = list(map(len, timeline.meshes))
     return Prediction(
         seconds=timeline.makespan,
