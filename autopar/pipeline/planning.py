@@ -6,6 +6,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jax.extend.core import Var
+
 from autopar.devices import Device, logical_mesh
 from autopar.garbage import paused_gc
 from autopar.graph import aval_of
@@ -246,12 +248,15 @@ def _makespan(
     schedule: Schedule, cut: Cut, solved: Sequence[SolvedStage], assigned: Sequence[Assignment], costs: CostModel
 ) -> float:
     """Seconds of a step: what its schedule takes with these stages and the transfers between them."""
-    moved = Counter()
+    sent: set[tuple[Var, int, int]] = set()  # a value is sent to a stage once, whatever reads it there
     for task, reads in cut.reads.items():
         for var in reads if task.phase != "U" else ():
             maker = cut.made_by.get(var)
             if maker is not None and maker.phase != "U" and abs(maker.stage - task.stage) == 1:
-                moved[maker.stage, task.stage] += array_bytes(aval_of(var).shape, aval_of(var).dtype)
+                sent.add((var, maker.stage, task.stage))
+    moved = Counter()
+    for var, source, to in sent:
+        moved[source, to] += array_bytes(aval_of(var).shape, aval_of(var).dtype)
     transfers: dict[tuple[int, int], float] = {}
     for (source, to), num_bytes in moved.items():
         seconds = transfer_seconds(costs, num_bytes, assigned[source].devices, assigned[to].devices)

@@ -230,6 +230,11 @@ def splits_backward(name: str) -> bool:
     return "W" in make_schedule(name, Pipeline(1, 1)).phases
 
 
+def has_backward(name: str) -> bool:
+    """Whether there is a backward pass."""
+    return bool({"B", "I"} & set(make_schedule(name, Pipeline(1, 1)).phases))
+
+
 def schedule_names() -> tuple[str, ...]:
     """Names of the schedules."""
     return tuple(_KINDS)

@@ -154,10 +154,9 @@ class Remainder:
         thresholds = np.linspace(thresholds[0], thresholds[-1], _THRESHOLDS)
         return cls(np.append(0.0, thresholds), _least_sums(table, in_flight, thresholds))
 
-    def bounds(self, stop: int, left: tuple[int, ...], total: np.ndarray, slowest: np.ndarray) -> np.ndarray:
-        """Least objective of any plan with a suffix that starts at layer 0, 1, ... `stop` - 1 and has these terms."""
-        sums = self.sums[(slice(stop), *left)]
-        return total + (sums + np.maximum(slowest[:, None], self.lower)).min(axis=1)
+    def bounds(self, starts: np.ndarray, left: tuple[int, ...], total: np.ndarray, slowest: np.ndarray) -> np.ndarray:
+        """Least objective of any plan with a suffix that starts at one of these layers and has these terms."""
+        return total + (self.sums[(starts, *left)] + np.maximum(slowest[:, None], self.lower)).min(axis=1)
 
     def bound(self, first: int, left: tuple[int, ...], total: float, slowest: float) -> float:
         """The same for one suffix."""

@@ -13,6 +13,7 @@ from autopar.graph import aval_of
 from autopar.pipeline.composition import ComposedStage
 from autopar.pipeline.layer_costs import Shape
 from autopar.pipeline.layer_ranges import LayerRanges
+from autopar.pipeline.schedules import has_backward
 from autopar.pipeline.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, PhysicalSpace, logical_shapes
@@ -216,6 +217,7 @@ def stage_problem(
         layer_kinds=ranges.kinds,
         transfer=transfer,
         leave_idle=option.leave_idle,
+        backward=has_backward(schedule),
     )
 
 

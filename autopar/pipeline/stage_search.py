@@ -1,7 +1,7 @@
 """Stage construction by an exact dynamic program.
 
 Its states are suffixes of the layers on some of the devices: (first layer, devices left, number of stages). Each keeps its Pareto
-front of (sum, slowest), as one more stage in front can make either of two plans the better one. States are filled best first: the
+front of (sum, slowest, once per step, first stage), as one more stage in front can make any of them the better one. States are filled best first: the
 bound of a suffix adds what the layers before it cost at least (`stage_bounds`), so that only states near the optimum are
 visited and exact costs are asked for only where the optimum may depend on them.
 """
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -67,7 +68,7 @@ class _Suffix:
     Attributes:
         left: devices not used yet, in units of `CostTable`.
         total: seconds of all stages and transfers.
-        slowest: the other term of the objective.
+        slowest: the first maximum of the objective; once: the second.
         parts: sizes of the submeshes used, of pools where counting devices does not tell what else fits.
     """
 
@@ -76,13 +77,24 @@ class _Suffix:
     count: int = 0
     total: float = 0.0
     slowest: float = 0.0
+    once: float = 0.0
     parts: tuple[int, ...] = ()
     stage: Stage | None = None
     after: "_Suffix | None" = None
 
     @property
+    def rest(self) -> float:
+        """What the objective adds to the sum."""
+        return self.slowest + self.once
+
+    @property
     def seconds(self) -> float:
-        return self.total + self.slowest
+        return self.total + self.rest
+
+    @property
+    def front(self) -> float:
+        """Seconds of the first of the stages."""
+        return self.stage.cost.seconds if self.stage else 0.0
 
     def stages(self) -> Iterator[Stage]:
         if self.stage and self.after:
@@ -120,7 +132,7 @@ class _Search:
             if bound < self.limit:
                 heappush(heap, (bound, first, next(order), entry))
 
-        fronts: defaultdict[tuple, list[tuple[float, float]]] = defaultdict(list)
+        fronts: defaultdict[tuple, list[tuple[float, ...]]] = defaultdict(list)
         nothing = _Suffix(self.problem.num_layers, self.table.devices)
         push(self._remainder(0).bound(nothing.first, nothing.left, 0.0, 0.0), nothing.first, nothing)
         while heap:
@@ -130,7 +142,7 @@ class _Search:
                 for cost in self.table.exact(mesh, start, after.first):
                     if suffix := self._extended(after, start, mesh, cost):
                         remainder = self._remainder(suffix.count)
-                        bound = remainder.bound(suffix.first, suffix.left, suffix.total, suffix.slowest)
+                        bound = remainder.bound(suffix.first, suffix.left, suffix.total, suffix.rest)
                         push(bound, suffix.first, suffix)
                 if self.table.num_surprises - known >= patience:
                     return _Stale()
@@ -158,11 +170,11 @@ class _Search:
         neighbour = suffix.stage.submesh if suffix.stage and self.problem.transfer else None
         return suffix.first, suffix.left, suffix.count, suffix.parts, neighbour
 
-    @staticmethod
-    def _dominated(front: list[tuple[float, float]], suffix: _Suffix) -> bool:
-        if any(a <= suffix.total * _SAME and b <= suffix.slowest * _SAME for a, b in front):
+    def _dominated(self, front: list[tuple[float, ...]], suffix: _Suffix) -> bool:
+        terms = (suffix.total, suffix.slowest, suffix.once, suffix.front if self.problem.transfer else 0.0)
+        if any(all(a <= b * _SAME for a, b in zip(other, terms, strict=True)) for other in front):
             return True
-        front.append((suffix.total, suffix.slowest))
+        front.append(terms)
         return False
 
     def _transfer(self, after: _Suffix, mesh: int) -> float:
@@ -177,16 +189,14 @@ class _Search:
         left = self.table.without(after.left, mesh)
         if left is None or after.count >= len(self.in_flight) or self._parts(after, mesh) is None:
             return
-        transfer = self._transfer(after, mesh)
-        in_flight = self.in_flight[after.count]
-        seconds, slowest = self.table.level(in_flight)[:, mesh, : after.first, after.first]
-        slowest = np.maximum(slowest, max(after.slowest, self.table.repeats * transfer))
-        if returns := self.problem.returns(in_flight):
-            slowest = np.maximum(slowest, returns * (after.total + transfer + seconds))
+        seconds, busy = self.table.level(self.in_flight[after.count])[:, mesh, : after.first, after.first]
+        starts = np.flatnonzero(np.isfinite(seconds))
+        seconds, busy, transfer = seconds[starts], busy[starts], self._transfer(after, mesh)
+        rest = np.maximum(busy, self._slowest(after, transfer, seconds) + after.once)
         remainder = self._remainder(after.count + 1)
-        bounds = remainder.bounds(after.first, left, after.total + transfer + seconds, slowest)
-        for start in np.flatnonzero(bounds < self.limit):
-            yield int(start), float(bounds[start])
+        bounds = remainder.bounds(starts, left, after.total + transfer + seconds, rest)
+        for i in np.flatnonzero(bounds < self.limit):
+            yield int(starts[i]), float(bounds[i])
 
     def _extended(self, after: _Suffix, start: int, mesh: int, cost: StageCost) -> _Suffix | None:
         left, parts = self.table.without(after.left, mesh), self._parts(after, mesh)
@@ -198,16 +208,22 @@ class _Search:
             left=left,
             count=after.count + 1,
             total=after.total + transfer + cost.seconds,
-            slowest=max(
-                after.slowest,
-                self.table.busy(cost),
-                self.table.repeats * transfer,
-                self.problem.returns(self.in_flight[after.count]) * (after.total + transfer + cost.seconds),
-            ),
+            slowest=float(self._slowest(after, transfer, cost.seconds)),
+            once=max(after.once, cost.once_seconds),
             parts=parts,
             stage=Stage(start, after.first, self.problem.submeshes[mesh], cost),
             after=after,
         )
+
+    def _slowest(self, after: _Suffix, transfer: float, seconds: Any) -> Any:
+        """The first maximum of the objective with a stage of so many seconds, or each of several, in front of `after`."""
+        repeats, in_flight = self.table.repeats, self.in_flight[after.count]
+        slowest = np.maximum(max(after.slowest, repeats * transfer / 2), repeats * seconds)
+        slowest = np.maximum(slowest, self.problem.returns(in_flight) * (after.total + transfer + seconds))
+        if after.count:
+            turns = self.problem.turns(in_flight, self.in_flight[after.count - 1])
+            slowest = np.maximum(slowest, turns * (after.front + transfer + seconds))
+        return slowest
 
     def _parts(self, after: _Suffix, mesh: int) -> tuple[int, ...] | None:
         """The indices of the submeshes in awkward pools, sorted; None if the hosts can't hold them all."""

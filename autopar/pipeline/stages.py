@@ -3,11 +3,14 @@
 The time of a step is estimated as in Alpa (Zheng et al., OSDI'22, equation 2): the first microbatch passes through all stages, and
 every other one adds the time of the slowest stage. Here transfers between stages and what a stage does once per step count too:
 
-    sum of (stage + transfer) + max of ((micro_batches - 1) x stage or transfer + once per step)
+    sum of (stage + transfer) + max of ((micro_batches - 1) x (stage or transfer / 2)) + max of (once per step)
+
+as activations and gradients pass each other on their way, and even a fast stage sees the last microbatch only at the end.
 
 A stage that holds k microbatches starts none before the first of the last k is back, which takes the sum of all stages and transfers
-from it on. All microbatches take that ceil(micro_batches / k) times, which is another term of the maximum (once less, as the sum before it
-counts once): 1f1b, which holds as few as it can, waits for transfers where other schedules hide them.
+from it on. All microbatches take that ceil(micro_batches / k) times, which is another term of the first maximum (once less, as the sum
+before it counts once): 1f1b, which holds as few as it can, waits for transfers where other schedules hide them. Two neighbours that hold
+k and l < k wait for one another in the same way: k - l + 1 microbatches take them at least the sum of both and the transfer between.
 
 `stage_search.construct_stages` finds the exact optimum over all ways to cut the layers and to hand out the devices.
 """
@@ -69,6 +72,7 @@ class StageProblem:
         layer_kinds: layers with the same kind are interchangeable: stages of the same kinds in the same order share their costs.
         transfer: seconds between stages; None: nothing.
         leave_idle: whether devices may be left without work.
+        backward: whether microbatches come back; if not, no stage waits for them.
     """
 
     num_layers: int
@@ -81,10 +85,15 @@ class StageProblem:
     layer_kinds: Sequence[Hashable] | None = None
     transfer: Transfer | None = None
     leave_idle: bool = False
+    backward: bool = True
 
     def returns(self, in_flight: int) -> int:
         """How often a stage that holds so many microbatches waits until they are back."""
-        return -(-self.num_micro_batches // in_flight) - 1
+        return -(-self.num_micro_batches // in_flight) - 1 if self.backward else 0
+
+    def turns(self, earlier: int, later: int) -> int:
+        """How often two neighbours that hold so many microbatches wait for one another."""
+        return (self.num_micro_batches - later) // (earlier - later + 1) if self.backward and earlier > later else 0
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_micro_batches < 1:
@@ -133,11 +142,15 @@ def step_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
         before = problem.pools[b.submesh.pool].num_devices - later
         transfers.append(problem.transfer(b.start, a.submesh, b.submesh, before))  # pyright: ignore[reportOptionalCall]
     total = sum(stage.cost.seconds for stage in stages) + sum(transfers)
-    slowest = max(repeats * stage.cost.seconds + stage.cost.once_seconds for stage in stages)
+    slowest = repeats * max(*(stage.cost.seconds for stage in stages), *(each / 2 for each in transfers), 0.0)
+    held = [problem.in_flight(later, len(stages)) for later in reversed(range(len(stages)))]
     for k in range(len(stages)):
         back = sum(stage.cost.seconds for stage in stages[k:]) + sum(transfers[k:])
-        slowest = max(slowest, problem.returns(problem.in_flight(len(stages) - 1 - k, len(stages))) * back)
-    return total + max(slowest, repeats * max(transfers, default=0.0))
+        slowest = max(slowest, problem.returns(held[k]) * back)
+    for k, transfer in enumerate(transfers):
+        both = stages[k].cost.seconds + transfer + stages[k + 1].cost.seconds
+        slowest = max(slowest, problem.turns(held[k], held[k + 1]) * both)
+    return total + slowest + max(stage.cost.once_seconds for stage in stages)
 
 
 def in_flight_of(schedule: str, num_micro_batches: int) -> InFlight:

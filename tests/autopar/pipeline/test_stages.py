@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.pipeline.schedules import Pipeline, make_schedule
 from autopar.pipeline.stage_search import construct_stages
 from autopar.pipeline.stages import NoStagesError, Stage, StageCost, StageProblem, in_flight_of, step_seconds
 from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes, fits, place
@@ -116,6 +117,7 @@ def problems(draw):
         layer_kinds=kinds,
         transfer=draw(st.sampled_from([None, transfer])),
         leave_idle=draw(st.booleans()),
+        backward=draw(st.booleans()),
     )
 
 
@@ -202,6 +204,51 @@ def test_transfers_depend_on_both_neighbours():
     # of 1x1 and 1x2, the cheaper order of the last two stages (1x2, 1x1: 0 rather than 3) needs the dearer cut before them
     assert [stage.submesh.num_devices for stage in plan.stages] == [1, 1, 2]
     assert plan.seconds == 3 * 1.0 + 3.0
+
+
+def estimate_and_schedule(name, seconds, transfers, once, micro_batches):
+    """The estimate for a stage a device, and what the schedule takes; a third of each stage is its forward pass."""
+    one = Submesh(0, 1, 1)
+    problem = StageProblem(
+        num_layers=len(seconds),
+        pools=(HostPool(1, len(seconds)),),
+        submeshes=(one,),
+        num_micro_batches=micro_batches,
+        costs=lambda *_: [],
+        in_flight=in_flight_of(name, micro_batches),
+        transfer=lambda cut, *_: transfers[cut - 1],
+    )
+    stages = [Stage(i, i + 1, one, StageCost(s, o)) for i, (s, o) in enumerate(zip(seconds, once, strict=True))]
+    share = {"F": 1 / 3, "B": 2 / 3}
+    makespan = make_schedule(name, Pipeline(len(seconds), micro_batches)).makespan(
+        lambda task: once[task.stage] if task.phase == "U" else seconds[task.stage] * share[task.phase],
+        lambda source, to: transfers[min(source, to)] / 2,
+    )
+    return step_seconds(problem, stages), makespan
+
+
+def test_neighbours_wait_for_transfers_between_them():
+    """Of three stages of 3 s the first two hold 3 and 2 of 9 microbatches: 7 // 2 = 3 times they take 3 + 12 + 3 s for two."""
+    estimate, makespan = estimate_and_schedule("1f1b", [3, 3, 3], [12, 0], [0, 0, 0], 9)
+    assert estimate == (3 + 12 + 3 + 3) + 3 * (3 + 12 + 3)
+    assert makespan == pytest.approx(81)
+    more = estimate_and_schedule("1f1b_overlap_friendly", [3, 3, 3], [4, 0], [0, 0, 0], 9)
+    assert more == pytest.approx((13 + 8 * 3, 13 + 8 * 3))  # hidden
+
+
+def test_a_fast_stage_has_its_update_still_to_do_at_the_end():
+    """It waits for the slower one throughout: the time that it has left over does not hide what comes last."""
+    assert estimate_and_schedule("1f1b", [3, 6], [0], [5, 0], 8) == pytest.approx((9 + 7 * 6 + 5,) * 2)
+
+
+@given(
+    st.sampled_from(["1f1b", "1f1b_overlap_friendly"]),
+    st.lists(st.tuples(st.integers(2, 6), st.sampled_from([0, 2, 4]), st.sampled_from([0, 5])), min_size=1, max_size=5),
+)
+def test_the_estimate_is_near_what_the_schedule_takes(name, rows):
+    seconds, transfers, once = zip(*rows, strict=True)
+    estimate, makespan = estimate_and_schedule(name, seconds, transfers[1:], once, 24)
+    assert 0.8 * makespan <= estimate <= 1.2 * makespan
 
 
 def test_stages_that_leave_gaps_in_the_hosts_are_not_planned():
