@@ -83,8 +83,8 @@ class MixedCosts:
         return self._collective(kind, num_bytes, groups)
 
     def _collective_anew(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
-        inside: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-        cards: Counter[tuple[int, str, int]] = Counter()
+        inside: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # groups of each pool
+        cards: Counter[tuple[int, str, int]] = Counter()  # messages out of and into each network card of each pool
         for group in groups:
             of_members = [self.cluster.pool_of((device,)) for device in group]
             local = [device - self.cluster.pool_starts[pool] for device, pool in zip(group, of_members, strict=True)]

@@ -1,9 +1,9 @@
 """Stage construction by an exact dynamic program.
 
 Its states are suffixes of the layers on some of the devices: (first layer, devices left, number of stages). Each keeps its Pareto
-front of (sum, slowest, once per step, first stage), as one more stage in front can make any of them the better one. States are filled best first: the
-bound of a suffix adds what the layers before it cost at least (`stage_bounds`), so that only states near the optimum are
-visited and exact costs are asked for only where the optimum may depend on them.
+front of (sum, slowest, once per step, first stage), as one more stage in front can make any of them the better one. States are filled
+best first: the bound of a suffix adds what the layers before it cost at least (`stage_bounds`), so that only states near the optimum
+are visited and exact costs are asked for only where the optimum may depend on them.
 """
 
 from collections import defaultdict
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
+from math import isinf
 from typing import Any
 
 import numpy as np
@@ -189,9 +190,12 @@ class _Search:
         left = self.table.without(after.left, mesh)
         if left is None or after.count >= len(self.in_flight) or self._parts(after, mesh) is None:
             return
+        transfer = self._transfer(after, mesh)
+        if isinf(transfer):
+            return
         seconds, busy = self.table.level(self.in_flight[after.count])[:, mesh, : after.first, after.first]
         starts = np.flatnonzero(np.isfinite(seconds))
-        seconds, busy, transfer = seconds[starts], busy[starts], self._transfer(after, mesh)
+        seconds, busy = seconds[starts], busy[starts]
         rest = np.maximum(busy, self._slowest(after, transfer, seconds) + after.once)
         remainder = self._remainder(after.count + 1)
         bounds = remainder.bounds(starts, left, after.total + transfer + seconds, rest)

@@ -102,6 +102,8 @@ def problems(draw):
         ]
 
     def transfer(cut, source, destination, before):
+        if source.pool == destination.pool and before is not None and before < source.num_devices:
+            return float("inf")  # no room
         meshes = (source.pool, source.num_devices, destination.pool, destination.num_devices)
         least = float(draws(cut, *meshes).integers(5))
         return least if before is None else least + float(draws(cut, *meshes, before).integers(3))
