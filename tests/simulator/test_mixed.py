@@ -8,6 +8,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simulator.breakdown import predict
+from simulator.clock import Clock
 from simulator.cluster import Cluster, Link, cluster_names, mixed_cluster_names
 from simulator.costs import ClusterCosts, MixedCosts, costs_of
 from simulator.description import ClusterError
@@ -224,6 +226,22 @@ def test_a_program_runs_on_each_pool_at_its_own_speed() -> None:
     assert simulate(program, MIXED).makespan == pytest.approx(first + sending + second)
     with pytest.raises(ValueError, match="cluster 'both' has devices 0 to 15"):
         simulate(Program(((16,),), ((),)), MIXED)
+
+
+@pytest.mark.parametrize("dispatch", [0.0, 1e-3])
+def test_the_clock_knows_the_pools_and_so_does_the_prediction(dispatch: float) -> None:
+    rows = ((Run(0, "F", 0), Send("x", 1, int(1e6))), (Recv("x", 0), Run(1, "F", 0)))
+    memory = MemoryUse(arguments=int(12e9)), MemoryUse(arguments=int(20e9))
+    program = Program(((0, 1), (8,)), rows, {"0F": (PRODUCT,), "1F": (PRODUCT,)}, memory)
+    prediction = predict(program, MIXED, dispatch=dispatch)
+    assert Clock.of(program).makespan(costs_of(MIXED), dispatch) == pytest.approx(prediction.seconds)
+    assert prediction.peak_flop_per_s == 2 * 125e12 + 312e12
+    assert prediction.memory.capacity == V100.device.memory_bytes  # fuller than the A100
+
+
+def test_devices_of_different_pools_are_in_different_hosts() -> None:
+    assert [MIXED.host_of(device) for device in (0, 7, 8, 15)] == [0, 0, 1, 1]
+    assert [load_cluster("a2_uneven").host_of(device) for device in (7, 11)] == [0, 1]
 
 
 def test_every_mesh_has_to_fit_on_its_own_devices() -> None:
