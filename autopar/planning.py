@@ -12,6 +12,7 @@ from autopar.inspect.strategies import print_if_asked
 from autopar.plan import Constraint, Plan, Stage, TimeSplit, Value
 from autopar.regions import loop_p
 from autopar.sharding.options import ShardingOptions
+from autopar.sharding.pins import check_patterns
 from autopar.sharding.planner import Shardings, plan_shardings
 from autopar.sharding.rules import is_replicated_only
 from autopar.sharding.spec import LogicalMesh
@@ -44,6 +45,7 @@ def make_plan(
             f"a mesh of shape {mesh.shape} needs {mesh.num_devices} devices, but cluster {cluster.name!r} has"
             f" {cluster.num_devices}; use a smaller mesh or a cluster with more hosts"
         )
+    check_patterns(options.pins, step)
     budget = cluster.device.usable_bytes if memory_budget is None else memory_budget
     costs = costs or ClusterCosts(cluster)
     shardings = plan_shardings(step, mesh, costs, options, budget)

@@ -25,6 +25,7 @@ from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalS
 from autopar.plan import PipelineSchedule, Plan, Stage, TimeSplit
 from autopar.planning import coverage_warnings, stage_of
 from autopar.sharding.options import AUTO, ShardingOptions
+from autopar.sharding.pins import check_patterns
 from autopar.sharding.planner import MemoryBudgetError
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
@@ -81,6 +82,7 @@ class PipelinePlanner:
                 "the step has no layers: decorate the loss function with autopar.manual_layer_construction or"
                 " autopar.automatic_layer_construction, or give the method a layer_option, and differentiate with autopar.grad"
             )
+        check_patterns(options.pins, step)
         self._ranges: dict[bool, LayerRanges] = {}
         self._layers: dict[Hashable, list[LayerCosts]] = {}
         self._stages: dict[Hashable, ClusterStageCosts] = {}

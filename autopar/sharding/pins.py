@@ -1,7 +1,7 @@
 """Where inputs may be: what the options leave free, and what the user pins."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -95,30 +95,50 @@ def specs_by_path(specs: Any, tree: Any, paths: Sequence[str], name: str) -> dic
     return {path: spec for path, spec in zip(paths, each, strict=True) if spec is not None}
 
 
+def check_patterns(patterns: Iterable[str], step: StepGraph) -> None:
+    """Raise ShardingError unless each pattern of a pin matches something in the step."""
+    names = _shapes(step) if patterns else ()
+    for pattern in patterns:
+        if not _matching(pattern, names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+            raise ShardingError(
+                f"pin {pattern!r} matches no input, result or named value of {step.name}; near it are {', '.join(near) or 'none'}"
+            )
+
+
+def _shapes(step: StepGraph) -> dict[str, tuple[int, ...]]:
+    """What can be pinned, by its name: inputs, results and named values."""
+    shapes = {path: aval_of(var).shape for path, var in zip(step.in_paths, step.jaxpr.invars, strict=True)}
+    for path, atom in zip(step.out_paths, step.jaxpr.outvars, strict=True):
+        shapes[f"result/{path}".removesuffix("/")] = aval_of(atom).shape
+    for eqn in step.jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            shapes[eqn.params["name"]] = aval_of(eqn.outvars[0]).shape
+    return shapes
+
+
+def _matching(pattern: str, names: Collection[str]) -> list[str]:
+    return [pattern] if pattern in names else [name for name in names if fnmatchcase(name, pattern)]
+
+
 class Pins:
     """The user's own specs of inputs, outputs and named values, by pattern.
 
+    The step may be one stage of several: `check_patterns` sees whether a pattern matches anything in all of them. On one device there is
+    nothing to pin.
+
     Raises:
-        ShardingError: a pattern matches nothing, names an unknown axis, or does not divide what it matches; two patterns want
-            different specs of the same value.
+        ShardingError: a pattern names an unknown axis, or does not divide what it matches; two patterns want different specs of the
+            same value.
     """
 
     def __init__(self, patterns: Mapping[str, PartitionSpec], step: StepGraph, mesh: LogicalMesh) -> None:
-        shapes = {path: aval_of(var).shape for path, var in zip(step.in_paths, step.jaxpr.invars, strict=True)}
-        for path, atom in zip(step.out_paths, step.jaxpr.outvars, strict=True):
-            shapes[f"result/{path}".removesuffix("/")] = aval_of(atom).shape
-        for eqn in step.jaxpr.eqns:
-            if eqn.primitive.name == "name":
-                shapes[eqn.params["name"]] = aval_of(eqn.outvars[0]).shape
         self._pinned: dict[str, Spec] = {}
+        if not patterns or mesh.num_devices == 1:
+            return
+        shapes = _shapes(step)
         for pattern, partition in patterns.items():
-            matched = [pattern] if pattern in shapes else [name for name in shapes if fnmatchcase(name, pattern)]
-            if not matched:
-                near = difflib.get_close_matches(pattern, shapes, n=3, cutoff=0.3)
-                raise ShardingError(
-                    f"pin {pattern!r} matches no input, result or named value of {step.name}; near it are {', '.join(near) or 'none'}"
-                )
-            for name in matched:
+            for name in _matching(pattern, shapes):
                 spec = _checked(name, partition, shapes[name], mesh)
                 if self._pinned.setdefault(name, spec) != spec:
                     raise ShardingError(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import AutoLayerOption, AutoStageOption, ManualStageOption, UniformStageOption
@@ -21,6 +22,7 @@ from autopar.pipeline.stages import NoStagesError, Stage, StageProblem, step_sec
 from autopar.pipeline.submeshes import Submesh
 from autopar.plan import PipelineSchedule, Plan
 from autopar.sharding.options import AUTO
+from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import MemoryBudgetError
 from autopar.trace import StepGraph, trace
 from experiments.models import build_model
@@ -196,6 +198,22 @@ def test_layers_share_less_memory_at_rising_cost(gpt):
     assert seconds == sorted(seconds)
     assert used == sorted(used, reverse=True)
     assert stage_costs(gpt, 0.1 * most).composed(0, LAYERS, [(4,)], 4) is None
+
+
+@pytest.mark.parametrize("option", [UniformStageOption(2), AutoStageOption()], ids=str)
+def test_pins_hold_in_the_stages_that_have_what_is_pinned(mlp, option):
+    kernel = "0/params/params/Dense_1/kernel"
+    options = replace(AUTO, pins={kernel: P(None, "x")})
+    plan = make_pipeline_plan(mlp, CLUSTER, option, options, ONE_F_ONE_B, "PipeshardParallel")
+    (owner,) = (stage for stage in plan.stages if any(value.path == kernel for value in stage.inputs))
+    pinned = next(value.spec for value in owner.inputs if value.path == kernel)
+    assert pinned == ((), ("x",) if owner.mesh_shape[0] > 1 else ())
+
+
+def test_a_pin_that_matches_nothing_in_any_stage_is_refused(mlp):
+    options = replace(AUTO, pins={"0/params/params/Dense_1/kernle": P("x")})
+    with pytest.raises(ShardingError, match=r"matches no input.*Dense_1/kernel"):
+        make_pipeline_plan(mlp, CLUSTER, UniformStageOption(2), options, ONE_F_ONE_B, "PipeshardParallel")
 
 
 def test_a_stage_receives_what_others_make(gpt):

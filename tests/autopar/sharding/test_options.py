@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.sharding.options import DATA_PARALLEL, ShardingOptions
-from autopar.sharding.pins import ShardingError
+from autopar.sharding.pins import ShardingError, check_patterns
 from autopar.sharding.planner import plan_shardings
 from autopar.sharding.problem import InfeasibleError
 from autopar.sharding.spec import LogicalMesh
@@ -147,7 +147,6 @@ def test_reduce_scatter_can_be_preferred(step):
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
-        ({"0/params/params/Dense_0/kernle": P("x")}, r"matches no input.*Dense_0/kernel"),
         ({KERNEL: P("z")}, r"\['z'\] not among the mesh's axes \('x',\)"),
         ({"0/params/params/Dense_0/bias": P(None, "x")}, "has only 1 dims"),
         ({KERNEL: P("x"), "0/params/*/kernel": P(None, "x")}, "keep one"),
@@ -157,6 +156,11 @@ def test_reduce_scatter_can_be_preferred(step):
 def test_pins_that_cannot_hold_are_refused(step, pins, message):
     with pytest.raises(ShardingError, match=message):
         inputs(step, pins=pins)
+
+
+def test_a_pin_that_matches_nothing_is_refused(step):
+    with pytest.raises(ShardingError, match=r"matches no input.*Dense_0/kernel"):
+        check_patterns(["0/params/params/Dense_0/kernle"], step)
 
 
 def test_a_pin_that_does_not_divide_is_refused():
