@@ -230,12 +230,13 @@ def estimate_and_schedule(name, seconds, transfers, once, micro_batches):
 
 
 def test_neighbours_wait_for_transfers_between_them():
-    """Of three stages of 3 s the first two hold 3 and 2 of 9 microbatches: 7 // 2 = 3 times they take 3 + 12 + 3 s for two."""
-    estimate, makespan = estimate_and_schedule("1f1b", [3, 3, 3], [12, 0], [0, 0, 0], 9)
-    assert estimate == (3 + 12 + 3 + 3) + 3 * (3 + 12 + 3)
-    assert makespan == pytest.approx(81)
+    """Of three stages of 3 s the first two hold 3 and 2 of 9 microbatches: 7 // 2 = 3 times they take 3 + 6 + 3 s for two."""
+    estimate, makespan = estimate_and_schedule("1f1b", [3, 3, 3], [6, 0], [0, 0, 0], 9)
+    assert estimate == (3 + 6 + 3 + 3) + 3 * (3 + 6 + 3)
+    assert estimate <= makespan <= 1.2 * estimate
+    assert 0.7 * makespan > (3 + 6 + 3 + 3) + 8 * 3  # what the slowest stage alone would let one expect
     more = estimate_and_schedule("1f1b_overlap_friendly", [3, 3, 3], [4, 0], [0, 0, 0], 9)
-    assert more == pytest.approx((13 + 8 * 3, 13 + 8 * 3))  # hidden
+    assert more == pytest.approx((13 + 8 * 3, 13 + 8 * 3), rel=0.03)  # hidden
 
 
 def test_a_fast_stage_has_its_update_still_to_do_at_the_end():
