@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autopar.devices import AXIS_NAMES
 from autopar.layers import ManualLayerOption
 from autopar.methods import ManualShardParallel, PipeshardParallel, PlanningMethod, ShardParallel
 from autopar.schedule.directives import CutPipelineStage, ScheduleError, Shard, Sync
@@ -66,18 +67,24 @@ def build(model: ModelSchedule, backend: Backend = "manual", batch_axis: str | N
     cuts = model.of_kind(CutPipelineStage)
     if cuts and backend != "auto":
         raise ScheduleError("cut_pipeline_stage: pipelines are built with backend='auto'")
-    if cuts and (model.of_kind(Shard) or model.of_kind(Sync)):
+    used = {each.mesh_axis for each in (*model.of_kind(Shard), *model.of_kind(Sync))}
+    if cuts and (unknown := used.difference(AXIS_NAMES)):
         raise ScheduleError(
-            "cut_pipeline_stage and shard: stages are sharded by the planner, which keeps no pins there; drop one"
+            f"cut_pipeline_stage and mesh axis {', '.join(sorted(unknown))}: each stage has a mesh of its own, whose axes are"
+            f" called {', '.join(AXIS_NAMES)}; use those names"
         )
     placed = model.placed(batch_axis, lenient=backend == "auto")
     if backend != "manual":
         check_functions(placed.items)
     pins = _pins(model, placed, named=backend == "auto")
+    options = ShardingOptions(pins=pins)
     if cuts:
-        method: PlanningMethod = PipeshardParallel(model.mesh, layer_option=ManualLayerOption())
+        layers = ManualLayerOption()
+        method: PlanningMethod = PipeshardParallel(
+            model.mesh, layer_option=layers, default_auto_sharding_option=options
+        )
     elif backend == "auto":
-        method = ShardParallel(model.mesh, options=ShardingOptions(pins=pins))
+        method = ShardParallel(model.mesh, options=options)
     else:
         method = ManualShardParallel(model.mesh, pins=pins)
     specs = dict(zip(model.graph.invars, placed.arguments, strict=True))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import autopar
@@ -262,13 +263,16 @@ def test_nnx_modules_take_the_same_directives() -> None:
     assert_allclose(built.apply(state, x), model(x), atol=1e-5)
 
 
-def test_a_pipeline_is_cut_where_the_schedule_says() -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_pipeline_is_cut_and_its_stages_are_sharded_where_the_schedule_says(sharded: bool) -> None:
     model = MLP(32)
     x = jax.random.normal(jax.random.key(1), (8, 32))
     params = model.init(jax.random.key(0), x)
     gradients = jax.grad(lambda p: jnp.mean(model.apply(p, x) ** 2))(params)
     sch = scheduled(model, x)
     sch["linear1"].cut_pipeline_stage()
+    if sharded:
+        sch["linear2"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
     built = build(sch, "auto")
 
     def step(params: Any, x: Any) -> Any:
@@ -278,7 +282,17 @@ def test_a_pipeline_is_cut_where_the_schedule_says() -> None:
     parallel = autopar.parallelize(step, method=built.method)
     updated, _ = parallel(params, x)
     assert_allclose(updated, jax.tree.map(lambda p, g: p - g, params, gradients), atol=1e-5)
-    assert len(parallel.get_executable(params, x).plan.stages) == 2
+    first, second = parallel.get_executable(params, x).plan.stages
+    if sharded:
+        assert {v.spec for v in second.inputs if v.path.endswith("linear2/kernel")} == {(("x",), ())}
+    assert not any("linear2" in value.path for value in first.inputs)
+
+
+def test_stages_have_meshes_of_their_own_with_names_of_their_own() -> None:
+    sch = mlp_schedule(jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,)))
+    sch["linear1"].shard("kernel", axis=1).sync("fwd_post", "all_gather").cut_pipeline_stage()
+    with pytest.raises(ScheduleError, match=r"axis tp: each stage has a mesh of its own, whose axes are called x, y"):
+        build(sch, "auto")
 
 
 def test_pipelines_and_functions_on_shards_need_their_backend() -> None:
@@ -286,9 +300,6 @@ def test_pipelines_and_functions_on_shards_need_their_backend() -> None:
     sch["linear1"].cut_pipeline_stage()
     with pytest.raises(ScheduleError, match="backend='auto'"):
         build(sch)
-    sch["linear1"].shard("kernel", axis=1)
-    with pytest.raises(ScheduleError, match="drop one"):
-        build(sch, "auto")
     sch = mlp_schedule()
     tensor_parallel_with_function(sch)
     with pytest.raises(ScheduleError, match="backend='manual'"):
