@@ -18,6 +18,7 @@ import autopar
 from autopar import AutoLayerOption, AutoStageOption, ManualStageOption
 from autopar.pipeline.planning import make_pipeline_plan
 from autopar.pipeline.stage_options import StageOption
+from autopar.pipeline.stages import NoStagesError
 from autopar.plan import PipelineSchedule, Plan
 from autopar.sharding.options import AUTO
 from autopar.sharding.problem import InfeasibleError
@@ -100,7 +101,8 @@ class Row:
     """Both plans for one model.
 
     Attributes:
-        alpa_seconds: predicted step time with Alpa's stages; None where they don't fit under this memory model.
+        found_seconds: predicted step time with the stages that were found; None where none fit under this memory model.
+        alpa_seconds: the same with Alpa's stages.
         stages: what was found: layers, hosts x devices and logical shape of each.
         ahead: how much less time the found plan takes, relative.
         planning_seconds: tracing aside.
@@ -109,8 +111,8 @@ class Row:
     model: str
     devices: int
     micro_batches: int
-    found_seconds: float
-    found_gb: float
+    found_seconds: float | None
+    found_gb: float | None
     alpa_seconds: float | None
     alpa_gb: float | None
     ahead: float | None
@@ -132,29 +134,31 @@ def compare(published: Published) -> Row:
     count = published.num_devices
     cluster = cluster.first_devices(count) if count <= 8 else cluster.with_size(hosts=count // 8)
     start = time.perf_counter()
-    found = _plan(step, cluster, AutoStageOption(submesh_logical_shape_space="all"))
-    seconds = time.perf_counter() - start
-    try:
-        alpa, status = _plan(step, cluster, published.option()), "ok"
-    except InfeasibleError as error:
-        alpa, status = None, f"Alpa's stages: {error}"
+    found, missing = _plan(step, cluster, AutoStageOption(submesh_logical_shape_space="all"))
+    seconds, stages = time.perf_counter() - start, _stages() if found else ""
+    alpa, unfit = _plan(step, cluster, published.option())
+    problems = [f"{whose}: {error}" for whose, error in (("found", missing), ("Alpa's stages", unfit)) if error]
     return Row(
         model=published.name,
         devices=count,
         micro_batches=published.micro_batches,
-        found_seconds=found.predicted_seconds,
-        found_gb=found.predicted_bytes / 1e9,
+        found_seconds=found.predicted_seconds if found else None,
+        found_gb=found.predicted_bytes / 1e9 if found else None,
         alpa_seconds=alpa.predicted_seconds if alpa else None,
         alpa_gb=alpa.predicted_bytes / 1e9 if alpa else None,
-        ahead=1 - found.predicted_seconds / alpa.predicted_seconds if alpa else None,
+        ahead=1 - found.predicted_seconds / alpa.predicted_seconds if found and alpa else None,
         planning_seconds=seconds,
-        stages=_stages(),
-        status=status,
+        stages=stages,
+        status="; ".join(problems) or "ok",
     )
 
 
-def _plan(step: StepGraph, cluster: Cluster, option: StageOption) -> Plan:
-    return make_pipeline_plan(step, cluster, option, AUTO, PipelineSchedule(name="1f1b"), "PipeshardParallel")
+def _plan(step: StepGraph, cluster: Cluster, option: StageOption) -> tuple[Plan | None, Exception | None]:
+    """The plan, or why there is none that fits."""
+    try:
+        return make_pipeline_plan(step, cluster, option, AUTO, PipelineSchedule(name="1f1b"), "PipeshardParallel"), None
+    except (NoStagesError, InfeasibleError) as error:
+        return None, error
 
 
 def _stages() -> str:
@@ -187,10 +191,12 @@ def main() -> None:
 
 
 def _text(row: Row) -> str:
-    alpa = "does not fit" if row.alpa_seconds is None else f"{row.alpa_seconds:8.3f} s {row.alpa_gb:6.2f} GB"
-    ahead = "" if row.ahead is None else f"{row.ahead:+7.1%}"
+    def text(seconds: float | None, size: float | None) -> str:
+        return "does not fit" if seconds is None else f"{seconds:8.3f} s {size:6.2f} GB"
+
+    found, alpa = text(row.found_seconds, row.found_gb), text(row.alpa_seconds, row.alpa_gb)
     return (
-        f"{row.model:8} found {row.found_seconds:8.3f} s {row.found_gb:6.2f} GB, Alpa's {alpa} {ahead} ({row.stages})"
+        f"{row.model:8} found {found}, Alpa's {alpa} {'' if row.ahead is None else f'{row.ahead:+7.1%}'} ({row.stages})"
     )
 
 
