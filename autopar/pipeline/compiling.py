@@ -49,5 +49,6 @@ def compile_pipeline(planned: PlannedPipeline, cluster: AnyCluster, donated: fro
             bodies[Run(function.task.stage, function.task.phase, function.task.round).task] = body
             memory.add_task(function.task, used)
     program = planned.program
-    program = replace(program, bodies=bodies, memory=memory.peaks(program), levels=memory.levels(program))
+    levels = memory.levels(program)
+    program = replace(program, bodies=bodies, memory=memory.peaks(levels), levels=levels)
     return program, time.perf_counter() - start

@@ -1,6 +1,6 @@
 """Bytes on one device of each mesh of a pipeline, instruction by instruction."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jax.extend.core import Var
 
@@ -9,6 +9,9 @@ from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.program import task_of
 from simulator.memory import MemoryUse
 from simulator.program import Free, Program, Recv, Run, Send
+
+type Levels = tuple[tuple[tuple[int, int], ...], ...]
+"""For each mesh the bytes while each instruction runs, and after it, arguments included: `simulator.program.Program.levels`."""
 
 
 class MeshMemory:
@@ -21,12 +24,12 @@ class MeshMemory:
     def add_task(self, task: Task, used: MemoryUse) -> None:
         self._tasks[task] = used
 
-    def peaks(self, program: Program) -> tuple[MemoryUse, ...]:
+    def peaks(self, levels: Levels) -> tuple[MemoryUse, ...]:
         """The memory of each mesh when it is fullest. Inputs are its arguments; all else that lives then is temporary."""
-        return tuple(self._peak(mesh, program) for mesh in range(len(program.meshes)))
+        return tuple(self._peak(mesh, each) for mesh, each in enumerate(levels))
 
-    def levels(self, program: Program) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each mesh the bytes while each instruction runs, and after it, arguments included."""
+    def levels(self, program: Program) -> Levels:
+        """What lives on each mesh, instruction by instruction."""
         meshes = range(len(program.meshes))
         fixed = [self._arguments(mesh) for mesh in meshes]
         return tuple(
@@ -34,9 +37,10 @@ class MeshMemory:
             for mesh in meshes
         )
 
-    def _peak(self, mesh: int, program: Program) -> MemoryUse:
-        most = max((during for during, _ in self._held(mesh, program)), default=0)
-        return MemoryUse(arguments=self._arguments(mesh), outputs=0, aliased=0, temporaries=most)
+    def _peak(self, mesh: int, levels: Sequence[tuple[int, int]]) -> MemoryUse:
+        fixed = self._arguments(mesh)
+        most = max((during for during, _ in levels), default=fixed)
+        return MemoryUse(arguments=fixed, outputs=0, aliased=0, temporaries=most - fixed)
 
     def _arguments(self, mesh: int) -> int:
         cut, mesh_of = self.planned.cut, self.planned.schedule.pipeline.mesh_of

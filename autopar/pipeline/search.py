@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
-from autopar.garbage import paused_gc
 from autopar.layers import AutoLayerOption, LayerError, LayerOption, ManualLayerOption
 from autopar.microbatch import MicrobatchError
 from autopar.pipeline.planning import PipelinePlanner
@@ -85,7 +84,6 @@ def schedules(name: str, num_chunks: int | Literal["auto"]) -> list[tuple[str, i
     return [(each, count) for each, count in pairs if count == 1 or each in (_INTERLEAVED, "inference")]
 
 
-@paused_gc()
 def search(
     trace: Callable[[int, LayerOption | None], StepGraph],
     planner: Callable[[StepGraph], PipelinePlanner],

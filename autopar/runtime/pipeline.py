@@ -123,7 +123,7 @@ class PipelineExecutable:
         memory = MeshMemory(self.planned)
         for task, used in self.get_stage_allocation_size().items():
             memory.add_task(task, used)
-        return memory.peaks(self.program)
+        return memory.peaks(memory.levels(self.program))
 
     def get_total_allocation_size(self) -> int:
         """Bytes that the fullest device needs to run the step."""

@@ -19,6 +19,7 @@ from autopar.schedule.directives import (
     Trace,
     describe,
 )
+from autopar.schedule.graph import joined
 from autopar.schedule.syncs import check_sync
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def check(model: "ModelSchedule", directive: Directive) -> None:
                 )
         case Trace(path, _, leaves):
             for leaf in leaves:
-                model.modules.find("/".join(filter(None, (path, leaf))))
+                model.modules.find(joined(path, leaf))
         case Fuse() | Replace():
             _check_region(model, directive)
         case Checkpoint(_, policy):
@@ -72,7 +73,7 @@ def _check_mesh_axis(model: "ModelSchedule", directive: Shard | Sync) -> None:
 def _check_shard(model: "ModelSchedule", directive: Shard) -> None:
     _check_mesh_axis(model, directive)
     shape = model.modules.param(directive.path, directive.param).shape
-    called = f"{directive.path}/{directive.param}".lstrip("/")
+    called = joined(directive.path, directive.param)
     if not 0 <= directive.axis < len(shape):
         raise ScheduleError(f"{called} has shape {shape}: it has no axis {directive.axis} to shard")
     ways = model.mesh.shape[directive.mesh_axis]

@@ -17,7 +17,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import closed_call_p, jit_p, remat_p
 
-from autopar.graph import Atom
+from autopar.graph import Atom, needed
 from autopar.schedule.nnx_scopes import MARK
 
 _CALLS = {jit_p: "jaxpr", closed_call_p: "call_jaxpr"}
@@ -108,6 +108,11 @@ def within(scope: str, path: str) -> bool:
     return not path or scope == path or scope.startswith(f"{path}/")
 
 
+def joined(path: str, name: str) -> str:
+    """What is called `name` in the module at `path`; "" is the model itself."""
+    return "/".join(filter(None, (path, name)))
+
+
 def trace_model(
     fun: Callable[..., Any], params: Any, args: Sequence[Any], root: str | None, param_path: Callable[[Any], str]
 ) -> ModelGraph:
@@ -123,8 +128,8 @@ def trace_model(
     outvars = builder.inline(jaxpr, invars, "", ())
     leaves, in_tree = jax.tree.flatten_with_path((params, *args))
     named = [(var, path) for var, (path, _) in zip(invars, leaves, strict=True)]
-    keep = _live(builder.nodes, outvars)
-    nodes = tuple(node for node in builder.nodes if node.name in keep)
+    nodes = tuple(builder.nodes[n] for n, _ in needed(enumerate(node.eqn for node in builder.nodes), outvars))
+    keep = {node.name for node in nodes}
     groups = (Recomputed(frozenset(names) & keep, *rest) for names, *rest in builder.recomputed)
     return ModelGraph(
         nodes,
@@ -142,17 +147,6 @@ def trace_model(
 def _arg_path(path: Any) -> str:
     inner = jax.tree_util.keystr(path[1:], simple=True, separator="/")
     return f"arg{path[0].idx - 1}/{inner}".removesuffix("/")
-
-
-def _live(nodes: Sequence[Node], outvars: Sequence[Atom]) -> set[str]:
-    """The names of the nodes that results or effects depend on."""
-    live: set[Any] = {atom for atom in outvars if isinstance(atom, Var)}
-    kept = set()
-    for node in reversed(nodes):
-        if node.eqn.effects or not live.isdisjoint(node.eqn.outvars):
-            kept.add(node.name)
-            live.update(atom for atom in node.eqn.invars if isinstance(atom, Var))
-    return kept
 
 
 class _Builder:
@@ -174,7 +168,7 @@ class _Builder:
 
         for eqn in jaxpr.eqns:
             invars = [rename(atom) for atom in eqn.invars]
-            at = "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
+            at = joined(stack, str(eqn.source_info.name_stack))
             if eqn.primitive in _CALLS:
                 outvars = self.inline(eqn.params[_CALLS[eqn.primitive]], invars, at, groups)
             elif eqn.primitive is remat_p:
@@ -188,7 +182,7 @@ class _Builder:
         return [rename(atom) for atom in jaxpr.outvars]
 
     def _append(self, eqn: JaxprEqn, scope: str, groups: tuple[set[str], ...]) -> None:
-        name = "/".join(filter(None, (scope, eqn.primitive.name)))
+        name = joined(scope, eqn.primitive.name)
         count, self._count[name] = self._count[name], self._count[name] + 1
         name = f"{name}:{count}" if count else name
         self.nodes.append(Node(name, scope, eqn))

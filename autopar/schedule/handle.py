@@ -97,8 +97,7 @@ class Handle:
 
     def subgraph(self) -> Subgraph:
         """All equations of the modules, as one: what projects queries, keys and values, say, to be replaced together."""
-        nodes = self._owner.graph.nodes
-        return self._owner.region([node for node in nodes if any(node.within(path) for path in self.paths)])
+        return self._owner.module(*self.paths)
 
     def fuse(self, subgraph: Found, compiler: str = "xla", name: str = "fused") -> "Handle":
         """Run equations as one compiled function: a region of its own in the program, with its name."""

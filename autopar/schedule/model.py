@@ -13,7 +13,7 @@ from autopar.schedule import directives as d
 from autopar.schedule import nnx_scopes
 from autopar.schedule.checks import check
 from autopar.schedule.directives import Directive, Schedule, primitives
-from autopar.schedule.graph import Node, trace_model
+from autopar.schedule.graph import Node, joined, trace_model
 from autopar.schedule.handle import Handle
 from autopar.schedule.items import Placed
 from autopar.schedule.matching import Subgraph
@@ -145,7 +145,7 @@ class ModelSchedule(Handle):
         hidden -= {each.path for each in self.of_kind(d.Decompose)}
         nodes = [n for n in self.graph.nodes if any(n.within(p) for p in paths) and n.name not in self.claimed()]
         for trace in self.of_kind(d.Trace):
-            hidden.update("/".join(filter(None, (trace.path, leaf))) for leaf in trace.leaf_modules)
+            hidden.update(joined(trace.path, leaf) for leaf in trace.leaf_modules)
             if not trace.flatten:
                 nodes = [n for n in nodes if n.scope == trace.path or not n.within(trace.path)]
         return [node for node in nodes if not any(node.within(path) for path in hidden)]
@@ -154,9 +154,9 @@ class ModelSchedule(Handle):
         names = (self.graph.value_names[var] for var in self.graph.inputs_of(nodes))
         return Subgraph(tuple(node.name for node in nodes), tuple(names))
 
-    def module(self, path: str) -> Subgraph:
-        """All equations of a module."""
-        return self.region([node for node in self.graph.nodes if node.within(path)])
+    def module(self, *paths: str) -> Subgraph:
+        """All equations of a module, or of several."""
+        return self.region([node for node in self.graph.nodes if any(node.within(path) for path in paths)])
 
     # -- what runs
 

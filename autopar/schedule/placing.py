@@ -14,7 +14,7 @@ from jax.extend.core import Literal, Var
 
 from autopar.graph import Atom, aval_of
 from autopar.schedule.directives import CutPipelineStage, Fuse, Replace, ScheduleError, Shard, Sync, describe
-from autopar.schedule.graph import ModelGraph, Node, within
+from autopar.schedule.graph import ModelGraph, Node, joined, within
 from autopar.schedule.items import Boundary, Compute, Group, Item, Placed, Synced, closed
 from autopar.schedule.layouts import Layout, LayoutError, follow, layout_of, whole
 from autopar.schedule.regions import Region, Unit
@@ -281,7 +281,7 @@ def _initial(graph: ModelGraph, var: Var, shards: Sequence[Shard], mesh: Logical
     dims: list[tuple[str, ...]] = [()] * len(shape)
     if var in graph.params:
         for each in shards:
-            if graph.params[var] == "/".join(filter(None, (each.path, each.param))) and mesh.sizes[each.mesh_axis] > 1:
+            if graph.params[var] == joined(each.path, each.param) and mesh.sizes[each.mesh_axis] > 1:
                 dims[each.axis] = (each.mesh_axis,)
     elif var in graph.args and batch_axis is not None and shape and mesh.sizes[batch_axis] > 1:
         if shape[0] % mesh.sizes[batch_axis]:

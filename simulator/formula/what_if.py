@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import yaml
 
@@ -11,6 +11,7 @@ from simulator.cluster import Cluster
 from simulator.collectives import CollectiveProfile, Network
 from simulator.description import ClusterError, Description, validate
 from simulator.formula.machine import Backend, Machine
+from simulator.work import CollectiveKind
 
 _READ = (
     "hosts",
@@ -108,7 +109,7 @@ def changed_machine(before: Cluster, changes: Iterable[Change], backend: Backend
 def _scaled(profile: CollectiveProfile, factor: float) -> CollectiveProfile:
     """The same links with another bandwidth."""
     curves = {}
-    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+    for kind in get_args(CollectiveKind):
         if (curve := getattr(profile, kind)) is not None:
             groups = {size: factor * each for size, each in curve.group_bandwidth_gb_per_s.items()}
             update = {"bandwidth_gb_per_s": factor * curve.bandwidth_gb_per_s, "group_bandwidth_gb_per_s": groups}
