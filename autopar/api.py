@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from autopar.devices import Device, cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.follow import follow_pipeline, follow_plan
-from autopar.garbage import paused_gc
+from autopar.interpreter import builds_graphs
 from autopar.layers import LayerOption
 from autopar.lower import compile_program
 from autopar.methods import (
@@ -141,7 +141,7 @@ class ParallelizedFunction:
         self._last = (static, static_args, executable)
         return executable, dynamic
 
-    @paused_gc()
+    @builds_graphs
     def _compile(self, args: Sequence[Any], static: tuple[int, ...]) -> AnyExecutable:
         start = time.perf_counter()
         kept = [i for i in range(len(args)) if i not in static]
@@ -198,7 +198,7 @@ class ParallelizedFunction:
                 raise TypeError(f"method is {other!r}, expected one of autopar.methods, e.g. autopar.ShardParallel()")
 
 
-@paused_gc()
+@builds_graphs
 def plan_step(
     fun: Callable[..., Any],
     args: Sequence[Any],

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 
-from autopar.garbage import paused_gc
 from autopar.graph import aval_of
 from autopar.inspect.axis_uses import with_axis_uses
 from autopar.inspect.strategies import print_if_asked
+from autopar.interpreter import builds_graphs
 from autopar.plan import Constraint, Plan, Stage, TimeSplit, Value
 from autopar.regions import loop_p
 from autopar.sharding.options import ShardingOptions
@@ -21,7 +21,7 @@ from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts, CostModel
 
 
-@paused_gc()
+@builds_graphs
 def make_plan(
     step: StepGraph,
     mesh: LogicalMesh,

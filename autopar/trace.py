@@ -12,9 +12,9 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar import graph
 from autopar.flatten import flatten
-from autopar.garbage import paused_gc
 from autopar.gradients import marking, marking_results
 from autopar.graph import aval_of
+from autopar.interpreter import builds_graphs
 from autopar.layers import LayerOption, layered, layering
 from autopar.microbatch import MicrobatchError, Microbatching, split
 
@@ -88,7 +88,7 @@ class TraceError(TypeError):
     """The step can't be traced to a jaxpr of arrays."""
 
 
-@paused_gc()
+@builds_graphs
 def trace(
     fun: Callable[..., Any],
     args: Sequence[Any],

@@ -9,8 +9,8 @@ from pathlib import Path
 from jax.extend.core import Var
 
 from autopar.devices import Device, logical_mesh
-from autopar.garbage import paused_gc
 from autopar.graph import aval_of
+from autopar.interpreter import builds_graphs
 from autopar.pipeline.cut import Cut
 from autopar.pipeline.cutting import cut_step
 from autopar.pipeline.layer_costs import LayerCosts
@@ -88,7 +88,7 @@ class PipelinePlanner:
         self._stages: dict[Hashable, ClusterStageCosts] = {}
         self._profilers: dict[str | Path | None, StageProfiler] = {}
 
-    @paused_gc()
+    @builds_graphs
     def plan(self, stage_option: StageOption, schedule: PipelineSchedule, method: str) -> Plan:
         """The cheapest plan with that schedule.
 
