@@ -12,12 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
-from jax.sharding import Mesh
 
 from autopar import graph
 from autopar.evaluate import Hook
 from autopar.microbatch import Combine
-from autopar.sharding.spec import Spec, axes_of, partition_spec, replicated
+from autopar.sharding.spec import AnyMesh, Spec, axes_of, partition_spec, replicated
 from autopar.trace import StepGraph
 
 type Env = dict[Var, Any]
@@ -43,7 +42,7 @@ class Apart:
     """
 
     parts: StepGraph
-    mesh: Mesh
+    mesh: AnyMesh
     axes: tuple[str, ...]
     inputs: tuple[Spec, ...]
     results: tuple[Spec, ...]

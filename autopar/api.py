@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from autopar.devices import Device, cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.follow import follow_pipeline, follow_plan
+from autopar.hosts import session
 from autopar.interpreter import builds_graphs
 from autopar.layers import LayerOption
 from autopar.lower import compile_program
@@ -30,6 +31,7 @@ from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.planning import PipelinePlanner
 from autopar.pipeline.search import layer_options, micro_batch_counts, schedules, search
 from autopar.plan import Plan
+from autopar.planned import PlannedStep
 from autopar.planning import make_plan
 from autopar.runtime.create_state import CreateStateExecutable, state_avals
 from autopar.runtime.executable import Executable
@@ -42,7 +44,12 @@ from simulator.engine import simulate
 from simulator.mixed import AnyCluster, MixedCluster, load_cluster
 from simulator.timeline import Timeline
 
-type AnyExecutable = Executable | PipelineExecutable | CreateStateExecutable
+if TYPE_CHECKING:
+    from autopar.hosts.cluster import RayHosts
+    from autopar.hosts.create_state import RemoteCreateState
+    from autopar.hosts.executable import RemoteExecutable
+
+type AnyExecutable = "Executable | PipelineExecutable | CreateStateExecutable | RemoteExecutable | RemoteCreateState"
 
 type Argnums = Literal["auto"] | int | Sequence[int]
 
@@ -170,6 +177,8 @@ class ParallelizedFunction:
         donated: tuple[int, ...],
         start: float,
     ) -> AnyExecutable:
+        if (remote := session.hosts()) is not None:
+            return _remote_executable(remote, self.method, fun, args, batch, donated, start)
         match self.method:
             case PlanMethod(plan, devices):
                 step = trace_for(plan, fun, args, batch)
@@ -248,18 +257,41 @@ def predict(
     return simulate(program, cluster)
 
 
-def init(cluster: str = "local") -> None:
-    """Get ready to run on the devices of this process; nothing to do for them, so that steps run without it, too."""
-    if cluster != "local":
-        raise ValueError(
-            f"cluster={cluster!r}: running on many hosts, with ray or without, is not there yet; use cluster='local', the devices of"
-            " this process"
-        )
-    jax.devices()
+def init(
+    cluster: str = "local",
+    cluster_address: str | None = None,
+    num_nodes: int | None = None,
+    num_devices_per_node: int | None = None,
+    namespace: str | None = None,
+    timeout: float = 600.0,
+) -> None:
+    """Get ready to run steps: "local", on the devices of this process, or "ray", on the hosts of a Ray cluster.
+
+    What is compiled afterwards runs there. For "local" there is nothing to do, so that steps run without `init`, too.
+
+    Args:
+        cluster_address: of the Ray cluster, unless `ray.init` has been called; by default the one that Ray finds.
+        num_nodes: hosts to take; all by default.
+        num_devices_per_node: GPUs to take of each host, all by default; on hosts without GPUs, virtual CPU devices.
+        namespace: of the driver in the Ray cluster, if it is joined here.
+        timeout: seconds that a host may take for what it is asked, to compile for instance, before it is taken for hung.
+
+    Raises:
+        HostsError: there is no such Ray cluster, or it has fewer hosts or devices, or other versions of JAX.
+    """
+    match cluster:
+        case "local":
+            session.leave()
+            jax.devices()
+        case "ray":
+            session.join(cluster_address, num_nodes, num_devices_per_node, namespace, timeout)
+        case _:
+            raise ValueError(f"cluster={cluster!r}, expected 'local', the devices of this process, or 'ray'")
 
 
 def shutdown() -> None:
-    """Forget compiled programs and free what they hold on the devices."""
+    """Forget compiled programs and free what they hold on the devices; end the workers on other hosts."""
+    session.leave()
     jax.clear_caches()
 
 
@@ -335,13 +367,69 @@ def _follow(
 
 
 def _create_state(fun: Callable[..., Any], args: Sequence[Any], method: CreateStateParallel) -> CreateStateExecutable:
-    train_step = _parallelized(method.train_step, "train_step")
-    others = tuple(method.other_args) if isinstance(method.other_args, tuple | list) else (method.other_args,)
+    train_step, others = _followers(method)
     step = trace(fun, args, ())
     executable = train_step.get_executable(state_avals(step), *others)
-    assert not isinstance(executable, CreateStateExecutable)
+    assert isinstance(executable, Executable | PipelineExecutable)
     shardings = jax.tree.leaves(executable.in_shardings[0])
     return CreateStateExecutable(step, shardings, jax.tree.leaves(executable.get_input_placement_specs()[0]))
+
+
+def _remote_executable(
+    hosts: "RayHosts",
+    method: Method,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    batch: tuple[int, ...],
+    donated: tuple[int, ...],
+    start: float,
+) -> AnyExecutable:
+    """What runs on other hosts."""
+    from autopar.hosts.cluster import cluster_of_hosts, mesh_shape
+    from autopar.hosts.create_state import RemoteCreateState
+    from autopar.hosts.executable import RemoteExecutable
+
+    given = method.cluster if isinstance(method, PlanningMethod) else None
+    cluster = cluster_of_hosts(hosts) if given is None else _cluster(given)
+    match method:
+        case PlanMethod(plan, _):
+            step = trace_for(plan, fun, args, batch)
+            planned = PlannedStep(step, plan) if plan.pipeline is None else PlannedPipeline(step, plan)
+        case PipeshardParallel():
+            shape = mesh_shape(hosts, method.devices)
+            planned = PlannedPipeline(*_plan_pipeline(fun, args, batch, method, cluster.first_devices(prod(shape))))
+        case FollowParallel(src_func=src_func):
+            followed = _parallelized(src_func, "src_func").get_last_executable()
+            if not isinstance(followed, RemoteExecutable):
+                raise ValueError("the step to follow has not been compiled for these hosts yet; call it first")
+            count = method.num_micro_batches or 1
+            if isinstance(followed.planned, PlannedPipeline):
+                planned = PlannedPipeline(*follow_pipeline(fun, args, batch, count, followed.planned, cluster))
+            else:
+                alike = _alike(cluster, type(method).__name__)
+                planned = PlannedStep(*follow_plan(fun, args, batch, followed.plan, alike))
+            donated = ()
+        case CreateStateParallel():
+            train_step, others = _followers(method)
+            step = trace(fun, args, ())
+            executable = train_step.get_executable(state_avals(step), *others)
+            assert isinstance(executable, RemoteExecutable)
+            return RemoteCreateState(step, executable)
+        case PlanningMethod():
+            step = trace(fun, args, batch, method.num_micro_batches)
+            alike = _alike(cluster, type(method).__name__)
+            planned = PlannedStep(
+                step, _make_plan(step, logical_mesh(mesh_shape(hosts, method.devices)), alike, method)
+            )
+        case other:
+            raise TypeError(f"method is {other!r}, expected one of autopar.methods, e.g. autopar.ShardParallel()")
+    return RemoteExecutable(planned, hosts, _leaves_of(args, donated), _since(start))
+
+
+def _followers(method: CreateStateParallel) -> tuple[ParallelizedFunction, tuple[Any, ...]]:
+    """The training step that a state is made for, and its other arguments."""
+    others = tuple(method.other_args) if isinstance(method.other_args, tuple | list) else (method.other_args,)
+    return _parallelized(method.train_step, "train_step"), others
 
 
 def _parallelized(function: Any, name: str) -> ParallelizedFunction:

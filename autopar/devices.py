@@ -106,14 +106,19 @@ def cluster_of(mesh: Mesh) -> Cluster:
     count = mesh.devices.size
     if device.platform == "cpu":
         return _sized("cpu-virtual", count)
+    return _sized(cluster_of_kind(device.device_kind), count)
+
+
+def cluster_of_kind(device_kind: str) -> str:
+    """The name of the cluster of GPUs of a kind; an A100's, with a warning, where the kind is unknown."""
     for kind, name in _CLUSTER_OF_KIND.items():
-        if kind in device.device_kind:
-            return _sized(name, count)
+        if kind in device_kind:
+            return name
     warnings.warn(
-        f"no cluster file for {device.device_kind!r}: planning as for an A100; give the method cluster= a file of your own",
-        stacklevel=2,
+        f"no cluster file for {device_kind!r}: planning as for an A100; give the method cluster= a file of your own",
+        stacklevel=3,
     )
-    return _sized("dgx_a100_80", count)
+    return "dgx_a100_80"
 
 
 def is_here(cluster: Cluster, devices: Sequence[Device]) -> bool:

@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 from jax.extend.core import Var
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import graph
 from autopar.accumulate import Apart, accumulate, accumulate_apart
 from autopar.evaluate import Numbered, evaluate
 from autopar.plan import Plan, Stage
 from autopar.sharding.manual import on_devices
-from autopar.sharding.spec import Spec, partition_spec, replicated
+from autopar.sharding.spec import AnyMesh, Spec, partition_spec, replicated
 from autopar.target import compile_for, target_mesh
 from autopar.trace import StepGraph
 from simulator.cluster import Cluster
@@ -25,7 +25,7 @@ WHOLE_STEP = Run(0, "S")
 """The one instruction of a plan without a pipeline."""
 
 
-def jit_step(step: StepGraph, plan: Plan, mesh: Mesh, donate_argnums: Sequence[int] = ()) -> jax.stages.Wrapped:
+def jit_step(step: StepGraph, plan: Plan, mesh: AnyMesh, donate_argnums: Sequence[int] = ()) -> jax.stages.Wrapped:
     """The step as a jitted function of its own arguments, partitioned over `mesh` as `plan` says.
 
     Raises:
@@ -63,7 +63,7 @@ def compile_program(
     return Program(program.meshes, program.instructions, bodies, (compiled.memory,)), compiled.compile_seconds
 
 
-def _constrained(step: StepGraph, stage: Stage, mesh: Mesh) -> Callable[..., Any]:
+def _constrained(step: StepGraph, stage: Stage, mesh: AnyMesh) -> Callable[..., Any]:
     """The step, with the stage's constraints imposed on its intermediate values."""
     constrain = _constraints(stage, lambda spec: NamedSharding(mesh, partition_spec(spec)))
     apart = _apart(step, stage, mesh)
@@ -90,7 +90,7 @@ def _constrained(step: StepGraph, stage: Stage, mesh: Mesh) -> Callable[..., Any
     return run
 
 
-def _apart(step: StepGraph, stage: Stage, mesh: Mesh) -> Apart | None:
+def _apart(step: StepGraph, stage: Stage, mesh: AnyMesh) -> Apart | None:
     """How devices accumulate apart, if the plan has them do so."""
     if not stage.deferred or step.microbatching is None:
         return None
@@ -123,7 +123,7 @@ def _constraints(
     return constrain
 
 
-def _inside(spec: Spec, mesh: Mesh, manual: Sequence[str]) -> PartitionSpec | None:
+def _inside(spec: Spec, mesh: AnyMesh, manual: Sequence[str]) -> PartitionSpec | None:
     """`spec` for a device that computes apart along `manual`; None where the compiler has nothing to partition."""
     free = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in manual]
     return partition_spec(tuple(tuple(axis for axis in axes if axis in free) for axes in spec)) if free else None

@@ -14,6 +14,7 @@ from autopar import graph
 from autopar.flatten import flatten
 from autopar.gradients import marking, marking_results
 from autopar.graph import aval_of
+from autopar.hosts.arrays import DistributedArray
 from autopar.interpreter import builds_graphs
 from autopar.layers import LayerOption, layered, layering
 from autopar.microbatch import MicrobatchError, Microbatching, split
@@ -203,7 +204,7 @@ def named_inputs(args: Sequence[Any], batch_argnums: Collection[int]) -> list[tu
 
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and weak type of an array, number or ShapeDtypeStruct."""
-    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct | DistributedArray) else jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from autopar.pipeline.lowering import StageLowering, TaskFunction
 from autopar.pipeline.memory import MeshMemory
 from autopar.pipeline.planned import PlannedPipeline
+from autopar.sharding.spec import AnyMesh
 from autopar.target import compile_for, target_mesh
 from simulator.hlo import parse_hlo
 from simulator.memory import MemoryUse
@@ -17,7 +18,7 @@ from simulator.work import Body
 
 
 def lower_stage(
-    planned: PlannedPipeline, stage: int, mesh: Mesh, donated: frozenset[int] = frozenset()
+    planned: PlannedPipeline, stage: int, mesh: AnyMesh, donated: frozenset[int] = frozenset()
 ) -> list[TaskFunction]:
     """The tasks of a stage on a mesh; `donated` are numbers of the step's inputs whose memory they may reuse."""
     last_reads = planned.instructions.last_reads

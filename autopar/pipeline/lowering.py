@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import graph
 from autopar.accumulate import gathered
@@ -19,7 +19,7 @@ from autopar.pipeline.stage_graph import StageGraph, numbers_of
 from autopar.pipeline.stage_values import StageValues
 from autopar.plan import Stage
 from autopar.sharding.manual import on_devices
-from autopar.sharding.spec import Spec, partition_spec
+from autopar.sharding.spec import AnyMesh, Spec, partition_spec
 
 type Place = Callable[[Spec], NamedSharding | PartitionSpec | None]
 
@@ -34,6 +34,7 @@ class TaskFunction:
         sums: what it accumulates, taken after `reads` and given back after `results`.
         jitted: a function of a flat list of arrays, to a flat list; sums are donated.
         in_avals, in_shardings: of its operands.
+        donated: positions of the operands whose memory the results may take.
     """
 
     task: Task
@@ -43,6 +44,7 @@ class TaskFunction:
     jitted: jax.stages.Wrapped
     in_avals: tuple[jax.ShapeDtypeStruct, ...]
     in_shardings: tuple[NamedSharding, ...]
+    donated: tuple[int, ...]
 
 
 class StageLowering:
@@ -56,7 +58,7 @@ class StageLowering:
         self,
         found: StageGraph,
         stages: Sequence[Stage],
-        mesh: Mesh,
+        mesh: AnyMesh,
         donated: frozenset[int] = frozenset(),
         last_reads: Mapping[Task, frozenset[Var]] | None = None,
     ) -> None:
@@ -120,14 +122,15 @@ class StageLowering:
             jax.ShapeDtypeStruct(self.values.shape(v), graph.aval_of(v).dtype, weak_type=graph.aval_of(v).weak_type)
             for v in operands
         )
+        donated = *self._used_up(task, sums), *range(len(reads), len(operands))
         jitted = jax.jit(
             run,
             in_shardings=in_shardings,
             out_shardings=[*map(self.sharding, (*results, *sums))],
-            donate_argnums=(*self._used_up(task, sums), *range(len(reads), len(operands))),
+            donate_argnums=donated,
             keep_unused=True,  # what runs is told by the program's text, so that must show every operand
         )
-        return TaskFunction(task, reads, results, sums, jitted, avals, in_shardings)
+        return TaskFunction(task, reads, results, sums, jitted, avals, in_shardings, donated)
 
     def _run(self, found: StageGraph, place: Place, task: Task, *operands: Any) -> list[Any]:
         """A forward or backward task; `found` is the stage's graph or that of a device's part."""

@@ -115,7 +115,7 @@ def _output(places: Places, atom: Atom) -> Output:
         part = cut.joined[atom]
         stage, count = cut.made_by[part].stage, step.num_micro_batches
         sharding = places.of(stage, part)
-        join = jax.jit(_join, in_shardings=(sharding,) * count, out_shardings=sharding)
+        join = jax.jit(joined_parts, in_shardings=(sharding,) * count, out_shardings=sharding)
         return Output(places.mesh_of(stage), tuple(names.of(part, k) for k in range(count)), sharding, join)
     if atom in cut.made_by:
         stage = cut.made_by[atom].stage
@@ -124,6 +124,6 @@ def _output(places: Places, atom: Atom) -> Output:
     return Output(places.mesh_of(cut.input_stages[i][0]), (f"in{i}",), places.home(i))
 
 
-def _join(*parts: jax.Array) -> jax.Array:
+def joined_parts(*parts: jax.Array) -> jax.Array:
     """What microbatches have made, example by example: the inverse of cutting them."""
     return jnp.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])

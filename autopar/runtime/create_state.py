@@ -1,7 +1,7 @@
 """Making a state on the devices where a step wants it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,20 +38,8 @@ class CreateStateExecutable:
         self.compile_seconds = time.perf_counter() - start
 
     def _jitted(self, outputs: Sequence[int], mesh: Mesh, shardings: list[NamedSharding]) -> jax.stages.Wrapped:
-        jaxpr = self.step.jaxpr
-        wanted = [jaxpr.outvars[o] for o in outputs]
-        eqns = graph.needed(enumerate(jaxpr.eqns), wanted)
-
-        def run(*args: Any) -> list[jax.Array]:
-            env = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*args, *jaxpr.consts), strict=True))
-            evaluate(eqns, env, _as_is, _as_is)
-            values = (atom.val if isinstance(atom, Literal) else env[atom] for atom in wanted)
-            return [
-                jax.lax.convert_element_type(v, graph.aval_of(a).dtype) for v, a in zip(values, wanted, strict=True)
-            ]
-
         everywhere = NamedSharding(mesh, PartitionSpec())
-        return jax.jit(run, in_shardings=everywhere, out_shardings=shardings)
+        return jax.jit(part_of_state(self.step, outputs), in_shardings=everywhere, out_shardings=shardings)
 
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
         """`args` as they are: every mesh gets all of them."""
@@ -71,6 +59,21 @@ class CreateStateExecutable:
     def get_output_placement_specs(self) -> Any:
         """A pytree like the state, with a `PlacementSpec` for every array: that of the training step."""
         return jax.tree.unflatten(self.step.out_tree, self._placement)
+
+
+def part_of_state(step: StepGraph, outputs: Sequence[int]) -> Callable[..., list[jax.Array]]:
+    """A function of the arguments' leaves that computes some of the outputs, and nothing else."""
+    jaxpr = step.jaxpr
+    wanted = [jaxpr.outvars[o] for o in outputs]
+    eqns = graph.needed(enumerate(jaxpr.eqns), wanted)
+
+    def run(*args: Any) -> list[jax.Array]:
+        env = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*args, *jaxpr.consts), strict=True))
+        evaluate(eqns, env, _as_is, _as_is)
+        values = (atom.val if isinstance(atom, Literal) else env[atom] for atom in wanted)
+        return [jax.lax.convert_element_type(v, graph.aval_of(a).dtype) for v, a in zip(values, wanted, strict=True)]
+
+    return run
 
 
 def state_avals(step: StepGraph) -> Any:

@@ -8,17 +8,15 @@ for nothing. Devices of a CPU share its memory, so that tiles save nothing and t
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from autopar.devices import Device
-from autopar.pipeline.resharding import Resharding, Tile, tiles
+from autopar.pipeline.resharding import Resharding, tiles
+from autopar.runtime.pieces import cutting, joining
 from autopar.sharding.spec import partition_spec
 
 type Carry = Callable[[jax.Array], jax.Array]
@@ -67,7 +65,7 @@ def by_tiles(plan: Resharding, value: jax.ShapeDtypeStruct, source: Mesh, to: Me
         outgoing[piece.source].append(number)
         incoming[piece.destination].append(number)
     cuts = [
-        (device, _cutting([plan.pieces[k].tile for k in numbers], held[device], value.dtype, sources[device]))
+        (device, cutting([plan.pieces[k].tile for k in numbers], held[device], value.dtype, sources[device]))
         for device, numbers in outgoing.items()
     ]
     order = [number for numbers in outgoing.values() for number in numbers]
@@ -76,7 +74,7 @@ def by_tiles(plan: Resharding, value: jax.ShapeDtypeStruct, source: Mesh, to: Me
     joins = [
         (
             [position[number] for number in incoming[device]],
-            _joining([plan.pieces[k].tile for k in incoming[device]], value.dtype, place),
+            joining([plan.pieces[k].tile for k in incoming[device]], value.dtype, place),
         )
         for device, place in enumerate(destinations)
     ]
@@ -93,36 +91,3 @@ def by_tiles(plan: Resharding, value: jax.ShapeDtypeStruct, source: Mesh, to: Me
     wanted = NamedSharding(to, partition_spec(plan.spec))
     landed = jax.ShapeDtypeStruct(plan.shape, value.dtype, sharding=landing)
     return Move(send, jax.jit(lambda landed: landed, out_shardings=wanted).lower(landed).compile())
-
-
-def _cutting(wanted: Sequence[Tile], held: Tile, dtype: jnp.dtype, device: Device) -> Callable[..., list]:
-    """What cuts tiles out of a shard, on its device."""
-    if all(tile == held for tile in wanted):
-        return lambda shard: [shard] * len(wanted)
-    slices = [
-        tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(tile, held, strict=True))
-        for tile in wanted
-    ]
-    return jax.jit(lambda shard: [shard[each] for each in slices]).lower(_on(device, held, dtype)).compile()
-
-
-def _joining(parts: Sequence[Tile], dtype: jnp.dtype, device: Device) -> Callable[[list], jax.Array]:
-    """What makes a shard of the tiles that fill it, on its device."""
-    if len(parts) == 1:
-        return lambda given: given[0]
-    joined = partial(_joined, list(parts), 0)
-    return jax.jit(joined).lower([_on(device, part, dtype) for part in parts]).compile()
-
-
-def _joined(parts: list[Tile], dim: int, values: list[jax.Array]) -> jax.Array:
-    """The tiles of a grid put together: along `dim` what is put together along the dims after it."""
-    if len(parts) == 1:
-        return values[0]
-    ordered = sorted(zip(parts, values, strict=True), key=lambda each: each[0][dim])
-    rows = [list(row) for _, row in groupby(ordered, key=lambda each: each[0][dim])]
-    return jnp.concatenate([_joined([t for t, _ in row], dim + 1, [v for _, v in row]) for row in rows], dim)
-
-
-def _on(device: Device, tile: Tile, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-    shape = tuple(stop - start for start, stop in tile)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))

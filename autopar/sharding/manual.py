@@ -11,7 +11,7 @@ from autopar.sharding.factors import Assignment
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.rules import op_factors
 from autopar.sharding.rules.manual import region_axes
-from autopar.sharding.spec import LogicalMesh
+from autopar.sharding.spec import AnyMesh, LogicalMesh
 from autopar.sharding.storage import is_fusible
 from autopar.work import array_bytes, kernel_of
 from simulator.work import CollectiveKind
@@ -61,12 +61,14 @@ def seconds(eqn: JaxprEqn, costs: MeshCosts) -> tuple[float, float]:
     return kernels, collectives
 
 
-def on_devices(eqn: JaxprEqn, mesh: Mesh) -> JaxprEqn:
+def on_devices(eqn: JaxprEqn, mesh: AnyMesh) -> JaxprEqn:
     """`eqn`, if it is a `shard_map`, on the devices of `mesh`, its own axes laid over them in their order."""
     if eqn.primitive.name != SHARD_MAP:
         return eqn
     own = eqn.params["mesh"]
-    devices = Mesh(mesh.devices.reshape(own.axis_sizes), own.axis_names, axis_types=own.axis_types)
+    devices: AnyMesh = own.abstract_mesh
+    if isinstance(mesh, Mesh):
+        devices = Mesh(mesh.devices.reshape(own.axis_sizes), own.axis_names, axis_types=own.axis_types)
     return eqn.replace(params=eqn.params | {"mesh": devices})
 
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from simulator.work import Groups
 
@@ -16,6 +16,9 @@ type Spec = tuple[tuple[str, ...], ...]
 
 type Specs = tuple[Spec, ...]
 """One spec per option of a decision."""
+
+type AnyMesh = Mesh | AbstractMesh
+"""JAX's mesh, of devices that are here, or of ones that are elsewhere."""
 
 
 @dataclass(frozen=True)

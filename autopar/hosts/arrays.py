@@ -1,0 +1,93 @@
+"""Arrays on other hosts, as the driver has them."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from autopar.hosts.job import Array
+
+if TYPE_CHECKING:
+    from autopar.hosts.cluster import RayHosts
+
+
+class DistributedArray:
+    """A handle on an array whose parts are in the memory of devices of other hosts.
+
+    `np.array(x)` brings it here; so does any JAX function that is given it. When the last handle goes, the array does.
+
+    Attributes:
+        shape, dtype: those of the whole.
+        array: what and where it is.
+        key: what the workers know it by.
+        is_donated: whether a step has used up its memory, so that it can't be read any more.
+    """
+
+    def __init__(self, hosts: "RayHosts", key: int, array: Array) -> None:
+        self.hosts, self.key, self.array = hosts, key, array
+        self.shape, self.dtype, self.weak_type = array.shape, array.dtype, False
+        self.is_donated = False
+        self._here: np.ndarray | None = None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Where it is, on a mesh without devices."""
+        return self.array.place.abstract()
+
+    def block_until_ready(self) -> "DistributedArray":
+        """Wait for it."""
+        self.hosts.wait(self.array.place.mesh.devices)
+        return self
+
+    def prefetch(self) -> None:
+        """Bring it here. One that a step has used up: `RuntimeError`."""
+        if self._here is None:
+            self.check()
+            self._here = self.hosts.fetch([self])[0]
+
+    def check(self) -> None:
+        """Raise RuntimeError if there is nothing to read any more."""
+        if self.is_donated:
+            raise RuntimeError(f"{self!r} was donated to a step, which has used its memory; use what the step returned")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self.prefetch()
+        assert self._here is not None
+        return np.array(self._here, dtype=dtype) if copy or dtype is not None else self._here
+
+    def __jax_array__(self) -> jax.Array:
+        return jax.numpy.asarray(np.asarray(self))
+
+    def __float__(self) -> float:
+        return float(np.asarray(self))
+
+    def __int__(self) -> int:
+        return int(np.asarray(self))
+
+    def item(self) -> Any:
+        """The one number that it is."""
+        return np.asarray(self).item()
+
+    def __repr__(self) -> str:
+        return f"DistributedArray(shape={self.shape}, dtype={self.dtype}, sharding={self.array.place.spec})"
+
+    def __del__(self) -> None:
+        self.hosts.release(self.key)
+
+
+def prefetch(tree: Any) -> None:
+    """Bring all distributed arrays of a pytree here, in one go; `np.array` of each is there at once afterwards."""
+    handles = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, DistributedArray) and leaf._here is None]
+    for hosts in dict.fromkeys(handle.hosts for handle in handles):
+        mine = [handle for handle in handles if handle.hosts is hosts]
+        for handle, value in zip(mine, hosts.fetch(mine), strict=True):
+            handle._here = value

@@ -1,0 +1,396 @@
+"""The hosts of a Ray cluster, as the driver has them: a worker actor on each, started, asked, watched and ended together."""
+
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from autopar.devices import Devices, cluster_of_kind
+from autopar.hosts.arrays import DistributedArray
+from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
+from autopar.hosts.job import Array, Job
+from autopar.hosts.worker import Group, InstructionError, Worker
+from autopar.pipeline.resharding import tiles
+from autopar.progress import tell
+from simulator.cluster import Cluster
+from simulator.mixed import AnyCluster, MixedCluster
+
+_POLL_SECONDS = 1.0
+"""How often a driver that waits looks whether a worker is gone."""
+
+
+class RayHosts:
+    """Workers on the hosts of a Ray cluster that has been joined.
+
+    Attributes:
+        numbers: for each host the numbers of its devices.
+        addresses: for each host its address.
+        platform: "cpu" or "cuda".
+        kind: what Ray calls the accelerators.
+        timeout: seconds that a worker may take for what it is asked.
+    """
+
+    def __init__(self, num_nodes: int | None, num_devices_per_node: int | None, timeout: float) -> None:
+        """Take the hosts and start a worker on each.
+
+        Raises:
+            HostsError: there are fewer hosts or devices than asked for, or the hosts have different versions of JAX.
+        """
+        self.timeout = timeout
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes]
+        self.platform = "cuda" if any(gpus) else "cpu"
+        self.kind = next(
+            (r.split(":")[1] for n in nodes for r in n["Resources"] if r.startswith("accelerator_type:")), ""
+        )
+        chosen = _choose(nodes, gpus, num_nodes, num_devices_per_node)
+        self._group: PlacementGroup | None = None
+        self._actors: list[Any] = []
+        self._pending: deque[tuple[int, Any]] = deque()
+        self._freed: deque[int] = deque()
+        self._keys, self._jobs, self._letter = itertools.count(), itertools.count(), 0
+        self._groups: frozenset[tuple[int, ...]] | None = None
+        self._live: set[int] = set()
+        self._loaded: dict[int, Job] = {}
+        starts = list(itertools.accumulate(chosen, initial=0))
+        self.numbers = [tuple(range(start, start + count)) for start, count in zip(starts, chosen, strict=False)]
+        self.owner = {device: host for host, devices in enumerate(self.numbers) for device in devices}
+        self.addresses: list[str] = []
+        try:
+            self._reserve(chosen)
+            self._start_workers()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.owner)
+
+    # -- starting and ending
+
+    def _reserve(self, counts: Sequence[int]) -> None:
+        gpu = self.platform == "cuda"
+        bundles: list[dict[str, float]] = [{"CPU": 1.0, **({"GPU": float(count)} if gpu else {})} for count in counts]
+        self._group = placement_group(bundles, strategy="STRICT_SPREAD")
+        if not self._group.wait(self.timeout):
+            raise HostsError(
+                f"{len(counts)} hosts with {list(counts)} devices and a free CPU each could not be had within {self.timeout:.0f} s;"
+                " end what else runs on the cluster, or ask for fewer (num_nodes, num_devices_per_node)"
+            )
+        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        placed: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+        self.addresses = [nodes[placed[host]] for host in range(len(counts))]
+
+    def _start_workers(self) -> None:
+        """New worker processes; what JAX is told in them is told with the first job."""
+        self._groups = None
+        actor: Any = ray.remote(concurrency_groups={"control": 1})(Worker)
+        assert self._group is not None
+        for host, devices in enumerate(self.numbers):
+            environment = {"JAX_PLATFORMS": self.platform}
+            if self.platform == "cpu":
+                environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={len(devices)}"
+            options: dict[str, Any] = {
+                "num_cpus": 1,
+                "num_gpus": len(devices) if self.platform == "cuda" else 0,
+                "max_restarts": 0,
+                "runtime_env": {"env_vars": environment},
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=host),
+            }
+            self._actors.append(actor.options(**options).remote(host, self.numbers, self.addresses[host]))
+        found = self._ask("environment")
+        here = {"jax": jax.__version__, "numpy": np.__version__}
+        for host, each in enumerate(found):
+            different = [
+                f"{name} {each[name]}, not {version}" for name, version in here.items() if each[name] != version
+            ]
+            if different:
+                raise HostsError(
+                    f"host {host} ({self.addresses[host]}) has {' and '.join(different)} as the driver; install the same versions"
+                )
+        tell(f"{len(self.numbers)} hosts with {self.num_devices} {self.platform} devices")
+
+    def _join(self, groups: frozenset[tuple[int, ...]]) -> None:
+        """Have the workers form groups. A process can do so only once, so others take the place of those that have."""
+        if self._groups == groups:
+            return
+        if self._groups is not None:
+            if self._live:
+                raise HostsError(
+                    f"hosts {sorted(self._groups)} share meshes, and the new step wants {sorted(groups)} to: their processes have to"
+                    f" start anew, but {len(self._live)} arrays are alive in them; delete these, or call autopar.shutdown() and init()"
+                )
+            self._kill()
+            self._start_workers()
+        of_worker: dict[int, Group] = {}
+        for members in groups:
+            port = self._get(self._call(members[0], "free_port"), members[0])
+            group = Group(members, f"{self.addresses[members[0]]}:{port}")
+            of_worker.update(dict.fromkeys(members, group))
+        mailboxes = self._ask("start", [(of_worker.get(host),) for host in range(len(self._actors))])
+        self._ask("meet", [(dict(enumerate(mailboxes)),)] * len(self._actors))
+        self._groups = groups
+
+    def close(self) -> None:
+        """End the workers and give the hosts back."""
+        self._kill()
+        if self._group is not None and ray.is_initialized():
+            remove_placement_group(self._group)
+        self._group = None
+
+    def _kill(self) -> None:
+        if ray.is_initialized():
+            for actor in self._actors:
+                ray.kill(actor)
+        self._actors, self._groups = [], None
+        self._pending.clear()
+        self._live.clear()
+        self._loaded.clear()
+
+    # -- jobs
+
+    def load(self, job: Job) -> int:
+        """Compile a job on its workers; its number.
+
+        Raises:
+            ValueError: it needs hosts or devices that are not there.
+        """
+        needed = max(device for mesh in job.meshes for device in mesh) + 1
+        if needed > self.num_devices:
+            raise ValueError(f"the plan needs {needed} devices, the {len(self.numbers)} hosts have {self.num_devices}")
+        self.check()
+        self._join(job.groups(self.owner))
+        number = next(self._jobs)
+        self._loaded[number] = job
+        self._ask("load", [(number, job.of(devices)) for devices in self.numbers])
+        return number
+
+    def run(self, number: int, inputs: Sequence[Any], outputs: Mapping[int, Array]) -> dict[int, DistributedArray]:
+        """Have a step run; this returns before it does.
+
+        Args:
+            inputs: a handle for every input that is in place, an array for others.
+            outputs: what and where the outputs are.
+        """
+        self.check()
+        job = self._loaded[number]
+        made = {o: DistributedArray(self, self._new_key(), array) for o, array in outputs.items()}
+        kept = {i: leaf.key for i, leaf in enumerate(inputs) if isinstance(leaf, DistributedArray)}
+        given = [i for i, leaf in enumerate(inputs) if i not in kept]
+        arrays = [ray.put(np.asarray(inputs[i])) for i in given]
+        freed = [self._freed.popleft() for _ in range(len(self._freed))]
+        for host, devices in enumerate(self.numbers):
+            mine = {i for i, each in enumerate(job.inputs) if not set(devices).isdisjoint(job.meshes[each.mesh])}
+            wanted = {job.inputs[i].number for i in mine}
+            here = [(i, ref) for i, ref in zip(given, arrays, strict=True) if i in wanted]
+            ref = self._call(
+                host,
+                "run",
+                number,
+                self._letter,
+                {i: key for i, key in kept.items() if i in wanted},
+                {o: each.key for o, each in made.items()},
+                freed,
+                [i for i, _ in here],
+                *(ref for _, ref in here),
+            )
+            self._pending.append((host, ref))
+        self._letter += len(job.deliveries) * len(self.numbers)
+        return made
+
+    # -- arrays
+
+    def put(self, value: Any, array: Array) -> DistributedArray:
+        """Send an array to where it should be."""
+        handle, ref = DistributedArray(self, self._new_key(), array), ray.put(np.asarray(value, array.dtype))
+        for host in self._hosts_of(array):
+            self._pending.append((host, self._call(host, "put", handle.key, ref, array.place)))
+        return handle
+
+    def fetch(self, handles: Sequence[DistributedArray]) -> list[np.ndarray]:
+        """The arrays, brought here: each part once, from one of the workers that have it."""
+        asked: list[list[tuple[int, Any]]] = []
+        for handle in handles:
+            found, hosts = set(), []
+            parts = tiles(handle.shape, handle.array.place.mesh.logical, handle.array.place.spec)
+            for device, part in zip(handle.array.place.mesh.devices, parts, strict=True):
+                if part not in found and self.owner[device] not in hosts:
+                    hosts.append(self.owner[device])
+                found.add(part)
+            asked.append([(host, self._call(host, "fetch", handle.key)) for host in hosts])
+        whole = []
+        for handle, refs in zip(handles, asked, strict=True):
+            value = np.empty(handle.shape, handle.dtype)
+            for host, ref in refs:
+                for index, part in self._get(ref, host):
+                    value[index] = part
+            whole.append(value)
+        self.check()
+        return whole
+
+    def wait(self, devices: Iterable[int] | None = None) -> None:
+        """Wait until the workers (those that have some of the devices) have done what they were asked."""
+        hosts = range(len(self.numbers)) if devices is None else sorted({self.owner[device] for device in devices})
+        for host, ref in [(host, self._call(host, "wait")) for host in hosts]:
+            self._get(ref, host)
+        self.check()
+
+    def release(self, key: int) -> None:
+        """Forget an array, with the next step."""
+        if key in self._live:
+            self._live.discard(key)
+            self._freed.append(key)
+
+    def num_arrays(self) -> list[int]:
+        """How many arrays each worker keeps."""
+        freed = [self._freed.popleft() for _ in range(len(self._freed))]
+        self._ask("free", [(freed,)] * len(self._actors))
+        return self._ask("num_arrays")
+
+    def _hosts_of(self, array: Array) -> list[int]:
+        return sorted({self.owner[device] for device in array.place.mesh.devices})
+
+    def _new_key(self) -> int:
+        key = next(self._keys)
+        self._live.add(key)
+        return key
+
+    # -- asking and watching
+
+    def _call(self, host: int, method: str, *args: Any) -> Any:
+        if not self._actors:
+            raise HostsError("the workers have ended; call autopar.init(cluster='ray') to start others")
+        return getattr(self._actors[host], method).remote(*args)
+
+    def _ask(self, method: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """The answers of all workers."""
+        args = [()] * len(self._actors) if args is None else args
+        refs = [self._call(host, method, *each) for host, each in enumerate(args)]
+        return [self._get(ref, host) for host, ref in enumerate(refs)]
+
+    def _get(self, ref: Any, host: int) -> Any:
+        """An answer, unless meanwhile something fails anywhere."""
+        end = time.monotonic() + self.timeout
+        while time.monotonic() < end:
+            try:
+                return ray.get(ref, timeout=_POLL_SECONDS)
+            except GetTimeoutError:
+                self.check()
+            except RayError as error:
+                self._fail(host, error)
+        raise self._late(host)
+
+    def check(self) -> None:
+        """Raise what has gone wrong since the last time.
+
+        Raises:
+            HostLostError, StepFailedError: the workers have been ended.
+        """
+        if not self._pending:
+            return
+        refs = [ref for _, ref in self._pending]
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        done = set(done)
+        for host, ref in list(self._pending):
+            if ref in done:
+                self._pending.remove((host, ref))
+                try:
+                    ray.get(ref)
+                except RayError as error:
+                    self._fail(host, error)
+
+    def _fail(self, host: int, error: RayError) -> None:
+        """End all workers, since others wait for what will not come, and say why."""
+        lost = self._lost()
+        self._kill()
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, InstructionError) and lost is None:
+            raise StepFailedError(cause.worker, cause.mesh, cause.instruction, cause.cause) from None
+        if isinstance(error, RayActorError) or lost is not None:
+            host = host if lost is None else lost
+            raise HostLostError(host, self.addresses[host], str(error).splitlines()[0]) from None
+        raise error
+
+    def _lost(self) -> int | None:
+        """A host whose worker is gone, which is why others fail."""
+        for host, actor in enumerate(self._actors):
+            try:
+                ray.get(actor.doing.options(concurrency_group="control").remote(), timeout=5)
+            except RayActorError:
+                return host
+            except RayError:
+                continue
+        return None
+
+    def _late(self, host: int) -> HostTimeoutError:
+        doing = []
+        for number, actor in enumerate(self._actors):
+            try:
+                now = ray.get(actor.doing.options(concurrency_group="control").remote(), timeout=5)
+            except RayError:
+                now = None
+            if now is not None:
+                doing.append(f"host {number} has been at {now[1]} of mesh {now[0]} for {now[2]:.0f} s")
+        self._kill()
+        return HostTimeoutError(
+            f"host {host} ({self.addresses[host]}) has not answered within {self.timeout:.0f} s: {'; '.join(doing) or 'nothing runs'}."
+            " Give autopar.init a larger timeout if this is how long it takes"
+        )
+
+
+def _choose(
+    nodes: Sequence[Mapping[str, Any]], gpus: Sequence[int], num_nodes: int | None, per_node: int | None
+) -> list[int]:
+    """How many devices to take of each host."""
+    if any(gpus):
+        counts = sorted((count for count in gpus if count >= (per_node or 1)), reverse=True)
+        counts = [per_node or count for count in counts]
+        what = f"with {per_node or 1} GPUs or more"
+    else:
+        counts = [per_node or max(1, (os.cpu_count() or 1) // 2)] * len(nodes)
+        what = "without GPUs, which have virtual devices"
+    wanted = len(counts) if num_nodes is None else num_nodes
+    if not 1 <= wanted <= len(counts):
+        raise HostsError(f"{wanted} hosts asked for, but the Ray cluster has {len(counts)} {what}")
+    return counts[:wanted]
+
+
+def cluster_of_hosts(hosts: RayHosts) -> AnyCluster:
+    """The hardware of the hosts as the cost model knows it."""
+    name = "cpu-hosts" if hosts.platform == "cpu" else cluster_of_kind(hosts.kind)
+    pools = []
+    for count, same in itertools.groupby(map(len, hosts.numbers)):
+        pools.append(Cluster.load(name).with_size(len(list(same)), count))
+    if len(pools) == 1:
+        return pools[0]
+    return MixedCluster(name=f"{len(hosts.numbers)} hosts", description="hosts of a Ray cluster", pools=tuple(pools))
+
+
+def mesh_shape(hosts: RayHosts, devices: Devices) -> tuple[int, ...]:
+    """The mesh shape that the user means by `devices`, of the first devices of the hosts.
+
+    Raises:
+        ValueError: they are not so many, or are devices of this process.
+    """
+    if devices is None:
+        return (hosts.num_devices,)
+    sizes = (devices,) if isinstance(devices, int) else tuple(devices) if isinstance(devices, Sequence) else ()
+    if not sizes or not all(isinstance(size, int | np.integer) and size > 0 for size in sizes):
+        raise ValueError(
+            f"devices={devices!r}, expected a number of devices or a mesh shape such as (2, 4): steps run on other hosts, and this"
+            " process has none of their devices"
+        )
+    if prod(sizes) > hosts.num_devices:
+        raise ValueError(f"a mesh of shape {sizes} needs {prod(sizes)} devices, the hosts have {hosts.num_devices}")
+    return tuple(map(int, sizes))

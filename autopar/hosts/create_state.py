@@ -1,0 +1,45 @@
+"""Making a state on the hosts where a step wants it."""
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.hosts.executable import RemoteExecutable
+from autopar.hosts.preparing import prepare_state
+from autopar.trace import StepGraph
+
+
+class RemoteCreateState:
+    """A function that returns a state, run by the workers: each mesh computes what it keeps.
+
+    Attributes:
+        step: what was traced.
+    """
+
+    def __init__(self, step: StepGraph, train_step: RemoteExecutable) -> None:
+        self.step, self._train_step, self.hosts = step, train_step, train_step.hosts
+        start = time.perf_counter()
+        count = len(step.jaxpr.outvars)
+        prepared = prepare_state(step, train_step.places[:count], self.hosts.platform)
+        self._outputs = dict(enumerate(prepared.outputs))
+        self._number = self.hosts.load(prepared.job)
+        self.compile_seconds = time.perf_counter() - start
+
+    def shard_args(self, *args: Any) -> tuple[Any, ...]:
+        """`args` as they are: every mesh gets all of them."""
+        return args
+
+    def __call__(self, *args: Any) -> Any:
+        """The state, as handles."""
+        leaves, tree = jax.tree.flatten(args)
+        if tree != self.step.in_tree:
+            raise ValueError(f"arguments of structure {tree}, expected {self.step.in_tree}")
+        made = self.hosts.run(self._number, list(map(np.asarray, leaves)), self._outputs)  # pyright: ignore
+        return jax.tree.unflatten(self.step.out_tree, [made[o] for o in range(len(made))])
+
+    def get_output_placement_specs(self) -> Any:
+        """A pytree like the state, with a `PlacementSpec` for every array: that of the training step."""
+        specs = jax.tree.leaves(self._train_step.get_input_placement_specs())[: len(self._outputs)]
+        return jax.tree.unflatten(self.step.out_tree, specs)

@@ -1,0 +1,178 @@
+"""What a worker is told once about a step: plain data that can be sent, without anything traced.
+
+A job names values as the program does. Devices are numbered host by host, as plans number them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from autopar.pipeline.resharding import Resharding
+from autopar.sharding.spec import LogicalMesh, Spec, partition_spec
+from simulator.program import Instruction, Run
+
+
+@dataclass(frozen=True, slots=True)
+class StageMesh:
+    """The devices of a stage and the logical mesh that they form."""
+
+    devices: tuple[int, ...]
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+
+    @property
+    def logical(self) -> LogicalMesh:
+        return LogicalMesh(self.shape, self.axis_names)
+
+    def abstract(self) -> AbstractMesh:
+        """As JAX has meshes without devices."""
+        return AbstractMesh(self.shape, self.axis_names, axis_types=(AxisType.Auto,) * len(self.shape))
+
+    def on(self, devices: Mapping[int, Any]) -> Mesh:
+        """The mesh of these devices, given by number."""
+        here = np.array([devices[number] for number in self.devices]).reshape(self.shape)
+        return Mesh(here, self.axis_names, axis_types=(AxisType.Auto,) * len(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an array is: the devices, and which of them has which part."""
+
+    mesh: StageMesh
+    spec: Spec
+
+    def sharding(self, devices: Mapping[int, Any]) -> NamedSharding:
+        """On these devices, given by number."""
+        return NamedSharding(self.mesh.on(devices), partition_spec(self.spec))
+
+    def abstract(self) -> NamedSharding:
+        """On devices that are elsewhere."""
+        return NamedSharding(self.mesh.abstract(), partition_spec(self.spec))
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """A value of a mesh: what it is and where."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a run instruction calls.
+
+    Attributes:
+        program: the key of the exported program.
+        donated: positions of operands whose memory the results may take.
+    """
+
+    program: str
+    operands: tuple[Array, ...]
+    results: tuple[Array, ...]
+    donated: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A value that is sent from mesh to mesh, as often as there are steps.
+
+    Attributes:
+        number: tells it from the other deliveries of the job.
+    """
+
+    number: int
+    plan: Resharding
+    dtype: np.dtype
+    source: StageMesh
+    to: StageMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input of the step on its way to the values of a mesh.
+
+    Attributes:
+        number: of the input.
+        home: the whole input, where the step wants it.
+        parts: what it becomes: itself, or microbatches, of which k has the examples k, k + count ...
+    """
+
+    number: int
+    mesh: int
+    home: Array
+    parts: tuple[Array, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An output of the step, made of a value of a mesh, or of those of all microbatches, example by example."""
+
+    number: int
+    mesh: int
+    parts: tuple[Array, ...]
+    whole: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A step, for workers.
+
+    Attributes:
+        programs: serialised `jax.export.Exported`, by key.
+        order: the instructions with their meshes, in the order of `walk`.
+        meshes: the devices of each mesh.
+        zeros: for each mesh the sums that microbatches are added to.
+    """
+
+    programs: Mapping[str, bytes]
+    meshes: tuple[tuple[int, ...], ...]
+    order: tuple[tuple[int, Instruction], ...]
+    calls: Mapping[Run, Call]
+    deliveries: Mapping[tuple[str, int], Delivery]
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    zeros: tuple[tuple[Array, ...], ...]
+
+    def of(self, devices: Sequence[int]) -> "Job":
+        """The part that concerns a worker with these devices."""
+        mine = {mesh for mesh, members in enumerate(self.meshes) if not set(devices).isdisjoint(members)}
+        order = tuple((mesh, instruction) for mesh, instruction in self.order if mesh in mine)
+        runs = {instruction for _, instruction in order if isinstance(instruction, Run)}
+        calls = {run: call for run, call in self.calls.items() if run in runs}
+        return replace(
+            self,
+            programs={key: self.programs[key] for key in dict.fromkeys(call.program for call in calls.values())},
+            order=order,
+            calls=calls,
+            deliveries={
+                at: each
+                for at, each in self.deliveries.items()
+                if not set(devices).isdisjoint((*each.source.devices, *each.to.devices))
+            },
+            inputs=tuple(each for each in self.inputs if each.mesh in mine),
+            outputs=tuple(each for each in self.outputs if each.mesh in mine),
+            zeros=tuple(each if mesh in mine else () for mesh, each in enumerate(self.zeros)),
+        )
+
+    def groups(self, owner: Mapping[int, int]) -> frozenset[tuple[int, ...]]:
+        """The workers that form one distributed JAX with others, by the worker of each device.
+
+        Raises:
+            ValueError: a worker would belong to two.
+        """
+        found = {tuple(sorted({owner[device] for device in mesh})) for mesh in self.meshes}
+        found = {group for group in found if len(group) > 1}
+        for worker in {worker for group in found for worker in group}:
+            several = [group for group in found if worker in group]
+            if len(several) > 1:
+                raise ValueError(
+                    f"host {worker} has devices in stages that span hosts {several[0]} and {several[1]}; a host can share only one"
+                    " stage with other hosts: choose submeshes of whole hosts, or within one"
+                )
+        return frozenset(found)

@@ -1,0 +1,316 @@
+"""A worker: the devices of one host, what they hold, and the instructions that run there. It knows nothing of Ray, nor of plans."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, assert_never
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.devices import Device
+from autopar.hosts.carrier import Carrier
+from autopar.hosts.job import Array, Call, Input, Job, Output, Place
+from autopar.hosts.mailbox import Mailbox
+from autopar.runtime.arguments import Values, joined_parts
+from simulator.program import Free, Instruction, Recv, Run, Send
+
+
+class InstructionError(RuntimeError):
+    """An instruction has failed on a worker.
+
+    Attributes:
+        worker, mesh, instruction: where, and which one.
+    """
+
+    def __init__(self, worker: int, mesh: int, instruction: str, cause: str) -> None:
+        super().__init__(worker, mesh, instruction, cause)
+        self.worker, self.mesh, self.instruction, self.cause = worker, mesh, instruction, cause
+
+    def __str__(self) -> str:
+        return f"host {self.worker}, mesh {self.mesh}, instruction {self.instruction}: {self.cause}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Workers whose devices form one distributed JAX.
+
+    Attributes:
+        workers: in the order of their process numbers.
+        address: of the coordinator, on the first one's host.
+    """
+
+    workers: tuple[int, ...]
+    address: str
+
+
+class Worker:
+    """Runs jobs on the devices of its process.
+
+    Attributes:
+        number: of this worker, and of its host.
+    """
+
+    def __init__(self, number: int, devices: Sequence[Sequence[int]], host: str) -> None:
+        """Nothing is started yet: JAX can be told only once what it is part of.
+
+        Args:
+            devices: the numbers of every worker's devices.
+            host: the address of this host.
+        """
+        self.number, self._numbers, self._host = number, [tuple(each) for each in devices], host
+        self._owner = {device: worker for worker, mine in enumerate(self._numbers) for device in mine}
+        self._devices: dict[int, Device] = {}
+        self._mailbox: Mailbox | None = None
+        self._arrays: dict[int, jax.Array] = {}
+        self._jobs: dict[int, _Loaded] = {}
+        self._now: tuple[int, str, float] | None = None
+
+    def start(self, group: Group | None = None) -> str:
+        """Start JAX, by itself or as a part of a group; the address of the mailbox."""
+        members = (self.number,) if group is None else group.workers
+        if group is not None:
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            jax.distributed.initialize(group.address, len(members), members.index(self.number))
+        for process, worker in enumerate(members):
+            found = [device for device in jax.devices() if device.process_index == process]
+            if len(found) < len(self._numbers[worker]):
+                raise ValueError(f"host {worker} has {len(found)} devices, expected {len(self._numbers[worker])}")
+            self._devices.update(zip(self._numbers[worker], found, strict=False))
+        self._mailbox = Mailbox(jax.local_devices()[0], self._host)
+        return self._mailbox.address
+
+    def meet(self, addresses: Mapping[int, str]) -> None:
+        """Learn where the other workers' mailboxes are."""
+        assert self._mailbox is not None
+        self._mailbox.meet(addresses)
+
+    # -- arrays
+
+    def put(self, key: int, array: np.ndarray, place: Place) -> None:
+        """Keep this worker's part of an array under `key`."""
+        self._arrays[key] = self._placed(array, place)
+
+    def fetch(self, key: int) -> list[tuple[tuple[slice, ...], np.ndarray]]:
+        """This worker's parts of an array, each once, with what they are of the whole."""
+        found: dict[Any, tuple[tuple[slice, ...], np.ndarray]] = {}
+        for shard in self._arrays[key].addressable_shards:
+            bounds = tuple((each.start, each.stop) for each in shard.index)
+            if bounds not in found:
+                found[bounds] = tuple(slice(*each) for each in bounds), np.asarray(shard.data)
+        return list(found.values())
+
+    def free(self, keys: Sequence[int]) -> None:
+        """Forget arrays."""
+        for key in keys:
+            self._arrays.pop(key, None)
+
+    def num_arrays(self) -> int:
+        """How many arrays are kept for the driver."""
+        return len(self._arrays)
+
+    def wait(self) -> None:
+        """Wait until the devices have nothing left to do."""
+        jax.block_until_ready(list(self._arrays.values()))
+
+    def _placed(self, array: np.ndarray, place: Place) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, place.sharding(self._devices), lambda index: array[index])
+
+    # -- jobs
+
+    def load(self, number: int, job: Job) -> float:
+        """Compile what this worker runs of a job; the seconds that took."""
+        start = time.perf_counter()
+        self._jobs[number] = _Loaded(job, self)
+        return time.perf_counter() - start
+
+    def forget(self, number: int) -> None:
+        """Forget a job."""
+        self._jobs.pop(number, None)
+
+    def run(
+        self,
+        number: int,
+        letter: int,
+        kept: Mapping[int, int],
+        results: Mapping[int, int],
+        freed: Sequence[int],
+        given: Sequence[int],
+        *arrays: np.ndarray,
+    ) -> None:
+        """Run a step.
+
+        Args:
+            letter: the first of the numbers that its deliveries have.
+            kept: inputs that are in place already, with their keys.
+            results: for each output the key that it gets.
+            freed: keys of arrays that nobody needs any more.
+            given: inputs that are not, which `arrays` are.
+
+        Raises:
+            InstructionError: an instruction failed.
+        """
+        self.free(freed)
+        loaded = self._jobs[number]
+        try:
+            values = loaded.start(
+                {i: self._arrays[key] for i, key in kept.items()}, dict(zip(given, arrays, strict=True))
+            )
+            for mesh, instruction in loaded.job.order:
+                self._now = mesh, str(instruction), time.time()
+                loaded.execute(mesh, instruction, values, letter)
+            for output in loaded.job.outputs:
+                if output.number in results:
+                    self._arrays[results[output.number]] = loaded.take(output, values)
+        except Exception as error:
+            mesh, instruction, _ = self._now or (-1, "the arguments", 0.0)
+            raise InstructionError(self.number, mesh, instruction, f"{type(error).__name__}: {error}") from None
+        finally:
+            self._now = None
+
+    def doing(self) -> tuple[int, str, float] | None:
+        """The mesh and the instruction that is being carried out, and for how many seconds."""
+        now = self._now
+        return None if now is None else (now[0], now[1], time.time() - now[2])
+
+    def free_port(self) -> int:
+        """A port of this host that nobody listens on."""
+        with socket.socket() as found:
+            found.bind((self._host, 0))
+            return found.getsockname()[1]
+
+    def environment(self) -> dict[str, Any]:
+        """What must be the same on all hosts, and what tells this process from others."""
+        return {"jax": jax.__version__, "numpy": np.__version__, "pid": os.getpid(), "host": self._host}
+
+
+class _Loaded:
+    """A job, ready to run on a worker."""
+
+    def __init__(self, job: Job, worker: Worker) -> None:
+        self.job = job
+        self._devices, self._place = worker._devices, worker._placed
+        self._mine = frozenset(worker._numbers[worker.number])
+        exported = {key: jax.export.deserialize(bytearray(blob)) for key, blob in job.programs.items()}
+        compiled: dict[Any, Any] = {}
+        self._calls: dict[Run, _ReadyCall] = {}
+        for run, call in job.calls.items():
+            wanted = [self._sharding(each) for each in call.operands]
+            made = [self._sharding(each) for each in call.results]
+            key = call.program, tuple(wanted), tuple(made), call.donated
+            if key not in compiled:
+                compiled[key] = _compile(exported[call.program], wanted, made, call)
+            waits = self._waits(call)
+            operands = tuple((each.name, sharding) for each, sharding in zip(call.operands, wanted, strict=True))
+            self._calls[run] = _ReadyCall(compiled[key], operands, tuple(each.name for each in call.results), waits)
+        carriers: dict[int, Carrier] = {}
+        for each in job.deliveries.values():
+            if each.number not in carriers:
+                carriers[each.number] = Carrier(each, worker.number, worker._owner, self._devices, worker._mailbox)
+        self._carriers = {at: carriers[each.number] for at, each in job.deliveries.items()}
+        self._letters = {at: each.number * len(worker._numbers) for at, each in job.deliveries.items()}
+        self._zeros = [self._make_zeros(each) for each in job.zeros]
+        self._splits = {each: self._split(each) for each in job.inputs if len(each.parts) > 1}
+
+    def start(self, kept: Mapping[int, jax.Array], given: Mapping[int, np.ndarray]) -> list[Values]:
+        """The values of each mesh before the first instruction, of inputs that are in place and of ones that are not."""
+        values: list[Values] = [make() for make in self._zeros]
+        for each in self.job.inputs:
+            count = len(each.parts)
+            if each.number in given:
+                rows = (given[each.number][k::count] if count > 1 else given[each.number] for k in range(count))
+                parts = [self._place(row, part.place) for row, part in zip(rows, each.parts, strict=True)]
+            else:
+                whole = kept[each.number]
+                parts = self._splits[each](whole) if count > 1 else [whole]
+            values[each.mesh].update((part.name, made) for part, made in zip(each.parts, parts, strict=True))
+        return values
+
+    def execute(self, mesh: int, instruction: Instruction, values: list[Values], letter: int) -> None:
+        """One instruction."""
+        match instruction:
+            case Run():
+                self._calls[instruction].run(values[mesh])
+            case Send(name, to):
+                at = name, to
+                self._carriers[at].send(values[mesh][name], letter + self._letters[at])
+            case Recv(name):
+                at = name, mesh
+                values[mesh][name] = jax.block_until_ready(self._carriers[at].receive(letter + self._letters[at]))
+            case Free(names):
+                for name in names:
+                    values[mesh].pop(name, None)
+            case _:
+                assert_never(instruction)
+
+    def take(self, output: Output, values: list[Values]) -> jax.Array:
+        """An output, when all instructions have run."""
+        parts = [values[output.mesh][part.name] for part in output.parts]
+        return parts[0] if len(parts) == 1 else self._join(output)(*parts)
+
+    def _join(self, output: Output) -> Callable[..., jax.Array]:
+        sharding = self._sharding(output.whole)
+        return jax.jit(joined_parts, in_shardings=(sharding,) * len(output.parts), out_shardings=sharding)
+
+    def _split(self, given: Input) -> Callable[[jax.Array], list[jax.Array]]:
+        count, homes = len(given.parts), [self._sharding(part) for part in given.parts]
+
+        def split(whole: jax.Array) -> list[jax.Array]:
+            rows = whole.reshape(-1, count, *whole.shape[1:])
+            return [rows[:, k] for k in range(count)]
+
+        return jax.jit(split, out_shardings=homes)
+
+    def _make_zeros(self, sums: Sequence[Array]) -> Callable[[], Values]:
+        if not sums:
+            return dict
+        make = jax.jit(
+            lambda: [jnp.zeros(each.shape, each.dtype) for each in sums], out_shardings=list(map(self._sharding, sums))
+        )
+        return lambda: dict(zip((each.name for each in sums), make(), strict=True))
+
+    def _sharding(self, array: Array) -> jax.sharding.NamedSharding:
+        return array.place.sharding(self._devices)
+
+    def _waits(self, call: Call) -> bool:
+        places = call.results or call.operands
+        devices = places[0].place.mesh.devices if places else ()
+        return len(devices) > 1 and self._devices[devices[0]].platform == "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadyCall:
+    compiled: Any
+    operands: tuple[tuple[str, jax.sharding.NamedSharding], ...]
+    results: tuple[str, ...]
+    waits: bool
+
+    def run(self, values: Values) -> None:
+        operands = [
+            value if (value := values[name]).sharding == sharding else jax.device_put(value, sharding)
+            for name, sharding in self.operands
+        ]
+        made = self.compiled(*operands)
+        values.update(zip(self.results, made, strict=True))
+        if self.waits:
+            jax.block_until_ready(made)
+
+
+def _compile(exported: Any, wanted: Sequence[Any], made: Sequence[Any], call: Call) -> Any:
+    avals = [
+        jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding)
+        for each, sharding in zip(call.operands, wanted, strict=True)
+    ]
+    function = partial(_call_exported, exported)
+    jitted = jax.jit(
+        function, in_shardings=tuple(wanted), out_shardings=list(made), donate_argnums=call.donated, keep_unused=True
+    )
+    return jitted.lower(*avals).compile()
+
+
+def _call_exported(exported: Any, *operands: Any) -> list[Any]:
+    return list(exported.call(*operands))
