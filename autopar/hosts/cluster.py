@@ -25,6 +25,9 @@ from autopar.progress import tell
 from simulator.cluster import Cluster
 from simulator.mixed import AnyCluster, MixedCluster
 
+_CHANGES = frozenset({"run", "put", "free"})
+"""What workers do that later calls see."""
+
 _POLL_SECONDS = 1.0
 """How often a driver that waits looks whether a worker is gone."""
 
@@ -56,6 +59,7 @@ class RayHosts:
         chosen = _choose(nodes, gpus, num_nodes, num_devices_per_node)
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
+        self._last: list[Any] = []  # for each worker, its last call that changed something
         self._pending: deque[tuple[int, Any]] = deque()
         self._freed: deque[int] = deque()
         self._keys, self._jobs, self._letter = itertools.count(), itertools.count(), 0
@@ -108,6 +112,7 @@ class RayHosts:
                 "runtime_env": {"env_vars": environment},
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=host),
             }
+            self._last.append(None)
             self._actors.append(actor.options(**options).remote(host, self.numbers, self.addresses[host]))
         found = self._ask("environment")
         here = {"jax": jax.__version__, "numpy": np.__version__}
@@ -153,7 +158,7 @@ class RayHosts:
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor)
-        self._actors, self._groups = [], None
+        self._actors, self._last, self._groups = [], [], None
         self._pending.clear()
         self._live.clear()
         self._loaded.clear()
@@ -269,9 +274,16 @@ class RayHosts:
     # -- asking and watching
 
     def _call(self, host: int, method: str, *args: Any) -> Any:
+        """Ask a worker for something, after everything that it has been asked before.
+
+        An actor that can be asked what it is doing meanwhile may take its calls in another order, if their arguments arrive so.
+        """
         if not self._actors:
             raise HostsError("the workers have ended; call autopar.init(cluster='ray') to start others")
-        return getattr(self._actors[host], method).remote(*args)
+        ref = self._actors[host].do.remote(self._last[host], method, *args)
+        if method in _CHANGES:
+            self._last[host] = ref
+        return ref
 
     def _ask(self, method: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """The answers of all workers."""

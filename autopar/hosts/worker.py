@@ -70,6 +70,10 @@ class Worker:
         self._jobs: dict[int, _Loaded] = {}
         self._now: tuple[int, str, float] | None = None
 
+    def do(self, after: None, method: str, *args: Any) -> Any:
+        """Call a method, `after` another call has ended."""
+        return getattr(self, method)(*args)
+
     def start(self, group: Group | None = None) -> str:
         """Start JAX, by itself or as a part of a group; the address of the mailbox."""
         members = (self.number,) if group is None else group.workers
@@ -163,6 +167,8 @@ class Worker:
             for mesh, instruction in loaded.job.order:
                 self._now = mesh, str(instruction), time.time()
                 loaded.execute(mesh, instruction, values, letter)
+            for key in [key for key in kept.values() if self._arrays[key].is_deleted()]:
+                del self._arrays[key]  # donated
             for output in loaded.job.outputs:
                 if output.number in results:
                     self._arrays[results[output.number]] = loaded.take(output, values)
