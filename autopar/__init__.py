@@ -12,6 +12,8 @@ silence_idle_plugin()
 from autopar import inspect, manual, schedule, testing, util  # noqa: E402 (nothing may start JAX's backends before)
 from autopar.api import ParallelizedFunction, init, parallelize, plan_step, predict, shutdown  # noqa: E402
 from autopar.gradients import grad, value_and_grad  # noqa: E402
+from autopar.hosts.arrays import DistributedArray, prefetch  # noqa: E402
+from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError  # noqa: E402
 from autopar.layers import (  # noqa: E402
     AutoLayerOption,
     FollowLayerOption,
@@ -60,9 +62,13 @@ __all__ = [
     "AutoStageOption",
     "CreateStateParallel",
     "DataParallel",
+    "DistributedArray",
     "Executable",
     "FollowLayerOption",
     "FollowParallel",
+    "HostLostError",
+    "HostTimeoutError",
+    "HostsError",
     "InfeasibleError",
     "LayerError",
     "ManualLayerOption",
@@ -81,6 +87,7 @@ __all__ = [
     "ShardingError",
     "ShardingOptions",
     "StageError",
+    "StepFailedError",
     "TraceError",
     "UniformStageOption",
     "Verify",
@@ -103,6 +110,7 @@ __all__ = [
     "parallelize",
     "plan_step",
     "predict",
+    "prefetch",
     "schedule",
     "shutdown",
     "testing",

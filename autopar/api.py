@@ -108,9 +108,10 @@ class ParallelizedFunction:
         self._batch_argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
         self._executables: dict[Any, AnyExecutable] = {}
         self._last: tuple[tuple[int, ...], tuple[Any, ...], AnyExecutable] | None = None
+        self._hosts: RayHosts | None = None  # that the executables are for
 
     def __call__(self, *args: Any) -> Any:
-        if self._last is not None:
+        if self._last is not None and self._hosts is session.hosts():
             static, static_args, executable = self._last
             if not static or static_args == tuple(args[i] for i in static if i < len(args)):
                 try:
@@ -134,6 +135,8 @@ class ParallelizedFunction:
         return executable.shard_args(*dynamic)
 
     def _prepare(self, args: Sequence[Any]) -> tuple[AnyExecutable, tuple[Any, ...]]:
+        if self._hosts is not session.hosts():
+            self._executables, self._last, self._hosts = {}, None, session.hosts()
         static = _static_argnums(self._static_argnums, args)
         dynamic = tuple(_without(args, static))
         static_args = tuple(args[i] for i in static)
@@ -272,7 +275,8 @@ def init(
     Args:
         cluster_address: of the Ray cluster, unless `ray.init` has been called; by default the one that Ray finds.
         num_nodes: hosts to take; all by default.
-        num_devices_per_node: GPUs to take of each host, all by default; on hosts without GPUs, virtual CPU devices.
+        num_devices_per_node: GPUs to take of each host, all by default; on hosts without GPUs, virtual CPU devices, by default as many
+            as XLA_FLAGS asks for here.
         namespace: of the driver in the Ray cluster, if it is joined here.
         timeout: seconds that a host may take for what it is asked, to compile for instance, before it is taken for hung.
 

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -99,7 +100,7 @@ class RayHosts:
     def _start_workers(self) -> None:
         """New worker processes; what JAX is told in them is told with the first job."""
         self._groups = None
-        actor: Any = ray.remote(concurrency_groups={"control": 1})(Worker)
+        actor: Any = ray.remote(concurrency_groups={"control": 1})(Worker)  # pyright: ignore[reportCallIssue]
         assert self._group is not None
         for host, devices in enumerate(self.numbers):
             environment = {"JAX_PLATFORMS": self.platform}
@@ -370,8 +371,9 @@ def _choose(
         counts = [per_node or count for count in counts]
         what = f"with {per_node or 1} GPUs or more"
     else:
-        counts = [per_node or max(1, (os.cpu_count() or 1) // 2)] * len(nodes)
-        what = "without GPUs, which have virtual devices"
+        asked = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+        counts = [per_node or (int(asked[1]) if asked else 1)] * len(nodes)
+        what = "(none with GPUs)"
     wanted = len(counts) if num_nodes is None else num_nodes
     if not 1 <= wanted <= len(counts):
         raise HostsError(f"{wanted} hosts asked for, but the Ray cluster has {len(counts)} {what}")

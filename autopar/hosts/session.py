@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import socket
 from typing import TYPE_CHECKING
 
 from autopar.hosts.errors import HostsError
@@ -36,15 +37,27 @@ def join(
 
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # else workers build the environment anew
     if not ray.is_initialized():
-        try:
-            ray.init(address=address or "auto", namespace=namespace, log_to_driver=False)
-        except ConnectionError as error:
-            raise HostsError(
-                f"there is no Ray cluster at {address or 'the default address'}: start one with `ray start --head`, or call ray.init()"
-                " before autopar.init to have one on this machine"
-            ) from error
+        _connect(address, namespace)
     _hosts = RayHosts(num_nodes, num_devices_per_node, timeout)
     tell(f"joined Ray at {ray.get_runtime_context().gcs_address}")
+
+
+def _connect(address: str | None, namespace: str | None) -> None:
+    import ray
+
+    error: Exception | None = None
+    try:
+        if address not in (None, "auto", "local") and "//" not in address:
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=5).close()  # Ray ends this process if it can't connect
+        ray.init(address=address or "auto", namespace=namespace, log_to_driver=False)
+    except (ConnectionError, OSError, ValueError) as found:
+        error = found
+    if error is not None:
+        raise HostsError(
+            f"there is no Ray cluster at {address or 'the default address'} ({error}): start one with `ray start --head`, or call"
+            " ray.init() before autopar.init to have one on this machine"
+        )
 
 
 def leave() -> None:

@@ -199,8 +199,8 @@ def test_a_mesh_larger_than_the_cluster_is_refused():
 def test_init_and_shutdown():
     autopar.init()
     autopar.shutdown()
-    with pytest.raises(ValueError, match=r"'ray'.*'local'"):
-        autopar.init(cluster="ray")
+    with pytest.raises(ValueError, match=r"'slurm'.*'local'.*'ray'"):
+        autopar.init(cluster="slurm")
 
 
 def test_memory_is_a_constraint_by_default():

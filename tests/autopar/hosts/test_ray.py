@@ -1,0 +1,192 @@
+"""Plans on the hosts of a Ray cluster: several on this machine, each with virtual devices."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+import autopar
+from autopar.hosts import session
+from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError
+from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def raylets():
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    for _ in range(3):
+        cluster.add_node(num_cpus=2)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield
+    autopar.shutdown()
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def joined(hosts: int, devices: int, timeout: float = 120.0) -> None:
+    """Join as many hosts with so many devices each, unless that is how it is."""
+    here = session.hosts()
+    if here is None or not here._actors or list(map(len, here.numbers)) != [devices] * hosts:
+        autopar.init(cluster="ray", num_nodes=hosts, num_devices_per_node=devices, timeout=timeout)
+
+
+def pipeline(stages: int, **options: Any) -> autopar.PipeshardParallel:
+    return autopar.PipeshardParallel(num_micro_batches=4, stage_option=autopar.UniformStageOption(stages), **options)
+
+
+def expected(count: int) -> tuple[Any, Any]:
+    params, loss, step = stack_params(), None, jax.jit(stack_step)
+    for _ in range(count):
+        params, loss = step(params, stack_batch())
+    return params, loss
+
+
+def assert_trained(function: Any, count: int = 3) -> tuple[Any, Any]:
+    """The step gives what one device gives, after several times."""
+    params, loss = stack_params(), None
+    for _ in range(count):
+        params, loss = function(params, stack_batch())
+    autopar.prefetch((params, loss))
+    for mine, theirs in zip(jax.tree.leaves((params, loss)), jax.tree.leaves(expected(count)), strict=True):
+        assert_allclose(np.array(mine), theirs, rtol=1e-5, atol=1e-6)
+    return params, loss
+
+
+def test_two_hosts_train_as_one_device_does():
+    joined(2, 4)
+    function = autopar.parallelize(stack_step, method=pipeline(2), donate_argnums=(0,))
+    params, loss = assert_trained(function)
+    assert repr(loss).startswith("DistributedArray(shape=(), dtype=float32")
+    assert params["w0"].sharding.mesh.size == 4
+    executable = function.get_last_executable()
+    assert len(executable.get_stage_execution_info()) == 2
+    assert jax.tree.structure(executable.get_input_placement_specs()[0]) == jax.tree.structure(params)
+    assert sum(session.hosts().num_arrays()) == len(jax.tree.leaves(params)) + 1  # pyright: ignore
+    assert executable.profile_with_dummy_inputs(warmup=1, number=1, repeat=2).shape == (2,)
+
+
+def test_the_plan_of_one_process_runs_on_hosts(tmp_path):
+    joined(2, 4)
+    args = stack_params(), stack_batch()
+    plan = autopar.plan_step(stack_step, args, method=pipeline(4), cluster="cpu-virtual", mesh_shape=(8,))
+    plan.save(tmp_path / "plan.json")
+    function = autopar.parallelize(stack_step, method=autopar.PlanMethod(autopar.Plan.load(tmp_path / "plan.json")))
+    assert_trained(function)
+
+
+def test_a_state_is_made_where_the_step_wants_it_and_another_step_follows():
+    joined(2, 4)
+    step = autopar.parallelize(stack_step, method=pipeline(2))
+    make = autopar.parallelize(
+        lambda scale: jax.tree.map(lambda leaf: leaf * scale, stack_params()),
+        method=autopar.CreateStateParallel(step, (stack_batch(),)),
+    )
+    params = make(np.float32(1.0))
+    assert all(isinstance(leaf, autopar.DistributedArray) for leaf in jax.tree.leaves(params))
+    params, _ = step(params, stack_batch())
+    assert_allclose(np.array(params["w3"]), expected(1)[0]["w3"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_donated_array_can_not_be_read():
+    joined(2, 4)
+    function = autopar.parallelize(stack_step, method=pipeline(2), donate_argnums=(0,))
+    first, _ = function(stack_params(), stack_batch())
+    function(first, stack_batch())
+    with pytest.raises(RuntimeError, match="was donated"):
+        np.array(first["w0"])
+
+
+def test_a_stage_may_span_hosts():
+    joined(4, 2)
+    function = autopar.parallelize(stack_step, method=pipeline(2))
+    assert_trained(function)
+    assert_trained(autopar.parallelize(stack_step, method=pipeline(4)))  # no stage spans hosts: processes start anew
+
+
+def test_a_mesh_may_span_all_hosts():
+    joined(4, 2)
+    assert_trained(autopar.parallelize(stack_step, method=autopar.ShardParallel(devices=(2, 4), num_micro_batches=2)))
+
+
+def test_a_killed_worker_is_told_by_its_host():
+    joined(2, 4)
+    hosts = session.hosts()
+    assert hosts is not None
+    function = autopar.parallelize(stack_step, method=pipeline(2))
+    params, _ = function(stack_params(), stack_batch())
+    params["w0"].block_until_ready()
+    os.kill(hosts._ask("environment")[1]["pid"], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(HostLostError, match=r"host 1 .* is lost"):
+        np.array(function(params, stack_batch())[1])
+    assert time.monotonic() - start < 10
+    with pytest.raises(HostsError, match=r"autopar\.init"):
+        function(stack_params(), stack_batch())
+    autopar.shutdown()
+    assert_trained(_again())
+
+
+def _again() -> Any:
+    joined(2, 4)
+    return autopar.parallelize(stack_step, method=pipeline(2))
+
+
+def test_a_worker_that_hangs_is_told_with_its_instruction():
+    autopar.init(cluster="ray", num_nodes=2, num_devices_per_node=4, timeout=120)
+    hosts = session.hosts()
+    assert hosts is not None
+    function = autopar.parallelize(stack_step, method=pipeline(2))
+    params, _ = function(stack_params(), stack_batch())
+    params["w0"].block_until_ready()
+    os.kill(hosts._ask("environment")[0]["pid"], signal.SIGSTOP)
+    hosts.timeout = 5
+    with pytest.raises(HostTimeoutError, match=r"host [01].*not answered within 5 s"):
+        np.array(function(params, stack_batch())[1])
+
+
+def test_more_than_there_is_is_refused():
+    with pytest.raises(HostsError, match="9 hosts asked for, but the Ray cluster has 4"):
+        autopar.init(cluster="ray", num_nodes=9)
+    joined(2, 4)
+    with pytest.raises(ValueError, match=r"mesh of shape \(16,\) needs 16 devices, the hosts have 8"):
+        autopar.parallelize(stack_step, method=autopar.ShardParallel(devices=16))(stack_params(), stack_batch())
+    args = stack_params(), stack_batch()
+    plan = autopar.plan_step(stack_step, args, method=pipeline(2), cluster="dgx_h100", mesh_shape=(8,))
+    autopar.init(cluster="ray", num_nodes=1, num_devices_per_node=4)
+    with pytest.raises(ValueError, match="the plan needs 8 devices, the 1 hosts have 4"):
+        autopar.parallelize(stack_step, method=autopar.PlanMethod(plan))(*args)
+
+
+def test_shutdown_leaves_nothing_behind():
+    joined(2, 4)
+    assert_trained(autopar.parallelize(stack_step, method=pipeline(2)), 1)
+    hosts = session.hosts()
+    assert hosts is not None
+    pids = [each["pid"] for each in hosts._ask("environment")]
+    autopar.shutdown()
+    from ray.util.state import list_placement_groups
+
+    end = time.monotonic() + 20
+    while time.monotonic() < end and any(map(_is_alive, pids)):
+        time.sleep(0.2)
+    assert not any(map(_is_alive, pids))
+    assert {group.state for group in list_placement_groups()} <= {"REMOVED"}
+    function = autopar.parallelize(stack_step, method=pipeline(2))
+    assert_trained(function, 1)  # in this process again
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
