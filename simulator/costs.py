@@ -7,9 +7,11 @@ from math import inf
 from typing import Protocol
 
 from simulator.cluster import Cluster
-from simulator.compute import kernel_seconds
+from simulator.collective_profile import sent_fraction
+from simulator.collectives import Network
+from simulator.compute import KernelModel
 from simulator.mixed import AnyCluster, MixedCluster
-from simulator.network import Flows, collective_seconds, find_routes, sent_fraction
+from simulator.network import Flows, find_routes
 from simulator.work import CollectiveKind, Groups, Kernel
 
 
@@ -29,14 +31,16 @@ class CostModel(Protocol):
 
 
 class ClusterCosts:
-    """Costs on a described cluster (`simulator.compute`, `simulator.network`); answers are remembered."""
+    """Costs on a described cluster (`simulator.compute`, `simulator.collectives`); answers are remembered."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
+        self.kernels = kernels = KernelModel(cluster.device)
+        self.network = network = Network(cluster)
 
         @lru_cache(maxsize=1 << 16)
         def kernel_like(kind, flops, num_bytes, dtype, gemm) -> float:  # whatever its name
-            return kernel_seconds(cluster.device, Kernel("", kind, flops, num_bytes, dtype, gemm))
+            return kernels.seconds(Kernel("", kind, flops, num_bytes, dtype, gemm))
 
         @lru_cache(maxsize=1 << 12)
         def routes(kind: CollectiveKind, groups: Groups):
@@ -44,7 +48,7 @@ class ClusterCosts:
 
         @lru_cache(maxsize=1 << 16)
         def collective(kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
-            return collective_seconds(cluster, kind, num_bytes, routes(kind, groups))
+            return network.collective_seconds(kind, num_bytes, routes(kind, groups))
 
         self._kernel = kernel_like
         self._collective = collective
@@ -95,8 +99,7 @@ class MixedCosts:
                     cards[pool, way, self.cluster.pools[pool].nic_of(device)] += 1
         seconds = [self.pools[pool].collective(kind, num_bytes, tuple(each)) for pool, each in inside.items()]
         for (pool, *_), messages in cards.items():
-            flows = Flows(within=0, across=messages)
-            seconds.append(collective_seconds(self.cluster.pools[pool], kind, num_bytes, flows))
+            seconds.append(self.pools[pool].network.collective_seconds(kind, num_bytes, Flows(0, messages)))
         return max(seconds)
 
 

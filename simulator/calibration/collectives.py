@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import least_squares
 
-from simulator.collectives import SizeCurve, hops
-from simulator.network import sent_fraction
+from simulator.collective_profile import SizeCurve, hops, sent_fraction
 from simulator.work import CollectiveKind
 
 _PARAMETERS = {  # start and bounds

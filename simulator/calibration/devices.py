@@ -9,9 +9,9 @@ from scipy.optimize import least_squares, nnls
 
 from simulator.calibration.collectives import MeasuredCollectives, fit_curve
 from simulator.cluster import Cluster, Device
-from simulator.compute import kernel_seconds
 from simulator.description import validate
-from simulator.work import Gemm, Kernel
+from simulator.gemm import GemmModel
+from simulator.work import Gemm
 
 _OUTLIER = 0.1  # of the logarithm of predicted over measured
 
@@ -31,8 +31,10 @@ class MeasuredDevice:
 
     def product_errors(self, device: Device) -> NDArray[np.float64]:
         """The logarithm of predicted over measured seconds of each product."""
-        rows = [(_product(gemm, dtype), seconds) for dtype, of in self.products.items() for gemm, seconds in of]
-        return np.array([np.log(kernel_seconds(device, kernel) / seconds) for kernel, seconds in rows])
+        rows = ((GemmModel.of(device, dtype), of) for dtype, of in self.products.items())
+        return np.log(
+            [model.seconds(g.m, g.n, g.k, g.batch) / seconds for model, of in rows for g, seconds in of]
+        )
 
 
 def fit_device(base: Device, measured: MeasuredDevice, name: str, source: str) -> Device:
@@ -53,15 +55,21 @@ def fit_device(base: Device, measured: MeasuredDevice, name: str, source: str) -
         "source": source,
         "peak_tflop_per_s": base.peak_tflop_per_s | peaks,
         "memory_bandwidth_gb_per_s": memory,
-        "memory_efficiency": min(1.0, bandwidth / 1e9 / memory),
         "kernel_launch_us": launch * 1e6,
     }
     dtypes = list(measured.products)
+    kernels = dict(base.kernels) | {
+        "source": "",
+        "launch_us": None,
+        "memory_efficiency": min(1.0, bandwidth / 1e9 / memory),
+        "half_size_mb": 0.0,
+        "held_out_error": None,
+    }
 
     def device(values: NDArray) -> Device:
         efficiency = dict(zip(dtypes, values[1:].tolist(), strict=True))
-        fitted = {"tile_overhead_us": float(values[0]), "gemm_efficiency_by_dtype": efficiency}
-        return validate(Device, fields | fitted, name)
+        fitted = kernels | {"tile_us": float(values[0]), "efficiency_by_dtype": efficiency}
+        return validate(Device, fields | {"kernels": fitted}, name)
 
     start = np.array([1.0, *[0.8] * len(dtypes)])
     low, high = np.array([0.0, *[0.01] * len(dtypes)]), np.array([1e3, *[1.0] * len(dtypes)])
@@ -92,7 +100,7 @@ def fit_cluster(base: Cluster, device: Device, measured: MeasuredDevice, devices
                 "half_size_mb": curve.half_size_mb,
             }
         )
-        fields |= {"intra_host": link, "collective_launch_us": curve.launch_us}
+        fields |= {"intra_host": link, "collective_launch_us": curve.launch_us, "collectives": None}
     return validate(Cluster, fields, device.name)
 
 
@@ -101,9 +109,3 @@ def _launch_and_bandwidth(transfers: tuple[tuple[float, float], ...]) -> tuple[f
     num_bytes, seconds = np.array(transfers).T
     (launch, per_byte), _ = nnls(np.stack([1 / seconds, num_bytes / seconds], axis=1), np.ones(len(seconds)))
     return float(launch), float(1 / max(per_byte, 1e-15))
-
-
-def _product(gemm: Gemm, dtype: str) -> Kernel:
-    width = {"f64": 8, "f32": 4}.get(dtype, 2)
-    elements = gemm.batch * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n)
-    return Kernel("product", "gemm", gemm.flops, width * elements, dtype, gemm)

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import yaml
 
-from simulator import collectives, gemm
+from simulator import collective_profile, kernel_profile
 from simulator.calibration.collectives import fit_curve
 from simulator.calibration.gemms import fit_gemms
-from simulator.description import Description, read, validate
-from simulator.gemm import GemmProfile
+from simulator.cluster import shipped_device
+from simulator.collective_profile import CollectiveProfile
+from simulator.description import Description
 from simulator.validation.measurements import GPUS, collective_kinds, measured_collectives, measured_gemms
 
 
@@ -17,11 +18,11 @@ def fit_profiles() -> Iterator[tuple[Path, Description]]:
     """Every profile that has measurements of its own, fitted anew, with the path of its file. Takes about 20 seconds."""
     for gpu in GPUS:
         name, measured = measured_gemms(gpu)
-        yield gemm.PROFILES / f"{name}.yaml", fit_gemms(GemmProfile.load(name), measured, max_rows=len(measured.m))
-    for path in sorted(collectives.PROFILES.glob("*.yaml")):
-        profile = validate(collectives.CollectiveProfile, read(path), path)
-        kinds = collective_kinds(profile.gpu)
-        if kinds:
+        profile = fit_gemms(shipped_device(name), "bf16", measured, max_rows=len(measured.m))
+        yield kernel_profile.PROFILES / f"{name}.yaml", profile
+    for path in sorted(collective_profile.PROFILES.glob("*.yaml")):
+        profile = CollectiveProfile.load(path.stem)
+        if kinds := collective_kinds(profile.gpu):
             curves = {kind: fit_curve(measured_collectives(profile.gpu, kind)) for kind in kinds}
             yield path, profile.model_copy(update=curves)
 

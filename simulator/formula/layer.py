@@ -139,9 +139,9 @@ def _attention(model: Transformer, plan: Execution, machine: Machine) -> tuple[P
         done, (fast, slow) = flops / 2, machine.flash(model.attention)
         moved = 4.0 * w * heads * s * size
         return (
-            Phase(max(done / fast, moved / machine.memory_bandwidth) + machine.launch_seconds, 1, 0.0, flops),
+            Phase(max(done / fast, moved / machine.gemms.bandwidth) + machine.launch_seconds, 1, 0.0, flops),
             Phase(
-                max(2.5 * done / slow, 2 * moved / machine.memory_bandwidth) + 3 * machine.launch_seconds,
+                max(2.5 * done / slow, 2 * moved / machine.gemms.bandwidth) + 3 * machine.launch_seconds,
                 3,
                 0.0,
                 2 * flops,

@@ -71,7 +71,7 @@ def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction
         memory=Footprint(asdict(memory_of(model, plan)), 1e9 * cluster.device.reserve_gb, cluster.device.memory_bytes),
         model_flops=model_flops,
         hardware_flops=model_flops + again,
-        peak_flop_per_s=machine.gemms.profile.peak_tflop_per_s * 1e12 * plan.devices,
+        peak_flop_per_s=machine.gemms.peak * plan.devices,
         devices=plan.devices,
         tokens=plan.global_batch * model.seq,
     )

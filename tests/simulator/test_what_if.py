@@ -20,7 +20,7 @@ def machine(*changes: str) -> Machine:
 
 
 def test_without_changes_it_is_the_machine_of_the_cluster() -> None:
-    assert machine() == Machine.of(Cluster.load("dgx_a100_80").with_size(4), EAGER)
+    assert machine() == Machine(Cluster.load("dgx_a100_80").with_size(4), EAGER)
 
 
 def test_a_factor_multiplies_what_is_there_and_a_value_replaces_it() -> None:
@@ -66,7 +66,7 @@ def test_a_faster_memory_and_faster_products_are_faster_in_proportion() -> None:
 
 def test_another_device_comes_with_its_own_measurements() -> None:
     other = machine("cluster.device.memory_gb=160", "cluster.device=h100_sxm5_80gb")
-    assert other.gemms.profile == Machine.of(Cluster.load("dgx_h100")).gemms.profile
+    assert other.gemms.profile == Machine(Cluster.load("dgx_h100")).gemms.profile
     assert other.cluster.device.memory_gb == 160
     assert other.cluster.hosts == 4
 
