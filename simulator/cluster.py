@@ -10,8 +10,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from simulator.collective_profile import PROFILES as COLLECTIVES
 from simulator.collective_profile import CollectiveProfile, SizeCurve
-from simulator.description import ClusterError, Description, read, validate
+from simulator.description import ClusterError, Description, named, read, validate
+from simulator.kernel_profile import PROFILES as KERNELS
 from simulator.kernel_profile import KernelProfile
 
 _CLUSTERS = Path(__file__).parent / "clusters"
@@ -29,8 +31,8 @@ class Device(Description):
         peak_tflop_per_s: peak of matrix products by HLO dtype ("f32", "bf16", ...).
         vector_tflop_per_s: peak of elementwise arithmetic in f32.
         kernel_launch_us: from the end of a kernel to the start of the next one of the same executable.
-        kernels: how close to these peaks kernels come; in a file, a few numbers or the name of a measured profile in
-            `simulator/profiles/kernels`.
+        kernels: how close to these peaks kernels come; in a file, a few numbers the name of a measured profile in
+            `simulator/profiles/kernels`, or the path of another.
         xla_target: XLA's GpuTargetConfig, to compile for this device where there is none; None for a CPU.
     """
 
@@ -103,8 +105,8 @@ class Cluster(Description):
         nics_per_host: network cards of a host; its devices are spread evenly over them.
         collective_launch_us: what a collective costs beside its hops and bytes.
         intra_host: the link between two devices of a host.
-        collectives: collectives within a host as measured; in a file, the curves or the name of a profile in
-            `simulator/profiles/collectives`. What `intra_host` implies if there are none.
+        collectives: collectives within a host as measured; in a file, the curves, the name of a profile in
+            `simulator/profiles/collectives`, or the path of another. What `intra_host` implies if there are none.
         inter_host: the link between two network cards of different hosts; None for a single host.
     """
 
@@ -182,13 +184,12 @@ class Cluster(Description):
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any], path: Path, place: str = "") -> Self:
         """The cluster with the fields of a file; `place` says where in the file they are, for errors."""
-        device, collectives = fields.get("device"), fields.get("collectives")
-        if isinstance(device, str):
-            fields = {**fields, "device": load_device(device, path)}
-        elif isinstance(device, Mapping):
-            fields = {**fields, "device": _with_kernels(device)}
-        if isinstance(collectives, str):
-            fields = {**fields, "collectives": CollectiveProfile.load(collectives)}
+        fields = {**fields, "collectives": named(fields.get("collectives"), COLLECTIVES, path, "collectives")}
+        match fields.get("device"):
+            case str(name):
+                fields["device"] = load_device(name, path)
+            case Mapping() as device:
+                fields["device"] = _with_kernels(device, path)
         return validate(cls, fields, f"{path}{place}")
 
     def with_size(self, hosts: int | None = None, devices_per_host: int | None = None) -> "Cluster":
@@ -256,13 +257,12 @@ def load_device(name: str, cluster_path: Path) -> Device:
             f"{cluster_path}: device: unknown device {name!r}; expected one of {', '.join(device_names())}, "
             "a path to a .yaml file, or the fields themselves"
         )
-    return validate(Device, _with_kernels(read(path)), path)
+    return validate(Device, _with_kernels(read(path), path), path)
 
 
-def _with_kernels(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_kernels(fields: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """The fields of a device with its profile of kernels, where the file has its name."""
-    name = fields.get("kernels")
-    return {**fields, "kernels": KernelProfile.load(name)} if isinstance(name, str) else fields
+    return {**fields, "kernels": named(fields["kernels"], KERNELS, path, "kernels")} if "kernels" in fields else fields
 
 
 _ENUM_FIELDS = {"feature_extension"}  # their values are names, not texts

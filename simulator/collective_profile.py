@@ -6,7 +6,7 @@ from typing import Self, assert_never
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from simulator.description import ClusterError, Description, read, validate
+from simulator.description import Description
 from simulator.work import CollectiveKind
 
 PROFILES = Path(__file__).parent / "profiles" / "collectives"
@@ -89,17 +89,10 @@ class CollectiveProfile(Description):
 
     def faster(self, factor: float) -> Self:
         """The same links with so many times the bandwidth."""
-        curves = {name: curve for name in type(self).model_fields if isinstance(curve := getattr(self, name), SizeCurve)}
+        curves = {
+            name: curve for name in type(self).model_fields if isinstance(curve := getattr(self, name), SizeCurve)
+        }
         return self.model_copy(update={name: curve.faster(factor) for name, curve in curves.items()})
-
-    @classmethod
-    def load(cls, name: str) -> Self:
-        """A shipped profile by the name of its file."""
-        path = PROFILES / f"{name}.yaml"
-        if not path.exists():
-            names = ", ".join(sorted(known.stem for known in PROFILES.glob("*.yaml")))
-            raise ClusterError(f"no profile of collectives {name!r}; there are {names}, or give the fields themselves")
-        return validate(cls, read(path), path)
 
 
 def transfer_seconds(num_bytes: float, half_size: float, bandwidth: float) -> float:

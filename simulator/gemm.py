@@ -108,9 +108,7 @@ class GemmModel:
             for split in _SPLITS:
                 waves = _waves(tiles * split / self.cores, self.whole_waves, np.ceil, np.maximum)
                 depth = np.ceil(k / split / _STEP) * _STEP
-                busy = joined(
-                    waves * (self.tile + depth * pace) * heat, memory, self.overlap, np.maximum, np.minimum
-                )
+                busy = joined(waves * (self.tile + depth * pace) * heat, memory, self.overlap, np.maximum, np.minimum)
                 if split > 1:
                     busy = busy + self.split + (split + 1) * 4 * result / self.bandwidth
                     busy = np.where(tiles < 2 * self.cores, busy, np.inf)

@@ -1,11 +1,10 @@
 """How fast kernels run on one kind of device, as parts of the peaks in its description."""
 
 from pathlib import Path
-from typing import Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from simulator.description import ClusterError, Description, Fraction, read, validate
+from simulator.description import Description, Fraction
 
 PROFILES = Path(__file__).parent / "profiles" / "kernels"
 
@@ -48,12 +47,3 @@ class KernelProfile(Description):
     hot_in_training: bool = False
     split_us: NonNegativeFloat = 0.0
     held_out_error: NonNegativeFloat | None = None
-
-    @classmethod
-    def load(cls, name: str) -> Self:
-        """A shipped profile by the name of its file."""
-        path = PROFILES / f"{name}.yaml"
-        if not path.exists():
-            names = ", ".join(sorted(known.stem for known in PROFILES.glob("*.yaml")))
-            raise ClusterError(f"no kernel profile {name!r}; there are {names}, or give the fields themselves")
-        return validate(cls, read(path), path)

@@ -32,9 +32,7 @@ class MeasuredDevice:
     def product_errors(self, device: Device) -> NDArray[np.float64]:
         """The logarithm of predicted over measured seconds of each product."""
         rows = ((GemmModel.of(device, dtype), of) for dtype, of in self.products.items())
-        return np.log(
-            [model.seconds(g.m, g.n, g.k, g.batch) / seconds for model, of in rows for g, seconds in of]
-        )
+        return np.log([model.seconds(g.m, g.n, g.k, g.batch) / seconds for model, of in rows for g, seconds in of])
 
 
 def fit_device(base: Device, measured: MeasuredDevice, name: str, source: str) -> Device:
@@ -45,7 +43,7 @@ def fit_device(base: Device, measured: MeasuredDevice, name: str, source: str) -
     """
     if len(measured.transfers) < 2 or not all(measured.products.values()):
         raise ValueError("expected two transfers and a product of each dtype at least; measure more sizes")
-    launch, bandwidth = _launch_and_bandwidth(measured.transfers)
+    launch, bandwidth, half_size = _launch_and_bandwidth(measured.transfers)
     rates = {dtype: max(gemm.flops / seconds for gemm, seconds in of) for dtype, of in measured.products.items()}
     known = base.kind == "gpu"
     peaks = {dtype: max(rate / 1e12, base.peak_tflop_per_s.get(dtype, 0) * known) for dtype, rate in rates.items()}
@@ -62,7 +60,7 @@ def fit_device(base: Device, measured: MeasuredDevice, name: str, source: str) -
         "source": "",
         "launch_us": None,
         "memory_efficiency": min(1.0, bandwidth / 1e9 / memory),
-        "half_size_mb": 0.0,
+        "half_size_mb": half_size / 1e6,
         "held_out_error": None,
     }
 
@@ -104,8 +102,10 @@ def fit_cluster(base: Cluster, device: Device, measured: MeasuredDevice, devices
     return validate(Cluster, fields, device.name)
 
 
-def _launch_and_bandwidth(transfers: tuple[tuple[float, float], ...]) -> tuple[float, float]:
-    """Seconds of an empty kernel and bytes per second of a long one, least squares of the relative error."""
+def _launch_and_bandwidth(transfers: tuple[tuple[float, float], ...]) -> tuple[float, float, float]:
+    """Seconds of an empty kernel, bytes per second of a long one, bytes of the ramp; least squares of the relative error."""
     num_bytes, seconds = np.array(transfers).T
-    (launch, per_byte), _ = nnls(np.stack([1 / seconds, num_bytes / seconds], axis=1), np.ones(len(seconds)))
-    return float(launch), float(1 / max(per_byte, 1e-15))
+    columns = np.stack([np.ones_like(num_bytes), num_bytes, np.sqrt(num_bytes)], axis=1)
+    (launch, per_byte, per_root), _ = nnls(columns / seconds[:, None], np.ones(len(seconds)))
+    per_byte = max(per_byte, 1e-15)
+    return float(launch), float(1 / per_byte), float((per_root / per_byte) ** 2)

@@ -10,7 +10,7 @@ from simulator.calibration.collectives import fit_curve
 from simulator.calibration.gemms import fit_gemms
 from simulator.cluster import shipped_device
 from simulator.collective_profile import CollectiveProfile
-from simulator.description import Description
+from simulator.description import Description, read, validate
 from simulator.validation.measurements import GPUS, collective_kinds, measured_collectives, measured_gemms
 
 
@@ -21,7 +21,7 @@ def fit_profiles() -> Iterator[tuple[Path, Description]]:
         profile = fit_gemms(shipped_device(name), "bf16", measured, max_rows=len(measured.m))
         yield kernel_profile.PROFILES / f"{name}.yaml", profile
     for path in sorted(collective_profile.PROFILES.glob("*.yaml")):
-        profile = CollectiveProfile.load(path.stem)
+        profile = validate(CollectiveProfile, read(path), path)
         if kinds := collective_kinds(profile.gpu):
             curves = {kind: fit_curve(measured_collectives(profile.gpu, kind)) for kind in kinds}
             yield path, profile.model_copy(update=curves)

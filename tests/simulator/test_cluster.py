@@ -16,9 +16,8 @@ DEVICE = {
     "peak_tflop_per_s": {"f32": 10},
     "vector_tflop_per_s": 10,
     "memory_bandwidth_gb_per_s": 1000,
-    "memory_efficiency": 1.0,
     "kernel_launch_us": 0,
-    "gemm_efficiency": 1.0,
+    "kernels": {"efficiency": 1.0, "memory_efficiency": 1.0},
 }
 CLUSTER = {
     "name": "toy",
@@ -111,8 +110,16 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
         ),
         ({"device": DEVICE | {"memory_gb": -16}}, "device.memory_gb: given -16; expected greater than 0"),
         (
-            {"device": DEVICE | {"memory_efficiency": 85}},
-            "device.memory_efficiency: given 85; expected less than or equal to 1",
+            {"device": DEVICE | {"kernels": {"efficiency": 1.0, "memory_efficiency": 85}}},
+            "device.kernels.memory_efficiency: given 85; expected less than or equal to 1",
+        ),
+        (
+            {"device": DEVICE | {"kernels": "v1000"}},
+            "kernels: unknown profile 'v1000'; expected one of a100_sxm4_80gb, ",
+        ),
+        (
+            {"collectives": "v1000"},
+            "collectives: unknown profile 'v1000'; expected one of a100, b200, h100, h200, a path to a .yaml file, or the fields themselves",
         ),
         (
             {"device": DEVICE | {"peak_tflop_per_s": {"f32": "fast"}}},

@@ -1,6 +1,5 @@
 import doctest
 import time
-from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -63,7 +62,8 @@ def test_equal_stages_without_communication_have_the_textbook_bubble() -> None:
     # p - 1 slots of p - 1 + m; a vocabulary of one word makes the ends nearly free; links and hosts nearly so
     model = GPT.model_copy(update={"vocab": 8, "learned_positions": False})
     fast = Link(bandwidth_gb_per_s=1e6, latency_us=0.0)
-    cluster = Cluster.load("dgx_a100_80").model_copy(update={"intra_host": fast, "collective_launch_us": 0.0})
+    update = {"intra_host": fast, "collectives": None, "collective_launch_us": 0.0}
+    cluster = Cluster.load("dgx_a100_80").model_copy(update=update)
     machine = Machine(cluster, JITTED)
     for pipeline, interleave in ((2, 1), (4, 1), (8, 1), (4, 2)):
         plan = Execution(pipeline=pipeline, interleave=interleave, global_batch=16)
@@ -209,20 +209,17 @@ def test_faster_hardware_is_never_slower(
     model: Transformer, plan: Execution, compute: float, memory: float, network: float
 ) -> None:
     slow = a100(64)
-    inter, profile = slow.cluster.inter_host, slow.gemms.profile
+    cluster = slow.cluster
+    inter, gpu = cluster.inter_host, cluster.device
     assert inter is not None
     wires = Link(bandwidth_gb_per_s=inter.bandwidth_gb_per_s * network, latency_us=inter.latency_us)
-    gpu = profile.model_copy(
+    faster = gpu.model_copy(
         update={
-            "peak_tflop_per_s": profile.peak_tflop_per_s * compute,
-            "memory_bandwidth_gb_per_s": profile.memory_bandwidth_gb_per_s * memory,
+            "peak_tflop_per_s": {dtype: peak * compute for dtype, peak in gpu.peak_tflop_per_s.items()},
+            "memory_bandwidth_gb_per_s": gpu.memory_bandwidth_gb_per_s * memory,
         }
     )
-    fast = Machine(
-        slow.cluster.model_copy(update={"inter_host": wires}),
-        replace(slow.gemms, profile=gpu),
-        type(slow.network).of(slow.cluster.model_copy(update={"inter_host": wires})),
-    )
+    fast = Machine(cluster.model_copy(update={"inter_host": wires, "device": faster}))
     assert predict(model, plan, fast).seconds <= predict(model, plan, slow).seconds * (1 + 1e-9)
 
 
