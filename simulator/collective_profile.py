@@ -57,6 +57,29 @@ class SizeCurve(Description):
         return self.model_copy(update=update)
 
 
+class SwitchCurve(Description):
+    """Time of an all_reduce of n devices whose sums the switch makes. Each sends its array S once, and the n-th part it gathered again:
+
+    launch + (S' + sqrt(S' * half_size)) / bandwidth,    S' = S * (n + 1) / n
+    """
+
+    launch_us: NonNegativeFloat
+    half_size_mb: NonNegativeFloat
+    bandwidth_gb_per_s: PositiveFloat
+    held_out_error: NonNegativeFloat | None = None
+
+    def transfer(self, num_bytes: float, size: int) -> float:
+        """Seconds of the bytes of an array."""
+        return transfer_seconds(num_bytes * (size + 1) / size, self.half_size_mb * 1e6, self.bandwidth_gb_per_s * 1e9)
+
+    def seconds(self, num_bytes: float, size: int) -> float:
+        return self.launch_us * 1e-6 + self.transfer(num_bytes, size)
+
+    def faster(self, factor: float) -> Self:
+        """The same with so many times the bandwidth."""
+        return self.model_copy(update={"bandwidth_gb_per_s": factor * self.bandwidth_gb_per_s})
+
+
 class CollectiveProfile(Description):
     """The curves of the devices of a host. Kinds without one take that of the kind they are most like.
 
@@ -64,6 +87,7 @@ class CollectiveProfile(Description):
         gpu: the device's name.
         source: what was measured, by whom, under which licence, and what was held out.
         permute: messages between two devices.
+        nvls: all_reduces whose sums the switch makes (NVLink SHARP), where that was told from rings.
     """
 
     gpu: str
@@ -73,6 +97,7 @@ class CollectiveProfile(Description):
     reduce_scatter: SizeCurve | None = None
     all_to_all: SizeCurve | None = None
     permute: SizeCurve | None = None
+    nvls: SwitchCurve | None = None
 
     def curve(self, kind: CollectiveKind) -> SizeCurve:
         match kind:
@@ -89,9 +114,8 @@ class CollectiveProfile(Description):
 
     def faster(self, factor: float) -> Self:
         """The same links with so many times the bandwidth."""
-        curves = {
-            name: curve for name in type(self).model_fields if isinstance(curve := getattr(self, name), SizeCurve)
-        }
+        fields = ((name, getattr(self, name)) for name in type(self).model_fields)
+        curves = {name: curve for name, curve in fields if isinstance(curve, SizeCurve | SwitchCurve)}
         return self.model_copy(update={name: curve.faster(factor) for name, curve in curves.items()})
 
 

@@ -7,6 +7,8 @@ all_reduce) and the slowest link of the ring sets the pace:
 
 It is good for long messages. Across hosts an all_reduce may go up and down two trees of hosts instead, whose depth is a logarithm of
 their number; each link then carries twice the array. As in NCCL (src/graph/tuning.cc) trees reach 0.92 of the bandwidth of rings.
+Where the switch adds (NVLS), each device sends its array once and gets the sum; across hosts (NVLSTree) the switches' sums go up and
+down the trees, once each way between two hosts.
 """
 
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from functools import cached_property
 from math import ceil, log2
 
 from simulator.cluster import Cluster, Link
-from simulator.collective_profile import CollectiveProfile, SizeCurve, sent_fraction, transfer_seconds
+from simulator.collective_profile import CollectiveProfile, SizeCurve, SwitchCurve, sent_fraction, transfer_seconds
 from simulator.network import Flows, Ring, Routes, strided_ring
 from simulator.work import CollectiveKind
 
@@ -48,12 +50,17 @@ class Network:
 
     def seconds_by_algorithm(self, kind: CollectiveKind, num_bytes: float, ring: Ring) -> dict[str, float]:
         """Seconds of a collective of one group by each algorithm that NCCL has for it, which takes the fastest."""
-        curve, inter = self.curves.curve(kind), self.cluster.inter_host
+        curve, nvls, inter = self.curves.curve(kind), self.curves.nvls, self.cluster.inter_host
         if ring.hosts == 1 or inter is None:
-            return {"ring": curve.seconds(kind, num_bytes, ring.size)}
+            seconds = {"ring": curve.seconds(kind, num_bytes, ring.size)}
+            if kind == "all_reduce" and nvls is not None:
+                seconds["nvls"] = nvls.seconds(num_bytes, ring.size)
+            return seconds
         seconds = {"ring": _ring_seconds(kind, num_bytes, ring, curve, inter)}
         if kind == "all_reduce":
             seconds["tree"] = _tree_seconds(num_bytes, ring, curve, inter)
+            if nvls is not None and ring.per_host > 1:
+                seconds["nvls_tree"] = _nvls_tree_seconds(num_bytes, ring, nvls, inter)
         return seconds
 
     def send_seconds(self, num_bytes: float, stride: int) -> float:
@@ -90,6 +97,13 @@ def _tree_seconds(num_bytes: float, ring: Ring, curve: SizeCurve, inter: Link) -
     hops = curve.hop_us * (ring.per_host - 1) + inter.latency_us * ceil(log2(ring.hosts))
     within = curve.transfer(moved, ring.per_host) if ring.per_host > 1 else 0.0
     return (curve.launch_us + 2 * hops) * 1e-6 + max(within, _over_cards(moved, inter, ring.nics))
+
+
+def _nvls_tree_seconds(num_bytes: float, ring: Ring, nvls: SwitchCurve, inter: Link) -> float:
+    """Seconds of an all_reduce in which the sums of the switches go up and down two trees of hosts."""
+    moved = (1 if ring.hosts == 2 else 2) * num_bytes
+    latency = nvls.launch_us + 2 * inter.latency_us * ceil(log2(ring.hosts))
+    return latency * 1e-6 + max(nvls.transfer(num_bytes, ring.per_host), _over_cards(moved, inter, ring.nics))
 
 
 def _over_cards(num_bytes: float, inter: Link, cards: float) -> float:

@@ -1,17 +1,18 @@
 """Makes the shipped profiles again from the measurements that ship with them: `python -m simulator fit`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import yaml
 
 from simulator import collective_profile, kernel_profile
-from simulator.calibration.collectives import fit_curve
+from simulator.calibration.collectives import MeasuredCollectives, fit_curve, fit_switch
 from simulator.calibration.gemms import fit_gemms
 from simulator.cluster import shipped_device
 from simulator.collective_profile import CollectiveProfile
 from simulator.description import Description, read, validate
 from simulator.validation.measurements import GPUS, collective_kinds, measured_collectives, measured_gemms
+from simulator.work import CollectiveKind
 
 
 def fit_profiles() -> Iterator[tuple[Path, Description]]:
@@ -23,8 +24,25 @@ def fit_profiles() -> Iterator[tuple[Path, Description]]:
     for path in sorted(collective_profile.PROFILES.glob("*.yaml")):
         profile = validate(CollectiveProfile, read(path), path)
         if kinds := collective_kinds(profile.gpu):
-            curves = {kind: fit_curve(measured_collectives(profile.gpu, kind)) for kind in kinds}
-            yield path, profile.model_copy(update=curves)
+            measured = {kind: measured_collectives(profile.gpu, kind) for kind in kinds}
+            yield path, profile.model_copy(update=_fitted(profile, measured))
+
+
+def _fitted(
+    profile: CollectiveProfile, measured: Mapping[CollectiveKind, MeasuredCollectives]
+) -> dict[str, Description]:
+    """A curve for each kind; where the profile tells the switch's sums from rings, of groups that fill the host and of smaller ones."""
+    curves: dict[str, Description] = {}
+    for kind, rows in measured.items():
+        if kind != "all_reduce" or profile.nvls is None:
+            curves[kind] = fit_curve(rows)
+            continue
+        whole = rows.size == rows.size.max()
+        ring = None
+        if not whole.all():
+            ring = curves[kind] = fit_curve(rows[~whole])
+        curves["nvls"] = fit_switch(rows[whole], ring)
+    return curves
 
 
 def write_profile(path: Path, profile: Description) -> None:
