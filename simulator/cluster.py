@@ -83,12 +83,15 @@ class Link(Description):
             without a switch, a larger group has more links between neighbours.
         latency_us: time of one hop of an empty message.
         half_size_mb: message at which half of the bandwidth is reached (`simulator.collectives`).
+        slowdown: how many times longer computation and a collective over this link take while a device does both: 1 where they don't
+            disturb each other, 2 where one after the other is as fast.
     """
 
     bandwidth_gb_per_s: PositiveFloat
     group_bandwidth_gb_per_s: dict[PositiveInt, PositiveFloat] = Field(default_factory=dict)
     latency_us: NonNegativeFloat
     half_size_mb: NonNegativeFloat = 0.0
+    slowdown: float = Field(default=1.0, ge=1, le=2)
 
     def bandwidth(self, group_size: int) -> float:
         """Bytes per second that each member of a ring of `group_size` sends."""

@@ -38,6 +38,11 @@ class Network:
         """The ring of `size` devices that are `stride` apart, where all devices of the cluster form such groups at the same time."""
         return strided_ring(self.cluster, size, stride)
 
+    def link(self, far: bool) -> Link:
+        """What devices of one host communicate over, or of several."""
+        inter = self.cluster.inter_host
+        return inter if far and inter is not None else self.cluster.intra_host
+
     def collective_seconds(self, kind: CollectiveKind, num_bytes: float, routes: Routes) -> float:
         """Seconds until the slowest group has finished; 0 where nobody has a partner."""
         if isinstance(routes, Flows):

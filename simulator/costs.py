@@ -29,6 +29,10 @@ class CostModel(Protocol):
         """
         ...
 
+    def slowdown(self, groups: Groups) -> float:
+        """How many times longer a collective of these groups, and computation beside it, take while both go on."""
+        ...
+
 
 class ClusterCosts:
     """Costs on a described cluster (`simulator.compute`, `simulator.collectives`); answers are remembered."""
@@ -50,7 +54,13 @@ class ClusterCosts:
         def collective(kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
             return network.collective_seconds(kind, num_bytes, routes(kind, groups))
 
+        @lru_cache(maxsize=1 << 12)
+        def slowdown(groups: Groups) -> float:
+            far = any(len(set(map(cluster.host_of, group))) > 1 for group in groups)
+            return network.link(far).slowdown
+
         self._kernel = kernel_like
+        self._slowdown = slowdown
         self._collective = collective
 
     @property
@@ -63,6 +73,9 @@ class ClusterCosts:
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         return self._collective(kind, num_bytes, groups)
+
+    def slowdown(self, groups: Groups) -> float:
+        return self._slowdown(groups)
 
 
 class MixedCosts:
@@ -85,6 +98,13 @@ class MixedCosts:
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         """As `CostModel.collective`. Groups over several pools, other than the pairs of a permute: `ClusterError`."""
         return self._collective(kind, num_bytes, groups)
+
+    def slowdown(self, groups: Groups) -> float:
+        """As `CostModel.slowdown`. Groups over several pools: `ClusterError`."""
+        devices = [device for group in groups for device in group]
+        pool = self.cluster.pool_of(devices)
+        start = self.cluster.pool_starts[pool]
+        return self.pools[pool].slowdown(tuple(tuple(device - start for device in group) for group in groups))
 
     def _collective_anew(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         inside: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # groups of each pool
@@ -126,3 +146,6 @@ class BandwidthOnly:
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         size = max(len(set(group)) for group in groups)  # a device that sends to itself is alone
         return sent_fraction(kind, size) * num_bytes / self.bandwidth if size > 1 else 0.0
+
+    def slowdown(self, groups: Groups) -> float:
+        return 1.0

@@ -32,8 +32,6 @@ class Backend:
         kernel_us: of the host for a kernel; a device that computes faster than that waits for the host.
         step_us: of the host for a step, beside its kernels.
         update_bytes: read and written per parameter by the optimizer, clipping and unscaling included.
-        contention: by how much computation and a collective beside it are slower, as a fraction of the time they share. Fitted to the
-            two ZeRO-3 rows of Narayanan et al. 2021, table 2; it then gives the backward passes of Korthikanti et al., table 4, to 1 %.
         rails: network cards of a host that a group spreads over, at most; None for as many as there are.
         regathers: whether parameters divided over the data axis are gathered once more to recompute activations.
     """
@@ -42,7 +40,6 @@ class Backend:
     kernel_us: float
     step_us: float
     update_bytes: float
-    contention: float = 0.47
     rails: int | None = None
     regathers: bool = False
 
@@ -82,6 +79,11 @@ class Machine:
     def gemms(self) -> GemmModel:
         """Products of 16-bit numbers, of the faster format."""
         return max(map(self.kernels.products, ("bf16", "f16")), key=lambda model: model.peak)
+
+    def beside(self, moved: float, compute: float, far: bool) -> float:
+        """Seconds that communication adds to computation beside it, within a host or far; both are slower meanwhile."""
+        slowdown = self.network.link(far).slowdown
+        return max(0.0, moved - compute) + (slowdown - 1) * min(moved, compute)
 
     def data_ring(self, size: int, stride: int) -> Ring:
         """The ring of a data group, through as many network cards as the backend uses."""
