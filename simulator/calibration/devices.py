@@ -17,6 +17,21 @@ _OUTLIER = 0.1  # of the logarithm of predicted over measured
 
 
 @dataclass(frozen=True, slots=True)
+class Overlap:
+    """Seconds of products and of an all_reduce, each by itself, and of both in one program."""
+
+    computed: float
+    moved: float
+    both: float
+
+    @property
+    def slowdown(self) -> float:
+        """How many times longer each takes while both go on (`simulator.cluster.Link`): all is shared that the shorter one takes."""
+        longer, shorter = max(self.computed, self.moved), min(self.computed, self.moved)
+        return min(2.0, max(1.0, 1 + (self.both - longer) / shorter))
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredDevice:
     """Seconds of single kernels, and of collectives where there are several devices.
 
@@ -28,6 +43,7 @@ class MeasuredDevice:
     transfers: tuple[tuple[float, float], ...]
     products: Mapping[str, tuple[tuple[Gemm, float], ...]]
     all_reduces: MeasuredCollectives | None = None
+    overlap: Overlap | None = None
 
     def product_errors(self, device: Device) -> NDArray[np.float64]:
         """The logarithm of predicted over measured seconds of each product."""
@@ -96,6 +112,7 @@ def fit_cluster(base: Cluster, device: Device, measured: MeasuredDevice, devices
                 "group_bandwidth_gb_per_s": {},
                 "latency_us": curve.hop_us,
                 "half_size_mb": curve.half_size_mb,
+                "slowdown": measured.overlap.slowdown if measured.overlap else base.intra_host.slowdown,
             }
         )
         fields |= {"intra_host": link, "collective_launch_us": curve.launch_us, "collectives": None}

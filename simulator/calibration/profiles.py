@@ -1,6 +1,6 @@
 """Makes the shipped profiles again from the measurements that ship with them: `python -m simulator fit`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -12,7 +12,6 @@ from simulator.cluster import shipped_device
 from simulator.collective_profile import CollectiveProfile
 from simulator.description import Description, read, validate
 from simulator.validation.measurements import GPUS, collective_kinds, measured_collectives, measured_gemms
-from simulator.work import CollectiveKind
 
 
 def fit_profiles() -> Iterator[tuple[Path, Description]]:
@@ -24,23 +23,21 @@ def fit_profiles() -> Iterator[tuple[Path, Description]]:
     for path in sorted(collective_profile.PROFILES.glob("*.yaml")):
         profile = validate(CollectiveProfile, read(path), path)
         if kinds := collective_kinds(profile.gpu):
-            measured = {kind: measured_collectives(profile.gpu, kind) for kind in kinds}
+            measured = [measured_collectives(profile.gpu, kind) for kind in kinds]
             yield path, profile.model_copy(update=_fitted(profile, measured))
 
 
-def _fitted(
-    profile: CollectiveProfile, measured: Mapping[CollectiveKind, MeasuredCollectives]
-) -> dict[str, Description]:
+def _fitted(profile: CollectiveProfile, measured: Sequence[MeasuredCollectives]) -> dict[str, Description]:
     """A curve for each kind; where the profile tells the switch's sums from rings, of groups that fill the host and of smaller ones."""
     curves: dict[str, Description] = {}
-    for kind, rows in measured.items():
-        if kind != "all_reduce" or profile.nvls is None:
-            curves[kind] = fit_curve(rows)
+    for rows in measured:
+        if rows.kind != "all_reduce" or profile.nvls is None:
+            curves[rows.kind] = fit_curve(rows)
             continue
         whole = rows.size == rows.size.max()
         ring = None
         if not whole.all():
-            ring = curves[kind] = fit_curve(rows[~whole])
+            ring = curves[rows.kind] = fit_curve(rows[~whole])
         curves["nvls"] = fit_switch(rows[whole], ring)
     return curves
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.calibration.collectives import MeasuredCollectives
-from simulator.calibration.devices import MeasuredDevice, fit_cluster, fit_device
+from simulator.calibration.devices import MeasuredDevice, Overlap, fit_cluster, fit_device
 from simulator.calibration.profiles import write_profile
 from simulator.cluster import Cluster
 from simulator.collective_profile import SizeCurve
@@ -82,17 +82,23 @@ def test_a_calibrated_cluster_is_one_host_with_the_links_that_were_measured(tmp_
     rows = [(n, 4.0 * 4**i) for n in (2, 4, 8) for i in range(4, 14)]
     seconds = [curve.seconds("all_reduce", num_bytes, n) for n, num_bytes in rows]
     all_reduces = MeasuredCollectives.of("all_reduce", *zip(*rows, strict=True), seconds)
-    measured = MeasuredDevice((), {}, all_reduces)
+    measured = MeasuredDevice((), {}, all_reduces, Overlap(computed=2.0, moved=3.0, both=4.0))
     cluster = fit_cluster(H100.with_size(4), H100.device, measured, 8)
     assert (cluster.hosts, cluster.devices_per_host, cluster.inter_host) == (1, 8, None)
     assert cluster.collective_launch_us == pytest.approx(20, rel=0.05)
     assert cluster.intra_host.latency_us == pytest.approx(2, rel=0.05)
     assert cluster.intra_host.half_size_mb == pytest.approx(3, rel=0.1)
     assert cluster.intra_host.bandwidth_gb_per_s == pytest.approx(80, rel=0.05)
+    assert cluster.intra_host.slowdown == 1.5  # 2 s shared took 3
     write_profile(tmp_path / "mine.yaml", cluster)
     loaded = Cluster.load(tmp_path / "mine.yaml")
     assert loaded.intra_host.bandwidth_gb_per_s == pytest.approx(cluster.intra_host.bandwidth_gb_per_s, rel=1e-3)
     assert loaded.device.xla_target == cluster.device.xla_target
+
+
+@pytest.mark.parametrize(("both", "slowdown"), [(2.9, 1.0), (3.0, 1.0), (4.0, 1.5), (5.0, 2.0), (9.0, 2.0)])
+def test_the_slowdown_is_between_that_of_parallel_and_of_serial_work(both: float, slowdown: float) -> None:
+    assert Overlap(2.0, 3.0, both).slowdown == Overlap(3.0, 2.0, both).slowdown == slowdown
 
 
 def test_a_device_alone_keeps_the_links_of_its_kind() -> None:
