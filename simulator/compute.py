@@ -38,5 +38,5 @@ class KernelModel:
 
     def elementwise(self, num_bytes: float, kernels: int) -> float:
         """Seconds of elementwise kernels that move so many bytes altogether, in equal parts."""
-        each = Kernel("", "memory", 0.0, num_bytes / kernels)
-        return kernels * self.seconds(each)
+        launch = self.device.kernel_launch_us * 1e-6
+        return kernels * (launch + self.products("f32").transfer(num_bytes / kernels))

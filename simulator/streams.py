@@ -8,7 +8,7 @@ value is sent to another mesh, what is still under way goes on at full speed.
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import isclose
+from math import inf, isclose
 from typing import assert_never
 
 from simulator.costs import CostModel
@@ -31,7 +31,11 @@ class Transfer:
     task: str
     left: float
     slowdown: float
-    start: float | None = None
+    start: float = inf
+
+    def go_on(self, time: float, seconds: float) -> None:
+        """Get so many seconds further, from `time` on."""
+        self.start, self.left = min(self.start, time), self.left - seconds
 
 
 @dataclass(slots=True)
@@ -113,8 +117,7 @@ class Streams:
             while self.under_way and (begin := max(self.compute, self.communication)) < time:
                 transfer = self.under_way[0]
                 if begin + transfer.left > time:
-                    transfer.start = begin if transfer.start is None else transfer.start
-                    transfer.left -= time - begin
+                    transfer.go_on(begin, time - begin)
                     break
                 self._finish()
             self._record(name, "compute", self.compute, time, category, awaited)
@@ -140,32 +143,22 @@ class Streams:
                 self.compute, seconds = self.compute + alone, seconds - alone
                 continue
             transfer = self.under_way[0]
-            transfer.start = self.compute if transfer.start is None else transfer.start
             together = min(seconds, transfer.left)
-            self.compute += together * transfer.slowdown
-            seconds, transfer.left = seconds - together, transfer.left - together
+            transfer.go_on(self.compute, together)
+            self.compute, seconds = self.compute + together * transfer.slowdown, seconds - together
             if not transfer.left:
                 self._finish()
         self.compute += seconds
 
     def _finish(self) -> None:
         """Let the first of what is under way go on alone until it ends."""
-        transfer = self.under_way.popleft()
-        begin = max(self.compute, self.communication)
-        self.communication = begin + transfer.left
-        start = begin if transfer.start is None else transfer.start
-        self.running[transfer.name] = self.communication, transfer.category
+        each = self.under_way.popleft()
+        start = max(self.compute, self.communication)
+        self.communication = end = start + each.left
+        each.go_on(start, each.left)
+        self.running[each.name] = end, each.category
         self.spans.append(
-            Span(
-                transfer.name,
-                self.mesh,
-                "communication",
-                start,
-                self.communication,
-                transfer.category,
-                transfer.task,
-                link=transfer.link,
-            )
+            Span(each.name, self.mesh, "communication", each.start, end, each.category, each.task, link=each.link)
         )
 
     def _loop(self, loop: Loop) -> None:
