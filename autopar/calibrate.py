@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.devices import cluster_of, device_mesh
 from simulator.calibration.collectives import MeasuredCollectives
-from simulator.calibration.devices import MeasuredDevice, fit_cluster, fit_device
+from simulator.calibration.devices import MeasuredDevice, Overlap, fit_cluster, fit_device
 from simulator.cluster import Cluster
 from simulator.work import Gemm
 
@@ -66,6 +66,7 @@ def calibrate(
         tuple(_transfers(here[0], effort, progress)),
         {_HLO_DTYPES[dtype]: tuple(_products(here[0], dtype, effort, progress)) for dtype in effort.dtypes},
         _all_reduces(here, effort, progress) if len(here) > 1 else None,
+        _overlap(here, effort, progress) if len(here) > 1 else None,
     )
     source = f"measured by autopar calibrate on {len(here)} x {here[0].device_kind}, {datetime.now(UTC):%Y-%m-%d}, jax {jax.__version__}"
     device = fit_device(base.device, measured, f"{here[0].device_kind}, calibrated", source)
@@ -92,23 +93,51 @@ def _all_reduces(devices: Sequence[Any], effort: Effort, progress: Callable[[str
     counts = [count for count in (2, 4, 8, 16) if count < len(devices)] + [len(devices)]
     for count, size in product(counts, effort.elements):
         progress(f"all_reduce, {count} devices, {size:,} elements")
-        mesh = Mesh(np.array(devices[:count]), ("x",))
-        spec = PartitionSpec("x")
-
-        def mean(x: jax.Array) -> jax.Array:
-            return jax.lax.pcast(jax.lax.pmean(x, "x"), "x", to="varying")
-
-        x = jax.device_put(jnp.ones((count, size), jnp.float32), jax.sharding.NamedSharding(mesh, spec))
-        seconds = _seconds(jax.shard_map(mean, mesh=mesh, in_specs=spec, out_specs=spec), x, effort)
-        rows.append((count, 4.0 * size, seconds))
+        x = _on_each(devices[:count], (size,))
+        rows.append((count, 4.0 * size, _seconds(_on_all(devices[:count], _mean), x, effort)))
     return MeasuredCollectives.of("all_reduce", *zip(*rows, strict=True))
 
 
-def _seconds(kernel: Callable[[jax.Array], jax.Array], x: jax.Array, effort: Effort) -> float:
+def _overlap(devices: Sequence[Any], effort: Effort, progress: Callable[[str], None]) -> Overlap:
+    """Products and an all_reduce that take about as long, by themselves and in one program."""
+    width, x = effort.widths[-1], _on_each(devices, (effort.elements[-1],))
+    y = _on_each(devices, (effort.rows[-1], width))
+
+    def products(y: jax.Array, count: int) -> jax.Array:
+        for _ in range(count):
+            y = y @ jnp.full((width, width), 1 / width)
+        return y
+
+    progress("an all_reduce beside products")
+    moved = _seconds(_on_all(devices, _mean), x, effort)
+    one = _seconds(_on_all(devices, partial(products, count=1)), y, effort)
+    count = max(1, min(64, round(moved / one)))
+    computed = _seconds(_on_all(devices, partial(products, count=count)), y, effort)
+    both = _on_all(devices, lambda each: (_mean(each[0]), products(each[1], count)))
+    return Overlap(computed, moved, _seconds(both, (x, y), effort))
+
+
+def _on_each(devices: Sequence[Any], shape: tuple[int, ...]) -> jax.Array:
+    """Ones of a shape on each of the devices."""
+    across = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec("x"))
+    return jax.device_put(jnp.ones((len(devices), *shape), jnp.float32), across)
+
+
+def _on_all(devices: Sequence[Any], kernel: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The kernel on what each of the devices has."""
+    spec = PartitionSpec("x")
+    return jax.shard_map(kernel, mesh=Mesh(np.array(devices), ("x",)), in_specs=spec, out_specs=spec)
+
+
+def _mean(x: jax.Array) -> jax.Array:
+    return jax.lax.pcast(jax.lax.pmean(x, "x"), "x", to="varying")
+
+
+def _seconds(kernel: Callable[[Any], Any], x: Any, effort: Effort) -> float:
     """Seconds of one kernel: so many in a row that they take long enough, less a row of one."""
 
     @partial(jax.jit, static_argnums=1)
-    def row(x: jax.Array, count: int) -> jax.Array:
+    def row(x: Any, count: int) -> Any:
         return jax.lax.fori_loop(0, count, lambda _, x: kernel(x), x)
 
     def run(count: int) -> float:

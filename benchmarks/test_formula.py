@@ -15,7 +15,7 @@ GPT = Transformer(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
 @pytest.mark.parametrize("data", [16, 1500])
 def test_gpt_175b(benchmark, data: int) -> None:
     plan = Execution(tensor=8, pipeline=8, data=data, global_batch=96 * data, interleave=3, recompute="full")
-    machine = Machine.of(Cluster.load("dgx_a100_80").with_size(8 * data))
+    machine = Machine(Cluster.load("dgx_a100_80").with_size(8 * data))
     assert benchmark(predict, GPT, plan, machine).seconds > 0
 
 
@@ -31,7 +31,7 @@ def test_a_search_of_plans(benchmark) -> None:
     assert len(plans) > 90
 
     def search() -> list[Prediction]:
-        machine = Machine.of(Cluster.load("dgx_a100_80").with_size(64))
+        machine = Machine(Cluster.load("dgx_a100_80").with_size(64))
         return [predict(GPT, plan, machine) for plan in plans]
 
     assert len(benchmark(search)) == len(plans)

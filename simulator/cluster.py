@@ -10,7 +10,11 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from simulator.description import ClusterError, Description, Fraction, read, validate
+from simulator.collective_profile import PROFILES as COLLECTIVES
+from simulator.collective_profile import CollectiveProfile, SizeCurve
+from simulator.description import ClusterError, Description, named, read, validate
+from simulator.kernel_profile import PROFILES as KERNELS
+from simulator.kernel_profile import KernelProfile
 
 _CLUSTERS = Path(__file__).parent / "clusters"
 _MIXED = _CLUSTERS / "mixed"
@@ -26,11 +30,9 @@ class Device(Description):
         cores: streaming multiprocessors of a GPU, cores of a CPU.
         peak_tflop_per_s: peak of matrix products by HLO dtype ("f32", "bf16", ...).
         vector_tflop_per_s: peak of elementwise arithmetic in f32.
-        memory_efficiency: fraction of the memory bandwidth that large kernels reach.
-        gemm_efficiency: fraction of the peak that a core reaches inside a tile of a matrix product; another one for the dtypes in
-            `gemm_efficiency_by_dtype`.
-        tile_overhead_us: what a tile costs beside its multiplications: filling and draining the pipeline.
         kernel_launch_us: from the end of a kernel to the start of the next one of the same executable.
+        kernels: how close to these peaks kernels come; in a file, a few numbers the name of a measured profile in
+            `simulator/profiles/kernels`, or the path of another.
         xla_target: XLA's GpuTargetConfig, to compile for this device where there is none; None for a CPU.
     """
 
@@ -43,11 +45,8 @@ class Device(Description):
     peak_tflop_per_s: dict[str, PositiveFloat]
     vector_tflop_per_s: PositiveFloat
     memory_bandwidth_gb_per_s: PositiveFloat
-    memory_efficiency: Fraction
     kernel_launch_us: NonNegativeFloat
-    gemm_efficiency: Fraction
-    gemm_efficiency_by_dtype: dict[str, Fraction] = Field(default_factory=dict)
-    tile_overhead_us: NonNegativeFloat = 0.0
+    kernels: KernelProfile
     xla_target: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -83,13 +82,16 @@ class Link(Description):
         group_bandwidth_gb_per_s: by group size, what each member of a ring sends per second, where that is another number:
             without a switch, a larger group has more links between neighbours.
         latency_us: time of one hop of an empty message.
-        half_size_mb: message at which half of the bandwidth is reached (`simulator.network`).
+        half_size_mb: message at which half of the bandwidth is reached (`simulator.collectives`).
+        slowdown: how many times longer computation and a collective over this link take while a device does both: 1 where they don't
+            disturb each other, 2 where one after the other is as fast.
     """
 
     bandwidth_gb_per_s: PositiveFloat
     group_bandwidth_gb_per_s: dict[PositiveInt, PositiveFloat] = Field(default_factory=dict)
     latency_us: NonNegativeFloat
     half_size_mb: NonNegativeFloat = 0.0
+    slowdown: float = Field(default=1.0, ge=1, le=2)
 
     def bandwidth(self, group_size: int) -> float:
         """Bytes per second that each member of a ring of `group_size` sends."""
@@ -106,6 +108,8 @@ class Cluster(Description):
         nics_per_host: network cards of a host; its devices are spread evenly over them.
         collective_launch_us: what a collective costs beside its hops and bytes.
         intra_host: the link between two devices of a host.
+        collectives: collectives within a host as measured; in a file, the curves, the name of a profile in
+            `simulator/profiles/collectives`, or the path of another. What `intra_host` implies if there are none.
         inter_host: the link between two network cards of different hosts; None for a single host.
     """
 
@@ -118,6 +122,7 @@ class Cluster(Description):
     nics_per_host: PositiveInt = 1
     collective_launch_us: NonNegativeFloat
     intra_host: Link
+    collectives: CollectiveProfile | None = None
     inter_host: Link | None = None
 
     @model_validator(mode="after")
@@ -129,6 +134,21 @@ class Cluster(Description):
     @property
     def num_devices(self) -> int:
         return self.hosts * self.devices_per_host
+
+    @property
+    def curves(self) -> CollectiveProfile:
+        """Collectives within a host: `collectives`, with what wasn't measured as `intra_host` implies."""
+        link = self.intra_host
+        implied = SizeCurve(
+            launch_us=self.collective_launch_us,
+            hop_us=link.latency_us,
+            half_size_mb=link.half_size_mb,
+            bandwidth_gb_per_s=link.bandwidth_gb_per_s,
+            group_bandwidth_gb_per_s=link.group_bandwidth_gb_per_s,
+        )
+        if self.collectives is None:
+            return CollectiveProfile(gpu=self.device.name, source=self.source, all_reduce=implied)
+        return self.collectives.model_copy(update={"permute": self.collectives.permute or implied})
 
     @property
     def pools(self) -> "tuple[Cluster, ...]":
@@ -167,9 +187,12 @@ class Cluster(Description):
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any], path: Path, place: str = "") -> Self:
         """The cluster with the fields of a file; `place` says where in the file they are, for errors."""
-        device = fields.get("device")
-        if isinstance(device, str):
-            fields = {**fields, "device": load_device(device, path)}
+        fields = {**fields, "collectives": named(fields.get("collectives"), COLLECTIVES, path, "collectives")}
+        match fields.get("device"):
+            case str(name):
+                fields["device"] = load_device(name, path)
+            case Mapping() as device:
+                fields["device"] = _with_kernels(device, path)
         return validate(cls, fields, f"{path}{place}")
 
     def with_size(self, hosts: int | None = None, devices_per_host: int | None = None) -> "Cluster":
@@ -224,6 +247,11 @@ def device_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _DEVICES.glob("*.yaml")))
 
 
+def shipped_device(name: str) -> Device:
+    """The device of a shipped file, by its name."""
+    return load_device(name, _DEVICES)
+
+
 def load_device(name: str, cluster_path: Path) -> Device:
     """The shipped device of that name, or that of a file beside the cluster's."""
     path = _DEVICES / f"{name}.yaml" if name in device_names() else cluster_path.parent / name
@@ -232,7 +260,12 @@ def load_device(name: str, cluster_path: Path) -> Device:
             f"{cluster_path}: device: unknown device {name!r}; expected one of {', '.join(device_names())}, "
             "a path to a .yaml file, or the fields themselves"
         )
-    return validate(Device, read(path), path)
+    return validate(Device, _with_kernels(read(path), path), path)
+
+
+def _with_kernels(fields: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The fields of a device with its profile of kernels, where the file has its name."""
+    return {**fields, "kernels": named(fields["kernels"], KERNELS, path, "kernels")} if "kernels" in fields else fields
 
 
 _ENUM_FIELDS = {"feature_extension"}  # their values are names, not texts

@@ -1,185 +1,115 @@
-"""Seconds of collectives of regular groups, whatever their number: measured size curves within a host, shared network cards between hosts.
+"""Seconds of collectives on a cluster, by the algorithm that is fastest: rings, trees, and the reductions of the switch.
 
-`simulator.network` prices any groups of device ids with one curve for all kinds; that is what plans are compared with. This is the finer
-model that `simulator.formula` uses: a curve for each kind, fitted by `simulator.calibration.collectives`, and groups that are given by
-size and stride, so that ten or a hundred thousand devices cost the same to think about.
+A ring over n devices moves each byte of the array past n - 1 of them, so each device sends (n - 1) / n of the array (twice for an
+all_reduce) and the slowest link of the ring sets the pace:
+
+    launch + latency of the hops + max over links of (S + sqrt(S * S_half)) / bandwidth
+
+It is good for long messages. Across hosts an all_reduce may go up and down two trees of hosts instead, whose depth is a logarithm of
+their number; each link then carries twice the array. As in NCCL (src/graph/tuning.cc) trees reach 0.92 of the bandwidth of rings.
+Where the switch adds (NVLS), each device sends its array once and gets the sum; across hosts (NVLSTree) the switches' sums go up and
+down the trees, once each way between two hosts.
 """
 
 from dataclasses import dataclass
-from functools import cache
-from math import sqrt
-from pathlib import Path
-from typing import Self
-
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from functools import cached_property
+from math import ceil, log2
 
 from simulator.cluster import Cluster, Link
-from simulator.description import ClusterError, Description, read, validate
-from simulator.network import Ring, sent_fraction
+from simulator.collective_profile import CollectiveProfile, SizeCurve, SwitchCurve, sent_fraction, transfer_seconds
+from simulator.network import Flows, Ring, Routes, strided_ring
 from simulator.work import CollectiveKind
 
-PROFILES = Path(__file__).parent / "profiles" / "collectives"
+_TREE_EFFICIENCY = 0.92
 
 
-class SizeCurve(Description):
-    """Time of one kind of collective within a host by the bytes S that each of n members sends:
-
-        launch + hops * hop + (S + sqrt(S * half_size)) / (bandwidth * (1 - small_group_loss / n))
-
-    Attributes:
-        hop_us: of one step of a ring; there are n - 1, twice as many of an all_reduce, one of an all_to_all.
-        half_size_mb: S for which the square root costs as much as the bytes themselves.
-        bandwidth_gb_per_s: bytes that a member of a large group sends per second.
-        small_group_loss: what a group of n loses of it, times n.
-        group_bandwidth_gb_per_s: by group size, where links without a switch make it another number altogether.
-    """
-
-    launch_us: NonNegativeFloat
-    hop_us: NonNegativeFloat
-    half_size_mb: NonNegativeFloat
-    bandwidth_gb_per_s: PositiveFloat
-    small_group_loss: float = Field(default=0.0, ge=0, lt=2)
-    group_bandwidth_gb_per_s: dict[PositiveInt, PositiveFloat] = Field(default_factory=dict)
-    held_out_error: NonNegativeFloat | None = None
-
-    def bandwidth(self, size: int) -> float:
-        """Bytes that each of `size` devices sends per second."""
-        usual = self.bandwidth_gb_per_s * (1 - self.small_group_loss / size)
-        return self.group_bandwidth_gb_per_s.get(size, usual) * 1e9
-
-    def seconds(self, kind: CollectiveKind, num_bytes: float, size: int) -> float:
-        """Seconds of a collective over an array of `num_bytes` (as in `simulator.work.Collective`) by `size` devices."""
-        sent = sent_fraction(kind, size) * num_bytes
-        return (self.launch_us + hops(kind, size) * self.hop_us) * 1e-6 + transfer_seconds(
-            sent, self.half_size_mb * 1e6, self.bandwidth(size)
-        )
-
-
-class CollectiveProfile(Description):
-    """The curves of the GPUs of a host. Kinds without one take that of the kind they are most like.
-
-    Attributes:
-        gpu: the device's name.
-        source: what was measured, by whom, under which licence, and what was held out.
-    """
-
-    gpu: str
-    source: str
-    all_reduce: SizeCurve
-    all_gather: SizeCurve | None = None
-    reduce_scatter: SizeCurve | None = None
-    all_to_all: SizeCurve | None = None
-    permute: SizeCurve | None = None
-
-    def curve(self, kind: CollectiveKind) -> SizeCurve:
-        match kind:
-            case "all_reduce":
-                return self.all_reduce
-            case "all_gather":
-                return self.all_gather or self.all_reduce
-            case "reduce_scatter":
-                return self.reduce_scatter or self.all_gather or self.all_reduce
-            case "all_to_all":
-                return self.all_to_all or self.all_reduce
-            case "permute":
-                return self.permute or self.all_to_all or self.all_reduce
-
-    @classmethod
-    def of(cls, cluster: Cluster) -> Self:
-        """The shipped profile of the cluster's devices; one made of the cluster's own link where there is none."""
-        known = _shipped()
-        if cluster.device.name in known:
-            return validate(cls, read(known[cluster.device.name]), known[cluster.device.name])
-        link = cluster.intra_host
-        curve = {
-            "launch_us": cluster.collective_launch_us,
-            "hop_us": link.latency_us,
-            "half_size_mb": link.half_size_mb,
-            "bandwidth_gb_per_s": link.bandwidth_gb_per_s,
-            "group_bandwidth_gb_per_s": link.group_bandwidth_gb_per_s,
-        }
-        return validate(cls, {"gpu": cluster.device.name, "source": cluster.source, "all_reduce": curve}, cluster.name)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Network:
     """What collectives cost on a cluster."""
 
     cluster: Cluster
-    profile: CollectiveProfile
 
-    @classmethod
-    def of(cls, cluster: Cluster) -> Self:
-        return cls(cluster, CollectiveProfile.of(cluster))
+    @cached_property
+    def curves(self) -> CollectiveProfile:
+        """Collectives within a host."""
+        return self.cluster.curves
 
     def ring(self, size: int, stride: int = 1) -> Ring:
         """The ring of `size` devices that are `stride` apart, where all devices of the cluster form such groups at the same time."""
         return strided_ring(self.cluster, size, stride)
 
-    def seconds(self, kind: CollectiveKind, num_bytes: float, ring: Ring) -> float:
-        """Seconds of a collective; 0 for a group of one. Across hosts the slower of the links sets the pace, and hops add up."""
-        if ring.size == 1 or num_bytes == 0:
-            return 0.0
-        curve = self.profile.curve(kind)
+    def link(self, far: bool) -> Link:
+        """What devices of one host communicate over, or of several."""
         inter = self.cluster.inter_host
+        return inter if far and inter is not None else self.cluster.intra_host
+
+    def collective_seconds(self, kind: CollectiveKind, num_bytes: float, routes: Routes) -> float:
+        """Seconds until the slowest group has finished; 0 where nobody has a partner."""
+        if isinstance(routes, Flows):
+            return self._permute_seconds(num_bytes, routes)
+        return max(self.seconds(kind, num_bytes, ring) for ring in routes)
+
+    def seconds(self, kind: CollectiveKind, num_bytes: float, ring: Ring) -> float:
+        """Seconds of a collective of one group; 0 for a group of one."""
+        return min(self.seconds_by_algorithm(kind, num_bytes, ring).values()) if ring.size > 1 else 0.0
+
+    def seconds_by_algorithm(self, kind: CollectiveKind, num_bytes: float, ring: Ring) -> dict[str, float]:
+        """Seconds of a collective of one group by each algorithm that NCCL has for it, which takes the fastest."""
+        curve, nvls, inter = self.curves.curve(kind), self.curves.nvls, self.cluster.inter_host
         if ring.hosts == 1 or inter is None:
-            return curve.seconds(kind, num_bytes, ring.size)
-        across = sent_fraction(kind, ring.size) * num_bytes
-        if kind == "all_to_all":  # each device of the host sends over the network what is for the other hosts
-            across = ring.per_host * (ring.size - ring.per_host) / ring.size * num_bytes
-        wire = transfer_seconds(across, inter.half_size_mb * 1e6, inter.bandwidth_gb_per_s * 1e9 * ring.nics)
-        within = curve.seconds(kind, num_bytes, ring.per_host) if ring.per_host > 1 else curve.launch_us * 1e-6
-        latency = 1 if kind == "all_to_all" else ring.hosts * (2 if kind == "all_reduce" else 1)
-        return latency * inter.latency_us * 1e-6 + max(wire, within)
+            seconds = {"ring": curve.seconds(kind, num_bytes, ring.size)}
+            if kind == "all_reduce" and nvls is not None:
+                seconds["nvls"] = nvls.seconds(num_bytes, ring.size)
+            return seconds
+        seconds = {"ring": _ring_seconds(kind, num_bytes, ring, curve, inter)}
+        if kind == "all_reduce":
+            seconds["tree"] = _tree_seconds(num_bytes, ring, curve, inter)
+            if nvls is not None and ring.per_host > 1:
+                seconds["nvls_tree"] = _nvls_tree_seconds(num_bytes, ring, nvls, inter)
+        return seconds
 
     def send_seconds(self, num_bytes: float, stride: int) -> float:
         """Seconds of a message to the device `stride` further on, while all devices send one."""
-        link, share = self._link(stride)
-        return (link.latency_us + self.profile.all_reduce.launch_us) * 1e-6 + transfer_seconds(
-            num_bytes, link.half_size_mb * 1e6, link.bandwidth_gb_per_s * 1e9 * share
-        )
-
-    def _link(self, stride: int) -> tuple[Link, float]:
-        """The link to the device `stride` further on, and the part of it that a device has."""
         cluster = self.cluster
         if stride < cluster.devices_per_host or cluster.inter_host is None:
-            return cluster.intra_host, 1.0
-        return cluster.inter_host, min(1.0, cluster.nics_per_host / cluster.devices_per_host)
+            return self._permute_seconds(num_bytes, Flows(within=1, across=0))
+        return self._permute_seconds(num_bytes, Flows(0, max(1, cluster.devices_per_host / cluster.nics_per_host)))
+
+    def _permute_seconds(self, num_bytes: float, flows: Flows) -> float:
+        within = self.curves.curve("permute").seconds("permute", num_bytes * flows.within, 2) if flows.within else 0.0
+        inter = self.cluster.inter_host
+        if inter is None or not flows.across:
+            return within
+        latency = (self.cluster.collective_launch_us + inter.latency_us) * 1e-6
+        return max(within, latency + _over_cards(num_bytes * flows.across, inter, 1.0))
 
 
-def strided_ring(cluster: Cluster, size: int, stride: int) -> Ring:
-    """As `simulator.network.find_routes` of all groups of `size` devices that are `stride` apart, in closed form.
-
-    Groups must fill hosts evenly: sizes and strides that divide the devices of a host or are multiples of it.
-    """
-    local = cluster.devices_per_host
-    if size * stride <= local:
-        return Ring(size, 1, size, cluster.nics_per_host * size / local)
-    per_host = max(1, local // stride)
-    if (local % stride and stride % local) or size % per_host:
-        raise ClusterError(
-            f"groups of {size} devices that are {stride} apart don't fill hosts of {local} devices evenly; "
-            "choose degrees of parallelism that divide the devices of a host or are multiples of it"
-        )
-    return Ring(size, size // per_host, per_host, cluster.nics_per_host * per_host / local)
+def _ring_seconds(kind: CollectiveKind, num_bytes: float, ring: Ring, curve: SizeCurve, inter: Link) -> float:
+    """Seconds round a ring over several hosts."""
+    sent = across = sent_fraction(kind, ring.size) * num_bytes
+    hops = curve.hop_us * (ring.size - ring.hosts) + inter.latency_us * ring.hosts
+    if kind == "all_to_all":  # no ring: each device of the host sends over the network what is for the other hosts
+        across = ring.per_host * (ring.size - ring.per_host) / ring.size * num_bytes
+        hops = max(curve.hop_us, inter.latency_us)
+    latency = curve.launch_us + hops * (2 if kind == "all_reduce" else 1)
+    within = curve.transfer(sent, ring.per_host) if ring.per_host > 1 else 0.0
+    return latency * 1e-6 + max(within, _over_cards(across, inter, ring.nics))
 
 
-def hops(kind: CollectiveKind, size: int) -> int:
-    """Steps of a ring of `size` until the last chunk has arrived; in an all_to_all everybody sends to everybody at once."""
-    match kind:
-        case "all_reduce":
-            return 2 * (size - 1)
-        case "all_gather" | "reduce_scatter":
-            return size - 1
-        case "all_to_all" | "permute":
-            return 1
+def _tree_seconds(num_bytes: float, ring: Ring, curve: SizeCurve, inter: Link) -> float:
+    """Seconds of an all_reduce up and down two trees of hosts, each for half of the array; within a host, a chain of its devices."""
+    moved = 2 * num_bytes / _TREE_EFFICIENCY
+    hops = curve.hop_us * (ring.per_host - 1) + inter.latency_us * ceil(log2(ring.hosts))
+    within = curve.transfer(moved, ring.per_host) if ring.per_host > 1 else 0.0
+    return (curve.launch_us + 2 * hops) * 1e-6 + max(within, _over_cards(moved, inter, ring.nics))
 
 
-def transfer_seconds(num_bytes: float, half_size: float, bandwidth: float) -> float:
-    """Seconds to send so many bytes over a link that needs `half_size` of them to get going."""
-    return (num_bytes + sqrt(num_bytes * half_size)) / bandwidth
+def _nvls_tree_seconds(num_bytes: float, ring: Ring, nvls: SwitchCurve, inter: Link) -> float:
+    """Seconds of an all_reduce in which the sums of the switches go up and down two trees of hosts."""
+    moved = (1 if ring.hosts == 2 else 2) * num_bytes
+    latency = nvls.launch_us + 2 * inter.latency_us * ceil(log2(ring.hosts))
+    return latency * 1e-6 + max(nvls.transfer(num_bytes, ring.per_host), _over_cards(moved, inter, ring.nics))
 
 
-@cache
-def _shipped() -> dict[str, Path]:
-    return {str(read(path)["gpu"]): path for path in PROFILES.glob("*.yaml")}
+def _over_cards(num_bytes: float, inter: Link, cards: float) -> float:
+    return transfer_seconds(num_bytes, inter.half_size_mb * 1e6, inter.bandwidth_gb_per_s * 1e9 * cards)

@@ -7,9 +7,11 @@ from math import inf
 from typing import Protocol
 
 from simulator.cluster import Cluster
-from simulator.compute import kernel_seconds
+from simulator.collective_profile import sent_fraction
+from simulator.collectives import Network
+from simulator.compute import KernelModel
 from simulator.mixed import AnyCluster, MixedCluster
-from simulator.network import Flows, collective_seconds, find_routes, sent_fraction
+from simulator.network import Flows, find_routes
 from simulator.work import CollectiveKind, Groups, Kernel
 
 
@@ -27,16 +29,22 @@ class CostModel(Protocol):
         """
         ...
 
+    def slowdown(self, groups: Groups) -> float:
+        """How many times longer a collective of these groups, and computation beside it, take while both go on."""
+        ...
+
 
 class ClusterCosts:
-    """Costs on a described cluster (`simulator.compute`, `simulator.network`); answers are remembered."""
+    """Costs on a described cluster (`simulator.compute`, `simulator.collectives`); answers are remembered."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
+        self.kernels = kernels = KernelModel(cluster.device)
+        self.network = network = Network(cluster)
 
         @lru_cache(maxsize=1 << 16)
         def kernel_like(kind, flops, num_bytes, dtype, gemm) -> float:  # whatever its name
-            return kernel_seconds(cluster.device, Kernel("", kind, flops, num_bytes, dtype, gemm))
+            return kernels.seconds(Kernel("", kind, flops, num_bytes, dtype, gemm))
 
         @lru_cache(maxsize=1 << 12)
         def routes(kind: CollectiveKind, groups: Groups):
@@ -44,9 +52,15 @@ class ClusterCosts:
 
         @lru_cache(maxsize=1 << 16)
         def collective(kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
-            return collective_seconds(cluster, kind, num_bytes, routes(kind, groups))
+            return network.collective_seconds(kind, num_bytes, routes(kind, groups))
+
+        @lru_cache(maxsize=1 << 12)
+        def slowdown(groups: Groups) -> float:
+            far = any(len(set(map(cluster.host_of, group))) > 1 for group in groups)
+            return network.link(far).slowdown
 
         self._kernel = kernel_like
+        self._slowdown = slowdown
         self._collective = collective
 
     @property
@@ -59,6 +73,9 @@ class ClusterCosts:
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         return self._collective(kind, num_bytes, groups)
+
+    def slowdown(self, groups: Groups) -> float:
+        return self._slowdown(groups)
 
 
 class MixedCosts:
@@ -82,6 +99,13 @@ class MixedCosts:
         """As `CostModel.collective`. Groups over several pools, other than the pairs of a permute: `ClusterError`."""
         return self._collective(kind, num_bytes, groups)
 
+    def slowdown(self, groups: Groups) -> float:
+        """As `CostModel.slowdown`. Groups over several pools: `ClusterError`."""
+        devices = [device for group in groups for device in group]
+        pool = self.cluster.pool_of(devices)
+        start = self.cluster.pool_starts[pool]
+        return self.pools[pool].slowdown(tuple(tuple(device - start for device in group) for group in groups))
+
     def _collective_anew(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         inside: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # groups of each pool
         cards: Counter[tuple[int, str, int]] = Counter()  # messages out of and into each network card of each pool
@@ -95,8 +119,7 @@ class MixedCosts:
                     cards[pool, way, self.cluster.pools[pool].nic_of(device)] += 1
         seconds = [self.pools[pool].collective(kind, num_bytes, tuple(each)) for pool, each in inside.items()]
         for (pool, *_), messages in cards.items():
-            flows = Flows(within=0, across=messages)
-            seconds.append(collective_seconds(self.cluster.pools[pool], kind, num_bytes, flows))
+            seconds.append(self.pools[pool].network.collective_seconds(kind, num_bytes, Flows(0, messages)))
         return max(seconds)
 
 
@@ -123,3 +146,6 @@ class BandwidthOnly:
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         size = max(len(set(group)) for group in groups)  # a device that sends to itself is alone
         return sent_fraction(kind, size) * num_bytes / self.bandwidth if size > 1 else 0.0
+
+    def slowdown(self, groups: Groups) -> float:
+        return 1.0

@@ -36,6 +36,22 @@ def read(path: Path) -> dict[str, Any]:
     return data
 
 
+def named(name: object, folder: Path, beside: Path, field: str) -> object:
+    """The fields in a shipped file of `folder`, given its name, or in another, given its path from the file `beside`.
+
+    Anything but a text is returned as it is: the fields themselves.
+    """
+    if not isinstance(name, str):
+        return name
+    shipped = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    if name not in shipped and not name.endswith((".yaml", ".yml")):
+        raise ClusterError(
+            f"{beside}: {field}: unknown profile {name!r}; expected one of {', '.join(shipped)}, a path to a .yaml file, or the "
+            "fields themselves"
+        )
+    return read(shipped.get(name) or beside.parent / name)
+
+
 def validate[D: Description](kind: type[D], data: Mapping[str, Any], source: object) -> D:
     """`data` as a description of that kind; `source` is what errors call it, e.g. its path."""
     try:

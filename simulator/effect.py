@@ -51,8 +51,31 @@ class Effect:
         return done
 
 
+def contends(body: Body, costs: CostModel, devices: tuple[int, ...]) -> bool:
+    """Whether something is computed beside a collective that slows it: how much depends on what else is under way, so a body like this
+    has no `Effect`.
+    """
+    running: set[str] = set()
+    for op in body:
+        match op:
+            case Kernel():
+                if running:
+                    return True
+            case Start(each):
+                if costs.slowdown(on_devices(each, devices)) > 1:
+                    running.add(each.name)
+            case Done(name):
+                running.discard(name)
+            case Loop(_, inner):
+                if running or contends(inner, costs, devices):
+                    return True
+            case _:
+                assert_never(op)
+    return bool(running)
+
+
 def effect_of(body: Body, costs: CostModel, devices: tuple[int, ...]) -> Effect:
-    """The effect of a body on the mesh of `devices`, as `simulator.engine.simulate` plays it.
+    """The effect of a body that doesn't contend on the mesh of `devices`, as `simulator.engine.simulate` plays it.
 
     Raises:
         ValueError: it waits for a collective that another task or another turn of a loop started.

@@ -1,22 +1,15 @@
-"""Seconds of collectives on a cluster: rings, within a host and across hosts.
+"""Who meets whom on the network: the rings that groups of devices form, and the messages that share a link.
 
-A ring over n devices moves each byte of the array past n - 1 of them, so each device sends (n - 1) / n of the array (twice for an
-all_reduce) and the slowest link of the ring sets the pace. With S bytes to send over a link of bandwidth B that needs S_half bytes
-to reach half of it, the time is
-
-    launch + latency * hops + (S + sqrt(S * S_half)) / B
-
-Across hosts the ring passes each host once. Its devices there reach the network through the cards they are attached to; a card that
-several groups use at the same time is divided among them.
+A ring passes each host once. Its devices there reach other hosts through the cards they are attached to; a card that several groups
+use at the same time is divided among them. `simulator.collectives` says what that costs.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import assert_never
 
-from simulator.cluster import Cluster, Link
+from simulator.cluster import Cluster
+from simulator.description import ClusterError
 from simulator.work import CollectiveKind, Groups
 
 
@@ -41,24 +34,11 @@ class Ring:
 class Flows:
     """Messages of a permute that meet: most of them into or out of one device within a host, and one card between hosts."""
 
-    within: int
-    across: int
+    within: float
+    across: float
 
 
 Routes = frozenset[Ring] | Flows
-
-
-def sent_fraction(kind: CollectiveKind, size: int) -> float:
-    """Bytes that each of `size` devices sends, per byte of the array (`Collective.num_bytes`)."""
-    match kind:
-        case "all_reduce":
-            return 2 * (size - 1) / size
-        case "all_gather" | "reduce_scatter" | "all_to_all":
-            return (size - 1) / size
-        case "permute":
-            return 1.0
-        case _:
-            assert_never(kind)
 
 
 def find_routes(cluster: Cluster, kind: CollectiveKind, groups: Groups) -> Routes:
@@ -68,47 +48,21 @@ def find_routes(cluster: Cluster, kind: CollectiveKind, groups: Groups) -> Route
     return _flows(cluster, groups) if kind == "permute" else _rings(cluster, groups)
 
 
-def collective_seconds(cluster: Cluster, kind: CollectiveKind, num_bytes: float, routes: Routes) -> float:
-    """Seconds until the slowest group has finished; 0 where nobody has a partner."""
-    if isinstance(routes, Flows):
-        return _permute_seconds(cluster, num_bytes, routes)
-    return max(_ring_seconds(cluster, kind, num_bytes, ring) for ring in routes)
+def strided_ring(cluster: Cluster, size: int, stride: int) -> Ring:
+    """As `find_routes` of all groups of `size` devices that are `stride` apart, in closed form.
 
-
-def _ring_seconds(cluster: Cluster, kind: CollectiveKind, num_bytes: float, ring: Ring) -> float:
-    if ring.size == 1:
-        return 0.0
-    intra, inter = cluster.intra_host, cluster.inter_host
-    within = across = sent_fraction(kind, ring.size) * num_bytes
-    if kind == "all_to_all":  # no ring: each device of the host sends over the network what is for the other hosts
-        across = ring.per_host * (ring.size - ring.per_host) / ring.size * num_bytes
-    seconds = _transfer(intra, within, intra.bandwidth(ring.per_host)) if ring.per_host > 1 else 0.0
-    if inter is not None and ring.hosts > 1:
-        seconds = max(seconds, _transfer(inter, across, inter.bandwidth_gb_per_s * 1e9 * ring.nics))
-    return (cluster.collective_launch_us + _latency_us(cluster, kind, ring)) * 1e-6 + seconds
-
-
-def _latency_us(cluster: Cluster, kind: CollectiveKind, ring: Ring) -> float:
-    """Hops of a chunk on its way round the ring; in an all_to_all everybody sends to everybody at once."""
-    intra = cluster.intra_host.latency_us
-    if cluster.inter_host is None or ring.hosts == 1:
-        return {"all_reduce": 2 * (ring.size - 1), "all_to_all": 1}.get(kind, ring.size - 1) * intra
-    inter = cluster.inter_host.latency_us
-    once = (ring.size - ring.hosts) * intra + ring.hosts * inter
-    return {"all_reduce": 2 * once, "all_to_all": max(intra, inter)}.get(kind, once)
-
-
-def _permute_seconds(cluster: Cluster, num_bytes: float, flows: Flows) -> float:
-    seconds = 0.0
-    for link, count in ((cluster.intra_host, flows.within), (cluster.inter_host, flows.across)):
-        if link is not None and count:
-            moved = _transfer(link, num_bytes * count, link.bandwidth_gb_per_s * 1e9)
-            seconds = max(seconds, (cluster.collective_launch_us + link.latency_us) * 1e-6 + moved)
-    return seconds
-
-
-def _transfer(link: Link, num_bytes: float, bandwidth: float) -> float:
-    return (num_bytes + math.sqrt(num_bytes * link.half_size_mb * 1e6)) / bandwidth
+    Groups must fill hosts evenly: sizes and strides that divide the devices of a host or are multiples of it.
+    """
+    local = cluster.devices_per_host
+    if size * stride <= local:
+        return Ring(size, 1, size, cluster.nics_per_host * size / local)
+    per_host = max(1, local // stride)
+    if (local % stride and stride % local) or size % per_host:
+        raise ClusterError(
+            f"groups of {size} devices that are {stride} apart don't fill hosts of {local} devices evenly; "
+            "choose degrees of parallelism that divide the devices of a host or are multiples of it"
+        )
+    return Ring(size, size // per_host, per_host, cluster.nics_per_host * per_host / local)
 
 
 def _rings(cluster: Cluster, groups: Groups) -> frozenset[Ring]:

@@ -1,14 +1,41 @@
-"""The streams of one mesh, in which `simulator.engine` puts its work: when each is busy, and what it waits for."""
+"""The streams of one mesh, in which `simulator.engine` puts its work: when each is busy, and what it waits for.
 
-from collections import defaultdict
+Where computation and collectives slow each other (`Link.slowdown`), both go on at a part of their speed while they share a device, so
+when a collective ends depends on what is computed beside it. It is known when the compute stream has come so far, or waits; once a
+value is sent to another mesh, what is still under way goes on at full speed.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import isclose
+from math import inf, isclose
 from typing import assert_never
 
 from simulator.costs import CostModel
-from simulator.mixed import AnyCluster
 from simulator.timeline import Category, Link, Span, Stream
 from simulator.work import Body, Collective, Done, Groups, Kernel, Loop, Start, on_devices
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A collective that is under way, or waits for its turn.
+
+    Attributes:
+        left: seconds that remain of it if nothing else goes on.
+        start: when it began.
+    """
+
+    name: str
+    category: Category
+    link: Link
+    task: str
+    left: float
+    slowdown: float
+    start: float = inf
+
+    def go_on(self, time: float, seconds: float) -> None:
+        """Get so many seconds further, from `time` on."""
+        self.start, self.left = min(self.start, time), self.left - seconds
 
 
 @dataclass(slots=True)
@@ -18,12 +45,13 @@ class Streams:
     mesh: int
     devices: tuple[int, ...]
     costs: CostModel
-    cluster: AnyCluster
+    link_of: Callable[[Groups], Link]
     task: str = ""
     compute: float = 0.0
     communication: float = 0.0
     host: float = 0.0
     running: dict[str, tuple[float, Category]] = field(default_factory=dict)  # started, not waited for: when each ends
+    under_way: deque[Transfer] = field(default_factory=deque)  # whose end is not known yet
     spans: list[Span] = field(default_factory=list)
     levels: list[tuple[float, int]] = field(default_factory=list)
     num_levels: int = 0
@@ -40,14 +68,14 @@ class Streams:
         for op in body:
             match op:
                 case Kernel():
-                    start, self.compute = self.compute, self.compute + self.costs.kernel(op, self.devices[0])
+                    start = self.compute
+                    self._compute(self.costs.kernel(op, self.devices[0]))
                     self._record(op.name, "compute", start, self.compute, op.kind)
                 case Start(collective):
-                    groups = self._global(collective)
-                    seconds = self.costs.collective(collective.kind, collective.num_bytes, groups)
-                    span = self.communicate(collective.name, seconds, collective.kind, self.link(groups))
-                    self.running[collective.name] = span.end, collective.kind
+                    self._start(collective)
                 case Done(name):
+                    while any(transfer.name == name for transfer in self.under_way):
+                        self._finish()
                     if name not in self.running:
                         raise ValueError(f"task {self.task}: waits for collective {name!r}, which is not running")
                     end, kind = self.running.pop(name)
@@ -58,18 +86,23 @@ class Streams:
                     assert_never(op)
 
     def communicate(self, name: str, seconds: float, category: Category, link: Link) -> Span:
-        """Hand a transfer to the communication stream now."""
+        """Hand a transfer that disturbs nobody to the communication stream now."""
+        self.settle()
         start = max(self.compute, self.communication)
         self.communication = start + seconds
         span = Span(name, self.mesh, "communication", start, self.communication, category, self.task, link=link)
         self.spans.append(span)
         return span
 
+    def settle(self) -> None:
+        """Let what is under way go on at full speed from now on."""
+        while self.under_way:
+            self._finish()
+
     def link(self, groups: Groups) -> Link:
         """What the devices of `groups` communicate over."""
         if groups not in self.links:
-            far = any(len(set(map(self.cluster.host_of, group))) > 1 for group in groups)
-            self.links[groups] = "between hosts" if far else "within hosts"
+            self.links[groups] = self.link_of(groups)
         return self.links[groups]
 
     def record_levels(self, start: float, levels: tuple[tuple[int, int], ...]) -> None:
@@ -79,10 +112,54 @@ class Streams:
         self.num_levels += 1
 
     def wait_until(self, time: float, name: str, category: Category, awaited: Category | None = None) -> None:
-        """Let the compute stream idle until `time`."""
+        """Let the compute stream idle until `time`, while collectives go on."""
         if time > self.compute:
+            while self.under_way and (begin := max(self.compute, self.communication)) < time:
+                transfer = self.under_way[0]
+                if begin + transfer.left > time:
+                    transfer.go_on(begin, time - begin)
+                    break
+                self._finish()
             self._record(name, "compute", self.compute, time, category, awaited)
             self.compute = time
+
+    def _start(self, collective: Collective) -> None:
+        """Hand a collective to the communication stream now."""
+        groups = self._global(collective)
+        seconds = self.costs.collective(collective.kind, collective.num_bytes, groups)
+        slowdown, link = self.costs.slowdown(groups), self.link(groups)
+        if slowdown == 1 and not self.under_way:
+            span = self.communicate(collective.name, seconds, collective.kind, link)
+            self.running[collective.name] = span.end, collective.kind
+        else:
+            transfer = Transfer(collective.name, collective.kind, link, self.task, seconds, slowdown)
+            self.under_way.append(transfer)
+
+    def _compute(self, seconds: float) -> None:
+        """Compute for so long, or longer where a collective goes on meanwhile."""
+        while seconds and self.under_way:
+            if self.communication > self.compute:  # what was sent before is still on its way
+                alone = min(seconds, self.communication - self.compute)
+                self.compute, seconds = self.compute + alone, seconds - alone
+                continue
+            transfer = self.under_way[0]
+            together = min(seconds, transfer.left)
+            transfer.go_on(self.compute, together)
+            self.compute, seconds = self.compute + together * transfer.slowdown, seconds - together
+            if not transfer.left:
+                self._finish()
+        self.compute += seconds
+
+    def _finish(self) -> None:
+        """Let the first of what is under way go on alone until it ends."""
+        each = self.under_way.popleft()
+        start = max(self.compute, self.communication)
+        self.communication = end = start + each.left
+        each.go_on(start, each.left)
+        self.running[each.name] = end, each.category
+        self.spans.append(
+            Span(each.name, self.mesh, "communication", each.start, end, each.category, each.task, link=each.link)
+        )
 
     def _loop(self, loop: Loop) -> None:
         """Play iterations until they repeat one another, then skip ahead."""
@@ -93,6 +170,9 @@ class Streams:
             self.play(loop.body)
             steps = self.compute - compute, self.communication - communication
             backlog = max(0.0, self.communication - self.compute)
+            if self.under_way:
+                last = None
+                continue
             if last is not None and _steady(last, (*steps, backlog)):
                 started = {name for name, end in self.running.items() if running.get(name) != end}
                 self._skip(loop.count - iteration, *steps, self.spans[first_span:], started)

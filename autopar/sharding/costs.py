@@ -96,6 +96,9 @@ class Combined:
         others = self.model.collective(kind, self._REST, groups)
         return self.model.collective(kind, num_bytes + self._REST, groups) - others
 
+    def slowdown(self, groups: Groups) -> float:
+        return self.model.slowdown(groups)
+
 
 def reshard_steps(num_bytes: float, source: Spec, target: Spec, mesh: LogicalMesh) -> Iterator[Step]:
     """The collectives that bring an array of `num_bytes` from `source` to `target`.

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from autopar import manual
 from autopar.util import benchmark_func
 from simulator.calibration.collectives import MeasuredCollectives, fit_curve
-from simulator.collectives import CollectiveProfile, SizeCurve
+from simulator.collective_profile import CollectiveProfile, SizeCurve
 from simulator.work import CollectiveKind
 
 IN_A_ROW = 10

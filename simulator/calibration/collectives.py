@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import least_squares
 
-from simulator.collectives import SizeCurve, hops
-from simulator.network import sent_fraction
+from simulator.collective_profile import SizeCurve, SwitchCurve, hops, sent_fraction
 from simulator.work import CollectiveKind
 
 _PARAMETERS = {  # start and bounds
@@ -38,6 +37,9 @@ class MeasuredCollectives:
         if not len(measured.size) == len(measured.num_bytes) == len(measured.seconds):
             raise ValueError(f"{len(measured.size)} sizes and {len(measured.seconds)} times; expected as many")
         return measured
+
+    def __getitem__(self, rows: NDArray) -> "MeasuredCollectives":
+        return MeasuredCollectives(self.kind, self.size[rows], self.num_bytes[rows], self.seconds[rows])
 
     def held_out(self) -> NDArray[np.bool_]:
         """Which rows are for checking only: a fifth, by the CRC of kind, size and bytes."""
@@ -72,3 +74,33 @@ def fit_curve(measured: MeasuredCollectives) -> SizeCurve:
     curve = SizeCurve(**dict(zip(_PARAMETERS, np.exp(solution.x).tolist(), strict=True)))
     error = float(np.abs(measured.errors(curve)[held]).mean()) if held.any() else None
     return curve.model_copy(update={"held_out_error": error})
+
+
+_SWITCH_PARAMETERS = {  # start and bounds
+    "launch_us": (30.0, 0.1, 1e3),
+    "half_size_mb": (1.0, 1e-4, 1e3),
+    "bandwidth_gb_per_s": (300.0, 0.1, 1e4),
+}
+
+
+def fit_switch(measured: MeasuredCollectives, ring: SizeCurve | None) -> SwitchCurve:
+    """The curve of all_reduces that the switch makes where it is faster than `ring`; always, if that is None."""
+    held = measured.held_out()
+    if (~held).sum() < len(_SWITCH_PARAMETERS):
+        raise ValueError(f"{(~held).sum()} all_reduces to fit; expected at least {len(_SWITCH_PARAMETERS)}")
+    rows = list(zip(measured.size.tolist(), measured.num_bytes.tolist(), strict=True))
+    rings = np.array([np.inf if ring is None else ring.seconds("all_reduce", moved, n) for n, moved in rows])
+    starts, low, high = np.log(np.array(list(_SWITCH_PARAMETERS.values()))).T
+
+    def curve(values: NDArray) -> SwitchCurve:
+        return SwitchCurve(**dict(zip(_SWITCH_PARAMETERS, np.exp(values).tolist(), strict=True)))
+
+    def residuals(values: NDArray) -> NDArray:
+        switch = curve(values)
+        return np.log(np.minimum(rings, [switch.seconds(moved, n) for n, moved in rows]) / measured.seconds)
+
+    solution = least_squares(
+        lambda values: residuals(values)[~held], starts, bounds=(low, high), loss="soft_l1", f_scale=_OUTLIER
+    )
+    error = float(np.abs(np.expm1(residuals(solution.x)))[held].mean()) if held.any() else None
+    return curve(solution.x).model_copy(update={"held_out_error": error})

@@ -9,11 +9,26 @@ from scipy.optimize import least_squares, nnls
 
 from simulator.calibration.collectives import MeasuredCollectives, fit_curve
 from simulator.cluster import Cluster, Device
-from simulator.compute import kernel_seconds
 from simulator.description import validate
-from simulator.work import Gemm, Kernel
+from simulator.gemm import GemmModel
+from simulator.work import Gemm
 
 _OUTLIER = 0.1  # of the logarithm of predicted over measured
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Seconds of products and of an all_reduce, each by itself, and of both in one program."""
+
+    computed: float
+    moved: float
+    both: float
+
+    @property
+    def slowdown(self) -> float:
+        """How many times longer each takes while both go on (`simulator.cluster.Link`): all is shared that the shorter one takes."""
+        longer, shorter = max(self.computed, self.moved), min(self.computed, self.moved)
+        return min(2.0, max(1.0, 1 + (self.both - longer) / shorter))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +43,12 @@ class MeasuredDevice:
     transfers: tuple[tuple[float, float], ...]
     products: Mapping[str, tuple[tuple[Gemm, float], ...]]
     all_reduces: MeasuredCollectives | None = None
+    overlap: Overlap | None = None
 
     def product_errors(self, device: Device) -> NDArray[np.float64]:
         """The logarithm of predicted over measured seconds of each product."""
-        rows = [(_product(gemm, dtype), seconds) for dtype, of in self.products.items() for gemm, seconds in of]
-        return np.array([np.log(kernel_seconds(device, kernel) / seconds) for kernel, seconds in rows])
+        rows = ((GemmModel.of(device, dtype), of) for dtype, of in self.products.items())
+        return np.log([model.seconds(g.m, g.n, g.k, g.batch) / seconds for model, of in rows for g, seconds in of])
 
 
 def fit_device(base: Device, measured: MeasuredDevice, name: str, source: str) -> Device:
@@ -43,7 +59,7 @@ def fit_device(base: Device, measured: MeasuredDevice, name: str, source: str) -
     """
     if len(measured.transfers) < 2 or not all(measured.products.values()):
         raise ValueError("expected two transfers and a product of each dtype at least; measure more sizes")
-    launch, bandwidth = _launch_and_bandwidth(measured.transfers)
+    launch, bandwidth, half_size = _launch_and_bandwidth(measured.transfers)
     rates = {dtype: max(gemm.flops / seconds for gemm, seconds in of) for dtype, of in measured.products.items()}
     known = base.kind == "gpu"
     peaks = {dtype: max(rate / 1e12, base.peak_tflop_per_s.get(dtype, 0) * known) for dtype, rate in rates.items()}
@@ -53,15 +69,21 @@ def fit_device(base: Device, measured: MeasuredDevice, name: str, source: str) -
         "source": source,
         "peak_tflop_per_s": base.peak_tflop_per_s | peaks,
         "memory_bandwidth_gb_per_s": memory,
-        "memory_efficiency": min(1.0, bandwidth / 1e9 / memory),
         "kernel_launch_us": launch * 1e6,
     }
     dtypes = list(measured.products)
+    kernels = dict(base.kernels) | {
+        "source": "",
+        "launch_us": None,
+        "memory_efficiency": min(1.0, bandwidth / 1e9 / memory),
+        "half_size_mb": half_size / 1e6,
+        "held_out_error": None,
+    }
 
     def device(values: NDArray) -> Device:
         efficiency = dict(zip(dtypes, values[1:].tolist(), strict=True))
-        fitted = {"tile_overhead_us": float(values[0]), "gemm_efficiency_by_dtype": efficiency}
-        return validate(Device, fields | fitted, name)
+        fitted = kernels | {"tile_us": float(values[0]), "efficiency_by_dtype": efficiency}
+        return validate(Device, fields | {"kernels": fitted}, name)
 
     start = np.array([1.0, *[0.8] * len(dtypes)])
     low, high = np.array([0.0, *[0.01] * len(dtypes)]), np.array([1e3, *[1.0] * len(dtypes)])
@@ -90,20 +112,17 @@ def fit_cluster(base: Cluster, device: Device, measured: MeasuredDevice, devices
                 "group_bandwidth_gb_per_s": {},
                 "latency_us": curve.hop_us,
                 "half_size_mb": curve.half_size_mb,
+                "slowdown": measured.overlap.slowdown if measured.overlap else base.intra_host.slowdown,
             }
         )
-        fields |= {"intra_host": link, "collective_launch_us": curve.launch_us}
+        fields |= {"intra_host": link, "collective_launch_us": curve.launch_us, "collectives": None}
     return validate(Cluster, fields, device.name)
 
 
-def _launch_and_bandwidth(transfers: tuple[tuple[float, float], ...]) -> tuple[float, float]:
-    """Seconds of an empty kernel and bytes per second of a long one, least squares of the relative error."""
+def _launch_and_bandwidth(transfers: tuple[tuple[float, float], ...]) -> tuple[float, float, float]:
+    """Seconds of an empty kernel, bytes per second of a long one, bytes of the ramp; least squares of the relative error."""
     num_bytes, seconds = np.array(transfers).T
-    (launch, per_byte), _ = nnls(np.stack([1 / seconds, num_bytes / seconds], axis=1), np.ones(len(seconds)))
-    return float(launch), float(1 / max(per_byte, 1e-15))
-
-
-def _product(gemm: Gemm, dtype: str) -> Kernel:
-    width = {"f64": 8, "f32": 4}.get(dtype, 2)
-    elements = gemm.batch * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n)
-    return Kernel("product", "gemm", gemm.flops, width * elements, dtype, gemm)
+    columns = np.stack([np.ones_like(num_bytes), num_bytes, np.sqrt(num_bytes)], axis=1)
+    (launch, per_byte, per_root), _ = nnls(columns / seconds[:, None], np.ones(len(seconds)))
+    per_byte = max(per_byte, 1e-15)
+    return float(launch), float(1 / per_byte), float((per_root / per_byte) ** 2)

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import least_squares
 
-from simulator.gemm import GemmModel, GemmProfile
+from simulator.cluster import Device
+from simulator.gemm import GemmModel
+from simulator.kernel_profile import KernelProfile
 
 # start, and bounds, of what is fitted
 _PARAMETERS = {
@@ -69,24 +71,27 @@ def errors(model: GemmModel, measured: MeasuredGemms) -> NDArray[np.float64]:
     return model.seconds_of(measured.m, measured.n, measured.k) / measured.seconds - 1
 
 
-def fit_gemms(start: GemmProfile, measured: MeasuredGemms, max_rows: int = 2500) -> GemmProfile:
-    """`start` with its eleven parameters fitted to at most `max_rows` of the rows that are not held out."""
+def fit_gemms(device: Device, dtype: str, measured: MeasuredGemms, max_rows: int = 2500) -> KernelProfile:
+    """The kernels of `device` with eleven parameters fitted to at most `max_rows` of the products that are not held out."""
     rows = np.flatnonzero(~measured.held_out())
     if len(rows) < len(_PARAMETERS):
         raise ValueError(f"{len(rows)} products to fit; expected at least {len(_PARAMETERS)}, one per parameter")
     fitted = measured[np.random.default_rng(0).permutation(rows)[:max_rows]]
     starts, low, high = np.log(np.array(list(_PARAMETERS.values()))).T
 
-    def profile(values: NDArray) -> GemmProfile:
-        return start.model_copy(update=dict(zip(_PARAMETERS, np.exp(values).tolist(), strict=True)))
+    def profile(values: NDArray) -> KernelProfile:
+        return device.kernels.model_copy(update=dict(zip(_PARAMETERS, np.exp(values).tolist(), strict=True)))
+
+    def model(profile: KernelProfile) -> GemmModel:
+        return GemmModel.of(device.model_copy(update={"kernels": profile}), dtype)
 
     def residuals(values: NDArray) -> NDArray:
-        return np.log1p(errors(GemmModel(profile(values)), fitted))
+        return np.log1p(errors(model(profile(values)), fitted))
 
     solution = least_squares(
         residuals, starts, bounds=(low, high), loss="soft_l1", f_scale=_OUTLIER, diff_step=1e-3, max_nfev=80
     )
     best = profile(solution.x)
     held = measured.held_out()
-    error = float(np.abs(errors(GemmModel(best), measured[held])).mean()) if held.any() else None
+    error = float(np.abs(errors(model(best), measured[held])).mean()) if held.any() else None
     return best.model_copy(update={"held_out_error": error})

@@ -1,15 +1,16 @@
 """Makes the shipped profiles again from the measurements that ship with them: `python -m simulator fit`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
 
-from simulator import collectives, gemm
-from simulator.calibration.collectives import fit_curve
+from simulator import collective_profile, kernel_profile
+from simulator.calibration.collectives import MeasuredCollectives, fit_curve, fit_switch
 from simulator.calibration.gemms import fit_gemms
+from simulator.cluster import shipped_device
+from simulator.collective_profile import CollectiveProfile
 from simulator.description import Description, read, validate
-from simulator.gemm import GemmProfile
 from simulator.validation.measurements import GPUS, collective_kinds, measured_collectives, measured_gemms
 
 
@@ -17,13 +18,28 @@ def fit_profiles() -> Iterator[tuple[Path, Description]]:
     """Every profile that has measurements of its own, fitted anew, with the path of its file. Takes about 20 seconds."""
     for gpu in GPUS:
         name, measured = measured_gemms(gpu)
-        yield gemm.PROFILES / f"{name}.yaml", fit_gemms(GemmProfile.load(name), measured, max_rows=len(measured.m))
-    for path in sorted(collectives.PROFILES.glob("*.yaml")):
-        profile = validate(collectives.CollectiveProfile, read(path), path)
-        kinds = collective_kinds(profile.gpu)
-        if kinds:
-            curves = {kind: fit_curve(measured_collectives(profile.gpu, kind)) for kind in kinds}
-            yield path, profile.model_copy(update=curves)
+        profile = fit_gemms(shipped_device(name), "bf16", measured, max_rows=len(measured.m))
+        yield kernel_profile.PROFILES / f"{name}.yaml", profile
+    for path in sorted(collective_profile.PROFILES.glob("*.yaml")):
+        profile = validate(CollectiveProfile, read(path), path)
+        if kinds := collective_kinds(profile.gpu):
+            measured = [measured_collectives(profile.gpu, kind) for kind in kinds]
+            yield path, profile.model_copy(update=_fitted(profile, measured))
+
+
+def _fitted(profile: CollectiveProfile, measured: Sequence[MeasuredCollectives]) -> dict[str, Description]:
+    """A curve for each kind; where the profile tells the switch's sums from rings, of groups that fill the host and of smaller ones."""
+    curves: dict[str, Description] = {}
+    for rows in measured:
+        if rows.kind != "all_reduce" or profile.nvls is None:
+            curves[rows.kind] = fit_curve(rows)
+            continue
+        whole = rows.size == rows.size.max()
+        ring = None
+        if not whole.all():
+            ring = curves[rows.kind] = fit_curve(rows[~whole])
+        curves["nvls"] = fit_switch(rows[whole], ring)
+    return curves
 
 
 def write_profile(path: Path, profile: Description) -> None:

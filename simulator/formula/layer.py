@@ -139,9 +139,9 @@ def _attention(model: Transformer, plan: Execution, machine: Machine) -> tuple[P
         done, (fast, slow) = flops / 2, machine.flash(model.attention)
         moved = 4.0 * w * heads * s * size
         return (
-            Phase(max(done / fast, moved / machine.memory_bandwidth) + machine.launch_seconds, 1, 0.0, flops),
+            Phase(max(done / fast, moved / machine.gemms.bandwidth) + machine.launch_seconds, 1, 0.0, flops),
             Phase(
-                max(2.5 * done / slow, 2 * moved / machine.memory_bandwidth) + 3 * machine.launch_seconds,
+                max(2.5 * done / slow, 2 * moved / machine.gemms.bandwidth) + 3 * machine.launch_seconds,
                 3,
                 0.0,
                 2 * flops,
@@ -206,18 +206,18 @@ def _collectives(model: Transformer, plan: Execution, machine: Machine) -> tuple
     launches = _COLLECTIVE_LAUNCHES * (4 if plan.sequence_parallel else 2)
     backward_too, forward_too = plan.overlap_tensor != "none", plan.overlap_tensor == "all"
     return (
-        _beside(forward, forward_too, launches, machine),
-        _beside(weights, backward_too, launches, machine) + _beside(outputs, forward_too, 0, machine),
+        _beside(forward, forward_too, launches, machine, ring.hosts > 1),
+        _beside(weights, backward_too, launches, machine, ring.hosts > 1)
+        + _beside(outputs, forward_too, 0, machine, ring.hosts > 1),
     )
 
 
-def _beside(pairs: list[tuple[float, float]], overlap: bool, launches: int, machine: Machine) -> Phase:
+def _beside(pairs: list[tuple[float, float]], overlap: bool, launches: int, machine: Machine, far: bool) -> Phase:
     """Waiting for collectives, each of which runs beside a product if they overlap; both are slower then."""
     total = sum(moved for moved, _ in pairs)
     if not overlap:
         return Phase(kernels=launches, communication=total)
-    contention = machine.backend.contention
-    waited = sum(max(0.0, moved - compute) + contention * min(moved, compute) for moved, compute in pairs)
+    waited = sum(machine.beside(moved, compute, far) for moved, compute in pairs)
     return Phase(kernels=launches, communication=waited, hidden=total - waited)
 
 

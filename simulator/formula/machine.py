@@ -3,11 +3,12 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log, sqrt
-from typing import Self
 
 from simulator.cluster import Cluster
 from simulator.collectives import Network
-from simulator.gemm import GemmModel, GemmProfile
+from simulator.compute import KernelModel
+from simulator.description import ClusterError
+from simulator.gemm import GemmModel
 from simulator.network import Ring
 
 # Fractions of the peak that fused attention reaches on long causal sequences, forward and backward, by generation of its kernels.
@@ -23,11 +24,6 @@ _FLASH = {
 }
 
 
-# GPUs whose clock holds in training: a layer of Korthikanti et al. (table 4) takes what its products take when measured one by one. Hopper's
-# and Blackwell's drops under load.
-_COOL = ("V100", "A100")
-
-
 @dataclass(frozen=True, slots=True)
 class Backend:
     """The software: what a launch costs the host, how well things are fused, and how it uses the network.
@@ -36,8 +32,6 @@ class Backend:
         kernel_us: of the host for a kernel; a device that computes faster than that waits for the host.
         step_us: of the host for a step, beside its kernels.
         update_bytes: read and written per parameter by the optimizer, clipping and unscaling included.
-        contention: by how much computation and a collective beside it are slower, as a fraction of the time they share. Fitted to the
-            two ZeRO-3 rows of Narayanan et al. 2021, table 2; it then gives the backward passes of Korthikanti et al., table 4, to 1 %.
         rails: network cards of a host that a group spreads over, at most; None for as many as there are.
         regathers: whether parameters divided over the data axis are gathered once more to recompute activations.
     """
@@ -46,12 +40,11 @@ class Backend:
     kernel_us: float
     step_us: float
     update_bytes: float
-    contention: float = 0.47
     rails: int | None = None
     regathers: bool = False
 
 
-EAGER = Backend("eager", kernel_us=54.4, step_us=4.9e3, update_bytes=60.0)
+EAGER = Backend("eager", kernel_us=54.4, step_us=5.1e3, update_bytes=60.0)
 """PyTorch as Megatron-LM uses it, kernel by kernel. Both times of the host are fitted to 40 rows of vTrain's single-node table."""
 
 ZERO_2021 = replace(EAGER, name="zero-2021", rails=1, regathers=True)
@@ -63,23 +56,34 @@ JITTED = Backend("jitted", kernel_us=1.0, step_us=200.0, update_bytes=32.0)
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster with the fitted models of its devices and network, driven by a backend.
+    """A cluster, with what work costs on it, driven by a backend.
 
     Attributes:
         spread: standard deviation of the speed of devices of one kind; a step waits for the slowest of all.
     """
 
     cluster: Cluster
-    gemms: GemmModel
-    network: Network
     backend: Backend = EAGER
     spread: float = 0.01
 
-    @classmethod
-    def of(cls, cluster: Cluster, backend: Backend = EAGER) -> Self:
-        profile = GemmProfile.of(cluster.device.name)
-        hot = not any(gpu in cluster.device.name for gpu in _COOL)
-        return cls(cluster, GemmModel(profile, hot=hot), Network.of(cluster), backend)
+    @cached_property
+    def kernels(self) -> KernelModel:
+        """What kernels cost on a device in training."""
+        return KernelModel(self.cluster.device, hot=self.cluster.device.kernels.hot_in_training)
+
+    @cached_property
+    def network(self) -> Network:
+        return Network(self.cluster)
+
+    @cached_property
+    def gemms(self) -> GemmModel:
+        """Products of 16-bit numbers, of the faster format."""
+        return max(map(self.kernels.products, ("bf16", "f16")), key=lambda model: model.peak)
+
+    def beside(self, moved: float, compute: float, far: bool) -> float:
+        """Seconds that communication adds to computation beside it, within a host or far; both are slower meanwhile."""
+        slowdown = self.network.link(far).slowdown
+        return max(0.0, moved - compute) + (slowdown - 1) * min(moved, compute)
 
     def data_ring(self, size: int, stride: int) -> Ring:
         """The ring of a data group, through as many network cards as the backend uses."""
@@ -89,14 +93,13 @@ class Machine:
 
     @cached_property
     def linear_f8(self) -> GemmModel:
-        """Products of 8-bit numbers: twice the speed, half the traffic."""
-        return replace(self.gemms, speed=2.0, width=1)
-
-    @cached_property
-    def memory_bandwidth(self) -> float:
-        """Bytes per second of large elementwise kernels."""
-        profile = self.gemms.profile
-        return profile.memory_bandwidth_gb_per_s * 1e9 * profile.memory_efficiency
+        """Products of 8-bit numbers. A device without them: `ClusterError`."""
+        device = self.cluster.device
+        if "f8e4m3fn" not in device.peak_tflop_per_s:
+            raise ClusterError(
+                f"precision f8: {device.name!r} has no f8e4m3fn among its peaks, which are {', '.join(device.peak_tflop_per_s)}"
+            )
+        return self.kernels.products("f8e4m3fn")
 
     @cached_property
     def launch_seconds(self) -> float:
@@ -105,16 +108,14 @@ class Machine:
 
     def flash(self, generation: str) -> tuple[float, float]:
         """FLOP/s of fused attention, forward and backward, of "flash" or "flash2"."""
-        peak = self.gemms.profile.peak_tflop_per_s * 1e12
         gpu = next((gpu for gpu in _FLASH if gpu in self.cluster.device.name), "V100")
         forward, backward = _FLASH[gpu][generation]
-        return peak * forward, peak * backward
+        return self.gemms.peak * forward, self.gemms.peak * backward
 
     def slowest_of(self, devices: int) -> float:
         """By how much the slowest of so many devices is slower than the usual one: the expected maximum of normal deviates, about."""
         return 1 + self.spread * sqrt(2 * log(max(1, devices)))
 
     def memory_seconds(self, num_bytes: float, kernels: int) -> float:
-        """Seconds of elementwise kernels that move so many bytes altogether, in equal parts; the bandwidth ramps up as it does for products."""
-        ramp = sqrt(num_bytes * self.gemms.profile.half_size_mb * 1e6 * kernels)
-        return (num_bytes + ramp) / self.memory_bandwidth + kernels * self.launch_seconds
+        """Seconds of elementwise kernels that move so many bytes altogether, in equal parts."""
+        return self.kernels.elementwise(num_bytes, kernels)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 
 from simulator.description import ClusterError
 from simulator.formula.description import Execution, Transformer
@@ -38,8 +39,9 @@ def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction
         stages[0], stages[-1] = first, last
     slowest = max(stages, key=lambda stage: stage.seconds)
     send = _send_seconds(model, plan, machine)
+    far = plan.tensor * plan.replicas >= cluster.devices_per_host
     # with one stage a device, what comes back from the next one is waited for, whatever goes on beside the sends
-    waited = send * machine.backend.contention if plan.overlap_sends and plan.interleave > 1 else send
+    waited = machine.beside(send, inf, far) if plan.overlap_sends and plan.interleave > 1 else send
     slots = plan.microbatches
     steady, bubble = pipeline_seconds([stage.seconds for stage in stages], slots, plan.interleave, send, waited)
     data = _DataAxis.of(model, plan, machine, slowest.forward, slowest.backward)
@@ -71,7 +73,7 @@ def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction
         memory=Footprint(asdict(memory_of(model, plan)), 1e9 * cluster.device.reserve_gb, cluster.device.memory_bytes),
         model_flops=model_flops,
         hardware_flops=model_flops + again,
-        peak_flop_per_s=machine.gemms.profile.peak_tflop_per_s * 1e12 * plan.devices,
+        peak_flop_per_s=machine.gemms.peak * plan.devices,
         devices=plan.devices,
         tokens=plan.global_batch * model.seq,
     )
@@ -209,8 +211,11 @@ class _DataAxis:
         # all but the first layer's gradients, the last to be ready, can hide behind the last microbatch's backward pass; likewise its
         # parameters, the first that are needed, behind the first's forward pass
         part = 1 - 1 / max(2, model.layers // plan.pipeline)
-        hidden = min(reduced * part, backward) + min(gathered * part, forward)
-        return cls(reduced + gathered + tied, reduced + gathered + tied - hidden * (1 - machine.backend.contention))
+        pairs = ((reduced, backward), (gathered, forward))
+        exposed = sum(
+            moved * (1 - part) + machine.beside(moved * part, compute, ring.hosts > 1) for moved, compute in pairs
+        )
+        return cls(reduced + gathered + tied, exposed + tied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +239,7 @@ class _ParameterGathers:
         again = gather if machine.backend.regathers and plan.recompute == "full" else 0.0
         exposed = 0.0
         for compute, moved in ((forward, gather), (backward, again + gather + scatter)):
-            # fetched while the previous layer computes; both are slower meanwhile
-            exposed += max(0.0, moved - compute) + machine.backend.contention * min(moved, compute)
+            exposed += machine.beside(moved, compute, ring.hosts > 1)  # fetched while the previous layer computes
         return cls(model.layers * (2 * gather + again + scatter), model.layers * exposed + gather)
 
 

@@ -2,16 +2,14 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Self, get_args
+from dataclasses import dataclass
+from typing import Any, Self
 
 import yaml
 
 from simulator.cluster import Cluster
-from simulator.collectives import CollectiveProfile, Network
 from simulator.description import ClusterError, Description, validate
 from simulator.formula.machine import Backend, Machine
-from simulator.work import CollectiveKind
 
 _READ = (
     "hosts",
@@ -22,11 +20,15 @@ _READ = (
     "inter_host.half_size_mb",
     "intra_host.bandwidth_gb_per_s",
     "device",
+    "device.cores",
     "device.memory_gb",
     "device.reserve_gb",
     "device.kernel_launch_us",
     "device.memory_bandwidth_gb_per_s",
     "device.peak_tflop_per_s.bf16",
+    "device.peak_tflop_per_s.f16",
+    "device.kernels.efficiency",
+    "device.kernels.memory_efficiency",
 )
 """Fields of a cluster that the formulas use; the rest they know from measurements of the device."""
 
@@ -84,34 +86,13 @@ def changed[D: Description](description: D, changes: Iterable[Change], source: s
 
 
 def changed_machine(before: Cluster, changes: Iterable[Change], backend: Backend) -> Machine:
-    """The machine that `before` becomes. What was measured on its devices changes in proportion to what their description says."""
+    """The machine that `before` becomes. Collectives that were measured on it change in proportion to the link between its devices."""
     changes = tuple(changes)
     for change in changes:
         if (field := ".".join(change.path[1:])) not in _READ and hasattr(before, change.path[1]):
             raise ClusterError(f"{change.text!r}: the formulas don't use {field!r}; they use {', '.join(_READ)}")
     cluster = changed(before, changes, before.name)
-    machine = Machine.of(before, backend)
-    profile, network = machine.gemms.profile, machine.network.profile
-    was, now = before.device, cluster.device
-    peaks = [device.peak_tflop_per_s.get("bf16", device.vector_tflop_per_s) for device in (was, now)]
-    faster = profile.model_copy(
-        update={
-            "peak_tflop_per_s": profile.peak_tflop_per_s * peaks[1] / peaks[0],
-            "memory_bandwidth_gb_per_s": profile.memory_bandwidth_gb_per_s
-            * (now.memory_bandwidth_gb_per_s / was.memory_bandwidth_gb_per_s),
-        }
-    )
-    links = _scaled(network, cluster.intra_host.bandwidth_gb_per_s / before.intra_host.bandwidth_gb_per_s)
-    gemms = replace(machine.gemms, profile=faster)
-    return Machine(cluster, gemms, Network(cluster, links), backend)
-
-
-def _scaled(profile: CollectiveProfile, factor: float) -> CollectiveProfile:
-    """The same links with another bandwidth."""
-    curves = {}
-    for kind in get_args(CollectiveKind):
-        if (curve := getattr(profile, kind)) is not None:
-            groups = {size: factor * each for size, each in curve.group_bandwidth_gb_per_s.items()}
-            update = {"bandwidth_gb_per_s": factor * curve.bandwidth_gb_per_s, "group_bandwidth_gb_per_s": groups}
-            curves[kind] = curve.model_copy(update=update)
-    return profile.model_copy(update=curves)
+    if cluster.collectives is not None:
+        factor = cluster.intra_host.bandwidth_gb_per_s / before.intra_host.bandwidth_gb_per_s
+        cluster = cluster.model_copy(update={"collectives": cluster.collectives.faster(factor)})
+    return Machine(cluster, backend)

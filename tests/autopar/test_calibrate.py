@@ -36,6 +36,13 @@ def test_what_is_measured_is_told_and_one_device_has_no_collectives():
     assert not [what for what in told if "all_reduce" in what]
 
 
+def test_an_all_reduce_is_measured_beside_products_that_take_about_as_long():
+    told = []
+    overlap = autopar.calibrate._overlap(jax.devices()[:2], TINY, told.append)
+    assert told == ["an all_reduce beside products"]
+    assert 1 <= overlap.slowdown <= 2
+
+
 def test_a_longer_kernel_takes_longer():
     x = jax.numpy.ones(4**10)  # 8 MB through memory, against nothing
     short, long = (autopar.calibrate._seconds(lambda x: x * 0.5 + 1, x[:size], TINY) for size in (16, 4**10))

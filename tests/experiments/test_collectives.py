@@ -9,7 +9,7 @@ import pytest
 
 from experiments.measurements.collectives import fit_collectives, measure_collectives
 from simulator.calibration.profiles import write_profile
-from simulator.collectives import CollectiveProfile, SizeCurve
+from simulator.collective_profile import CollectiveProfile, SizeCurve
 from simulator.description import read, validate
 from simulator.work import CollectiveKind
 

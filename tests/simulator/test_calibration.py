@@ -4,11 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.calibration.collectives import MeasuredCollectives
-from simulator.calibration.devices import MeasuredDevice, fit_cluster, fit_device
+from simulator.calibration.devices import MeasuredDevice, Overlap, fit_cluster, fit_device
 from simulator.calibration.profiles import write_profile
 from simulator.cluster import Cluster
-from simulator.collectives import SizeCurve
-from simulator.compute import kernel_seconds
+from simulator.collective_profile import SizeCurve
+from simulator.compute import KernelModel
 from simulator.work import Gemm, Kernel
 
 H100, CPU = Cluster.load("dgx_h100"), Cluster.load("cpu-virtual")
@@ -17,38 +17,52 @@ SHAPES = [Gemm(m, n, n) for m in (64, 256, 1024, 4096) for n in (128, 512, 2048)
 
 def measured_on(cluster: Cluster, dtypes: tuple[str, ...] = ("f32", "bf16")) -> MeasuredDevice:
     """What would be measured if the cost model were right."""
-    device = cluster.device
-    transfers = [(8.0 * 4**i, kernel_seconds(device, Kernel("", "memory", 0, 8.0 * 4**i))) for i in range(5, 13)]
+    model = KernelModel(cluster.device)
+    transfers = [(8.0 * 4**i, model.seconds(Kernel("", "memory", 0, 8.0 * 4**i))) for i in range(5, 13)]
 
     def seconds(gemm: Gemm, dtype: str) -> float:
         width = 4 if dtype == "f32" else 2
         moved = width * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n)
-        return kernel_seconds(device, Kernel("", "gemm", gemm.flops, moved, dtype, gemm))
+        return model.seconds(Kernel("", "gemm", gemm.flops, moved, dtype, gemm))
 
     products = {dtype: tuple((gemm, seconds(gemm, dtype)) for gemm in SHAPES) for dtype in dtypes}
     return MeasuredDevice(tuple(transfers), products)
 
 
 @settings(max_examples=10)
-@given(st.floats(0.3, 0.95), st.floats(0.3, 0.95), st.floats(0.3, 0.95), st.floats(0.5, 20), st.floats(0, 5))
+@given(
+    st.floats(0.3, 0.95),
+    st.floats(0.3, 0.95),
+    st.floats(0.3, 0.95),
+    st.floats(0.5, 20),
+    st.floats(0, 5),
+    st.floats(0, 5),
+)
 def test_what_was_planted_in_a_gpu_is_found_again(
-    memory: float, f32: float, bf16: float, launch: float, tile: float
+    memory: float, f32: float, bf16: float, launch: float, tile: float, half_size: float
 ) -> None:
     planted = H100.device.model_copy(
         update={
-            "memory_efficiency": memory,
-            "gemm_efficiency_by_dtype": {"f32": f32, "bf16": bf16},
             "kernel_launch_us": launch,
-            "tile_overhead_us": tile,
+            "kernels": H100.device.kernels.model_copy(
+                update={
+                    "launch_us": None,
+                    "memory_efficiency": memory,
+                    "half_size_mb": half_size,
+                    "efficiency_by_dtype": {"f32": f32, "bf16": bf16},
+                    "tile_us": tile,
+                }
+            ),
         }
     )
     measured = measured_on(H100.model_copy(update={"device": planted}))
     found = fit_device(H100.device, measured, planted.name, planted.source)
     assert found.peak_tflop_per_s == planted.peak_tflop_per_s
-    assert found.memory_efficiency == pytest.approx(memory, rel=1e-3)
+    assert found.kernels.memory_efficiency == pytest.approx(memory, rel=1e-3)
+    assert found.kernels.half_size_mb == pytest.approx(half_size, rel=1e-2, abs=1e-3)
     assert found.kernel_launch_us == pytest.approx(launch, rel=1e-2)
     assert np.abs(measured.product_errors(found)).max() < 0.02
-    assert found.gemm_efficiency_by_dtype == pytest.approx({"f32": f32, "bf16": bf16}, rel=0.02)
+    assert found.kernels.efficiency_by_dtype == pytest.approx({"f32": f32, "bf16": bf16}, rel=0.02)
 
 
 def test_the_peaks_of_a_cpu_are_what_was_seen() -> None:
@@ -56,9 +70,9 @@ def test_the_peaks_of_a_cpu_are_what_was_seen() -> None:
         update={"peak_tflop_per_s": {"f32": 3.0, "f64": 1.0}, "memory_bandwidth_gb_per_s": 50.0}
     )
     found = fit_device(CPU.device, measured_on(CPU.model_copy(update={"device": fast}), ("f32",)), "mine", "measured")
-    assert found.memory_bandwidth_gb_per_s == pytest.approx(50 * fast.memory_efficiency, rel=1e-3)
+    assert found.memory_bandwidth_gb_per_s == pytest.approx(50 * fast.kernels.memory_efficiency, rel=1e-3)
     # large products reach nearly the efficiency that was planted
-    assert 0.9 * 3 * fast.gemm_efficiency < found.peak_tflop_per_s["f32"] <= 3 * fast.gemm_efficiency
+    assert 0.9 * 3 * fast.kernels.efficiency < found.peak_tflop_per_s["f32"] <= 3 * fast.kernels.efficiency
     assert found.peak_tflop_per_s["f64"] == CPU.device.peak_tflop_per_s["f64"]
     assert found.source.startswith("measured; mean error over 12 products 0.")
 
@@ -68,17 +82,23 @@ def test_a_calibrated_cluster_is_one_host_with_the_links_that_were_measured(tmp_
     rows = [(n, 4.0 * 4**i) for n in (2, 4, 8) for i in range(4, 14)]
     seconds = [curve.seconds("all_reduce", num_bytes, n) for n, num_bytes in rows]
     all_reduces = MeasuredCollectives.of("all_reduce", *zip(*rows, strict=True), seconds)
-    measured = MeasuredDevice((), {}, all_reduces)
+    measured = MeasuredDevice((), {}, all_reduces, Overlap(computed=2.0, moved=3.0, both=4.0))
     cluster = fit_cluster(H100.with_size(4), H100.device, measured, 8)
     assert (cluster.hosts, cluster.devices_per_host, cluster.inter_host) == (1, 8, None)
     assert cluster.collective_launch_us == pytest.approx(20, rel=0.05)
     assert cluster.intra_host.latency_us == pytest.approx(2, rel=0.05)
     assert cluster.intra_host.half_size_mb == pytest.approx(3, rel=0.1)
     assert cluster.intra_host.bandwidth_gb_per_s == pytest.approx(80, rel=0.05)
+    assert cluster.intra_host.slowdown == 1.5  # 2 s shared took 3
     write_profile(tmp_path / "mine.yaml", cluster)
     loaded = Cluster.load(tmp_path / "mine.yaml")
     assert loaded.intra_host.bandwidth_gb_per_s == pytest.approx(cluster.intra_host.bandwidth_gb_per_s, rel=1e-3)
     assert loaded.device.xla_target == cluster.device.xla_target
+
+
+@pytest.mark.parametrize(("both", "slowdown"), [(2.9, 1.0), (3.0, 1.0), (4.0, 1.5), (5.0, 2.0), (9.0, 2.0)])
+def test_the_slowdown_is_between_that_of_parallel_and_of_serial_work(both: float, slowdown: float) -> None:
+    assert Overlap(2.0, 3.0, both).slowdown == Overlap(3.0, 2.0, both).slowdown == slowdown
 
 
 def test_a_device_alone_keeps_the_links_of_its_kind() -> None:

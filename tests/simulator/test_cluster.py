@@ -5,6 +5,7 @@ import pytest
 import yaml
 
 from simulator.cluster import Cluster, Device, Link, cluster_names, device_names
+from simulator.collective_profile import SizeCurve
 from simulator.description import ClusterError
 
 DEVICE = {
@@ -16,9 +17,8 @@ DEVICE = {
     "peak_tflop_per_s": {"f32": 10},
     "vector_tflop_per_s": 10,
     "memory_bandwidth_gb_per_s": 1000,
-    "memory_efficiency": 1.0,
     "kernel_launch_us": 0,
-    "gemm_efficiency": 1.0,
+    "kernels": {"efficiency": 1.0, "memory_efficiency": 1.0},
 }
 CLUSTER = {
     "name": "toy",
@@ -63,6 +63,28 @@ def test_a_device_can_be_named_inline_or_a_file_beside_the_cluster(tmp_path: Pat
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(DEVICE))
     assert load(tmp_path, device="mine.yaml") == load(tmp_path)
     assert load(tmp_path, device="v100_sxm2_16gb").device == Cluster.load("p3.16xlarge").device
+
+
+def test_what_was_measured_can_be_named_inline_or_a_file_beside_the_cluster(tmp_path: Path) -> None:
+    a100 = Cluster.load("dgx_a100_80")
+    assert a100.collectives is not None
+    (tmp_path / "links.yaml").write_text(yaml.safe_dump(a100.collectives.model_dump(exclude_none=True)))
+    (tmp_path / "kernels.yaml").write_text(yaml.safe_dump(a100.device.kernels.model_dump()))
+    for links in ("a100", "links.yaml", a100.collectives.model_dump()):
+        assert load(tmp_path, collectives=links).collectives == a100.collectives
+    for kernels in ("a100_sxm4_80gb", "kernels.yaml", a100.device.kernels.model_dump()):
+        assert load(tmp_path, device=DEVICE | {"kernels": kernels}).device.kernels == a100.device.kernels
+
+
+def test_links_say_what_was_not_measured(tmp_path: Path) -> None:
+    link = Cluster.load("dgx_a100_80").intra_host
+    curve = SizeCurve(launch_us=1, hop_us=1, half_size_mb=1, bandwidth_gb_per_s=1)
+    measured = load(tmp_path, collectives={"gpu": "toy", "source": "made up", "all_reduce": curve.model_dump()})
+    assert measured.curves.curve("all_gather") == curve
+    implied = measured.curves.curve("permute")
+    assert implied.bandwidth_gb_per_s == measured.intra_host.bandwidth_gb_per_s != curve.bandwidth_gb_per_s
+    assert load(tmp_path).curves.curve("all_reduce") == implied
+    assert Cluster.load("dgx_a100_80").curves.curve("permute").bandwidth(2) == link.bandwidth(2)
 
 
 def test_devices_are_numbered_host_by_host_and_spread_over_the_cards(tmp_path: Path) -> None:
@@ -111,8 +133,16 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
         ),
         ({"device": DEVICE | {"memory_gb": -16}}, "device.memory_gb: given -16; expected greater than 0"),
         (
-            {"device": DEVICE | {"memory_efficiency": 85}},
-            "device.memory_efficiency: given 85; expected less than or equal to 1",
+            {"device": DEVICE | {"kernels": {"efficiency": 1.0, "memory_efficiency": 85}}},
+            "device.kernels.memory_efficiency: given 85; expected less than or equal to 1",
+        ),
+        (
+            {"device": DEVICE | {"kernels": "v1000"}},
+            "kernels: unknown profile 'v1000'; expected one of a100_sxm4_80gb, ",
+        ),
+        (
+            {"collectives": "v1000"},
+            "collectives: unknown profile 'v1000'; expected one of a100, b200, h100, h200, a path to a .yaml file, or the fields themselves",
         ),
         (
             {"device": DEVICE | {"peak_tflop_per_s": {"f32": "fast"}}},

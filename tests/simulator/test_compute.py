@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.cluster import Cluster, Device, cluster_names
-from simulator.compute import kernel_seconds
+from simulator.compute import KernelModel
+from simulator.kernel_profile import KernelProfile
 from simulator.work import Gemm, Kernel
 
 TOY = Device(
@@ -15,12 +16,15 @@ TOY = Device(
     peak_tflop_per_s={"f32": 10, "bf16": 100},
     vector_tflop_per_s=1,
     memory_bandwidth_gb_per_s=1000,
-    memory_efficiency=0.5,
     kernel_launch_us=3,
-    gemm_efficiency=0.8,
-    gemm_efficiency_by_dtype={"bf16": 0.5},
-    tile_overhead_us=2,
+    kernels=KernelProfile(efficiency=0.8, efficiency_by_dtype={"bf16": 0.5}, tile_us=2, memory_efficiency=0.5),
 )
+
+
+def kernel_seconds(device: Device, kernel: Kernel) -> float:
+    return KernelModel(device).seconds(kernel)
+
+
 DEVICES = [Cluster.load(name).device for name in cluster_names()]
 
 

@@ -3,9 +3,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.cluster import Cluster
-from simulator.compute import kernel_seconds
+from simulator.collectives import Network
+from simulator.compute import KernelModel
 from simulator.costs import BandwidthOnly, ClusterCosts, CostModel
-from simulator.network import collective_seconds, find_routes
+from simulator.network import find_routes
 from simulator.work import Gemm, Kernel
 
 CLUSTER = Cluster.load("p3.16xlarge")
@@ -16,13 +17,13 @@ def test_cluster_costs_are_those_of_the_device_and_the_network() -> None:
     kernel = Kernel("dot", "gemm", 2e9, 3e6, "f32", Gemm(1000, 1000, 1000))
     groups = ((0, 1, 2, 3), (4, 5, 6, 7))
     routes = find_routes(CLUSTER, "all_gather", groups)
-    assert costs.kernel(kernel) == kernel_seconds(CLUSTER.device, kernel)
-    assert costs.collective("all_gather", 1e6, groups) == collective_seconds(CLUSTER, "all_gather", 1e6, routes)
+    assert costs.kernel(kernel) == KernelModel(CLUSTER.device).seconds(kernel)
+    assert costs.collective("all_gather", 1e6, groups) == Network(CLUSTER).collective_seconds("all_gather", 1e6, routes)
 
 
 def test_kernels_that_differ_by_name_only_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr("simulator.costs.kernel_seconds", lambda device, kernel: calls.append(kernel) or 1.0)
+    monkeypatch.setattr(KernelModel, "seconds", lambda self, kernel: calls.append(kernel) or 1.0)
     costs = ClusterCosts(CLUSTER)
     assert [costs.kernel(Kernel(f"add.{i}", "memory", 0, 8)) for i in range(3)] == [1.0] * 3
     assert len(calls) == 1

@@ -1,6 +1,5 @@
 import doctest
 import time
-from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -21,7 +20,7 @@ BIG = Transformer(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
 
 
 def a100(hosts: int = 1, **changes: object) -> Machine:
-    return Machine.of(Cluster.load("dgx_a100_80").with_size(hosts).model_copy(update=changes))
+    return Machine(Cluster.load("dgx_a100_80").with_size(hosts).model_copy(update=changes))
 
 
 def test_the_parameters_of_gpt_175b_are_counted() -> None:
@@ -63,8 +62,9 @@ def test_equal_stages_without_communication_have_the_textbook_bubble() -> None:
     # p - 1 slots of p - 1 + m; a vocabulary of one word makes the ends nearly free; links and hosts nearly so
     model = GPT.model_copy(update={"vocab": 8, "learned_positions": False})
     fast = Link(bandwidth_gb_per_s=1e6, latency_us=0.0)
-    cluster = Cluster.load("dgx_a100_80").model_copy(update={"intra_host": fast, "collective_launch_us": 0.0})
-    machine = Machine.of(cluster, JITTED)
+    update = {"intra_host": fast, "collectives": None, "collective_launch_us": 0.0}
+    cluster = Cluster.load("dgx_a100_80").model_copy(update=update)
+    machine = Machine(cluster, JITTED)
     for pipeline, interleave in ((2, 1), (4, 1), (8, 1), (4, 2)):
         plan = Execution(pipeline=pipeline, interleave=interleave, global_batch=16)
         prediction = predict(model, plan, machine)
@@ -143,7 +143,7 @@ def test_zero_3_collapses_when_devices_grow_and_the_batch_does_not() -> None:
     def tflops(devices: int, microbatch: int) -> float:
         plan = Execution(data=devices, microbatch=microbatch, global_batch=1536, zero=3, recompute="full")
         cluster = Cluster.load("dgx_a100_80").with_size(devices // 8)
-        return predict(model, plan, Machine.of(cluster, ZERO_2021)).tflop_per_s_per_device
+        return predict(model, plan, Machine(cluster, ZERO_2021)).tflop_per_s_per_device
 
     speeds = [tflops(384, 4), tflops(768, 2), tflops(1536, 1)]
     assert speeds[0] > 1.4 * speeds[1] > 1.4 * 1.4 * speeds[2]
@@ -209,20 +209,17 @@ def test_faster_hardware_is_never_slower(
     model: Transformer, plan: Execution, compute: float, memory: float, network: float
 ) -> None:
     slow = a100(64)
-    inter, profile = slow.cluster.inter_host, slow.gemms.profile
+    cluster = slow.cluster
+    inter, gpu = cluster.inter_host, cluster.device
     assert inter is not None
     wires = Link(bandwidth_gb_per_s=inter.bandwidth_gb_per_s * network, latency_us=inter.latency_us)
-    gpu = profile.model_copy(
+    faster = gpu.model_copy(
         update={
-            "peak_tflop_per_s": profile.peak_tflop_per_s * compute,
-            "memory_bandwidth_gb_per_s": profile.memory_bandwidth_gb_per_s * memory,
+            "peak_tflop_per_s": {dtype: peak * compute for dtype, peak in gpu.peak_tflop_per_s.items()},
+            "memory_bandwidth_gb_per_s": gpu.memory_bandwidth_gb_per_s * memory,
         }
     )
-    fast = Machine(
-        slow.cluster.model_copy(update={"inter_host": wires}),
-        replace(slow.gemms, profile=gpu),
-        type(slow.network).of(slow.cluster.model_copy(update={"inter_host": wires})),
-    )
+    fast = Machine(cluster.model_copy(update={"inter_host": wires, "device": faster}))
     assert predict(model, plan, fast).seconds <= predict(model, plan, slow).seconds * (1 + 1e-9)
 
 
@@ -253,7 +250,7 @@ def test_a_jitted_step_does_not_wait_for_the_host_where_an_eager_one_does() -> N
     small = Transformer(layers=12, hidden=768, heads=12, seq=512, vocab=50304)
     plan = Execution(global_batch=1)
     cluster = Cluster.load("dgx_a100_80")
-    eager, jitted = (predict(small, plan, Machine.of(cluster, backend)) for backend in (EAGER, JITTED))
+    eager, jitted = (predict(small, plan, Machine(cluster, backend)) for backend in (EAGER, JITTED))
     assert jitted.host < 0.2 * eager.host
     assert jitted.seconds < 0.5 * eager.seconds
 

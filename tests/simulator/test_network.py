@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.cluster import Cluster, Link, cluster_names
+from simulator.collective_profile import sent_fraction
 from simulator.costs import ClusterCosts
-from simulator.network import Flows, Ring, find_routes, sent_fraction
+from simulator.network import Flows, Ring, find_routes
 from simulator.work import CollectiveKind, Groups
 
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
@@ -24,6 +25,7 @@ def toy(**changes: object) -> ClusterCosts:
         "devices_per_host": 4,
         "nics_per_host": 2,
         "collective_launch_us": 0.0,
+        "collectives": None,
         "intra_host": Link(bandwidth_gb_per_s=100, latency_us=0),
         "inter_host": Link(bandwidth_gb_per_s=10, latency_us=0),
     }

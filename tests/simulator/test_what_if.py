@@ -20,7 +20,7 @@ def machine(*changes: str) -> Machine:
 
 
 def test_without_changes_it_is_the_machine_of_the_cluster() -> None:
-    assert machine() == Machine.of(Cluster.load("dgx_a100_80").with_size(4), EAGER)
+    assert machine() == Machine(Cluster.load("dgx_a100_80").with_size(4), EAGER)
 
 
 def test_a_factor_multiplies_what_is_there_and_a_value_replaces_it() -> None:
@@ -54,19 +54,19 @@ def test_twice_the_bandwidth_halves_what_the_bytes_take() -> None:
     size, ring = 2**30, before.network.ring(8)
     # launch and hops stay: 2 * slow - fast is theirs alone
     slow, fast = (each.network.seconds("all_reduce", size, ring) for each in (before, after))
-    curve = before.network.profile.all_reduce
+    curve = before.network.curves.all_reduce
     assert 2 * fast - slow == pytest.approx((curve.launch_us + 14 * curve.hop_us) * 1e-6)
 
 
 def test_a_faster_memory_and_faster_products_are_faster_in_proportion() -> None:
     twice = machine("cluster.device.memory_bandwidth_gb_per_s=2x", "cluster.device.peak_tflop_per_s.bf16=2x")
-    assert twice.memory_bandwidth == 2 * machine().memory_bandwidth
-    assert twice.gemms.profile.peak_tflop_per_s == 2 * machine().gemms.profile.peak_tflop_per_s
+    assert twice.gemms.bandwidth == 2 * machine().gemms.bandwidth
+    assert (twice.gemms.peak, twice.gemms.core) == (2 * machine().gemms.peak, 2 * machine().gemms.core)
 
 
 def test_another_device_comes_with_its_own_measurements() -> None:
     other = machine("cluster.device.memory_gb=160", "cluster.device=h100_sxm5_80gb")
-    assert other.gemms.profile == Machine.of(Cluster.load("dgx_h100")).gemms.profile
+    assert other.gemms == Machine(Cluster.load("dgx_h100")).gemms
     assert other.cluster.device.memory_gb == 160
     assert other.cluster.hosts == 4
 
@@ -102,8 +102,11 @@ def test_a_formula_file_is_predicted_on_several_clusters_with_changes() -> None:
         ("plan.tensor=4", "there is no section 'plan'; there are: model, execution"),
         ("cluster.nics=4", "unknown field"),
         ("cluster.device=h1000", "unknown device 'h1000'; expected one of"),
-        ("cluster.device.cores=2x", "the formulas don't use 'device.cores'; they use hosts"),
-        ("cluster.wires.latency_us=1", "there is no section 'wires'; there are: device, intra_host, inter_host"),
+        ("cluster.device.xla_target=2x", "the formulas don't use 'device.xla_target'; they use hosts"),
+        (
+            "cluster.wires.latency_us=1",
+            "there is no section 'wires'; there are: device, intra_host, collectives, inter_host",
+        ),
         ("cluster.inter_host.bandwidth_gb_per_s=-1.0", "greater than 0"),
         ("model.attention=2x", "attention is None, which can't be multiplied; what can: layers"),
     ],

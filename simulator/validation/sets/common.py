@@ -26,7 +26,7 @@ GPT = {  # layers, hidden, heads
 def machine(cluster: str, devices: int, backend: Backend = EAGER, nics: int = 8) -> Machine:
     """Whole hosts of a shipped cluster, at least as many as hold `devices`."""
     hosts = Cluster.load(cluster).with_size(-(-devices // 8))
-    return Machine.of(hosts.model_copy(update={"nics_per_host": nics}), backend)
+    return Machine(hosts.model_copy(update={"nics_per_host": nics}), backend)
 
 
 def table(name: str, columns: list[str] | None = None) -> pd.DataFrame:

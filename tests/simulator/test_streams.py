@@ -1,0 +1,123 @@
+"""Computation and collectives that slow each other."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.clock import Clock
+from simulator.cluster import Cluster
+from simulator.costs import BandwidthOnly, ClusterCosts, MixedCosts
+from simulator.engine import simulate
+from simulator.mixed import MixedCluster
+from simulator.program import Program, Recv, Run, Send
+from simulator.timeline import Timeline
+from simulator.work import Body, Done, Groups, Loop
+from tests.simulator.bodies import COSTS, bodies, compute, flat, programs, start
+
+CLUSTER = Cluster.load("cpu-virtual")
+
+
+class Slowed(BandwidthOnly):
+    """As `COSTS`, but whatever goes on together takes so many times longer."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(bandwidth=1.0, flop_per_s=1.0)
+        object.__setattr__(self, "factor", factor)
+
+    def slowdown(self, groups: Groups) -> float:
+        return self.factor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def one_task(*ops) -> Program:
+    return Program(((0, 1),), ((Run(0, "S"),),), {"0S": ops})
+
+
+def played(*ops, factor: float = 1.5) -> Timeline:
+    return simulate(one_task(*ops), CLUSTER, Slowed(factor))
+
+
+def stretches(timeline: Timeline) -> dict[str, tuple[float, float]]:
+    return {span.name if span.category != "wait" else "wait": (span.start, span.end) for span in timeline.spans}
+
+
+def test_both_are_slower_while_they_go_on_together() -> None:
+    # 2 of the 4 seconds of the gather beside the product, both 1.5 times slower; the rest alone
+    longer = played(start(4), compute(2), Done("gather"))
+    assert stretches(longer) == {"dot": (0, 3), "gather": (0, 5), "wait": (3, 5)}
+    shorter = played(start(2), compute(4), Done("gather"))
+    assert stretches(shorter) == {"dot": (0, 5), "gather": (0, 3)}
+
+
+def test_one_after_the_other_they_are_not() -> None:
+    assert stretches(played(compute(2), start(4), Done("gather"), compute(1, "after"))) == {
+        "dot": (0, 2),
+        "gather": (2, 6),
+        "wait": (2, 6),
+        "after": (6, 7),
+    }
+
+
+def test_collectives_that_queue_slow_what_is_beside_each() -> None:
+    body = (start(2, "a"), start(2, "b"), compute(3), Done("a"), Done("b"))
+    # a and 2 of the product: 3 s; b and the last of the product: 1.5 s; the rest of b alone: 1 s
+    assert stretches(played(*body)) == {"a": (0, 3), "dot": (0, 4.5), "b": (3, 5.5), "wait": (4.5, 5.5)}
+
+
+def test_what_a_task_leaves_under_way_slows_the_next_one_until_something_is_sent() -> None:
+    tasks = {"0F": (start(4), compute(2)), "1F": (compute(1),), "2F": (Done("gather"),)}
+    row = (Run(0, "F"), Run(1, "F"), Run(2, "F"))
+    # the gather has 1 of 4 left after 3 seconds beside 4.5 s of computation
+    assert simulate(Program(((0, 1),), (row,), tasks), CLUSTER, Slowed(1.5)).makespan == 5.5
+    # sent after the first task: the gather goes on at full speed, to the end of its 2 left
+    rows = ((Run(0, "F"), Send("x", 1, 2), Run(1, "F"), Run(2, "F")), (Recv("x", 0),))
+    timeline = simulate(Program(((0, 1), (2, 3)), rows, tasks), CLUSTER, Slowed(1.5))
+    assert stretches(timeline)["gather"] == (0, 5)
+    assert timeline.makespan == 6  # and the send of a second queues behind it
+
+
+@given(programs(), st.floats(1, 2), st.sampled_from([0.0, 0.5]))
+def test_the_clock_agrees_with_the_engine(program: Program, factor: float, dispatch: float) -> None:
+    costs = Slowed(factor)
+    expected = simulate(program, CLUSTER, costs, dispatch).makespan
+    assert Clock.of(program).makespan(costs, dispatch) == pytest.approx(expected)
+
+
+@given(bodies, st.floats(1, 2))
+def test_nothing_is_faster_for_sharing_nor_slower_than_one_after_the_other(body: Body, factor: float) -> None:
+    free, slowed = simulate(one_task(*body), CLUSTER, COSTS), played(*body, factor=factor)
+    serial = sum(free.busy(0, stream) for stream in ("compute", "communication"))
+    assert free.makespan <= slowed.makespan * (1 + 1e-9)
+    assert slowed.makespan <= min(factor * free.makespan, serial) * (1 + 1e-9)
+
+
+@given(programs(), st.floats(1, 2))
+def test_pipelines_are_not_faster_for_sharing_nor_slower_than_if_everything_were_shared(
+    program: Program, factor: float
+) -> None:
+    free, slowed = (simulate(program, CLUSTER, costs).makespan for costs in (COSTS, Slowed(factor)))
+    assert free <= slowed * (1 + 1e-9)
+    assert slowed <= factor * free * (1 + 1e-9)
+
+
+@given(flat, st.integers(1, 12), st.floats(1, 2))
+def test_a_loop_is_its_iterations_one_by_one(body: Body, count: int, factor: float) -> None:
+    looped = simulate(one_task(Loop(count, body)), CLUSTER, Slowed(factor))
+    unrolled = simulate(one_task(*body * count), CLUSTER, Slowed(factor))
+    assert looped.makespan == pytest.approx(unrolled.makespan)
+    assert looped.busy(0, "communication") == pytest.approx(unrolled.busy(0, "communication"))
+
+
+def test_a_loop_waits_for_what_was_under_way_before_it() -> None:
+    body = (start(40), Loop(30, (compute(1),)), Done("gather"))
+    assert played(*body).makespan == pytest.approx(30 * 1.5 + 10)
+
+
+def test_the_link_says_how_much() -> None:
+    a100, v100 = Cluster.load("dgx_a100_80").with_size(2), Cluster.load("p3.16xlarge").with_size(2)
+    inter = a100.inter_host
+    assert inter is not None
+    costs = ClusterCosts(a100.model_copy(update={"inter_host": inter.model_copy(update={"slowdown": 1.2})}))
+    assert costs.slowdown(((0, 1), (8, 9))) == a100.intra_host.slowdown > 1.2
+    assert costs.slowdown(((0, 1, 8, 9),)) == 1.2
+    both = MixedCosts(MixedCluster(name="both", description="", pools=(v100, a100)))
+    assert both.slowdown(((0, 1),)) == 1 < both.slowdown(((16, 17),)) == a100.intra_host.slowdown
