@@ -43,6 +43,16 @@ class Exports:
         return key
 
 
+def _array(name: str, shape: Sequence[int], dtype: Any, place: Place) -> Array:
+    """A value that workers have. Random keys: `ValueError`."""
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+        raise ValueError(
+            f"a random key of dtype {dtype} would go from host to host, which keys can't yet; hand the step jax.random.key_data(key), and"
+            " make the key of it inside with jax.random.wrap_key_data"
+        )
+    return Array(name, tuple(shape), np.dtype(dtype), place)
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A job, and what the driver knows of the step's arguments and results.
@@ -70,11 +80,11 @@ def prepare_step(planned: PlannedStep, platform: str, donated: frozenset[int]) -
     jitted = jit_step(step, planned.plan, mesh.abstract())
     avals = jax.tree.leaves(step.in_avals)
     inputs = [
-        Array(f"in{i}", aval.shape, aval.dtype, Place(mesh, value.spec))
+        _array(f"in{i}", aval.shape, aval.dtype, Place(mesh, value.spec))
         for i, (aval, value) in enumerate(zip(avals, stage.inputs, strict=True))
     ]
     outputs = [
-        Array(f"out{o}", aval_of(atom).shape, aval_of(atom).dtype, Place(mesh, value.spec))
+        _array(f"out{o}", aval_of(atom).shape, aval_of(atom).dtype, Place(mesh, value.spec))
         for o, (atom, value) in enumerate(zip(step.jaxpr.outvars, stage.outputs, strict=True))
     ]
 
@@ -109,12 +119,12 @@ def prepare_state(step: StepGraph, places: Sequence[Array], platform: str) -> Pr
     calls, inputs, outputs, results = {}, [], [], {}
     for number, mesh in enumerate(meshes):
         made = [
-            (o, Array(f"out{o}", aval_of(atom).shape, aval_of(atom).dtype, each.place))
+            (o, _array(f"out{o}", aval_of(atom).shape, aval_of(atom).dtype, each.place))
             for o, (atom, each) in enumerate(zip(step.jaxpr.outvars, places, strict=True))
             if each.place.mesh == mesh
         ]
         operands = tuple(
-            Array(f"in{i}", aval.shape, aval.dtype, Place(mesh, ((),) * aval.ndim))
+            _array(f"in{i}", aval.shape, aval.dtype, Place(mesh, ((),) * aval.ndim))
             for i, aval in enumerate(map(aval_of, step.jaxpr.invars))
         )
         jitted = jax.jit(
@@ -187,7 +197,7 @@ class _Pipeline:
 
     def _array(self, stage: int, var: Var, name: str) -> Array:
         values = self._planned.values[stage]
-        return Array(name, values.shape(var), aval_of(var).dtype, Place(self._meshes[stage], values.spec(var)))
+        return _array(name, values.shape(var), aval_of(var).dtype, Place(self._meshes[stage], values.spec(var)))
 
     def _call(self, run: Run, function: TaskFunction, key: str) -> Call:
         def named(variables: Sequence[Var]) -> tuple[Array, ...]:
@@ -211,7 +221,7 @@ class _Pipeline:
         aval = jax.tree.leaves(self._step.in_avals)[i]
         stage, var = self._cut.input_stages[i][0], self._step.jaxpr.invars[i]
         spec = self._planned.values[stage].spec(var)
-        return Array(f"in{i}", aval.shape, aval.dtype, Place(self._meshes[stage], spec))
+        return _array(f"in{i}", aval.shape, aval.dtype, Place(self._meshes[stage], spec))
 
     def _inputs(self, i: int, home: Array) -> list[Input]:
         """Input `i` for every mesh that reads it and is not sent it."""
@@ -244,7 +254,7 @@ class _Pipeline:
             parts = tuple(self._array(stage, part, self._names.of(part, k)) for k in range(self._count))
             first = parts[0]
             shape = (first.shape[0] * self._count, *first.shape[1:])
-            return Output(o, self._mesh_of(stage), parts, Array(f"out{o}", shape, first.dtype, first.place))
+            return Output(o, self._mesh_of(stage), parts, _array(f"out{o}", shape, first.dtype, first.place))
         if atom in cut.made_by:
             stage = cut.made_by[atom].stage
             made = self._array(stage, atom, self._names.of(atom, 0))

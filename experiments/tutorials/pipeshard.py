@@ -5,8 +5,8 @@ At its own size it wants 8 GPUs. On a machine without any, on 8 virtual CPU devi
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8 \
         python -m experiments.tutorials.pipeshard --dim 128 --batch-size 128
 
-Only the import and the spelling of JAX differ from Alpa's text, and the devices: they are those of this process, so that no
-ray is initialised and `init` is given cluster="local". The step on a single device uses `model.apply`, as there.
+Only the import and the spelling of JAX differ from Alpa's text, and the devices: they are those of this process unless it is given
+--cluster ray, as there. The step on a single device uses `model.apply`, as there.
 """
 
 import argparse
@@ -25,9 +25,14 @@ from autopar.testing import assert_allclose
 parser = argparse.ArgumentParser()
 parser.add_argument("--dim", type=int, default=2048)
 parser.add_argument("--batch-size", type=int, default=2048)
+parser.add_argument("--cluster", choices=["local", "ray"], default="local")
 flags = parser.parse_args()
 
-alpa.init(cluster="local")
+if flags.cluster == "ray":
+    import ray
+
+    ray.init()
+alpa.init(cluster=flags.cluster)
 
 # --- Train an MLP on a single device -------------------------------------------------------------------------------------
 
@@ -136,7 +141,7 @@ alpa.shutdown()
 
 # --- Pipeline parallelism with automatic assignment ----------------------------------------------------------------------
 
-alpa.init(cluster="local")
+alpa.init(cluster=flags.cluster)
 
 
 # The same model and state as on a single device; only the two decorators are new. Layers are found by clustering operators,
