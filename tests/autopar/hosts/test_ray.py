@@ -173,13 +173,11 @@ def test_shutdown_leaves_nothing_behind():
     assert hosts is not None
     pids = [each["pid"] for each in hosts._ask("environment")]
     autopar.shutdown()
-    from ray.util.state import list_placement_groups
-
     end = time.monotonic() + 20
     while time.monotonic() < end and any(map(_is_alive, pids)):
         time.sleep(0.2)
     assert not any(map(_is_alive, pids))
-    assert {group.state for group in list_placement_groups()} <= {"REMOVED"}
+    assert {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"}
     function = autopar.parallelize(stack_step, method=pipeline(2))
     assert_trained(function, 1)  # in this process again
 
