@@ -1,7 +1,7 @@
 """From a plan to what runs: the constrained step for a mesh, and the `Program` that is executed and simulated."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar import graph
 from autopar.accumulate import Apart, accumulate, accumulate_apart
 from autopar.evaluate import Numbered, evaluate
-from autopar.plan import Plan, Stage
+from autopar.plan import MEMORY_ROLES, Plan, Stage
 from autopar.sharding.manual import on_devices
 from autopar.sharding.spec import AnyMesh, Spec, partition_spec, replicated
 from autopar.target import compile_for, target_mesh
 from autopar.trace import StepGraph
 from simulator.cluster import Cluster
-from simulator.hlo import parse_hlo
+from simulator.hlo import held_at_peak, parse_hlo
+from simulator.memory import Role, added, with_roles
 from simulator.program import Program, Run
 
 WHOLE_STEP = Run(0, "S")
@@ -60,7 +61,16 @@ def compile_program(
     compiled = compile_for(jitted, step.in_avals, cluster)
     program = program_of(plan)
     bodies = {WHOLE_STEP.task: parse_hlo(compiled.hlo_text)}
-    return Program(program.meshes, program.instructions, bodies, (compiled.memory,)), compiled.compile_seconds
+    memory = with_roles(compiled.memory, _arguments_by_role(step, stage), held_at_peak(compiled.hlo_text))
+    return Program(program.meshes, program.instructions, bodies, (memory,)), compiled.compile_seconds
+
+
+def _arguments_by_role(step: StepGraph, stage: Stage) -> Mapping[Role, int]:
+    """Bytes of the inputs on one device; JAX drops those that nobody reads."""
+    read = {atom for eqn in step.jaxpr.eqns for atom in eqn.invars if isinstance(atom, Var)}
+    read.update(atom for atom in step.jaxpr.outvars if isinstance(atom, Var))
+    inputs = zip(step.jaxpr.invars, stage.inputs, strict=True)
+    return added(*({MEMORY_ROLES[value.role]: value.device_bytes(stage.mesh)} for var, value in inputs if var in read))
 
 
 def _constrained(step: StepGraph, stage: Stage, mesh: AnyMesh) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ made for (`fingerprint`).
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Literal, Self
@@ -20,6 +20,7 @@ from autopar.progress import ranges
 from autopar.sharding.dataflow import Role
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.spec import LogicalMesh, Spec, local_shape, partition_spec
+from simulator.memory import Role as MemoryRole
 
 VERSION = 2
 
@@ -27,6 +28,16 @@ OperatorKind = Literal["column", "row", "vocab", "expert", "sequence"]
 """What of an operator a mesh axis splits, seen from a parameter: see `AxisUse`."""
 
 Split = Literal["batch", "none"] | OperatorKind
+
+
+MEMORY_ROLES: Mapping[str, MemoryRole] = {
+    "parameter": "parameters",
+    "state": "optimizer",
+    "batch": "inputs",
+    "other": "inputs",
+    "received": "activations",
+}
+"""What memory an input of a role takes."""
 
 
 class PlanError(ValueError):

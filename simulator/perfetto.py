@@ -1,6 +1,6 @@
 """Timelines in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
 
-A process per mesh; in it a thread for whole tasks, one for each stream and for each class of links that is used, and a counter of memory.
+A process per mesh; in it a thread for whole tasks, one for each stream and for each class of links that is used, and a counter of memory, by what it holds.
 Arrows lead from a send to the task that goes on with what was sent.
 """
 
@@ -29,7 +29,10 @@ def chrome_trace(timeline: "Timeline") -> dict[str, Any]:
         events.append(name | {"ph": "f", "bp": "e", "pid": arrow.to, "tid": 0, "ts": arrow.received * 1e6})
     for mesh, levels in enumerate(timeline.levels):
         counter = {"ph": "C", "name": "memory", "pid": mesh}
-        events += [counter | {"ts": seconds * 1e6, "args": {"GB": num_bytes / 1e9}} for seconds, num_bytes in levels]
+        roles = list(dict.fromkeys(role for _, level in levels for role in level))
+        for seconds, level in levels:
+            held = {f"{role}, GB": level.get(role, 0) / 1e9 for role in roles}
+            events.append(counter | {"ts": seconds * 1e6, "args": held})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, assert_never, get_args
 
-from simulator.memory import MemoryUse
+from simulator.memory import Level, MemoryUse
 from simulator.work import Body, Collective, Groups, matrix_flops
 
 Phase = Literal["F", "B", "I", "W", "U", "S"]
@@ -93,14 +93,14 @@ class Program:
         instructions: for each mesh, its instructions in order.
         bodies: what one device launches for a task (`Run.task`); needed to simulate, not to run.
         memory: for each mesh, the memory of one of its devices.
-        levels: for each mesh, bytes that one of its devices holds while each instruction runs, and after it.
+        levels: for each mesh, what one of its devices holds while each instruction runs, and after it.
     """
 
     meshes: tuple[tuple[int, ...], ...]
     instructions: tuple[tuple[Instruction, ...], ...]
     bodies: Mapping[str, Body] = field(default_factory=dict)
     memory: tuple[MemoryUse, ...] = ()
-    levels: tuple[tuple[tuple[int, int], ...], ...] = ()
+    levels: tuple[tuple[tuple[Level, Level], ...], ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.meshes) != len(self.instructions):

@@ -12,6 +12,7 @@ from math import inf, isclose
 from typing import assert_never
 
 from simulator.costs import CostModel
+from simulator.memory import Level
 from simulator.timeline import Category, Link, Span, Stream
 from simulator.work import Body, Collective, Done, Groups, Kernel, Loop, Start, on_devices
 
@@ -53,7 +54,7 @@ class Streams:
     running: dict[str, tuple[float, Category]] = field(default_factory=dict)  # started, not waited for: when each ends
     under_way: deque[Transfer] = field(default_factory=deque)  # whose end is not known yet
     spans: list[Span] = field(default_factory=list)
-    levels: list[tuple[float, int]] = field(default_factory=list)
+    levels: list[tuple[float, Level]] = field(default_factory=list)
     num_levels: int = 0
     groups: dict[Groups, Groups] = field(default_factory=dict)
     links: dict[Groups, Link] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class Streams:
             self.links[groups] = self.link_of(groups)
         return self.links[groups]
 
-    def record_levels(self, start: float, levels: tuple[tuple[int, int], ...]) -> None:
+    def record_levels(self, start: float, levels: tuple[tuple[Level, Level], ...]) -> None:
         """What the mesh holds from `start` on while its next instruction runs, and from now on after it."""
         during, after = levels[self.num_levels]
         self.levels += [(start, during), (self.compute, after)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from simulator.memory import MemoryUse
+from simulator.memory import Level, MemoryUse
 from simulator.mixed import AnyCluster
 from simulator.perfetto import chrome_trace
 
@@ -86,7 +86,7 @@ class Timeline:
         meshes: for each mesh, the ids of its devices.
         memory: for each mesh, the memory of one of its devices; empty if the program does not say.
         arrows: the values that go from mesh to mesh.
-        levels: for each mesh, from when on (seconds) one of its devices holds how many bytes; empty if the program does not say.
+        levels: for each mesh, from when on (seconds) one of its devices holds what; empty if the program does not say.
         flops: of products and convolutions on all devices, by what they compute in; empty if nobody says.
     """
 
@@ -94,7 +94,7 @@ class Timeline:
     meshes: tuple[tuple[int, ...], ...]
     memory: tuple[MemoryUse, ...] = ()
     arrows: tuple[Arrow, ...] = ()
-    levels: tuple[tuple[tuple[float, int], ...], ...] = ()
+    levels: tuple[tuple[tuple[float, Level], ...], ...] = ()
     flops: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -148,6 +148,9 @@ class Timeline:
         for mesh in range(len(self.meshes)):
             parts = sorted(self.seconds_by_category(mesh).items(), key=lambda part: -part[1])
             rows.append(f"mesh {mesh}: " + ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in parts))
+        for mesh, use in enumerate(self.memory):
+            held = sorted(use.parts().items(), key=lambda part: -part[1])
+            rows.append(f"mesh {mesh} holds " + ", ".join(f"{name} {size / 1e9:.3f} GB" for name, size in held if size))
         return "\n".join(rows)
 
     def chrome_trace(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The tasks of planned pipelines, ready to be compiled, and compiled for clusters that are not here."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from jax.sharding import Mesh
@@ -10,8 +11,8 @@ from autopar.pipeline.memory import MeshMemory
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.sharding.spec import AnyMesh
 from autopar.target import compile_for, target_mesh
-from simulator.hlo import parse_hlo
-from simulator.memory import MemoryUse
+from simulator.hlo import held_at_peak, parse_hlo
+from simulator.memory import MemoryUse, Role
 from simulator.mixed import AnyCluster
 from simulator.program import Program, Run
 from simulator.work import Body
@@ -35,7 +36,7 @@ def compile_pipeline(planned: PlannedPipeline, cluster: AnyCluster, donated: fro
         ClusterError: a stage has devices that the cluster lacks, or of several pools.
     """
     start = time.perf_counter()
-    compiled: dict[tuple[str, Mesh], tuple[Body, MemoryUse]] = {}
+    compiled: dict[tuple[str, Mesh], tuple[Body, MemoryUse, Mapping[Role, float]]] = {}
     bodies: dict[str, Body] = {}
     memory = MeshMemory(planned)
     for number, stage in enumerate(planned.plan.stages):
@@ -45,10 +46,10 @@ def compile_pipeline(planned: PlannedPipeline, cluster: AnyCluster, donated: fro
             key = function.jitted.lower(*function.in_avals).as_text(), mesh
             if key not in compiled:
                 target = compile_for(function.jitted, function.in_avals, pool)
-                compiled[key] = parse_hlo(target.hlo_text), target.memory
-            body, used = compiled[key]
+                compiled[key] = parse_hlo(target.hlo_text), target.memory, held_at_peak(target.hlo_text)
+            body, used, temporaries = compiled[key]
             bodies[Run(function.task.stage, function.task.phase, function.task.round).task] = body
-            memory.add_task(function.task, used)
+            memory.add_task(function.task, used, temporaries)
     program = planned.program
     levels = memory.levels(program)
     program = replace(program, bodies=bodies, memory=memory.peaks(levels), levels=levels)

@@ -4,9 +4,10 @@ from jax.extend.core import Var
 
 from autopar.graph import aval_of
 from autopar.pipeline.stage_graph import StageGraph
-from autopar.plan import Stage
+from autopar.plan import MEMORY_ROLES, Stage
 from autopar.sharding.spec import Spec, local_shape, replicated
 from autopar.work import array_bytes
+from simulator.memory import Role as MemoryRole
 
 
 class StageValues:
@@ -18,6 +19,7 @@ class StageValues:
     Attributes:
         ways: number of devices that compute apart.
         apart: the values with a leading dim.
+        roles: what memory the stage's inputs take.
     """
 
     def __init__(self, found: StageGraph, stage: Stage) -> None:
@@ -25,6 +27,9 @@ class StageValues:
         self.ways = self.mesh.ways(stage.deferred)
         jaxpr = found.step.jaxpr
         self._specs: dict[Var, Spec] = {v: value.spec for v, value in zip(jaxpr.invars, stage.inputs, strict=True)}
+        self.roles: dict[Var, MemoryRole] = {
+            v: MEMORY_ROLES[value.role] for v, value in zip(jaxpr.invars, stage.inputs, strict=True)
+        }
         for constraint in stage.constraints:
             if constraint.side == "out":
                 self._specs.setdefault(jaxpr.eqns[constraint.eqn].outvars[constraint.index], constraint.spec)

@@ -188,7 +188,12 @@ def test_predictions_need_no_devices():
     plan = autopar.plan_step(mlp_step, args, method=autopar.DataParallel(), cluster=cluster, mesh_shape=(16,))
     timeline = autopar.predict(mlp_step, args, plan, cluster)
     assert 0 < timeline.makespan < 1e-2
-    assert timeline.memory[0].total < cluster.device.memory_bytes
+    (memory,) = timeline.memory
+    assert memory.total < cluster.device.memory_bytes
+    state, batch = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(each)) for each in args)
+    assert memory.roles["parameters"] + memory.roles.get("optimizer", 0) == state  # whole on each device
+    assert memory.roles["inputs"] == batch // 16
+    assert memory.roles["gradients"] >= 256 * 256 * 4
 
 
 def test_a_mesh_larger_than_the_cluster_is_refused():

@@ -50,7 +50,14 @@ PROGRAM = Program(
     meshes=((0, 1), (2, 3)),
     instructions=((Run(0, "F"), Send("x", 1, 4), Free(("x",))), (Recv("x", 0), Run(1, "F"), Free(("x",)))),
     bodies={"0F": (compute(3),), "1F": (compute(5), start(1))},
-    levels=(((9, 7), (7, 7), (7, 2)), ((8, 8), (9, 8), (8, 4))),
+    levels=(
+        (
+            ({"inputs": 2, "activations": 7}, {"inputs": 7}),
+            ({"inputs": 7}, {"inputs": 7}),
+            ({"inputs": 7}, {"inputs": 2}),
+        ),
+        (({"inputs": 8}, {"inputs": 8}), ({"inputs": 9}, {"inputs": 8}), ({"inputs": 8}, {"inputs": 4})),
+    ),
 )
 
 
@@ -66,7 +73,13 @@ def test_an_arrow_leads_from_a_send_to_the_task_that_goes_on_with_it() -> None:
 
 def test_the_counter_of_memory_follows_the_instructions() -> None:
     timeline = simulate(PROGRAM, CLUSTER, COSTS)
-    assert timeline.levels[0] == ((0, 9), (3, 7), (3, 7), (3, 7), (3, 7), (3, 2))
-    assert timeline.levels[1] == ((5, 8), (5, 8), (5, 9), (10, 8), (10, 8), (10, 4))
+    held = [[(seconds, sum(level.values())) for seconds, level in levels] for levels in timeline.levels]
+    assert held == [
+        [(0, 9), (3, 7), (3, 7), (3, 7), (3, 7), (3, 2)],
+        [(5, 8), (5, 8), (5, 9), (10, 8), (10, 8), (10, 4)],
+    ]
     counters = [e for e in chrome_trace(timeline)["traceEvents"] if e["ph"] == "C"]
-    assert [(e["pid"], e["ts"], e["args"]["GB"]) for e in counters[:2]] == [(0, 0, 9e-9), (0, 3e6, 7e-9)]
+    assert [(e["pid"], e["ts"], e["args"]) for e in counters[:2]] == [
+        (0, 0, {"inputs, GB": 2e-9, "activations, GB": 7e-9}),
+        (0, 3e6, {"inputs, GB": 7e-9, "activations, GB": 0}),
+    ]

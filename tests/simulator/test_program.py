@@ -85,7 +85,7 @@ def test_every_mesh_needs_instructions_and_memory_if_any_has_it() -> None:
     with pytest.raises(ValueError, match="1 meshes but memory of 2"):
         Program(((0,),), ((),), memory=(MemoryUse(), MemoryUse()))
     with pytest.raises(ValueError, match=r"meshes with \[1\] instructions but \[2\] levels of memory"):
-        Program(((0,),), ((Run(0, "S"),),), levels=(((1, 1), (1, 1)),))
+        Program(((0,),), ((Run(0, "S"),),), levels=((({}, {}), ({}, {})),))
 
 
 def test_aliased_outputs_take_no_room_of_their_own() -> None:

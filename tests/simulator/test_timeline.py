@@ -47,7 +47,9 @@ def test_it_prints_what_each_mesh_spends_its_time_on() -> None:
     assert str(TIMELINE) == (
         "9.000 ms, 15.000 GB\n"
         "mesh 0: gemm 3.000 ms, send 1.000 ms\n"
-        "mesh 1: bubble 4.000 ms, gemm 3.000 ms, wait 2.000 ms"
+        "mesh 1: bubble 4.000 ms, gemm 3.000 ms, wait 2.000 ms\n"
+        "mesh 0 holds arguments 15.000 GB\n"
+        "mesh 1 holds arguments 12.000 GB, temporaries 2.000 GB"
     )
 
 

@@ -162,9 +162,14 @@ def test_the_memory_of_a_predicted_pipeline_grows_and_returns_to_where_it_was() 
     plan = autopar.plan_step(stack_step, args, method=pipeline(), cluster="p3.16xlarge")
     timeline = autopar.predict(stack_step, args, plan, "p3.16xlarge")
     for levels, most in zip(timeline.levels, timeline.memory, strict=True):
-        held = [num_bytes for _, num_bytes in levels]
-        assert max(held) == most.total
+        held = [sum(level.values()) for _, level in levels]
+        assert max(held) == most.total == sum(most.roles.values())
         assert 0 < min(held) == held[-1]
+    of_first = timeline.memory[0].roles
+    assert of_first["parameters"] == of_first["gradients"] == 4 * 256 * 256 // 2  # of one layer, on two devices
+    # the earlier a mesh comes, the more microbatches wait on it for their backward pass
+    in_flight = [max(level.get("activations", 0) for _, level in levels) for levels in timeline.levels]
+    assert in_flight == sorted(in_flight, reverse=True)
     assert {(arrow.source, arrow.to) for arrow in timeline.arrows} == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)}
     assert all(arrow.sent < arrow.received for arrow in timeline.arrows)
 

@@ -1,0 +1,101 @@
+"""What a program holds at its peak; bytes are counted by hand: an `f32[4]` has 16."""
+
+from simulator.hlo import held_at_peak
+from simulator.memory import Role
+from tests.simulator.test_hlo import ADD, DATA, module
+
+
+def named(name: str) -> str:
+    return f'metadata={{op_name="jit(f)/{name}/mul"}}'
+
+
+FORWARD, BACKWARD, UPDATE = map(named, ("jvp(f)", "transpose(jvp(f))", "sgd"))
+
+
+def held(*lines: str, computations: str = ADD) -> dict[Role, float]:
+    return held_at_peak(module("%p = f32[4]{0} parameter(0)", *lines, computations=computations))
+
+
+def test_what_the_backward_pass_reads_of_the_forward_pass_is_an_activation() -> None:
+    assert held(
+        f"%a = f32[4]{{0}} negate(%p), {FORWARD}",
+        f"%b = f32[2]{{0}} slice(%a), {FORWARD}",
+        f"%c = f32[4]{{0}} multiply(%a, %b), {BACKWARD}",
+        f"ROOT %r = f32[4]{{0}} subtract(%p, %c), {UPDATE}",
+    ) == {"activations": 16 + 8, "gradients": 16}  # %b lives until %c is made
+
+
+def test_what_only_the_next_kernel_reads_is_temporary() -> None:
+    assert held(
+        f"%a = f32[4]{{0}} negate(%p), {FORWARD}",
+        f"%b = f32[4]{{0}} negate(%a), {FORWARD}",
+        f"ROOT %r = f32[4]{{0}} negate(%b), {FORWARD}",
+    ) == {"temporaries": 32}
+
+
+def test_arguments_and_results_are_counted_elsewhere() -> None:
+    lines = "%a = f32[4]{0} negate(%p)", "%b = f32[4]{0} bitcast(%a)"
+    assert held(*lines, "ROOT %t = (f32[4]{0}, f32[4]{0}) tuple(%p, %b)") == {}
+
+
+def test_what_completes_to_a_gradient_is_one() -> None:
+    reduce = "replica_groups={}, to_apply=%add"
+    assert held(
+        f"%g = f32[4]{{0}} negate(%p), {BACKWARD}",
+        f"%s = f32[4]{{0}} all-reduce(%g), {reduce}, {BACKWARD}",
+        f"ROOT %r = f32[4]{{0}} subtract(%p, %s), {UPDATE}",
+    ) == {"gradients": 32}
+
+
+def test_gathered_copies_are_for_communication_while_they_are_on_their_way_too() -> None:
+    assert held(
+        "%s = (f32[4]{0}, f32[32]{0}) all-gather-start(%p), replica_groups={}, dimensions={0}",
+        "%k = f32[4]{0} negate(%p)",
+        "%d = f32[32]{0} all-gather-done(%s)",
+        f"ROOT %r = f32[4]{{0}} subtract(%d, %k), {FORWARD}",
+    ) == {"communication": 128, "temporaries": 16}
+
+
+def test_a_result_written_over_an_operand_takes_no_room() -> None:
+    over = 'custom_call_target="f", output_to_operand_aliasing={{0}: (1, {})}'
+    assert held(
+        f"%a = f32[4]{{0}} negate(%p), {FORWARD}",
+        f"%c = (f32[4]{{0}}, s8[8]{{0}}) custom-call(%p, %a), {over}, {FORWARD}",
+        "%g = f32[4]{0} get-tuple-element(%c), index=0",
+        f"ROOT %r = f32[4]{{0}} negate(%g), {FORWARD}",
+    ) == {"temporaries": 16 + 8}
+
+
+LOOP = """
+%body (c: (f32[4], f32[4])) -> (f32[4], f32[4]) {
+  %c = (f32[4]{0}, f32[4]{0}) parameter(0)
+  %x = f32[4]{0} get-tuple-element(%c), index=0
+  %total = f32[4]{0} get-tuple-element(%c), index=1
+  %t = f32[6]{0} custom-call(%x), FORWARD
+  %g = f32[4]{0} custom-call(%t), BACKWARD
+  %sum = f32[4]{0} add(%g, %total), UPDATE
+  ROOT %n = (f32[4]{0}, f32[4]{0}) tuple(%x, %sum)
+}
+
+%condition (c: (f32[4], f32[4])) -> pred[] {
+  %c = (f32[4]{0}, f32[4]{0}) parameter(0)
+  ROOT %t = pred[] constant(true)
+}
+"""
+
+
+def test_what_a_loop_adds_up_is_carried_and_what_an_iteration_needs_comes_on_top() -> None:
+    loop = LOOP.replace("FORWARD", FORWARD).replace("BACKWARD", BACKWARD).replace("UPDATE", UPDATE)
+    assert held(
+        '%z = f32[4]{0} broadcast(), metadata={op_name="jit(f)/zeros"}',
+        "%i = (f32[4]{0}, f32[4]{0}) tuple(%p, %z)",
+        '%w = (f32[4]{0}, f32[4]{0}) while(%i), condition=%condition, body=%body, metadata={op_name="jit(f)/while"}',
+        "%sum = f32[4]{0} get-tuple-element(%w), index=1",
+        f"ROOT %r = f32[4]{{0}} subtract(%p, %sum), {UPDATE}",
+        computations=loop,
+    ) == {"gradients": 16 + 16, "activations": 24}
+
+
+def test_compiled_programs_are_read() -> None:
+    for path in DATA.glob("*.hlo.txt"):
+        assert sum(held_at_peak(path.read_text()).values()) > 0

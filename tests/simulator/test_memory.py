@@ -1,0 +1,58 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.memory import MemoryUse, added, apportioned, with_roles
+
+ROLES = st.sampled_from(["parameters", "gradients", "activations", "communication"])
+PARTS = st.dictionaries(ROLES, st.floats(0, 1e9), max_size=4)
+
+
+@given(PARTS, st.integers(0, 10**9))
+def test_parts_are_made_to_sum_up_to_the_total(parts, total: int) -> None:
+    found = apportioned(parts, total, "temporaries")
+    assert sum(found.values()) == total
+    assert all(size > 0 for size in found.values())
+
+
+@given(PARTS, st.integers(0, 10**6))
+def test_parts_that_fit_keep_their_size(parts, more: int) -> None:
+    parts = {role: int(size) for role, size in parts.items() if int(size)}
+    rest = {"temporaries": more} if more else {}
+    assert apportioned(parts, sum(parts.values()) + more, "temporaries") == parts | rest
+
+
+def test_parts_that_are_too_many_shrink_alike() -> None:
+    assert apportioned({"gradients": 30, "activations": 10}, 20, "temporaries") == {"gradients": 15, "activations": 5}
+
+
+def test_roles_tell_what_the_compiler_counted() -> None:
+    use = MemoryUse(arguments=10, outputs=7, aliased=6, temporaries=4)
+    found = with_roles(use, {"parameters": 6, "optimizer": 3}, {"activations": 3})
+    assert found.roles == {
+        "parameters": 6,
+        "optimizer": 3,
+        "inputs": 1,
+        "outputs": 1,
+        "activations": 3,
+        "temporaries": 1,
+    }
+    assert found.parts() == found.roles
+    assert found.total == use.total == 15
+
+
+def test_roles_that_do_not_sum_up_are_refused() -> None:
+    with pytest.raises(ValueError, match="sum up to 3, expected 4"):
+        MemoryUse(arguments=4, roles={"parameters": 3})
+
+
+def test_without_roles_the_compiler_s_own_parts_are_given() -> None:
+    assert MemoryUse(arguments=7, outputs=5, aliased=5, temporaries=2).parts() == {
+        "arguments": 7,
+        "outputs": 0,
+        "temporaries": 2,
+    }
+
+
+def test_levels_add_up_role_by_role() -> None:
+    assert added({"inputs": 1}, {"inputs": 2, "outputs": 3}) == {"inputs": 3, "outputs": 3}
