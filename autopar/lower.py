@@ -69,8 +69,11 @@ def _arguments_by_role(step: StepGraph, stage: Stage) -> Mapping[Role, int]:
     """Bytes of the inputs on one device; JAX drops those that nobody reads."""
     read = {atom for eqn in step.jaxpr.eqns for atom in eqn.invars if isinstance(atom, Var)}
     read.update(atom for atom in step.jaxpr.outvars if isinstance(atom, Var))
-    inputs = zip(step.jaxpr.invars, stage.inputs, strict=True)
-    return added(*({MEMORY_ROLES[value.role]: value.device_bytes(stage.mesh)} for var, value in inputs if var in read))
+    found: dict[Role, int] = {}
+    for var, value in zip(step.jaxpr.invars, stage.inputs, strict=True):
+        if var in read:
+            found = added(found, {MEMORY_ROLES[value.role]: value.device_bytes(stage.mesh)})
+    return found
 
 
 def _constrained(step: StepGraph, stage: Stage, mesh: AnyMesh) -> Callable[..., Any]:

@@ -42,10 +42,12 @@ class MemoryUse:
         """Bytes that must be free on the device to run the step."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
-    def parts(self) -> Mapping[str, int]:
+    def parts(self) -> dict[str, int]:
         """The total by what it holds: by role, or else as the compiler counts, outputs without those that live in arguments."""
+        if self.roles:
+            return {**self.roles}
         new = self.outputs - self.aliased
-        return self.roles or {"arguments": self.arguments, "outputs": new, "temporaries": self.temporaries}
+        return {"arguments": self.arguments, "outputs": new, "temporaries": self.temporaries}
 
 
 def apportioned(parts: Mapping[Role, float], total: int, rest: Role) -> dict[Role, int]:
@@ -56,12 +58,12 @@ def apportioned(parts: Mapping[Role, float], total: int, rest: Role) -> dict[Rol
     return {role: size for role, size in found.items() if size}
 
 
-def added(*several: Mapping[Role, int]) -> dict[Role, int]:
+def added[Bytes: (int, float)](*several: Mapping[Role, Bytes]) -> dict[Role, Bytes]:
     """The sum, role by role."""
-    total: dict[Role, int] = {}
+    total: dict[Role, Bytes] = {}
     for each in several:
         for role, size in each.items():
-            total[role] = total.get(role, 0) + size
+            total[role] = total[role] + size if role in total else size
     return total
 
 

@@ -6,6 +6,8 @@ Arrows lead from a send to the task that goes on with what was sent.
 
 from typing import TYPE_CHECKING, Any
 
+from simulator.memory import Role
+
 if TYPE_CHECKING:
     from simulator.timeline import Span, Timeline
 
@@ -29,7 +31,7 @@ def chrome_trace(timeline: "Timeline") -> dict[str, Any]:
         events.append(name | {"ph": "f", "bp": "e", "pid": arrow.to, "tid": 0, "ts": arrow.received * 1e6})
     for mesh, levels in enumerate(timeline.levels):
         counter = {"ph": "C", "name": "memory", "pid": mesh}
-        roles = list(dict.fromkeys(role for _, level in levels for role in level))
+        roles: list[Role] = list(dict.fromkeys(role for _, level in levels for role in level))
         for seconds, level in levels:
             held = {f"{role}, GB": level.get(role, 0) / 1e9 for role in roles}
             events.append(counter | {"ts": seconds * 1e6, "args": held})

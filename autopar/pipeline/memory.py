@@ -1,6 +1,7 @@
 """Bytes on one device of each mesh of a pipeline, instruction by instruction, by what they hold."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from jax.extend.core import Var
 
@@ -12,6 +13,13 @@ from simulator.program import Free, Program, Recv, Run, Send
 
 type Levels = tuple[tuple[tuple[Level, Level], ...], ...]
 """For each mesh what it holds while each instruction runs, and after it, arguments included: `simulator.program.Program.levels`."""
+
+
+class _Value(NamedTuple):
+    """A value that lives on a mesh: bytes of a device's shard."""
+
+    role: Role
+    num_bytes: int
 
 
 class MeshMemory:
@@ -47,43 +55,27 @@ class MeshMemory:
             if here:
                 var = cut.step.jaxpr.invars[i]
                 size = self._bytes(here[0], var) * (cut.step.num_micro_batches if i in cut.step.batch else 1)
-                arguments = added(arguments, {self.planned.values[here[0]].roles.get(var, "inputs"): size})
+                arguments = added(arguments, {self._role(here[0], var): size})
         return arguments
 
     def _held(self, mesh: int, program: Program) -> Iterator[tuple[Level, Level]]:
         """What lives on a mesh while each instruction runs, and after it."""
-        cut, names = self.planned.cut, self.planned.names
-        mesh_of = self.planned.schedule.pipeline.mesh_of
-        held: dict[str, tuple[Role, int]] = {}
-        for task, totals in cut.totals.items():
-            if mesh_of(task.stage) == mesh:
-                held.update(
-                    (names.of(each.sum, 0), ("gradients", self._bytes(task.stage, each.sum))) for each in totals
-                )
-        received = self._received(mesh, program)
-        fixed = self._arguments(mesh)
+        fixed, held, read = self._arguments(mesh), self._sums(mesh), self._read(mesh, program)
         now = _together(fixed, held)
         for instruction in program.instructions[mesh]:
             before = during = now
             match instruction:
                 case Run():
-                    task = task_of(instruction)
-                    role = _role_of(task)
-                    made = {
-                        names.of(v, instruction.micro_batch): (role, self._bytes(task.stage, v))
-                        for v in cut.results[task]
-                    }
-                    used, temporaries = self._tasks.get(task, (MemoryUse(), {}))
-                    sums = sum(self._bytes(task.stage, each.sum) for each in cut.totals.get(task, ()))
-                    written_over = max(0, used.aliased - sums)  # sums grow where they are
-                    new = sum(size for _, size in made.values()) - written_over
-                    during = added(before, {role: new}, temporaries)
-                    if task.phase != "U":  # what an update makes takes the place of what was there
+                    made = self._made(instruction)
+                    now, temporaries = self._grown(before, task_of(instruction), made)
+                    during = added(now, temporaries)
+                    if instruction.phase == "U":  # what an update makes takes the place of what was there
+                        now = before
+                    else:
                         held.update(made)
-                        now = added(before, {role: new})
                 case Recv(value):
-                    held[value] = received.get(value, ("activations", 0))
-                    during = now = added(before, {held[value][0]: held[value][1]})
+                    held[value] = read.get(value, _Value("activations", 0))
+                    during = now = added(before, {held[value].role: held[value].num_bytes})
                 case Free(values):
                     for value in values:
                         held.pop(value, None)
@@ -92,20 +84,43 @@ class MeshMemory:
                     pass
             yield during, now
 
-    def _received(self, mesh: int, program: Program) -> dict[str, tuple[Role, int]]:
-        """What every value that the tasks of a mesh read is, and its bytes."""
-        cut = self.planned.cut
+    def _grown(self, before: Level, task: Task, made: Mapping[str, _Value]) -> tuple[Level, Mapping[Role, int]]:
+        """What lives after a task has run, and what it needs on top of that while it runs."""
+        used, temporaries = self._tasks.get(task, (MemoryUse(), {}))
+        sums = sum(self._bytes(task.stage, each.sum) for each in self.planned.cut.totals.get(task, ()))
+        written_over = max(0, used.aliased - sums)  # sums grow where they are
+        new = sum(value.num_bytes for value in made.values()) - written_over
+        return added(before, {_role_of(task): new}), temporaries
+
+    def _sums(self, mesh: int) -> dict[str, _Value]:
+        """What microbatches add up to."""
+        mesh_of = self.planned.schedule.pipeline.mesh_of
         return {
-            self.planned.names.of(var, run.micro_batch): (
-                _role_of(cut.made_by[var])
-                if var in cut.made_by
-                else self.planned.values[run.stage].roles.get(var, "inputs"),
-                self._bytes(run.stage, var),
-            )
+            self.planned.names.of(each.sum, 0): _Value("gradients", self._bytes(task.stage, each.sum))
+            for task, totals in self.planned.cut.totals.items()
+            if mesh_of(task.stage) == mesh
+            for each in totals
+        }
+
+    def _made(self, run: Run) -> dict[str, _Value]:
+        """What a task hands on."""
+        return {
+            self.planned.names.of(var, run.micro_batch): _Value(_role_of(task_of(run)), self._bytes(run.stage, var))
+            for var in self.planned.cut.results[task_of(run)]
+        }
+
+    def _read(self, mesh: int, program: Program) -> dict[str, _Value]:
+        """What the tasks of a mesh read."""
+        return {
+            self.planned.names.of(var, run.micro_batch): _Value(self._role(run.stage, var), self._bytes(run.stage, var))
             for run in program.instructions[mesh]
             if isinstance(run, Run)
-            for var in cut.reads[task_of(run)]
+            for var in self.planned.cut.reads[task_of(run)]
         }
+
+    def _role(self, stage: int, var: Var) -> Role:
+        maker = self.planned.cut.made_by.get(var)
+        return _role_of(maker) if maker else self.planned.values[stage].roles.get(var, "inputs")
 
     def _bytes(self, stage: int, var: Var) -> int:
         return self.planned.values[stage].device_bytes(var)
@@ -116,7 +131,7 @@ def _role_of(task: Task) -> Role:
     return "activations" if task.phase == "F" else "outputs" if task.phase == "U" else "temporaries"
 
 
-def _together(fixed: Level, held: Mapping[str, tuple[Role, int]]) -> Level:
+def _together(fixed: Level, held: Mapping[str, _Value]) -> Level:
     found = dict(fixed)
     for role, size in held.values():
         found[role] = found.get(role, 0) + size

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from simulator.hlo.text import Array, Computation, Instruction, Module, read_module
-from simulator.memory import Role
+from simulator.memory import Role, added
 
 Pass = Literal["forward", "backward", "other"]
 """Where an instruction comes from, by the names that JAX gives: `jvp(...)` forward, `transpose(jvp(...))` backward, else the update."""
@@ -108,7 +108,7 @@ def _fullest(buffers: list[_Buffer], inside: Mapping[int, Mapping[Role, float]],
     for moment in range(moments):
         for role, change in changes[moment]:
             now[role] += change
-        held = {role: now.get(role, 0.0) + inside[moment].get(role, 0.0) for role in {*now, *inside[moment]}}
+        held = added(now, inside[moment])
         if sum(held.values()) > sum(most.values()):
             most = held
     return {role: size for role, size in most.items() if size}

@@ -193,7 +193,6 @@ def test_predictions_need_no_devices():
     state, batch = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(each)) for each in args)
     assert memory.roles["parameters"] + memory.roles.get("optimizer", 0) == state  # whole on each device
     assert memory.roles["inputs"] == batch // 16
-    assert memory.roles["gradients"] >= 256 * 256 * 4
 
 
 def test_a_mesh_larger_than_the_cluster_is_refused():

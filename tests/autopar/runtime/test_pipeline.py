@@ -169,7 +169,7 @@ def test_the_memory_of_a_predicted_pipeline_grows_and_returns_to_where_it_was() 
     assert of_first["parameters"] == of_first["gradients"] == 4 * 256 * 256 // 2  # of one layer, on two devices
     # the earlier a mesh comes, the more microbatches wait on it for their backward pass
     in_flight = [max(level.get("activations", 0) for _, level in levels) for levels in timeline.levels]
-    assert in_flight == sorted(in_flight, reverse=True)
+    assert in_flight[1:] == sorted(in_flight[1:], reverse=True)  # the first has the batch in their place
     assert {(arrow.source, arrow.to) for arrow in timeline.arrows} == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)}
     assert all(arrow.sent < arrow.received for arrow in timeline.arrows)
 
