@@ -10,7 +10,7 @@ from autopar._plugins import silence_idle_plugin
 silence_idle_plugin()
 
 from autopar import inspect, manual, schedule, testing, util  # noqa: E402 (nothing may start JAX's backends before)
-from autopar.api import ParallelizedFunction, init, parallelize, plan_step, predict, shutdown  # noqa: E402
+from autopar.api import ParallelizedFunction, compile_step, init, parallelize, plan_step, predict, shutdown  # noqa: E402
 from autopar.gradients import grad, value_and_grad  # noqa: E402
 from autopar.hosts.arrays import DistributedArray, prefetch  # noqa: E402
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError  # noqa: E402
@@ -96,6 +96,7 @@ __all__ = [
     "automatic_layer_construction",
     "automatic_remat",
     "build",
+    "compile_step",
     "create_schedule",
     "get_3d_parallel_method",
     "get_last_dp_result",

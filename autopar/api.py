@@ -42,6 +42,7 @@ from simulator.cluster import Cluster
 from simulator.description import ClusterError
 from simulator.engine import simulate
 from simulator.mixed import AnyCluster, MixedCluster, load_cluster
+from simulator.program import Program
 from simulator.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -245,19 +246,32 @@ def predict(
     donate_argnums: Argnums = "auto",
     batch_argnums: Sequence[int] = (1,),
 ) -> Timeline:
-    """Step time and per-device memory of a plan on a cluster that need not be here.
+    """Step time and per-device memory of a plan on a cluster that need not be here: `compile_step`, simulated."""
+    cluster = _cluster(cluster)
+    program = compile_step(fun, args, plan, cluster, donate_argnums=donate_argnums, batch_argnums=batch_argnums)
+    return simulate(program, cluster)
 
-    The step is compiled for the cluster's GPUs on this machine; memory is the compiler's buffer assignment, and the timeline
-    comes from simulating the compiled program.
+
+def compile_step(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    plan: Plan,
+    cluster: AnyCluster | str,
+    *,
+    donate_argnums: Argnums = "auto",
+    batch_argnums: Sequence[int] = (1,),
+) -> Program:
+    """The program of a plan as XLA compiles it, on this machine, for the GPUs of a cluster that need not be here.
+
+    Memory is the compiler's buffer assignment. `simulator.simulate` times it, `simulator.save_program` keeps it, for
+    `python -m simulator predict`, say.
     """
     cluster = _cluster(cluster)
     step = trace_for(plan, fun, args, batch_argnums)
     donated = _donate_argnums(donate_argnums, args)
     if plan.pipeline is not None:
-        program, _ = compile_pipeline(PlannedPipeline(step, plan), cluster, _leaves_of(args, donated))
-    else:
-        program, _ = compile_program(step, plan, _alike(cluster, f"a plan of {plan.method}"), donated)
-    return simulate(program, cluster)
+        return compile_pipeline(PlannedPipeline(step, plan), cluster, _leaves_of(args, donated))[0]
+    return compile_program(step, plan, _alike(cluster, f"a plan of {plan.method}"), donated)[0]
 
 
 def init(

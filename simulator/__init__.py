@@ -23,6 +23,7 @@ from simulator.memory import Footprint, MemoryUse
 from simulator.mixed import MixedCluster, load_cluster
 from simulator.prediction import Prediction
 from simulator.program import DeadlockError, Free, Program, Recv, Run, Send, parse_instruction, walk
+from simulator.program_file import ProgramError, load_program, save_program
 from simulator.timeline import Span, Timeline
 from simulator.work import Collective, Done, Gemm, Kernel, Loop, Start, Work, work_of
 
@@ -48,6 +49,7 @@ __all__ = [
     "MixedCosts",
     "Prediction",
     "Program",
+    "ProgramError",
     "Recv",
     "Run",
     "Send",
@@ -58,9 +60,11 @@ __all__ = [
     "cluster_names",
     "costs_of",
     "load_cluster",
+    "load_program",
     "parse_instruction",
     "predict",
     "prediction_of",
+    "save_program",
     "simulate",
     "walk",
     "work_of",

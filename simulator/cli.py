@@ -1,21 +1,26 @@
 """The simulator's own command line: `python -m simulator`."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+import pandas as pd
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
-from rich.table import Table
 
+from simulator.breakdown import prediction_of
 from simulator.calibration.profiles import fit_profiles, write_profile
+from simulator.calibration.tables import COLUMNS, fit_collectives
+from simulator.engine import simulate
 from simulator.formula import predict
-from simulator.formula.files import BACKENDS, Formula, load_machine
+from simulator.formula.files import BACKENDS, Formula, load_changed, load_machine
 from simulator.formula.what_if import Change
-from simulator.prediction import PARTS, Prediction
+from simulator.gantt import save_gantt
+from simulator.mixed import load_cluster
+from simulator.prediction import Prediction
+from simulator.prediction_table import prediction_json, prediction_table
+from simulator.program_file import load_program
 from simulator.validation.published import published_sets
 from simulator.validation.report import Comparison, as_json, summary, write_report
 
@@ -30,73 +35,83 @@ def main() -> None:
 
 
 @app.command("predict")
-def predict_formula(
-    formula: Annotated[Path, typer.Argument(help="YAML with the sections `model` and `execution`.", exists=True)],
+def predict_file(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="A program, .json, as simulator.save_program writes it; or a formula: YAML with the sections `model` and `execution`.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ],
     cluster: Annotated[
         list[str] | None, typer.Option(help="A shipped cluster or a YAML file; several to compare.")
     ] = None,
-    backend: Annotated[str, typer.Option(help=f"The software: {', '.join(BACKENDS)}.")] = "eager",
+    backend: Annotated[
+        str | None, typer.Option(help=f"The software that runs a formula: {', '.join(BACKENDS)}; eager by default.")
+    ] = None,
     change: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             "--what-if",
-            help="section.field=value of model, execution or cluster; or a factor, e.g. cluster.inter_host.bandwidth_gb_per_s=2x.",
+            help="section.field=value of cluster, or of a formula's model or execution; or a factor, e.g. cluster.inter_host.bandwidth_gb_per_s=2x.",
         ),
+    ] = None,
+    gantt: Annotated[Path | None, typer.Option(help="Draw the timeline of a program here (.svg, .png, .pdf).")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the timeline of a program here (.json), for Perfetto.")
     ] = None,
     as_text: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Predicts a training step of a transformer that is described by its sizes: time, where it goes, and memory."""
+    """Predicts a training step: time, where it goes, and memory. Several clusters make several columns."""
+    names = cluster or ["dgx_a100_80"]
     try:
         changes = [Change.parse(text) for text in change or []]
-        of_cluster = [each for each in changes if each.path[0] == "cluster"]
-        described = Formula.load(formula, [each for each in changes if each.path[0] != "cluster"])
-        predictions = {}
-        for name in cluster or ["dgx_a100_80"]:
-            machine = load_machine(name, described.execution.devices, backend, of_cluster)
-            predictions[name] = predict(described.model, described.execution, machine)
-    except ValueError as error:
+        if file.suffix == ".json":
+            if backend is not None:
+                raise ValueError("--backend is for formulas; a program has its own kernels")
+            predictions = _of_program(file, names, changes, gantt, trace)
+        else:
+            if gantt is not None or trace is not None:
+                raise ValueError("a formula has no timeline; --gantt and --trace are for programs (.json)")
+            predictions = _of_formula(file, names, changes, backend or "eager")
+    except (ValueError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None
     if as_text:
-        typer.echo(json.dumps({name: prediction.row() for name, prediction in predictions.items()}, indent=1))
+        typer.echo(prediction_json(predictions))
     else:
         console = Console()
         console.width = max(console.width, 80)
-        console.print(_prediction_table(predictions))
+        console.print(prediction_table(predictions))
 
 
-def _prediction_table(predictions: dict[str, Prediction]) -> Table:
-    """A column per cluster."""
-    table = Table("", *predictions, box=box.SIMPLE)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    several = list(predictions.values())
+def _of_formula(file: Path, names: list[str], changes: list[Change], backend: str) -> dict[str, Prediction]:
+    of_cluster = [each for each in changes if each.path[0] == "cluster"]
+    described = Formula.load(file, [each for each in changes if each.path[0] != "cluster"])
+    devices = described.execution.devices
+    machines = {name: load_machine(name, devices, backend, of_cluster) for name in names}
+    return {name: predict(described.model, described.execution, machine) for name, machine in machines.items()}
 
-    def row(label: str, cell: Callable[[Prediction], str]) -> None:
-        table.add_row(label, *map(cell, several))
 
-    row("step, s", lambda one: f"{one.seconds:.4g}")
-    row("  P10 to P90", lambda one: f"{one.quantile(0.1):.4g} to {one.quantile(0.9):.4g}")
-    for part in PARTS:
-        if any(getattr(one, part) for one in several):
-            row(f"  {part}", lambda one, part=part: f"{getattr(one, part):.4g}")
-    for axis in several[0].exposed:
-        row(
-            f"  {axis}, exposed (of)", lambda one, axis=axis: f"{one.exposed[axis]:.4g} ({one.communication[axis]:.4g})"
-        )
-    row("memory, GB", lambda one: f"{one.memory.total / 1e9:.1f}")
-    for part in several[0].memory.parts:
-        row(f"  {part}", lambda one, part=part: f"{one.memory.parts[part] / 1e9:.1f}")
-    row(
-        "  fits, with reserve",
-        lambda one: (
-            f"{'yes' if one.memory.fits else 'no'}, {one.memory.reserved / 1e9:.1f} of {one.memory.capacity / 1e9:.0f}"
-        ),
-    )
-    row("tokens per s", lambda one: f"{one.tokens_per_s:,.0f}")
-    row("TFLOP/s a device", lambda one: f"{one.tflop_per_s_per_device:.1f}")
-    row("MFU, HFU", lambda one: f"{one.mfu:.1%}, {one.hfu:.1%}")
-    return table
+def _of_program(
+    file: Path, names: list[str], changes: list[Change], gantt: Path | None, trace: Path | None
+) -> dict[str, Prediction]:
+    if elsewhere := [each.text for each in changes if each.path[0] != "cluster"]:
+        raise ValueError(f"{elsewhere[0]!r}: a program can't be changed, only its cluster: cluster.field=value")
+    if (gantt or trace) and len(names) > 1:
+        raise ValueError(f"--gantt and --trace are of one timeline; given {len(names)} clusters")
+    program = load_program(file)
+    predictions = {}
+    for name in names:
+        where = load_changed(name, changes) if changes else load_cluster(name)
+        timeline = simulate(program, where)
+        predictions[name] = prediction_of(timeline, where)
+        if gantt is not None:
+            save_gantt(timeline, gantt)
+        if trace is not None:
+            timeline.save_chrome_trace(trace)
+    return predictions
 
 
 @app.command()
@@ -142,9 +157,33 @@ def _print_worst(console: Console, comparison: Comparison, count: int) -> None:
 
 
 @app.command()
-def fit() -> None:
-    """Fits the shipped profiles of GPUs and their links anew to the measurements that come with them, and writes them in place."""
+def calibrate(
+    measurements: Annotated[
+        Path | None,
+        typer.Argument(help=f"Collectives measured on one kind of device, .csv: {', '.join(COLUMNS)}.", exists=True),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="The profile to write, .yaml.")] = None,
+) -> None:
+    """Fits the curves of collectives to a table of measurements, a fifth of which is held out for the errors; without a table, the shipped
+    profiles of GPUs and links anew to the measurements that come with them, in place.
+
+    (`autopar calibrate` measures the devices of this machine, and writes a cluster file.)
+    """
     console = Console()
-    for path, profile in fit_profiles():
-        write_profile(path, profile)
-        console.print(f"{path.parent.name}/{path.name}", highlight=False)
+    if measurements is None:
+        if output is not None:
+            raise typer.BadParameter(
+                "--output is for a table of measurements; the shipped profiles are written in place"
+            )
+        for path, profile in fit_profiles():
+            write_profile(path, profile)
+            console.print(f"{path.parent.name}/{path.name}", highlight=False)
+        return
+    try:
+        profile, errors = fit_collectives(pd.read_csv(measurements), f"fitted to {measurements.name}")
+    except ValueError as error:
+        raise typer.BadParameter(f"{measurements}: {error}") from None
+    output = output or measurements.with_suffix(".yaml")
+    write_profile(output, profile)
+    typer.echo(errors.to_string(index=False, float_format="{:.1%}".format))
+    typer.echo(f"written: {output}")

@@ -1,8 +1,8 @@
-"""Seconds of single collectives, and the simulator's size curves fitted to them."""
+"""Seconds of single collectives; `simulator.calibration.tables` fits the simulator's size curves to them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import jax
 import numpy as np
@@ -11,8 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar import manual
 from autopar.util import benchmark_func
-from simulator.calibration.collectives import MeasuredCollectives, fit_curve
-from simulator.collective_profile import CollectiveProfile, SizeCurve
+from simulator.calibration.tables import COLUMNS
 from simulator.work import CollectiveKind
 
 IN_A_ROW = 10
@@ -39,30 +38,7 @@ def measure_collectives(
         for size in group_sizes
         for count in num_bytes
     ]
-    return pd.DataFrame(rows, columns=["gpu", "kind", "size", "bytes", "us"])
-
-
-def fit_collectives(table: pd.DataFrame, source: str) -> tuple[CollectiveProfile, pd.DataFrame]:
-    """The curves of a table of `measure_collectives`, and how far off they are.
-
-    Args:
-        source: where the numbers come from, for the profile.
-
-    Returns:
-        The profile, and a row per kind: how many rows it was fitted to and how many were held out, the mean absolute error on
-        either, and the largest on those held out; as parts of the measured time.
-    """
-    curves: dict[str, SizeCurve] = {}
-    rows = []
-    for kind, group in table.groupby("kind", sort=False):
-        measured = MeasuredCollectives.of(kind, group["size"], group["bytes"], group["us"] * 1e-6)  # pyright: ignore[reportArgumentType]
-        curve = curves[str(kind)] = fit_curve(measured)
-        errors, held = np.abs(measured.errors(curve)), measured.held_out()
-        of_held = (errors[held].mean(), errors[held].max()) if held.any() else (None, None)
-        rows.append((kind, (~held).sum(), held.sum(), errors[~held].mean(), *of_held))
-    columns = ["kind", "fitted_rows", "held_out_rows", "fitted_error", "held_out_error", "largest_held_out_error"]
-    profile: dict[str, Any] = {"gpu": table["gpu"].iloc[0], "source": source, **curves}
-    return CollectiveProfile(**profile), pd.DataFrame(rows, columns=columns)
+    return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
 def _seconds(kind: CollectiveKind, size: int, num_bytes: int, repeat: int, number: int) -> float:

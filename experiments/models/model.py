@@ -52,8 +52,13 @@ class Model(ABC):
 
 
 def adam_state(apply: Callable, params: Any) -> TrainState:
-    """A train state with the quickstart's optimizer, all of it arrays."""
-    state = TrainState.create(apply_fn=apply, params=params, tx=optax.adam(learning_rate=1e-3))
+    """A train state with the quickstart's optimizer."""
+    return train_state(apply, params, optax.adam(learning_rate=1e-3))
+
+
+def train_state(apply: Callable, params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    """A train state, all of it arrays."""
+    state = TrainState.create(apply_fn=apply, params=params, tx=optimizer)
     return state.replace(step=jnp.zeros((), jnp.int32))  # flax's own 0 is weakly typed until it has been on a device
 
 

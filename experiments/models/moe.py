@@ -9,7 +9,7 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from experiments.models.model import Batch, Model, ValueAndGrad, adam_state
+from experiments.models.model import Batch, Model, ValueAndGrad, train_state
 from experiments.models.transformer import Block, SelfAttention
 
 
@@ -122,6 +122,7 @@ class MoE(Model):
         widening: width of the feed-forward layers and experts, as a multiple of `hidden_size`.
         compute_dtype: dtype of activations and matrix products; parameters, gates, softmax and loss are float32.
         remat: recompute each block in the backward pass instead of keeping its activations.
+        optimizer: Adafactor (Shazeer and Stern, 2018) keeps a row and a column of second moments per matrix, Adam twice the parameters.
     """
 
     num_layers: int
@@ -135,6 +136,7 @@ class MoE(Model):
     widening: int = 4
     compute_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     remat: bool = False
+    optimizer: Literal["adam", "adafactor"] = "adam"
 
     @property
     def dtype(self) -> str:
@@ -153,7 +155,9 @@ class MoE(Model):
             jnp.dtype(self.compute_dtype),
             self.remat,
         )
-        return adam_state(module.apply, module.init(key, jnp.zeros((self.batch_size, self.sequence_length), jnp.int32)))
+        params = module.init(key, jnp.zeros((self.batch_size, self.sequence_length), jnp.int32))
+        optimizer = {"adam": optax.adam, "adafactor": optax.adafactor}[self.optimizer]
+        return train_state(module.apply, params, optimizer(learning_rate=1e-3))
 
     def make_batch(self, key: jax.Array) -> Batch:
         tokens, labels = jax.random.randint(key, (2, self.batch_size, self.sequence_length), 0, self.vocab_size)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import jax
 
-from experiments.measurements.collectives import fit_collectives, measure_collectives
+from experiments.measurements.collectives import measure_collectives
 from experiments.scripts.measure import use_devices_like
 from simulator.calibration.profiles import write_profile
+from simulator.calibration.tables import fit_collectives
 from simulator.cluster import Cluster
 
 

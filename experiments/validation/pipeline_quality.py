@@ -11,7 +11,7 @@ import csv
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import autopar
@@ -31,7 +31,7 @@ type Shape = tuple[int, int]
 
 GLOBAL_BATCH = 1024
 
-_EPS = {"gpt": 0.6, "moe": 1.5}
+EPS = {"gpt": 0.6, "moe": 1.5}
 """How uneven layers may be: the experts of an MoE are every second block, and its vocabulary is large beside them."""
 
 
@@ -60,7 +60,9 @@ class Published:
         return f"{self.family}-{self.num_devices}"
 
     def model(self) -> Model:
-        return {"gpt": gpt, "moe": moe}[self.family](*self.sizes, batch_size=GLOBAL_BATCH)
+        if self.family == "gpt":
+            return gpt(*self.sizes, batch_size=GLOBAL_BATCH)
+        return replace(moe(*self.sizes, batch_size=GLOBAL_BATCH), optimizer="adafactor")
 
     def option(self) -> ManualStageOption:
         layers = iter(range(self.num_layers))
@@ -91,9 +93,15 @@ PUBLISHED = (
     _even("moe", (2048, 16, 48), 128, 8, 8, (1, 4), (4, 1)),
     _even("moe", (2048, 32, 64), 64, 8, 8, (1, 8), (8, 1)),
 )
-"""What Alpa found for GPT and MoE on 1 to 64 V100s (Zheng et al., OSDI'22; its repository's `benchmark/alpa/suite_auto_*.py`, Apache-2.0). For
-MoE the number of layers, and on 4, 32 and 64 GPUs the logical shape, are not recorded; 8 layers and one axis are taken. On one GPU it was 512
-microbatches; two sequences are a single group of experts then, which traces unlike several, so that it is 256 here."""
+"""What Alpa found for GPT and MoE on 1 to 64 V100s (Zheng et al., OSDI'22; its repository's `benchmark/alpa/suite_auto_*.py`, Apache-2.0). MoE
+trains with Adafactor. On one GPU it was 512 microbatches; two sequences are a single group of experts then, which traces unlike several, so that
+it is 256 here."""
+
+
+def p3(count: int) -> Cluster:
+    """Hosts of the paper with so many GPUs: a part of one, or whole ones."""
+    cluster = Cluster.load("p3.16xlarge")
+    return cluster.first_devices(count) if count <= 8 else cluster.with_size(hosts=count // 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +136,10 @@ def compare(published: Published) -> Row:
     def train_step(state, batch):
         return model.train_step(state, batch, autopar.value_and_grad)
 
-    layers = AutoLayerOption(published.num_layers, eps=_EPS[published.family])
+    layers = AutoLayerOption(published.num_layers, eps=EPS[published.family])
     step = trace(train_step, model.abstract_args(), (1,), published.micro_batches, layers, marked=True)
-    cluster = Cluster.load("p3.16xlarge")
     count = published.num_devices
-    cluster = cluster.first_devices(count) if count <= 8 else cluster.with_size(hosts=count // 8)
+    cluster = p3(count)
     start = time.perf_counter()
     found, missing = _plan(step, cluster, AutoStageOption(submesh_logical_shape_space="all"))
     seconds, stages = time.perf_counter() - start, _stages() if found else ""

@@ -1,4 +1,4 @@
-"""Makes the shipped profiles again from the measurements that ship with them: `python -m simulator fit`."""
+"""Makes the shipped profiles again from the measurements that ship with them: `python -m simulator calibrate`."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

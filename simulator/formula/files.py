@@ -8,7 +8,7 @@ from simulator.cluster import Cluster, load_device
 from simulator.description import ClusterError, Description, read, validate
 from simulator.formula.description import Execution, Transformer
 from simulator.formula.machine import EAGER, JITTED, ZERO_2021, Backend, Machine
-from simulator.formula.what_if import Change, changed_machine
+from simulator.formula.what_if import Change, changed, changed_machine
 
 BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in (EAGER, JITTED, ZERO_2021)}
 
@@ -32,14 +32,26 @@ def load_machine(cluster: str, devices: int, backend: str, changes: Iterable[Cha
     """Whole hosts of a shipped cluster or a cluster file, enough for `devices`, with changes; another device comes first."""
     if backend not in BACKENDS:
         raise ClusterError(f"unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}")
+    base, others = _devices_first(cluster, changes)
+    base = base.with_size(max(base.hosts, -(-devices // base.devices_per_host)))
+    return changed_machine(base, others, BACKENDS[backend])
+
+
+def load_changed(cluster: str, changes: Iterable[Change]) -> Cluster:
+    """A shipped cluster or a cluster file with changes; another device comes first."""
+    base, others = _devices_first(cluster, changes)
+    return changed(base, others, cluster)
+
+
+def _devices_first(cluster: str, changes: Iterable[Change]) -> tuple[Cluster, list[Change]]:
+    """The cluster with the device that the changes give it, and the other changes."""
     base, others = Cluster.load(cluster), []
     for change in changes:
         if change.path == ("cluster", "device"):
             base = _with_device(base, change, Path(cluster))
         else:
             others.append(change)
-    base = base.with_size(max(base.hosts, -(-devices // base.devices_per_host)))
-    return changed_machine(base, others, BACKENDS[backend])
+    return base, others
 
 
 def _with_device(cluster: Cluster, change: Change, path: Path) -> Cluster:

@@ -7,8 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.measurements.collectives import fit_collectives, measure_collectives
+from experiments.measurements.collectives import measure_collectives
 from simulator.calibration.profiles import write_profile
+from simulator.calibration.tables import fit_collectives
 from simulator.collective_profile import CollectiveProfile, SizeCurve
 from simulator.description import read, validate
 from simulator.work import CollectiveKind

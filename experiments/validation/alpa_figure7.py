@@ -1,0 +1,158 @@
+"""Alpa's pipelines as they are predicted here beside what its paper measured: figure 7, GPT and MoE on 4 to 64 V100s.
+
+    python -m experiments.validation.alpa_figure7 [--only PATTERN] [--output results/tables/alpa_figure7.csv]
+
+The plans are those that Alpa found (`experiments.validation.pipeline_quality`), with their layers, stages and logical meshes; shardings within
+stages are ours. A second kind of row has one GPU per stage ("inter-op only" in the figure) and says whether it fits in memory: the smallest
+stages there are, one block each, where the GPUs suffice. Rates count FLOP as the paper does (its repository's `alpa/util.py`): products and
+attention, what is computed again too.
+"""
+
+import argparse
+import csv
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import autopar
+from autopar import AutoLayerOption
+from autopar.pipeline.planning import make_pipeline_plan
+from autopar.pipeline.stages import NoStagesError
+from autopar.plan import PipelineSchedule, Plan
+from autopar.sharding.options import AUTO
+from autopar.sharding.problem import InfeasibleError
+from autopar.trace import trace
+from experiments.models.gpt import GPT
+from experiments.models.moe import MoE
+from experiments.validation.pipeline_quality import EPS, GLOBAL_BATCH, PUBLISHED, Published, p3
+from simulator.validation.sets.common import records
+
+type Which = Literal["alpa", "inter_only"]
+
+_ANY_SIZE = 1e15
+"""Bytes: a budget that everything fits into."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One bar of the figure.
+
+    Attributes:
+        plan: whose; "inter_only" has a GPU to a stage.
+        published: PFLOP/s of all GPUs, or "OOM".
+        predicted: PFLOP/s; None where the number of microbatches is not known, or the plan does not fit.
+        predicted_gb, usable_gb: what a GPU needs, and what it has for the step.
+    """
+
+    model: str
+    gpus: int
+    plan: Which
+    published: str
+    predicted: float | None
+    predicted_gb: float
+    usable_gb: float
+
+    @property
+    def fits(self) -> bool:
+        return self.predicted_gb <= self.usable_gb
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over published, minus one."""
+        return None if self.predicted is None else self.predicted / float(self.published) - 1
+
+    @property
+    def agrees(self) -> bool:
+        """Whether it fits where it ran, and does not where it did not."""
+        return self.fits == (self.published != "OOM")
+
+
+def inter_only(published: Published) -> Published:
+    """The same model with a GPU to a stage; where there are more GPUs than blocks, with a block to a stage."""
+    blocks = published.sizes[1]
+    count = min(blocks, published.num_devices)
+    stages = ((blocks // count, (1, 1), (1, 1)),) * count
+    return Published(published.family, published.sizes, GLOBAL_BATCH // 4, blocks, stages)
+
+
+def step_flops(model: GPT | MoE) -> float:
+    """FLOP of a step with each block computed forward twice and backward once, which counts as two."""
+    tokens, hidden, seq = model.batch_size * model.sequence_length, model.hidden_size, model.sequence_length
+    attention = tokens * (8.0 * hidden**2 + 4.0 * seq * hidden)
+    head = 6.0 * tokens * hidden * model.vocab_size
+    if isinstance(model, GPT):
+        return 4 * model.num_layers * (attention + 16.0 * tokens * hidden**2) + head
+    dense = 4.0 * model.widening * tokens * hidden**2
+    gates = 2.0 * tokens * hidden * model.num_experts
+    moved = 2 * 2.0 * tokens * (2 * model.group_size) * hidden  # to the experts and back, as products with masks
+    return 4 * model.num_layers / 2 * (2 * attention + dense + 2 * dense + gates + moved) + head
+
+
+def compare(published: Published, gpus: int, measured: str, which: Which) -> Row:
+    """Plan the model with the stages given, predict it, and put it beside what was measured on so many GPUs."""
+    model = published.model()
+    assert isinstance(model, GPT | MoE)
+
+    def train_step(state, batch):
+        return model.train_step(state, batch, autopar.value_and_grad)
+
+    layers = AutoLayerOption(published.num_layers, eps=EPS[published.family])
+    step = trace(train_step, model.abstract_args(), (1,), published.micro_batches, layers, marked=True)
+    cluster = p3(published.num_devices)
+
+    def plan(budget: float | None) -> Plan:
+        schedule = PipelineSchedule(name="1f1b")
+        return make_pipeline_plan(step, cluster, published.option(), AUTO, schedule, "PipeshardParallel", budget)
+
+    try:
+        found, fits = plan(None), True
+    except (NoStagesError, InfeasibleError):
+        found, fits = plan(_ANY_SIZE), False
+    return Row(
+        model=published.family,
+        gpus=gpus,
+        plan=which,
+        published=measured,
+        predicted=step_flops(model) / found.predicted_seconds / 1e15 if fits and which == "alpa" else None,
+        predicted_gb=found.predicted_bytes / 1e9,
+        usable_gb=cluster.device.usable_bytes / 1e9,
+    )
+
+
+def rows(only: str) -> Iterator[Row]:
+    """The digitised bars, small models first; of those with a GPU to a stage the ones of MoE, some of which ran out of memory."""
+    bars = {(row.model.lower(), row.gpus): row for row in records("alpa_fig7_digitised_pflops")}
+    for published in sorted(PUBLISHED, key=lambda each: each.num_devices):
+        gpus = published.num_devices
+        bar = bars.get((published.family, gpus))
+        if bar is None or not re.search(only, published.name):
+            continue
+        yield compare(published, gpus, str(bar.alpa), "alpa")
+        if published.family == "moe":
+            yield compare(inter_only(published), gpus, str(bar.inter_only), "inter_only")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="a pattern of e.g. gpt-8")
+    parser.add_argument("--output", type=Path, default=Path("results/tables/alpa_figure7.csv"))
+    args = parser.parse_args()
+    with args.output.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*(field.name for field in fields(Row)), "error", "fits"])
+        for row in rows(args.only):
+            writer.writerow([*asdict(row).values(), row.error, row.fits])
+            file.flush()
+            print(_text(row), flush=True)
+
+
+def _text(row: Row) -> str:
+    rate = "" if row.error is None else f"{row.predicted:6.3f} PFLOP/s {row.error:+7.1%}"
+    memory = f"{row.predicted_gb:5.1f} of {row.usable_gb:.1f} GB{'' if row.fits else ', OOM'}"
+    return f"{row.model} on {row.gpus:2}, {row.plan:10}: published {row.published:>5}, predicted {memory} {rate}"
+
+
+if __name__ == "__main__":
+    main()

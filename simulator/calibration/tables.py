@@ -1,0 +1,48 @@
+"""Fits to tables of measurements: what was measured elsewhere becomes a profile."""
+
+from typing import Any, get_args
+
+import numpy as np
+import pandas as pd
+
+from simulator.calibration.collectives import MeasuredCollectives, fit_curve
+from simulator.collective_profile import CollectiveProfile, SizeCurve
+from simulator.work import CollectiveKind
+
+COLUMNS = ("gpu", "kind", "size", "bytes", "us")
+"""Of a table of collectives: the device's name, the kind, devices in a group, bytes of the whole array as in
+`simulator.work.Collective`, microseconds."""
+
+
+def fit_collectives(table: pd.DataFrame, source: str) -> tuple[CollectiveProfile, pd.DataFrame]:
+    """The curves of a table of collectives of one device, with the columns `COLUMNS`, and how far off they are.
+
+    Args:
+        source: where the numbers come from, for the profile.
+
+    Returns:
+        The profile, and a row per kind: how many rows it was fitted to and how many were held out, the mean absolute error on
+        either, and the largest on those held out; as parts of the measured time.
+
+    Raises:
+        ValueError: columns are missing, there are several devices, an unknown kind, or too few rows of a kind.
+    """
+    if missing := [column for column in COLUMNS if column not in table]:
+        raise ValueError(f"no column {missing[0]!r}; expected {', '.join(COLUMNS)}, given {', '.join(map(str, table))}")
+    gpus = table["gpu"].unique()
+    if len(gpus) != 1:
+        raise ValueError(f"measurements of {', '.join(map(str, gpus)) or 'nothing'}; expected those of one device")
+    kinds = get_args(CollectiveKind)
+    if unknown := [kind for kind in table["kind"].unique() if kind not in kinds]:
+        raise ValueError(f"unknown kind {unknown[0]!r}; expected some of {', '.join(kinds)}")
+    curves: dict[str, SizeCurve] = {}
+    rows = []
+    for kind, group in table.groupby("kind", sort=False):
+        measured = MeasuredCollectives.of(kind, group["size"], group["bytes"], group["us"] * 1e-6)  # pyright: ignore[reportArgumentType]
+        curve = curves[str(kind)] = fit_curve(measured)
+        errors, held = np.abs(measured.errors(curve)), measured.held_out()
+        of_held = (errors[held].mean(), errors[held].max()) if held.any() else (None, None)
+        rows.append((kind, (~held).sum(), held.sum(), errors[~held].mean(), *of_held))
+    columns = ["kind", "fitted_rows", "held_out_rows", "fitted_error", "held_out_error", "largest_held_out_error"]
+    profile: dict[str, Any] = {"gpu": gpus[0], "source": source, **curves}
+    return CollectiveProfile(**profile), pd.DataFrame(rows, columns=columns)
