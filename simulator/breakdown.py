@@ -78,6 +78,7 @@ def prediction_of(timeline: Timeline, cluster: AnyCluster, model_flops: float = 
         devices=sum(sizes),
         tokens=tokens,
         whole=parts["whole"],
+        unknown=timeline.unknown,
     )
 
 

@@ -1,7 +1,7 @@
 """What is predicted of a training step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp, sqrt
 from statistics import NormalDist
 
@@ -32,6 +32,7 @@ class Prediction:
         peak_flop_per_s: of all devices, in the precisions that are used.
         devices: how many.
         tokens: of the step; 0 if the program does not say.
+        unknown: how many kernels of each sort were priced by the bytes they must move, as nobody knows what they cost.
     """
 
     seconds: float
@@ -50,6 +51,7 @@ class Prediction:
     devices: int
     tokens: int
     whole: float = 0.0
+    unknown: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tflop_per_s_per_device(self) -> float:
@@ -93,4 +95,5 @@ class Prediction:
             row |= {f"memory {name}": num_bytes for name, num_bytes in self.memory.parts.items()}
             row |= {"allocated": self.memory.total, "reserved": self.memory.reserved, "fits": self.memory.fits}
         rates = ("devices", "tokens_per_s", "tflop_per_s_per_device", "mfu", "hfu")
+        row |= {f"unknown {name}": count for name, count in self.unknown.items()}
         return row | {name: getattr(self, name) for name in rates}

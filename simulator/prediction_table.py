@@ -29,14 +29,16 @@ def prediction_table(predictions: Mapping[str, Prediction]) -> Table:
         row(f"  {part}", lambda one, part=part: f"{getattr(one, part):.4g}", lambda one, part=part: getattr(one, part))
     for axis in _keys(one.communication for one in several):
         row(f"  {axis}, exposed (of)", lambda one, axis=axis: _exposed(one, axis))
-    row("memory, GB", lambda one: f"{one.memory.total / 1e9:.1f}", lambda one: one.memory.parts)
+    row("memory, GB", lambda one: f"{one.memory.total / 1e9:.3g}", lambda one: one.memory.parts)
     for part in _keys(one.memory.parts for one in several):
-        row(f"  {part}", lambda one, part=part: f"{one.memory.parts.get(part, 0) / 1e9:.1f}")
+        row(f"  {part}", lambda one, part=part: f"{one.memory.parts.get(part, 0) / 1e9:.3g}")
     row("  fits, with reserve", _fits, lambda one: one.memory.parts)
     row("tokens per s", lambda one: f"{one.tokens_per_s:,.0f}", lambda one: one.tokens)
     row("TFLOP/s a device", lambda one: f"{one.tflop_per_s_per_device:.1f}", lambda one: not isnan(one.mfu))
     row("MFU", lambda one: f"{one.mfu:.1%}", lambda one: not isnan(one.mfu))
     row("HFU", lambda one: f"{one.hfu:.1%}", lambda one: not isnan(one.hfu))
+    for name in _keys(one.unknown for one in several):
+        row(f"cost unknown: {name}", lambda one, name=name: f"{one.unknown.get(name, 0)} x")
     return table
 
 
@@ -59,4 +61,4 @@ def _exposed(one: Prediction, axis: str) -> str:
 
 def _fits(one: Prediction) -> str:
     verdict = "yes" if one.memory.fits else "no"
-    return f"{verdict}, {one.memory.reserved / 1e9:.1f} of {one.memory.capacity / 1e9:.0f}"
+    return f"{verdict}, {one.memory.reserved / 1e9:.3g} of {one.memory.capacity / 1e9:.3g}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, assert_never, get_args
 
 from simulator.memory import Level, MemoryUse
-from simulator.work import Body, Collective, Groups, matrix_flops
+from simulator.work import Body, Collective, Groups, matrix_flops, unknown_kernels
 
 Phase = Literal["F", "B", "I", "W", "U", "S"]
 """Forward, backward (or its input- and weight-gradient halves), update; S is a whole step that is not cut into phases."""
@@ -131,6 +131,14 @@ class Program:
                 for dtype, flops in of_body[task].items():
                     done[dtype] += len(devices) * count * flops  # pyright: ignore[reportArgumentType]
         return dict(done)
+
+    def unknown_kernels(self) -> dict[str, int]:
+        """How many kernels of the step one device of each mesh launches whose cost is not known, by what they are."""
+        of_body = {task: unknown_kernels(body) for task, body in self.bodies.items()}
+        found: Counter[str] = Counter()
+        for each in (each for row in self.instructions for each in row if isinstance(each, Run)):
+            found.update(of_body[each.task])
+        return dict(found)
 
     def pairs(self, mesh: int, to: int) -> Groups:
         """Who sends to whom, from mesh to mesh; the larger one goes round the smaller one."""

@@ -88,6 +88,7 @@ class Timeline:
         arrows: the values that go from mesh to mesh.
         levels: for each mesh, from when on (seconds) one of its devices holds what; empty if the program does not say.
         flops: of products and convolutions on all devices, by what they compute in; empty if nobody says.
+        unknown: how many kernels of each sort were priced by their bytes alone, as nobody knows what they cost.
     """
 
     spans: tuple[Span, ...]
@@ -96,6 +97,7 @@ class Timeline:
     arrows: tuple[Arrow, ...] = ()
     levels: tuple[tuple[tuple[float, Level], ...], ...] = ()
     flops: Mapping[str, float] = field(default_factory=dict)
+    unknown: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def makespan(self) -> float:
@@ -151,6 +153,7 @@ class Timeline:
         for mesh, use in enumerate(self.memory):
             held = sorted(use.parts().items(), key=lambda part: -part[1])
             rows.append(f"mesh {mesh} holds " + ", ".join(f"{name} {size / 1e9:.3f} GB" for name, size in held if size))
+        rows += [f"{count} x {name}: cost unknown, priced by its bytes" for name, count in self.unknown.items()]
         return "\n".join(rows)
 
     def chrome_trace(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class Kernel:
         bytes: bytes read from and written to device memory.
         dtype: what it computes in, in HLO's spelling ("f32", "bf16", ...).
         gemm: the sizes, when `kind` is "gemm" and they are known.
+        unknown: what it is, where nobody knows what that costs: it is priced by the bytes that it must move.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Kernel:
     bytes: float
     dtype: str = "f32"
     gemm: Gemm | None = None
+    unknown: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +157,17 @@ def matrix_flops(body: Body) -> dict[str, float]:
             case _:
                 pass
     return dict(done)
+
+
+def unknown_kernels(body: Body) -> Counter[str]:
+    """How many kernels there are in `body` whose cost is not known, by what they are, loops multiplied out."""
+    found: Counter[str] = Counter()
+    for op in body:
+        match op:
+            case Kernel() if op.unknown:
+                found[op.unknown] += 1
+            case Loop(count, inner):
+                found.update({name: count * each for name, each in unknown_kernels(inner).items()})
+            case _:
+                pass
+    return found

@@ -9,7 +9,7 @@ from simulator.cluster import Cluster
 from simulator.engine import simulate
 from simulator.memory import MemoryUse
 from simulator.program import Program, Recv, Run, Send
-from simulator.work import Done, Loop
+from simulator.work import Done, Kernel, Loop
 from tests.simulator.bodies import COSTS, compute, programs, start
 
 CLUSTER = Cluster.load("cpu-virtual")
@@ -72,6 +72,16 @@ def test_what_a_program_does_not_know_is_not_made_up() -> None:
     assert isnan(prediction.hardware_flops)
     with pytest.raises(ValueError, match="nothing is known of the memory"):
         assert prediction.memory.fits
+
+
+def test_kernels_of_unknown_cost_are_named_and_counted() -> None:
+    mystery = Kernel("r", "memory", 0, 32, unknown="frobnicate")
+    body = (mystery, Loop(5, (mystery,)), Kernel("s", "memory", 0, 32))
+    program = Program(((0,),), ((Run(0, "F"), Run(0, "F", 1)),), {"0F": body})
+    prediction = predict(program, CLUSTER)
+    assert prediction.unknown == {"frobnicate": 2 * 6}
+    assert prediction.row()["unknown frobnicate"] == 12
+    assert "12 x frobnicate: cost unknown" in str(simulate(program, CLUSTER, COSTS))
 
 
 @given(programs())

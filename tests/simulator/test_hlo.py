@@ -346,14 +346,15 @@ def test_zero2_scatters_the_gradients_and_gathers_the_parameters():
 # Errors
 
 
-def test_an_unknown_opcode_is_named_with_its_line():
-    with pytest.raises(HloError, match=r"line 11, %r = frobnicate\(...\): opcode 'frobnicate' is not known"):
-        parse("%p = f32[4]{0} parameter(0)", "ROOT %r = f32[4]{0} frobnicate(%p)")
+def test_an_unknown_opcode_is_named_and_priced_by_its_bytes():
+    parsed = parse("%p = f32[4]{0} parameter(0)", "ROOT %r = f32[4]{0} frobnicate(%p)")
+    assert parsed == (Kernel("r", "memory", 0.0, 16 + 16, "f32", unknown="frobnicate"),)
 
 
-def test_an_unknown_custom_call_is_named():
-    with pytest.raises(HloError, match="custom call 'mystery' is not known"):
-        parse("%p = f32[4]{0} parameter(0)", 'ROOT %r = f32[4]{0} custom-call(%p), custom_call_target="mystery"')
+def test_an_unknown_custom_call_is_named_and_priced_by_its_bytes():
+    line = 'ROOT %r = f32[4]{0} custom-call(%p), custom_call_target="mystery"'
+    (kernel,) = parse("%p = f32[4]{0} parameter(0)", line)
+    assert (kernel.unknown, kernel.bytes) == ("custom-call mystery", 32)
 
 
 def test_an_unknown_element_type_is_named():

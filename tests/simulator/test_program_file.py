@@ -1,0 +1,75 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from simulator.memory import MemoryUse
+from simulator.program import Free, Program, Recv, Run, Send
+from simulator.program_file import ProgramError, load_program, save_program
+from simulator.work import Collective, Done, Gemm, Kernel, Loop, Start
+from tests.simulator.bodies import programs
+
+GATHER = Collective("gather", "all_gather", 3.5, ((0, 1),))
+KERNEL = Kernel("dot", "gemm", 2e12, 1e9, "f16", Gemm(1, 2, 3, 4))
+PROGRAM = Program(
+    meshes=((0, 1), (2, 3)),
+    instructions=((Run(0, "F"), Send("x", 1, 4), Free(("x",))), (Recv("x", 0, GATHER), Run(1, "F"))),
+    bodies={
+        "0F": (
+            KERNEL,
+            Start(GATHER),
+            Loop(3, (Loop(2, ()), Kernel("r", "memory", 0, 1, unknown="mystery"))),
+            Done("gather"),
+        ),
+        "1F": (),
+    },
+    memory=(MemoryUse(3, roles={"parameters": 2, "inputs": 1}), MemoryUse(temporaries=5)),
+    levels=((({"inputs": 3}, {}),) * 3, (({"inputs": 3}, {}),) * 2),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(programs())
+def test_what_is_saved_is_loaded(tmp_path: Path, program: Program) -> None:
+    save_program(program, tmp_path / "program.json")
+    assert load_program(tmp_path / "program.json") == program
+
+
+def test_every_part_of_a_program_is_saved(tmp_path: Path) -> None:
+    save_program(PROGRAM, tmp_path / "program.json")
+    assert load_program(tmp_path / "program.json") == PROGRAM
+
+
+def changed(path: Path, change) -> Path:
+    save_program(PROGRAM, path)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda data: data["program"]["bodies"]["0F"][0].pop("flops"),
+            r"program\.bodies\.0F\.0\.Kernel\.flops: Field required",
+        ),
+        (lambda data: data["program"].pop("meshes"), r"program\.meshes: Field required"),
+        (lambda data: data["program"]["meshes"].pop(), "1 meshes but 2 instruction lists"),
+        (lambda data: data.update(version=2), "version: Input should be 1"),
+        (lambda data: data.update(plan={}), "plan: Extra inputs are not permitted"),
+    ],
+)
+def test_what_is_no_program_is_refused_with_what_is_wrong(tmp_path: Path, change, message: str) -> None:
+    with pytest.raises(ProgramError, match=message):
+        load_program(changed(tmp_path / "program.json", change))
+
+
+def test_text_and_missing_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "program.json").write_text("mesh 0: 0S0")
+    with pytest.raises(ProgramError, match=r"Invalid JSON.*expected a program that save_program wrote"):
+        load_program(tmp_path / "program.json")
+    with pytest.raises(ProgramError, match="can't be read"):
+        load_program(tmp_path / "nothing.json")
