@@ -11,7 +11,7 @@ from rich.table import Table
 
 from simulator.figures import pyplot, save_figure
 from simulator.validation.cases import Case, PublishedSet
-from simulator.validation.statistics import Statistics, statistics
+from simulator.validation.statistics import Statistics, coverage, statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,12 @@ class Comparison:
 def summary(comparisons: Sequence[Comparison]) -> Table:
     """One line per set: rows, how many were fitted, errors in % (on the unseen rows too), rank correlation, regret, and the
     part of the rows between P10 and P90."""
-    table = Table(title="Predicted and published, errors in %", box=box.SIMPLE, padding=(0, 0, 0, 1))
+    table = Table(
+        title="Predicted and published, errors in %",
+        caption=_coverage_text(comparisons),
+        box=box.SIMPLE,
+        padding=(0, 0, 0, 1),
+    )
     table.add_column("set", no_wrap=True)
     for column in ("n", "fit", "MAPE", "goal", "unseen", "med", "P90", "max", "bias", "rho", "regret", "P10-90"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -61,6 +66,16 @@ def summary(comparisons: Sequence[Comparison]) -> Table:
             "" if found.covered is None else f"{100 * found.covered:.0f}",
         )
     return table
+
+
+def _coverage_text(comparisons: Sequence[Comparison]) -> str:
+    found = coverage([comparison.cases for comparison in comparisons])
+    if found is None:
+        return ""
+    return (
+        f"{100 * found.covered:.0f} % of {found.count} rows that nobody fitted to lie between P10 and P90; "
+        f"{100 * found.held_out:.0f} % with widths from the other sets alone"
+    )
 
 
 def as_json(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from simulator.validation.cases import Case, PublishedSet
 from simulator.validation.published import published_sets
 from simulator.validation.report import Comparison, as_json, write_report
 from simulator.validation.sets.vtrain import vtrain_single_node_case, vtrain_single_node_rows
-from simulator.validation.statistics import regret, spearman, statistics
+from simulator.validation.statistics import Coverage, coverage, regret, spearman, statistics
 
 SETS = {published.name: published for published in published_sets()}
 
@@ -72,10 +72,25 @@ def test_statistics_of_three_rows_by_hand() -> None:
 
 
 def test_the_measurements_are_in_the_interval_about_as_often_as_it_says() -> None:
-    cases = [case for published in SETS.values() for case in published.cases() if case.interval is not None]
-    covered = statistics(cases).covered
-    assert covered is not None
-    assert 0.7 < covered < 0.9
+    found = coverage([tuple(published.cases()) for published in SETS.values()])
+    assert found is not None
+    assert found.count > 500
+    assert 0.7 < found.covered < 0.9
+    assert 0.7 < found.held_out < 0.9
+
+
+def test_coverage_of_two_sets_by_hand() -> None:
+    # from 8 to 10 is as far as to the end of the interval, to 12.5 twice that; 6.4 is as far down as that end
+    near = [
+        Case("a", 10, 8, interval=(6.4, 10)),
+        Case("b", 6.4, 8, interval=(6.4, 10)),
+        Case("c", 1, 8, interval=(6.4, 10), fitted=True),
+    ]
+    far = [Case("d", 12.5, 8, interval=(6.4, 10))]
+    # four fifths of the rows of the other set are at most as far as the far one, or as the near ones
+    assert coverage([near, far, [Case("e", 1, 2)]]) == Coverage(3, pytest.approx(2 / 3), pytest.approx(2 / 3))
+    assert statistics(near).covered == 1
+    assert coverage([near, [Case("e", 1, 2)]]) is None
 
 
 def test_two_alternatives_are_no_choice() -> None:
