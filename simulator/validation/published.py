@@ -99,7 +99,8 @@ def published_sets() -> tuple[PublishedSet, ...]:
             "OSDI'22, V100-16, digitised",
             others.alpa_figure7,
             None,
-            "its plans, unequal stages taken as equal ones; no GEMM was measured on V100",
+            "its plans, unequal stages taken as equal ones; no GEMM was measured on V100. As programs, unequal stages and MoE too: "
+            "python -m experiments.validation.alpa_figure7",
         ),
         PublishedSet(
             "korthikanti-figure1",

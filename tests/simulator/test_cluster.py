@@ -127,6 +127,14 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
             "intra_host.bandwith_gb_per_s: unknown field (given 5); did you mean 'bandwidth_gb_per_s'? "
             "valid: bandwidth_gb_per_s, group_bandwidth_gb_per_s, latency_us, half_size_mb",
         ),
+        (  # wrong units
+            {"intra_host": {"bandwidth_gbit_per_s": 200, "latency_us": 0}},
+            "intra_host.bandwidth_gbit_per_s: unknown field (given 200); did you mean 'bandwidth_gb_per_s'?",
+        ),
+        (
+            {"intra_host": {"bandwidth_gb_per_s": "25 GB/s", "latency_us": 0}},
+            "intra_host.bandwidth_gb_per_s: given '25 GB/s'; expected a valid number",
+        ),
         (
             {"inter_host": {"bandwidth_gb_per_s": float("nan"), "latency_us": 0}},
             "inter_host.bandwidth_gb_per_s: given nan; expected a finite number",

@@ -1,0 +1,69 @@
+"""Alpa's figure 7: rates count what the paper counts, and what ran fits while what did not does not."""
+
+import csv
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.models.published import gpt, moe
+from experiments.validation.alpa_figure7 import Row, compare, inter_only, step_flops
+from experiments.validation.pipeline_quality import Published
+
+TABLE = Path(__file__).parents[2] / "results/tables/alpa_figure7.csv"
+SMALL = Published("gpt", (64, 2, 2), 512, 2, ((1, (1, 1), (1, 1)),) * 2)
+
+
+def products(jaxpr) -> float:
+    """FLOP of all matrix products in a jaxpr and in what it calls."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda each: hasattr(each, "eqns")):
+            total += products(inner) if hasattr(inner, "eqns") else 0.0
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            inner = np.prod([eqn.invars[0].aval.shape[dim] for dim in contracted])
+            total += 2.0 * eqn.outvars[0].aval.size * inner
+    return total
+
+
+@pytest.mark.parametrize("model", [gpt(128, 2, 2, 4), moe(64, 2, 8, 4)], ids=["gpt", "moe"])
+def test_a_step_counts_each_product_forward_twice_and_backward_once(model) -> None:
+    state, batch = model.abstract_args()
+    forward = products(jax.make_jaxpr(state.apply_fn)(state.params, batch["tokens"]))
+    head = 2.0 * 4 * 1024 * model.hidden_size * model.vocab_size
+    assert step_flops(model) == pytest.approx(4 * (forward - head) + 3 * head)
+
+
+def test_stages_of_one_gpu_are_as_small_as_blocks_allow() -> None:
+    many = Published("moe", (2048, 16, 48), 128, 8, ((1, (1, 4), (4, 1)),) * 8)
+    assert inter_only(many) == Published("moe", (2048, 16, 48), 256, 16, ((1, (1, 1), (1, 1)),) * 16)
+    few = Published("moe", (768, 16, 16), 32, 8, ((4, (1, 2), (2, 1)),) * 2)
+    assert inter_only(few).stages == ((4, (1, 1), (1, 1)),) * 4
+
+
+def test_a_plan_is_predicted_beside_the_bar() -> None:
+    row = compare(SMALL, 2, "0.001", "alpa")
+    assert row.predicted is not None
+    assert row.error == pytest.approx(row.predicted / 0.001 - 1)
+    assert row.agrees
+    assert compare(SMALL, 2, "0.001", "inter_only").predicted is None
+
+
+def test_what_is_too_large_would_run_out_of_memory() -> None:
+    row = Row("moe", 32, "inter_only", "OOM", None, predicted_gb=20.0, usable_gb=16.0)
+    assert (row.fits, row.agrees, row.error) == (False, True, None)
+
+
+def test_in_the_committed_table_exactly_that_runs_out_of_memory_which_did() -> None:
+    rows = list(csv.DictReader(TABLE.read_text().splitlines()))
+    assert {(row["model"], row["gpus"]) for row in rows} == {
+        (m, n) for m in ("gpt", "moe") for n in ("4", "8", "16", "32", "64")
+    }
+    assert [row for row in rows if (row["fits"] == "True") != (row["published"] != "OOM")] == []
+    of_alpa = [row for row in rows if row["plan"] == "alpa"]
+    assert max(abs(float(row["error"])) for row in of_alpa) < 0.4
+    for model in ("gpt", "moe"):  # more GPUs are faster, as in the figure
+        rates = [float(row["predicted"]) for row in of_alpa if row["model"] == model]
+        assert rates == sorted(rates)
