@@ -11,7 +11,7 @@ from autopar.layers import FollowLayerOption
 from autopar.pipeline.cutting import cut_step
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
-from autopar.plan import PipelineSchedule, Plan, Stage, TimeSplit, Value
+from autopar.plan import MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit, Value
 from autopar.planning import coverage_warnings, make_plan, stage_of
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.planner import Shardings, plan_shardings
@@ -112,6 +112,7 @@ def follow_pipeline(
         for graph, stage in zip(stage_graphs(cut), stages, strict=True)
     ]
     seconds = [shardings.seconds for _, shardings in planned]
+    fullest = max((shardings for _, shardings in planned), key=lambda shardings: shardings.peak_bytes)
     slowest = planned[seconds.index(max(seconds))][1]
     return step, Plan(
         step=step.name,
@@ -124,7 +125,8 @@ def follow_pipeline(
         pipeline=PipelineSchedule(name="inference", num_chunks=followed.plan.pipeline.num_chunks, layer_option=option),
         predicted_seconds=(sum(seconds) + (num_micro_batches - 1) * max(seconds)) / num_micro_batches,
         predicted_split=TimeSplit(**slowest.split._asdict()),
-        predicted_bytes=round(max(shardings.peak_bytes for _, shardings in planned)),
+        predicted_bytes=round(fullest.peak_bytes),
+        predicted_memory=MemorySplit.of(fullest.roles_at_peak, round(fullest.peak_bytes)),
         gap=None,
         planning_seconds=sum(shardings.solve_seconds for _, shardings in planned),
         warnings=coverage_warnings(step),

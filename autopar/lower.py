@@ -12,8 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar import graph
 from autopar.accumulate import Apart, accumulate, accumulate_apart
 from autopar.evaluate import Numbered, evaluate
-from autopar.plan import MEMORY_ROLES, Plan, Stage
+from autopar.plan import Plan, Stage
 from autopar.sharding.manual import on_devices
+from autopar.sharding.memory_roles import MEMORY_ROLES
 from autopar.sharding.spec import AnyMesh, Spec, partition_spec, replicated
 from autopar.target import compile_for, target_mesh
 from autopar.trace import StepGraph

@@ -21,6 +21,7 @@ from autopar.sharding.dataflow import Role
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.spec import LogicalMesh, Spec, local_shape, partition_spec
 from simulator.memory import Role as MemoryRole
+from simulator.memory import apportioned
 
 VERSION = 2
 
@@ -28,16 +29,6 @@ OperatorKind = Literal["column", "row", "vocab", "expert", "sequence"]
 """What of an operator a mesh axis splits, seen from a parameter: see `AxisUse`."""
 
 Split = Literal["batch", "none"] | OperatorKind
-
-
-MEMORY_ROLES: Mapping[str, MemoryRole] = {
-    "parameter": "parameters",
-    "state": "optimizer",
-    "batch": "inputs",
-    "other": "inputs",
-    "received": "activations",
-}
-"""What memory an input of a role takes."""
 
 
 class PlanError(ValueError):
@@ -156,6 +147,28 @@ class TimeSplit(_Model):
     resharding: float
 
 
+class MemorySplit(_Model):
+    """Bytes on one device when it is fullest; `simulator.memory.Role` says what the parts are."""
+
+    parameters: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    activations: int = 0
+    inputs: int = 0
+    outputs: int = 0
+    communication: int = 0
+    temporaries: int = 0
+
+    @classmethod
+    def of(cls, roles: Mapping[MemoryRole, float], total: int) -> Self:
+        """The parts of `total` bytes."""
+        return cls(**apportioned(roles, total, "temporaries"))
+
+    def __str__(self) -> str:
+        parts = sorted(self.model_dump().items(), key=lambda part: -part[1])
+        return ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts if size)
+
+
 class Plan(_Model):
     """How to run one step on one cluster.
 
@@ -168,7 +181,7 @@ class Plan(_Model):
         num_micro_batches: parts that the batch is cut into, gradients being accumulated over them.
         pipeline: the schedule, if the stages form a pipeline.
         predicted_seconds: the planner's estimate of one step; predicted_split: what that time goes to.
-        predicted_bytes: its estimate of the memory that one device needs.
+        predicted_bytes: its estimate of the memory that one device needs; predicted_memory: what that is for.
         gap: proven relative distance of that estimate from the best one; None where nothing was proven.
         planning_seconds: what planning took.
         warnings: what a reader should know, e.g. primitives that every device computes whole for want of a better rule.
@@ -186,6 +199,7 @@ class Plan(_Model):
     predicted_seconds: float
     predicted_split: TimeSplit
     predicted_bytes: int
+    predicted_memory: MemorySplit = MemorySplit()
     gap: float | None = 0.0
     planning_seconds: float
     warnings: tuple[str, ...] = ()
@@ -235,6 +249,8 @@ class Plan(_Model):
             f"{self.method} on {self.cluster}, mesh {mesh}, {schedule}{self.num_micro_batches} microbatch(es){once},"
             f" {self.predicted_seconds * 1e3:.3g} ms and {self.predicted_bytes / 1e9:.3g} GB per device predicted"
         )
+        if split := str(self.predicted_memory):
+            title += f" (GB: {split})"
         table = Table(title=title, title_justify="left", caption="\n".join(self.warnings), caption_justify="left")
         for name in ("value", "role", "shape", "dtype", "PartitionSpec", "bytes per device"):
             table.add_column(name, justify="right" if name == "bytes per device" else "left", overflow="fold")

@@ -9,7 +9,7 @@ from autopar.graph import aval_of
 from autopar.inspect.axis_uses import with_axis_uses
 from autopar.inspect.strategies import print_if_asked
 from autopar.interpreter import builds_graphs
-from autopar.plan import Constraint, Plan, Stage, TimeSplit, Value
+from autopar.plan import Constraint, MemorySplit, Plan, Stage, TimeSplit, Value
 from autopar.regions import loop_p
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import check_patterns
@@ -60,6 +60,7 @@ def make_plan(
         predicted_seconds=shardings.seconds,
         predicted_split=TimeSplit(**shardings.split._asdict()),
         predicted_bytes=round(shardings.peak_bytes),
+        predicted_memory=MemorySplit.of(shardings.roles_at_peak, round(shardings.peak_bytes)),
         gap=shardings.gap,
         planning_seconds=shardings.solve_seconds,
         warnings=(*shardings.warnings, *coverage_warnings(step)),

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from autopar.pipeline.stage_construction import find_stages, remember, transfer_
 from autopar.pipeline.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, StageError, StageOption
-from autopar.plan import PipelineSchedule, Plan, Stage, TimeSplit
+from autopar.plan import MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit
 from autopar.planning import coverage_warnings, stage_of
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import check_patterns
@@ -31,6 +31,7 @@ from autopar.trace import StepGraph
 from autopar.work import array_bytes
 from simulator.costs import CostModel, costs_of
 from simulator.description import ClusterError
+from simulator.memory import Role, added, apportioned
 from simulator.mixed import AnyCluster
 
 TOLERANCE = 0.01
@@ -45,7 +46,7 @@ class _Solved:
     graphs: list[StageGraph]
     solved: list[SolvedStage]
     seconds: float
-    peak_bytes: float
+    held: Mapping[Role, int]
 
 
 class PipelinePlanner:
@@ -117,7 +118,8 @@ class PipelinePlanner:
             pipeline=schedule,
             predicted_seconds=found.seconds,
             predicted_split=TimeSplit(**slowest.split._asdict()),
-            predicted_bytes=round(found.peak_bytes),
+            predicted_bytes=sum(found.held.values()),
+            predicted_memory=MemorySplit(**found.held),
             gap=max((each.shardings.gap for each in solved if each.shardings.gap is not None), default=None),
             planning_seconds=time.perf_counter() - start,
             warnings=(*dict.fromkeys(w for each in solved for w in each.shardings.warnings), *coverage_warnings(step)),
@@ -165,7 +167,7 @@ class PipelinePlanner:
         ]
         timed = [measure(*each) for each in zip(graphs, solved, strict=True)] if measure else solved
         seconds = _makespan(tasks, cut, timed, assigned, self.costs)
-        return _Solved(assigned, graphs, solved, seconds, _peak_bytes(tasks, solved, in_flight))
+        return _Solved(assigned, graphs, solved, seconds, _fullest(tasks, solved, in_flight))
 
     def _pool(self, stage: int, assigned: Assignment) -> int:
         try:
@@ -238,12 +240,14 @@ def _in_flight(schedule: Schedule) -> list[int]:
     return [most[stage] for stage in range(schedule.pipeline.num_stages)]
 
 
-def _peak_bytes(schedule: Schedule, solved: Sequence[SolvedStage], in_flight: Sequence[int]) -> float:
+def _fullest(schedule: Schedule, solved: Sequence[SolvedStage], in_flight: Sequence[int]) -> Mapping[Role, int]:
     """What the fullest device needs, if every stage on it is fullest at the same time."""
-    used: dict[int, float] = defaultdict(float)
+    used: dict[int, dict[Role, int]] = defaultdict(dict)
     for stage, each in enumerate(solved):
-        used[schedule.pipeline.mesh_of(stage)] += each.bytes(in_flight[stage])
-    return max(used.values())
+        held = apportioned(each.shardings.roles_at_peak, round(each.bytes(in_flight[stage])), "activations")
+        mesh = schedule.pipeline.mesh_of(stage)
+        used[mesh] = added(used[mesh], held)
+    return max(used.values(), key=lambda held: sum(held.values()))
 
 
 def _makespan(

@@ -4,7 +4,8 @@ from jax.extend.core import Var
 
 from autopar.graph import aval_of
 from autopar.pipeline.stage_graph import StageGraph
-from autopar.plan import MEMORY_ROLES, Stage
+from autopar.plan import Stage
+from autopar.sharding.memory_roles import MEMORY_ROLES
 from autopar.sharding.spec import Spec, local_shape, replicated
 from autopar.work import array_bytes
 from simulator.memory import Role as MemoryRole

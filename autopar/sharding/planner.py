@@ -5,7 +5,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal as OneOf
 
 import numpy as np
@@ -19,6 +19,7 @@ from autopar.sharding.decisions import Decisions, enumerate_decisions
 from autopar.sharding.deferral import Axes, candidates, check_parts
 from autopar.sharding.heuristic import propagate
 from autopar.sharding.memory import Memory
+from autopar.sharding.memory_roles import roles_at_peak
 from autopar.sharding.moves import passes_moves
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import ShardingError
@@ -27,6 +28,7 @@ from autopar.sharding.solver import solve
 from autopar.sharding.spec import LogicalMesh, Spec, replicated
 from autopar.trace import StepGraph
 from simulator.costs import CostModel
+from simulator.memory import Role as MemoryRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Shardings:
         warnings: what the plan does without, and why.
         eqn_seconds: what each equation takes in a step, bringing its operands where it wants them included.
         held_bytes: of a stage of a pipeline, what one device keeps of each microbatch from its forward to its backward pass.
+        roles_at_peak: what `peak_bytes` are for.
     """
 
     inputs: tuple[Spec, ...]
@@ -76,6 +79,7 @@ class Shardings:
     warnings: tuple[str, ...] = ()
     eqn_seconds: tuple[float, ...] = ()
     held_bytes: float = 0.0
+    roles_at_peak: Mapping[MemoryRole, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +195,8 @@ def _plan_deferring(
     else:
         solution, peak_bytes = _propagate_within(memory, decisions.problem(), budget)
     held = memory.held().used(solution.choice)
-    return replace(_shardings(step, decisions, solution, peak_bytes), deferred=deferred, held_bytes=held)
+    found = _shardings(step, decisions, solution, peak_bytes)
+    return replace(found, deferred=deferred, held_bytes=held, roles_at_peak=roles_at_peak(memory, solution.choice))
 
 
 def _solve_within(

@@ -14,7 +14,7 @@ from simulator.hlo.text import Array, Computation, Instruction, Module, read_mod
 from simulator.memory import Role, added
 
 Pass = Literal["forward", "backward", "other"]
-"""Where an instruction comes from, by the names that JAX gives: `jvp(...)` forward, `transpose(jvp(...))` backward, else the update."""
+"""Where an instruction comes from: `jvp(...)` is forward, `transpose(jvp(...))` backward, all else the update."""
 
 _SAME = frozenset(("bitcast", "opt-barrier", "add-dependency", "domain", "while", "get-tuple-element", "tuple"))
 """Opcodes whose results are their operands, or some of them."""
@@ -172,9 +172,12 @@ def _pass_of(module: Module, instruction: Instruction) -> Pass | None:
         if "forward" in passes:
             return "forward"
     found = re.search(r'op_name="([^"]*)"', instruction.attributes)
-    if found is None:
-        return None
-    return "backward" if "transpose(" in found[1] else "forward" if "jvp(" in found[1] else "other"
+    return pass_of(found[1]) if found else None
+
+
+def pass_of(name: str) -> Pass:
+    """The pass that an operation is of, by the name that JAX gives it."""
+    return "backward" if "transpose(" in name else "forward" if "jvp(" in name else "other"
 
 
 def _inherited(operands: list[tuple[_Buffer, ...]]) -> Pass:

@@ -7,16 +7,23 @@ from jax import lax
 
 import autopar
 from autopar.lower import compile_program
+from autopar.plan import Plan
 from autopar.trace import trace
 from simulator.cluster import Cluster
+from simulator.memory import MemoryUse
 
 A100 = Cluster.load("dgx_a100_80")
 
 
-def estimated_and_compiled(step, args) -> tuple[float, float]:
+def planned_and_compiled(step, args) -> tuple[Plan, MemoryUse]:
     plan = autopar.plan_step(step, args, cluster=A100, mesh_shape=(8,), method=autopar.DataParallel())
     program, _ = compile_program(trace(step, args, (1,)), plan, A100, (0,))
-    return plan.predicted_bytes, program.memory[0].total
+    return plan, program.memory[0]
+
+
+def estimated_and_compiled(step, args) -> tuple[float, float]:
+    plan, memory = planned_and_compiled(step, args)
+    return plan.predicted_bytes, memory.total
 
 
 def descent(loss):
@@ -47,3 +54,22 @@ def test_a_loop_over_layers_holds_all_their_residuals():
         descent(loss), (array((6, 256, 256), "float32"), array((524288, 256), "float32"))
     )
     assert 0.97 * compiled <= estimate <= 1.25 * compiled
+
+
+def test_memory_is_for_the_same_in_a_plan_and_in_the_program():
+    def loss(params, x):
+        for w in params:
+            x = jax.nn.relu(x @ w)
+        return (x**2).mean()
+
+    array, layers, tokens = jax.ShapeDtypeStruct, 6, 524288 // 8
+    args = [array((256, 256), "float32")] * layers, array((524288, 256), "float32")
+    plan, memory = planned_and_compiled(descent(loss), args)
+    planned = plan.predicted_memory.model_dump()
+    assert sum(planned.values()) == plan.predicted_bytes
+    one = 4 * 256 * tokens  # what a layer gives, on one device
+    for roles in (planned, memory.roles):
+        assert (roles["parameters"], roles["inputs"]) == (4 * 256 * 256 * layers, one)
+        # of each layer but the last the product and what relu makes of it; then the gradients come, one or two at a time
+        assert 2 * (layers - 1) * one <= roles["activations"] <= 2 * layers * one * 1.01
+        assert one * 0.99 <= roles["temporaries"] <= 2.1 * one

@@ -1,0 +1,57 @@
+"""What a planned step holds when it holds most, by what it is for: as `simulator.hlo.held` says it of compiled programs."""
+
+from collections.abc import Mapping, Sequence
+
+from jax.extend.core import JaxprEqn, Var
+
+from autopar.gradients import accumulate_p
+from autopar.sharding.memory import Lifetime, Memory
+from simulator.hlo.held import Pass, pass_of
+from simulator.memory import Role, added
+
+MEMORY_ROLES: Mapping[str, Role] = {
+    "parameter": "parameters",
+    "state": "optimizer",
+    "batch": "inputs",
+    "other": "inputs",
+    "received": "activations",
+}
+"""What memory an input takes, by its role in a plan."""
+
+
+def roles_at_peak(memory: Memory, choice: Sequence[int]) -> dict[Role, float]:
+    """Bytes on one device under a choice, at the moment when they are most; copies that collectives make are for communication."""
+    copies = memory.of_copies(choice)
+    moment = int((memory.of_values(choice) + copies).argmax())
+    held: dict[Role, float] = {"communication": float(copies[moment])}
+    roles = _Roles(memory)
+    for life in memory.lifetimes:
+        if life.start <= moment <= life.end:
+            held = added(held, {roles.of(life): float(life.sizes[choice[life.decision]])})
+    return {role: size for role, size in held.items() if size}
+
+
+class _Roles:
+    def __init__(self, memory: Memory) -> None:
+        jaxpr = memory.step.jaxpr
+        inputs = zip(jaxpr.invars, memory.decisions.roles, strict=True)
+        self._inputs: dict[Var, Role] = {var: MEMORY_ROLES[role] for var, role in inputs}
+        self._passes: list[Pass] = [*map(_pass_of, jaxpr.eqns), "other"]  # the last is when the results are there
+        self._makers = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+        self._outputs = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
+
+    def of(self, life: Lifetime) -> Role:
+        if life.var is None:  # what other microbatches hold
+            return "activations"
+        if life.var in self._inputs:
+            return self._inputs[life.var]
+        maker, reader = self._passes[self._makers.get(life.var, -1)], self._passes[life.end]
+        if maker == "backward" and reader == "other":
+            return "gradients"
+        if maker == "forward" and reader == "backward":
+            return "activations"
+        return "outputs" if life.var in self._outputs else "temporaries"
+
+
+def _pass_of(eqn: JaxprEqn) -> Pass:
+    return "other" if eqn.primitive is accumulate_p else pass_of(str(eqn.source_info.name_stack))
