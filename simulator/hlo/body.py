@@ -58,7 +58,7 @@ def _ops(module: Module, computation: Computation) -> Iterator[Op]:
         elif opcode == "while":
             yield Loop(_trip_count(module, instruction), tuple(_ops(module, module.called(instruction, "body"))))
         elif opcode == "conditional":
-            yield from max((tuple(_ops(module, branch)) for branch in _branches(module, instruction)), key=_length)
+            yield from max((tuple(_ops(module, branch)) for branch in branches(module, instruction)), key=_length)
         elif opcode == "call":
             yield from _ops(module, module.called(instruction, "to_apply"))
         else:
@@ -103,7 +103,8 @@ def _start_of(computation: Computation, done: Instruction) -> Instruction:
     return start
 
 
-def _branches(module: Module, conditional: Instruction) -> Iterator[Computation]:
+def branches(module: Module, conditional: Instruction) -> Iterator[Computation]:
+    """The computations of which a conditional runs one."""
     found = re.search(r"branch_computations=\{([^}]*)\}", conditional.attributes)
     if found:
         yield from (module.computations[name.strip().lstrip("%")] for name in found[1].split(","))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from simulator.hlo.body import branches
 from simulator.hlo.text import Array, Computation, Instruction, Module, read_module
 from simulator.memory import Role, added
 
@@ -61,40 +62,68 @@ def held_at_peak(text: str) -> dict[Role, float]:
 
 
 def _held(module: Module, computation: Computation) -> dict[Role, float]:
-    buffers: list[_Buffer] = []
-    inside: dict[int, dict[Role, float]] = {}
-    values: dict[str, tuple[_Buffer, ...]] = {}
-    completed: list[tuple[tuple[_Buffer, ...], list[tuple[_Buffer, ...]]]] = []
+    scan = _Scan(module, computation)
     for number, instruction in enumerate(computation.instructions):
-        operands = [values[name] for name in instruction.operands]
-        came_from = _pass_of(module, instruction) or _inherited(operands)
-        result = _result(computation, instruction, operands)
+        scan.visit(number, instruction)
+    return scan.fullest()
+
+
+type _Values = list[tuple[_Buffer, ...]]
+"""The buffers of several values, of each those of the arrays that it consists of."""
+
+
+class _Scan:
+    """Follows the buffers of one computation through its schedule."""
+
+    def __init__(self, module: Module, computation: Computation) -> None:
+        self._module, self._computation = module, computation
+        self._buffers: list[_Buffer] = []
+        self._values: dict[str, tuple[_Buffer, ...]] = {}
+        self._completed: list[tuple[tuple[_Buffer, ...], _Values]] = []
+        self._inside: dict[int, dict[Role, float]] = {}  # what the computations hold that an instruction launches
+
+    def visit(self, number: int, instruction: Instruction) -> None:
+        """The next instruction of the schedule."""
+        operands = [self._values[name] for name in instruction.operands]
+        came_from = _pass_of(self._module, instruction) or _inherited(operands)
+        result = _result(self._computation, instruction, operands)
         if result is None:
-            made = [_Buffer(array.num_bytes, number, number, {came_from}) for array in instruction.shape]
-            for each in made:
-                each.copied = instruction.opcode.startswith(_COPIES)
-                each.elsewhere = instruction.opcode in ("parameter", "constant")
-            result = _in_place(instruction, operands, made)
-            buffers += made
+            result = self._made(number, instruction, operands, came_from)
         if instruction.opcode not in _SAME or instruction.opcode == "while":
-            for each in (buffer for operand in operands for buffer in operand):
+            for each in _flat(operands):
                 each.last = number
                 each.readers.add(came_from)
         if instruction.opcode == "while":  # writes what it carries
             for each in result:
                 each.makers.add(came_from)
         if instruction.opcode.startswith(_COMPLETING):
-            completed.append((result, operands))
-        inner = [_held(module, called) for called in _launched(module, instruction)]
-        inside[number] = max(inner, key=lambda held: sum(held.values()), default={})
-        values[instruction.name] = result
-    for each in values[computation.root]:
-        each.elsewhere = True
-    for result, operands in reversed(completed):
-        if any(each.role == "gradients" for each in result):
-            for each in (buffer for operand in operands for buffer in operand):
-                each.readers.add("other")
-    return _fullest(buffers, inside, len(computation.instructions))
+            self._completed.append((result, operands))
+        inner = [_held(self._module, called) for called in _launched(self._module, instruction)]
+        self._inside[number] = max(inner, key=lambda held: sum(held.values()), default={})
+        self._values[instruction.name] = result
+
+    def fullest(self) -> dict[Role, float]:
+        """What is held at the moment when that is most, once every instruction was visited."""
+        for each in self._values[self._computation.root]:
+            each.elsewhere = True
+        for result, operands in reversed(self._completed):
+            if any(each.role == "gradients" for each in result):
+                for each in _flat(operands):
+                    each.readers.add("other")
+        return _fullest(self._buffers, self._inside, len(self._computation.instructions))
+
+    def _made(self, number: int, instruction: Instruction, operands: _Values, came_from: Pass) -> tuple[_Buffer, ...]:
+        """New buffers for a result, but for what is written over an operand."""
+        made = [_Buffer(array.num_bytes, number, number, {came_from}) for array in instruction.shape]
+        for each in made:
+            each.copied = instruction.opcode.startswith(_COPIES)
+            each.elsewhere = instruction.opcode in ("parameter", "constant")
+        self._buffers += made
+        return _in_place(instruction, operands, made)
+
+
+def _flat(values: _Values) -> list[_Buffer]:
+    return [buffer for value in values for buffer in value]
 
 
 def _fullest(buffers: list[_Buffer], inside: Mapping[int, Mapping[Role, float]], moments: int) -> dict[Role, float]:
@@ -114,9 +143,7 @@ def _fullest(buffers: list[_Buffer], inside: Mapping[int, Mapping[Role, float]],
     return {role: size for role, size in most.items() if size}
 
 
-def _result(
-    computation: Computation, instruction: Instruction, operands: list[tuple[_Buffer, ...]]
-) -> tuple[_Buffer, ...] | None:
+def _result(computation: Computation, instruction: Instruction, operands: _Values) -> tuple[_Buffer, ...] | None:
     """The buffers of an instruction that makes none of its own."""
     if instruction.opcode == "get-tuple-element":
         (source,) = computation.operands(instruction)
@@ -128,7 +155,7 @@ def _result(
         source = computation.operands(instruction)[0]
         return _run(source.shape, operands[0], instruction.shape)
     if instruction.opcode == "tuple":
-        return tuple(buffer for operand in operands for buffer in operand)
+        return tuple(_flat(operands))
     return operands[0] if instruction.opcode in _SAME else None
 
 
@@ -139,16 +166,14 @@ def _run(shapes: tuple[Array, ...], of: tuple[_Buffer, ...], wanted: tuple[Array
     return of[at : at + len(wanted)]
 
 
-def _in_place(
-    instruction: Instruction, operands: list[tuple[_Buffer, ...]], made: list[_Buffer]
-) -> tuple[_Buffer, ...]:
+def _in_place(instruction: Instruction, operands: _Values, made: list[_Buffer]) -> tuple[_Buffer, ...]:
     """The result, with the operands that it is written over, or that a `...-start` hands on, in place of buffers of its own."""
     result = list(made)
     for index, operand in re.findall(
         r"\{(\d*)\}: \((\d+), \{\}", _attribute(instruction, "output_to_operand_aliasing")
     ):
         result[int(index or 0)] = operands[int(operand)][0]
-    flat = [buffer for operand in operands for buffer in operand]
+    flat = _flat(operands)
     if instruction.opcode.endswith("-start") and len(made) > len(flat):
         result[: len(flat)] = flat
     for own, taken in zip(made, result, strict=True):
@@ -180,8 +205,8 @@ def pass_of(name: str) -> Pass:
     return "backward" if "transpose(" in name else "forward" if "jvp(" in name else "other"
 
 
-def _inherited(operands: list[tuple[_Buffer, ...]]) -> Pass:
-    makers = {each for operand in operands for buffer in operand for each in buffer.makers}
+def _inherited(operands: _Values) -> Pass:
+    makers = {each for buffer in _flat(operands) for each in buffer.makers}
     return "backward" if "backward" in makers else "forward" if "forward" in makers else "other"
 
 
@@ -193,11 +218,4 @@ def _launched(module: Module, instruction: Instruction) -> Iterator[Computation]
         case "call":
             yield module.called(instruction, "to_apply")
         case "conditional":
-            names = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
-            keys = ("true_computation", "false_computation")
-            branches = (
-                [module.computations[name.strip().lstrip("%")] for name in names[1].split(",")]
-                if names
-                else [module.called(instruction, key) for key in keys]
-            )
-            yield from branches
+            yield from branches(module, instruction)
