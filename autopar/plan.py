@@ -165,8 +165,10 @@ class MemorySplit(_Model):
         return cls(**apportioned(roles, total, "temporaries"))
 
     def __str__(self) -> str:
+        """The parts from one percent on, largest first."""
+        total = sum(self.model_dump().values())
         parts = sorted(self.model_dump().items(), key=lambda part: -part[1])
-        return ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts if size)
+        return ", ".join(f"{name} {size / total:.0%}" for name, size in parts if size >= 0.01 * total > 0)
 
 
 class Plan(_Model):
@@ -250,7 +252,7 @@ class Plan(_Model):
             f" {self.predicted_seconds * 1e3:.3g} ms and {self.predicted_bytes / 1e9:.3g} GB per device predicted"
         )
         if split := str(self.predicted_memory):
-            title += f" (GB: {split})"
+            title += f": {split}"
         table = Table(title=title, title_justify="left", caption="\n".join(self.warnings), caption_justify="left")
         for name in ("value", "role", "shape", "dtype", "PartitionSpec", "bytes per device"):
             table.add_column(name, justify="right" if name == "bytes per device" else "left", overflow="fold")

@@ -31,8 +31,8 @@ def parse_hlo(text: str) -> Body:
     """The kernels, collectives and loops that one device launches to run the entry computation of scheduled HLO, in order.
 
     FLOP count matrix products and convolutions only (the rest is bound by memory); bytes are what each kernel reads and writes of
-    device memory. Loops must have a known trip count; of a conditional the longest branch is taken. Raises `HloError` for an
-    instruction whose cost is not known.
+    device memory. Loops must have a known trip count; of a conditional the longest branch is taken. Kernels whose cost nobody
+    knows say so. Raises `HloError` for what can't be read.
     """
     module = read_module(text)
     return tuple(_ops(module, module.entry))
