@@ -9,6 +9,7 @@ from autopar.trace import trace
 from experiments.models import build_model
 from simulator.cluster import Cluster
 from simulator.engine import simulate
+from simulator.hlo import parse_hlo
 from simulator.program import Phase
 
 CLUSTER = Cluster.load("p3.16xlarge")
@@ -36,3 +37,12 @@ def test_a_pipeline_of_64_stages_and_512_microbatches(benchmark, name):
     schedule.makespan(seconds)  # compiles
     makespan = benchmark(schedule.makespan, seconds, lambda source, to: 0.1)
     assert makespan > 512 * 3
+
+
+@pytest.mark.benchmark(group="compiled programs")
+def test_reading_a_program_of_10000_instructions(benchmark):
+    lines = [
+        f"  %n{i} = f32[4]{{0}} negate(%{f'n{i - 1}' if i else 'p'}), metadata={{{'x' * 500}}}" for i in range(10_000)
+    ]
+    text = "\n".join(["HloModule m", "ENTRY %main {", "  %p = f32[4]{0} parameter(0)", *lines, "}"])
+    assert len(benchmark.pedantic(parse_hlo, (text,), rounds=3)) == 10_000

@@ -318,8 +318,3 @@ def test_arguments_that_are_elsewhere() -> None:
     _, executable = compiled()
     with pytest.raises(ValueError, match="shard_args"):
         executable(stack_params(), stack_batch())
-
-
-def test_running_on_many_hosts_is_not_there_yet() -> None:
-    with pytest.raises(ValueError, match=r"cluster='ray'.*many hosts"):
-        autopar.init(cluster="ray")
