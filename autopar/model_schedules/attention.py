@@ -15,6 +15,16 @@ BLOCK = 512
 """Keys that are attended to at a time."""
 
 
+def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Attention as models that call JAX's write it."""
+    return jax.nn.dot_product_attention(query, key, value)
+
+
+def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """The same where a position attends to itself and those before it."""
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+
 def flash_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, causal: bool = False, block: int = BLOCK
 ) -> jax.Array:
@@ -28,6 +38,11 @@ def flash_attention(
     length = key.shape[1]
     size = next(size for size in range(min(block, length), 0, -1) if length % size == 0)
     return _attention(query, key, value, causal, size)
+
+
+def causal_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """The same where a position attends to itself and those before it."""
+    return flash_attention(query, key, value, causal=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -94,7 +109,5 @@ def _scores(query: jax.Array, keys: jax.Array, start: jax.Array, causal: bool) -
 def _blocks(size: int, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Keys and values as (blocks, batch, size, heads, features), and where each block starts."""
     batch, length, *rest = key.shape
-    keys, values = (
-        jnp.moveaxis(each.reshape(batch, length // size, size, *rest), 1, 0) for each in (key, value)
-    )
+    keys, values = (jnp.moveaxis(each.reshape(batch, length // size, size, *rest), 1, 0) for each in (key, value))
     return keys, values, jnp.arange(0, length, size)

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+from autopar.model_schedules.attention import attention, flash_attention
 from autopar.model_schedules.gpt import GPT
 from autopar.model_schedules.knobs import Knobs
 from autopar.model_schedules.transformer import Names, schedule_transformer
 from autopar.schedule.model import ModelSchedule
 
-BERT = replace(GPT, head_bias="bias")
+BERT = replace(GPT, attend=attention, flash=flash_attention, head_bias="bias")
 
 
 def schedule_bert(sch: ModelSchedule, knobs: Knobs | None = None, names: Names = BERT) -> None:

@@ -1,5 +1,6 @@
 """GPT (Radford et al., 2019): logits through the embedding; queries, keys and values in one product."""
 
+from autopar.model_schedules.attention import causal_attention, causal_flash_attention
 from autopar.model_schedules.knobs import Knobs
 from autopar.model_schedules.transformer import Layer, Names, schedule_transformer
 from autopar.schedule.model import ModelSchedule
@@ -10,6 +11,8 @@ GPT = Names(
     feed_forward=Layer("feed_forward", ("up",), "down"),
     embedding="tokens",
     head="tokens",
+    attend=causal_attention,
+    flash=causal_flash_attention,
 )
 
 

@@ -20,7 +20,7 @@ class Knobs:
     tensor_axis: str | None = None
     batch_axis: str | None = None
     sequence_parallel: bool = False
-    vocabulary_parallel: bool = True
+    vocabulary_parallel: bool = False
     flash_attention: bool = False
     checkpoint_ratio: float = 0.0
     pipeline_stages: int = 1

@@ -1,5 +1,6 @@
 """Decoders like LLaMA (Touvron et al., 2023): no biases, gated feed-forward layers, a head of its own."""
 
+from autopar.model_schedules.attention import causal_attention, causal_flash_attention
 from autopar.model_schedules.knobs import Knobs
 from autopar.model_schedules.transformer import Layer, Names, schedule_transformer
 from autopar.schedule.model import ModelSchedule
@@ -10,6 +11,8 @@ LLAMA = Names(
     feed_forward=Layer("feed_forward", ("gate", "up"), "down"),
     embedding="tokens",
     head="head",
+    attend=causal_attention,
+    flash=causal_flash_attention,
 )
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import jax
 
-from autopar.model_schedules.attention import flash_attention
 from autopar.model_schedules.knobs import Knobs
 from autopar.schedule.directives import ScheduleError
 from autopar.schedule.model import ModelSchedule
@@ -36,8 +35,8 @@ class Names:
         embedding: the module that looks up tokens.
         head: the module that makes logits: the embedding where they are tied.
         head_bias: a parameter of the model itself that is added to the logits.
-        attend: what attention computes between its projections, written as the model does; to be replaced.
-        flash: what stands in for it.
+        attend: what attention computes between its projections, written as the model does; to be found by.
+        flash: what stands in for it, such as a kernel for the devices at hand.
     """
 
     blocks: str
@@ -45,9 +44,9 @@ class Names:
     feed_forward: Layer
     embedding: str
     head: str
+    attend: Attend
+    flash: Attend
     head_bias: str | None = None
-    attend: Attend | None = None
-    flash: Attend = flash_attention
 
 
 def schedule_transformer(sch: ModelSchedule, knobs: Knobs, names: Names) -> None:
@@ -108,11 +107,11 @@ def split_sequence(sch: ModelSchedule, knobs: Knobs, names: Names) -> None:
 
 def replace_attention(sch: ModelSchedule, names: Names) -> None:
     """Queries, keys and values go into `names.flash`. Raises ScheduleError where the model does not attend as `names.attend` says."""
-    found = sch[f"{names.blocks}/{names.attention.path}"].find(names.attend) if names.attend is not None else []
+    found = sch[f"{names.blocks}/{names.attention.path}"].find(names.attend)
     if not found:
         raise ScheduleError(
-            "flash_attention: the model's attention is not found; give names.attend, a function of query, key and value, (batch,"
-            " length, heads, features), that computes what the model does between its projections, and as it does"
+            "flash_attention: the model's attention is not what names.attend computes; give a function of query, key and value,"
+            " (batch, length, heads, features), that computes what the model does between its projections, and as it does"
         )
     sch.replace(names.flash, found)
 

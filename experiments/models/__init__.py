@@ -17,7 +17,21 @@ from experiments.models.vit import ViT
 from experiments.models.wide_resnet import WideResNet
 from experiments.names import known
 
-__all__ = ["BERT", "GPT", "LSTM", "MLP", "MODELS", "Llama", "MoE", "Model", "NnxMLP", "UNet", "ViT", "WideResNet", "build_model"]
+__all__ = [
+    "BERT",
+    "GPT",
+    "LSTM",
+    "MLP",
+    "MODELS",
+    "Llama",
+    "MoE",
+    "Model",
+    "NnxMLP",
+    "UNet",
+    "ViT",
+    "WideResNet",
+    "build_model",
+]
 
 MODELS: dict[str, type[Model]] = {
     "mlp": MLP,
