@@ -7,6 +7,7 @@ import jax
 
 from autopar.model_schedules.knobs import Knobs
 from autopar.schedule.directives import ScheduleError
+from autopar.schedule.graph import joined
 from autopar.schedule.model import ModelSchedule
 
 type Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -18,7 +19,8 @@ class Layer:
     """A module in which products by column meet in one by row: attention or feed-forward.
 
     Attributes:
-        path: in a block; columns, row: in the layer. Kernels are (in, ...) of a column, (..., in between, out) of a row.
+        path: in a block; "" where the products are the block's own. columns, row: in the layer. The kernels of columns are split
+            along their second dim, those of rows along their first, be it of features or of heads.
     """
 
     path: str
@@ -68,15 +70,19 @@ def split_layer(sch: ModelSchedule, knobs: Knobs, names: Names, layer: Layer) ->
 
     With sequence parallelism that gathers tokens before and scatters sums after, which takes as long as two all_reduces.
     """
-    axis, module = knobs.tensor_axis, sch[f"{names.blocks}/{layer.path}"]
-    for column in layer.columns:
-        _shard(sch, f"{names.blocks}/{layer.path}/{column}", 1, axis)
-    row = module[layer.row].shard("kernel", axis=0, mesh_axis=axis)
+    axis, path = knobs.tensor_axis, joined(names.blocks, layer.path)
+    columns = [joined(path, column) for column in layer.columns]
+    for column in columns:
+        _shard(sch, column, 1, axis)
+    row = sch[joined(path, layer.row)].shard("kernel", axis=0, mesh_axis=axis)
+    for entry in [path] if layer.path else columns:
+        if knobs.sequence_parallel:
+            sch[entry].sync("fwd_pre", "all_gather", axis=1, mesh_axis=axis)
+        else:
+            sch[entry].sync("bwd_post", "all_reduce", mesh_axis=axis)
     if knobs.sequence_parallel:
-        module.sync("fwd_pre", "all_gather", axis=1, mesh_axis=axis)
         row.sync("fwd_post", "reduce_scatter", axis=1, mesh_axis=axis)
     else:
-        module.sync("bwd_post", "all_reduce", mesh_axis=axis)
         row.sync("fwd_post", "all_reduce", mesh_axis=axis)
 
 
@@ -107,7 +113,7 @@ def split_sequence(sch: ModelSchedule, knobs: Knobs, names: Names) -> None:
 
 def replace_attention(sch: ModelSchedule, names: Names) -> None:
     """Queries, keys and values go into `names.flash`. Raises ScheduleError where the model does not attend as `names.attend` says."""
-    found = sch[f"{names.blocks}/{names.attention.path}"].find(names.attend)
+    found = sch[joined(names.blocks, names.attention.path)].find(names.attend)
     if not found:
         raise ScheduleError(
             "flash_attention: the model's attention is not what names.attend computes; give a function of query, key and value,"

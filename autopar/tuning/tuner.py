@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,8 +12,9 @@ from jax.sharding import Mesh
 
 from autopar.api import parallelize, plan_step, predict
 from autopar.devices import AXIS_NAMES, Devices, device_mesh, is_here
-from autopar.methods import PlanningMethod
+from autopar.methods import ManualShardParallel, PlanningMethod
 from autopar.progress import tell
+from autopar.sharding.planner import MemoryBudgetError
 from autopar.target import target_mesh
 from autopar.tuning.search import Search, search
 from autopar.tuning.space import Candidate, Domain, Space
@@ -81,17 +83,21 @@ def _predicted(make: Make, candidate: Candidate, cluster: Cluster) -> Trial:
 
     try:
         step, args, method = make(candidate, mesh_of)
+        if compiles and isinstance(method, ManualShardParallel):
+            method = replace(method, memory_budget=inf)  # what XLA makes of it is known below, better than by an estimate
         plan = plan_step(step, args, method=method, cluster=cluster, mesh_shape=_shape(method.devices))
         if compiles:
             timeline = predict(step, args, plan, cluster)
             seconds, used = timeline.makespan, timeline.peak_bytes
         else:
             seconds, used = plan.predicted_seconds, plan.predicted_bytes
+    except MemoryBudgetError as error:
+        return Trial(candidate, "does not fit", reason=str(error))
     except _REFUSALS as error:
         return Trial(candidate, "invalid", reason=f"{type(error).__name__}: {error}")
     room = cluster.device.usable_bytes
     if used > room:
-        reason = f"does not fit: a device has {room / 1e9:.2f} GB for it"
+        reason = f"does not fit: a device has {room / 1e9:.4g} GB for it"
         return Trial(candidate, "does not fit", seconds, used, reason=reason)
     return Trial(candidate, "fits", seconds, used)
 
