@@ -37,6 +37,7 @@ class Names:
         embedding: the module that looks up tokens.
         head: the module that makes logits: the embedding where they are tied.
         head_bias: a parameter of the model itself that is added to the logits.
+        loss: where the schedule is for a loss, the `jax.named_scope` in which cross-entropy is computed from the logits.
         attend: what attention computes between its projections, written as the model does; to be found by.
         flash: what stands in for it, such as a kernel for the devices at hand.
     """
@@ -49,6 +50,7 @@ class Names:
     attend: Attend
     flash: Attend
     head_bias: str | None = None
+    loss: str | None = None
 
 
 def schedule_transformer(sch: ModelSchedule, knobs: Knobs, names: Names) -> None:
@@ -59,6 +61,8 @@ def schedule_transformer(sch: ModelSchedule, knobs: Knobs, names: Names) -> None
         split_vocabulary(sch, knobs, names)
     if knobs.sequence_parallel:
         split_sequence(sch, knobs, names)
+    if names.loss is not None and knobs.batch_axis is not None:
+        sch[names.loss].sync("fwd_post", "all_reduce", mesh_axis=knobs.batch_axis)
     if knobs.flash_attention:
         replace_attention(sch, names)
     checkpoint_blocks(sch, knobs, names.blocks)
@@ -87,7 +91,11 @@ def split_layer(sch: ModelSchedule, knobs: Knobs, names: Names, layer: Layer) ->
 
 
 def split_vocabulary(sch: ModelSchedule, knobs: Knobs, names: Names) -> None:
-    """Embedding and logits by tokens (as above): what is looked up in parts is added up, logits stay in parts."""
+    """Embedding and logits by tokens (as above): what is looked up in parts is added up, logits stay in parts.
+
+    So they do in the loss, if that is scheduled: of each position the largest logit, the sum of exponentials and the logit of the label
+    are put together.
+    """
     axis = knobs.tensor_axis
     embedding = sch[names.embedding].shard("embedding", axis=0, mesh_axis=axis)
     if knobs.sequence_parallel:
@@ -99,6 +107,8 @@ def split_vocabulary(sch: ModelSchedule, knobs: Knobs, names: Names) -> None:
         _shard(sch, names.head, 1, axis)
     if names.head_bias is not None:
         sch.shard(names.head_bias, axis=0, mesh_axis=axis)
+    if names.loss is not None:
+        sch[names.loss].sync("fwd_post", "all_reduce", mesh_axis=axis)
 
 
 def split_sequence(sch: ModelSchedule, knobs: Knobs, names: Names) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import autopar
@@ -117,15 +118,34 @@ def test_what_is_planned_around_a_schedule_has_the_gradients_of_one_device(name:
 def test_collectives_are_megatrons(name: str) -> None:
     """Two per layer and direction; one for what is looked up, and one for the gradients of what goes into the logits."""
     all_reduces = 4 + 2
-    assert counted(FAMILIES[name].scheduled(MEGATRON)) == {"all-reduce": all_reduces}
-    split = counted(FAMILIES[name].scheduled(replace(MEGATRON, sequence_parallel=True)))
+    assert counted(FAMILIES[name].scheduled(MEGATRON), TOKENS) == {"all-reduce": all_reduces}
+    split = counted(FAMILIES[name].scheduled(replace(MEGATRON, sequence_parallel=True)), TOKENS)
     assert (split["all-gather"], split["reduce-scatter"]) == (all_reduces, all_reduces)
 
 
-def counted(sch: ModelSchedule) -> dict[str, int]:
+def test_the_loss_is_computed_where_the_logits_are() -> None:
+    """They are never gathered: beside Megatron's collectives the gradients need each position's largest logit and its sum."""
+    model = FAMILIES["gpt"].make(1)
+    state, _ = model.abstract_args()
+    labels = TOKENS * 3 % 64
+
+    def loss(params: Any, tokens: Any, labels: Any) -> jax.Array:
+        logits = state.apply_fn(params, tokens)
+        with jax.named_scope("loss"):
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    sch = create_schedule(loss, state.params, [TOKENS, labels], (2, 4))
+    shipped.schedule_gpt(sch, replace(MEGATRON, batch_axis="x"), replace(NAMES, loss="loss"))
+    Verify(sch, [TOKENS, labels], batch_axis="x").check()
+    sch = create_schedule(loss, state.params, [TOKENS, labels], 4)
+    shipped.schedule_gpt(sch, MEGATRON, replace(NAMES, loss="loss"))
+    assert counted(sch, TOKENS, labels) == {"all-reduce": 4 + 2 + 2}
+
+
+def counted(sch: ModelSchedule, *args: Any) -> dict[str, int]:
     """Collectives of the loss and its gradients."""
     built = build(sch)
-    loss = jax.jit(jax.grad(lambda params: jnp.sin(built.apply(params, TOKENS)).mean()))
+    loss = jax.jit(jax.grad(lambda params: jnp.sin(built.apply(params, *args)).mean()))
     placed = jax.tree.map(
         lambda p, at: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=at), sch.params, built.shardings
     )

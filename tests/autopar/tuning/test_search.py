@@ -30,7 +30,9 @@ def test_all_are_tried_and_the_best_of_them_found(knobs: dict[str, list[int]], r
 def test_where_knobs_do_not_interfere_one_after_the_other_is_enough(knobs: dict[str, list[int]]) -> None:
     trials = search(Space(knobs), fits(lambda c: sum(c.values())), "coordinate")
     assert Tuned(tuple(trials)).best == {name: min(values) for name, values in knobs.items()}
-    assert len(trials) <= 1 + 2 * sum(len(values) - 1 for values in knobs.values())  # there, and to see that it is the best
+    assert len(trials) <= 1 + 2 * sum(
+        len(values) - 1 for values in knobs.values()
+    )  # there, and to see that it is the best
     assert len({tuple(trial.candidate.items()) for trial in trials}) == len(trials)
 
 
