@@ -79,14 +79,14 @@ def split_layer(sch: ModelSchedule, knobs: Knobs, names: Names, layer: Layer) ->
     for column in columns:
         _shard(sch, column, 1, axis)
     row = sch[joined(path, layer.row)].shard("kernel", axis=0, mesh_axis=axis)
-    for entry in [path] if layer.path else columns:
-        if knobs.sequence_parallel:
-            sch[entry].sync("fwd_pre", "all_gather", axis=1, mesh_axis=axis)
-        else:
-            sch[entry].sync("bwd_post", "all_reduce", mesh_axis=axis)
+    entries = [sch[entry] for entry in ([path] if layer.path else columns)]
     if knobs.sequence_parallel:
+        for entry in entries:
+            entry.sync("fwd_pre", "all_gather", axis=1, mesh_axis=axis)
         row.sync("fwd_post", "reduce_scatter", axis=1, mesh_axis=axis)
     else:
+        for entry in entries:
+            entry.sync("bwd_post", "all_reduce", mesh_axis=axis)
         row.sync("fwd_post", "all_reduce", mesh_axis=axis)
 
 

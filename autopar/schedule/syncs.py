@@ -52,9 +52,11 @@ def after(sync: Sync, layout: Layout) -> Layout:
         if axis in varying:
             raise NotApplicable(f"its gradients are no partial sums over {axis!r}, as it is {layout}")
         return replace(layout, varying=varying | {axis})
+    if layout.largest:
+        if sync.op != "all_reduce" or axis not in layout.largest:
+            raise NotApplicable(f"it is {layout}")
+        return replace(layout, largest=layout.largest - {axis}, varying=varying - {axis})
     match sync.op:
-        case "all_reduce" if axis in layout.largest:
-            return replace(layout, largest=layout.largest - {axis}, varying=varying - {axis})
         case "all_reduce" | "reduce_scatter":
             if axis not in layout.partial:
                 raise NotApplicable(f"it is {layout}, not a partial sum over {axis!r}")

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from experiments.models.bert import BERT
 from experiments.models.gpt import GPT
-from experiments.models.llama import Llama
 from experiments.models.lstm import LSTM
 from experiments.models.mlp import MLP
 from experiments.models.model import Model
@@ -41,16 +40,6 @@ SMALL: dict[str, Model] = {
     "vit": ViT(num_layers=1, hidden_size=32, num_heads=8, patch_size=4, image_size=16, num_classes=16, batch_size=16),
     "unet": UNet(channels=8, depth=1, image_size=16, batch_size=16),
     "lstm": LSTM(num_layers=1, hidden_size=32, sequence_length=8, vocab_size=64, batch_size=16),
-    "llama": Llama(
-        num_layers=1,
-        hidden_size=64,
-        num_heads=16,
-        num_kv_heads=8,
-        width=128,
-        sequence_length=16,
-        vocab_size=64,
-        batch_size=8,
-    ),
 }
 """One of each, small enough to be trained on a CPU in a second."""
 

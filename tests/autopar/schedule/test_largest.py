@@ -51,6 +51,10 @@ def test_gradients_go_in_equal_parts_to_devices_that_have_the_largest() -> None:
     np.testing.assert_allclose(gradient, np.full((1, 8), (1 - np.tanh(1.0) ** 2) / 8), rtol=1e-5)
 
 
-def test_without_a_sync_it_is_told_what_is_missing() -> None:
+@pytest.mark.parametrize("op", [None, "all_gather", "reduce_scatter"])
+def test_without_an_all_reduce_it_is_told_what_is_missing(op: str | None) -> None:
+    sch = scheduled(jnp.ones((4, 8)))
+    if op is not None:
+        sch["top"].sync("fwd_post", op, axis=0)
     with pytest.raises(ScheduleError, match=r"top/reduce_max is a partial maximum over 'x' and goes into top/tanh"):
-        build(scheduled(jnp.ones((2, 8))))
+        build(sch)
