@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from autopar.api import parallelize, plan_step, predict
 from autopar.devices import AXIS_NAMES, Devices, device_mesh, is_here
@@ -141,8 +141,8 @@ def _shape(devices: Devices) -> tuple[int, ...] | None:
     match devices:
         case None:
             return None
-        case Mesh():
-            return devices.devices.shape
+        case Mesh() | AbstractMesh():
+            return tuple(devices.axis_sizes)
         case int():
             return (devices,)
         case _ if all(isinstance(each, int) for each in devices):
