@@ -9,7 +9,7 @@ from autopar._plugins import silence_idle_plugin
 
 silence_idle_plugin()
 
-from autopar import inspect, manual, schedule, testing, util  # noqa: E402 (nothing may start JAX's backends before)
+from autopar import inspect, manual, model_schedules, schedule, testing, util  # noqa: E402 (nothing may start JAX's backends before)
 from autopar.api import ParallelizedFunction, compile_step, init, parallelize, plan_step, predict, shutdown  # noqa: E402
 from autopar.gradients import grad, value_and_grad  # noqa: E402
 from autopar.hosts.arrays import DistributedArray, prefetch  # noqa: E402
@@ -56,6 +56,7 @@ from autopar.sharding.planner import MemoryBudgetError  # noqa: E402
 from autopar.sharding.problem import InfeasibleError  # noqa: E402
 from autopar.sharding.rules import MissingRuleError  # noqa: E402
 from autopar.trace import TraceError  # noqa: E402
+from autopar.tuning import Tuned, tune  # noqa: E402
 
 __all__ = [
     "AutoLayerOption",
@@ -89,6 +90,7 @@ __all__ = [
     "StageError",
     "StepFailedError",
     "TraceError",
+    "Tuned",
     "UniformStageOption",
     "Verify",
     "Zero2Parallel",
@@ -108,6 +110,7 @@ __all__ = [
     "manual_layer_construction",
     "manual_remat",
     "mark_pipeline_boundary",
+    "model_schedules",
     "parallelize",
     "plan_step",
     "predict",
@@ -115,6 +118,7 @@ __all__ = [
     "schedule",
     "shutdown",
     "testing",
+    "tune",
     "util",
     "value_and_grad",
 ]

@@ -207,6 +207,8 @@ class Kinds:
                 return [Kind("linear", None if power is None else power + 1)] * len(eqn.outvars)
             case "parallel":
                 dims = [[d for d, of in enumerate(result) if of and of[0] == factor] for result in factors.results]
+                if not all(dims):  # a shard_map keeps values for its backward pass as its devices have them
+                    raise Unfit(f"{where} makes something in which the examples of the batch are not told apart")
                 return [Kind("rows", power, found[0]) for found in dims]
             case _:
                 raise Unfit(f"{where} works across the examples of the batch")

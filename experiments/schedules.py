@@ -1,15 +1,29 @@
 """Schedules by hand for models of the sweep: how an expert would run them, apart from the models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 from flax.training.train_state import TrainState
+from jax.sharding import Mesh
 
 import autopar
+from autopar import model_schedules
+from autopar.methods import PipeshardParallel, PlanningMethod
+from autopar.model_schedules import Knobs, Names
 from autopar.schedule import Built, ModelSchedule
 from experiments.models.gpt import GPT
-from experiments.models.model import Batch
+from experiments.models.model import Batch, Model
+from experiments.models.transformer import attend
+
+
+def _attend_before(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    return attend(query, key, value, causal=True)
+
+
+NAMES: Names = replace(model_schedules.GPT, attend=_attend_before)
+"""Those of the sweep's GPT, which writes its attention out."""
 
 
 def schedule_gpt(model: GPT, mesh: Any) -> ModelSchedule:
@@ -19,36 +33,46 @@ def schedule_gpt(model: GPT, mesh: Any) -> ModelSchedule:
 
 
 def split_attention(sch: ModelSchedule, mesh_axis: str | None = None) -> None:
-    """Attention by heads (Megatron-LM, Shoeybi et al., arXiv 1909.08053): projections in by column, out by row."""
-    attention = sch["block_*/attention"].sync("bwd_post", "all_reduce", mesh_axis=mesh_axis)
-    attention["qkv"].shard("kernel", axis=1, mesh_axis=mesh_axis).shard("bias", axis=0, mesh_axis=mesh_axis)
-    attention["out"].shard("kernel", axis=0, mesh_axis=mesh_axis).sync("fwd_post", "all_reduce", mesh_axis=mesh_axis)
-
-
-def split_feed_forward(sch: ModelSchedule, mesh_axis: str | None = None) -> None:
-    """Of the two dense layers the first by column, the second by row (as above)."""
-    layers = sch["block_*/feed_forward"].sync("bwd_post", "all_reduce", mesh_axis=mesh_axis)
-    layers["up"].shard("kernel", axis=1, mesh_axis=mesh_axis).shard("bias", axis=0, mesh_axis=mesh_axis)
-    layers["down"].shard("kernel", axis=0, mesh_axis=mesh_axis).sync("fwd_post", "all_reduce", mesh_axis=mesh_axis)
-
-
-def split_vocabulary(sch: ModelSchedule, mesh_axis: str | None = None) -> None:
-    """The tied embedding by tokens: looked up in parts that are added up, and logits in parts, too."""
-    sch["tokens"].shard("embedding", axis=0, mesh_axis=mesh_axis).sync("fwd_post", "all_reduce", mesh_axis=mesh_axis)
+    """Attention by heads, and nothing else."""
+    model_schedules.split_layer(sch, Knobs(mesh_axis), NAMES, NAMES.attention)
 
 
 def megatron(sch: ModelSchedule, mesh_axis: str | None = None) -> None:
-    """Tensor parallelism throughout."""
-    split_attention(sch, mesh_axis)
-    split_feed_forward(sch, mesh_axis)
-    split_vocabulary(sch, mesh_axis)
+    """Tensor parallelism throughout (Megatron-LM, Shoeybi et al., arXiv 1909.08053)."""
+    model_schedules.schedule_gpt(sch, Knobs(mesh_axis, vocabulary_parallel=True), NAMES)
 
 
-def train_step(model: GPT, built: Built) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
-    """The model's own training step, with the scheduled model in it."""
+def train_step(model: Model, built: Built) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
+    """The model's own training step, with the scheduled model in it; gradients are accumulated over microbatches, if there are any."""
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
-        updated, loss = model.train_step(state.replace(apply_fn=built.apply), batch)
+        updated, loss = model.train_step(state.replace(apply_fn=built.apply), batch, autopar.value_and_grad)
         return updated.replace(apply_fn=state.apply_fn), loss
 
     return step
+
+
+def scheduled_step(
+    model: GPT, mesh: Callable[[Sequence[int]], Mesh], shape: tuple[int, int], knobs: Knobs, num_micro_batches: int
+) -> tuple[Callable[..., Any], tuple[TrainState, Batch], PlanningMethod]:
+    """The training step of a scheduled GPT, its arguments, and the method that keeps the schedule.
+
+    Args:
+        mesh: from a shape to devices.
+        shape: (data, tensor) degrees, those of one stage where there are several.
+    """
+    stages = knobs.pipeline_stages
+    sch = schedule_gpt(model, mesh(shape))
+    model_schedules.schedule_gpt(sch, replace(knobs, batch_axis="x"), NAMES)
+    # A shard_map can't be run on microbatches: what it keeps for its backward pass has no dim of examples.
+    backend = "auto" if stages > 1 else "manual" if num_micro_batches == 1 else "gspmd"
+    built = autopar.build(sch, backend, batch_axis="x")
+    method = replace(built.method, num_micro_batches=num_micro_batches)
+    if isinstance(method, PipeshardParallel):
+        per_stage = shape[0] * shape[1]
+        method = replace(
+            method,
+            devices=mesh((stages * per_stage,)),
+            stage_option=autopar.UniformStageOption(stages, (1, per_stage), shape),
+        )
+    return train_step(model, built), model.abstract_args(), method

@@ -130,7 +130,9 @@ def _runner(model: ModelSchedule, backend: Backend, batch_axis: str | None) -> C
                 )
             )
         case "gspmd":
-            return on(Constrained(model.mesh))
+            run, specs = on(Constrained(model.mesh)), [partition_spec(each.dims) for each in placed.arguments]
+            shardings = [NamedSharding(model.mesh, spec) for spec in specs]
+            return lambda *leaves: run(*map(jax.lax.with_sharding_constraint, leaves, shardings))
         case "auto":
             return on(Named())
 

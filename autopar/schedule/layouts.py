@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
-from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit_p, remat_p
+from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit_p, reduce_max_p, remat_p
 
 from autopar.graph import Atom, aval_of
 from autopar.sharding.factors import OpFactors
@@ -29,6 +29,7 @@ class Layout:
     Attributes:
         dims: for each dim the mesh axes it is split over.
         partial: mesh axes along which what devices hold has yet to be added up.
+        largest: mesh axes along which the largest of what devices hold has yet to be taken.
         varying: mesh axes along which the devices' values are, to JAX's types (`jax.typeof(x).manual_axis_type`), values of their own, so that
             their gradients are too. Of a whole value: gradients are partial.
     """
@@ -36,6 +37,7 @@ class Layout:
     dims: Spec
     partial: frozenset[str] = frozenset()
     varying: frozenset[str] = frozenset()
+    largest: frozenset[str] = frozenset()
 
     @property
     def split(self) -> frozenset[str]:
@@ -45,7 +47,9 @@ class Layout:
         words = [f"split as {partition_spec(self.dims)}" if self.split else "whole"]
         if self.partial:
             words.append(f"a partial sum over {', '.join(sorted(self.partial))}")
-        return " and ".join(words if self.split or not self.partial else words[1:])
+        if self.largest:
+            words.append(f"a partial maximum over {', '.join(sorted(self.largest))}")
+        return " and ".join(words if self.split or len(words) == 1 else words[1:])
 
 
 def whole(rank: int) -> Layout:
@@ -58,7 +62,7 @@ class LayoutError(Exception):
 
     Attributes:
         operand: which operand it is about.
-        partial: the mesh axes over which it is a partial sum but must not be; empty when something else is wrong.
+        partial: the mesh axes over which it is a partial sum, or maximum, but must not be; empty when something else is wrong.
     """
 
     operand: int
@@ -79,6 +83,9 @@ def follow(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> Follo
 
     An operand that is whole is sliced by each device where the others are split. Raises LayoutError.
     """
+    for k, each in enumerate(layouts):
+        if each.largest:
+            raise LayoutError(k, f"is a partial maximum, and {eqn.primitive.name} needs it whole", each.largest)
     if eqn.primitive in INNER:
         return Followed(tuple(layouts), tuple(_follow_inside(eqn, layouts, mesh)))
     summed = _carried_partial(eqn, layouts)
@@ -87,11 +94,15 @@ def follow(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> Follo
     specs = [factors.operand_spec(k, assignment) for k in range(len(layouts))]
     varying = frozenset().union(*(each.varying for each in layouts), *map(axes_of, specs))
     partial = summed | frozenset(factors.partial_axes(assignment))
+    largest: frozenset[str] = frozenset()
     for kind, axes in zip(factors.kinds, assignment, strict=True):
         if kind in ("max", "min") and axes:
-            raise LayoutError(0, f"is split along a dim of which {eqn.primitive.name} takes the {kind}imum")
+            if eqn.primitive is not reduce_max_p:
+                raise LayoutError(0, f"is split along a dim of which {eqn.primitive.name} takes the {kind}imum")
+            largest = largest.union(axes)
+    partial -= largest
     operands = (Layout(spec, each.partial, varying) for spec, each in zip(specs, layouts, strict=True))
-    results = (Layout(factors.result_spec(r, assignment), partial, varying) for r in range(len(eqn.outvars)))
+    results = (Layout(factors.result_spec(r, assignment), partial, varying, largest) for r in range(len(eqn.outvars)))
     return Followed(tuple(operands), tuple(results))
 
 

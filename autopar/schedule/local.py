@@ -103,7 +103,8 @@ def _custom_jvp(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> 
 
     @local.defjvp
     def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        derivative = jax.make_jaxpr(tangents_of)(avals, [avals[k] for k in smooth])
+        with eqn.ctx.manager:  # as a function of whole arrays: JAX remembers it, also for schedules on other meshes
+            derivative = jax.make_jaxpr(tangents_of)(avals, [avals[k] for k in smooth])
         given = [*primals, *(tangents[k] for k in smooth)]
         at = [*layouts, *(layouts[k] for k in smooth)]
         return local(*primals), run_jaxpr(derivative, at, given, mesh)

@@ -7,7 +7,7 @@ inside a match may be used outside of it.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -245,28 +245,34 @@ class _Matcher:
         for var in self.pattern.args:
             if var not in state.bound:
                 raise ScheduleError(f"{self.pattern.args[var]} of the pattern is not used in it")
-            inputs.append(self._input(state.bound[var], own))
+            inputs.append(self._input(state.bound[var], aval_of(var).shape, own))
         nodes = [node for node in self.graph.nodes if node.name in own]
         if any(var is not result for var in self.graph.outputs_of(nodes)):
             return None
         return Subgraph(tuple(node.name for node in nodes), tuple(self.graph.value_names[var] for var in inputs))
 
-    def _input(self, bound: _Through, own: set[str]) -> Var:
-        """The value to bind, before broadcasts that NumPy's rules imply and nobody else uses; these join the match."""
-        alone = {n.name for n in bound.nodes} <= self.allowed and self._only_used_by(bound.nodes, own)
-        if bound.nodes and bound.numpy_like and alone:
-            own.update(node.name for node in bound.nodes)
-            assert isinstance(bound.source, Var)
-            return bound.source
-        value = bound.nodes[0].eqn.outvars[0] if bound.nodes else bound.source
+    def _input(self, bound: _Through, shape: tuple[int, ...], own: set[str]) -> Var:
+        """The value to bind, before broadcasts that NumPy's rules imply and nobody else uses; these join the match.
+
+        So do changes of shape after which it has no longer that of the pattern's argument.
+        """
+        values = [*(node.eqn.outvars[0] for node in bound.nodes), bound.source]
+        if bound.nodes and bound.numpy_like:
+            starts = [len(bound.nodes)]
+        else:
+            starts = [k for k, value in enumerate(values) if aval_of(value).shape == shape]
+        start = next((k for k in starts if self._alone(bound.nodes[:k], own)), 0)
+        own.update(node.name for node in bound.nodes[:start])
+        value = values[start]
         assert isinstance(value, Var)
         return value
 
-    def _only_used_by(self, nodes: Iterable[Node], own: set[str]) -> bool:
+    def _alone(self, nodes: Sequence[Node], own: set[str]) -> bool:
+        """Whether `nodes` may join a match and what they make is used in it only."""
         together = own | {node.name for node in nodes}
         members = [node for node in self.graph.nodes if node.name in together]
         made = {var for node in nodes for var in node.eqn.outvars}
-        return made.isdisjoint(self.graph.outputs_of(members))
+        return together - own <= self.allowed and made.isdisjoint(self.graph.outputs_of(members))
 
 
 def _frame(atom: Atom, reader: JaxprEqn | None) -> Sequence[int]:

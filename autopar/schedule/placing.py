@@ -237,8 +237,8 @@ class _Placer:
                 )
 
     def _check_result(self, atom: Atom, layout: Layout) -> None:
-        if layout.partial:
-            raise ScheduleError(self._missing(atom, layout.partial, "is handed out by the model"))
+        if incomplete := layout.partial or layout.largest:
+            raise ScheduleError(self._missing(atom, incomplete, "is handed out by the model"))
         if extra := layout.varying - layout.split:
             raise ScheduleError(
                 f"{self._called(atom)}, a result of the model, is whole, but its gradients are split over {', '.join(sorted(extra))}: "
@@ -256,8 +256,9 @@ class _Placer:
     def _missing(self, atom: Atom, axes: Iterable[str], use: str) -> str:
         home = self.home.get(atom) if isinstance(atom, Var) else None
         axis = min(axes)
+        kind = "maximum" if isinstance(atom, Var) and axis in self.layouts[atom].largest else "sum"
         return (
-            f"{self._called(atom)} is a partial sum over {axis!r} and {use}: a sync is missing.\n"
+            f"{self._called(atom)} is a partial {kind} over {axis!r} and {use}: a sync is missing.\n"
             f"Add one: {_example(home or '', 'fwd_post', 'all_reduce', axis)}"
         )
 

@@ -1,8 +1,9 @@
 """Synchronisations: where they apply, what they make of a value's layout, and how a device takes part in them."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -51,6 +52,10 @@ def after(sync: Sync, layout: Layout) -> Layout:
         if axis in varying:
             raise NotApplicable(f"its gradients are no partial sums over {axis!r}, as it is {layout}")
         return replace(layout, varying=varying | {axis})
+    if layout.largest:
+        if sync.op != "all_reduce" or axis not in layout.largest:
+            raise NotApplicable(f"it is {layout}")
+        return replace(layout, largest=layout.largest - {axis}, varying=varying - {axis})
     match sync.op:
         case "all_reduce" | "reduce_scatter":
             if axis not in layout.partial:
@@ -89,7 +94,7 @@ def apply(
     scattered = next((dim for dim, axes in enumerate(wanted.dims) if axis in axes and not before.dims[dim]), None)
     match sync.op:
         case "all_reduce":
-            return lax.psum(value, axis)
+            return largest(value, axis) if axis in before.largest else lax.psum(value, axis)
         case "reduce_scatter":
             return lax.psum_scatter(value, axis, scatter_dimension=scattered or 0, tiled=True)
         case op if op in functions:
@@ -105,6 +110,20 @@ def apply(
         to = "invarying" if _gradients_are_whole(sync) else "varying"
         return lax.all_gather(value, axis, axis=gathered, tiled=True, to=to)
     return shard(value, before.dims, wanted.dims, mesh)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def largest(value: Any, axis: str) -> Any:
+    """The largest of the devices' values along a mesh axis; its gradient goes to those that have it, in equal parts."""
+    return lax.pmax(value, axis)
+
+
+@largest.defjvp
+def _(axis: str, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    (value,), (tangent,) = primals, tangents
+    top = largest(value, axis)
+    is_top = (value == top).astype(tangent.dtype)
+    return top, lax.psum(is_top * tangent, axis) / lax.psum(is_top, axis)
 
 
 def _gradients_are_whole(sync: Sync) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from experiments.models.bert import BERT
 from experiments.models.gpt import GPT
+from experiments.models.llama import Llama
 from experiments.models.lstm import LSTM
 from experiments.models.mlp import MLP
 from experiments.models.model import Model
@@ -16,7 +17,21 @@ from experiments.models.vit import ViT
 from experiments.models.wide_resnet import WideResNet
 from experiments.names import known
 
-__all__ = ["BERT", "GPT", "LSTM", "MLP", "MODELS", "MoE", "Model", "NnxMLP", "UNet", "ViT", "WideResNet", "build_model"]
+__all__ = [
+    "BERT",
+    "GPT",
+    "LSTM",
+    "MLP",
+    "MODELS",
+    "Llama",
+    "MoE",
+    "Model",
+    "NnxMLP",
+    "UNet",
+    "ViT",
+    "WideResNet",
+    "build_model",
+]
 
 MODELS: dict[str, type[Model]] = {
     "mlp": MLP,
@@ -28,6 +43,7 @@ MODELS: dict[str, type[Model]] = {
     "vit": ViT,
     "unet": UNet,
     "lstm": LSTM,
+    "llama": Llama,
 }
 
 

@@ -7,6 +7,17 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 
+def attend(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> jax.Array:
+    """The core of attention, written out; all of (batch, length, heads, features), softmax in float32."""
+    length = query.shape[1]
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+    if causal:
+        visible = jnp.tril(jnp.ones((length, length), dtype=bool))
+        scores = jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
+    weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(query.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
 class SelfAttention(nn.Module):
     """One projection for queries, keys and values. (batch, length, hidden) to the same.
 
@@ -25,12 +36,7 @@ class SelfAttention(nn.Module):
         qkv = nn.Dense(3 * hidden, dtype=self.dtype, name="qkv")(x)
         # Heads outside, query-key-value inside: columns of the projection can then be sharded by head.
         query, key, value = jnp.split(qkv.reshape(batch, length, self.num_heads, 3 * head_dim), 3, axis=-1)
-        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / head_dim**0.5
-        if self.causal:
-            visible = jnp.tril(jnp.ones((length, length), dtype=bool))
-            scores = jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
-        weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(self.dtype)
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+        mixed = attend(query, key, value, self.causal)
         return nn.Dense(hidden, dtype=self.dtype, name="out")(mixed.reshape(batch, length, hidden))
 
 

@@ -77,7 +77,7 @@ def test_abstract_args_are_those_of_the_real_ones(args: Any) -> None:
 
 def test_an_unknown_model_lists_the_known_ones() -> None:
     with pytest.raises(
-        ValueError, match=r"unknown model 'mpl'; did you mean 'mlp'\? \(valid: bert, gpt, lstm, mlp, moe, "
+        ValueError, match=r"unknown model 'mpl'; did you mean 'mlp'\? \(valid: bert, gpt, llama, lstm, mlp, moe, "
     ):
         build_model("mpl", {})
 

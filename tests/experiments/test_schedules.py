@@ -1,16 +1,21 @@
 """The GPT of the sweep, scheduled by hand, trains as it does on one device, with either way of leaving the rest to others."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
+import optax
 import pytest
 
 import autopar
+from autopar.devices import device_mesh
+from autopar.model_schedules import Knobs
 from autopar.schedule import build
 from autopar.schedule.build import Backend
 from autopar.target import target_mesh
 from autopar.testing import assert_allclose
 from experiments.models import GPT
-from experiments.schedules import megatron, schedule_gpt, split_attention, train_step
+from experiments.schedules import megatron, schedule_gpt, scheduled_step, split_attention, train_step
 from simulator.cluster import Cluster
 
 MODEL = GPT(num_layers=1, hidden_size=32, num_heads=4, sequence_length=8, vocab_size=64, batch_size=4)
@@ -46,3 +51,19 @@ def test_a_schedule_on_shards_is_predicted_for_gpus_that_are_not_here() -> None:
     timeline = autopar.predict(step, args, plan, cluster)
     assert timeline.makespan > 0
     assert sum(span.category == "all_reduce" for span in timeline.spans) >= 5
+
+
+@pytest.mark.parametrize(
+    ("shape", "knobs"),
+    [((1, 2), Knobs(pipeline_stages=2)), ((2, 2), Knobs(vocabulary_parallel=True, sequence_parallel=True))],
+    ids=["stages with tensor parallelism", "data and tensor parallelism"],
+)
+def test_with_microbatches_a_scheduled_gpt_trains_as_on_one_device(shape: tuple[int, int], knobs: Knobs) -> None:
+    model, key, sgd = replace(MODEL, num_layers=2), jax.random.key(0), optax.sgd(1.0)
+    state, batch = model.init_state(key), model.make_batch(key)
+    state = state.replace(tx=sgd, opt_state=sgd.init(state.params))  # Adam's first step is the sign of the gradient
+    expected, loss = jax.jit(model.train_step)(state, batch)
+    step, _, method = scheduled_step(model, device_mesh, shape, knobs, num_micro_batches=2)
+    updated, found = autopar.parallelize(step, method=method, donate_argnums=())(state, batch)
+    np.testing.assert_allclose(found, loss, rtol=1e-5)
+    assert_allclose(updated.params, expected.params, rtol=1e-4, atol=1e-5)

@@ -73,7 +73,9 @@ def test_an_unknown_strategy_lists_the_known_ones(config: Any) -> None:
 
 def test_an_unknown_model_lists_the_known_ones(config: Any) -> None:
     config["models"]["gtp"] = config["models"].pop("gpt")
-    with pytest.raises(ValueError, match=r"unknown model 'gtp'; did you mean 'gpt'\? \(valid: .*gpt, lstm, mlp.*\)"):
+    with pytest.raises(
+        ValueError, match=r"unknown model 'gtp'; did you mean 'gpt'\? \(valid: .*gpt, llama, lstm, mlp.*\)"
+    ):
         make_sweep(config)
 
 

@@ -117,6 +117,18 @@ def test_two_axes_split_the_batch_and_the_layers() -> None:
         build(sch, batch_axis="x")
 
 
+def test_what_has_a_derivative_of_its_own_runs_on_one_mesh_after_another() -> None:
+    def model(params: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope("up"):
+            return jax.nn.relu(x @ params["up"]["w"])
+
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    for mesh in (4, (2, 4)):
+        sch = create_schedule(model, {"up": {"w": jnp.ones((8, 16))}}, [x], mesh)
+        sch["up"].shard("w", axis=1)
+        Verify(sch, [x]).check()
+
+
 def test_a_model_runs_with_other_batch_sizes_than_the_examples() -> None:
     model = MLP(32)
     x = jax.random.normal(jax.random.key(1), (6, 32))

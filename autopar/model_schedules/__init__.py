@@ -1,0 +1,32 @@
+"""Schedules of model families, after those that come with Slapo; each works on any Flax module of that shape, whatever its names.
+
+sch = autopar.create_schedule(model, params, [tokens], mesh=(2, 4))
+schedule_gpt(sch, Knobs(batch_axis="x", sequence_parallel=True))
+built = autopar.build(sch, batch_axis="x")
+"""
+
+from autopar.model_schedules.attention import causal_flash_attention, flash_attention
+from autopar.model_schedules.bert import BERT, schedule_bert
+from autopar.model_schedules.gpt import GPT, schedule_gpt
+from autopar.model_schedules.knobs import Knobs
+from autopar.model_schedules.llama import LLAMA, schedule_llama
+from autopar.model_schedules.transformer import Layer, Names, split_layer
+from autopar.model_schedules.wide_resnet import WIDE_RESNET, ResNetNames, schedule_wide_resnet
+
+__all__ = [
+    "BERT",
+    "GPT",
+    "LLAMA",
+    "WIDE_RESNET",
+    "Knobs",
+    "Layer",
+    "Names",
+    "ResNetNames",
+    "causal_flash_attention",
+    "flash_attention",
+    "schedule_bert",
+    "schedule_gpt",
+    "schedule_llama",
+    "schedule_wide_resnet",
+    "split_layer",
+]

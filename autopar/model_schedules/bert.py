@@ -1,0 +1,16 @@
+"""BERT (Devlin et al., 2019): norms after the sums, and logits of masked tokens through the embedding, with a bias."""
+
+from dataclasses import replace
+
+from autopar.model_schedules.attention import attention, flash_attention
+from autopar.model_schedules.gpt import GPT
+from autopar.model_schedules.knobs import Knobs
+from autopar.model_schedules.transformer import Names, schedule_transformer
+from autopar.schedule.model import ModelSchedule
+
+BERT = replace(GPT, attend=attention, flash=flash_attention, head_bias="bias")
+
+
+def schedule_bert(sch: ModelSchedule, knobs: Knobs | None = None, names: Names = BERT) -> None:
+    """Add the directives for a BERT. What is between the last block and the logits stays whole, or split by tokens."""
+    schedule_transformer(sch, knobs or Knobs(), names)

@@ -1,0 +1,21 @@
+"""GPT (Radford et al., 2019): logits through the embedding; queries, keys and values in one product."""
+
+from autopar.model_schedules.attention import causal_attention, causal_flash_attention
+from autopar.model_schedules.knobs import Knobs
+from autopar.model_schedules.transformer import Layer, Names, schedule_transformer
+from autopar.schedule.model import ModelSchedule
+
+GPT = Names(
+    blocks="block_*",
+    attention=Layer("attention", ("qkv",), "out"),
+    feed_forward=Layer("feed_forward", ("up",), "down"),
+    embedding="tokens",
+    head="tokens",
+    attend=causal_attention,
+    flash=causal_flash_attention,
+)
+
+
+def schedule_gpt(sch: ModelSchedule, knobs: Knobs | None = None, names: Names = GPT) -> None:
+    """Add the directives for a GPT. Columns of `qkv` are by head: of each head first the query, then key and value."""
+    schedule_transformer(sch, knobs or Knobs(), names)

@@ -1,0 +1,21 @@
+"""Decoders like LLaMA (Touvron et al., 2023): no biases, gated feed-forward layers, a head of its own."""
+
+from autopar.model_schedules.attention import causal_attention, causal_flash_attention
+from autopar.model_schedules.knobs import Knobs
+from autopar.model_schedules.transformer import Layer, Names, schedule_transformer
+from autopar.schedule.model import ModelSchedule
+
+LLAMA = Names(
+    blocks="block_*",
+    attention=Layer("attention", ("query", "key", "value"), "out"),
+    feed_forward=Layer("feed_forward", ("gate", "up"), "down"),
+    embedding="tokens",
+    head="head",
+    attend=causal_attention,
+    flash=causal_flash_attention,
+)
+
+
+def schedule_llama(sch: ModelSchedule, knobs: Knobs | None = None, names: Names = LLAMA) -> None:
+    """Add the directives for a decoder like LLaMA. Heads that share keys stay together: no more devices than keys."""
+    schedule_transformer(sch, knobs or Knobs(), names)

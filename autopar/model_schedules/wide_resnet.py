@@ -1,0 +1,67 @@
+"""Wide-ResNet (Zagoruyko and Komodakis, 2016) and other residual networks of bottlenecks with batch normalisation."""
+
+from dataclasses import dataclass
+
+from autopar.model_schedules.knobs import Knobs
+from autopar.model_schedules.transformer import checkpoint_blocks, cut_stages
+from autopar.schedule.directives import ScheduleError
+from autopar.schedule.model import ModelSchedule
+
+
+@dataclass(frozen=True, slots=True)
+class ResNetNames:
+    """Where a residual network has what, those in a block relative to it.
+
+    Attributes:
+        blocks: a glob.
+        convolutions: the first, the wide one, and the last of a block.
+        norms: those after the first and after the wide convolution.
+        batch_norms: globs of every batch normalisation of the model.
+    """
+
+    blocks: str
+    convolutions: tuple[str, str, str]
+    norms: tuple[str, str]
+    batch_norms: tuple[str, ...]
+
+
+WIDE_RESNET = ResNetNames(
+    blocks="block_*",
+    convolutions=("Conv_0", "Conv_1", "Conv_2"),
+    norms=("BatchNorm_0", "BatchNorm_1"),
+    batch_norms=("stem_norm", "block_*/BatchNorm_*", "block_*/norm_skip"),
+)
+
+
+def schedule_wide_resnet(sch: ModelSchedule, knobs: Knobs | None = None, names: ResNetNames = WIDE_RESNET) -> None:
+    """Add the directives for a residual network, a function of ({"params", "batch_stats"}, images).
+
+    The first two convolutions of a block are split by the channels that they make, with the norms after them, the last by those that
+    it takes: in between the few channels of the first are gathered, at the end sums are added up. With `knobs.batch_axis` means and
+    variances are those of the whole batch. Raises ScheduleError for knobs of transformers.
+    """
+    knobs = knobs or Knobs()
+    if knobs.sequence_parallel or knobs.vocabulary_parallel or knobs.flash_attention:
+        raise ScheduleError(
+            f"{knobs}: a residual network has no tokens and no attention; leave sequence_parallel, vocabulary_parallel and"
+            " flash_attention out"
+        )
+    split_channels(sch, knobs.tensor_axis, names)
+    if knobs.batch_axis is not None:
+        for norms in names.batch_norms:
+            sch[norms].sync("fwd_post", "all_reduce", mesh_axis=knobs.batch_axis)
+    checkpoint_blocks(sch, knobs, names.blocks)
+    cut_stages(sch, knobs, names.blocks)
+
+
+def split_channels(sch: ModelSchedule, axis: str | None, names: ResNetNames) -> None:
+    """The convolutions of each block; kernels are (height, width, channels in, channels out)."""
+    first, wide, last = names.convolutions
+    for convolution in (first, wide):
+        sch[names.blocks][convolution].shard("kernel", axis=3, mesh_axis=axis)
+    for norm in names.norms:
+        for param in ("scale", "bias", "mean", "var"):
+            sch[names.blocks][norm].shard(param, axis=0, mesh_axis=axis)
+    sch[names.blocks][first].sync("bwd_post", "all_reduce", mesh_axis=axis)
+    sch[names.blocks][wide].sync("fwd_pre", "all_gather", axis=3, mesh_axis=axis)
+    sch[names.blocks][last].shard("kernel", axis=2, mesh_axis=axis).sync("fwd_post", "all_reduce", mesh_axis=axis)

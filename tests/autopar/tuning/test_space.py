@@ -1,0 +1,53 @@
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.tuning.space import Space
+
+DEGREES = Space({
+    "tensor": [1, 2, 4, 8],
+    "stages": lambda chosen: [s for s in (1, 2) if chosen["tensor"] * s <= 8],
+    "data": lambda chosen: [8 // chosen["tensor"] // chosen["stages"]],
+})  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.lists(st.integers(), max_size=3, unique=True), min_size=1))
+def test_without_conditions_a_space_is_the_product_of_its_domains(domains: dict[str, list[int]]) -> None:
+    expected = [dict(zip(domains, values, strict=True)) for values in product(*domains.values())]
+    assert list(Space(domains)) == expected
+
+
+def test_what_a_knob_may_be_depends_on_those_before_it() -> None:
+    found = [tuple(candidate.values()) for candidate in DEGREES]
+    assert found == [(1, 1, 8), (1, 2, 4), (2, 1, 4), (2, 2, 2), (4, 1, 2), (4, 2, 1), (8, 1, 1)]
+
+
+def test_a_line_changes_one_knob_and_only_what_follows_from_it() -> None:
+    at = {"tensor": 2, "stages": 2, "data": 2}
+    along = [tuple(candidate.values()) for candidate in DEGREES.line(at, "tensor")]
+    assert along == [(1, 2, 4), (2, 2, 2), (4, 2, 1), (8, 1, 1)]
+    assert [tuple(candidate.values()) for candidate in DEGREES.line(at, "stages")] == [(2, 1, 4), (2, 2, 2)]
+    assert DEGREES.line(at, "data") == [at]
+
+
+def test_a_value_that_leaves_nothing_to_a_later_knob_is_in_no_candidate() -> None:
+    space = Space({"a": [1, 2], "b": lambda chosen: [5] if chosen["a"] == 2 else []})
+    assert list(space) == [{"a": 2, "b": 5}]
+    assert space.line({"a": 2, "b": 5}, "a") == [{"a": 2, "b": 5}]
+
+
+@pytest.mark.parametrize(
+    ("domains", "error", "message"),
+    [
+        ({}, ValueError, r"the space has no knobs"),
+        ({"tensor": 4}, TypeError, r"knob 'tensor' is 4, expected a list of values, or a function"),
+        ({"kernel": "flash"}, TypeError, r"knob 'kernel' is 'flash', expected a list"),
+        ({"a": [1], "b": lambda chosen: 8}, TypeError, r"knob 'b' may be 8 after \{'a': 1\}, expected a list"),
+        ({"mesh": [[1, 2]]}, TypeError, r"knob 'mesh' has the value \[1, 2\], expected values that can be hashed"),
+    ],
+)
+def test_what_is_no_space_is_refused(domains: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        list(Space(domains))

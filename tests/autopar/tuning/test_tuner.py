@@ -1,0 +1,111 @@
+"""Tuning by the plan's own estimate and measuring on virtual devices, and by compiling for GPUs that are not here."""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.methods import ManualShardParallel, PlanningMethod
+from autopar.tuning import Candidate, Trial, Tuned, tune
+from simulator.cluster import Cluster
+
+
+def args(width: int) -> Any:
+    return {"w": jax.ShapeDtypeStruct((width, width), jnp.float32)}, jax.ShapeDtypeStruct((256, width), jnp.float32)
+
+
+ARGS = args(4096)
+SPACE = {"data": [1, 2, 8], "tensor": lambda chosen: [2 // chosen["data"] or 1, 3]}
+
+
+def step(state: Any, x: Any) -> Any:
+    gradients = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+    return {"w": state["w"] - gradients}
+
+
+def make(candidate: Candidate, mesh: Any) -> tuple[Any, Any, PlanningMethod]:
+    devices = mesh((candidate["data"], candidate["tensor"]))
+    if candidate["tensor"] == 3:
+        raise ValueError("three is a crowd")
+    specs = ({"w": P(None, "y")}, P("x"))
+    return step, ARGS, ManualShardParallel(devices, in_specs=specs, out_specs=specs[0])
+
+
+@cache
+def tuned() -> Tuned:
+    return tune(make, SPACE, Cluster.load("dgx_a100_80"))
+
+
+def test_the_best_of_a_space_is_that_of_brute_force() -> None:
+    cluster = Cluster.load("dgx_a100_80")
+    seconds = {}
+    for shape in ((1, 2), (2, 1), (8, 1)):
+        method = make({"data": shape[0], "tensor": shape[1]}, lambda shape: shape)[2]
+        plan = autopar.plan_step(step, ARGS, method=method, cluster=cluster, mesh_shape=shape)
+        seconds[shape] = autopar.predict(step, ARGS, plan, cluster).makespan
+    found = {tuple(t.candidate.values()): t.predicted_seconds for t in tuned().trials if t.status == "fits"}
+    assert found == seconds
+    assert tuple(tuned().best.values()) == min(seconds, key=lambda shape: seconds[shape])
+
+
+def test_candidates_that_can_not_be_are_kept_with_the_reason() -> None:
+    reasons = [trial.reason for trial in tuned().trials if trial.status == "invalid"]
+    assert reasons == ["ValueError: three is a crowd"] * 2 + [reasons[2]]
+    assert "24 devices" in reasons[2]
+    assert list(tuned().table.columns[:4]) == ["data", "tensor", "status", "predicted_seconds"]
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_what_is_larger_than_a_device_does_not_fit(planned: bool) -> None:
+    """As it is compiled, or, with a plan to be found, as no plan is."""
+
+    def made(candidate: Candidate, mesh: Any) -> Any:
+        return make(candidate, mesh) if not planned else (step, ARGS, autopar.DataParallel((2,)))
+
+    cluster = Cluster.load("dgx_a100_80")
+    small = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory_gb": 0.1, "reserve_gb": 0})})
+    (trial,) = tune(made, {"data": [2], "tensor": [1]}, small).trials
+    assert trial.status == "does not fit", trial.reason
+    assert "0.1 GB" in trial.reason
+
+
+def test_the_best_few_are_measured_where_the_devices_are() -> None:
+    def smaller(candidate: Candidate, mesh: Any) -> Any:
+        return step, args(64), make(candidate, mesh)[2]
+
+    found = tune(smaller, {"data": [1, 2, 4], "tensor": [1]}, "cpu-virtual", measure=2)
+    measured = [trial for trial in found.trials if trial.measured_seconds is not None]
+    by_prediction = sorted(found.trials, key=lambda trial: trial.predicted_seconds or 0.0)
+    assert {t.candidate["data"] for t in measured} == {t.candidate["data"] for t in by_prediction[:2]}
+    assert found.best in [trial.candidate for trial in measured]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"search_by": "random"}, r"search_by is 'random', expected one of exhaustive, coordinate"),
+        ({"measure": 1}, r"the devices here are cpu, not those of 'dgx_a100_80'"),
+        ({"space": {"data": [1], "tensor": []}}, r"the space has no candidate"),
+        ({"cluster": "dgx_a1000"}, r"dgx_a1000"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_tried(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tune(**{"make": make, "space": SPACE, "cluster": "dgx_a100_80", **options})
+
+
+def test_mistakes_in_the_users_function_stop_the_search() -> None:
+    def mistaken(candidate: Candidate, mesh: Any) -> Any:
+        return candidate["datas"]
+
+    with pytest.raises(KeyError):
+        tune(mistaken, SPACE, "dgx_a100_80")
+
+
+def test_a_trial_is_a_line() -> None:
+    assert str(Trial({"a": 1}, "fits", 0.25, 2 * 10**9, 0.5)) == "a=1: 250.00 ms, 2.00 GB, measured 500.00 ms"
+    assert str(Trial({"a": 1}, "invalid", reason="ValueError: no")) == "a=1: ValueError: no"
