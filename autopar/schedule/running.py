@@ -12,8 +12,9 @@ from typing import Any, Protocol, assert_never
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal, Var
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
+from autopar.devices import AnyMesh
 from autopar.graph import read
 from autopar.layers import mark_pipeline_boundary
 from autopar.schedule.compilers import compiler
@@ -81,7 +82,7 @@ class _Whole:
 class Constrained(_Whole):
     """Values are whole arrays; XLA is told where those that are synchronised go."""
 
-    mesh: Mesh
+    mesh: AnyMesh
 
     def sync(self, item: Synced, value: Any) -> Any:
         if item.sync.mode == "bwd_post":
