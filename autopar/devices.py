@@ -45,8 +45,6 @@ def device_mesh(
     Raises:
         ValueError: more devices than are here, or another number than `shape` needs.
     """
-    if isinstance(devices, AbstractMesh):
-        raise ValueError(f"{devices} has no devices to run on; give a jax.sharding.Mesh of its axes")
     if isinstance(devices, Mesh):
         if shape is not None and tuple(shape) != devices.axis_sizes:
             raise ValueError(f"the plan needs a mesh of shape {tuple(shape)}, got one of shape {devices.axis_sizes}")
@@ -69,6 +67,8 @@ def planned_mesh(devices: Devices) -> AnyMesh:
 
 
 def _choose(devices: Devices, count: int | None) -> tuple[list[Device], tuple[int, ...]]:
+    if isinstance(devices, AbstractMesh):
+        raise ValueError(f"{devices} has no devices to run on; give a jax.sharding.Mesh of its axes")
     present = jax.devices()
     if devices is None:
         devices = len(present) if count is None else count

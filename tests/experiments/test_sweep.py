@@ -85,7 +85,9 @@ def test_an_unknown_model_lists_the_known_ones(config: Any) -> None:
 
 def test_an_unknown_size_lists_the_known_ones(config: Any) -> None:
     config["platforms"][0]["models"]["gpt"] = "125B"
-    with pytest.raises(ValueError, match=r"unknown size of gpt '125B'; did you mean '125M'\? \(valid: 125M, 350M, reduced\)"):
+    with pytest.raises(
+        ValueError, match=r"unknown size of gpt '125B'; did you mean '125M'\? \(valid: 125M, 350M, reduced\)"
+    ):
         make_sweep(config)
 
 
