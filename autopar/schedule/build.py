@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.devices import AXIS_NAMES, AnyMesh, device_mesh, planned_mesh
 from autopar.layers import ManualLayerOption
 from autopar.methods import ManualShardParallel, PipeshardParallel, PlanningMethod, ShardParallel
-from autopar.schedule.directives import CutPipelineStage, ScheduleError, Shard, Sync
+from autopar.schedule.directives import CutPipelineStage, ForkRng, ScheduleError, Shard, Sync
 from autopar.schedule.items import Group, Item, Placed, Synced
 from autopar.schedule.model import ModelSchedule
 from autopar.schedule.running import Constrained, Machine, Named, Shards, check_functions, run_model
@@ -30,12 +30,14 @@ class Built:
         mesh: the devices; without any if abstract, which will do to plan and to predict, and to run with a plan's devices.
         method: for `autopar.parallelize`, `plan_step` and `predict`: keeps the schedule's decisions. `jax.jit` will do for a step
             of the backends "manual" and "gspmd".
+        same_draws: whether random numbers are those of the model on one device: not where shards draw their own (`fork_rng`).
     """
 
     apply: Callable[..., Any] = field(repr=False)
     specs: Any
     mesh: AnyMesh
     method: PlanningMethod
+    same_draws: bool = True
 
     @property
     def shardings(self) -> Any:
@@ -99,6 +101,7 @@ def build(
         jax.tree.unflatten(jax.tree.structure(model.params), specs),
         model.mesh,
         method,
+        same_draws=backend != "manual" or not model.of_kind(ForkRng),
     )
 
 

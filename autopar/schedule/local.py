@@ -14,8 +14,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 
 from autopar.graph import aval_of, read
+from autopar.manual.rng import fold_rng_over_axis
 from autopar.schedule.layouts import INNER, Layout, LayoutError, follow, layout_of, whole
-from autopar.sharding.spec import LogicalMesh, Spec, local_shape
+from autopar.sharding.spec import LogicalMesh, Spec, axes_of, local_shape
 
 type Shapes = Sequence[tuple[int, ...]]
 
@@ -78,6 +79,12 @@ def _bind(eqn: JaxprEqn, operands: Sequence[Any], **params: Any) -> list[Any]:
     # Not under the equation's own context, which says that there is no mesh.
     result = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params({**eqn.params, **params}))
     return list(result) if eqn.primitive.multiple_results else [result]
+
+
+def draw_shards(eqn: JaxprEqn, spec: Spec, operands: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
+    """This device's shard of a draw of random numbers, from a key of its own."""
+    (key,), axes = operands, tuple(axis for axis in mesh.axis_names if axis in axes_of(spec))
+    return _bind(eqn, [fold_rng_over_axis(key, axes)], shape=local_shape(aval_of(eqn.outvars[0]).shape, spec, mesh))
 
 
 # -- what has a derivative of its own

@@ -12,6 +12,7 @@ from autopar.schedule import directives as d
 from autopar.schedule import nnx_scopes
 from autopar.schedule.checks import check
 from autopar.schedule.directives import Directive, Schedule, ScheduleError, primitives
+from autopar.schedule.forking import draws_of
 from autopar.schedule.graph import Node, joined, trace_model
 from autopar.schedule.handle import Handle
 from autopar.schedule.items import Placed
@@ -155,7 +156,11 @@ class ModelSchedule(Handle):
 
     def module(self, *paths: str) -> Subgraph:
         """All equations of a module, or of several."""
-        return self.region([node for node in self.graph.nodes if any(node.within(path) for path in paths)])
+        return self.region(self.nodes_of(*paths))
+
+    def nodes_of(self, *paths: str) -> list[Node]:
+        """The equations of modules and of what is inside them."""
+        return [node for node in self.graph.nodes if any(node.within(path) for path in paths)]
 
     # -- what runs
 
@@ -174,6 +179,7 @@ class ModelSchedule(Handle):
             self.of_kind(d.Shard),
             self.of_kind(d.Sync),
             self.of_kind(d.CutPipelineStage),
+            draws_of(self.nodes_of(*(each.path for each in self.of_kind(d.ForkRng)))),
             self.logical_mesh,
             batch_axis,
             lenient,

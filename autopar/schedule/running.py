@@ -22,7 +22,7 @@ from autopar.schedule.directives import Checkpoint, Fuse, Replace, ScheduleError
 from autopar.schedule.graph import ModelGraph, Recomputed, within
 from autopar.schedule.items import Boundary, Compute, Group, Item, Placed, Synced
 from autopar.schedule.layouts import Layout, LayoutError
-from autopar.schedule.local import run_eqn, shard
+from autopar.schedule.local import draw_shards, run_eqn, shard
 from autopar.schedule.syncs import OPS, apply
 from autopar.sharding.spec import LogicalMesh, partition_spec
 
@@ -53,6 +53,8 @@ class Shards:
     functions: Functions
 
     def compute(self, item: Compute, operands: Sequence[Any]) -> list[Any]:
+        if item.forked is not None:
+            return draw_shards(item.eqn, item.forked, operands, self.mesh)
         try:
             return run_eqn(item.eqn, item.operands, operands, self.mesh)
         except LayoutError as error:
