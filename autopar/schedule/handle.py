@@ -9,7 +9,8 @@ from flax import linen as nn
 from autopar.schedule import directives as d
 from autopar.schedule.directives import Directive, ScheduleError
 from autopar.schedule.graph import Node, within
-from autopar.schedule.matching import Subgraph, find_pattern
+from autopar.schedule.matcher import Subgraph
+from autopar.schedule.matching import find_pattern
 
 if TYPE_CHECKING:
     from autopar.schedule.model import ModelSchedule

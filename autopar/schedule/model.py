@@ -16,7 +16,7 @@ from autopar.schedule.forking import draws_of
 from autopar.schedule.graph import Node, joined, trace_model
 from autopar.schedule.handle import Handle
 from autopar.schedule.items import Placed
-from autopar.schedule.matching import Subgraph
+from autopar.schedule.matcher import Subgraph
 from autopar.schedule.placing import place
 from autopar.schedule.regions import Region, Unit, arrange
 from autopar.schedule.tree import Modules, classes_of
