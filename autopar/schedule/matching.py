@@ -8,6 +8,7 @@ inside a match may be used outside of it.
 
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import jax
@@ -19,6 +20,9 @@ from autopar.schedule.graph import ModelGraph, Node, trace_model
 from autopar.schedule.looking import sizes, source_dims
 from autopar.schedule.matcher import Matcher, Subgraph
 from autopar.sharding.rules import POINTWISE
+
+_ORDERS = 8
+"""In how many orders of operands a match is looked at, at most, to choose one."""
 
 
 def find_pattern(
@@ -39,7 +43,8 @@ def find_pattern(
         result = node.eqn.outvars[0]
         for way in ways.get(_kind(result), ()):
             matches = Matcher(graph, way, {n.name for n in visible} - taken, like).matches(result)
-            match = next((each for each in matches if _holds(graph, way, pattern, each, result)), None)
+            sound = (each for each in matches if _holds(graph, way, pattern, each, result))
+            match = max(islice(sound, _ORDERS), key=lambda each: _agreement(pattern, each), default=None)
             if match is not None:
                 found.append(match)
                 taken.update(match.nodes)
@@ -99,6 +104,12 @@ def _holds(graph: ModelGraph, way: ModelGraph, pattern: Callable[..., Any], matc
     except Exception:  # whatever it is: the pattern is not for such values
         return False
     return _kind(again.outvars[0]) == _kind(result) and _strict(again) == _strict(way)
+
+
+def _agreement(pattern: Callable[..., Any], match: Subgraph) -> int:
+    """How many arguments stand for a value of their name: where operands commute, `bias` is the parameter called so."""
+    pairs = zip(inspect.signature(pattern).parameters, match.inputs, strict=False)
+    return sum(name == value.rpartition("/")[2] for name, value in pairs)
 
 
 def _strict(way: ModelGraph) -> list[Any]:

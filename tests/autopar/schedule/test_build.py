@@ -68,6 +68,21 @@ def test_column_and_row_need_one_all_reduce_forward_and_one_for_the_inputs_gradi
 
 
 @pytest.mark.parametrize("backend", ["manual", "gspmd", "auto"])
+def test_every_backend_needs_as_many_collectives_to_train(backend: Any) -> None:
+    """Where the gradient of the input is not asked for, the forward pass needs one all_reduce, and the backward pass none."""
+    sch = mlp_schedule()
+    tensor_parallel(sch)
+    built = build(sch, backend)
+
+    def step(params: Any, x: Any) -> Any:
+        return jax.grad(lambda p: jnp.sum(built.apply(p, x) ** 2))(params)
+
+    step = autopar.parallelize(step, method=built.method, batch_argnums=())
+    compiled = step.get_executable(sch.params, jax.ShapeDtypeStruct((2, 8, 32), jnp.float32)).compiled
+    assert collectives(compiled) == {"all-reduce": 1}
+
+
+@pytest.mark.parametrize("backend", ["manual", "gspmd", "auto"])
 def test_every_backend_trains_alike(backend: Any) -> None:
     model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 32))
     params = model.init(jax.random.key(0), x)
