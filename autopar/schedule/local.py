@@ -12,11 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
+from jax.sharding import AbstractMesh
 
 from autopar.graph import aval_of, read
 from autopar.manual.rng import fold_rng_over_axis
-from autopar.schedule.layouts import INNER, Layout, LayoutError, follow, layout_of, whole
+from autopar.schedule.layouts import INNER, Layout, LayoutError, follow, follow_jaxpr, layout_of, whole
 from autopar.sharding.spec import LogicalMesh, Spec, axes_of, local_shape
+
+_NO_MESH = AbstractMesh((), ())
+"""Where rules of the user are traced: JAX keeps such traces, for other meshes, too."""
 
 type Shapes = Sequence[tuple[int, ...]]
 
@@ -97,10 +101,7 @@ def _custom_jvp(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> 
 
     def tangents_of(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         def of_smooth(*given: Any) -> list[Any]:
-            full = list(primals)
-            for k, value in zip(smooth, given, strict=True):
-                full[k] = value
-            return _bind(eqn, full)
+            return _bind(eqn, _placed(primals, smooth, given))
 
         return jax.jvp(of_smooth, tuple(primals[k] for k in smooth), tuple(tangents))[1]
 
@@ -110,7 +111,8 @@ def _custom_jvp(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> 
 
     @local.defjvp
     def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        derivative = jax.make_jaxpr(tangents_of)(avals, [avals[k] for k in smooth])
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+            derivative = jax.make_jaxpr(tangents_of)(avals, [avals[k] for k in smooth])
         given = [*primals, *(tangents[k] for k in smooth)]
         at = [*layouts, *(layouts[k] for k in smooth)]
         return local(*primals), run_jaxpr(derivative, at, given, mesh)
@@ -119,13 +121,71 @@ def _custom_jvp(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> 
 
 
 def _custom_vjp(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> Callable[..., list[Any]]:
-    """Its own rule, where every operand is whole: what the rule does with shards is not known."""
-    split = [k for k, layout in enumerate(layouts) if layout.split]
-    if split:
+    """The function and its own rule, both on shards: what the rule keeps, and what it makes of that, are traced for whole arrays."""
+    if not any(layout.split for layout in layouts):
+        return lambda *values: _bind(eqn, values)
+    avals = [jax.ShapeDtypeStruct(aval_of(atom).shape, aval_of(atom).dtype) for atom in eqn.invars]
+    smooth = [k for k, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+    trees: list[Any] = []
+
+    def kept(*primals: Any) -> tuple[list[Any], list[Any]]:
+        def of_smooth(*given: Any) -> list[Any]:
+            return _bind(eqn, _placed(primals, smooth, given))
+
+        results, pull = jax.vjp(of_smooth, *(primals[k] for k in smooth))
+        residuals, tree = jax.tree.flatten(pull)
+        trees.append(tree)
+        return results, residuals
+
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        forward, (results, residuals) = jax.make_jaxpr(kept, return_shape=True)(*avals)
+        backward = jax.make_jaxpr(lambda kept, given: jax.tree.unflatten(trees[-1], kept)(given))(residuals, results)
+    count = len(eqn.outvars)
+    split = next(k for k, layout in enumerate(layouts) if layout.split)
+    try:
+        after = follow_jaxpr(forward, layouts, mesh)
+        before = [*after[count:], *after[:count]]
+        made = follow_jaxpr(backward, before, mesh)
+    except LayoutError as error:
         raise LayoutError(
-            split[0], "is split, but goes into a function with a custom_vjp, which is run whole; replace it"
-        )
-    return lambda *values: _bind(eqn, values)
+            split, f"can't be split in the rule of a custom_vjp: something inside {error.reason}"
+        ) from error
+    for k, gradient in zip(smooth, made, strict=True):
+        if not layouts[k].varying.isdisjoint(gradient.split - layouts[k].split):
+            raise LayoutError(
+                k, "is whole, but the rule of a custom_vjp makes its gradient in parts; gather that operand after it"
+            )
+
+    @jax.custom_vjp
+    def local(*values: Any) -> list[Any]:
+        return run_jaxpr(eqn.params["call_jaxpr"], layouts, values, mesh)
+
+    def local_forward(*values: Any) -> tuple[list[Any], Any]:
+        found = run_jaxpr(forward, layouts, values, mesh)
+        return found[:count], found[count:]
+
+    def local_backward(residuals: Any, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        found = run_jaxpr(backward, before, [*residuals, *gradients], mesh)
+        complete = [_as_operand(g, at, layouts[k], mesh) for k, g, at in zip(smooth, found, made, strict=True)]
+        return tuple(_placed([None] * len(avals), smooth, complete))
+
+    local.defvjp(local_forward, local_backward)
+    return local
+
+
+def _as_operand(gradient: Any, have: Layout, operand: Layout, mesh: LogicalMesh) -> Any:
+    """A gradient as JAX wants that of an operand: added up where the operand is the same on all devices, split as it is."""
+    partial = tuple(sorted(have.partial - operand.varying))
+    gradient = lax.psum(gradient, partial) if partial else gradient
+    for dim, (axes, wanted) in enumerate(zip(have.dims, operand.dims, strict=True)):
+        if axes and not wanted:
+            gradient = lax.all_gather(gradient, axes, axis=dim, tiled=True, to="invarying")
+    return _vary(shard(gradient, have.dims, operand.dims, mesh), operand)
+
+
+def _placed(values: Sequence[Any], positions: Sequence[int], given: Sequence[Any]) -> list[Any]:
+    """`values`, with those `given` at some positions."""
+    return [dict(zip(positions, given, strict=True)).get(k, value) for k, value in enumerate(values)]
 
 
 # -- primitives that have shapes or positions in their parameters. Each takes the equation, the specs of operands and results
