@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar.devices import AXIS_NAMES, AnyMesh, device_mesh, planned_mesh
+from autopar.devices import AXIS_NAMES, device_mesh, planned_mesh
 from autopar.layers import ManualLayerOption
 from autopar.methods import ManualShardParallel, PipeshardParallel, PlanningMethod, ShardParallel
 from autopar.schedule.directives import CutPipelineStage, ForkRng, ScheduleError, Shard, Sync
@@ -15,7 +15,7 @@ from autopar.schedule.items import Group, Item, Placed, Synced
 from autopar.schedule.model import ModelSchedule
 from autopar.schedule.running import Constrained, Machine, Named, Shards, check_functions, run_model
 from autopar.sharding.options import ShardingOptions
-from autopar.sharding.spec import partition_spec
+from autopar.sharding.spec import AnyMesh, partition_spec
 
 type Backend = Literal["manual", "gspmd", "auto"]
 

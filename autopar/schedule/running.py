@@ -14,7 +14,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal, Var
 from jax.sharding import NamedSharding
 
-from autopar.devices import AnyMesh
 from autopar.graph import read
 from autopar.layers import mark_pipeline_boundary
 from autopar.schedule.compilers import compiler
@@ -24,7 +23,7 @@ from autopar.schedule.items import Boundary, Compute, Group, Item, Placed, Synce
 from autopar.schedule.layouts import Layout, LayoutError
 from autopar.schedule.local import draw_shards, run_eqn, shard
 from autopar.schedule.syncs import OPS, apply
-from autopar.sharding.spec import LogicalMesh, partition_spec
+from autopar.sharding.spec import AnyMesh, LogicalMesh, partition_spec
 
 type Functions = Mapping[str, Callable[..., Any]]
 
