@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from autopar.graph import aval_of
 from autopar.schedule.graph import ModelGraph, Node
-from autopar.schedule.layouts import Followed
+from autopar.schedule.layouts import INNER, Followed
 from autopar.sharding.rules import op_factors
 from autopar.sharding.spec import LogicalMesh, Spec, axes_of, replicated
 
@@ -32,9 +32,8 @@ def splits(
     """
     wanted: dict[Var, Spec] = {}
     for node in reversed(graph.nodes):
-        for atom, spec in zip(
-            node.eqn.invars, _wanted_operands(node.eqn, followed[node.name], wanted, mesh), strict=True
-        ):
+        specs = _wanted_operands(node.eqn, followed[node.name], wanted, mesh)
+        for atom, spec in zip(node.eqn.invars, specs, strict=True):
             if isinstance(atom, Var) and wanted.setdefault(atom, spec) != spec:
                 wanted[atom] = replicated(len(spec))
     made = (node.eqn.outvars[0] for node in draws)
@@ -47,7 +46,7 @@ def _wanted_operands(
     """How an equation would take its operands if its results were split as they are wanted."""
     for number, (var, result) in enumerate(zip(eqn.outvars, followed.results, strict=True)):
         spec = wanted.get(var, result.dims)
-        if spec != result.dims and eqn.primitive.name != DRAW:
+        if spec != result.dims and eqn.primitive.name != DRAW and eqn.primitive not in INNER:
             factors = op_factors(eqn)
             given = {inside[0]: axes for inside, axes in zip(factors.results[number], spec, strict=True) if inside}
             assignment = tuple(given.get(f, ()) for f in range(len(factors.sizes)))

@@ -5,9 +5,10 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 import autopar
-from autopar.schedule import build
+from autopar.schedule import ScheduleError, build
 from autopar.schedule.build import Backend
 from autopar.testing import assert_allclose
 from experiments.models import GPT, MLP
@@ -59,3 +60,16 @@ def test_schedules_are_for_gpts_whose_heads_the_devices_divide() -> None:
     assert not strategy.runs_on(replace(MODEL, scan_layers=True), (4,))
     with pytest.raises(ValueError, match="schedules are written for GPT; given MLP, use an automatic strategy"):
         strategy.plan(MLP(dim=8, num_layers=2, batch_size=8), (4,), Cluster.load("dgx_a100_80"))
+
+
+def test_parameters_of_stacked_layers_are_pinned_for_the_planner_and_not_split_by_hand() -> None:
+    model = replace(MODEL, num_layers=2, scan_layers=True)
+    sch = schedule_gpt(model, AbstractMesh((4,), ("x",)))
+    sch["blocks/attention/qkv"].shard("kernel", axis=2)
+    built = build(sch, "auto")
+    step, args = train_step(model, built), model.abstract_args()
+    plan = autopar.plan_step(step, args, method=built.method, cluster="dgx_a100_80")
+    specs = {value.path: value.spec for value in plan.stages[0].inputs}
+    assert specs["0/params/params/blocks/attention/qkv/kernel"] == ((), (), ("x",))
+    with pytest.raises(ScheduleError, match="blocks/attention/qkv/kernel, which is split .*, goes into scan"):
+        build(sch)

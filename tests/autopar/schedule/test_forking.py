@@ -101,7 +101,11 @@ def test_a_draw_that_is_read_whole_and_split_stays_whole() -> None:
     def model(params: Any, x: jax.Array, key: jax.Array) -> Any:
         noise = jax.random.normal(key, (8, 16))
         with jax.named_scope("up"):
-            return (x @ params["w"]) * noise, jnp.max(noise)
+            return (
+                (x @ params["w"]) * noise,
+                jnp.max(noise),
+                (x @ params["w"]) * jax.nn.relu(jax.random.normal(key, (8, 16))),
+            )
 
     x, params = jnp.ones((8, 4)), {"w": jnp.ones((4, 16))}
     sch = create_schedule(model, params, [x, KEY], mesh=WAYS)
