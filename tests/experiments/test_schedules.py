@@ -71,5 +71,5 @@ def test_parameters_of_stacked_layers_are_pinned_for_the_planner_and_not_split_b
     plan = autopar.plan_step(step, args, method=built.method, cluster="dgx_a100_80")
     specs = {value.path: value.spec for value in plan.stages[0].inputs}
     assert specs["0/params/params/blocks/attention/qkv/kernel"] == ((), (), ("x",))
-    with pytest.raises(ScheduleError, match="blocks/attention/qkv/kernel, which is split .*, goes into scan"):
+    with pytest.raises(ScheduleError, match=r"blocks/attention/qkv/kernel, which is split .*, goes into scan"):
         build(sch)
