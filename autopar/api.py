@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import numpy as np
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from autopar.devices import Device, cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.follow import follow_pipeline, follow_plan
@@ -190,7 +190,9 @@ class ParallelizedFunction:
                     meshes = submeshes(devices, plan.stages)
                     return _pipeline(PlannedPipeline(step, plan), meshes, args, donated, start)
                 plan.check(step.fingerprint)
-                return Executable(step, plan, device_mesh(devices, plan.stages[0].mesh_shape), donated, _since(start))
+                stage = plan.stages[0]
+                mesh = device_mesh(devices, stage.mesh_shape, stage.axis_names)
+                return Executable(step, plan, mesh, donated, _since(start))
             case PipeshardParallel() as method:
                 mesh = device_mesh(method.devices)
                 cluster = _cluster_for(method, mesh)
@@ -224,17 +226,22 @@ def plan_step(
     """Plan `fun` for arguments like `args` (arrays or ShapeDtypeStructs) on a cluster that need not be here.
 
     Args:
-        mesh_shape: logical mesh over the cluster's first devices; stands in for `method.devices`. By default one axis over all of
-            them; a pipeline has its own mesh for each stage and takes only the number of devices from it.
+        mesh_shape: logical mesh over the cluster's first devices. By default that of `method.devices` if these are a mesh, abstract
+            or not, else one axis over all; a pipeline has its own mesh for each stage and takes only the number of devices from it.
     """
     method = method or ShardParallel()
     cluster = _cluster(cluster)
-    mesh_shape = (cluster.num_devices,) if mesh_shape is None else tuple(mesh_shape)
+    if mesh_shape is not None:
+        mesh = logical_mesh(mesh_shape)
+    elif isinstance(method.devices, Mesh | AbstractMesh):
+        mesh = LogicalMesh(method.devices.axis_sizes, method.devices.axis_names)
+    else:
+        mesh = logical_mesh((cluster.num_devices,))
     if isinstance(method, PipeshardParallel):
-        return _plan_pipeline(fun, args, batch_argnums, method, cluster.first_devices(prod(mesh_shape)))[1]
+        return _plan_pipeline(fun, args, batch_argnums, method, cluster.first_devices(mesh.num_devices))[1]
     cluster = _alike(cluster, type(method).__name__)
     step = trace(fun, args, batch_argnums, method.num_micro_batches)
-    return _make_plan(step, logical_mesh(mesh_shape), cluster, method)
+    return _make_plan(step, mesh, cluster, method)
 
 
 def predict(

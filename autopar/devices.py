@@ -7,15 +7,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from autopar.plan import Stage
-from autopar.sharding.spec import LogicalMesh
+from autopar.sharding.spec import AnyMesh, LogicalMesh
 from simulator.cluster import Cluster
 
 type Device = Any  # jax.Device, which type checkers can't see
-type Devices = Mesh | int | Sequence[int] | Sequence[Device] | None
-"""A mesh, a number of devices, a mesh shape such as (2, 4), a list of devices, or None for all that are there."""
+type Devices = AnyMesh | int | Sequence[int] | Sequence[Device] | None
+"""A mesh, a number of devices, a mesh shape such as (2, 4), a list of devices, or None for all that are there.
+
+An abstract mesh is enough to plan and to predict; what runs needs devices.
+"""
 
 AXIS_NAMES = ("x", "y", "z", "w")
 """Names of mesh axes where the user gives none."""
@@ -30,30 +33,42 @@ def logical_mesh(shape: Sequence[int]) -> LogicalMesh:
     return LogicalMesh(tuple(shape), AXIS_NAMES[: len(shape)])
 
 
-def device_mesh(devices: Devices, shape: Sequence[int] | None = None) -> Mesh:
+def device_mesh(
+    devices: Devices, shape: Sequence[int] | None = None, axis_names: tuple[str, ...] | None = None
+) -> Mesh:
     """The mesh that the user means, with Auto axes.
 
     Args:
         devices: see `Devices`.
-        shape: the mesh shape, when it is known already (from a plan); the devices' own by default.
+        shape, axis_names: of the mesh, when they are known already (from a plan); the devices' own by default.
 
     Raises:
         ValueError: more devices than are here, or another number than `shape` needs.
     """
     if isinstance(devices, Mesh):
-        mesh = Mesh(devices.devices, devices.axis_names, axis_types=(AxisType.Auto,) * devices.devices.ndim)
-        if shape is not None and tuple(shape) != mesh.devices.shape:
-            raise ValueError(f"the plan needs a mesh of shape {tuple(shape)}, got one of shape {mesh.devices.shape}")
-        return mesh
+        if shape is not None and tuple(shape) != devices.axis_sizes:
+            raise ValueError(f"the plan needs a mesh of shape {tuple(shape)}, got one of shape {devices.axis_sizes}")
+        names = axis_names or devices.axis_names
+        return Mesh(devices.devices, names, axis_types=(AxisType.Auto,) * len(names))
     chosen, own_shape = _choose(devices, prod(shape) if shape is not None else None)
     shape = own_shape if shape is None else tuple(shape)
     if prod(shape) != len(chosen):
         raise ValueError(f"a mesh of shape {shape} needs {prod(shape)} devices, got {len(chosen)}")
-    names = logical_mesh(shape).axis_names
+    names = axis_names or logical_mesh(shape).axis_names
     return Mesh(np.array(chosen).reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape))
 
 
+def planned_mesh(devices: Devices) -> AnyMesh:
+    """The mesh that the user means, as `device_mesh`; an abstract one stays abstract."""
+    if isinstance(devices, AbstractMesh):
+        auto = (AxisType.Auto,) * len(devices.axis_names)
+        return AbstractMesh(devices.axis_sizes, devices.axis_names, axis_types=auto)
+    return device_mesh(devices)
+
+
 def _choose(devices: Devices, count: int | None) -> tuple[list[Device], tuple[int, ...]]:
+    if isinstance(devices, AbstractMesh):
+        raise ValueError(f"{devices} has no devices to run on; give a jax.sharding.Mesh of its axes")
     present = jax.devices()
     if devices is None:
         devices = len(present) if count is None else count

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autopar import regions
 
@@ -47,7 +48,10 @@ def read(atom: Atom, env: dict[Var, Any]) -> Any:
 
 
 def fingerprint(jaxpr: Jaxpr) -> str:
-    """A short hash of what a flat jaxpr computes: equal for equal programs, whatever process traced them."""
+    """A short hash of what a flat jaxpr computes: equal for equal programs, whatever process traced them, for whatever devices.
+
+    Meshes that the program names count by their axes alone: a plan made for GPUs that are not here is for the same step here.
+    """
     number: dict[Var, int] = {}
     kind = cache(str)  # avals are few, and slow to print
 
@@ -60,11 +64,22 @@ def fingerprint(jaxpr: Jaxpr) -> str:
     for var in (*jaxpr.constvars, *jaxpr.invars):
         digest.update(name(var).encode())
     for eqn in jaxpr.eqns:
-        params = _ADDRESS.sub("", str(sorted(eqn.params.items(), key=lambda item: item[0])))
+        params = ", ".join(f"{key}={_text(value)}" for key, value in sorted(eqn.params.items()))
         line = (*map(name, eqn.outvars), eqn.primitive.name, params, *map(name, eqn.invars))
         digest.update(" ".join(line).encode())
     digest.update(" ".join(map(name, jaxpr.outvars)).encode())
     return digest.hexdigest()[:16]
 
 
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_PLACE = re.compile(r"0x[0-9a-f]+|, device_kind=[^)]*?, num_cores=\w+, platform=\w+")
+"""What parameters say of where they were written: addresses, and the kind of the devices of a mesh."""
+
+
+def _text(value: Any) -> str:
+    match value:
+        case Mesh() | AbstractMesh():
+            return f"mesh {dict(value.shape)}"
+        case NamedSharding():
+            return f"{value.spec} over {_text(value.mesh)}"
+        case _:
+            return _PLACE.sub("", str(value))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autopar.devices import Devices
 from autopar.layers import AutoLayerOption, LayerOption
@@ -222,7 +222,7 @@ def device_count(devices: Devices) -> int:
     """How many devices are meant."""
     if devices is None:
         return len(jax.devices())
-    if isinstance(devices, Mesh):
+    if isinstance(devices, Mesh | AbstractMesh):
         return devices.size
     if isinstance(devices, int):
         return devices

@@ -33,7 +33,8 @@ PREDICT = (
 )
 
 CELLS = ("experiments/cells.py", "experiments/isolate.py", "experiments/job.py")
-MODELS = ("experiments/models/*.py", "experiments/by_hand/*.py", "experiments/strategies.py", "experiments/strategy.py")
+STEPS = ("by_hand/*", "models/*", "planned", "schedules", "strategies", "strategy")
+MODELS = tuple(f"experiments/{name}.py" for name in STEPS)
 
 
 def sources(rule: str) -> list[str]:

@@ -3,7 +3,6 @@
 To add one: a class with the methods of `Strategy` (or a `Planned` with another method of autopar) and a line in `STRATEGIES`.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +15,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import autopar
-from autopar.methods import PlanningMethod
 from autopar.target import compile_for, memory_of, target_devices, target_mesh
 from experiments.by_hand import BY_HAND
 from experiments.models.model import Model, ValueAndGrad
+from experiments.planned import SCHEDULED, Planned
 from experiments.strategy import Prediction, Runnable, Shape, Strategy, compile_here, simulated
 from simulator.cluster import Cluster
 
@@ -28,7 +27,7 @@ from simulator.cluster import Cluster
 class Serial:
     """`jax.jit` with a donated state. It uses one device, so it runs on meshes of one and nowhere else."""
 
-    def runs_on(self, mesh: Shape) -> bool:
+    def runs_on(self, model: Model, mesh: Shape) -> bool:
         return prod(mesh) == 1
 
     def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> None:
@@ -49,7 +48,7 @@ class Serial:
 class Pmap:
     """Data parallelism as the Alpa quickstart writes it: `jax.pmap`, gradients averaged, the state *not* donated."""
 
-    def runs_on(self, mesh: Shape) -> bool:
+    def runs_on(self, model: Model, mesh: Shape) -> bool:
         return len(mesh) == 1
 
     def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> None:
@@ -69,34 +68,6 @@ class Pmap:
         return simulated(compile_for(_pmapped(model, devices), args, cluster), cluster)
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A method of autopar: planned once, and the same plan run or predicted."""
-
-    method: Callable[[], PlanningMethod]
-
-    def runs_on(self, mesh: Shape) -> bool:
-        return True
-
-    def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> autopar.Plan:
-        args = model.abstract_args()
-        return autopar.plan_step(model.train_step, args, method=self.method(), cluster=cluster, mesh_shape=mesh)
-
-    def prepare(self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]) -> Runnable:
-        assert plan is not None
-        step = autopar.parallelize(model.train_step, method=autopar.PlanMethod(plan))
-        executable = step.get_executable(*args)
-        placed = step.preshard_dynamic_args(*args)
-        memory, seconds = executable.get_total_allocation_size(), executable.compile_seconds
-        return Runnable(step, placed, lambda result: result, memory, seconds)
-
-    def predict(self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster) -> Prediction:
-        assert plan is not None
-        start = time.perf_counter()
-        timeline = autopar.predict(model.train_step, model.abstract_args(), plan, cluster)
-        return Prediction(timeline, time.perf_counter() - start)
-
-
 STRATEGIES: dict[str, Strategy] = {
     "serial": Serial(),
     "pmap": Pmap(),
@@ -106,6 +77,7 @@ STRATEGIES: dict[str, Strategy] = {
     "shard": Planned(autopar.ShardParallel),
     "heuristic": Planned(partial(autopar.ShardParallel, options=autopar.ShardingOptions(mode="heuristic"))),
     **BY_HAND,
+    **SCHEDULED,
 }
 
 

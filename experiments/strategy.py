@@ -46,8 +46,8 @@ class Prediction:
 class Strategy(Protocol):
     """A way to run a training step on several devices."""
 
-    def runs_on(self, mesh: Shape) -> bool:
-        """Whether the strategy means anything on a mesh of that shape; if not, the sweep leaves the cell out."""
+    def runs_on(self, model: Model, mesh: Shape) -> bool:
+        """Whether the strategy means anything for the model on a mesh of that shape; if not, the sweep leaves the cell out."""
         ...
 
     def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> autopar.Plan | None:

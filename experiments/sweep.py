@@ -66,13 +66,14 @@ def _jobs(platform: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Jo
     for model, size in platform["models"].items():
         sizes = config["models"][known("model", model, config["models"])]
         numbers = sizes[known(f"size of {model}", size, sizes)]
-        for mesh in map(tuple, config["meshes"]):
+        built = build_model(model, numbers)
+        for mesh in map(tuple, platform.get("meshes", config["meshes"])):
             if prod(mesh) > cluster.num_devices:
                 raise ValueError(
                     f"mesh {mesh} has {prod(mesh)} devices, but {cluster.name} only {cluster.num_devices}; use smaller meshes"
                     " or a cluster with more hosts"
                 )
-            strategies = tuple(name for name in config["strategies"] if STRATEGIES[name].runs_on(mesh))
+            strategies = tuple(name for name in config["strategies"] if STRATEGIES[name].runs_on(built, mesh))
             if strategies:
                 yield Job(model, size, numbers, platform["cluster"], mesh, strategies)
 

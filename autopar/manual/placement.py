@@ -5,6 +5,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autopar.sharding.spec import misfit
+
 
 def shardings(mesh: Mesh, specs: Any, args: Any) -> Any:
     """The sharding of each array of `args`, after a check that its dims can be split so.
@@ -19,24 +21,8 @@ def shardings(mesh: Mesh, specs: Any, args: Any) -> Any:
     """
 
     def sharding(path: Any, x: Any, spec: PartitionSpec) -> NamedSharding:
-        _check(f"argument {jax.tree_util.keystr(path, simple=True, separator='/')}", x.shape, spec, mesh)
+        if reason := misfit(spec, x.shape, mesh.shape):
+            raise ValueError(f"argument {jax.tree_util.keystr(path, simple=True, separator='/')}: {reason}")
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(sharding, args, specs)
-
-
-def _check(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> None:
-    if len(spec) > len(shape):
-        raise ValueError(f"{name} has {len(shape)} dims {shape}, but {spec} is for {len(spec)}; leave some out")
-    for dim, entry in enumerate(spec):
-        axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        count = 1
-        for axis in axes:
-            if axis not in mesh.shape:
-                raise ValueError(f"{name}: {spec} names the axis {axis!r}; the mesh has {', '.join(mesh.axis_names)}")
-            count *= mesh.shape[axis]
-        if shape[dim] % count:
-            raise ValueError(
-                f"{name} of shape {shape}: dim {dim} can't be split over the {count} devices along {', '.join(axes)}; "
-                f"use a multiple of {count}"
-            )

@@ -6,7 +6,7 @@ create_schedule --directives--> ModelSchedule --place--> every value's layout --
 from autopar.schedule.build import Built, build
 from autopar.schedule.compilers import register_compiler
 from autopar.schedule.directives import Schedule, ScheduleError
-from autopar.schedule.matching import Subgraph
+from autopar.schedule.matcher import Subgraph
 from autopar.schedule.model import ModelSchedule, create_schedule
 from autopar.schedule.verify import VerificationError, Verify
 

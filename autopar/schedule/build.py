@@ -5,17 +5,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar.devices import AXIS_NAMES
+from autopar.devices import AXIS_NAMES, device_mesh, planned_mesh
 from autopar.layers import ManualLayerOption
 from autopar.methods import ManualShardParallel, PipeshardParallel, PlanningMethod, ShardParallel
-from autopar.schedule.directives import CutPipelineStage, ScheduleError, Shard, Sync
+from autopar.schedule.directives import CutPipelineStage, ForkRng, ScheduleError, Shard, Sync
 from autopar.schedule.items import Group, Item, Placed, Synced
 from autopar.schedule.model import ModelSchedule
 from autopar.schedule.running import Constrained, Machine, Named, Shards, check_functions, run_model
 from autopar.sharding.options import ShardingOptions
-from autopar.sharding.spec import partition_spec
+from autopar.sharding.spec import AnyMesh, partition_spec
 
 type Backend = Literal["manual", "gspmd", "auto"]
 
@@ -27,21 +27,24 @@ class Built:
     Attributes:
         apply: the model, `apply(params, *args)`, for arguments of any batch size; differentiable, and to be called in the step.
         specs: where parameters go, a pytree of PartitionSpecs.
-        mesh: the devices.
+        mesh: the devices; without any if abstract, which will do to plan and to predict, and to run with a plan's devices.
         method: for `autopar.parallelize`, `plan_step` and `predict`: keeps the schedule's decisions. `jax.jit` will do for a step
             of the backends "manual" and "gspmd".
+        same_draws: whether random numbers are those of the model on one device: not where shards draw their own (`fork_rng`).
     """
 
     apply: Callable[..., Any] = field(repr=False)
     specs: Any
-    mesh: Mesh
+    mesh: AnyMesh
     method: PlanningMethod
+    same_draws: bool = True
 
     @property
     def shardings(self) -> Any:
-        """The same as `specs`, as NamedShardings."""
+        """The same as `specs`, as NamedShardings. Raises ValueError if there are no devices to put parameters on."""
+        mesh = device_mesh(self.mesh)
         return jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec), self.specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+            lambda spec: NamedSharding(mesh, spec), self.specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
         )
 
     def init(self, make: Callable[..., Any], *args: Any) -> Any:
@@ -49,13 +52,16 @@ class Built:
         return jax.jit(make, out_shardings=self.shardings)(*args)
 
 
-def build(model: ModelSchedule, backend: Backend = "manual", batch_axis: str | None = None) -> Built:
+def build(
+    model: ModelSchedule, backend: Backend = "manual", batch_axis: str | None = None, mesh: AnyMesh | None = None
+) -> Built:
     """The model, scheduled.
 
     Args:
         backend: "manual" runs on shards, inside `jax.shard_map`, with the collectives that the schedule names. "gspmd" tells XLA's
             partitioner where parameters and what is synchronised go. "auto" pins them, and the planner decides about the rest.
         batch_axis: the mesh axis over which the first dim of the model's arguments is split; "auto" finds that by itself.
+        mesh: in place of the schedule's own, of the same axes: the devices that are here, say, for a schedule on an abstract mesh.
 
     Raises:
         ScheduleError: the schedule does not fit together, or can't be built with this backend.
@@ -64,6 +70,7 @@ def build(model: ModelSchedule, backend: Backend = "manual", batch_axis: str | N
         raise ScheduleError(f"backend {backend!r}, expected 'manual', 'gspmd' or 'auto'")
     if batch_axis is not None and batch_axis not in model.mesh.axis_names:
         raise ScheduleError(f"batch_axis {batch_axis!r} is no axis of the mesh, which has {model.mesh.axis_names}")
+    model = model if mesh is None else model.on(planned_mesh(mesh))
     cuts = model.of_kind(CutPipelineStage)
     if cuts and backend != "auto":
         raise ScheduleError("cut_pipeline_stage: pipelines are built with backend='auto'")
@@ -94,6 +101,7 @@ def build(model: ModelSchedule, backend: Backend = "manual", batch_axis: str | N
         jax.tree.unflatten(jax.tree.structure(model.params), specs),
         model.mesh,
         method,
+        same_draws=backend != "manual" or not model.of_kind(ForkRng),
     )
 
 

@@ -11,6 +11,7 @@ from autopar.schedule.directives import (
     CutPipelineStage,
     Decompose,
     Directive,
+    ForkRng,
     Fuse,
     Replace,
     ScheduleError,
@@ -19,6 +20,7 @@ from autopar.schedule.directives import (
     Trace,
     describe,
 )
+from autopar.schedule.forking import draws_of
 from autopar.schedule.graph import joined
 from autopar.schedule.syncs import check_sync
 
@@ -56,6 +58,12 @@ def check(model: "ModelSchedule", directive: Directive) -> None:
             _check_once(model, directive, ("path",))
             if not model.module(path).nodes:
                 raise ScheduleError(f"{path} has no equations, so that no stage can end after it")
+        case ForkRng(path):
+            _check_once(model, directive, ("path",))
+            if not draws_of(model.nodes_of(path)):
+                raise ScheduleError(
+                    f"{path or 'the model'} draws no random numbers: put fork_rng on what has dropout, that is not deterministic"
+                )
         case Annotate(path, param):
             model.modules.param(path, param)
         case _:
@@ -112,7 +120,9 @@ def _check_region(model: "ModelSchedule", directive: Fuse | Replace) -> None:
         raise ScheduleError(f"{describe(directive)}: what is replaced does not read {', '.join(sorted(foreign))}")
 
 
-def _check_once(model: "ModelSchedule", directive: Sync | Checkpoint | CutPipelineStage, keys: tuple[str, ...]) -> None:
+def _check_once(
+    model: "ModelSchedule", directive: Sync | Checkpoint | CutPipelineStage | ForkRng, keys: tuple[str, ...]
+) -> None:
     """What two directives must not both say of the same thing."""
     for each in model.of_kind(type(directive)):
         if all(getattr(each, key) == getattr(directive, key) for key in keys):

@@ -107,6 +107,14 @@ class CutPipelineStage:
 
 
 @dataclass(frozen=True, slots=True)
+class ForkRng:
+    """Devices draw the random numbers of a module for their own shards, from keys of their own."""
+
+    kind: ClassVar[str] = "fork_rng"
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class Annotate:
     """A note on a parameter, for whoever reads the schedule."""
 
@@ -116,10 +124,11 @@ class Annotate:
     notes: tuple[tuple[str, str | int | float | bool], ...]
 
 
-type Directive = Shard | Sync | Decompose | Trace | Fuse | Replace | Checkpoint | CutPipelineStage | Annotate
+type Directive = Shard | Sync | Decompose | Trace | Fuse | Replace | Checkpoint | CutPipelineStage | ForkRng | Annotate
 
 _KINDS: dict[str, type[Any]] = {
-    each.kind: each for each in (Shard, Sync, Decompose, Trace, Fuse, Replace, Checkpoint, CutPipelineStage, Annotate)
+    each.kind: each
+    for each in (Shard, Sync, Decompose, Trace, Fuse, Replace, Checkpoint, CutPipelineStage, ForkRng, Annotate)
 }
 
 

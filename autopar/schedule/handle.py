@@ -9,7 +9,8 @@ from flax import linen as nn
 from autopar.schedule import directives as d
 from autopar.schedule.directives import Directive, ScheduleError
 from autopar.schedule.graph import Node, within
-from autopar.schedule.matching import Subgraph, find_pattern
+from autopar.schedule.matcher import Subgraph
+from autopar.schedule.matching import find_pattern
 
 if TYPE_CHECKING:
     from autopar.schedule.model import ModelSchedule
@@ -145,6 +146,15 @@ class Handle:
     def cut_pipeline_stage(self) -> "Handle":
         """End a pipeline stage after the module."""
         return self._each(d.CutPipelineStage)
+
+    def fork_rng(self) -> "Handle":
+        """Let each device draw the random numbers of a module for its own shards: dropout of split values without the whole mask.
+
+        Shards get masks that differ, values that are whole get the same one everywhere. With backend="manual" the numbers are then not
+        those of the model on one device, and equal to it only in distribution; without this directive they are the same numbers, drawn
+        whole on every device. The other backends draw the same numbers, too, each device its part of them: nothing changes for those.
+        """
+        return self._each(d.ForkRng)
 
     def annotate(self, param: str, **notes: str | int | float | bool) -> "Handle":
         """Note something about a parameter, for whoever reads the schedule."""

@@ -10,15 +10,17 @@ from autopar.graph import Atom
 from autopar.schedule.directives import Replace, Sync
 from autopar.schedule.layouts import Layout
 from autopar.schedule.regions import Region
+from autopar.sharding.spec import Spec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compute:
-    """An equation of the module at `scope`, and where its operands are."""
+    """An equation of the module at `scope`, and where its operands are; a draw of random numbers may be `forked`, split so."""
 
     scope: str
     eqn: JaxprEqn
     operands: tuple[Layout, ...]
+    forked: Spec | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,8 +1,4 @@
-"""Running an equation on shards, inside `jax.shard_map`: what each device computes of its own.
-
-Primitives whose parameters speak of shapes or positions get those of the shard. The property tests of the rule table
-(tests/autopar/sharding/proof.py) run every sharding of every primitive through `bind_shards`.
-"""
+"""Running an equation on shards, inside `jax.shard_map`: what each device computes of its own, and how derivatives follow it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,12 +8,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
+from jax.sharding import AbstractMesh
 
 from autopar.graph import aval_of, read
-from autopar.schedule.layouts import INNER, Layout, LayoutError, follow, layout_of, whole
-from autopar.sharding.spec import LogicalMesh, Spec, local_shape
+from autopar.manual.rng import fold_rng_over_axis
+from autopar.schedule.binding import bind, bind_shards
+from autopar.schedule.layouts import INNER, Layout, LayoutError, follow, follow_jaxpr, layout_of, whole
+from autopar.sharding.spec import LogicalMesh, Spec, axes_of, local_shape
 
-type Shapes = Sequence[tuple[int, ...]]
+_NO_MESH = AbstractMesh((), ())
+"""Where rules of the user are traced: JAX keeps such traces, for other meshes, too."""
 
 
 def run_eqn(eqn: JaxprEqn, layouts: Sequence[Layout], values: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
@@ -63,21 +63,10 @@ def _vary(value: Any, layout: Layout) -> Any:
     return lax.pcast(value, missing, to="varying") if missing else value
 
 
-def bind_shards(
-    eqn: JaxprEqn, operands: Sequence[Spec], results: Sequence[Spec], shards: Sequence[Any], mesh: LogicalMesh
-) -> list[Any]:
-    """The primitive of `eqn` on the shards of its operands: shards of its results, partial sums where a summed dim is split."""
-    shapes = [local_shape(aval_of(v).shape, spec, mesh) for v, spec in zip(eqn.outvars, results, strict=True)]
-    local = _LOCAL.get(eqn.primitive.name)
-    made = local(eqn, operands, results, shapes, shards) if local else _bind(eqn, shards)
-    assert [r.shape for r in made] == shapes, f"{eqn.primitive.name}: shards {shapes} claimed, {made} found"
-    return made
-
-
-def _bind(eqn: JaxprEqn, operands: Sequence[Any], **params: Any) -> list[Any]:
-    # Not under the equation's own context, which says that there is no mesh.
-    result = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params({**eqn.params, **params}))
-    return list(result) if eqn.primitive.multiple_results else [result]
+def draw_shards(eqn: JaxprEqn, spec: Spec, operands: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
+    """This device's shard of a draw of random numbers, from a key of its own."""
+    (key,), axes = operands, tuple(axis for axis in mesh.axis_names if axis in axes_of(spec))
+    return bind(eqn, [fold_rng_over_axis(key, axes)], shape=local_shape(aval_of(eqn.outvars[0]).shape, spec, mesh))
 
 
 # -- what has a derivative of its own
@@ -90,10 +79,7 @@ def _custom_jvp(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> 
 
     def tangents_of(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         def of_smooth(*given: Any) -> list[Any]:
-            full = list(primals)
-            for k, value in zip(smooth, given, strict=True):
-                full[k] = value
-            return _bind(eqn, full)
+            return bind(eqn, _placed(primals, smooth, given))
 
         return jax.jvp(of_smooth, tuple(primals[k] for k in smooth), tuple(tangents))[1]
 
@@ -103,7 +89,7 @@ def _custom_jvp(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> 
 
     @local.defjvp
     def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        with eqn.ctx.manager:  # as a function of whole arrays: JAX remembers it, also for schedules on other meshes
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
             derivative = jax.make_jaxpr(tangents_of)(avals, [avals[k] for k in smooth])
         given = [*primals, *(tangents[k] for k in smooth)]
         at = [*layouts, *(layouts[k] for k in smooth)]
@@ -113,99 +99,68 @@ def _custom_jvp(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> 
 
 
 def _custom_vjp(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> Callable[..., list[Any]]:
-    """Its own rule, where every operand is whole: what the rule does with shards is not known."""
-    split = [k for k, layout in enumerate(layouts) if layout.split]
-    if split:
+    """The function and its own rule, both on shards: what the rule keeps, and what it makes of that, are traced for whole arrays."""
+    if not any(layout.split for layout in layouts):
+        return lambda *values: bind(eqn, values)
+    avals = [jax.ShapeDtypeStruct(aval_of(atom).shape, aval_of(atom).dtype) for atom in eqn.invars]
+    smooth = [k for k, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+    trees: list[Any] = []
+
+    def kept(*primals: Any) -> tuple[list[Any], list[Any]]:
+        def of_smooth(*given: Any) -> list[Any]:
+            return bind(eqn, _placed(primals, smooth, given))
+
+        results, pull = jax.vjp(of_smooth, *(primals[k] for k in smooth))
+        residuals, tree = jax.tree.flatten(pull)
+        trees.append(tree)
+        return results, residuals
+
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        forward, (results, residuals) = jax.make_jaxpr(kept, return_shape=True)(*avals)
+        backward = jax.make_jaxpr(lambda kept, given: jax.tree.unflatten(trees[-1], kept)(given))(residuals, results)
+    count = len(eqn.outvars)
+    split = next(k for k, layout in enumerate(layouts) if layout.split)
+    try:
+        after = follow_jaxpr(forward, layouts, mesh)
+        before = [*after[count:], *after[:count]]
+        made = follow_jaxpr(backward, before, mesh)
+    except LayoutError as error:
         raise LayoutError(
-            split[0], "is split, but goes into a function with a custom_vjp, which is run whole; replace it"
-        )
-    return lambda *values: _bind(eqn, values)
+            split, f"can't be split in the rule of a custom_vjp: something inside {error.reason}"
+        ) from error
+    for k, gradient in zip(smooth, made, strict=True):
+        if not layouts[k].varying.isdisjoint(gradient.split - layouts[k].split):
+            raise LayoutError(
+                k, "is whole, but the rule of a custom_vjp makes its gradient in parts; gather that operand after it"
+            )
+
+    @jax.custom_vjp
+    def local(*values: Any) -> list[Any]:
+        return run_jaxpr(eqn.params["call_jaxpr"], layouts, values, mesh)
+
+    def local_forward(*values: Any) -> tuple[list[Any], Any]:
+        found = run_jaxpr(forward, layouts, values, mesh)
+        return found[:count], found[count:]
+
+    def local_backward(residuals: Any, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        found = run_jaxpr(backward, before, [*residuals, *gradients], mesh)
+        complete = [_as_operand(g, at, layouts[k], mesh) for k, g, at in zip(smooth, found, made, strict=True)]
+        return tuple(_placed([None] * len(avals), smooth, complete))
+
+    local.defvjp(local_forward, local_backward)
+    return local
 
 
-# -- primitives that have shapes or positions in their parameters. Each takes the equation, the specs of operands and results
-# (before completion), the shapes of the results' shards, and the shards of the operands.
+def _as_operand(gradient: Any, have: Layout, operand: Layout, mesh: LogicalMesh) -> Any:
+    """A gradient as JAX wants that of an operand: added up where the operand is the same on all devices, split as it is."""
+    partial = tuple(sorted(have.partial - operand.varying))
+    gradient = lax.psum(gradient, partial) if partial else gradient
+    for dim, (axes, wanted) in enumerate(zip(have.dims, operand.dims, strict=True)):
+        if axes and not wanted:
+            gradient = lax.all_gather(gradient, axes, axis=dim, tiled=True, to="invarying")
+    return _vary(shard(gradient, have.dims, operand.dims, mesh), operand)
 
 
-def _with_shape(parameter: str) -> Callable[..., list[Any]]:
-    return lambda eqn, _in, _out, shapes, shards: _bind(eqn, shards, **{parameter: shapes[0]})
-
-
-def _iota(eqn: JaxprEqn, _in: Any, specs: Sequence[Spec], shapes: Shapes, shards: Any) -> list[Any]:
-    (made,) = _bind(eqn, shards, shape=shapes[0])
-    dim = eqn.params["dimension"]
-    return [made + (lax.axis_index(specs[0][dim]) * shapes[0][dim]).astype(made.dtype) if specs[0][dim] else made]
-
-
-def _slice(eqn: JaxprEqn, _in: Any, specs: Sequence[Spec], shapes: Shapes, shards: Any) -> list[Any]:
-    limits = [
-        size if axes else limit
-        for limit, size, axes in zip(eqn.params["limit_indices"], shapes[0], specs[0], strict=True)
-    ]
-    return _bind(eqn, shards, limit_indices=tuple(limits))
-
-
-def _tile(eqn: JaxprEqn, _in: Any, _out: Any, shapes: Shapes, shards: Any) -> list[Any]:
-    reps = [result // size for result, size in zip(shapes[0], shards[0].shape, strict=True)]
-    return _bind(eqn, shards, reps=tuple(reps))
-
-
-def _conv(eqn: JaxprEqn, _in: Any, _out: Any, shapes: Shapes, shards: Any) -> list[Any]:
-    numbers = eqn.params["dimension_numbers"]
-    batch = shards[0].shape[numbers.lhs_spec[0]] // shapes[0][numbers.out_spec[0]]
-    channels = shards[0].shape[numbers.lhs_spec[1]] // shards[1].shape[numbers.rhs_spec[1]]
-    return _bind(eqn, shards, batch_group_count=batch, feature_group_count=channels)
-
-
-def _gather(eqn: JaxprEqn, specs: Sequence[Spec], _out: Any, shapes: Shapes, shards: Any) -> list[Any]:
-    """Look up the indices that this device has; zeros elsewhere."""
-    numbers, full_shape = eqn.params["dimension_numbers"], aval_of(eqn.invars[0]).shape
-    operand, indices = shards
-    sizes = [
-        local if axes and size == full else size
-        for size, full, local, axes in zip(eqn.params["slice_sizes"], full_shape, operand.shape, specs[0], strict=True)
-    ]
-    sizes = [1 if dim in numbers.operand_batching_dims else size for dim, size in enumerate(sizes)]
-    dims = [d for d in numbers.start_index_map if d in numbers.collapsed_slice_dims]
-    indices, own = _own(numbers.start_index_map, dims, eqn, specs[0], operand, indices)
-    (result,) = _bind(eqn, (operand, indices), slice_sizes=tuple(sizes))
-    batch = [dim for dim in range(result.ndim) if dim not in numbers.offset_dims]
-    return [jnp.where(lax.broadcast_in_dim(own, result.shape, batch), result, jnp.zeros_like(result))]
-
-
-def _scatter(eqn: JaxprEqn, specs: Sequence[Spec], _out: Any, shapes: Shapes, shards: Any) -> list[Any]:
-    """Write what belongs to this device; drop the rest."""
-    numbers = eqn.params["dimension_numbers"]
-    operand, indices, updates = shards
-    dims = [d for d in numbers.scatter_dims_to_operand_dims if d in numbers.inserted_window_dims]
-    indices, own = _own(numbers.scatter_dims_to_operand_dims, dims, eqn, specs[0], operand, indices)
-    indices = jnp.where(own[..., None], indices, max(operand.shape, default=0))
-    return _bind(eqn, (operand, indices, updates), mode=lax.GatherScatterMode.FILL_OR_DROP)
-
-
-def _own(
-    index_map: Sequence[int], dims: Sequence[int], eqn: JaxprEqn, spec: Spec, operand: Any, indices: Any
-) -> tuple[Any, Any]:
-    """Indices into this device's shard of the operand along `dims`, and which of them fall into it."""
-    own = jnp.ones(indices.shape[:-1], bool)
-    for column, dim in enumerate(index_map):
-        if dim in dims and spec[dim]:
-            index, size = indices[..., column], operand.shape[dim]
-            if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
-                index = jnp.clip(index, 0, aval_of(eqn.invars[0]).shape[dim] - 1)
-            index = index - lax.axis_index(spec[dim]).astype(index.dtype) * size
-            inside = (index >= 0) & (index < size)
-            indices, own = indices.at[..., column].set(jnp.where(inside, index, 0)), own & inside
-    return indices, own
-
-
-_LOCAL: dict[str, Callable[..., list[Any]]] = {
-    "broadcast_in_dim": _with_shape("shape"),
-    "conv_general_dilated": _conv,
-    "dynamic_slice": _with_shape("slice_sizes"),
-    "gather": _gather,
-    "iota": _iota,
-    "reshape": _with_shape("new_sizes"),
-    "slice": _slice,
-    "tile": _tile,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _scatter),
-}
+def _placed(values: Sequence[Any], positions: Sequence[int], given: Sequence[Any]) -> list[Any]:
+    """`values`, with those `given` at some positions."""
+    return [dict(zip(positions, given, strict=True)).get(k, value) for k, value in enumerate(values)]

@@ -6,21 +6,21 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import Mesh
 
-from autopar.devices import Devices, device_mesh
+from autopar.devices import Devices, planned_mesh
 from autopar.schedule import directives as d
 from autopar.schedule import nnx_scopes
 from autopar.schedule.checks import check
-from autopar.schedule.directives import Directive, Schedule, primitives
+from autopar.schedule.directives import Directive, Schedule, ScheduleError, primitives
+from autopar.schedule.forking import draws_of
 from autopar.schedule.graph import Node, joined, trace_model
 from autopar.schedule.handle import Handle
 from autopar.schedule.items import Placed
-from autopar.schedule.matching import Subgraph
+from autopar.schedule.matcher import Subgraph
 from autopar.schedule.placing import place
 from autopar.schedule.regions import Region, Unit, arrange
 from autopar.schedule.tree import Modules, classes_of
-from autopar.sharding.spec import LogicalMesh
+from autopar.sharding.spec import AnyMesh, LogicalMesh
 from autopar.trace import abstract
 
 
@@ -37,8 +37,8 @@ def create_schedule(
     Args:
         model: a linen or nnx module, or a function of (params, *args), whose `jax.named_scope`s can be indexed like modules.
         params: what `model.apply` takes first, or `nnx.state(model)`; arrays or ShapeDtypeStructs. So are `example_args`, a sequence.
-        mesh: where to run, see `autopar.devices.Devices`; one axis "x" over all devices by default. To predict for a cluster that is
-            not here: `autopar.target.target_mesh(cluster, (8,), ("x",))`.
+        mesh: where to run, see `autopar.devices.Devices`; one axis "x" over all devices by default. An abstract mesh is enough to plan
+            and to predict for a cluster that is not here: `jax.sharding.AbstractMesh((8,), ("x",))`.
         schedule: directives to begin with.
         functions: those that `schedule` names.
 
@@ -53,7 +53,7 @@ def create_schedule(
             fun, classes = nnx_scopes.as_function(model), nnx_scopes.classes(model)
         case _:
             fun, classes = model, classes_of(model, params, args)
-    made = ModelSchedule(fun, classes, params, args, device_mesh(mesh))
+    made = ModelSchedule(fun, classes, params, args, planned_mesh(mesh))
     made.functions.update(functions or {})
     return made.replayed(schedule, made.args) if schedule is not None else made
 
@@ -68,7 +68,7 @@ class ModelSchedule(Handle):
     """
 
     def __init__(
-        self, fun: Callable[..., Any], classes: dict[str, str], params: Any, args: tuple[Any, ...], mesh: Mesh
+        self, fun: Callable[..., Any], classes: dict[str, str], params: Any, args: tuple[Any, ...], mesh: AnyMesh
     ) -> None:
         super().__init__(self, ("",))
         self.fun, self.classes, self.params, self.args, self.mesh = fun, classes, params, args, mesh
@@ -93,7 +93,7 @@ class ModelSchedule(Handle):
 
     @property
     def logical_mesh(self) -> LogicalMesh:
-        return LogicalMesh(self.mesh.devices.shape, self.mesh.axis_names)
+        return LogicalMesh(self.mesh.axis_sizes, self.mesh.axis_names)
 
     @property
     def mod(self) -> str:
@@ -156,7 +156,11 @@ class ModelSchedule(Handle):
 
     def module(self, *paths: str) -> Subgraph:
         """All equations of a module, or of several."""
-        return self.region([node for node in self.graph.nodes if any(node.within(path) for path in paths)])
+        return self.region(self.nodes_of(*paths))
+
+    def nodes_of(self, *paths: str) -> list[Node]:
+        """The equations of modules and of what is inside them."""
+        return [node for node in self.graph.nodes if any(node.within(path) for path in paths)]
 
     # -- what runs
 
@@ -175,6 +179,7 @@ class ModelSchedule(Handle):
             self.of_kind(d.Shard),
             self.of_kind(d.Sync),
             self.of_kind(d.CutPipelineStage),
+            draws_of(self.nodes_of(*(each.path for each in self.of_kind(d.ForkRng)))),
             self.logical_mesh,
             batch_axis,
             lenient,
@@ -187,9 +192,15 @@ class ModelSchedule(Handle):
             return self
         return self.replayed(self.schedule, avals)
 
-    def replayed(self, schedule: Schedule, args: tuple[Any, ...]) -> "ModelSchedule":
-        """Another schedule for the same model, for arguments of the given shapes."""
-        made = ModelSchedule(self.fun, self.classes, self.params, args, self.mesh)
+    def on(self, mesh: AnyMesh) -> "ModelSchedule":
+        """The same schedule on other devices. Raises ScheduleError unless the mesh has the axes that the schedule is for."""
+        if dict(mesh.shape) != dict(self.mesh.shape):
+            raise ScheduleError(f"the schedule is for a mesh of axes {dict(self.mesh.shape)}, not {dict(mesh.shape)}")
+        return self.replayed(self.schedule, self.args, mesh)
+
+    def replayed(self, schedule: Schedule, args: tuple[Any, ...], mesh: AnyMesh | None = None) -> "ModelSchedule":
+        """Another schedule for the same model, for arguments of the given shapes, on the same mesh unless another is given."""
+        made = ModelSchedule(self.fun, self.classes, self.params, args, mesh or self.mesh)
         made.functions.update(self.functions)
         for directive in schedule.directives:
             made.append(directive)

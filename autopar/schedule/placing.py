@@ -5,7 +5,7 @@ module applies to what the module hands out, or, where that is earlier, to a par
 the product of a linear layer is completed before its bias is added.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -14,12 +14,13 @@ from jax.extend.core import Literal, Var
 
 from autopar.graph import Atom, aval_of
 from autopar.schedule.directives import CutPipelineStage, Fuse, Replace, ScheduleError, Shard, Sync, describe
+from autopar.schedule.forking import splits
 from autopar.schedule.graph import ModelGraph, Node, joined, within
 from autopar.schedule.items import Boundary, Compute, Group, Item, Placed, Synced, closed
-from autopar.schedule.layouts import Layout, LayoutError, follow, layout_of, whole
+from autopar.schedule.layouts import Followed, Layout, LayoutError, follow, layout_of, whole
 from autopar.schedule.regions import Region, Unit
 from autopar.schedule.syncs import NotApplicable, after
-from autopar.sharding.spec import LogicalMesh
+from autopar.sharding.spec import LogicalMesh, Spec, axes_of
 
 
 def place(
@@ -28,6 +29,7 @@ def place(
     shards: Sequence[Shard],
     syncs: Sequence[Sync],
     cuts: Sequence[CutPipelineStage],
+    draws: Sequence[Node],
     mesh: LogicalMesh,
     batch_axis: str | None = None,
     lenient: bool = False,
@@ -35,13 +37,21 @@ def place(
     """Follow every value of a model from its parameters to its results.
 
     Args:
+        draws: nodes whose random numbers devices draw for their own shards.
         batch_axis: the mesh axis that the first dim of the model's other arguments is split over.
         lenient: the schedule may leave things open, for somebody else to decide: no sync is missing.
 
     Raises:
         ScheduleError: a sync is missing or has nothing to do, or something can't be computed where it is.
     """
-    return _Placer(graph, shards, syncs, cuts, mesh, batch_axis, lenient).place(units)
+
+    def placer(forked: Mapping[Var, Spec]) -> _Placer:
+        return _Placer(graph, shards, syncs, cuts, forked, mesh, batch_axis, lenient)
+
+    first = placer({})
+    placed = first.place(units)
+    forked = splits(graph, draws, first.followed, mesh) if draws else {}
+    return placer(forked).place(units) if forked else placed
 
 
 @dataclass
@@ -62,11 +72,13 @@ class _Placer:
         shards: Sequence[Shard],
         syncs: Sequence[Sync],
         cuts: Sequence[CutPipelineStage],
+        forked: Mapping[Var, Spec],
         mesh: LogicalMesh,
         batch_axis: str | None,
         lenient: bool,
     ) -> None:
-        self.graph, self.mesh, self.lenient = graph, mesh, lenient
+        self.graph, self.forked, self.mesh, self.lenient = graph, forked, mesh, lenient
+        self.followed: dict[str, Followed] = {}
         depth = sorted(range(len(syncs)), key=lambda k: syncs[k].path.count("/") + bool(syncs[k].path))
         self.syncs = dict(enumerate(syncs))
         self.leaving = [k for k in reversed(depth) if syncs[k].mode == "fwd_post"]  # the innermost module first
@@ -133,7 +145,7 @@ class _Placer:
         layouts = [layout_of(atom, self.layouts) for atom in atoms]
         while True:
             try:
-                followed = follow(node.eqn, layouts, self.mesh)
+                followed = self.followed[node.name] = follow(node.eqn, layouts, self.mesh)
                 break
             except LayoutError as error:
                 atom = atoms[error.operand]
@@ -153,7 +165,10 @@ class _Placer:
                     frame.wanted.setdefault(atom, layout)
             frame.made.update(node.eqn.outvars)
         self.layouts.update(zip(node.eqn.outvars, followed.results, strict=True))
-        self.frames[-1].items.append(Compute(node.scope, node.eqn.replace(invars=atoms), tuple(layouts)))
+        forked = self.forked.get(node.eqn.outvars[0]) if node.eqn.outvars else None
+        if forked is not None:
+            self.layouts[node.eqn.outvars[0]] = Layout(forked, varying=axes_of(forked))
+        self.frames[-1].items.append(Compute(node.scope, node.eqn.replace(invars=atoms), tuple(layouts), forked))
 
     # -- syncs
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, assert_never
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal, Var
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from autopar.graph import read
 from autopar.layers import mark_pipeline_boundary
@@ -21,9 +21,9 @@ from autopar.schedule.directives import Checkpoint, Fuse, Replace, ScheduleError
 from autopar.schedule.graph import ModelGraph, Recomputed, within
 from autopar.schedule.items import Boundary, Compute, Group, Item, Placed, Synced
 from autopar.schedule.layouts import Layout, LayoutError
-from autopar.schedule.local import run_eqn, shard
+from autopar.schedule.local import draw_shards, run_eqn, shard
 from autopar.schedule.syncs import OPS, apply
-from autopar.sharding.spec import LogicalMesh, partition_spec
+from autopar.sharding.spec import AnyMesh, LogicalMesh, partition_spec
 
 type Functions = Mapping[str, Callable[..., Any]]
 
@@ -52,6 +52,8 @@ class Shards:
     functions: Functions
 
     def compute(self, item: Compute, operands: Sequence[Any]) -> list[Any]:
+        if item.forked is not None:
+            return draw_shards(item.eqn, item.forked, operands, self.mesh)
         try:
             return run_eqn(item.eqn, item.operands, operands, self.mesh)
         except LayoutError as error:
@@ -81,7 +83,7 @@ class _Whole:
 class Constrained(_Whole):
     """Values are whole arrays; XLA is told where those that are synchronised go."""
 
-    mesh: Mesh
+    mesh: AnyMesh
 
     def sync(self, item: Synced, value: Any) -> Any:
         if item.sync.mode == "bwd_post":

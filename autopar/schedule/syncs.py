@@ -109,7 +109,28 @@ def apply(
     if gathered is not None:
         to = "invarying" if _gradients_are_whole(sync) else "varying"
         return lax.all_gather(value, axis, axis=gathered, tiled=True, to=to)
-    return shard(value, before.dims, wanted.dims, mesh)
+    assert scattered is not None
+    if axis in before.varying:  # gradients are partial sums, whose own part is all that a device adds
+        return shard(value, before.dims, wanted.dims, mesh)
+    return _scatter(value, axis, scattered)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _scatter(value: Any, axis: str, dim: int) -> Any:
+    """This device's part of what is the same on all; gradients are gathered, where those of a slice would be added up, zeros and all."""
+    size = value.shape[dim] // lax.axis_size(axis)
+    return lax.dynamic_slice_in_dim(value, lax.axis_index(axis) * size, size, dim)
+
+
+def _scatter_forward(value: Any, axis: str, dim: int) -> tuple[Any, None]:
+    return _scatter(value, axis, dim), None
+
+
+def _scatter_backward(axis: str, dim: int, _: None, gradient: Any) -> tuple[Any]:
+    return (lax.all_gather(gradient, axis, axis=dim, tiled=True, to="invarying"),)
+
+
+_scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -1,7 +1,7 @@
 """Regions that a user sharded by hand with `jax.shard_map`: where they run on a logical mesh, and what they cost."""
 
 from jax.extend.core import JaxprEqn
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from autopar import regions
 from autopar.flatten import flatten
@@ -62,10 +62,12 @@ def seconds(eqn: JaxprEqn, costs: MeshCosts) -> tuple[float, float]:
 
 
 def on_devices(eqn: JaxprEqn, mesh: AnyMesh) -> JaxprEqn:
-    """`eqn`, if it is a `shard_map`, on the devices of `mesh`, its own axes laid over them in their order."""
-    if eqn.primitive.name != SHARD_MAP:
+    """`eqn`, if it is a `shard_map`, on the devices of `mesh`, its own axes laid over them in their order.
+
+    One on an abstract mesh stays so, as what is inside it was traced for that: it runs where the step does.
+    """
+    if eqn.primitive.name != SHARD_MAP or isinstance(own := eqn.params["mesh"], AbstractMesh):
         return eqn
-    own = eqn.params["mesh"]
     devices: AnyMesh = own.abstract_mesh
     if isinstance(mesh, Mesh):
         devices = Mesh(mesh.devices.reshape(own.axis_sizes), own.axis_names, axis_types=own.axis_types)

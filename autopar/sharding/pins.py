@@ -19,6 +19,7 @@ from autopar.sharding.spec import (
     axes_of,
     divides,
     from_partition_spec,
+    misfit,
     partition_spec,
 )
 from autopar.trace import StepGraph
@@ -164,14 +165,7 @@ class Pins:
 
 
 def _checked(name: str, partition: PartitionSpec, shape: Sequence[int], mesh: LogicalMesh) -> Spec:
-    if len(partition) > len(shape):
-        raise ShardingError(f"{name} is pinned to {partition}, but has only {len(shape)} dims: shape {tuple(shape)}")
+    if reason := misfit(partition, shape, mesh.sizes):
+        raise ShardingError(f"{name} is pinned to {partition}: {reason}")
     spec = from_partition_spec(partition, len(shape))
-    unknown = axes_of(spec) - set(mesh.axis_names)
-    if unknown:
-        raise ShardingError(
-            f"{name} is pinned to {partition}: {sorted(unknown)} not among the mesh's axes {mesh.axis_names}"
-        )
-    if not divides(shape, spec, mesh):
-        raise ShardingError(f"{name} is pinned to {partition}, which does not divide its shape {tuple(shape)} evenly")
     return tuple(tuple(axis for axis in axes if mesh.sizes[axis] > 1) for axes in spec)

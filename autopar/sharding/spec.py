@@ -1,6 +1,6 @@
 """Sharding specs as plain values, and the logical mesh they speak of."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -107,3 +107,18 @@ def from_partition_spec(spec: PartitionSpec, rank: int) -> Spec:
     """Our form of a `PartitionSpec` for an array with `rank` dims."""
     entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
     return (*entries, *((),) * (rank - len(entries)))
+
+
+def misfit(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> str:
+    """Why an array of `shape` can't be split as `spec` says over mesh axes of these sizes, and what to do; "" if it can."""
+    if len(spec) > len(shape):
+        return f"{spec} is for {len(spec)} dims, but its shape {tuple(shape)} has {len(shape)}; leave some out"
+    for dim, axes in enumerate(from_partition_spec(spec, len(shape))):
+        for axis in axes:
+            if axis not in sizes:
+                return f"{spec} names the axis {axis!r}; the mesh has {', '.join(sizes)}"
+        ways = prod(sizes[axis] for axis in axes)
+        if shape[dim] % ways:
+            over = f"the {ways} devices along {', '.join(axes)}; use a multiple of {ways}"
+            return f"dim {dim} of its shape {tuple(shape)} can't be split over {over}"
+    return ""

@@ -14,7 +14,7 @@ import autopar
 from autopar import manual
 from autopar.target import compile_for, memory_of, target_mesh
 from experiments.by_hand.networks import Layout, Params, network_of
-from experiments.models import GPT, Model
+from experiments.models import GPT, MLP, Model
 from experiments.strategy import Prediction, Runnable, Shape, compile_here, simulated
 from simulator.cluster import Cluster
 
@@ -50,8 +50,8 @@ class HandWritten(ABC):
         """The state as the model wants it: undoes `arrange`."""
         return state
 
-    def runs_on(self, mesh: Shape) -> bool:
-        return len(mesh) == len(self.axes) and prod(mesh) > 1
+    def runs_on(self, model: Model, mesh: Shape) -> bool:
+        return isinstance(model, MLP | GPT) and len(mesh) == len(self.axes) and prod(mesh) > 1
 
     def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> None:
         return None

@@ -20,7 +20,7 @@ from autopar.methods import PlanningMethod
 from autopar.sharding.problem import InfeasibleError
 from experiments.models import GPT, Model, MoE
 from experiments.models.published import PUBLISHED
-from experiments.validation.by_hand import ByHand
+from experiments.validation.annotations import Annotations
 from simulator.cluster import Cluster
 from simulator.engine import simulate
 from simulator.hlo import parse_hlo
@@ -28,7 +28,7 @@ from simulator.program import Program, Run
 from simulator.timeline import Timeline
 
 type Shape = tuple[int, ...]
-type Way = type[PlanningMethod] | ByHand
+type Way = type[PlanningMethod] | Annotations
 
 AUTOMATIC = "automatic"
 DATA_PARALLEL: dict[str, Way] = {
@@ -37,9 +37,9 @@ DATA_PARALLEL: dict[str, Way] = {
     "zero3": autopar.Zero3Parallel,
 }
 METHODS: dict[str, Way] = {AUTOMATIC: autopar.ShardParallel} | DATA_PARALLEL
-BY_HAND: dict[int, dict[str, Way]] = {
-    1: {"megatron": ByHand(tensor="x"), "fsdp": ByHand(data="x", fsdp=True)},
-    2: {"megatron": ByHand(data="x", tensor="y"), "fsdp+tp": ByHand(data="x", tensor="y", fsdp=True)},
+ANNOTATED: dict[int, dict[str, Way]] = {
+    1: {"megatron": Annotations(tensor="x"), "fsdp": Annotations(data="x", fsdp=True)},
+    2: {"megatron": Annotations(data="x", tensor="y"), "fsdp+tp": Annotations(data="x", tensor="y", fsdp=True)},
 }
 """By number of mesh axes."""
 
@@ -70,7 +70,7 @@ def measure(
     name: str, model: Model, cluster: Cluster, mesh: Shape, ways: Sequence[str] = (), known: Sequence[Row] = ()
 ) -> Iterator[Row]:
     """Plan, compile and simulate each way (or only those in `ways`); data parallelism as in `known`, if it is there."""
-    for way, method in (METHODS | BY_HAND[len(mesh)]).items():
+    for way, method in (METHODS | ANNOTATED[len(mesh)]).items():
         if ways and way not in ways:
             continue
         row = Row(name, cluster.name, "x".join(map(str, mesh)), way, "ok")
@@ -79,7 +79,7 @@ def measure(
             yield replace(same[0], mesh=row.mesh)
             continue
         try:
-            if isinstance(method, ByHand):
+            if isinstance(method, Annotations):
                 executable = method.compile(model, mesh, cluster)
                 program = Program(
                     meshes=(tuple(range(executable.num_devices)),),

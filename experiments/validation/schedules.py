@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from jax.sharding import AbstractMesh
+
 import autopar
 from autopar.schedule import ModelSchedule, build
 from autopar.schedule.build import Backend
-from autopar.target import target_mesh
 from experiments.models import GPT
 from experiments.models.published import PUBLISHED
 from experiments.schedules import megatron, schedule_gpt, split_attention, train_step
@@ -46,11 +47,11 @@ class Row:
 def measure(name: str, model: GPT, cluster: Cluster) -> Iterator[Row]:
     """Plan, compile and simulate each way."""
     for way, (directives, backend) in WAYS.items():
-        sch = schedule_gpt(model, target_mesh(cluster, MESH, ("x",)))
+        sch = schedule_gpt(model, AbstractMesh(MESH, ("x",)))
         directives(sch)
         built = build(sch, backend)
         step, args = train_step(model, built), model.abstract_args()
-        plan = autopar.plan_step(step, args, method=built.method, cluster=cluster, mesh_shape=MESH)
+        plan = autopar.plan_step(step, args, method=built.method, cluster=cluster)
         timeline = autopar.predict(step, args, plan, cluster)
         used = timeline.memory[0].total
         yield Row(name, cluster.name, way, timeline.makespan, used, plan.planning_seconds)

@@ -97,7 +97,7 @@ def test_predictions_hold_the_collectives_that_are_written_and_parts_of_the_stat
             "manual_fsdp",
             replace(MLP_MODEL, batch_size=12),
             (8,),
-            r"argument 1/x .*: dim 0 can't be split over the 8 devices",
+            r"argument 1/x: dim 0 of .* can't be split over the 8 devices",
         ),
         ("manual_data", MLP_MODEL, (2, 2), r"DataParallel has the mesh axes data; given a mesh of 2 axes, \(2, 2\)"),
         ("manual_megatron", MLP_MODEL, (2, 2, 2), r"Megatron has the mesh axes data, tensor; given a mesh of 3 axes"),
@@ -117,8 +117,13 @@ def test_what_can_not_be_split_is_refused(name: str, model: Model, mesh: tuple[i
         BY_HAND[name].predict(model, mesh, None, Cluster.load("p3.16xlarge"))
 
 
+def test_strategies_are_for_models_that_are_written_by_hand() -> None:
+    runs = {type(model): BY_HAND["manual_data"].runs_on(model, (8,)) for model in (MLP_MODEL, GPT_MODEL, SMALL["bert"])}
+    assert list(runs.values()) == [True, True, False]
+
+
 def test_strategies_run_on_meshes_of_their_axes() -> None:
     meshes = [(1,), (2,), (8,), (2, 4), (1, 1), (2, 2, 2)]
-    on = {name: [mesh for mesh in meshes if strategy.runs_on(mesh)] for name, strategy in BY_HAND.items()}
+    on = {name: [mesh for mesh in meshes if strategy.runs_on(MLP_MODEL, mesh)] for name, strategy in BY_HAND.items()}
     assert on["manual_data"] == on["manual_fsdp"] == on["manual_pipeline"] == [(2,), (8,)]
     assert on["manual_tensor_2d"] == on["manual_megatron"] == [(2, 4)]

@@ -6,16 +6,18 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh
 
 import autopar
 from autopar.devices import device_mesh
 from autopar.model_schedules import Knobs
-from autopar.schedule import build
+from autopar.schedule import ScheduleError, build
 from autopar.schedule.build import Backend
-from autopar.target import target_mesh
 from autopar.testing import assert_allclose
-from experiments.models import GPT
+from experiments.models import GPT, MLP
+from experiments.planned import SCHEDULED
 from experiments.schedules import megatron, schedule_gpt, scheduled_step, split_attention, train_step
+from experiments.scripts.measure import initial_args, largest_difference
 from simulator.cluster import Cluster
 
 MODEL = GPT(num_layers=1, hidden_size=32, num_heads=4, sequence_length=8, vocab_size=64, batch_size=4)
@@ -40,17 +42,40 @@ def test_a_scheduled_gpt_trains_as_on_one_device(directives: object, backend: Ba
     assert kernel.sharding.shard_shape(kernel.shape) == (32, 24)
 
 
-def test_a_schedule_on_shards_is_predicted_for_gpus_that_are_not_here() -> None:
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_a_plan_for_gpus_that_are_not_here_is_predicted_and_runs_here(name: str) -> None:
     """Megatron's tensor parallelism: two all_reduces per block forward and backward, and one for the tokens looked up."""
-    cluster = Cluster.load("dgx_a100_80").first_devices(2)
-    sch = schedule_gpt(MODEL, target_mesh(cluster, (2,), ("x",)))
-    megatron(sch)
-    built = build(sch)
-    step, args = train_step(MODEL, built), MODEL.abstract_args()
-    plan = autopar.plan_step(step, args, method=built.method, cluster=cluster, mesh_shape=(2,))
-    timeline = autopar.predict(step, args, plan, cluster)
+    cluster, strategy = Cluster.load("dgx_a100_80"), SCHEDULED[name]
+    plan = strategy.plan(MODEL, (2,), cluster)
+    timeline = strategy.predict(MODEL, (2,), plan, cluster).timeline
     assert timeline.makespan > 0
-    assert sum(span.category == "all_reduce" for span in timeline.spans) >= 5
+    assert timeline.memory[0].total > 0
+    if name == "schedule_megatron":
+        assert sum(span.category == "all_reduce" for span in timeline.spans) >= 5
+    args = initial_args(MODEL)
+    runnable = strategy.prepare(MODEL, (2,), plan, args)
+    assert largest_difference(runnable.step(*runnable.args), jax.jit(MODEL.train_step)(*args)) < 2e-3
+
+
+def test_schedules_are_for_gpts_whose_heads_the_devices_divide() -> None:
+    strategy = SCHEDULED["schedule_megatron"]
+    assert [mesh for mesh in ((1,), (4,), (8,), (2, 4), (4, 8)) if strategy.runs_on(MODEL, mesh)] == [(4,), (2, 4)]
+    assert not strategy.runs_on(replace(MODEL, scan_layers=True), (4,))
+    with pytest.raises(ValueError, match="schedules are written for GPT; given MLP, use an automatic strategy"):
+        strategy.plan(MLP(dim=8, num_layers=2, batch_size=8), (4,), Cluster.load("dgx_a100_80"))
+
+
+def test_parameters_of_stacked_layers_are_pinned_for_the_planner_and_not_split_by_hand() -> None:
+    model = replace(MODEL, num_layers=2, scan_layers=True)
+    sch = schedule_gpt(model, AbstractMesh((4,), ("x",)))
+    sch["blocks/attention/qkv"].shard("kernel", axis=2)
+    built = build(sch, "auto")
+    step, args = train_step(model, built), model.abstract_args()
+    plan = autopar.plan_step(step, args, method=built.method, cluster="dgx_a100_80")
+    specs = {value.path: value.spec for value in plan.stages[0].inputs}
+    assert specs["0/params/params/blocks/attention/qkv/kernel"] == ((), (), ("x",))
+    with pytest.raises(ScheduleError, match=r"blocks/attention/qkv/kernel, which is split .*, goes into scan"):
+        build(sch)
 
 
 @pytest.mark.parametrize(

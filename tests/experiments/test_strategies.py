@@ -12,7 +12,7 @@ from simulator.cluster import Cluster
 
 MODELS = {
     "mlp": MLP(dim=16, num_layers=2, batch_size=16),
-    "gpt": GPT(num_layers=1, hidden_size=16, num_heads=4, sequence_length=8, vocab_size=32, batch_size=8),
+    "gpt": GPT(num_layers=1, hidden_size=16, num_heads=8, sequence_length=8, vocab_size=32, batch_size=8),
 }
 MESHES = {"mlp": [(2,), (4,), (8,), (2, 4)], "gpt": [(8,), (2, 4)]}
 CELLS = [(model, "serial", (1,)) for model in MODELS] + [
@@ -20,7 +20,7 @@ CELLS = [(model, "serial", (1,)) for model in MODELS] + [
     for model, meshes in MESHES.items()
     for mesh in meshes
     for name, strategy in STRATEGIES.items()
-    if strategy.runs_on(mesh) and name not in BY_HAND  # those have tests of their own
+    if strategy.runs_on(MODELS[model], mesh) and name not in BY_HAND  # those have tests of their own
 ]
 
 

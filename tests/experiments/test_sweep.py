@@ -18,12 +18,13 @@ def config() -> Any:
 
 def test_the_default_sweep_covers_models_meshes_and_strategies(config: Any) -> None:
     sweep = make_sweep(config)
-    platforms = {"simulated": "p3.16xlarge", "measured": "cpu-virtual"}
+    platforms = {"simulated": {"p3.16xlarge", "dgx_a100_80"}, "measured": {"cpu-virtual"}}
     for source, jobs in sweep.jobs.items():
-        assert {job.platform for job in jobs.values()} == {platforms[source]}
-        assert {(job.model, job.mesh) for job in jobs.values()} == {
+        assert {job.platform for job in jobs.values()} == platforms[source]
+        assert {(job.model, job.mesh) for job in jobs.values() if job.platform != "dgx_a100_80"} == {
             (model, mesh) for model in ("mlp", "gpt") for mesh in ((1,), (2,), (4,), (8,), (2, 4))
         }
+    assert [job.mesh for job in sweep.jobs["simulated"].values() if job.platform == "dgx_a100_80"] == [(8,)]
     assert sweep["p3.16xlarge/gpt-125M/2x4"].strategies == (
         "data",
         "zero2",
@@ -31,7 +32,12 @@ def test_the_default_sweep_covers_models_meshes_and_strategies(config: Any) -> N
         "shard",
         "manual_tensor_2d",
         "manual_megatron",
+        "schedule_megatron",
+        "schedule_attention",
     )
+    a100 = sweep["dgx_a100_80/gpt-350M/8"].strategies
+    assert {"shard", "schedule_megatron", "schedule_attention"} <= set(a100)
+    assert not any(name.startswith("schedule") for name in sweep["p3.16xlarge/mlp-2048/8"].strategies)
     assert "measured/cpu-virtual/mlp-reduced/8" in sweep.cells
     assert "simulated/p3.16xlarge/gpt-125M" in sweep.figures
 
@@ -81,7 +87,9 @@ def test_an_unknown_model_lists_the_known_ones(config: Any) -> None:
 
 def test_an_unknown_size_lists_the_known_ones(config: Any) -> None:
     config["platforms"][0]["models"]["gpt"] = "125B"
-    with pytest.raises(ValueError, match=r"unknown size of gpt '125B'; did you mean '125M'\? \(valid: 125M, reduced\)"):
+    with pytest.raises(
+        ValueError, match=r"unknown size of gpt '125B'; did you mean '125M'\? \(valid: 125M, 350M, reduced\)"
+    ):
         make_sweep(config)
 
 

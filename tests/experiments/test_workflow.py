@@ -58,7 +58,7 @@ def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(snakem
         ("measured", "odd", "2", "manual_fsdp"),
     ]
     assert [(row["size"], row["mesh"], row["strategy"]) for row in failed] == [("odd", "2", "manual_fsdp")]
-    assert failed[0]["reason"].startswith("ValueError: argument 1/x of shape (15, 16): dim 0 can't be split over the 2")
+    assert failed[0]["reason"].startswith("ValueError: argument 1/x: dim 0 of its shape (15, 16) can't be split over")
     assert len(done) == len(cells) - 1
     assert all(row["step_time_s"] > 0 and row["memory_bytes_per_device"] > 0 for row in done)
     assert all(row["equality_error"] < 5e-3 for row in done if row["source"] == "measured")

@@ -20,11 +20,11 @@ def test_every_array_gets_the_sharding_of_its_spec() -> None:
     [
         (
             P("i"),
-            r"argument batch/x of shape \(6, 4\): dim 0 can't be split over the 4 devices along i; use a multiple of 4",
+            r"argument batch/x: dim 0 of its shape \(6, 4\) can't be split over the 4 devices along i; use a multiple of 4",
         ),
-        (P(None, ("i", "j")), r"dim 1 can't be split over the 8 devices along i, j; use a multiple of 8"),
+        (P(None, ("i", "j")), r"dim 1 of .* can't be split over the 8 devices along i, j; use a multiple of 8"),
         (P("k"), r"names the axis 'k'; the mesh has i, j"),
-        (P(None, None, "i"), r"batch/x has 2 dims \(6, 4\), but .* is for 3"),
+        (P(None, None, "i"), r"batch/x: .* is for 3 dims, but its shape \(6, 4\) has 2"),
     ],
 )
 def test_what_does_not_fit_is_named(spec: PartitionSpec, message: str) -> None:

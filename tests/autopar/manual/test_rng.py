@@ -29,3 +29,16 @@ def test_keys_differ_along_the_axis_and_nowhere_else() -> None:
 def test_folded_over_all_axes_every_device_has_a_key_of_its_own() -> None:
     folded = [jax.random.fold_in(jax.random.PRNGKey(0), device) for device in range(8)]
     np.testing.assert_array_equal(keys(("i", "j")).reshape(8, 2), folded)
+
+
+def test_dropout_on_shards_has_the_same_mask_everywhere_unless_the_key_is_folded() -> None:
+    def masks(fold: bool) -> np.ndarray:
+        def mask(key: jax.Array) -> jax.Array:
+            key = fold_rng_over_axis(key, ("i", "j")) if fold else key
+            return jax.lax.pcast(jax.random.bernoulli(key, 0.5, (1, 64)), () if fold else ("i", "j"), to="varying")
+
+        mapped = jax.shard_map(mask, mesh=MESH, in_specs=PartitionSpec(), out_specs=PartitionSpec(("i", "j")))
+        return np.asarray(jax.jit(mapped)(jax.random.key(0)))
+
+    assert len(np.unique(masks(fold=False), axis=0)) == 1
+    assert len(np.unique(masks(fold=True), axis=0)) == 8

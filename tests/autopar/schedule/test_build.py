@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.schedule import Built, ModelSchedule, ScheduleError, Verify, build, create_schedule
+from autopar.target import target_mesh
 from autopar.testing import assert_allclose
+from autopar.trace import trace
+from simulator.cluster import Cluster
 from tests.autopar.schedule.models import (
     MLP,
     Transformer,
@@ -62,6 +65,21 @@ def test_column_and_row_need_one_all_reduce_forward_and_one_for_the_inputs_gradi
     assert collectives(jax.jit(built.apply).lower(params, x).compile()) == {"all-reduce": 1}
     loss = jax.jit(jax.grad(lambda p, x: jnp.sum(built.apply(p, x) ** 2), (0, 1)))
     assert collectives(loss.lower(params, x).compile()) == {"all-reduce": 2}
+
+
+@pytest.mark.parametrize("backend", ["manual", "gspmd", "auto"])
+def test_every_backend_needs_as_many_collectives_to_train(backend: Any) -> None:
+    """Where the gradient of the input is not asked for, the forward pass needs one all_reduce, and the backward pass none."""
+    sch = mlp_schedule()
+    tensor_parallel(sch)
+    built = build(sch, backend)
+
+    def step(params: Any, x: Any) -> Any:
+        return jax.grad(lambda p: jnp.sum(built.apply(p, x) ** 2))(params)
+
+    step = autopar.parallelize(step, method=built.method, batch_argnums=())
+    compiled = step.get_executable(sch.params, jax.ShapeDtypeStruct((2, 8, 32), jnp.float32)).compiled
+    assert collectives(compiled) == {"all-reduce": 1}
 
 
 @pytest.mark.parametrize("backend", ["manual", "gspmd", "auto"])
@@ -322,3 +340,36 @@ def test_pipelines_and_functions_on_shards_need_their_backend() -> None:
 def tensor_parallel_with_function(sch: Any) -> None:
     sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
     sch["linear2"].shard("kernel", axis=0).sync("fwd_post", lambda x: jax.lax.psum(x, "x"))
+
+
+def test_a_schedule_on_an_abstract_mesh_is_planned_once_for_all_devices() -> None:
+    """What has no devices can't hold parameters; the plan is for the step wherever it runs, and under whatever names of axes."""
+    model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 32))
+    params = model.init(jax.random.key(0), x)
+    sch = scheduled(model, x, mesh=AbstractMesh((4,), ("tp",)))
+    tensor_parallel(sch)
+    here = jax.make_mesh((4,), ("tp",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
+    nowhere, somewhere = build(sch), build(sch, mesh=here)
+    cluster = Cluster.load("dgx_a100_80").first_devices(4)
+    plan = autopar.plan_step(nowhere.apply, (params, x), method=nowhere.method, cluster=cluster)
+    assert plan.stages[0].axis_names == ("tp",)
+    for apply in (nowhere.apply, somewhere.apply):
+        run = autopar.parallelize(apply, method=autopar.PlanMethod(plan), donate_argnums=())
+        assert_allclose(run(params, x), model.apply(params, x), atol=1e-5)
+    with pytest.raises(ValueError, match=r"has no devices to run on; give a jax\.sharding\.Mesh of its axes"):
+        nowhere.init(model.init, jax.random.key(0), x)
+    with pytest.raises(ScheduleError, match=r"for a mesh of axes \{'tp': 4\}, not \{'x': 2\}"):
+        build(sch, mesh=jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]))
+
+
+@pytest.mark.parametrize("backend", ["manual", "gspmd"])
+def test_fingerprints_do_not_depend_on_devices(backend: Any) -> None:
+    """A schedule for a cluster that is not here is the same step as here: a plan made for one runs on the other."""
+    x = jnp.ones((8, 32))
+    cluster = Cluster.load("dgx_a100_80")
+    fingerprints = set()
+    for mesh in (AbstractMesh((4,), ("x",)), 4, target_mesh(cluster, (4,), ("x",))):
+        sch = scheduled(MLP(32), x, mesh=mesh)
+        tensor_parallel(sch)
+        fingerprints.add(trace(build(sch, backend).apply, (sch.params, x), (1,)).fingerprint)
+    assert len(fingerprints) == 1

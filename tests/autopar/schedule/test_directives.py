@@ -11,6 +11,7 @@ from autopar.schedule.directives import (
     Checkpoint,
     CutPipelineStage,
     Decompose,
+    ForkRng,
     Fuse,
     Replace,
     ScheduleError,
@@ -37,7 +38,7 @@ NOTES = st.lists(st.tuples(TEXT, TEXT | st.integers() | st.booleans())).map(tupl
 DIRECTIVE = st.one_of(
     SYNC,
     st.builds(Annotate, path=TEXT, param=TEXT, notes=NOTES),
-    *(st.builds(each) for each in (Shard, Decompose, Trace, Fuse, Replace, Checkpoint, CutPipelineStage)),
+    *(st.builds(each) for each in (Shard, Decompose, Trace, Fuse, Replace, Checkpoint, CutPipelineStage, ForkRng)),
 )
 
 

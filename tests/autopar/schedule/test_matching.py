@@ -73,6 +73,52 @@ def test_what_computes_something_else_or_is_used_elsewhere_is_not_found(fun: Cal
     assert found_in(fun, bias_gelu) == []
 
 
+COMMUTED = {
+    "sum": (lambda b, x: jnp.tanh(b) + x, lambda x, y: x + jnp.tanh(y)),
+    "product": (lambda b, x: x * jnp.tanh(2 * b), lambda x, y: jnp.tanh(y * 2) * x),
+    "larger": (lambda b, x: jnp.maximum(b, jnp.sin(x)), lambda x, y: jnp.maximum(jnp.sin(x), y)),
+    "twice": (lambda b, x: b + x * b, lambda x, y: x * y + y),
+    "summed": (lambda b, x: jnp.sum(x * jnp.sin(b), -1), lambda x, y: jnp.sum(jnp.sin(y) * x, -1)),
+    "entropy": (
+        lambda b, x: -jnp.sum(jax.nn.log_softmax(x) * b, -1),
+        lambda x, y: -jnp.sum(y * jax.nn.log_softmax(x), -1),
+    ),
+}
+
+
+@pytest.mark.parametrize(("fun", "pattern"), COMMUTED.values(), ids=list(COMMUTED))
+def test_operands_commute_whatever_their_shapes_and_what_is_found_computes_the_same(
+    fun: Callable[..., Any], pattern: Callable[..., Any]
+) -> None:
+    """One operand is of lower rank, and the pattern is not told so."""
+    sch = create_schedule(fun, BIAS, [X], mesh=1)
+    (found,) = sch.find(pattern)
+    assert set(found.inputs) == {"arg0", ""}
+    sch.replace(pattern, found)
+    Verify(sch, [X], params=BIAS).check()
+
+
+@pytest.mark.parametrize(
+    ("fun", "pattern"),
+    [
+        (lambda b, x: jnp.tanh(b)[:, None] + x, lambda x, y: x + jnp.tanh(y)),
+        (lambda b, x: x + jnp.sum(jnp.tanh(jnp.broadcast_to(b, x.shape)), 0), lambda x, y: x + jnp.sum(jnp.tanh(y), 0)),
+        (lambda b, x: jnp.broadcast_to(jnp.sin(b), x.shape) @ x, lambda x, y: jnp.sin(y) @ x),
+    ],
+    ids=["along rows", "summed after", "multiplied after"],
+)
+def test_a_broadcast_that_changes_the_result_is_not_looked_through(
+    fun: Callable[..., Any], pattern: Callable[..., Any]
+) -> None:
+    """On a square, where shapes alone would agree: the pattern of what is found still computes what it replaces."""
+    x, b = X[0, :, :8], BIAS[:8]
+    sch = create_schedule(fun, b, [x], mesh=1)
+    found = sch.find(pattern)
+    assert all("" not in each.inputs for each in found)
+    sch.replace(pattern, found)
+    Verify(sch, [x], params=b).check()
+
+
 def test_a_linear_module_is_one_thing_until_it_is_decomposed() -> None:
     sch = mlp_schedule(mesh=1)
     assert sch.find(bias_gelu) == []

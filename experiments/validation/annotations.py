@@ -1,4 +1,4 @@
-"""Training steps sharded by hand, as experts do it: shardings on parameters and module results, XLA propagates the rest.
+"""Training steps sharded by annotations, as experts do it: on parameters and module results, from where XLA propagates the rest.
 
 Tensor parallelism follows Megatron-LM (Shoeybi et al., 2019): queries, keys, values and the first feed-forward layer by columns, the
 layers after them by rows, embeddings by vocabulary; experts are spread as in GShard (Lepikhin et al., 2020). FSDP shards
@@ -35,7 +35,7 @@ _SPLIT_RESULTS = re.compile(r"(qkv|up|Conv_1|BatchNorm_1)$")
 
 
 @dataclass(frozen=True, slots=True)
-class ByHand:
+class Annotations:
     """Mesh axes and what they are for; an empty name is no axis.
 
     Attributes:
