@@ -11,8 +11,8 @@ from jax.extend.core import Jaxpr, Literal, Var
 from autopar import regions
 from autopar.graph import Atom
 from autopar.sharding.factors import OpFactors
+from autopar.sharding.fusion import Moved, traffic
 from autopar.sharding.rules import PASS_THROUGH, op_factors
-from autopar.sharding.storage import stored_values
 from autopar.trace import StepGraph
 
 type Role = OneOf["batch", "parameter", "state", "received", "other"]
@@ -31,7 +31,7 @@ class Dataflow:
         awaited: values without one that are made of the batch and that others per example are made of: a batch's mean, say.
         roles: of each input.
         readers: how many deciding equations read each value.
-        stored: the values that are written to memory.
+        traffic: what each equation moves in device memory.
     """
 
     factors: tuple[OpFactors | None, ...]
@@ -40,7 +40,7 @@ class Dataflow:
     awaited: frozenset[Var]
     roles: tuple[Role, ...]
     readers: Counter[Var]
-    stored: frozenset[Var]
+    traffic: tuple[Moved, ...]
 
 
 @lru_cache(maxsize=16)  # a stage is planned on many meshes
@@ -58,7 +58,7 @@ def analyse(step: StepGraph) -> Dataflow:
         awaited=_awaited(step, frozenset(per_example)),
         roles=_roles(step, marked),
         readers=readers,
-        stored=stored_values(step),
+        traffic=traffic(step),
     )
 
 

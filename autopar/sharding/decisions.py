@@ -30,6 +30,7 @@ from autopar.sharding.costs import MeshCosts, Seconds
 from autopar.sharding.dataflow import Role, analyse
 from autopar.sharding.deferral import fits, leads, partial_completions, synchronisations
 from autopar.sharding.factors import Assignment, OpFactors
+from autopar.sharding.fusion import PICKING, Moved
 from autopar.sharding.heuristic import input_placed
 from autopar.sharding.moves import moved_bytes
 from autopar.sharding.once import each_once
@@ -38,7 +39,6 @@ from autopar.sharding.pins import Pins, ShardingError, check_batch_axis, input_s
 from autopar.sharding.problem import ChoiceProblem
 from autopar.sharding.rules import POINTWISE
 from autopar.sharding.spec import Specs, local_shape, partition_spec, replicated
-from autopar.sharding.storage import is_view
 from autopar.trace import StepGraph
 from autopar.work import array_bytes, kernel_of
 from simulator.work import Kernel
@@ -335,8 +335,7 @@ class _Builder:
             return np.zeros((2, len(found.options)))
         if eqn.primitive.name == manual.SHARD_MAP:
             return np.array([manual.seconds(eqn, self.costs)]).T * self.repeats[number]
-        atoms = () if is_view(eqn) else (*eqn.invars, *eqn.outvars)
-        stored = tuple(isinstance(atom, Var) and atom in self.flow.stored for atom in atoms)
+        moved = self.flow.traffic[number]
         avals = tuple(atom.aval for atom in (*eqn.invars, *eqn.outvars))
         params = str(eqn.params) if factors.decides else ""
         key = (
@@ -344,30 +343,38 @@ class _Builder:
             params,
             factors,
             avals,
-            stored,
+            moved,
             found,
             self._costs_of(eqn.outvars[0]) is self.costs,
         )
         if key not in self._known_costs:
             self._known_costs[key] = np.array(
-                each_once(lambda option: self._cost(eqn, factors, option, stored), found.options)
+                each_once(lambda option: self._cost(eqn, factors, option, moved), found.options)
             ).T
         return self._known_costs[key] * self.repeats[number]
 
-    def _cost(self, eqn: JaxprEqn, factors: OpFactors, option: Option, stored: Sequence[bool]) -> tuple[float, float]:
-        mesh, count = self.mesh, len(eqn.invars)
-        specs = [factors.operand_spec(k, option.assignment) for k in range(count)]
+    def _cost(self, eqn: JaxprEqn, factors: OpFactors, option: Option, moved: Moved) -> tuple[float, float]:
+        specs = [factors.operand_spec(k, option.assignment) for k in range(len(eqn.invars))]
         specs += [factors.result_spec(r, option.assignment) for r in range(len(eqn.outvars))]
         avals = [aval_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
-        shapes = [local_shape(aval.shape, spec, mesh) for aval, spec in zip(avals, specs, strict=True)]
-        held = zip(shapes, avals, stored, strict=bool(stored))
-        moved = sum(array_bytes(shape, aval.dtype) for shape, aval, is_stored in held if is_stored)
+        shapes = [local_shape(aval.shape, spec, self.mesh) for aval, spec in zip(avals, specs, strict=True)]
+        sizes = [array_bytes(shape, aval.dtype) for shape, aval in zip(shapes, avals, strict=True)]
         completing = sum(self._costs_of(eqn.outvars[0]).collective(*step) for step in option.collectives)
         completing += self.costs.copy(option.copied)
-        if not moved:
-            return 0.0, completing
-        launch = 0.0 if any(stored[count:]) else self.launch  # that of the kernel this is fused into
-        return self.costs.model.kernel(kernel_of(eqn, shapes[:count], moved)) - launch, completing
+        count = len(eqn.invars)
+        return self._kernel_seconds(eqn, shapes[:count], sizes[:count], sizes[count:], moved, bool(option.collectives)), completing
+
+    def _kernel_seconds(self, eqn: JaxprEqn, shapes, operands, results, moved: Moved, partial: bool) -> float:
+        if eqn.primitive.name in PICKING:
+            operands = [min(size, max(results)) for size in operands]
+        total = sum(n * size for n, size in zip(moved.reads, operands, strict=True))
+        total += sum(n * size for n, size in zip(moved.writes, results, strict=True))
+        copies = sum(n * self.costs.copy(2 * size) for n, size in zip(moved.copies, operands, strict=bool(moved.copies)))
+        if moved.extended and partial:  # what is added comes after the sum over devices, and not as a part of this product
+            copies += self.costs.copy(2 * results[0])
+        if not total:
+            return copies
+        return self.costs.model.kernel(kernel_of(eqn, shapes, total)) + (moved.kernels - 1) * self.launch + copies
 
     # -- microbatches
 

@@ -1,0 +1,426 @@
+"""Which equations run in one kernel, and what each kernel reads and writes.
+
+A model of what XLA:GPU does with a step:
+
+- What is not written is computed again by every kernel that reads it, and each of these reads its sources anew. A cheap equation
+  is written only where that moves less (XLA's priority fusion weighs the same).
+- Kernels over the same elements that read the same value, or one what the other makes, become one kernel with several results
+  (XLA's multi-output fusion).
+- A row's reduction that its row waits for, as in a softmax, is part of the kernel of the row.
+- A product or convolution adds a bias, and what else is added to its result, before it writes it (cuBLAS and cuDNN epilogues).
+
+Checked against compiled programs by `experiments.validation.fidelity`. It looks at whole arrays, so that all shardings share it.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import combinations
+from math import prod
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from autopar import regions
+from autopar.graph import Atom, aval_of
+from autopar.sharding.rules import PASS_THROUGH
+from autopar.sharding.storage import EXPENSIVE, FUSIBLE, READING, is_view
+from autopar.trace import StepGraph
+from autopar.work import array_bytes
+
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_SCATTERS = frozenset({"scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min", "dynamic_update_slice"})
+
+_LONGEST_ROW = 16384
+"""Elements of a row that one kernel reduces; longer ones take two, with partial sums between."""
+
+PICKING = frozenset({"dynamic_slice", "gather", "slice", "split"})
+"""Primitives that read no more of an operand than they return."""
+
+_CHEAP = FUSIBLE | {"split"}
+
+_MOST_SOURCES = 16
+"""How many sources of an unwritten value are looked at; what has more is dear to compute again anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What an equation adds to the traffic of the kernels it is part of.
+
+    Attributes:
+        reads: for each operand, how many kernels read it on behalf of this equation.
+        writes: for each result, how often it is written.
+        kernels: how many kernels are counted here.
+        copies: for each operand, how many copies are made of it first, in a layout that the equation needs.
+        epilogue: whether it is part of the product before it, and whether something after it is part of this product.
+    """
+
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    kernels: int
+    copies: tuple[int, ...] = ()
+    extended: bool = False
+
+
+@dataclass(slots=True)
+class _Kernel:
+    """A kernel of fusible equations: those that make its results, what it reads and where, what it runs over."""
+
+    roots: list[int]
+    space: tuple[object, ...]
+    reduced: tuple[int, ...] | None
+    reads: dict[Var, tuple[int, int]] = field(default_factory=dict)
+    makes: set[Var] = field(default_factory=set)
+
+
+@lru_cache(maxsize=16)
+def traffic(step: StepGraph) -> tuple[Moved, ...]:
+    """What each equation of the step moves."""
+    return _Fusion(step).moved()
+
+
+class _Fusion:
+    def __init__(self, step: StepGraph) -> None:
+        self.eqns = step.jaxpr.eqns
+        self.makers = {var: number for number, eqn in enumerate(self.eqns) for var in eqn.outvars}
+        self.readers: dict[Var, list[int]] = defaultdict(list)
+        for number, eqn in enumerate(self.eqns):
+            for var in dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, Var)):
+                self.readers[var].append(number)
+        self.base = self._bases()
+        self.outputs = {self.base.get(a, a) for a in step.jaxpr.outvars if isinstance(a, Var)}
+        self.outputs.update(self.base.get(var, var) for var in step.handed_on)
+        self.inputs = {*step.jaxpr.invars, *step.jaxpr.constvars}
+        self.epilogues = self._find_epilogues()
+        self.ends = self._ends()
+        self.rows = {n for n, eqn in enumerate(self.eqns) if self._is_inside_row(eqn)}
+        self.written: set[Var] = set(self.inputs)
+        self.kernels: dict[int, _Kernel] = {}
+        self.inside: list[tuple[int, ...]] = [()] * len(self.eqns)  # the kernels that compute an equation
+        self.region = _regions(step)
+
+    def moved(self) -> tuple[Moved, ...]:
+        self._place()
+        self._merge()
+        reads: dict[int, Counter[int]] = defaultdict(Counter)
+        launches: Counter[int] = Counter()
+        kernels = {id(kernel): kernel for kernel in self.kernels.values()}.values()
+        for kernel in kernels:
+            launches[kernel.roots[0]] += 1
+            for var, (number, operand) in kernel.reads.items():
+                if var not in kernel.makes:
+                    reads[number][operand] += 1
+        layouts: dict[Var, set] = defaultdict(set)
+        return tuple(self._of(n, eqn, reads[n], launches[n], layouts) for n, eqn in enumerate(self.eqns))
+
+    # -- values
+
+    def _bases(self) -> dict[Var, Var]:
+        """For each view the value that it shows."""
+        base: dict[Var, Var] = {}
+        for eqn in self.eqns:
+            if is_view(eqn):
+                for atom, var in zip(eqn.invars, eqn.outvars, strict=False):
+                    if isinstance(atom, Var):
+                        base[var] = base.get(atom, atom)
+        return base
+
+    def _shown(self, atom: Atom) -> Var | None:
+        return None if isinstance(atom, Literal) else self.base.get(atom, atom)
+
+    def _only_reader(self, var: Var) -> int | None:
+        """The one equation that reads a value or its views, if there is one and the step does not return it."""
+        while True:
+            readers = self.readers[var]
+            if len(readers) != 1 or self.base.get(var, var) in self.outputs:
+                return None
+            eqn = self.eqns[readers[0]]
+            if not is_view(eqn) or eqn.primitive in regions.MARKERS:
+                return readers[0]
+            var = eqn.outvars[next(i for i, atom in enumerate(eqn.invars) if atom is var)]
+
+    # -- epilogues
+
+    def _find_epilogues(self) -> dict[int, int]:
+        """For each equation that is part of a product, the number of the product."""
+        found: dict[int, int] = {}
+        for number, eqn in enumerate(self.eqns):
+            if eqn.primitive.name not in _PRODUCTS:
+                continue
+            result, biased = eqn.outvars[0], False
+            while (reader := self._only_reader(result)) is not None and reader not in found:
+                other = self._added(self.eqns[reader], result)
+                if other is None or self.makers.get(other, -1) > number:
+                    break
+                is_bias = aval_of(other).size <= max(aval_of(result).shape, default=1)
+                if biased and is_bias:
+                    break
+                found[reader] = number
+                if not is_bias:
+                    break
+                biased, result = True, self.eqns[reader].outvars[0]
+        return found
+
+    def _added(self, eqn: JaxprEqn, result: Var) -> Var | None:
+        """What `eqn` adds to `result`, an array of its type."""
+        if eqn.primitive.name not in ("add", "add_any"):
+            return None
+        others = [atom for atom in eqn.invars if self._shown(atom) is not self._shown(result)]
+        if len(others) != 1 or isinstance(others[0], Literal) or aval_of(others[0]).dtype != aval_of(result).dtype:
+            return None
+        return others[0] if aval_of(eqn.outvars[0]).size == aval_of(result).size else None
+
+    def _ends(self) -> dict[int, Var]:
+        """For each product with an epilogue, what it writes."""
+        ends: dict[int, Var] = {}
+        for number, product in sorted(self.epilogues.items()):
+            ends[product] = self.eqns[number].outvars[0]
+        return ends
+
+    # -- kernels
+
+    def _is_inside_row(self, eqn: JaxprEqn) -> bool:
+        """Whether a reduction of rows is awaited by its rows alone: its result goes, spread over them, into one equation on their elements."""
+        if not eqn.primitive.name.startswith("reduce_") or len(eqn.outvars) != 1:
+            return False
+        whole, axes = aval_of(eqn.invars[0]).shape, tuple(eqn.params.get("axes", ()))
+        if axes != (len(whole) - 1,) or not 1 < whole[-1] <= _LONGEST_ROW or len(whole) < 2:
+            return False
+        var = eqn.outvars[0]
+        while (reader := self._only_reader(var)) is not None:
+            after = self.eqns[reader]
+            if after.primitive.name not in _CHEAP:
+                return False
+            if aval_of(after.outvars[0]).size == prod(whole):
+                return True
+            var = after.outvars[0]
+        return False
+
+    def _place(self) -> None:
+        """Decide, from the last equation to the first, what is written and which kernels compute what is not."""
+        sources = self._sources()
+        wanted: set[Var] = set(self.outputs)  # by those that read memory only
+        for number in reversed(range(len(self.eqns))):
+            eqn = self.eqns[number]
+            name, operands = eqn.primitive.name, [v for v in map(self._shown, eqn.invars) if v is not None]
+            users = tuple(dict.fromkeys(k for var in eqn.outvars for r in self.readers[var] for k in self.inside[r]))
+            if eqn.primitive in regions.MARKERS:
+                self.written.update(eqn.outvars)
+                wanted.update(operands)
+            elif number in self.epilogues:
+                wanted.update(operands)
+                self.written.update(v for v in eqn.outvars if v is self.ends[self.epilogues[number]])
+            elif is_view(eqn):
+                self.inside[number] = users
+            elif number in self.rows or name in _CHEAP:
+                forced = not wanted.isdisjoint(eqn.outvars)
+                if forced or (len(users) > 1 and self._is_kept(number, len(users), sources)):
+                    self._open(number, eqn)
+                else:
+                    self.inside[number] = users
+            elif name in READING or name.startswith(("reduce_", "arg")):
+                self._open(number, eqn)
+            else:
+                if number not in self.ends:
+                    self.written.update(eqn.outvars)
+                wanted.update(operands)
+        for number, eqn in enumerate(self.eqns):
+            for kernel in self.inside[number]:
+                for operand, atom in enumerate(eqn.invars):
+                    var = self._shown(atom)
+                    if var in self.written and not is_view(eqn):
+                        self.kernels[kernel].reads.setdefault(var, (number, operand))
+
+    def _open(self, number: int, eqn: JaxprEqn) -> None:
+        """The equation writes its results: it is the root of a kernel."""
+        self.written.update(eqn.outvars)
+        self.inside[number] = (number,)
+        reduces = eqn.primitive.name.startswith(("reduce_", "arg")) and number not in self.rows
+        over = aval_of(eqn.invars[0] if reduces else eqn.outvars[0]).shape
+        axes = None
+        if reduces:
+            lost = set(eqn.params.get("axes", ()))
+            axes = tuple(sum(1 for d in range(axis) if over[d] > 1) for axis in sorted(lost))
+        space = self.region[number], *(size for size in over if size > 1)
+        self.kernels[number] = _Kernel([number], space, axes, makes=set(eqn.outvars))
+
+    def _is_kept(self, number: int, users: int, sources: Mapping[Var, frozenset[Var] | None]) -> bool:
+        """Whether a value that several kernels read is written rather than computed again in each."""
+        eqn = self.eqns[number]
+        if eqn.primitive.name in EXPENSIVE:
+            return True
+        found = sources[eqn.outvars[0]]
+        if found is None:
+            return True
+        again, size = sum(map(_bytes, found)), sum(map(_bytes, eqn.outvars))
+        return users * again > again + (users + 1) * size
+
+    def _sources(self) -> dict[Var, frozenset[Var] | None]:
+        """What each value is computed from if only what must be is written; None: from too much to say."""
+        found: dict[Var, frozenset[Var] | None] = {}
+        for number, eqn in enumerate(self.eqns):
+            name = eqn.primitive.name
+            through = is_view(eqn) or number in self.rows or name in _CHEAP
+            for r, var in enumerate(eqn.outvars):
+                if not through or eqn.primitive in regions.MARKERS:
+                    found[var] = frozenset((var,))
+                    continue
+                atoms = eqn.invars[r : r + 1] if name in PASS_THROUGH else eqn.invars
+                parts = [found.get(a, frozenset((a,))) for a in atoms if isinstance(a, Var)]
+                union = frozenset().union(*(p for p in parts if p is not None))
+                found[var] = None if None in parts or len(union) > _MOST_SOURCES else union
+        return found
+
+    # -- merging
+
+    def _merge(self) -> None:
+        """Make one kernel of those that run over the same elements and share a value."""
+        before = self._ancestors()
+        by_value: dict[Var, list[int]] = defaultdict(list)
+        for root, kernel in self.kernels.items():
+            for var in kernel.reads:
+                if aval_of(var).size > 1:
+                    by_value[var].append(root)
+        for var in (*self.inputs, *(v for eqn in self.eqns for v in eqn.outvars)):
+            roots = by_value.get(var, ())
+            for a, b in combinations(roots, 2):
+                self._join(a, b, before)
+            maker = self.makers.get(var)
+            if maker in self.kernels:
+                for b in roots:
+                    self._join(maker, b, before)
+
+    def _join(self, a: int, b: int, before: Sequence[int]) -> None:
+        first, second = self.kernels[a], self.kernels[b]
+        if first is second or first.space != second.space:
+            return
+        if None not in (first.reduced, second.reduced) and first.reduced != second.reduced:
+            return
+        if self._waits(first, second, before) or self._waits(second, first, before):
+            return
+        first.roots += second.roots
+        first.reduced = first.reduced or second.reduced
+        first.makes |= second.makes
+        for var, where in second.reads.items():
+            first.reads.setdefault(var, where)
+        for root in second.roots:
+            self.kernels[root] = first
+
+    def _waits(self, first: _Kernel, second: _Kernel, before: Sequence[int]) -> bool:
+        """Whether the second needs something that is not there before the first is done, other than what it can take from its hands."""
+        mine = sum(1 << self.index[root] for root in first.roots)
+        for var in second.reads:
+            maker = self.makers.get(var)
+            if maker is None:
+                continue
+            if var in first.makes:
+                if aval_of(var).size != prod(first.space[1:]):
+                    return True
+            elif before[maker] & mine:
+                return True
+        return False
+
+    def _ancestors(self) -> list[int]:
+        """For each equation a set, as bits, of the kernels' roots that it needs; its own included."""
+        self.index = {root: i for i, root in enumerate(self.kernels)}
+        before: list[int] = []
+        for number, eqn in enumerate(self.eqns):
+            bits = 1 << self.index[number] if number in self.kernels else 0
+            for atom in eqn.invars:
+                if isinstance(atom, Var) and (maker := self.makers.get(atom)) is not None:
+                    bits |= before[maker]
+            before.append(bits)
+        return before
+
+    # -- equations
+
+    def _of(self, number: int, eqn: JaxprEqn, reads: Counter[int], launches: int, layouts: dict[Var, set]) -> Moved:
+        name = eqn.primitive.name
+        if self.inside[number] or eqn.primitive in regions.MARKERS:
+            writes = tuple(int(var in self.written and number in self.kernels) for var in eqn.outvars)
+            return Moved(tuple(reads[i] for i in range(len(eqn.invars))), writes, launches)
+        if number in self.epilogues:
+            return self._epilogue(number, eqn)
+        if is_view(eqn) or (name in _CHEAP and not self.written.intersection(eqn.outvars)):
+            return Moved((0,) * len(eqn.invars), (0,) * len(eqn.outvars), 0)
+        if name in _SCATTERS:  # into zeros that are made for it, or what is there already; updates are read, summed and written
+            updates = 1 if name == "dynamic_update_slice" else len(eqn.invars) - 1
+            passes = tuple(0 if i == 0 else 3 if i == updates else 1 for i in range(len(eqn.invars)))
+            fresh = self._is_constant(eqn.invars[0]) and self._only_adds(eqn.outvars[0]) is None
+            return Moved(passes, (int(fresh),), 1 + fresh)
+        copies = self._copies(eqn, layouts)
+        return Moved(
+            tuple(int(isinstance(a, Var)) for a in eqn.invars), (1,) * len(eqn.outvars), 1, copies, number in self.ends
+        )
+
+    def _epilogue(self, number: int, eqn: JaxprEqn) -> Moved:
+        """What is added is read; a product needs a copy of it, to add to, if others read it, too."""
+        product = self.eqns[self.epilogues[number]]
+        result = aval_of(eqn.outvars[0]).size
+        reads, copies = [], []
+        for atom in eqn.invars:
+            var = self._shown(atom)
+            is_result = var is not None and self.makers.get(var) in (self.epilogues[number], *self.epilogues) and (
+                self.makers.get(var) == self.epilogues[number] or self.epilogues.get(self.makers[var]) == self.epilogues[number]
+            )
+            reads.append(0 if is_result or var is None else 1)
+            is_whole = not is_result and aval_of(atom).size == result
+            shared = var is not None and (len(self.readers[atom]) > 1 or var in self.inputs)
+            copies.append(int(is_whole and shared and product.primitive.name == "dot_general"))
+        return Moved(tuple(reads), (0,), 0, tuple(copies))
+
+    def _is_constant(self, atom: Atom) -> bool:
+        maker = self.makers.get(atom) if isinstance(atom, Var) else None
+        return isinstance(atom, Literal) or (
+            maker is not None and self.eqns[maker].primitive.name == "broadcast_in_dim" and isinstance(self.eqns[maker].invars[0], Literal)
+        )
+
+    def _only_adds(self, var: Var) -> int | None:
+        reader = self._only_reader(var)
+        return reader if reader is not None and self.eqns[reader].primitive.name in ("add", "add_any") else None
+
+    def _copies(self, eqn: JaxprEqn, layouts: dict[Var, set]) -> tuple[int, ...]:
+        """Copies of a product's operands whose batch dims do not lead; one for all who want the same."""
+        if eqn.primitive.name != "dot_general":
+            return ()
+        contracted, batched = eqn.params["dimension_numbers"]
+        copies = []
+        for side, atom in enumerate(eqn.invars):
+            order = _product_order(aval_of(atom).ndim, tuple(contracted[side]), tuple(batched[side]), side)
+            var = self._shown(atom)
+            copies.append(0)
+            if order is None or var is None or order in layouts[var]:
+                continue
+            fused = self.makers.get(var) in self.kernels  # its kernel writes it in the first layout that is wanted
+            copies[-1] = int(not fused or bool(layouts[var]))
+            layouts[var].add(order)
+        return tuple(copies)
+
+
+def _regions(step: StepGraph) -> list[object]:
+    """What runs apart from other equations: each body of a loop or branch, and what is done for each microbatch."""
+    body = {number for number, _ in step.microbatching.body} if step.microbatching else ()
+    found, around = [], [-1]
+    for number, eqn in enumerate(step.jaxpr.eqns):
+        if eqn.primitive in regions.OPENING:
+            around.append(number)
+        elif eqn.primitive is regions.branch_p:
+            around[-1] = number
+        elif eqn.primitive is regions.end_p:
+            around.pop()
+        found.append((around[-1], number in body))
+    return found
+
+
+def _product_order(ndim: int, contracted: tuple[int, ...], batched: tuple[int, ...], side: int) -> tuple[int, ...] | None:
+    """The order of dims in which a product reads an operand; None: as it is."""
+    free = tuple(d for d in range(ndim) if d not in (*contracted, *batched))
+    for order in ((*batched, *free, *contracted), (*batched, *contracted, *free)):
+        if sorted(batched) == list(range(len(batched))) and order[len(batched) :] == tuple(range(len(batched), ndim)):
+            return None
+    return (*batched, *free, *contracted) if side == 0 else (*batched, *contracted, *free)
+
+
+def _bytes(var: Var) -> int:
+    aval = aval_of(var)
+    return array_bytes(aval.shape, aval.dtype)
