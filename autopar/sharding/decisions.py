@@ -362,16 +362,14 @@ class _Builder:
         completing = sum(self._costs_of(eqn.outvars[0]).collective(*step) for step in option.collectives)
         completing += self.costs.copy(option.copied)
         count = len(eqn.invars)
-        return self._kernel_seconds(eqn, shapes[:count], sizes[:count], sizes[count:], moved, bool(option.collectives)), completing
+        return self._kernel_seconds(eqn, shapes[:count], sizes[:count], sizes[count:], moved), completing
 
-    def _kernel_seconds(self, eqn: JaxprEqn, shapes, operands, results, moved: Moved, partial: bool) -> float:
+    def _kernel_seconds(self, eqn: JaxprEqn, shapes, operands, results, moved: Moved) -> float:
         if eqn.primitive.name in PICKING:
             operands = [min(size, max(results)) for size in operands]
         total = sum(n * size for n, size in zip(moved.reads, operands, strict=True))
         total += sum(n * size for n, size in zip(moved.writes, results, strict=True))
-        copies = sum(n * self.costs.copy(2 * size) for n, size in zip(moved.copies, operands, strict=bool(moved.copies)))
-        if moved.extended and partial:  # what is added comes after the sum over devices, and not as a part of this product
-            copies += self.costs.copy(2 * results[0])
+        copies = sum(n * self.costs.copy(2 * size) for n, size in zip(moved.copies, (*operands, *results), strict=bool(moved.copies)))
         if not total:
             return copies
         return self.costs.model.kernel(kernel_of(eqn, shapes, total)) + (moved.kernels - 1) * self.launch + copies

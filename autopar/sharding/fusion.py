@@ -39,6 +39,8 @@ PICKING = frozenset({"dynamic_slice", "gather", "slice", "split"})
 
 _CHEAP = FUSIBLE | {"split"}
 
+_LOOKUPS = frozenset({"dynamic_slice", "gather"})
+
 _MOST_SOURCES = 16
 """How many sources of an unwritten value are looked at; what has more is dear to compute again anyway."""
 
@@ -51,15 +53,14 @@ class Moved:
         reads: for each operand, how many kernels read it on behalf of this equation.
         writes: for each result, how often it is written.
         kernels: how many kernels are counted here.
-        copies: for each operand, how many copies are made of it first, in a layout that the equation needs.
-        epilogue: whether it is part of the product before it, and whether something after it is part of this product.
+        copies: for each operand, how many copies are made of it first, in a layout or a size that the equation needs, and for each
+            result, how many are made of it then.
     """
 
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     kernels: int
     copies: tuple[int, ...] = ()
-    extended: bool = False
 
 
 @dataclass(slots=True)
@@ -93,7 +94,10 @@ class _Fusion:
         self.inputs = {*step.jaxpr.invars, *step.jaxpr.constvars}
         self.epilogues = self._find_epilogues()
         self.ends = self._ends()
+        self.cheap = [_is_cheap(eqn) for eqn in self.eqns]
         self.rows = {n for n, eqn in enumerate(self.eqns) if self._is_inside_row(eqn)}
+        self.scattered = self._find_scattered()
+        self.onto: set[Var] = set()  # what is scattered onto
         self.written: set[Var] = set(self.inputs)
         self.kernels: dict[int, _Kernel] = {}
         self.inside: list[tuple[int, ...]] = [()] * len(self.eqns)  # the kernels that compute an equation
@@ -102,6 +106,7 @@ class _Fusion:
     def moved(self) -> tuple[Moved, ...]:
         self._place()
         self._merge()
+        self._drop()
         reads: dict[int, Counter[int]] = defaultdict(Counter)
         launches: Counter[int] = Counter()
         kernels = {id(kernel): kernel for kernel in self.kernels.values()}.values()
@@ -119,7 +124,7 @@ class _Fusion:
         """For each view the value that it shows."""
         base: dict[Var, Var] = {}
         for eqn in self.eqns:
-            if is_view(eqn):
+            if is_view(eqn) and eqn.primitive.name != "optimization_barrier":
                 for atom, var in zip(eqn.invars, eqn.outvars, strict=False):
                     if isinstance(atom, Var):
                         base[var] = base.get(atom, atom)
@@ -150,10 +155,10 @@ class _Fusion:
             result, biased = eqn.outvars[0], False
             while (reader := self._only_reader(result)) is not None and reader not in found:
                 other = self._added(self.eqns[reader], result)
-                if other is None or self.makers.get(other, -1) > number:
+                if other is None or self.makers.get(self.base.get(other, other), -1) > number:
                     break
                 is_bias = aval_of(other).size <= max(aval_of(result).shape, default=1)
-                if biased and is_bias:
+                if is_bias == biased and aval_of(other).size != aval_of(result).size:
                     break
                 found[reader] = number
                 if not is_bias:
@@ -177,11 +182,23 @@ class _Fusion:
             ends[product] = self.eqns[number].outvars[0]
         return ends
 
+    def _find_scattered(self) -> set[Var]:
+        """Results of scatters that are only added to something: they scatter onto that, in place."""
+        scatters = (eqn.outvars[0] for eqn in self.eqns if eqn.primitive.name == "scatter-add")
+        return {var for var in scatters if self._only_adds(var) is not None}
+
     # -- kernels
+
+    def _users(self, var: Var) -> Iterable[int]:
+        """The kernels that compute `var` if it is not written; a look-up computes no more than it looks up."""
+        for reader in self.readers[var]:
+            eqn = self.eqns[reader]
+            if eqn.primitive.name not in _LOOKUPS or eqn.invars[0] is not var:
+                yield from self.inside[reader]
 
     def _is_inside_row(self, eqn: JaxprEqn) -> bool:
         """Whether a reduction of rows is awaited by its rows alone: its result goes, spread over them, into one equation on their elements."""
-        if not eqn.primitive.name.startswith("reduce_") or len(eqn.outvars) != 1:
+        if not eqn.primitive.name.startswith("reduce_") or len(eqn.outvars) != 1 or _is_cheap(eqn):
             return False
         whole, axes = aval_of(eqn.invars[0]).shape, tuple(eqn.params.get("axes", ()))
         if axes != (len(whole) - 1,) or not 1 < whole[-1] <= _LONGEST_ROW or len(whole) < 2:
@@ -189,7 +206,7 @@ class _Fusion:
         var = eqn.outvars[0]
         while (reader := self._only_reader(var)) is not None:
             after = self.eqns[reader]
-            if after.primitive.name not in _CHEAP:
+            if not self.cheap[reader]:
                 return False
             if aval_of(after.outvars[0]).size == prod(whole):
                 return True
@@ -203,8 +220,8 @@ class _Fusion:
         for number in reversed(range(len(self.eqns))):
             eqn = self.eqns[number]
             name, operands = eqn.primitive.name, [v for v in map(self._shown, eqn.invars) if v is not None]
-            users = tuple(dict.fromkeys(k for var in eqn.outvars for r in self.readers[var] for k in self.inside[r]))
-            if eqn.primitive in regions.MARKERS:
+            users = tuple(dict.fromkeys(k for var in eqn.outvars for k in self._users(var)))
+            if eqn.primitive in regions.MARKERS or name == "optimization_barrier":
                 self.written.update(eqn.outvars)
                 wanted.update(operands)
             elif number in self.epilogues:
@@ -212,8 +229,11 @@ class _Fusion:
                 self.written.update(v for v in eqn.outvars if v is self.ends[self.epilogues[number]])
             elif is_view(eqn):
                 self.inside[number] = users
-            elif number in self.rows or name in _CHEAP:
+            elif number in self.rows or self.cheap[number]:
                 forced = not wanted.isdisjoint(eqn.outvars)
+                if any(isinstance(atom, Var) and atom in self.scattered for atom in eqn.invars):
+                    self.onto.update(eqn.outvars)
+                    forced = True
                 if forced or (len(users) > 1 and self._is_kept(number, len(users), sources)):
                     self._open(number, eqn)
                 else:
@@ -221,14 +241,16 @@ class _Fusion:
             elif name in READING or name.startswith(("reduce_", "arg")):
                 self._open(number, eqn)
             else:
-                if number not in self.ends:
+                if number not in self.ends and self.scattered.isdisjoint(eqn.outvars):
                     self.written.update(eqn.outvars)
-                wanted.update(operands)
+                fresh = name in _SCATTERS and self._is_constant(eqn.invars[0])
+                wanted.update(operands[1:] if fresh and isinstance(eqn.invars[0], Var) else operands)
+        self.wanted = wanted
         for number, eqn in enumerate(self.eqns):
             for kernel in self.inside[number]:
                 for operand, atom in enumerate(eqn.invars):
                     var = self._shown(atom)
-                    if var in self.written and not is_view(eqn):
+                    if var in self.written and not is_view(eqn) and not (operand == 0 and eqn.primitive.name in _LOOKUPS):
                         self.kernels[kernel].reads.setdefault(var, (number, operand))
 
     def _open(self, number: int, eqn: JaxprEqn) -> None:
@@ -260,9 +282,12 @@ class _Fusion:
         found: dict[Var, frozenset[Var] | None] = {}
         for number, eqn in enumerate(self.eqns):
             name = eqn.primitive.name
-            through = is_view(eqn) or number in self.rows or name in _CHEAP
+            through = number not in self.epilogues and (is_view(eqn) or number in self.rows or self.cheap[number])
             for r, var in enumerate(eqn.outvars):
-                if not through or eqn.primitive in regions.MARKERS:
+                if number in self.rows:  # who computes it reads its row anyway
+                    found[var] = frozenset()
+                    continue
+                if not through or eqn.primitive in regions.MARKERS or name == "optimization_barrier":
                     found[var] = frozenset((var,))
                     continue
                 atoms = eqn.invars[r : r + 1] if name in PASS_THROUGH else eqn.invars
@@ -288,7 +313,29 @@ class _Fusion:
             maker = self.makers.get(var)
             if maker in self.kernels:
                 for b in roots:
-                    self._join(maker, b, before)
+                    if self._may_take_over(self.kernels[maker], self.kernels[b], var):
+                        self._join(maker, b, before)
+
+    def _drop(self) -> None:
+        """Write nothing that only the kernel which makes it reads."""
+        inside: dict[Var, set[int]] = defaultdict(set)
+        for number, eqn in enumerate(self.eqns):
+            kernels = {id(self.kernels[root]) for root in self.inside[number]} or {-number}
+            for atom in eqn.invars:
+                if (var := self._shown(atom)) is not None and not is_view(eqn):
+                    inside[var] |= kernels
+        for root, kernel in self.kernels.items():
+            for var in self.eqns[root].outvars:
+                if inside[var] == {id(kernel)} and var not in self.wanted and var not in self.onto:
+                    self.written.discard(var)
+                    kernel.makes.discard(var)
+                    kernel.reads.pop(var, None)
+
+    @staticmethod
+    def _may_take_over(maker: _Kernel, reader: _Kernel, var: Var) -> bool:
+        """Whether the kernel that makes `var` may do what one that reads it does: a reduction only if it does nothing else."""
+        others = (v for v in reader.reads if v is not var and 2 * aval_of(v).size > aval_of(var).size)
+        return reader.reduced is None or (len(maker.makes) == 1 and not any(others))
 
     def _join(self, a: int, b: int, before: Sequence[int]) -> None:
         first, second = self.kernels[a], self.kernels[b]
@@ -314,7 +361,7 @@ class _Fusion:
             if maker is None:
                 continue
             if var in first.makes:
-                if aval_of(var).size != prod(first.space[1:]):
+                if aval_of(var).size != prod(first.space[1:]) or var in self.onto:
                     return True
             elif before[maker] & mine:
                 return True
@@ -341,17 +388,15 @@ class _Fusion:
             return Moved(tuple(reads[i] for i in range(len(eqn.invars))), writes, launches)
         if number in self.epilogues:
             return self._epilogue(number, eqn)
-        if is_view(eqn) or (name in _CHEAP and not self.written.intersection(eqn.outvars)):
+        if is_view(eqn) or (self.cheap[number] and not self.written.intersection(eqn.outvars)):
             return Moved((0,) * len(eqn.invars), (0,) * len(eqn.outvars), 0)
         if name in _SCATTERS:  # into zeros that are made for it, or what is there already; updates are read, summed and written
             updates = 1 if name == "dynamic_update_slice" else len(eqn.invars) - 1
             passes = tuple(0 if i == 0 else 3 if i == updates else 1 for i in range(len(eqn.invars)))
-            fresh = self._is_constant(eqn.invars[0]) and self._only_adds(eqn.outvars[0]) is None
+            fresh = self._is_constant(eqn.invars[0]) and eqn.outvars[0] not in self.scattered
             return Moved(passes, (int(fresh),), 1 + fresh)
         copies = self._copies(eqn, layouts)
-        return Moved(
-            tuple(int(isinstance(a, Var)) for a in eqn.invars), (1,) * len(eqn.outvars), 1, copies, number in self.ends
-        )
+        return Moved(tuple(int(isinstance(a, Var)) for a in eqn.invars), (1,) * len(eqn.outvars), 1, copies)
 
     def _epilogue(self, number: int, eqn: JaxprEqn) -> Moved:
         """What is added is read; a product needs a copy of it, to add to, if others read it, too."""
@@ -367,7 +412,7 @@ class _Fusion:
             is_whole = not is_result and aval_of(atom).size == result
             shared = var is not None and (len(self.readers[atom]) > 1 or var in self.inputs)
             copies.append(int(is_whole and shared and product.primitive.name == "dot_general"))
-        return Moved(tuple(reads), (0,), 0, tuple(copies))
+        return Moved(tuple(reads), (0,), 0, (*copies, 0))
 
     def _is_constant(self, atom: Atom) -> bool:
         maker = self.makers.get(atom) if isinstance(atom, Var) else None
@@ -380,21 +425,54 @@ class _Fusion:
         return reader if reader is not None and self.eqns[reader].primitive.name in ("add", "add_any") else None
 
     def _copies(self, eqn: JaxprEqn, layouts: dict[Var, set]) -> tuple[int, ...]:
-        """Copies of a product's operands whose batch dims do not lead; one for all who want the same."""
-        if eqn.primitive.name != "dot_general":
+        """Copies of a product's operands and results in other layouts or sizes; one for all who want the same."""
+        if eqn.primitive.name not in _PRODUCTS:
             return ()
-        contracted, batched = eqn.params["dimension_numbers"]
+        wanted = _dot_wants(eqn) if eqn.primitive.name == "dot_general" else _conv_wants(eqn)
         copies = []
-        for side, atom in enumerate(eqn.invars):
-            order = _product_order(aval_of(atom).ndim, tuple(contracted[side]), tuple(batched[side]), side)
-            var = self._shown(atom)
+        for atom, layout in zip((*eqn.invars, *eqn.outvars), wanted, strict=True):
             copies.append(0)
-            if order is None or var is None or order in layouts[var]:
+            var = self._shown(atom)
+            if layout is None or var is None or layout in layouts[var]:
                 continue
-            fused = self.makers.get(var) in self.kernels  # its kernel writes it in the first layout that is wanted
-            copies[-1] = int(not fused or bool(layouts[var]))
-            layouts[var].add(order)
+            fused = self.makers.get(var) in self.kernels and layout[0] == "order"
+            copies[-1] = int(not fused or bool(layouts[var]))  # its kernel writes it in the first order that is wanted
+            layouts[var].add(layout)
         return tuple(copies)
+
+
+def _dot_wants(eqn: JaxprEqn) -> list[tuple | None]:
+    """For each operand and the result of a matrix product how it must be, if not as it is: batch dims lead, and sizes of half
+    precision are multiples of 8."""
+    contracted, batched = eqn.params["dimension_numbers"]
+    wants: list[tuple | None] = []
+    for side, atom in enumerate(eqn.invars):
+        aval = aval_of(atom)
+        free = tuple(d for d in range(aval.ndim) if d not in (*contracted[side], *batched[side]))
+        sizes = [prod(aval.shape[d] for d in dims) for dims in (free, contracted[side])]
+        order = _product_order(aval.ndim, tuple(contracted[side]), tuple(batched[side]), side)
+        if aval.dtype.itemsize == 2 and any(size % 8 for size in sizes):
+            wants.append(("padded", order))
+        else:
+            wants.append(order and ("order", order))
+    return [*wants, None]
+
+
+def _conv_wants(eqn: JaxprEqn) -> list[tuple | None]:
+    """The same for a convolution: its kernel, and the gradient of one, are transposed; uneven padding and zeros between are written out."""
+    params = eqn.params
+    numbers = params["dimension_numbers"]
+    if numbers.lhs_spec[0] != 0:  # sums over examples: the gradient of a kernel
+        return [None, None, ("kernel",)]
+    uneven = any(low != high for low, high in params["padding"]) and max(params["lhs_dilation"]) == 1
+    return [("padded", params["padding"]) if uneven else None, ("kernel",), None]
+
+
+def _is_cheap(eqn: JaxprEqn) -> bool:
+    """Whether an equation is computed wherever it is needed; sums over dims of size one are."""
+    if eqn.primitive.name.startswith("reduce_") and len(eqn.outvars) == 1:
+        return aval_of(eqn.invars[0]).size == aval_of(eqn.outvars[0]).size
+    return eqn.primitive.name in _CHEAP
 
 
 def _regions(step: StepGraph) -> list[object]:
