@@ -57,6 +57,14 @@ class MeshCosts:
         return steps + self.copy(copied_bytes(num_bytes, source, target, self.mesh))
 
     @cached_property
+    def fuses_rows(self) -> bool:
+        """Whether a kernel may hold a row while it is reduced: XLA writes such kernels in Triton, for compute capability 8.0 on."""
+        target = getattr(getattr(getattr(self.model, "cluster", None), "device", None), "xla_target", None)
+        if target is None:
+            return True
+        return target["gpu_device_info"]["cuda_compute_capability"]["major"] >= 8
+
+    @cached_property
     def combined(self) -> "MeshCosts":
         """The same, for collectives that the compiler combines."""
         return MeshCosts(self.mesh, Combined(self.model), self.forbidden)
@@ -81,10 +89,12 @@ class MeshCosts:
 class Combined:
     """A cost model of collectives that the compiler combines with others of their kind, as it does those of weights.
 
-    One adds its share of a large collective's time, and no latency.
+    XLA:GPU makes one of several as long as their results are no larger than 30 MiB together (its
+    `xla_gpu_*_combine_threshold_bytes`), so one adds its share of the time of such a collective, and a larger one runs alone. What is
+    all_reduced with others is copied into one array with them, and out of it again.
     """
 
-    _REST = 64e6  # bytes of the others; any amount at which bandwidth decides
+    _TOGETHER = 30 * 2**20
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
@@ -93,8 +103,14 @@ class Combined:
         return self.model.kernel(kernel, device)
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
-        others = self.model.collective(kind, self._REST, groups)
-        return self.model.collective(kind, num_bytes + self._REST, groups) - others
+        parts = len(groups[0]) if kind == "reduce_scatter" else 1
+        share = num_bytes / parts / self._TOGETHER
+        if share >= 1:
+            return self.model.collective(kind, num_bytes, groups)
+        seconds = share * self.model.collective(kind, parts * self._TOGETHER, groups)
+        if kind == "all_reduce":
+            seconds += self.model.kernel(Kernel("copy", "memory", 0.0, 4 * num_bytes))
+        return seconds
 
     def slowdown(self, groups: Groups) -> float:
         return self.model.slowdown(groups)

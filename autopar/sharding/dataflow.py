@@ -11,7 +11,6 @@ from jax.extend.core import Jaxpr, Literal, Var
 from autopar import regions
 from autopar.graph import Atom
 from autopar.sharding.factors import OpFactors
-from autopar.sharding.fusion import Moved, traffic
 from autopar.sharding.rules import PASS_THROUGH, op_factors
 from autopar.trace import StepGraph
 
@@ -31,7 +30,6 @@ class Dataflow:
         awaited: values without one that are made of the batch and that others per example are made of: a batch's mean, say.
         roles: of each input.
         readers: how many deciding equations read each value.
-        traffic: what each equation moves in device memory.
     """
 
     factors: tuple[OpFactors | None, ...]
@@ -40,7 +38,6 @@ class Dataflow:
     awaited: frozenset[Var]
     roles: tuple[Role, ...]
     readers: Counter[Var]
-    traffic: tuple[Moved, ...]
 
 
 @lru_cache(maxsize=16)  # a stage is planned on many meshes
@@ -58,7 +55,6 @@ def analyse(step: StepGraph) -> Dataflow:
         awaited=_awaited(step, frozenset(per_example)),
         roles=_roles(step, marked),
         readers=readers,
-        traffic=traffic(step),
     )
 
 

@@ -30,7 +30,7 @@ from autopar.sharding.costs import MeshCosts, Seconds
 from autopar.sharding.dataflow import Role, analyse
 from autopar.sharding.deferral import fits, leads, partial_completions, synchronisations
 from autopar.sharding.factors import Assignment, OpFactors
-from autopar.sharding.fusion import PICKING, Moved
+from autopar.sharding.fusion import PICKING, Moved, traffic
 from autopar.sharding.heuristic import input_placed
 from autopar.sharding.moves import moved_bytes
 from autopar.sharding.once import each_once
@@ -145,6 +145,7 @@ class _Builder:
         check_batch_axis(options, self.mesh)
         self.found = Decisions()
         self.flow = analyse(step)
+        self.traffic = traffic(step, costs.fuses_rows)
         self.pins = Pins(options.pins, step, self.mesh)
         self.repeats = _repeats(step)
         self.combined = costs.combined
@@ -335,7 +336,7 @@ class _Builder:
             return np.zeros((2, len(found.options)))
         if eqn.primitive.name == manual.SHARD_MAP:
             return np.array([manual.seconds(eqn, self.costs)]).T * self.repeats[number]
-        moved = self.flow.traffic[number]
+        moved = self.traffic[number]
         avals = tuple(atom.aval for atom in (*eqn.invars, *eqn.outvars))
         params = str(eqn.params) if factors.decides else ""
         key = (

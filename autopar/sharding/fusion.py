@@ -75,13 +75,13 @@ class _Kernel:
 
 
 @lru_cache(maxsize=16)
-def traffic(step: StepGraph) -> tuple[Moved, ...]:
-    """What each equation of the step moves."""
-    return _Fusion(step).moved()
+def traffic(step: StepGraph, fuses_rows: bool = True) -> tuple[Moved, ...]:
+    """What each equation of the step moves; without `fuses_rows` each reduction is a kernel of its own."""
+    return _Fusion(step, fuses_rows).moved()
 
 
 class _Fusion:
-    def __init__(self, step: StepGraph) -> None:
+    def __init__(self, step: StepGraph, fuses_rows: bool) -> None:
         self.eqns = step.jaxpr.eqns
         self.makers = {var: number for number, eqn in enumerate(self.eqns) for var in eqn.outvars}
         self.readers: dict[Var, list[int]] = defaultdict(list)
@@ -95,7 +95,7 @@ class _Fusion:
         self.epilogues = self._find_epilogues()
         self.ends = self._ends()
         self.cheap = [_is_cheap(eqn) for eqn in self.eqns]
-        self.rows = {n for n, eqn in enumerate(self.eqns) if self._is_inside_row(eqn)}
+        self.rows = {n for n, eqn in enumerate(self.eqns) if fuses_rows and self._is_inside_row(eqn)}
         self.scattered = self._find_scattered()
         self.onto: set[Var] = set()  # what is scattered onto
         self.written: set[Var] = set(self.inputs)
