@@ -133,9 +133,14 @@ def _parameters(step: StepGraph, marked: Sequence[frozenset[int]]) -> set[Var]:
 def _awaited(step: StepGraph, per_example: frozenset[Var]) -> frozenset[Var]:
     reached, reaching = {step.jaxpr.invars[i] for i in step.batch}, set(per_example)
     for eqn in step.jaxpr.eqns:
-        if any(isinstance(atom, Var) and atom in reached for atom in eqn.invars):
+        if eqn.primitive.name in PASS_THROUGH:
+            reached.update(var for atom, var in zip(eqn.invars, eqn.outvars, strict=True) if isinstance(atom, Var) and atom in reached)
+        elif any(isinstance(atom, Var) and atom in reached for atom in eqn.invars):
             reached.update(eqn.outvars)
     for eqn in reversed(step.jaxpr.eqns):
-        if not reaching.isdisjoint(eqn.outvars):
+        if eqn.primitive.name in PASS_THROUGH:
+            passed = (atom for atom, var in zip(eqn.invars, eqn.outvars, strict=True) if var in reaching)
+            reaching.update(atom for atom in passed if isinstance(atom, Var))
+        elif not reaching.isdisjoint(eqn.outvars):
             reaching.update(atom for atom in eqn.invars if isinstance(atom, Var))
     return frozenset(reached & reaching) - per_example

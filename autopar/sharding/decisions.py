@@ -26,7 +26,7 @@ from autopar.sharding.candidates import (
     followed,
     scattered_if_possible,
 )
-from autopar.sharding.costs import MeshCosts, Seconds
+from autopar.sharding.costs import MeshCosts, Seconds, Step
 from autopar.sharding.dataflow import Role, analyse
 from autopar.sharding.deferral import fits, leads, partial_completions, synchronisations
 from autopar.sharding.factors import Assignment, OpFactors
@@ -360,10 +360,18 @@ class _Builder:
         avals = [aval_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
         shapes = [local_shape(aval.shape, spec, self.mesh) for aval, spec in zip(avals, specs, strict=True)]
         sizes = [array_bytes(shape, aval.dtype) for shape, aval in zip(shapes, avals, strict=True)]
-        completing = sum(self._costs_of(eqn.outvars[0]).collective(*step) for step in option.collectives)
+        completing = sum(self._completing(eqn.outvars[0], step, moved.together) for step in option.collectives)
         completing += self.costs.copy(option.copied)
         count = len(eqn.invars)
         return self._kernel_seconds(eqn, shapes[:count], sizes[:count], sizes[count:], moved), completing
+
+    def _completing(self, var: Var, step: Step, together: int) -> float:
+        """Seconds of a collective on what a kernel leaves; sums that are ready at the same time are copied together and completed so."""
+        costs = self._costs_of(var)
+        kind, num_bytes, axes = step
+        if together == 1 or kind != "all_reduce" or var not in self.flow.awaited:
+            return costs.collective(kind, num_bytes, axes)
+        return costs.collective(kind, together * num_bytes, axes) / together + self.costs.copy(4 * num_bytes)
 
     def _kernel_seconds(self, eqn: JaxprEqn, shapes, operands, results, moved: Moved) -> float:
         if eqn.primitive.name in PICKING:

@@ -53,6 +53,7 @@ class Moved:
         reads: for each operand, how many kernels read it on behalf of this equation.
         writes: for each result, how often it is written.
         kernels: how many kernels are counted here.
+        together: how many reductions one kernel makes with this one; what they leave over several devices is summed together.
         copies: for each operand, how many copies are made of it first, in a layout or a size that the equation needs, and for each
             result, how many are made of it then.
     """
@@ -61,6 +62,7 @@ class Moved:
     writes: tuple[int, ...]
     kernels: int
     copies: tuple[int, ...] = ()
+    together: int = 1
 
 
 @dataclass(slots=True)
@@ -385,7 +387,9 @@ class _Fusion:
         name = eqn.primitive.name
         if self.inside[number] or eqn.primitive in regions.MARKERS:
             writes = tuple(int(var in self.written and number in self.kernels) for var in eqn.outvars)
-            return Moved(tuple(reads[i] for i in range(len(eqn.invars))), writes, launches)
+            kernel = self.kernels.get(number)
+            together = sum(root not in self.rows and not self.cheap[root] for root in kernel.roots) if kernel else 1
+            return Moved(tuple(reads[i] for i in range(len(eqn.invars))), writes, launches, together=max(1, together))
         if number in self.epilogues:
             return self._epilogue(number, eqn)
         if is_view(eqn) or (self.cheap[number] and not self.written.intersection(eqn.outvars)):
