@@ -30,7 +30,7 @@ from autopar.sharding.costs import MeshCosts, Seconds, Step
 from autopar.sharding.dataflow import Role, analyse
 from autopar.sharding.deferral import fits, leads, partial_completions, synchronisations
 from autopar.sharding.factors import Assignment, OpFactors
-from autopar.sharding.fusion import PICKING, Moved, traffic
+from autopar.sharding.fusion import PICKING, Moved, takes_two_kernels, traffic
 from autopar.sharding.heuristic import input_placed
 from autopar.sharding.moves import moved_bytes
 from autopar.sharding.once import each_once
@@ -333,7 +333,7 @@ class _Builder:
         Shape (2, options).
         """
         if eqn.primitive in regions.MARKERS:
-            return np.zeros((2, len(found.options)))
+            return self._marker_costs(number, eqn, factors, found)
         if eqn.primitive.name == manual.SHARD_MAP:
             return np.array([manual.seconds(eqn, self.costs)]).T * self.repeats[number]
         moved = self.traffic[number]
@@ -353,6 +353,15 @@ class _Builder:
                 each_once(lambda option: self._cost(eqn, factors, option, moved), found.options)
             ).T
         return self._known_costs[key] * self.repeats[number]
+
+    def _marker_costs(self, number: int, eqn: JaxprEqn, factors: OpFactors, found: Candidates) -> np.ndarray:
+        """What a loop collects is zeros at first, then each iteration writes its slice; and it counts its iterations."""
+        seconds = np.zeros((2, len(found.options)))
+        if eqn.primitive is regions.loop_stack_p:
+            aval = aval_of(eqn.invars[0])
+            sizes = each_once(lambda spec: array_bytes(local_shape(aval.shape, spec, self.mesh), aval.dtype), found.operands[0])
+            seconds[0] = [self.repeats[number] * self.costs.copy(3 * size) for size in sizes]
+        return seconds
 
     def _cost(self, eqn: JaxprEqn, factors: OpFactors, option: Option, moved: Moved) -> tuple[float, float]:
         specs = [factors.operand_spec(k, option.assignment) for k in range(len(eqn.invars))]
@@ -381,7 +390,8 @@ class _Builder:
         copies = sum(n * self.costs.copy(2 * size) for n, size in zip(moved.copies, (*operands, *results), strict=bool(moved.copies)))
         if not total:
             return copies
-        return self.costs.model.kernel(kernel_of(eqn, shapes, total)) + (moved.kernels - 1) * self.launch + copies
+        kernels = moved.kernels + (any(moved.writes) and takes_two_kernels(eqn, shapes[0]))
+        return self.costs.model.kernel(kernel_of(eqn, shapes, total)) + (kernels - 1) * self.launch + copies
 
     # -- microbatches
 
@@ -449,9 +459,13 @@ class _Builder:
         self.found.uses.append(Use(eqn, operand, placement, decision, required))
         assert isinstance(atom, Var)
         num_bytes = moved_bytes(self.made_by.get(atom), atom)
-        matrix = self._costs_of(atom).reshard_matrix(num_bytes, placement.specs, required)
+        alike = 1  # operands that are moved together
+        if eqn is not None and self.step.jaxpr.eqns[eqn].primitive.name == "concatenate":
+            alike = sum(a.aval == atom.aval for a in self.step.jaxpr.eqns[eqn].invars)
+        matrix = self._costs_of(atom).reshard_matrix(alike * num_bytes, placement.specs, required)
         if matrix is None:
             return
+        matrix = matrix / alike
         if (
             eqn is not None
             and atom not in self.flow.per_example

@@ -37,9 +37,19 @@ _LONGEST_ROW = 16384
 PICKING = frozenset({"dynamic_slice", "gather", "slice", "split"})
 """Primitives that read no more of an operand than they return."""
 
+_LONGEST_COLUMN = 4096
+
 _CHEAP = FUSIBLE | {"split"}
+"""Primitives that are computed wherever they are needed."""
+
+_MOVES = PASS_THROUGH | {"broadcast_in_dim", "convert_element_type", "copy", "reshape", "slice", "split", "squeeze", "stop_gradient"}
+_MOVES |= {"transpose"}
+"""Of those, the ones that compute nothing."""
 
 _LOOKUPS = frozenset({"dynamic_slice", "gather"})
+
+_HANDFUL = 3
+"""Operations on an element that are not done again for each of many others that it is spread over."""
 
 _MOST_SOURCES = 16
 """How many sources of an unwritten value are looked at; what has more is dear to compute again anyway."""
@@ -217,7 +227,7 @@ class _Fusion:
 
     def _place(self) -> None:
         """Decide, from the last equation to the first, what is written and which kernels compute what is not."""
-        sources = self._sources()
+        sources, work = self._sources(), self._work()
         wanted: set[Var] = set(self.outputs)  # by those that read memory only
         for number in reversed(range(len(self.eqns))):
             eqn = self.eqns[number]
@@ -236,7 +246,7 @@ class _Fusion:
                 if any(isinstance(atom, Var) and atom in self.scattered for atom in eqn.invars):
                     self.onto.update(eqn.outvars)
                     forced = True
-                if forced or (len(users) > 1 and self._is_kept(number, len(users), sources)):
+                if forced or self._is_spread(number, work) or (len(users) > 1 and self._is_kept(number, len(users), sources)):
                     self._open(number, eqn)
                 else:
                     self.inside[number] = users
@@ -278,6 +288,26 @@ class _Fusion:
             return True
         again, size = sum(map(_bytes, found)), sum(map(_bytes, eqn.outvars))
         return users * again > again + (users + 1) * size
+
+    def _work(self) -> list[int]:
+        """How many operations an element of each equation takes, one after the other, from values of its size that are written."""
+        found: list[int] = []
+        for number, eqn in enumerate(self.eqns):
+            if not self.cheap[number] or number in self.epilogues:
+                found.append(0)
+                continue
+            makers = (self.makers.get(a) for a in eqn.invars if isinstance(a, Var) and aval_of(a).size == aval_of(eqn.outvars[0]).size)
+            before = max((found[maker] for maker in makers if maker is not None), default=0)
+            found.append(before + (eqn.primitive.name not in _MOVES))
+        return found
+
+    def _is_spread(self, number: int, work: Sequence[int]) -> bool:
+        """Whether much is done for few elements that are then spread over many: it is done once, before."""
+        (var, *_) = self.eqns[number].outvars
+        wide = 16 * aval_of(var).size
+        return work[number] >= _HANDFUL and any(
+            aval_of(self.eqns[reader].outvars[0]).size >= wide for reader in self.readers[var] if self.inside[reader]
+        )
 
     def _sources(self) -> dict[Var, frozenset[Var] | None]:
         """What each value is computed from if only what must be is written; None: from too much to say."""
@@ -477,6 +507,19 @@ def _is_cheap(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name.startswith("reduce_") and len(eqn.outvars) == 1:
         return aval_of(eqn.invars[0]).size == aval_of(eqn.outvars[0]).size
     return eqn.primitive.name in _CHEAP
+
+
+def takes_two_kernels(eqn: JaxprEqn, shape: Sequence[int]) -> bool:
+    """Whether so many elements of `shape` are reduced to one that partial results come first.
+
+    XLA's tree reduction: more than 16384 of a row, or 4096 of a column; images are stored channel by channel, which makes rows.
+    """
+    if not eqn.primitive.name.startswith("reduce_") or not shape:
+        return False
+    axes = eqn.params.get("axes", ())
+    length = prod(shape[axis] for axis in axes)
+    is_row = len(shape) - 1 in axes
+    return length > _LONGEST_ROW if is_row else length > _LONGEST_COLUMN and len(shape) < 4
 
 
 def _regions(step: StepGraph) -> list[object]:
