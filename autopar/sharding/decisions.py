@@ -357,7 +357,9 @@ class _Builder:
     def _marker_costs(self, number: int, eqn: JaxprEqn, factors: OpFactors, found: Candidates) -> np.ndarray:
         """What a loop collects is zeros at first, then each iteration writes its slice; and it counts its iterations."""
         seconds = np.zeros((2, len(found.options)))
-        if eqn.primitive is regions.loop_stack_p:
+        if eqn.primitive is regions.loop_p:
+            seconds[0] = self.repeats[number] * (eqn.params["length"] or 1) * self.launch
+        elif eqn.primitive is regions.loop_stack_p:
             aval = aval_of(eqn.invars[0])
             sizes = each_once(lambda spec: array_bytes(local_shape(aval.shape, spec, self.mesh), aval.dtype), found.operands[0])
             seconds[0] = [self.repeats[number] * self.costs.copy(3 * size) for size in sizes]

@@ -114,6 +114,8 @@ class _Fusion:
         self.kernels: dict[int, _Kernel] = {}
         self.inside: list[tuple[int, ...]] = [()] * len(self.eqns)  # the kernels that compute an equation
         self.region = _regions(step)
+        finals = (eqn.invars[1] for eqn in self.eqns if eqn.primitive is regions.loop_result_p)
+        self.carried = {atom for atom in finals if isinstance(atom, Var)}  # updated in place, each by itself
 
     def moved(self) -> tuple[Moved, ...]:
         self._place()
@@ -371,7 +373,7 @@ class _Fusion:
 
     def _join(self, a: int, b: int, before: Sequence[int]) -> None:
         first, second = self.kernels[a], self.kernels[b]
-        if first is second or first.space != second.space:
+        if first is second or first.space != second.space or not (self.carried.isdisjoint(first.makes) or self.carried.isdisjoint(second.makes)):
             return
         if None not in (first.reduced, second.reduced) and first.reduced != second.reduced:
             return
