@@ -86,15 +86,16 @@ class MeshCosts:
         return matrix if matrix.any() else None
 
 
+COMBINED_BYTES = 30 * 2**20
+"""XLA:GPU makes one collective of several as long as their results are no larger together (`xla_gpu_*_combine_threshold_bytes`)."""
+
+
 class Combined:
     """A cost model of collectives that the compiler combines with others of their kind, as it does those of weights.
 
-    XLA:GPU makes one of several as long as their results are no larger than 30 MiB together (its
-    `xla_gpu_*_combine_threshold_bytes`), so one adds its share of the time of such a collective, and a larger one runs alone. What is
-    all_reduced with others is copied into one array with them, and out of it again.
+    One adds its share of the time of `COMBINED_BYTES`, a larger one runs alone. What is all_reduced with others is copied into one
+    array with them, and out of it again.
     """
-
-    _TOGETHER = 30 * 2**20
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
@@ -104,10 +105,10 @@ class Combined:
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         parts = len(groups[0]) if kind == "reduce_scatter" else 1
-        share = num_bytes / parts / self._TOGETHER
+        share = num_bytes / parts / COMBINED_BYTES
         if share >= 1:
             return self.model.collective(kind, num_bytes, groups)
-        seconds = share * self.model.collective(kind, parts * self._TOGETHER, groups)
+        seconds = share * self.model.collective(kind, parts * COMBINED_BYTES, groups)
         if kind == "all_reduce":
             seconds += self.model.kernel(Kernel("copy", "memory", 0.0, 4 * num_bytes))
         return seconds

@@ -84,6 +84,8 @@ class Decisions:
         roles: for each input "batch", "parameter", "state" or "other".
         shares: the equations that `costs` and `edges` are made of: number, one or two decisions, seconds by their options. What a
             step does to hand on its outputs counts as its last equation.
+        scattered: the equations whose results are reduce_scattered together with others: number, decision, bytes of one device before
+            that, by option.
     """
 
     labels: list[str] = field(default_factory=list)
@@ -97,6 +99,7 @@ class Decisions:
     uses: list[Use] = field(default_factory=list)
     roles: list[Role] = field(default_factory=list)
     shares: list[tuple[int, tuple[int, ...], np.ndarray]] = field(default_factory=list)
+    scattered: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
 
     def problem(self) -> ChoiceProblem:
         return ChoiceProblem(self.costs, self.edges)
@@ -271,6 +274,9 @@ class _Builder:
         first = self._decide(label, found.results[0], parts)
         self.found.shares.append((number, (first.decision,), self.found.costs[first.decision]))
         results = [Placement(first.decision, specs) for specs in found.results]
+        if self._costs_of(eqn.outvars[0]) is self.combined and self.repeats[number] == 1:
+            before = [max((b for kind, b, _ in o.collectives if kind == "reduce_scatter"), default=0.0) for o in found.options]
+            self.found.scattered.append((number, first.decision, np.array(before)))
         self.found.decided.append((number, tuple(results)))
         self.found.placements.update(zip(eqn.outvars, results, strict=True))
         self._use_operands(number, eqn, first.decision, found)

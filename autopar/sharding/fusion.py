@@ -28,7 +28,7 @@ from autopar.sharding.storage import EXPENSIVE, FUSIBLE, READING, is_view
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
 
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _SCATTERS = frozenset({"scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min", "dynamic_update_slice"})
 
 _LONGEST_ROW = 16384
@@ -92,6 +92,12 @@ def traffic(step: StepGraph, fuses_rows: bool = True) -> tuple[Moved, ...]:
     return _Fusion(step, fuses_rows).moved()
 
 
+@lru_cache(maxsize=16)
+def leaders(step: StepGraph) -> Mapping[int, int]:
+    """For each equation whose results a fused kernel writes, the one that the kernel is counted with."""
+    return {root: kernel.roots[0] for root, kernel in _Fusion(step, True).kernels.items()}
+
+
 class _Fusion:
     def __init__(self, step: StepGraph, fuses_rows: bool) -> None:
         self.eqns = step.jaxpr.eqns
@@ -117,10 +123,11 @@ class _Fusion:
         finals = (eqn.invars[1] for eqn in self.eqns if eqn.primitive is regions.loop_result_p)
         self.carried = {atom for atom in finals if isinstance(atom, Var)}  # updated in place, each by itself
 
-    def moved(self) -> tuple[Moved, ...]:
         self._place()
         self._merge()
         self._drop()
+
+    def moved(self) -> tuple[Moved, ...]:
         reads: dict[int, Counter[int]] = defaultdict(Counter)
         launches: Counter[int] = Counter()
         kernels = {id(kernel): kernel for kernel in self.kernels.values()}.values()
@@ -164,7 +171,7 @@ class _Fusion:
         """For each equation that is part of a product, the number of the product."""
         found: dict[int, int] = {}
         for number, eqn in enumerate(self.eqns):
-            if eqn.primitive.name not in _PRODUCTS:
+            if eqn.primitive.name not in PRODUCTS:
                 continue
             result, biased = eqn.outvars[0], False
             while (reader := self._only_reader(result)) is not None and reader not in found:
@@ -462,7 +469,7 @@ class _Fusion:
 
     def _copies(self, eqn: JaxprEqn, layouts: dict[Var, set]) -> tuple[int, ...]:
         """Copies of a product's operands and results in other layouts or sizes; one for all who want the same."""
-        if eqn.primitive.name not in _PRODUCTS:
+        if eqn.primitive.name not in PRODUCTS:
             return ()
         wanted = _dot_wants(eqn) if eqn.primitive.name == "dot_general" else _conv_wants(eqn)
         copies = []

@@ -120,6 +120,21 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
     return {var: (first[var], last.get(var, first[var])) for var in stored - views}
 
 
+@lru_cache(maxsize=16)
+def readings(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
+    """The first and the last equation whose kernel reads each value from memory, itself or a view of it."""
+    stored, found = stored_values(step), {}
+    for number, eqn in reversed(list(enumerate(step.jaxpr.eqns))):
+        known = [found[var] for var in eqn.outvars if var in found]
+        first, last = number, number
+        if known and (is_view(eqn) or stored.isdisjoint(eqn.outvars)):
+            first, last = min(first for first, _ in known), max(last for _, last in known)
+        for atom in _operands(eqn):
+            before = found.get(atom, (first, last))
+            found[atom] = min(first, before[0]), max(last, before[1])
+    return found
+
+
 def _is_sum(maker: JaxprEqn | None, readers: Counter[Var]) -> bool:
     """Whether this is a scatter that one equation reads: adding it to something scatters onto that, in place."""
     return maker is not None and maker.primitive.name == "scatter-add" and readers[maker.outvars[0]] == 1
