@@ -5,7 +5,7 @@ section 4.2) has one spec per option of the decision it follows, so it costs no 
 are *free*: they are computed wherever they are needed.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -84,6 +84,7 @@ class Decisions:
         roles: for each input "batch", "parameter", "state" or "other".
         shares: the equations that `costs` and `edges` are made of: number, one or two decisions, seconds by their options. What a
             step does to hand on its outputs counts as its last equation.
+        leaders: see `autopar.sharding.fusion.Traffic`.
         scattered: the equations whose results are reduce_scattered together with others: number, decision, bytes of one device before
             that, by option.
     """
@@ -99,6 +100,7 @@ class Decisions:
     uses: list[Use] = field(default_factory=list)
     roles: list[Role] = field(default_factory=list)
     shares: list[tuple[int, tuple[int, ...], np.ndarray]] = field(default_factory=list)
+    leaders: Mapping[int, int] = field(default_factory=dict)
     scattered: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
 
     def problem(self) -> ChoiceProblem:
@@ -146,9 +148,9 @@ class _Builder:
         self.step, self.costs, self.options = step, costs, options
         self.mesh = costs.mesh
         check_batch_axis(options, self.mesh)
-        self.found = Decisions()
         self.flow = analyse(step)
         self.traffic = traffic(step, costs.fuses_rows)
+        self.found = Decisions(leaders=self.traffic.leaders)
         self.pins = Pins(options.pins, step, self.mesh)
         self.repeats = _repeats(step)
         self.combined = costs.combined
@@ -342,7 +344,7 @@ class _Builder:
             return self._marker_costs(number, eqn, factors, found)
         if eqn.primitive.name == manual.SHARD_MAP:
             return np.array([manual.seconds(eqn, self.costs)]).T * self.repeats[number]
-        moved = self.traffic[number]
+        moved = self.traffic.moved[number]
         avals = tuple(atom.aval for atom in (*eqn.invars, *eqn.outvars))
         params = str(eqn.params) if factors.decides else ""
         key = (

@@ -86,16 +86,24 @@ class _Kernel:
     makes: set[Var] = field(default_factory=set)
 
 
-@lru_cache(maxsize=16)
-def traffic(step: StepGraph, fuses_rows: bool = True) -> tuple[Moved, ...]:
-    """What each equation of the step moves; without `fuses_rows` each reduction is a kernel of its own."""
-    return _Fusion(step, fuses_rows).moved()
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a step moves in device memory.
+
+    Attributes:
+        moved: of each equation.
+        leaders: for each equation whose results a fused kernel writes, the one that the kernel is counted with.
+    """
+
+    moved: tuple[Moved, ...]
+    leaders: Mapping[int, int]
 
 
 @lru_cache(maxsize=16)
-def leaders(step: StepGraph) -> Mapping[int, int]:
-    """For each equation whose results a fused kernel writes, the one that the kernel is counted with."""
-    return {root: kernel.roots[0] for root, kernel in _Fusion(step, True).kernels.items()}
+def traffic(step: StepGraph, fuses_rows: bool = True) -> Traffic:
+    """What `step` moves; without `fuses_rows` each reduction is a kernel of its own."""
+    fused = _Fusion(step, fuses_rows)
+    return Traffic(fused.moved(), {root: kernel.roots[0] for root, kernel in fused.kernels.items()})
 
 
 class _Fusion:

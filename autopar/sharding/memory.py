@@ -21,7 +21,7 @@ from autopar.sharding.moves import passes_moves
 from autopar.sharding.once import each_once
 from autopar.sharding.problem import Limit
 from autopar.sharding.spec import LogicalMesh, Spec, Specs, local_shape
-from autopar.sharding.fusion import PRODUCTS, leaders
+from autopar.sharding.fusion import PRODUCTS
 from autopar.sharding.storage import is_relaid, is_view, lifetimes, readings
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
@@ -158,7 +158,6 @@ def _postpone(
     """Let a product be computed when it is first read, if what it is computed from is smaller: gradients of large weights from small
     batches wait for their update (XLA schedules for least memory)."""
     reads, loops = readings(step), regions.spans(step.jaxpr.eqns).values()
-    leader = leaders(step)
 
     def size(var: Var, of: Callable[[np.ndarray], float]) -> float:
         placement = decisions.placements.get(var)
@@ -174,7 +173,7 @@ def _postpone(
         operands = {_base(atom, shown_by) for atom in eqn.invars if isinstance(atom, Var)}
         longer = [var for var in operands if var in alive and alive[var][1] < until]
         if sum(size(var, np.max) for var in longer) < size(result, np.min):
-            at_once = leader.get(until, until) == leader.get(last, last)  # one kernel reads it
+            at_once = decisions.leaders.get(until, until) == decisions.leaders.get(last, last)  # one kernel reads it
             alive[result] = until, until if at_once and alive[result][1] == last else alive[result][1]
             alive.update((var, (alive[var][0], until)) for var in longer)
 
