@@ -488,6 +488,8 @@ class _Fusion:
                 continue
             fused = self.makers.get(var) in self.kernels and layout[0] == "order"
             copies[-1] = int(not fused or bool(layouts[var]))  # its kernel writes it in the first order that is wanted
+            if layout == ("gradient",):
+                copies[-1] = 2  # itself, and what of the optimizer's state it is added to
             layouts[var].add(layout)
         return tuple(copies)
 
@@ -514,7 +516,7 @@ def _conv_wants(eqn: JaxprEqn) -> list[tuple | None]:
     params = eqn.params
     numbers = params["dimension_numbers"]
     if numbers.lhs_spec[0] != 0:  # sums over examples: the gradient of a kernel
-        return [None, None, ("kernel",)]
+        return [None, None, ("gradient",)]
     uneven = any(low != high for low, high in params["padding"]) and max(params["lhs_dilation"]) == 1
     return [("padded", params["padding"]) if uneven else None, ("kernel",), None]
 
