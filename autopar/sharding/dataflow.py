@@ -134,7 +134,11 @@ def _awaited(step: StepGraph, per_example: frozenset[Var]) -> frozenset[Var]:
     reached, reaching = {step.jaxpr.invars[i] for i in step.batch}, set(per_example)
     for eqn in step.jaxpr.eqns:
         if eqn.primitive.name in PASS_THROUGH:
-            reached.update(var for atom, var in zip(eqn.invars, eqn.outvars, strict=True) if isinstance(atom, Var) and atom in reached)
+            reached.update(
+                var
+                for atom, var in zip(eqn.invars, eqn.outvars, strict=True)
+                if isinstance(atom, Var) and atom in reached
+            )
         elif any(isinstance(atom, Var) and atom in reached for atom in eqn.invars):
             reached.update(eqn.outvars)
     for eqn in reversed(step.jaxpr.eqns):

@@ -7,6 +7,7 @@ are *free*: they are computed wherever they are needed.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -214,6 +215,8 @@ class _Builder:
         factors = self.flow.factors[number]
         if not eqn.outvars:
             return
+        if eqn.primitive is accumulate_p:
+            self._add_up(number, eqn, placed)
         if eqn.primitive is accumulate_p and self.deferred:
             self._synchronise(number, eqn, placed)
         elif factors is None:
@@ -277,7 +280,9 @@ class _Builder:
         self.found.shares.append((number, (first.decision,), self.found.costs[first.decision]))
         results = [Placement(first.decision, specs) for specs in found.results]
         if self._costs_of(eqn.outvars[0]) is self.combined and self.repeats[number] == 1:
-            before = [max((b for kind, b, _ in o.collectives if kind == "reduce_scatter"), default=0.0) for o in found.options]
+            before = [
+                max((b for kind, b, _ in o.collectives if kind == "reduce_scatter"), default=0.0) for o in found.options
+            ]
             self.found.scattered.append((number, first.decision, np.array(before)))
         self.found.decided.append((number, tuple(results)))
         self.found.placements.update(zip(eqn.outvars, results, strict=True))
@@ -369,7 +374,9 @@ class _Builder:
             seconds[0] = self.repeats[number] * (eqn.params["length"] or 1) * self.launch
         elif eqn.primitive is regions.loop_stack_p:
             aval = aval_of(eqn.invars[0])
-            sizes = each_once(lambda spec: array_bytes(local_shape(aval.shape, spec, self.mesh), aval.dtype), found.operands[0])
+            sizes = each_once(
+                lambda spec: array_bytes(local_shape(aval.shape, spec, self.mesh), aval.dtype), found.operands[0]
+            )
             seconds[0] = [self.repeats[number] * self.costs.copy(3 * size) for size in sizes]
         return seconds
 
@@ -397,7 +404,10 @@ class _Builder:
             operands = [min(size, max(results)) for size in operands]
         total = sum(n * size for n, size in zip(moved.reads, operands, strict=True))
         total += sum(n * size for n, size in zip(moved.writes, results, strict=True))
-        copies = sum(n * self.costs.copy(2 * size) for n, size in zip(moved.copies, (*operands, *results), strict=bool(moved.copies)))
+        copies = sum(
+            n * self.costs.copy(2 * size)
+            for n, size in zip(moved.copies, (*operands, *results), strict=bool(moved.copies))
+        )
         if not total:
             return copies
         kernels = moved.kernels + (any(moved.writes) and takes_two_kernels(eqn, shapes[0]))
@@ -419,6 +429,22 @@ class _Builder:
         if not kept:
             raise ShardingError(f"{path} can't be divided by examples along {', '.join(self.deferred)}")
         return kept
+
+    def _add_up(self, number: int, eqn: JaxprEqn, placed: Sequence[Placement | None]) -> None:
+        """Price adding what each microbatch makes to the sum so far: the sum is read and written, the rest read (or converted from
+        what is read, which counts there)."""
+        for atom, var, placement in zip(eqn.invars, eqn.outvars, placed, strict=True):
+            if placement is None or not isinstance(atom, Var):
+                continue
+            maker = self.made_by.get(atom)
+            passes = 2 if maker is not None and maker.primitive.name == "convert_element_type" else 3
+            shapes = each_once(partial(local_shape, aval_of(var).shape, mesh=self.mesh), placement.specs)
+            sizes = [passes * array_bytes(shape, aval_of(var).dtype) for shape in shapes]
+            seconds = self.step.num_micro_batches * np.array([self.costs.copy(size) for size in sizes])
+            d = placement.decision
+            self.found.costs[d] = self.found.costs[d] + seconds
+            self.found.parts[d] = self.found.parts[d] + np.array([seconds, np.zeros_like(seconds)])
+            self.found.shares.append((number, (d,), seconds))
 
     def _synchronise(self, number: int, eqn: JaxprEqn, placed: Sequence[Placement | None]) -> None:
         """Complete what devices accumulated apart, each value in a way of its own."""
@@ -476,6 +502,8 @@ class _Builder:
         if matrix is None:
             return
         matrix = matrix / alike
+        if eqn is not None and self.step.jaxpr.eqns[eqn].primitive is regions.loop_slice_p:
+            matrix = matrix * (1 + 1e-6)  # at the same price slices are brought where they are wanted, and not all of them before
         if (
             eqn is not None
             and atom not in self.flow.per_example

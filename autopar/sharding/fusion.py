@@ -42,7 +42,16 @@ _LONGEST_COLUMN = 4096
 _CHEAP = FUSIBLE | {"split"}
 """Primitives that are computed wherever they are needed."""
 
-_MOVES = PASS_THROUGH | {"broadcast_in_dim", "convert_element_type", "copy", "reshape", "slice", "split", "squeeze", "stop_gradient"}
+_MOVES = PASS_THROUGH | {
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "reshape",
+    "slice",
+    "split",
+    "squeeze",
+    "stop_gradient",
+}
 _MOVES |= {"transpose"}
 """Of those, the ones that compute nothing."""
 
@@ -263,7 +272,11 @@ class _Fusion:
                 if any(isinstance(atom, Var) and atom in self.scattered for atom in eqn.invars):
                     self.onto.update(eqn.outvars)
                     forced = True
-                if forced or self._is_spread(number, work) or (len(users) > 1 and self._is_kept(number, len(users), sources)):
+                if (
+                    forced
+                    or self._is_spread(number, work)
+                    or (len(users) > 1 and self._is_kept(number, len(users), sources))
+                ):
                     self._open(number, eqn)
                 else:
                     self.inside[number] = users
@@ -279,7 +292,11 @@ class _Fusion:
             for kernel in self.inside[number]:
                 for operand, atom in enumerate(eqn.invars):
                     var = self._shown(atom)
-                    if var in self.written and not is_view(eqn) and not (operand == 0 and eqn.primitive.name in _LOOKUPS):
+                    if (
+                        var in self.written
+                        and not is_view(eqn)
+                        and not (operand == 0 and eqn.primitive.name in _LOOKUPS)
+                    ):
                         self.kernels[kernel].reads.setdefault(var, (number, operand))
 
     def _open(self, number: int, eqn: JaxprEqn) -> None:
@@ -313,7 +330,11 @@ class _Fusion:
             if not self.cheap[number] or number in self.epilogues:
                 found.append(0)
                 continue
-            makers = (self.makers.get(a) for a in eqn.invars if isinstance(a, Var) and aval_of(a).size == aval_of(eqn.outvars[0]).size)
+            makers = (
+                self.makers.get(a)
+                for a in eqn.invars
+                if isinstance(a, Var) and aval_of(a).size == aval_of(eqn.outvars[0]).size
+            )
             before = max((found[maker] for maker in makers if maker is not None), default=0)
             found.append(before + (eqn.primitive.name not in _MOVES))
         return found
@@ -388,7 +409,11 @@ class _Fusion:
 
     def _join(self, a: int, b: int, before: Sequence[int]) -> None:
         first, second = self.kernels[a], self.kernels[b]
-        if first is second or first.space != second.space or not (self.carried.isdisjoint(first.makes) or self.carried.isdisjoint(second.makes)):
+        if (
+            first is second
+            or first.space != second.space
+            or not (self.carried.isdisjoint(first.makes) or self.carried.isdisjoint(second.makes))
+        ):
             return
         if None not in (first.reduced, second.reduced) and first.reduced != second.reduced:
             return
@@ -441,7 +466,9 @@ class _Fusion:
             return self._epilogue(number, eqn)
         if is_view(eqn) or (self.cheap[number] and not self.written.intersection(eqn.outvars)):
             return Moved((0,) * len(eqn.invars), (0,) * len(eqn.outvars), 0)
-        if name in _SCATTERS:  # into zeros that are made for it, or what is there already; updates are read, summed and written
+        if (
+            name in _SCATTERS
+        ):  # into zeros that are made for it, or what is there already; updates are read, summed and written
             updates = 1 if name == "dynamic_update_slice" else len(eqn.invars) - 1
             passes = tuple(0 if i == 0 else 3 if i == updates else 1 for i in range(len(eqn.invars)))
             fresh = self._is_constant(eqn.invars[0]) and eqn.outvars[0] not in self.scattered
@@ -456,8 +483,13 @@ class _Fusion:
         reads, copies = [], []
         for atom in eqn.invars:
             var = self._shown(atom)
-            is_result = var is not None and self.makers.get(var) in (self.epilogues[number], *self.epilogues) and (
-                self.makers.get(var) == self.epilogues[number] or self.epilogues.get(self.makers[var]) == self.epilogues[number]
+            is_result = (
+                var is not None
+                and self.makers.get(var) in (self.epilogues[number], *self.epilogues)
+                and (
+                    self.makers.get(var) == self.epilogues[number]
+                    or self.epilogues.get(self.makers[var]) == self.epilogues[number]
+                )
             )
             reads.append(0 if is_result or var is None else 1)
             is_whole = not is_result and aval_of(atom).size == result
@@ -468,7 +500,9 @@ class _Fusion:
     def _is_constant(self, atom: Atom) -> bool:
         maker = self.makers.get(atom) if isinstance(atom, Var) else None
         return isinstance(atom, Literal) or (
-            maker is not None and self.eqns[maker].primitive.name == "broadcast_in_dim" and isinstance(self.eqns[maker].invars[0], Literal)
+            maker is not None
+            and self.eqns[maker].primitive.name == "broadcast_in_dim"
+            and isinstance(self.eqns[maker].invars[0], Literal)
         )
 
     def _only_adds(self, var: Var) -> int | None:
@@ -556,7 +590,9 @@ def _regions(step: StepGraph) -> list[object]:
     return found
 
 
-def _product_order(ndim: int, contracted: tuple[int, ...], batched: tuple[int, ...], side: int) -> tuple[int, ...] | None:
+def _product_order(
+    ndim: int, contracted: tuple[int, ...], batched: tuple[int, ...], side: int
+) -> tuple[int, ...] | None:
     """The order of dims in which a product reads an operand; None: as it is."""
     free = tuple(d for d in range(ndim) if d not in (*contracted, *batched))
     for order in ((*batched, *free, *contracted), (*batched, *contracted, *free)):

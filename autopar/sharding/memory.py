@@ -17,11 +17,11 @@ from autopar import regions
 from autopar.graph import Atom, aval_of
 from autopar.sharding.costs import COMBINED_BYTES
 from autopar.sharding.decisions import Decisions
+from autopar.sharding.fusion import PRODUCTS
 from autopar.sharding.moves import passes_moves
 from autopar.sharding.once import each_once
 from autopar.sharding.problem import Limit
 from autopar.sharding.spec import LogicalMesh, Spec, Specs, local_shape
-from autopar.sharding.fusion import PRODUCTS
 from autopar.sharding.storage import is_relaid, is_view, lifetimes, readings
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
