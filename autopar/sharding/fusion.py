@@ -19,16 +19,17 @@ from functools import lru_cache
 from itertools import combinations
 from math import prod
 
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 
 from autopar import regions
-from autopar.graph import Atom, aval_of
+from autopar.graph import aval_of
+from autopar.sharding.epilogues import Values, find_epilogues, find_scattered
+from autopar.sharding.layouts import GRADIENT, ORDER, PRODUCTS, Layout, layouts
 from autopar.sharding.rules import PASS_THROUGH
 from autopar.sharding.storage import EXPENSIVE, FUSIBLE, READING, is_view
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
 
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _SCATTERS = frozenset({"scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min", "dynamic_update_slice"})
 
 _LONGEST_ROW = 16384
@@ -118,22 +119,15 @@ def traffic(step: StepGraph, fuses_rows: bool = True) -> Traffic:
 class _Fusion:
     def __init__(self, step: StepGraph, fuses_rows: bool) -> None:
         self.eqns = step.jaxpr.eqns
-        self.makers = {var: number for number, eqn in enumerate(self.eqns) for var in eqn.outvars}
-        self.readers: dict[Var, list[int]] = defaultdict(list)
-        for number, eqn in enumerate(self.eqns):
-            for var in dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, Var)):
-                self.readers[var].append(number)
-        self.base = self._bases()
-        self.outputs = {self.base.get(a, a) for a in step.jaxpr.outvars if isinstance(a, Var)}
-        self.outputs.update(self.base.get(var, var) for var in step.handed_on)
-        self.inputs = {*step.jaxpr.invars, *step.jaxpr.constvars}
-        self.epilogues = self._find_epilogues()
-        self.ends = self._ends()
+        self.values = values = Values(step)
+        self.makers, self.readers = values.makers, values.readers
+        self.epilogues = find_epilogues(values)
+        self.ends = {product: self.eqns[number].outvars[0] for number, product in sorted(self.epilogues.items())}
         self.cheap = [_is_cheap(eqn) for eqn in self.eqns]
         self.rows = {n for n, eqn in enumerate(self.eqns) if fuses_rows and self._is_inside_row(eqn)}
-        self.scattered = self._find_scattered()
+        self.scattered = find_scattered(values)
         self.onto: set[Var] = set()  # what is scattered onto
-        self.written: set[Var] = set(self.inputs)
+        self.written: set[Var] = set(values.inputs)
         self.kernels: dict[int, _Kernel] = {}
         self.inside: list[tuple[int, ...]] = [()] * len(self.eqns)  # the kernels that compute an equation
         self.region = _regions(step)
@@ -153,77 +147,8 @@ class _Fusion:
             for var, (number, operand) in kernel.reads.items():
                 if var not in kernel.makes:
                     reads[number][operand] += 1
-        layouts: dict[Var, set] = defaultdict(set)
-        return tuple(self._of(n, eqn, reads[n], launches[n], layouts) for n, eqn in enumerate(self.eqns))
-
-    # -- values
-
-    def _bases(self) -> dict[Var, Var]:
-        """For each view the value that it shows."""
-        base: dict[Var, Var] = {}
-        for eqn in self.eqns:
-            if is_view(eqn) and eqn.primitive.name != "optimization_barrier":
-                for atom, var in zip(eqn.invars, eqn.outvars, strict=False):
-                    if isinstance(atom, Var):
-                        base[var] = base.get(atom, atom)
-        return base
-
-    def _shown(self, atom: Atom) -> Var | None:
-        return None if isinstance(atom, Literal) else self.base.get(atom, atom)
-
-    def _only_reader(self, var: Var) -> int | None:
-        """The one equation that reads a value or its views, if there is one and the step does not return it."""
-        while True:
-            readers = self.readers[var]
-            if len(readers) != 1 or self.base.get(var, var) in self.outputs:
-                return None
-            eqn = self.eqns[readers[0]]
-            if not is_view(eqn) or eqn.primitive in regions.MARKERS:
-                return readers[0]
-            var = eqn.outvars[next(i for i, atom in enumerate(eqn.invars) if atom is var)]
-
-    # -- epilogues
-
-    def _find_epilogues(self) -> dict[int, int]:
-        """For each equation that is part of a product, the number of the product."""
-        found: dict[int, int] = {}
-        for number, eqn in enumerate(self.eqns):
-            if eqn.primitive.name not in PRODUCTS:
-                continue
-            result, biased = eqn.outvars[0], False
-            while (reader := self._only_reader(result)) is not None and reader not in found:
-                other = self._added(self.eqns[reader], result)
-                if other is None or self.makers.get(self.base.get(other, other), -1) > number:
-                    break
-                is_bias = aval_of(other).size <= max(aval_of(result).shape, default=1)
-                if is_bias == biased and aval_of(other).size != aval_of(result).size:
-                    break
-                found[reader] = number
-                if not is_bias:
-                    break
-                biased, result = True, self.eqns[reader].outvars[0]
-        return found
-
-    def _added(self, eqn: JaxprEqn, result: Var) -> Var | None:
-        """What `eqn` adds to `result`, an array of its type."""
-        if eqn.primitive.name not in ("add", "add_any"):
-            return None
-        others = [atom for atom in eqn.invars if self._shown(atom) is not self._shown(result)]
-        if len(others) != 1 or isinstance(others[0], Literal) or aval_of(others[0]).dtype != aval_of(result).dtype:
-            return None
-        return others[0] if aval_of(eqn.outvars[0]).size == aval_of(result).size else None
-
-    def _ends(self) -> dict[int, Var]:
-        """For each product with an epilogue, what it writes."""
-        ends: dict[int, Var] = {}
-        for number, product in sorted(self.epilogues.items()):
-            ends[product] = self.eqns[number].outvars[0]
-        return ends
-
-    def _find_scattered(self) -> set[Var]:
-        """Results of scatters that are only added to something: they scatter onto that, in place."""
-        scatters = (eqn.outvars[0] for eqn in self.eqns if eqn.primitive.name == "scatter-add")
-        return {var for var in scatters if self._only_adds(var) is not None}
+        made: dict[Var, set[Layout]] = defaultdict(set)
+        return tuple(self._of(n, eqn, reads[n], launches[n], made) for n, eqn in enumerate(self.eqns))
 
     # -- kernels
 
@@ -242,7 +167,7 @@ class _Fusion:
         if axes != (len(whole) - 1,) or not 1 < whole[-1] <= _LONGEST_ROW or len(whole) < 2:
             return False
         var = eqn.outvars[0]
-        while (reader := self._only_reader(var)) is not None:
+        while (reader := self.values.only_reader(var)) is not None:
             after = self.eqns[reader]
             if not self.cheap[reader]:
                 return False
@@ -254,10 +179,10 @@ class _Fusion:
     def _place(self) -> None:
         """Decide, from the last equation to the first, what is written and which kernels compute what is not."""
         sources, work = self._sources(), self._work()
-        wanted: set[Var] = set(self.outputs)  # by those that read memory only
+        wanted: set[Var] = set(self.values.outputs)  # by those that read memory only
         for number in reversed(range(len(self.eqns))):
             eqn = self.eqns[number]
-            name, operands = eqn.primitive.name, [v for v in map(self._shown, eqn.invars) if v is not None]
+            name, operands = eqn.primitive.name, [v for v in map(self.values.shown, eqn.invars) if v is not None]
             users = tuple(dict.fromkeys(k for var in eqn.outvars for k in self._users(var)))
             if eqn.primitive in regions.MARKERS or name == "optimization_barrier":
                 self.written.update(eqn.outvars)
@@ -285,13 +210,13 @@ class _Fusion:
             else:
                 if number not in self.ends and self.scattered.isdisjoint(eqn.outvars):
                     self.written.update(eqn.outvars)
-                fresh = name in _SCATTERS and self._is_constant(eqn.invars[0])
+                fresh = name in _SCATTERS and self.values.is_constant(eqn.invars[0])
                 wanted.update(operands[1:] if fresh and isinstance(eqn.invars[0], Var) else operands)
         self.wanted = wanted
         for number, eqn in enumerate(self.eqns):
             for kernel in self.inside[number]:
                 for operand, atom in enumerate(eqn.invars):
-                    var = self._shown(atom)
+                    var = self.values.shown(atom)
                     if (
                         var in self.written
                         and not is_view(eqn)
@@ -376,7 +301,7 @@ class _Fusion:
             for var in kernel.reads:
                 if aval_of(var).size > 1:
                     by_value[var].append(root)
-        for var in (*self.inputs, *(v for eqn in self.eqns for v in eqn.outvars)):
+        for var in (*self.values.inputs, *(v for eqn in self.eqns for v in eqn.outvars)):
             roots = by_value.get(var, ())
             for a, b in combinations(roots, 2):
                 self._join(a, b, before)
@@ -392,7 +317,7 @@ class _Fusion:
         for number, eqn in enumerate(self.eqns):
             kernels = {id(self.kernels[root]) for root in self.inside[number]} or {-number}
             for atom in eqn.invars:
-                if (var := self._shown(atom)) is not None and not is_view(eqn):
+                if (var := self.values.shown(atom)) is not None and not is_view(eqn):
                     inside[var] |= kernels
         for root, kernel in self.kernels.items():
             for var in self.eqns[root].outvars:
@@ -455,7 +380,9 @@ class _Fusion:
 
     # -- equations
 
-    def _of(self, number: int, eqn: JaxprEqn, reads: Counter[int], launches: int, layouts: dict[Var, set]) -> Moved:
+    def _of(
+        self, number: int, eqn: JaxprEqn, reads: Counter[int], launches: int, made: dict[Var, set[Layout]]
+    ) -> Moved:
         name = eqn.primitive.name
         if self.inside[number] or eqn.primitive in regions.MARKERS:
             writes = tuple(int(var in self.written and number in self.kernels) for var in eqn.outvars)
@@ -471,88 +398,41 @@ class _Fusion:
         ):  # into zeros that are made for it, or what is there already; updates are read, summed and written
             updates = 1 if name == "dynamic_update_slice" else len(eqn.invars) - 1
             passes = tuple(0 if i == 0 else 3 if i == updates else 1 for i in range(len(eqn.invars)))
-            fresh = self._is_constant(eqn.invars[0]) and eqn.outvars[0] not in self.scattered
+            fresh = self.values.is_constant(eqn.invars[0]) and eqn.outvars[0] not in self.scattered
             return Moved(passes, (int(fresh),), 1 + fresh)
-        copies = self._copies(eqn, layouts)
+        copies = self._copies(eqn, made)
         return Moved(tuple(int(isinstance(a, Var)) for a in eqn.invars), (1,) * len(eqn.outvars), 1, copies)
 
     def _epilogue(self, number: int, eqn: JaxprEqn) -> Moved:
-        """What is added is read; a product needs a copy of it, to add to, if others read it, too."""
-        product = self.eqns[self.epilogues[number]]
-        result = aval_of(eqn.outvars[0]).size
+        """What is added is read; a matrix product needs a copy of it, to add to, if others read it, too."""
+        product = self.epilogues[number]
         reads, copies = [], []
         for atom in eqn.invars:
-            var = self._shown(atom)
-            is_result = (
-                var is not None
-                and self.makers.get(var) in (self.epilogues[number], *self.epilogues)
-                and (
-                    self.makers.get(var) == self.epilogues[number]
-                    or self.epilogues.get(self.makers[var]) == self.epilogues[number]
-                )
-            )
-            reads.append(0 if is_result or var is None else 1)
-            is_whole = not is_result and aval_of(atom).size == result
-            shared = var is not None and (len(self.readers[atom]) > 1 or var in self.inputs)
-            copies.append(int(is_whole and shared and product.primitive.name == "dot_general"))
+            var = self.values.shown(atom)
+            maker = self.makers.get(var) if var is not None else None
+            is_result = maker is not None and product in (maker, self.epilogues.get(maker))
+            reads.append(int(var is not None and not is_result))
+            is_whole = isinstance(atom, Var) and not is_result and aval_of(atom).size == aval_of(eqn.outvars[0]).size
+            shared = isinstance(atom, Var) and (len(self.readers[atom]) > 1 or var in self.values.inputs)
+            copies.append(int(is_whole and shared and self.eqns[product].primitive.name == "dot_general"))
         return Moved(tuple(reads), (0,), 0, (*copies, 0))
 
-    def _is_constant(self, atom: Atom) -> bool:
-        maker = self.makers.get(atom) if isinstance(atom, Var) else None
-        return isinstance(atom, Literal) or (
-            maker is not None
-            and self.eqns[maker].primitive.name == "broadcast_in_dim"
-            and isinstance(self.eqns[maker].invars[0], Literal)
-        )
-
-    def _only_adds(self, var: Var) -> int | None:
-        reader = self._only_reader(var)
-        return reader if reader is not None and self.eqns[reader].primitive.name in ("add", "add_any") else None
-
-    def _copies(self, eqn: JaxprEqn, layouts: dict[Var, set]) -> tuple[int, ...]:
+    def _copies(self, eqn: JaxprEqn, made: dict[Var, set[Layout]]) -> tuple[int, ...]:
         """Copies of a product's operands and results in other layouts or sizes; one for all who want the same."""
         if eqn.primitive.name not in PRODUCTS:
             return ()
-        wanted = _dot_wants(eqn) if eqn.primitive.name == "dot_general" else _conv_wants(eqn)
         copies = []
-        for atom, layout in zip((*eqn.invars, *eqn.outvars), wanted, strict=True):
+        for atom, layout in zip((*eqn.invars, *eqn.outvars), layouts(eqn), strict=True):
             copies.append(0)
-            var = self._shown(atom)
-            if layout is None or var is None or layout in layouts[var]:
+            var = self.values.shown(atom)
+            if layout is None or var is None or layout in made[var]:
                 continue
-            fused = self.makers.get(var) in self.kernels and layout[0] == "order"
-            copies[-1] = int(not fused or bool(layouts[var]))  # its kernel writes it in the first order that is wanted
-            if layout == ("gradient",):
+            fused = self.makers.get(var) in self.kernels and layout[0] == ORDER
+            copies[-1] = int(not fused or bool(made[var]))  # its kernel writes it in the first order that is wanted
+            if layout[0] == GRADIENT:
                 copies[-1] = 2  # itself, and what of the optimizer's state it is added to
-            layouts[var].add(layout)
+            made[var].add(layout)
         return tuple(copies)
-
-
-def _dot_wants(eqn: JaxprEqn) -> list[tuple | None]:
-    """For each operand and the result of a matrix product how it must be, if not as it is: batch dims lead, and sizes of half
-    precision are multiples of 8."""
-    contracted, batched = eqn.params["dimension_numbers"]
-    wants: list[tuple | None] = []
-    for side, atom in enumerate(eqn.invars):
-        aval = aval_of(atom)
-        free = tuple(d for d in range(aval.ndim) if d not in (*contracted[side], *batched[side]))
-        sizes = [prod(aval.shape[d] for d in dims) for dims in (free, contracted[side])]
-        order = _product_order(aval.ndim, tuple(contracted[side]), tuple(batched[side]), side)
-        if aval.dtype.itemsize == 2 and any(size % 8 for size in sizes):
-            wants.append(("padded", order))
-        else:
-            wants.append(order and ("order", order))
-    return [*wants, None]
-
-
-def _conv_wants(eqn: JaxprEqn) -> list[tuple | None]:
-    """The same for a convolution: its kernel, and the gradient of one, are transposed; uneven padding and zeros between are written out."""
-    params = eqn.params
-    numbers = params["dimension_numbers"]
-    if numbers.lhs_spec[0] != 0:  # sums over examples: the gradient of a kernel
-        return [None, None, ("gradient",)]
-    uneven = any(low != high for low, high in params["padding"]) and max(params["lhs_dilation"]) == 1
-    return [("padded", params["padding"]) if uneven else None, ("kernel",), None]
 
 
 def _is_cheap(eqn: JaxprEqn) -> bool:
@@ -588,17 +468,6 @@ def _regions(step: StepGraph) -> list[object]:
             around.pop()
         found.append((around[-1], number in body))
     return found
-
-
-def _product_order(
-    ndim: int, contracted: tuple[int, ...], batched: tuple[int, ...], side: int
-) -> tuple[int, ...] | None:
-    """The order of dims in which a product reads an operand; None: as it is."""
-    free = tuple(d for d in range(ndim) if d not in (*contracted, *batched))
-    for order in ((*batched, *free, *contracted), (*batched, *contracted, *free)):
-        if sorted(batched) == list(range(len(batched))) and order[len(batched) :] == tuple(range(len(batched), ndim)):
-            return None
-    return (*batched, *free, *contracted) if side == 0 else (*batched, *contracted, *free)
 
 
 def _bytes(var: Var) -> int:

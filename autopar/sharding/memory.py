@@ -17,7 +17,7 @@ from autopar import regions
 from autopar.graph import Atom, aval_of
 from autopar.sharding.costs import COMBINED_BYTES
 from autopar.sharding.decisions import Decisions
-from autopar.sharding.fusion import PRODUCTS
+from autopar.sharding.layouts import PRODUCTS
 from autopar.sharding.moves import passes_moves
 from autopar.sharding.once import each_once
 from autopar.sharding.problem import Limit
