@@ -57,6 +57,13 @@ class Values:
                 return readers[0]
             var = eqn.outvars[next(i for i, atom in enumerate(eqn.invars) if atom is var)]
 
+    def unspread(self, var: Var) -> Var:
+        """What is spread over `var`; itself if nothing is."""
+        eqn = self.eqns[self.makers[var]] if var in self.makers else None
+        if eqn is not None and eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Var):
+            return eqn.invars[0]
+        return var
+
     def only_adds(self, var: Var) -> bool:
         """Whether `var` is only added to something."""
         reader = self.only_reader(var)
@@ -82,9 +89,9 @@ def find_epilogues(values: Values) -> dict[int, int]:
             other = _added(values, values.eqns[reader], result)
             if other is None or values.makers.get(values.base.get(other, other), -1) > number:
                 break
-            is_whole = aval_of(other).size == aval_of(result).size
-            is_bias = aval_of(other).size <= max(aval_of(result).shape, default=1) and not biased
-            if not is_whole and not is_bias:
+            is_bias = aval_of(values.unspread(other)).size <= max(aval_of(result).shape, default=1)
+            is_whole = not is_bias and aval_of(other).size == aval_of(result).size
+            if not is_whole and (biased or not is_bias):
                 break
             found[reader] = number
             if is_whole:

@@ -90,7 +90,8 @@ class _Kernel:
     """A kernel of fusible equations: those that make its results, what it reads and where, what it runs over."""
 
     roots: list[int]
-    space: tuple[object, ...]
+    region: object
+    space: tuple[int, ...]
     reduced: tuple[int, ...] | None
     reads: dict[Var, tuple[int, int]] = field(default_factory=dict)
     makes: set[Var] = field(default_factory=set)
@@ -188,7 +189,7 @@ class _Fusion:
                 self.written.update(eqn.outvars)
                 wanted.update(operands)
             elif number in self.epilogues:
-                wanted.update(operands)
+                wanted.update(self.values.shown(self.values.unspread(var)) or var for var in operands)
                 self.written.update(v for v in eqn.outvars if v is self.ends[self.epilogues[number]])
             elif is_view(eqn):
                 self.inside[number] = users
@@ -234,8 +235,8 @@ class _Fusion:
         if reduces:
             lost = set(eqn.params.get("axes", ()))
             axes = tuple(sum(1 for d in range(axis) if over[d] > 1) for axis in sorted(lost))
-        space = self.region[number], *(size for size in over if size > 1)
-        self.kernels[number] = _Kernel([number], space, axes, makes=set(eqn.outvars))
+        space = tuple(size for size in over if size > 1)
+        self.kernels[number] = _Kernel([number], self.region[number], space, axes, makes=set(eqn.outvars))
 
     def _is_kept(self, number: int, users: int, sources: Mapping[Var, frozenset[Var] | None]) -> bool:
         """Whether a value that several kernels read is written rather than computed again in each."""
@@ -336,7 +337,7 @@ class _Fusion:
         first, second = self.kernels[a], self.kernels[b]
         if (
             first is second
-            or first.space != second.space
+            or (first.region, first.space) != (second.region, second.space)
             or not (self.carried.isdisjoint(first.makes) or self.carried.isdisjoint(second.makes))
         ):
             return
@@ -360,7 +361,7 @@ class _Fusion:
             if maker is None:
                 continue
             if var in first.makes:
-                if aval_of(var).size != prod(first.space[1:]) or var in self.onto:
+                if aval_of(var).size != prod(first.space) or var in self.onto:
                     return True
             elif before[maker] & mine:
                 return True
@@ -411,9 +412,9 @@ class _Fusion:
             var = self.values.shown(atom)
             maker = self.makers.get(var) if var is not None else None
             is_result = maker is not None and product in (maker, self.epilogues.get(maker))
-            reads.append(int(var is not None and not is_result))
-            is_whole = isinstance(atom, Var) and not is_result and aval_of(atom).size == aval_of(eqn.outvars[0]).size
-            shared = isinstance(atom, Var) and (len(self.readers[atom]) > 1 or var in self.values.inputs)
+            reads.append(int(var is not None and not is_result and self.values.unspread(var) is var))
+            is_whole = reads[-1] and aval_of(atom).size == aval_of(eqn.outvars[0]).size
+            shared = var in self.values.inputs or (isinstance(atom, Var) and len(self.readers[atom]) > 1)
             copies.append(int(is_whole and shared and self.eqns[product].primitive.name == "dot_general"))
         return Moved(tuple(reads), (0,), 0, (*copies, 0))
 

@@ -32,12 +32,12 @@ def _dot_wants(eqn: JaxprEqn) -> list[Layout | None]:
         if aval.dtype.itemsize == 2 and any(size % 8 for size in sizes):
             wants.append((PADDED, order))
         else:
-            wants.append(order and (ORDER, order))
+            wants.append((ORDER, order) if order else None)
     return [*wants, None]
 
 
 def _conv_wants(eqn: JaxprEqn) -> list[Layout | None]:
-    """The same for a convolution: its kernel, and the gradient of one, are transposed; uneven padding and zeros between are written out."""
+    """The same for a convolution: its kernel, and the gradient of one, are transposed; uneven padding is written out."""
     params = eqn.params
     numbers = params["dimension_numbers"]
     if numbers.lhs_spec[0] != 0:  # sums over examples: the gradient of a kernel
