@@ -87,9 +87,12 @@ def find_epilogues(values: Values) -> dict[int, int]:
         result, biased = eqn.outvars[0], False
         while (reader := values.only_reader(result)) is not None and reader not in found:
             other = _added(values, values.eqns[reader], result)
-            if other is None or values.makers.get(values.base.get(other, other), -1) > number:
+            if other is None:
                 break
-            is_bias = aval_of(values.unspread(other)).size <= max(aval_of(result).shape, default=1)
+            source = values.unspread(other)
+            if values.makers.get(values.base.get(source, source), -1) > number:
+                break
+            is_bias = aval_of(source).size <= max(aval_of(result).shape, default=1)
             is_whole = not is_bias and aval_of(other).size == aval_of(result).size
             if not is_whole and (biased or not is_bias):
                 break
