@@ -65,9 +65,17 @@ REASONS: dict[tuple[str, str], str] = {
     ("lstm .*", "seconds"): "XLA joins two products of the loop's body, and their weights anew in each iteration",
     (r".* zero3", "seconds"): "the plan prices gathers of weights in full, of which XLA hides a part behind kernels",
     (r".* zero3", "memory"): "XLA gathers weights later than the plan has them",
+    (
+        "gpt-125M .* zero[23]",
+        "reduce_scatter",
+    ): "XLA adds up the two gradients of the tied embedding before it scatters them",
+    (
+        "moe 2x4 shard",
+        "(all_gather|reduce_scatter)",
+    ): "XLA gathers more where the plan reduces and scatters; for which value is not known",
     ("moe 2x4 shard", "memory"): "XLA orders the step so that fewer values live beside the logits",
 }
-"""Why rows are further off: by a pattern of `model mesh strategy`, and quantity."""
+"""Why rows are further off: by patterns of `model mesh strategy` and of the quantity."""
 
 SMALL = 1e6
 """Bytes that take no time beside the latency."""
@@ -196,10 +204,17 @@ def _explained(row: Row) -> Row:
     """The row, with the reason if it is known to be further off than 5 %."""
     if abs(row.error) <= CLOSE:
         return row
-    for (pattern, quantity), reason in REASONS.items():
-        if quantity == row.quantity and re.fullmatch(pattern, f"{row.model} {row.mesh} {row.strategy}"):
-            return replace(row, because=f"{reason}; {row.because}")
-    return replace(row, because=f"{UNEXPLAINED}; {row.because}")
+    return replace(row, because=f"{_known(row)}; {row.because}")
+
+
+def _known(row: Row) -> str:
+    at = f"{row.model} {row.mesh} {row.strategy}"
+    found = (
+        reason
+        for (where, what), reason in REASONS.items()
+        if re.fullmatch(what, row.quantity) and re.fullmatch(where, at)
+    )
+    return next(found, UNEXPLAINED)
 
 
 def _because(row: Row, planned: Mapping[str, float], compiled: Mapping[str, float]) -> str:
@@ -213,7 +228,7 @@ def _because(row: Row, planned: Mapping[str, float], compiled: Mapping[str, floa
     instead = compiled.get("all_reduce", 0.0) - planned.get("all_reduce", 0.0)
     if row.quantity in ("all_reduce", "reduce_scatter") and 0 < instead <= missing * (1 + 1e-3) < 2 * instead:
         return "XLA made an all_reduce and a slice of a reduce_scatter along several axes"
-    return UNEXPLAINED
+    return _known(row)
 
 
 def _by_kind(steps: Iterable[Step]) -> Counter[str]:
