@@ -57,6 +57,14 @@ class MeshCosts:
         return steps + self.copy(copied_bytes(num_bytes, source, target, self.mesh))
 
     @cached_property
+    def fuses_rows(self) -> bool:
+        """Whether a kernel may hold a row while it is reduced: XLA writes such kernels in Triton, for compute capability 8.0 on."""
+        target = getattr(getattr(getattr(self.model, "cluster", None), "device", None), "xla_target", None)
+        if target is None:
+            return True
+        return target["gpu_device_info"]["cuda_compute_capability"]["major"] >= 8
+
+    @cached_property
     def combined(self) -> "MeshCosts":
         """The same, for collectives that the compiler combines."""
         return MeshCosts(self.mesh, Combined(self.model), self.forbidden)
@@ -78,13 +86,16 @@ class MeshCosts:
         return matrix if matrix.any() else None
 
 
+COMBINED_BYTES = 30 * 2**20
+"""XLA:GPU makes one collective of several as long as their results are no larger together (`xla_gpu_*_combine_threshold_bytes`)."""
+
+
 class Combined:
     """A cost model of collectives that the compiler combines with others of their kind, as it does those of weights.
 
-    One adds its share of a large collective's time, and no latency.
+    One adds its share of the time of `COMBINED_BYTES`, a larger one runs alone. What is all_reduced with others is copied into one
+    array with them, and out of it again.
     """
-
-    _REST = 64e6  # bytes of the others; any amount at which bandwidth decides
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
@@ -93,8 +104,14 @@ class Combined:
         return self.model.kernel(kernel, device)
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
-        others = self.model.collective(kind, self._REST, groups)
-        return self.model.collective(kind, num_bytes + self._REST, groups) - others
+        parts = len(groups[0]) if kind == "reduce_scatter" else 1
+        share = num_bytes / parts / COMBINED_BYTES
+        if share >= 1:
+            return self.model.collective(kind, num_bytes, groups)
+        seconds = share * self.model.collective(kind, parts * COMBINED_BYTES, groups)
+        if kind == "all_reduce":
+            seconds += self.model.kernel(Kernel("copy", "memory", 0.0, 4 * num_bytes))
+        return seconds
 
     def slowdown(self, groups: Groups) -> float:
         return self.model.slowdown(groups)

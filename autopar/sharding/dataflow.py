@@ -12,7 +12,6 @@ from autopar import regions
 from autopar.graph import Atom
 from autopar.sharding.factors import OpFactors
 from autopar.sharding.rules import PASS_THROUGH, op_factors
-from autopar.sharding.storage import stored_values
 from autopar.trace import StepGraph
 
 type Role = OneOf["batch", "parameter", "state", "received", "other"]
@@ -31,7 +30,6 @@ class Dataflow:
         awaited: values without one that are made of the batch and that others per example are made of: a batch's mean, say.
         roles: of each input.
         readers: how many deciding equations read each value.
-        stored: the values that are written to memory.
     """
 
     factors: tuple[OpFactors | None, ...]
@@ -40,7 +38,6 @@ class Dataflow:
     awaited: frozenset[Var]
     roles: tuple[Role, ...]
     readers: Counter[Var]
-    stored: frozenset[Var]
 
 
 @lru_cache(maxsize=16)  # a stage is planned on many meshes
@@ -58,7 +55,6 @@ def analyse(step: StepGraph) -> Dataflow:
         awaited=_awaited(step, frozenset(per_example)),
         roles=_roles(step, marked),
         readers=readers,
-        stored=stored_values(step),
     )
 
 
@@ -137,9 +133,18 @@ def _parameters(step: StepGraph, marked: Sequence[frozenset[int]]) -> set[Var]:
 def _awaited(step: StepGraph, per_example: frozenset[Var]) -> frozenset[Var]:
     reached, reaching = {step.jaxpr.invars[i] for i in step.batch}, set(per_example)
     for eqn in step.jaxpr.eqns:
-        if any(isinstance(atom, Var) and atom in reached for atom in eqn.invars):
+        if eqn.primitive.name in PASS_THROUGH:
+            reached.update(
+                var
+                for atom, var in zip(eqn.invars, eqn.outvars, strict=True)
+                if isinstance(atom, Var) and atom in reached
+            )
+        elif any(isinstance(atom, Var) and atom in reached for atom in eqn.invars):
             reached.update(eqn.outvars)
     for eqn in reversed(step.jaxpr.eqns):
-        if not reaching.isdisjoint(eqn.outvars):
+        if eqn.primitive.name in PASS_THROUGH:
+            passed = (atom for atom, var in zip(eqn.invars, eqn.outvars, strict=True) if var in reaching)
+            reaching.update(atom for atom in passed if isinstance(atom, Var))
+        elif not reaching.isdisjoint(eqn.outvars):
             reaching.update(atom for atom in eqn.invars if isinstance(atom, Var))
     return frozenset(reached & reaching) - per_example

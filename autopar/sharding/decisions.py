@@ -5,8 +5,9 @@ section 4.2) has one spec per option of the decision it follows, so it costs no 
 are *free*: they are computed wherever they are needed.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -26,10 +27,11 @@ from autopar.sharding.candidates import (
     followed,
     scattered_if_possible,
 )
-from autopar.sharding.costs import MeshCosts, Seconds
+from autopar.sharding.costs import MeshCosts, Seconds, Step
 from autopar.sharding.dataflow import Role, analyse
 from autopar.sharding.deferral import fits, leads, partial_completions, synchronisations
 from autopar.sharding.factors import Assignment, OpFactors
+from autopar.sharding.fusion import PICKING, Moved, takes_two_kernels, traffic
 from autopar.sharding.heuristic import input_placed
 from autopar.sharding.moves import moved_bytes
 from autopar.sharding.once import each_once
@@ -38,7 +40,6 @@ from autopar.sharding.pins import Pins, ShardingError, check_batch_axis, input_s
 from autopar.sharding.problem import ChoiceProblem
 from autopar.sharding.rules import POINTWISE
 from autopar.sharding.spec import Specs, local_shape, partition_spec, replicated
-from autopar.sharding.storage import is_view
 from autopar.trace import StepGraph
 from autopar.work import array_bytes, kernel_of
 from simulator.work import Kernel
@@ -84,6 +85,9 @@ class Decisions:
         roles: for each input "batch", "parameter", "state" or "other".
         shares: the equations that `costs` and `edges` are made of: number, one or two decisions, seconds by their options. What a
             step does to hand on its outputs counts as its last equation.
+        leaders: see `autopar.sharding.fusion.Traffic`.
+        scattered: the equations whose results are reduce_scattered together with others: number, decision, bytes of one device before
+            that, by option.
     """
 
     labels: list[str] = field(default_factory=list)
@@ -97,6 +101,8 @@ class Decisions:
     uses: list[Use] = field(default_factory=list)
     roles: list[Role] = field(default_factory=list)
     shares: list[tuple[int, tuple[int, ...], np.ndarray]] = field(default_factory=list)
+    leaders: Mapping[int, int] = field(default_factory=dict)
+    scattered: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
 
     def problem(self) -> ChoiceProblem:
         return ChoiceProblem(self.costs, self.edges)
@@ -143,8 +149,9 @@ class _Builder:
         self.step, self.costs, self.options = step, costs, options
         self.mesh = costs.mesh
         check_batch_axis(options, self.mesh)
-        self.found = Decisions()
         self.flow = analyse(step)
+        self.traffic = traffic(step, costs.fuses_rows)
+        self.found = Decisions(leaders=self.traffic.leaders)
         self.pins = Pins(options.pins, step, self.mesh)
         self.repeats = _repeats(step)
         self.combined = costs.combined
@@ -208,6 +215,8 @@ class _Builder:
         factors = self.flow.factors[number]
         if not eqn.outvars:
             return
+        if eqn.primitive is accumulate_p:
+            self._add_up(number, eqn, placed)
         if eqn.primitive is accumulate_p and self.deferred:
             self._synchronise(number, eqn, placed)
         elif factors is None:
@@ -270,6 +279,11 @@ class _Builder:
         first = self._decide(label, found.results[0], parts)
         self.found.shares.append((number, (first.decision,), self.found.costs[first.decision]))
         results = [Placement(first.decision, specs) for specs in found.results]
+        if self._costs_of(eqn.outvars[0]) is self.combined and self.repeats[number] == 1:
+            before = [
+                max((b for kind, b, _ in o.collectives if kind == "reduce_scatter"), default=0.0) for o in found.options
+            ]
+            self.found.scattered.append((number, first.decision, np.array(before)))
         self.found.decided.append((number, tuple(results)))
         self.found.placements.update(zip(eqn.outvars, results, strict=True))
         self._use_operands(number, eqn, first.decision, found)
@@ -332,11 +346,10 @@ class _Builder:
         Shape (2, options).
         """
         if eqn.primitive in regions.MARKERS:
-            return np.zeros((2, len(found.options)))
+            return self._marker_costs(number, eqn, factors, found)
         if eqn.primitive.name == manual.SHARD_MAP:
             return np.array([manual.seconds(eqn, self.costs)]).T * self.repeats[number]
-        atoms = () if is_view(eqn) else (*eqn.invars, *eqn.outvars)
-        stored = tuple(isinstance(atom, Var) and atom in self.flow.stored for atom in atoms)
+        moved = self.traffic.moved[number]
         avals = tuple(atom.aval for atom in (*eqn.invars, *eqn.outvars))
         params = str(eqn.params) if factors.decides else ""
         key = (
@@ -344,30 +357,61 @@ class _Builder:
             params,
             factors,
             avals,
-            stored,
+            moved,
             found,
             self._costs_of(eqn.outvars[0]) is self.costs,
         )
         if key not in self._known_costs:
             self._known_costs[key] = np.array(
-                each_once(lambda option: self._cost(eqn, factors, option, stored), found.options)
+                each_once(lambda option: self._cost(eqn, factors, option, moved), found.options)
             ).T
         return self._known_costs[key] * self.repeats[number]
 
-    def _cost(self, eqn: JaxprEqn, factors: OpFactors, option: Option, stored: Sequence[bool]) -> tuple[float, float]:
-        mesh, count = self.mesh, len(eqn.invars)
-        specs = [factors.operand_spec(k, option.assignment) for k in range(count)]
+    def _marker_costs(self, number: int, eqn: JaxprEqn, factors: OpFactors, found: Candidates) -> np.ndarray:
+        """What a loop collects is zeros at first, then each iteration writes its slice; and it counts its iterations."""
+        seconds = np.zeros((2, len(found.options)))
+        if eqn.primitive is regions.loop_p:
+            seconds[0] = self.repeats[number] * (eqn.params["length"] or 1) * self.launch
+        elif eqn.primitive is regions.loop_stack_p:
+            aval = aval_of(eqn.invars[0])
+            sizes = each_once(
+                lambda spec: array_bytes(local_shape(aval.shape, spec, self.mesh), aval.dtype), found.operands[0]
+            )
+            seconds[0] = [self.repeats[number] * self.costs.copy(3 * size) for size in sizes]
+        return seconds
+
+    def _cost(self, eqn: JaxprEqn, factors: OpFactors, option: Option, moved: Moved) -> tuple[float, float]:
+        specs = [factors.operand_spec(k, option.assignment) for k in range(len(eqn.invars))]
         specs += [factors.result_spec(r, option.assignment) for r in range(len(eqn.outvars))]
         avals = [aval_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
-        shapes = [local_shape(aval.shape, spec, mesh) for aval, spec in zip(avals, specs, strict=True)]
-        held = zip(shapes, avals, stored, strict=bool(stored))
-        moved = sum(array_bytes(shape, aval.dtype) for shape, aval, is_stored in held if is_stored)
-        completing = sum(self._costs_of(eqn.outvars[0]).collective(*step) for step in option.collectives)
+        shapes = [local_shape(aval.shape, spec, self.mesh) for aval, spec in zip(avals, specs, strict=True)]
+        sizes = [array_bytes(shape, aval.dtype) for shape, aval in zip(shapes, avals, strict=True)]
+        completing = sum(self._completing(eqn.outvars[0], step, moved.together) for step in option.collectives)
         completing += self.costs.copy(option.copied)
-        if not moved:
-            return 0.0, completing
-        launch = 0.0 if any(stored[count:]) else self.launch  # that of the kernel this is fused into
-        return self.costs.model.kernel(kernel_of(eqn, shapes[:count], moved)) - launch, completing
+        count = len(eqn.invars)
+        return self._kernel_seconds(eqn, shapes[:count], sizes[:count], sizes[count:], moved), completing
+
+    def _completing(self, var: Var, step: Step, together: int) -> float:
+        """Seconds of a collective on what a kernel leaves; sums that are ready at the same time are copied together and completed so."""
+        costs = self._costs_of(var)
+        kind, num_bytes, axes = step
+        if together == 1 or kind != "all_reduce" or var not in self.flow.awaited:
+            return costs.collective(kind, num_bytes, axes)
+        return costs.collective(kind, together * num_bytes, axes) / together + self.costs.copy(4 * num_bytes)
+
+    def _kernel_seconds(self, eqn: JaxprEqn, shapes, operands, results, moved: Moved) -> float:
+        if eqn.primitive.name in PICKING:
+            operands = [min(size, max(results)) for size in operands]
+        total = sum(n * size for n, size in zip(moved.reads, operands, strict=True))
+        total += sum(n * size for n, size in zip(moved.writes, results, strict=True))
+        copies = sum(
+            n * self.costs.copy(2 * size)
+            for n, size in zip(moved.copies, (*operands, *results), strict=bool(moved.copies))
+        )
+        if not total:
+            return copies
+        kernels = moved.kernels + (any(moved.writes) and takes_two_kernels(eqn, shapes[0]))
+        return self.costs.model.kernel(kernel_of(eqn, shapes, total)) + (kernels - 1) * self.launch + copies
 
     # -- microbatches
 
@@ -385,6 +429,22 @@ class _Builder:
         if not kept:
             raise ShardingError(f"{path} can't be divided by examples along {', '.join(self.deferred)}")
         return kept
+
+    def _add_up(self, number: int, eqn: JaxprEqn, placed: Sequence[Placement | None]) -> None:
+        """Price adding what each microbatch makes to the sum so far: the sum is read and written, the rest read (or converted from
+        what is read, which counts there)."""
+        for atom, var, placement in zip(eqn.invars, eqn.outvars, placed, strict=True):
+            if placement is None or not isinstance(atom, Var):
+                continue
+            maker = self.made_by.get(atom)
+            passes = 2 if maker is not None and maker.primitive.name == "convert_element_type" else 3
+            shapes = each_once(partial(local_shape, aval_of(var).shape, mesh=self.mesh), placement.specs)
+            sizes = [passes * array_bytes(shape, aval_of(var).dtype) for shape in shapes]
+            seconds = self.step.num_micro_batches * np.array([self.costs.copy(size) for size in sizes])
+            d = placement.decision
+            self.found.costs[d] = self.found.costs[d] + seconds
+            self.found.parts[d] = self.found.parts[d] + np.array([seconds, np.zeros_like(seconds)])
+            self.found.shares.append((number, (d,), seconds))
 
     def _synchronise(self, number: int, eqn: JaxprEqn, placed: Sequence[Placement | None]) -> None:
         """Complete what devices accumulated apart, each value in a way of its own."""
@@ -435,9 +495,17 @@ class _Builder:
         self.found.uses.append(Use(eqn, operand, placement, decision, required))
         assert isinstance(atom, Var)
         num_bytes = moved_bytes(self.made_by.get(atom), atom)
-        matrix = self._costs_of(atom).reshard_matrix(num_bytes, placement.specs, required)
+        alike = 1  # operands that are moved together
+        if eqn is not None and self.step.jaxpr.eqns[eqn].primitive.name == "concatenate":
+            alike = sum(a.aval == atom.aval for a in self.step.jaxpr.eqns[eqn].invars)
+        matrix = self._costs_of(atom).reshard_matrix(alike * num_bytes, placement.specs, required)
         if matrix is None:
             return
+        matrix = matrix / alike
+        if eqn is not None and self.step.jaxpr.eqns[eqn].primitive is regions.loop_slice_p:
+            matrix = matrix * (
+                1 + 1e-6
+            )  # at the same price slices are brought where they are wanted, and not all of them before
         if (
             eqn is not None
             and atom not in self.flow.per_example

@@ -5,7 +5,7 @@ input. Other values live from the equation that makes them to the last that read
 fusion keeps in registers is not. What microbatches accumulate lives as long as their loop.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,13 +13,16 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal, Var
 
+from autopar import regions
 from autopar.graph import Atom, aval_of
+from autopar.sharding.costs import COMBINED_BYTES
 from autopar.sharding.decisions import Decisions
+from autopar.sharding.layouts import PRODUCTS
 from autopar.sharding.moves import passes_moves
 from autopar.sharding.once import each_once
 from autopar.sharding.problem import Limit
 from autopar.sharding.spec import LogicalMesh, Spec, Specs, local_shape
-from autopar.sharding.storage import is_relaid, is_view, lifetimes
+from autopar.sharding.storage import is_relaid, is_view, lifetimes, readings
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
 
@@ -119,6 +122,8 @@ def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list
     reused = {step.jaxpr.outvars[o] for o in step.carried if isinstance(step.jaxpr.outvars[o], Var)}
     alive = dict(lifetimes(step))
     shown_by = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if is_view(eqn)}
+    if step.microbatching is None:
+        _postpone(step, decisions, mesh, alive, shown_by)
     lives: list[tuple[Var, int, int]] = []
     for number, eqn in step.microbatching.marks if step.microbatching else ():
         # What microbatches add up to lives through their loop; the share of one is added as soon as it is made.
@@ -140,7 +145,65 @@ def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list
         if (placement := decisions.placements.get(var)) is not None:
             sizes = _sizes(var, placement.specs, mesh) * (step.num_micro_batches if var in whole else 1)
             found.append(Lifetime(placement.decision, start, end, sizes, var))
-    return found
+    return found + list(_waiting(step, decisions, mesh, alive))
+
+
+def _postpone(
+    step: StepGraph,
+    decisions: Decisions,
+    mesh: LogicalMesh,
+    alive: dict[Var, tuple[int, int]],
+    shown_by: Mapping[Var, Atom],
+) -> None:
+    """Let a product be computed when it is first read, if what it is computed from is smaller: gradients of large weights from small
+    batches wait for their update (XLA schedules for least memory)."""
+    reads, loops = readings(step), regions.spans(step.jaxpr.eqns).values()
+
+    def size(var: Var, of: Callable[[np.ndarray], float]) -> float:
+        placement = decisions.placements.get(var)
+        return of(_sizes(var, placement.specs, mesh)) if placement else 0.0
+
+    for number, eqn in enumerate(step.jaxpr.eqns):
+        result = eqn.outvars[0] if eqn.outvars else None
+        until, last = reads.get(result, (number, number)) if result else (number, number)
+        if eqn.primitive.name not in PRODUCTS or result not in alive or until <= number + 1:
+            continue
+        if any(start <= number <= end or start <= until <= end for start, end in loops):
+            continue
+        operands = {_base(atom, shown_by) for atom in eqn.invars if isinstance(atom, Var)}
+        longer = [var for var in operands if var in alive and alive[var][1] < until]
+        if sum(size(var, np.max) for var in longer) < size(result, np.min):
+            at_once = decisions.leaders.get(until, until) == decisions.leaders.get(last, last)  # one kernel reads it
+            alive[result] = until, until if at_once and alive[result][1] == last else alive[result][1]
+            alive.update((var, (alive[var][0], until)) for var in longer)
+
+
+def _base(var: Var, shown_by: Mapping[Var, Atom]) -> Var:
+    while isinstance(shown := shown_by.get(var), Var):
+        var = shown
+    return var
+
+
+def _waiting(
+    step: StepGraph, decisions: Decisions, mesh: LogicalMesh, alive: Mapping[Var, tuple[int, int]]
+) -> Iterator[Lifetime]:
+    """What is reduce_scattered, before that: each waits for the last of those that it is combined with."""
+    groups: list[list[tuple[int, int, int, np.ndarray]]] = []
+    room = 0.0
+    for number, decision, sizes in decisions.scattered:
+        var = step.jaxpr.eqns[number].outvars[0]
+        result = array_bytes(aval_of(var).shape, aval_of(var).dtype) / mesh.num_devices
+        if result > room:
+            groups.append([])
+            room = COMBINED_BYTES
+        room -= result
+        groups[-1].append((number, alive.get(var, (number, 0))[0], decision, sizes))
+    for group in groups:
+        late = all(start > number for number, start, _, _ in group)
+        last = (min if late else max)(start for _, start, _, _ in group)
+        for _, start, decision, sizes in group:
+            if sizes.any():
+                yield Lifetime(decision, min(start, last), last, sizes)
 
 
 def _held(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list[tuple[int, np.ndarray]]:

@@ -15,22 +15,22 @@ from autopar.graph import aval_of
 from autopar.sharding.rules import PASS_THROUGH, POINTWISE
 from autopar.trace import StepGraph
 
-_FUSIBLE = POINTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze", "slice", "transpose"}
-"""Primitives whose results a fusion keeps in registers when only fusible equations or `_READING` ones read them."""
+FUSIBLE = POINTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze", "slice", "transpose"}
+"""Primitives whose results a fusion keeps in registers when only fusible equations or `READING` ones read them."""
 
-_READING = frozenset({"argmax", "argmin", "concatenate", "dynamic_slice", "gather", "pad"})
+READING = frozenset({"argmax", "argmin", "concatenate", "dynamic_slice", "gather", "pad"})
 """Primitives whose results are stored, but which compute what they read in their own kernel; reductions are of them, too."""
 
 _VIEWS = PASS_THROUGH - {"accumulate"} | {"reshape", "rev", "squeeze", "loop_carry", "loop_const", "loop_result"}
 """Primitives that move nothing: a convolution takes a reversed kernel as it is, and a loop works in place."""
 
-_EXPENSIVE = frozenset({"erf", "erfc", "erf_inv", "tanh", "threefry2x32", "random_bits", "lgamma", "digamma"})
+EXPENSIVE = frozenset({"erf", "erfc", "erf_inv", "tanh", "threefry2x32", "random_bits", "lgamma", "digamma"})
 """Pointwise primitives that are not computed again for each of several readers."""
 
 
 def is_fusible(name: str) -> bool:
     """Whether equations of the primitive become part of others' kernels."""
-    return name in _FUSIBLE or name in PASS_THROUGH
+    return name in FUSIBLE or name in PASS_THROUGH
 
 
 @lru_cache(maxsize=16)
@@ -48,14 +48,14 @@ def stored_values(step: StepGraph) -> frozenset[Var]:
             stored.update((*eqn.outvars, *operands))
         elif is_view(eqn):
             stored.update(operands if not stored.isdisjoint(eqn.outvars) else ())
-        elif name in _EXPENSIVE:
+        elif name in EXPENSIVE:
             stored.update(var for var in eqn.outvars if readers[var] > 1)
         elif name in ("add", "add_any") and (scattered := {a for a in operands if _is_sum(makers.get(a), readers)}):
             stored.update(eqn.outvars)
             in_place.update(scattered)
-        elif name not in _FUSIBLE:
+        elif name not in FUSIBLE:
             stored.update(eqn.outvars)
-            if name not in _READING and not name.startswith("reduce_"):
+            if name not in READING and not name.startswith("reduce_"):
                 stored.update(operands)
     return frozenset(stored - (in_place - outputs))
 
@@ -118,6 +118,21 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
         through = (var for var in (*step.handed_on, *received) if first.get(var, done) < done)
         last.update((var, max(done, last.get(var, 0))) for var in through)
     return {var: (first[var], last.get(var, first[var])) for var in stored - views}
+
+
+@lru_cache(maxsize=16)
+def readings(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
+    """The first and the last equation whose kernel reads each value from memory, itself or a view of it."""
+    stored, found = stored_values(step), {}
+    for number, eqn in reversed(list(enumerate(step.jaxpr.eqns))):
+        known = [found[var] for var in eqn.outvars if var in found]
+        first, last = number, number
+        if known and (is_view(eqn) or stored.isdisjoint(eqn.outvars)):
+            first, last = min(first for first, _ in known), max(last for _, last in known)
+        for atom in _operands(eqn):
+            before = found.get(atom, (first, last))
+            found[atom] = min(first, before[0]), max(last, before[1])
+    return found
 
 
 def _is_sum(maker: JaxprEqn | None, readers: Counter[Var]) -> bool:

@@ -1,0 +1,119 @@
+"""Who makes and reads the values of a step, and what is added to a product before it is written."""
+
+from collections import defaultdict
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from autopar import regions
+from autopar.graph import Atom, aval_of
+from autopar.sharding.layouts import PRODUCTS
+from autopar.sharding.storage import is_view
+from autopar.trace import StepGraph
+
+
+class Values:
+    """The values of a step.
+
+    Attributes:
+        makers: the equation that makes each; readers: those that read it.
+        base: for each view the value that it shows.
+        outputs: what the step returns, and hands on.
+    """
+
+    def __init__(self, step: StepGraph) -> None:
+        self.eqns = step.jaxpr.eqns
+        self.makers = {var: number for number, eqn in enumerate(self.eqns) for var in eqn.outvars}
+        self.readers: dict[Var, list[int]] = defaultdict(list)
+        for number, eqn in enumerate(self.eqns):
+            for var in dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, Var)):
+                self.readers[var].append(number)
+        self.base = self._bases()
+        self.inputs = {*step.jaxpr.invars, *step.jaxpr.constvars}
+        returned = (atom for atom in step.jaxpr.outvars if isinstance(atom, Var))
+        self.outputs = {self.base.get(var, var) for var in (*returned, *step.handed_on)}
+
+    def _bases(self) -> dict[Var, Var]:
+        """For each view the value that it shows."""
+        base: dict[Var, Var] = {}
+        for eqn in self.eqns:
+            if is_view(eqn) and eqn.primitive.name != "optimization_barrier":
+                for atom, var in zip(eqn.invars, eqn.outvars, strict=False):
+                    if isinstance(atom, Var):
+                        base[var] = base.get(atom, atom)
+        return base
+
+    def shown(self, atom: Atom) -> Var | None:
+        """The value in memory that an operand is, itself or as a view."""
+        return None if isinstance(atom, Literal) else self.base.get(atom, atom)
+
+    def only_reader(self, var: Var) -> int | None:
+        """The one equation that reads a value or its views, if there is one and the step does not return it."""
+        while True:
+            readers = self.readers[var]
+            if len(readers) != 1 or self.base.get(var, var) in self.outputs:
+                return None
+            eqn = self.eqns[readers[0]]
+            if not is_view(eqn) or eqn.primitive in regions.MARKERS:
+                return readers[0]
+            var = eqn.outvars[next(i for i, atom in enumerate(eqn.invars) if atom is var)]
+
+    def unspread(self, var: Var) -> Var:
+        """What is spread over `var`; itself if nothing is."""
+        eqn = self.eqns[self.makers[var]] if var in self.makers else None
+        if eqn is not None and eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Var):
+            return eqn.invars[0]
+        return var
+
+    def only_adds(self, var: Var) -> bool:
+        """Whether `var` is only added to something."""
+        reader = self.only_reader(var)
+        return reader is not None and self.eqns[reader].primitive.name in ("add", "add_any")
+
+    def is_constant(self, atom: Atom) -> bool:
+        """Whether all elements are the same, and known."""
+        maker = self.makers.get(atom) if isinstance(atom, Var) else None
+        if maker is None:
+            return isinstance(atom, Literal)
+        eqn = self.eqns[maker]
+        return eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
+
+
+def find_epilogues(values: Values) -> dict[int, int]:
+    """For each equation that is part of a product, the number of the product: a bias that is added first, then a whole array."""
+    found: dict[int, int] = {}
+    for number, eqn in enumerate(values.eqns):
+        if eqn.primitive.name not in PRODUCTS:
+            continue
+        result, biased = eqn.outvars[0], False
+        while (reader := values.only_reader(result)) is not None and reader not in found:
+            other = _added(values, values.eqns[reader], result)
+            if other is None:
+                break
+            source = values.unspread(other)
+            if values.makers.get(values.base.get(source, source), -1) > number:
+                break
+            is_bias = aval_of(source).size <= max(aval_of(result).shape, default=1)
+            is_whole = not is_bias and aval_of(other).size == aval_of(result).size
+            if not is_whole and (biased or not is_bias):
+                break
+            found[reader] = number
+            if is_whole:
+                break
+            biased, result = True, values.eqns[reader].outvars[0]
+    return found
+
+
+def find_scattered(values: Values) -> set[Var]:
+    """Results of scatters that are only added to something: they scatter onto that, in place."""
+    scatters = (eqn.outvars[0] for eqn in values.eqns if eqn.primitive.name == "scatter-add")
+    return {var for var in scatters if values.only_adds(var)}
+
+
+def _added(values: Values, eqn: JaxprEqn, result: Var) -> Var | None:
+    """What `eqn` adds to `result`, an array of its type."""
+    if eqn.primitive.name not in ("add", "add_any"):
+        return None
+    others = [atom for atom in eqn.invars if values.shown(atom) is not values.shown(result)]
+    if len(others) != 1 or isinstance(others[0], Literal) or aval_of(others[0]).dtype != aval_of(result).dtype:
+        return None
+    return others[0] if aval_of(eqn.outvars[0]).size == aval_of(result).size else None

@@ -1,0 +1,476 @@
+"""Which equations run in one kernel, and what each kernel reads and writes.
+
+A model of what XLA:GPU does with a step:
+
+- What is not written is computed again by every kernel that reads it, and each of these reads its sources anew. A cheap equation
+  is written only where that moves less (XLA's priority fusion weighs the same).
+- Kernels over the same elements that read the same value, or one what the other makes, become one kernel with several results
+  (XLA's multi-output fusion).
+- A row's reduction that its row waits for, as in a softmax, is part of the kernel of the row.
+- A product or convolution adds a bias, and what else is added to its result, before it writes it (cuBLAS and cuDNN epilogues).
+
+Checked against compiled programs by `experiments.validation.fidelity`. It looks at whole arrays, so that all shardings share it.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import combinations
+from math import prod
+
+from jax.extend.core import JaxprEqn, Var
+
+from autopar import regions
+from autopar.graph import aval_of
+from autopar.sharding.epilogues import Values, find_epilogues, find_scattered
+from autopar.sharding.layouts import GRADIENT, ORDER, PRODUCTS, Layout, layouts
+from autopar.sharding.rules import PASS_THROUGH
+from autopar.sharding.storage import EXPENSIVE, FUSIBLE, READING, is_view
+from autopar.trace import StepGraph
+from autopar.work import array_bytes
+
+_SCATTERS = frozenset({"scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min", "dynamic_update_slice"})
+
+_LONGEST_ROW = 16384
+"""Elements of a row that one kernel reduces; longer ones take two, with partial sums between."""
+
+PICKING = frozenset({"dynamic_slice", "gather", "slice", "split"})
+"""Primitives that read no more of an operand than they return."""
+
+_LONGEST_COLUMN = 4096
+
+_CHEAP = FUSIBLE | {"split"}
+"""Primitives that are computed wherever they are needed."""
+
+_MOVES = PASS_THROUGH | {
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "reshape",
+    "slice",
+    "split",
+    "squeeze",
+    "stop_gradient",
+}
+_MOVES |= {"transpose"}
+"""Of those, the ones that compute nothing."""
+
+_LOOKUPS = frozenset({"dynamic_slice", "gather"})
+
+_HANDFUL = 3
+"""Operations on an element that are not done again for each of many others that it is spread over."""
+
+_MOST_SOURCES = 16
+"""How many sources of an unwritten value are looked at; what has more is dear to compute again anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What an equation adds to the traffic of the kernels it is part of.
+
+    Attributes:
+        reads: for each operand, how many kernels read it on behalf of this equation.
+        writes: for each result, how often it is written.
+        kernels: how many kernels are counted here.
+        together: how many reductions one kernel makes with this one; what they leave over several devices is summed together.
+        copies: for each operand, how many copies are made of it first, in a layout or a size that the equation needs, and for each
+            result, how many are made of it then.
+    """
+
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    kernels: int
+    copies: tuple[int, ...] = ()
+    together: int = 1
+
+
+@dataclass(slots=True)
+class _Kernel:
+    """A kernel of fusible equations: those that make its results, what it reads and where, what it runs over."""
+
+    roots: list[int]
+    region: object
+    space: tuple[int, ...]
+    reduced: tuple[int, ...] | None
+    reads: dict[Var, tuple[int, int]] = field(default_factory=dict)
+    makes: set[Var] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a step moves in device memory.
+
+    Attributes:
+        moved: of each equation.
+        leaders: for each equation whose results a fused kernel writes, the one that the kernel is counted with.
+    """
+
+    moved: tuple[Moved, ...]
+    leaders: Mapping[int, int]
+
+
+@lru_cache(maxsize=16)
+def traffic(step: StepGraph, fuses_rows: bool = True) -> Traffic:
+    """What `step` moves; without `fuses_rows` each reduction is a kernel of its own."""
+    fused = _Fusion(step, fuses_rows)
+    return Traffic(fused.moved(), {root: kernel.roots[0] for root, kernel in fused.kernels.items()})
+
+
+class _Fusion:
+    def __init__(self, step: StepGraph, fuses_rows: bool) -> None:
+        self.eqns = step.jaxpr.eqns
+        self.values = values = Values(step)
+        self.makers, self.readers = values.makers, values.readers
+        self.epilogues = find_epilogues(values)
+        self.ends = {product: self.eqns[number].outvars[0] for number, product in sorted(self.epilogues.items())}
+        self.cheap = [_is_cheap(eqn) for eqn in self.eqns]
+        self.rows = {n for n, eqn in enumerate(self.eqns) if fuses_rows and self._is_inside_row(eqn)}
+        self.scattered = find_scattered(values)
+        self.onto: set[Var] = set()  # what is scattered onto
+        self.written: set[Var] = set(values.inputs)
+        self.kernels: dict[int, _Kernel] = {}
+        self.inside: list[tuple[int, ...]] = [()] * len(self.eqns)  # the kernels that compute an equation
+        self.region = _regions(step)
+        finals = (eqn.invars[1] for eqn in self.eqns if eqn.primitive is regions.loop_result_p)
+        self.carried = {atom for atom in finals if isinstance(atom, Var)}  # updated in place, each by itself
+
+        self._place()
+        self._merge()
+        self._drop()
+
+    def moved(self) -> tuple[Moved, ...]:
+        reads: dict[int, Counter[int]] = defaultdict(Counter)
+        launches: Counter[int] = Counter()
+        kernels = {id(kernel): kernel for kernel in self.kernels.values()}.values()
+        for kernel in kernels:
+            launches[kernel.roots[0]] += 1
+            for var, (number, operand) in kernel.reads.items():
+                if var not in kernel.makes:
+                    reads[number][operand] += 1
+        made: dict[Var, set[Layout]] = defaultdict(set)
+        return tuple(self._of(n, eqn, reads[n], launches[n], made) for n, eqn in enumerate(self.eqns))
+
+    # -- kernels
+
+    def _users(self, var: Var) -> Iterable[int]:
+        """The kernels that compute `var` if it is not written; a look-up computes no more than it looks up."""
+        for reader in self.readers[var]:
+            eqn = self.eqns[reader]
+            if eqn.primitive.name not in _LOOKUPS or eqn.invars[0] is not var:
+                yield from self.inside[reader]
+
+    def _is_inside_row(self, eqn: JaxprEqn) -> bool:
+        """Whether a reduction of rows is awaited by its rows alone: its result goes, spread over them, into one equation on their elements."""
+        if not eqn.primitive.name.startswith("reduce_") or len(eqn.outvars) != 1 or _is_cheap(eqn):
+            return False
+        whole, axes = aval_of(eqn.invars[0]).shape, tuple(eqn.params.get("axes", ()))
+        if axes != (len(whole) - 1,) or not 1 < whole[-1] <= _LONGEST_ROW or len(whole) < 2:
+            return False
+        var = eqn.outvars[0]
+        while (reader := self.values.only_reader(var)) is not None:
+            after = self.eqns[reader]
+            if not self.cheap[reader]:
+                return False
+            if aval_of(after.outvars[0]).size == prod(whole):
+                return True
+            var = after.outvars[0]
+        return False
+
+    def _place(self) -> None:
+        """Decide, from the last equation to the first, what is written and which kernels compute what is not."""
+        sources, work = self._sources(), self._work()
+        wanted: set[Var] = set(self.values.outputs)  # by those that read memory only
+        for number in reversed(range(len(self.eqns))):
+            eqn = self.eqns[number]
+            name, operands = eqn.primitive.name, [v for v in map(self.values.shown, eqn.invars) if v is not None]
+            users = tuple(dict.fromkeys(k for var in eqn.outvars for k in self._users(var)))
+            if eqn.primitive in regions.MARKERS or name == "optimization_barrier":
+                self.written.update(eqn.outvars)
+                wanted.update(operands)
+            elif number in self.epilogues:
+                wanted.update(self.values.shown(self.values.unspread(var)) or var for var in operands)
+                self.written.update(v for v in eqn.outvars if v is self.ends[self.epilogues[number]])
+            elif is_view(eqn):
+                self.inside[number] = users
+            elif number in self.rows or self.cheap[number]:
+                forced = not wanted.isdisjoint(eqn.outvars)
+                if any(isinstance(atom, Var) and atom in self.scattered for atom in eqn.invars):
+                    self.onto.update(eqn.outvars)
+                    forced = True
+                if (
+                    forced
+                    or self._is_spread(number, work)
+                    or (len(users) > 1 and self._is_kept(number, len(users), sources))
+                ):
+                    self._open(number, eqn)
+                else:
+                    self.inside[number] = users
+            elif name in READING or name.startswith(("reduce_", "arg")):
+                self._open(number, eqn)
+            else:
+                if number not in self.ends and self.scattered.isdisjoint(eqn.outvars):
+                    self.written.update(eqn.outvars)
+                fresh = name in _SCATTERS and self.values.is_constant(eqn.invars[0])
+                wanted.update(operands[1:] if fresh and isinstance(eqn.invars[0], Var) else operands)
+        self.wanted = wanted
+        for number, eqn in enumerate(self.eqns):
+            for kernel in self.inside[number]:
+                for operand, atom in enumerate(eqn.invars):
+                    var = self.values.shown(atom)
+                    if (
+                        var in self.written
+                        and not is_view(eqn)
+                        and not (operand == 0 and eqn.primitive.name in _LOOKUPS)
+                    ):
+                        self.kernels[kernel].reads.setdefault(var, (number, operand))
+
+    def _open(self, number: int, eqn: JaxprEqn) -> None:
+        """The equation writes its results: it is the root of a kernel."""
+        self.written.update(eqn.outvars)
+        self.inside[number] = (number,)
+        reduces = eqn.primitive.name.startswith(("reduce_", "arg")) and number not in self.rows
+        over = aval_of(eqn.invars[0] if reduces else eqn.outvars[0]).shape
+        axes = None
+        if reduces:
+            lost = set(eqn.params.get("axes", ()))
+            axes = tuple(sum(1 for d in range(axis) if over[d] > 1) for axis in sorted(lost))
+        space = tuple(size for size in over if size > 1)
+        self.kernels[number] = _Kernel([number], self.region[number], space, axes, makes=set(eqn.outvars))
+
+    def _is_kept(self, number: int, users: int, sources: Mapping[Var, frozenset[Var] | None]) -> bool:
+        """Whether a value that several kernels read is written rather than computed again in each."""
+        eqn = self.eqns[number]
+        if eqn.primitive.name in EXPENSIVE:
+            return True
+        found = sources[eqn.outvars[0]]
+        if found is None:
+            return True
+        again, size = sum(map(_bytes, found)), sum(map(_bytes, eqn.outvars))
+        return users * again > again + (users + 1) * size
+
+    def _work(self) -> list[int]:
+        """How many operations an element of each equation takes, one after the other, from values of its size that are written."""
+        found: list[int] = []
+        for number, eqn in enumerate(self.eqns):
+            if not self.cheap[number] or number in self.epilogues:
+                found.append(0)
+                continue
+            makers = (
+                self.makers.get(a)
+                for a in eqn.invars
+                if isinstance(a, Var) and aval_of(a).size == aval_of(eqn.outvars[0]).size
+            )
+            before = max((found[maker] for maker in makers if maker is not None), default=0)
+            found.append(before + (eqn.primitive.name not in _MOVES))
+        return found
+
+    def _is_spread(self, number: int, work: Sequence[int]) -> bool:
+        """Whether much is done for few elements that are then spread over many: it is done once, before."""
+        (var, *_) = self.eqns[number].outvars
+        wide = 16 * aval_of(var).size
+        return work[number] >= _HANDFUL and any(
+            aval_of(self.eqns[reader].outvars[0]).size >= wide for reader in self.readers[var] if self.inside[reader]
+        )
+
+    def _sources(self) -> dict[Var, frozenset[Var] | None]:
+        """What each value is computed from if only what must be is written; None: from too much to say."""
+        found: dict[Var, frozenset[Var] | None] = {}
+        for number, eqn in enumerate(self.eqns):
+            name = eqn.primitive.name
+            through = number not in self.epilogues and (is_view(eqn) or number in self.rows or self.cheap[number])
+            for r, var in enumerate(eqn.outvars):
+                if number in self.rows:  # who computes it reads its row anyway
+                    found[var] = frozenset()
+                    continue
+                if not through or eqn.primitive in regions.MARKERS or name == "optimization_barrier":
+                    found[var] = frozenset((var,))
+                    continue
+                atoms = eqn.invars[r : r + 1] if name in PASS_THROUGH else eqn.invars
+                parts = [found.get(a, frozenset((a,))) for a in atoms if isinstance(a, Var)]
+                union = frozenset().union(*(p for p in parts if p is not None))
+                found[var] = None if None in parts or len(union) > _MOST_SOURCES else union
+        return found
+
+    # -- merging
+
+    def _merge(self) -> None:
+        """Make one kernel of those that run over the same elements and share a value."""
+        before = self._ancestors()
+        by_value: dict[Var, list[int]] = defaultdict(list)
+        for root, kernel in self.kernels.items():
+            for var in kernel.reads:
+                if aval_of(var).size > 1:
+                    by_value[var].append(root)
+        for var in (*self.values.inputs, *(v for eqn in self.eqns for v in eqn.outvars)):
+            roots = by_value.get(var, ())
+            for a, b in combinations(roots, 2):
+                self._join(a, b, before)
+            maker = self.makers.get(var)
+            if maker in self.kernels:
+                for b in roots:
+                    if self._may_take_over(self.kernels[maker], self.kernels[b], var):
+                        self._join(maker, b, before)
+
+    def _drop(self) -> None:
+        """Write nothing that only the kernel which makes it reads."""
+        inside: dict[Var, set[int]] = defaultdict(set)
+        for number, eqn in enumerate(self.eqns):
+            kernels = {id(self.kernels[root]) for root in self.inside[number]} or {-number}
+            for atom in eqn.invars:
+                if (var := self.values.shown(atom)) is not None and not is_view(eqn):
+                    inside[var] |= kernels
+        for root, kernel in self.kernels.items():
+            for var in self.eqns[root].outvars:
+                if inside[var] == {id(kernel)} and var not in self.wanted and var not in self.onto:
+                    self.written.discard(var)
+                    kernel.makes.discard(var)
+                    kernel.reads.pop(var, None)
+
+    @staticmethod
+    def _may_take_over(maker: _Kernel, reader: _Kernel, var: Var) -> bool:
+        """Whether the kernel that makes `var` may do what one that reads it does: a reduction only if it does nothing else."""
+        others = (v for v in reader.reads if v is not var and 2 * aval_of(v).size > aval_of(var).size)
+        return reader.reduced is None or (len(maker.makes) == 1 and not any(others))
+
+    def _join(self, a: int, b: int, before: Sequence[int]) -> None:
+        first, second = self.kernels[a], self.kernels[b]
+        if (
+            first is second
+            or (first.region, first.space) != (second.region, second.space)
+            or not (self.carried.isdisjoint(first.makes) or self.carried.isdisjoint(second.makes))
+        ):
+            return
+        if None not in (first.reduced, second.reduced) and first.reduced != second.reduced:
+            return
+        if self._waits(first, second, before) or self._waits(second, first, before):
+            return
+        first.roots += second.roots
+        first.reduced = first.reduced or second.reduced
+        first.makes |= second.makes
+        for var, where in second.reads.items():
+            first.reads.setdefault(var, where)
+        for root in second.roots:
+            self.kernels[root] = first
+
+    def _waits(self, first: _Kernel, second: _Kernel, before: Sequence[int]) -> bool:
+        """Whether the second needs something that is not there before the first is done, other than what it can take from its hands."""
+        mine = sum(1 << self.index[root] for root in first.roots)
+        for var in second.reads:
+            maker = self.makers.get(var)
+            if maker is None:
+                continue
+            if var in first.makes:
+                if aval_of(var).size != prod(first.space) or var in self.onto:
+                    return True
+            elif before[maker] & mine:
+                return True
+        return False
+
+    def _ancestors(self) -> list[int]:
+        """For each equation a set, as bits, of the kernels' roots that it needs; its own included."""
+        self.index = {root: i for i, root in enumerate(self.kernels)}
+        before: list[int] = []
+        for number, eqn in enumerate(self.eqns):
+            bits = 1 << self.index[number] if number in self.kernels else 0
+            for atom in eqn.invars:
+                if isinstance(atom, Var) and (maker := self.makers.get(atom)) is not None:
+                    bits |= before[maker]
+            before.append(bits)
+        return before
+
+    # -- equations
+
+    def _of(
+        self, number: int, eqn: JaxprEqn, reads: Counter[int], launches: int, made: dict[Var, set[Layout]]
+    ) -> Moved:
+        name = eqn.primitive.name
+        if self.inside[number] or eqn.primitive in regions.MARKERS:
+            writes = tuple(int(var in self.written and number in self.kernels) for var in eqn.outvars)
+            kernel = self.kernels.get(number)
+            together = sum(root not in self.rows and not self.cheap[root] for root in kernel.roots) if kernel else 1
+            return Moved(tuple(reads[i] for i in range(len(eqn.invars))), writes, launches, together=max(1, together))
+        if number in self.epilogues:
+            return self._epilogue(number, eqn)
+        if is_view(eqn) or (self.cheap[number] and not self.written.intersection(eqn.outvars)):
+            return Moved((0,) * len(eqn.invars), (0,) * len(eqn.outvars), 0)
+        if (
+            name in _SCATTERS
+        ):  # into zeros that are made for it, or what is there already; updates are read, summed and written
+            updates = 1 if name == "dynamic_update_slice" else len(eqn.invars) - 1
+            passes = tuple(0 if i == 0 else 3 if i == updates else 1 for i in range(len(eqn.invars)))
+            fresh = self.values.is_constant(eqn.invars[0]) and eqn.outvars[0] not in self.scattered
+            return Moved(passes, (int(fresh),), 1 + fresh)
+        copies = self._copies(eqn, made)
+        return Moved(tuple(int(isinstance(a, Var)) for a in eqn.invars), (1,) * len(eqn.outvars), 1, copies)
+
+    def _epilogue(self, number: int, eqn: JaxprEqn) -> Moved:
+        """What is added is read; a matrix product needs a copy of it, to add to, if others read it, too."""
+        product = self.epilogues[number]
+        reads, copies = [], []
+        for atom in eqn.invars:
+            var = self.values.shown(atom)
+            maker = self.makers.get(var) if var is not None else None
+            is_result = maker is not None and product in (maker, self.epilogues.get(maker))
+            reads.append(int(var is not None and not is_result and self.values.unspread(var) is var))
+            is_whole = reads[-1] and aval_of(atom).size == aval_of(eqn.outvars[0]).size
+            shared = var in self.values.inputs or (isinstance(atom, Var) and len(self.readers[atom]) > 1)
+            copies.append(int(is_whole and shared and self.eqns[product].primitive.name == "dot_general"))
+        return Moved(tuple(reads), (0,), 0, (*copies, 0))
+
+    def _copies(self, eqn: JaxprEqn, made: dict[Var, set[Layout]]) -> tuple[int, ...]:
+        """Copies of a product's operands and results in other layouts or sizes; one for all who want the same."""
+        if eqn.primitive.name not in PRODUCTS:
+            return ()
+        copies = []
+        for atom, layout in zip((*eqn.invars, *eqn.outvars), layouts(eqn), strict=True):
+            copies.append(0)
+            var = self.values.shown(atom)
+            if layout is None or var is None or layout in made[var]:
+                continue
+            fused = self.makers.get(var) in self.kernels and layout[0] == ORDER
+            copies[-1] = int(not fused or bool(made[var]))  # its kernel writes it in the first order that is wanted
+            if layout[0] == GRADIENT:
+                copies[-1] = 2  # itself, and what of the optimizer's state it is added to
+            made[var].add(layout)
+        return tuple(copies)
+
+
+def _is_cheap(eqn: JaxprEqn) -> bool:
+    """Whether an equation is computed wherever it is needed; sums over dims of size one are."""
+    if eqn.primitive.name.startswith("reduce_") and len(eqn.outvars) == 1:
+        return aval_of(eqn.invars[0]).size == aval_of(eqn.outvars[0]).size
+    return eqn.primitive.name in _CHEAP
+
+
+def takes_two_kernels(eqn: JaxprEqn, shape: Sequence[int]) -> bool:
+    """Whether so many elements of `shape` are reduced to one that partial results come first.
+
+    XLA's tree reduction: more than 16384 of a row, or 4096 of a column; images are stored channel by channel, which makes rows.
+    """
+    if not eqn.primitive.name.startswith("reduce_") or not shape:
+        return False
+    axes = eqn.params.get("axes", ())
+    length = prod(shape[axis] for axis in axes)
+    is_row = len(shape) - 1 in axes
+    return length > _LONGEST_ROW if is_row else length > _LONGEST_COLUMN and len(shape) < 4
+
+
+def _regions(step: StepGraph) -> list[object]:
+    """What runs apart from other equations: each body of a loop or branch, and what is done for each microbatch."""
+    body = {number for number, _ in step.microbatching.body} if step.microbatching else ()
+    found, around = [], [-1]
+    for number, eqn in enumerate(step.jaxpr.eqns):
+        if eqn.primitive in regions.OPENING:
+            around.append(number)
+        elif eqn.primitive is regions.branch_p:
+            around[-1] = number
+        elif eqn.primitive is regions.end_p:
+            around.pop()
+        found.append((around[-1], number in body))
+    return found
+
+
+def _bytes(var: Var) -> int:
+    aval = aval_of(var)
+    return array_bytes(aval.shape, aval.dtype)

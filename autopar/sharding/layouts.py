@@ -1,0 +1,57 @@
+"""In which layouts and sizes products read their operands, and what it takes to bring them there."""
+
+from math import prod
+
+from jax.extend.core import JaxprEqn
+
+from autopar.graph import aval_of
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+type Layout = tuple[str, object]
+"""What is done to an array, and how."""
+
+ORDER, PADDED, KERNEL, GRADIENT = "order", "padded", "kernel", "gradient"
+
+
+def layouts(eqn: JaxprEqn) -> list[Layout | None]:
+    """How a product wants each operand, and leaves its result; None: as it is."""
+    return _dot_wants(eqn) if eqn.primitive.name == "dot_general" else _conv_wants(eqn)
+
+
+def _dot_wants(eqn: JaxprEqn) -> list[Layout | None]:
+    """For each operand and the result of a matrix product how it must be, if not as it is: batch dims lead, and sizes of half
+    precision are multiples of 8."""
+    contracted, batched = eqn.params["dimension_numbers"]
+    wants: list[Layout | None] = []
+    for side, atom in enumerate(eqn.invars):
+        aval = aval_of(atom)
+        free = tuple(d for d in range(aval.ndim) if d not in (*contracted[side], *batched[side]))
+        sizes = [prod(aval.shape[d] for d in dims) for dims in (free, contracted[side])]
+        order = _product_order(aval.ndim, tuple(contracted[side]), tuple(batched[side]), side)
+        if aval.dtype.itemsize == 2 and any(size % 8 for size in sizes):
+            wants.append((PADDED, order))
+        else:
+            wants.append((ORDER, order) if order else None)
+    return [*wants, None]
+
+
+def _conv_wants(eqn: JaxprEqn) -> list[Layout | None]:
+    """The same for a convolution: its kernel, and the gradient of one, are transposed; uneven padding is written out."""
+    params = eqn.params
+    numbers = params["dimension_numbers"]
+    if numbers.lhs_spec[0] != 0:  # sums over examples: the gradient of a kernel
+        return [None, None, (GRADIENT, None)]
+    uneven = any(low != high for low, high in params["padding"]) and max(params["lhs_dilation"]) == 1
+    return [(PADDED, params["padding"]) if uneven else None, (KERNEL, None), None]
+
+
+def _product_order(
+    ndim: int, contracted: tuple[int, ...], batched: tuple[int, ...], side: int
+) -> tuple[int, ...] | None:
+    """The order of dims in which a product reads an operand; None: as it is."""
+    free = tuple(d for d in range(ndim) if d not in (*contracted, *batched))
+    for order in ((*batched, *free, *contracted), (*batched, *contracted, *free)):
+        if sorted(batched) == list(range(len(batched))) and order[len(batched) :] == tuple(range(len(batched), ndim)):
+            return None
+    return (*batched, *free, *contracted) if side == 0 else (*batched, *contracted, *free)
