@@ -18,7 +18,7 @@ from autopar.pipeline.layer_ranges import LayerRanges
 from autopar.pipeline.planned import num_layers
 from autopar.pipeline.profiling import StageProfiler
 from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule, splits_backward
-from autopar.pipeline.stage_construction import find_stages, remember, transfer_seconds
+from autopar.pipeline.stage_construction import FoundStages, find_stages, remember, transfer_seconds
 from autopar.pipeline.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, StageError, StageOption
@@ -135,13 +135,16 @@ class PipelinePlanner:
         costs = self._stage_costs(_limited(self.options, option.submesh_logical_shape_space), schedule)
         measure = self._profiler(option)
         while True:
-            before, solved = costs.revisions, []
-            for facts, assigned in find_stages(costs, self.cluster, option, schedule.name, measure):
+            before, known = costs.revisions, []
+            solved: list[tuple[_Solved, FoundStages]] = []
+            for facts, assigned in find_stages(costs, self.cluster, option, schedule.name, measure, known):
                 try:
                     solved.append((self._solved(assigned, schedule, measure), facts))
                 except MemoryBudgetError:
                     if costs.revisions == before:
                         raise
+                else:
+                    known.append(solved[-1][0].seconds)
             if costs.revisions == before:
                 break
         best, facts = min(solved, key=lambda each: each[0].seconds)

@@ -1,6 +1,6 @@
 """Automatic stage construction: the exact dynamic program over stages, with costs composed of intra-operator solves of layers."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -30,8 +30,9 @@ from simulator.mixed import AnyCluster
 _MOST_HOSTS = 4
 """Of a submesh in the space "small_power_of_two"."""
 
-_NEAR = 1.1
-"""Even stages are worth a closer look if their time is at most so many times the least."""
+_SURE = 1.01
+"""Stages whose estimated time is so many times what others take are not worth a closer look: it is seldom above theirs, and then a
+little."""
 
 _SIZES: dict[PhysicalSpace, SubmeshSizes] = {
     "power_of_two": "powers_of_two",
@@ -84,30 +85,40 @@ def find_stages(
     option: AutoStageOption,
     schedule: str,
     measure: Measure | None = None,
-) -> list[tuple[FoundStages, list[Assignment]]]:
-    """The stages with the least predicted, or measured, time of a step, and those on submeshes of one size (in each pool) that
-    come near.
+    known: Sequence[float] = (),
+) -> Iterator[tuple[FoundStages, list[Assignment]]]:
+    """The stages with the least predicted, or measured, time of a step, and then those on submeshes of one size (in each pool) that
+    may be faster.
 
     What the dynamic program minimises leaves out some of the bubbles of stages that differ, so that even ones may be faster.
+
+    Args:
+        known: seconds of a step with the stages so far, looked at closely; it grows while this goes on.
 
     Raises:
         NoStagesError: none fit.
     """
     problem = stage_problem(costs, cluster, option, schedule, measure)
-    plans = [construct_stages(problem)]
-    used = {stage.submesh for stage in plans[0].stages}
+    best = construct_stages(problem)
+    yield _found(best, problem, costs)
+    used = {stage.submesh for stage in best.stages}
     for meshes in _even(problem) if len(used) > 1 else ():
         if used <= set(meshes):
             continue  # that is the one which was found
         with suppress(NoStagesError):
-            plans.append(construct_stages(replace(problem, submeshes=meshes), _NEAR * plans[0].seconds))
-    facts = [_facts(found, problem, costs.num_solves) for found in plans]
-    return [(each, _assigned(each, costs.options)) for each in facts]
+            yield _found(
+                construct_stages(replace(problem, submeshes=meshes), _SURE * min(known, default=inf)), problem, costs
+            )
 
 
 def _even(problem: StageProblem) -> Iterable[tuple[Submesh, ...]]:
     """Submeshes of one size in each pool."""
     return product(*([mesh for mesh in problem.submeshes if mesh.pool == i] for i in range(len(problem.pools))))
+
+
+def _found(found: StagePlan, problem: StageProblem, costs: ClusterStageCosts) -> tuple[FoundStages, list[Assignment]]:
+    facts = _facts(found, problem, costs.num_solves)
+    return facts, _assigned(facts, costs.options)
 
 
 def _facts(found: StagePlan, problem: StageProblem, num_solves: int) -> FoundStages:
