@@ -29,6 +29,9 @@ from simulator.mixed import AnyCluster, MixedCluster
 _CHANGES = frozenset({"run", "put", "free"})
 """What workers do that later calls see."""
 
+_ANSWER_SECONDS = 5.0
+"""How long a worker may take to say what it is doing."""
+
 _POLL_SECONDS = 1.0
 """How often a driver that waits looks whether a worker is gone."""
 
@@ -335,26 +338,30 @@ class RayHosts:
             raise HostLostError(host, self.addresses[host], str(error).splitlines()[0]) from None
         raise error
 
+    def _doing(self) -> list[Any]:
+        """What each worker is doing, `HostLostError` for one that is gone, None for one that does not even answer."""
+        refs = [actor.doing.options(concurrency_group="control").remote() for actor in self._actors]
+        ray.wait(refs, num_returns=len(refs), timeout=_ANSWER_SECONDS)
+        found: list[Any] = []
+        for ref in refs:
+            try:
+                found.append(ray.get(ref, timeout=0))
+            except RayActorError:
+                found.append(HostLostError)
+            except RayError:
+                found.append(None)
+        return found
+
     def _lost(self) -> int | None:
         """A host whose worker is gone, which is why others fail."""
-        for host, actor in enumerate(self._actors):
-            try:
-                ray.get(actor.doing.options(concurrency_group="control").remote(), timeout=5)
-            except RayActorError:
-                return host
-            except RayError:
-                continue
-        return None
+        return next((host for host, each in enumerate(self._doing()) if each is HostLostError), None)
 
     def _late(self, host: int) -> HostTimeoutError:
-        doing = []
-        for number, actor in enumerate(self._actors):
-            try:
-                now = ray.get(actor.doing.options(concurrency_group="control").remote(), timeout=5)
-            except RayError:
-                now = None
-            if now is not None:
-                doing.append(f"host {number} has been at {now[1]} of mesh {now[0]} for {now[2]:.0f} s")
+        doing = [
+            f"host {number} has been at {now[1]} of mesh {now[0]} for {now[2]:.0f} s"
+            for number, now in enumerate(self._doing())
+            if isinstance(now, tuple)
+        ]
         self._kill()
         return HostTimeoutError(
             f"host {host} ({self.addresses[host]}) has not answered within {self.timeout:.0f} s: {'; '.join(doing) or 'nothing runs'}."
