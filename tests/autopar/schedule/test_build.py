@@ -69,8 +69,11 @@ def test_column_and_row_need_one_all_reduce_forward_and_one_for_the_inputs_gradi
 
 @pytest.mark.parametrize("backend", ["manual", "gspmd", "auto"])
 def test_every_backend_needs_as_many_collectives_to_train(backend: Any) -> None:
-    """Where the gradient of the input is not asked for, the forward pass needs one all_reduce, and the backward pass none."""
-    sch = mlp_schedule()
+    """Where the gradient of the input is not asked for, the forward pass needs one all_reduce, and the backward pass none.
+
+    The layers are so large that it pays for "auto", too: small weights are gathered sooner than activations are summed.
+    """
+    sch = mlp_schedule(hidden=1024)
     tensor_parallel(sch)
     built = build(sch, backend)
 
@@ -78,7 +81,7 @@ def test_every_backend_needs_as_many_collectives_to_train(backend: Any) -> None:
         return jax.grad(lambda p: jnp.sum(built.apply(p, x) ** 2))(params)
 
     step = autopar.parallelize(step, method=built.method, batch_argnums=())
-    compiled = step.get_executable(sch.params, jax.ShapeDtypeStruct((2, 8, 32), jnp.float32)).compiled
+    compiled = step.get_executable(sch.params, jax.ShapeDtypeStruct((2, 8, 1024), jnp.float32)).compiled
     assert collectives(compiled) == {"all-reduce": 1}
 
 

@@ -115,7 +115,8 @@ def test_a_primitive_without_a_rule_is_computed_whole_and_the_plan_says_so():
     assert pins[number, "out"] == ((), ())
 
 
-def test_as_memory_shrinks_plans_shard_more_at_rising_cost_and_then_fail(step):
+def test_as_memory_shrinks_plans_shard_more_at_rising_cost_and_then_fail():
+    step = trace(mlp_step, mlp_args((64, 64), batch_size=64, features=64), (1,))
     fast = BandwidthOnly(1e9, 1e13)  # computing everything everywhere is cheapest
     best = plan_shardings(step, LINE, fast)
     assert not any(any(spec) for spec in best.inputs)
