@@ -17,7 +17,9 @@ from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 
 ray = pytest.importorskip("ray")
 
-pytestmark = pytest.mark.filterwarnings("ignore:os.fork")  # raylets are started so; they execute another program at once
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:os.fork"
+)  # raylets are started so; they execute another program at once
 
 
 @pytest.fixture(scope="module", autouse=True)
