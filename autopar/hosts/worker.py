@@ -16,7 +16,7 @@ from autopar.devices import Device
 from autopar.hosts.carrier import Carrier
 from autopar.hosts.job import Array, Call, Input, Job, Output, Place
 from autopar.hosts.mailbox import Mailbox
-from autopar.runtime.arguments import Values, joined_parts
+from autopar.runtime.arguments import Values, joined_parts, micro_batches
 from simulator.program import Free, Instruction, Recv, Run, Send
 
 
@@ -263,13 +263,8 @@ class _Loaded:
         return jax.jit(joined_parts, in_shardings=(sharding,) * len(output.parts), out_shardings=sharding)
 
     def _split(self, given: Input) -> Callable[[jax.Array], list[jax.Array]]:
-        count, homes = len(given.parts), [self._sharding(part) for part in given.parts]
-
-        def split(whole: jax.Array) -> list[jax.Array]:
-            rows = whole.reshape(-1, count, *whole.shape[1:])
-            return [rows[:, k] for k in range(count)]
-
-        return jax.jit(split, out_shardings=homes)
+        homes = [self._sharding(part) for part in given.parts]
+        return jax.jit(partial(micro_batches, len(homes)), out_shardings=homes)
 
     def _make_zeros(self, sums: Sequence[Array]) -> Callable[[], Values]:
         if not sums:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -49,14 +50,9 @@ class Inputs:
         return values
 
     def _split(self, i: int) -> Callable[[jax.Array], list[jax.Array]]:
-        """What cuts a batch input into microbatches, with examples k, k + count ... in microbatch k: each device has some of each."""
+        """What cuts a batch input into microbatches."""
         count = self._step.num_micro_batches
-
-        def split(whole: jax.Array) -> list[jax.Array]:
-            rows = whole.reshape(-1, count, *whole.shape[1:])
-            return [rows[:, k] for k in range(count)]
-
-        return jax.jit(split, in_shardings=self.homes[i], out_shardings=[self.homes[i]] * count)
+        return jax.jit(partial(micro_batches, count), in_shardings=self.homes[i], out_shardings=[self.homes[i]] * count)
 
     def _make_zeros(self, mesh: int) -> Callable[[], Values]:
         """What makes the sums of a mesh, before the first microbatch."""
@@ -122,6 +118,12 @@ def _output(places: Places, atom: Atom) -> Output:
         return Output(places.mesh_of(stage), (names.of(atom, 0),), places.of(stage, atom))
     i = step.jaxpr.invars.index(atom)
     return Output(places.mesh_of(cut.input_stages[i][0]), (f"in{i}",), places.home(i))
+
+
+def micro_batches(count: int, whole: jax.Array) -> list[jax.Array]:
+    """A batch in parts, with examples k, k + count ... in part k: each device has some of each."""
+    rows = whole.reshape(-1, count, *whole.shape[1:])
+    return [rows[:, k] for k in range(count)]
 
 
 def joined_parts(*parts: jax.Array) -> jax.Array:
