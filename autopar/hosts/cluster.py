@@ -6,6 +6,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -34,6 +35,14 @@ _ANSWER_SECONDS = 5.0
 
 _POLL_SECONDS = 1.0
 """How often a driver that waits looks whether a worker is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What a step of a job needs of the driver: the inputs that each host reads, and how many numbers its deliveries take."""
+
+    inputs: tuple[frozenset[int], ...]
+    num_letters: int
 
 
 class RayHosts:
@@ -69,7 +78,7 @@ class RayHosts:
         self._keys, self._jobs, self._letter = itertools.count(), itertools.count(), 0
         self._groups: frozenset[tuple[int, ...]] | None = None
         self._live: set[int] = set()
-        self._loaded: dict[int, Job] = {}
+        self._loaded: dict[int, _Loaded] = {}
         starts = list(itertools.accumulate(chosen, initial=0))
         self.numbers = [tuple(range(start, start + count)) for start, count in zip(starts, chosen, strict=False)]
         self.owner = {device: host for host, devices in enumerate(self.numbers) for device in devices}
@@ -181,8 +190,10 @@ class RayHosts:
         self.check()
         self._join(job.groups(self.owner))
         number = next(self._jobs)
-        self._loaded[number] = job
-        self._ask("load", [(number, job.of(devices)) for devices in self.numbers])
+        parts = [job.of(devices) for devices in self.numbers]
+        inputs = tuple(frozenset(each.number for each in part.inputs) for part in parts)
+        self._loaded[number] = _Loaded(inputs, len(job.deliveries) * len(self.numbers))
+        self._ask("load", [(number, part) for part in parts])
         return number
 
     def run(self, number: int, inputs: Sequence[Any], outputs: Mapping[int, Array]) -> dict[int, DistributedArray]:
@@ -193,15 +204,13 @@ class RayHosts:
             outputs: what and where the outputs are.
         """
         self.check()
-        job = self._loaded[number]
+        loaded = self._loaded[number]
         made = {o: DistributedArray(self, self._new_key(), array) for o, array in outputs.items()}
         kept = {i: leaf.key for i, leaf in enumerate(inputs) if isinstance(leaf, DistributedArray)}
         given = [i for i, leaf in enumerate(inputs) if i not in kept]
         arrays = [ray.put(np.asarray(inputs[i])) for i in given]
         freed = [self._freed.popleft() for _ in range(len(self._freed))]
-        for host, devices in enumerate(self.numbers):
-            mine = {i for i, each in enumerate(job.inputs) if not set(devices).isdisjoint(job.meshes[each.mesh])}
-            wanted = {job.inputs[i].number for i in mine}
+        for host, wanted in enumerate(loaded.inputs):
             here = [(i, ref) for i, ref in zip(given, arrays, strict=True) if i in wanted]
             ref = self._call(
                 host,
@@ -215,7 +224,7 @@ class RayHosts:
                 *(ref for _, ref in here),
             )
             self._pending.append((host, ref))
-        self._letter += len(job.deliveries) * len(self.numbers)
+        self._letter += loaded.num_letters
         return made
 
     # -- arrays

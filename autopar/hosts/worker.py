@@ -16,6 +16,7 @@ from autopar.devices import Device
 from autopar.hosts.carrier import Carrier
 from autopar.hosts.job import Array, Call, Input, Job, Output, Place
 from autopar.hosts.mailbox import Mailbox
+from autopar.runtime import dispatch
 from autopar.runtime.arguments import Values, joined_parts, micro_batches
 from simulator.program import Free, Instruction, Recv, Run, Send
 
@@ -132,10 +133,6 @@ class Worker:
         self._jobs[number] = _Loaded(job, self)
         return time.perf_counter() - start
 
-    def forget(self, number: int) -> None:
-        """Forget a job."""
-        self._jobs.pop(number, None)
-
     def run(
         self,
         number: int,
@@ -203,7 +200,7 @@ class _Loaded:
         self._mine = frozenset(worker._numbers[worker.number])
         exported = {key: jax.export.deserialize(bytearray(blob)) for key, blob in job.programs.items()}
         compiled: dict[Any, Any] = {}
-        self._calls: dict[Run, _ReadyCall] = {}
+        self._calls: dict[Run, dispatch.Call] = {}
         for run, call in job.calls.items():
             wanted = [self._sharding(each) for each in call.operands]
             made = [self._sharding(each) for each in call.results]
@@ -212,7 +209,7 @@ class _Loaded:
                 compiled[key] = _compile(exported[call.program], wanted, made, call)
             waits = self._waits(call)
             operands = tuple((each.name, sharding) for each, sharding in zip(call.operands, wanted, strict=True))
-            self._calls[run] = _ReadyCall(compiled[key], operands, tuple(each.name for each in call.results), waits)
+            self._calls[run] = dispatch.Call(compiled[key], operands, tuple(each.name for each in call.results), waits)
         carriers: dict[int, Carrier] = {}
         for each in job.deliveries.values():
             if each.number not in carriers:
@@ -220,6 +217,7 @@ class _Loaded:
         self._carriers = {at: carriers[each.number] for at, each in job.deliveries.items()}
         self._letters = {at: each.number * len(worker._numbers) for at, each in job.deliveries.items()}
         self._zeros = [self._make_zeros(each) for each in job.zeros]
+        self._joins = {each: self._join(each) for each in job.outputs if len(each.parts) > 1}
         self._splits = {each: self._split(each) for each in job.inputs if len(each.parts) > 1}
 
     def start(self, kept: Mapping[int, jax.Array], given: Mapping[int, np.ndarray]) -> list[Values]:
@@ -256,7 +254,7 @@ class _Loaded:
     def take(self, output: Output, values: list[Values]) -> jax.Array:
         """An output, when all instructions have run."""
         parts = [values[output.mesh][part.name] for part in output.parts]
-        return parts[0] if len(parts) == 1 else self._join(output)(*parts)
+        return self._joins[output](*parts) if output in self._joins else parts[0]
 
     def _join(self, output: Output) -> Callable[..., jax.Array]:
         sharding = self._sharding(output.whole)
@@ -281,24 +279,6 @@ class _Loaded:
         places = call.results or call.operands
         devices = places[0].place.mesh.devices if places else ()
         return len(devices) > 1 and self._devices[devices[0]].platform == "cpu"
-
-
-@dataclass(frozen=True, slots=True)
-class _ReadyCall:
-    compiled: Any
-    operands: tuple[tuple[str, jax.sharding.NamedSharding], ...]
-    results: tuple[str, ...]
-    waits: bool
-
-    def run(self, values: Values) -> None:
-        operands = [
-            value if (value := values[name]).sharding == sharding else jax.device_put(value, sharding)
-            for name, sharding in self.operands
-        ]
-        made = self.compiled(*operands)
-        values.update(zip(self.results, made, strict=True))
-        if self.waits:
-            jax.block_until_ready(made)
 
 
 def _compile(exported: Any, wanted: Sequence[Any], made: Sequence[Any], call: Call) -> Any:

@@ -33,6 +33,17 @@ class Call:
     results: tuple[str, ...]
     waits: bool
 
+    def run(self, values: Values) -> None:
+        """Dispatch it on the values of its mesh, which get the results."""
+        operands = [
+            value if (value := values[name]).sharding == sharding else jax.device_put(value, sharding)
+            for name, sharding in self.operands
+        ]
+        made = self.compiled(*operands)
+        values.update(zip(self.results, made, strict=True))
+        if self.waits:
+            jax.block_until_ready(made)
+
 
 class Dispatcher:
     """Executes instructions; what each needs is looked up beforehand.
@@ -61,7 +72,7 @@ class Dispatcher:
         """One instruction."""
         match instruction:
             case Run():
-                self._run(self.calls[instruction], values[mesh])
+                self.calls[instruction].run(values[mesh])
             case Send(name, to):
                 values[to][name] = self.moves[name, to].send(values[mesh][name])
             case Recv(name):
@@ -73,16 +84,6 @@ class Dispatcher:
                     values[mesh].pop(name, None)
             case _:
                 assert_never(instruction)
-
-    def _run(self, call: Call, values: Values) -> None:
-        operands = [
-            value if (value := values[name]).sharding == sharding else jax.device_put(value, sharding)
-            for name, sharding in call.operands
-        ]
-        made = call.compiled(*operands)
-        values.update(zip(call.results, made, strict=True))
-        if call.waits:
-            jax.block_until_ready(made)
 
     def _ended(self, value: jax.Array, mesh: int) -> jax.Array:
         return jax.block_until_ready(value) if self._waits(mesh) else value
