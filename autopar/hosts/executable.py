@@ -121,7 +121,7 @@ class RemoteExecutable:
 
     def _spec(self, aval: Any, array: Array) -> inspect.PlacementSpec:
         mesh = self._prepared.job.meshes.index(array.place.mesh.devices)
-        return inspect.placed(aval, array.place.abstract(), mesh)
+        return inspect.placed(aval, array.place.abstract(), mesh, array.place.mesh.devices)
 
     def get_stage_execution_info(self) -> list[inspect.StageInfo]:
         """For every stage of a pipeline its layers, devices and tasks, with the work of each."""

@@ -5,14 +5,17 @@ A job names values as the program does. Devices are numbered host by host, as pl
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from autopar.pipeline.resharding import Resharding
-from autopar.sharding.spec import LogicalMesh, Spec, partition_spec
+from autopar.sharding.spec import LogicalMesh, Spec, from_partition_spec, partition_spec
 from simulator.program import Instruction, Run
+
+if TYPE_CHECKING:
+    from autopar.inspect import PlacementSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,13 @@ class Place:
 
     mesh: StageMesh
     spec: Spec
+
+    @staticmethod
+    def of(placement: "PlacementSpec") -> "Place":
+        """Where a step wants an array: the first of its meshes, which is its home."""
+        sharding, devices = placement.sharding_specs[0], placement.devices[0]
+        mesh = StageMesh(devices, sharding.mesh.axis_sizes, sharding.mesh.axis_names)
+        return Place(mesh, from_partition_spec(sharding.spec, len(placement.aval.shape)))
 
     def sharding(self, devices: Mapping[int, Any]) -> NamedSharding:
         """On these devices, given by number."""

@@ -68,11 +68,15 @@ class Executable:
 
     def get_input_placement_specs(self) -> Any:
         """A tuple like the arguments, with a `PlacementSpec` for every array."""
-        return inspect.input_placement_specs(self)
+        return inspect.input_placement_specs(self, self._device_ids)
 
     def get_output_placement_specs(self) -> Any:
         """A pytree like the result, with a `PlacementSpec` for every array."""
-        return inspect.output_placement_specs(self)
+        return inspect.output_placement_specs(self, self._device_ids)
+
+    @property
+    def _device_ids(self) -> list[int]:
+        return [device.id for device in self.mesh.devices.flat]
 
     def dump_debug_info(self, folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
         """Write plan, reasons, placements, reshardings, programs and memory to `folder`; see `autopar.inspect.DEBUG_FILES`."""

@@ -1,6 +1,7 @@
 """Pictures show which devices hold which part."""
 
 import re
+from math import prod
 
 import jax
 import pytest
@@ -17,7 +18,7 @@ from tests.generators import meshes
 
 def spec_of(shape, mesh_shape, names, *spec) -> PlacementSpec:
     sharding = NamedSharding(AbstractMesh(mesh_shape, names), jax.P(*spec))
-    return PlacementSpec(jax.ShapeDtypeStruct(shape, "float32"), (0,), (sharding,))
+    return PlacementSpec(jax.ShapeDtypeStruct(shape, "float32"), (0,), (sharding,), (tuple(range(prod(mesh_shape))),))
 
 
 def test_a_matrix_on_two_axes():
@@ -58,7 +59,9 @@ def test_every_device_is_drawn_once(data):
     shape = tuple(data.draw(st.lists(st.sampled_from([1, 2, 4, 8]), max_size=4)))
     spec = data.draw(st.sampled_from(all_specs(shape, mesh)))
     sharding = NamedSharding(AbstractMesh(mesh.shape, mesh.axis_names), partition_spec(spec))
-    text = picture(PlacementSpec(jax.ShapeDtypeStruct(shape, "int8"), (0,), (sharding,)))
+    text = picture(
+        PlacementSpec(jax.ShapeDtypeStruct(shape, "int8"), (0,), (sharding,), (tuple(range(mesh.num_devices)),))
+    )
     cells = [cell.strip() for line in text.splitlines() if line.startswith("│") for cell in line.strip("│").split("│")]
     drawn = []
     for part in ",".join(cells).split(","):

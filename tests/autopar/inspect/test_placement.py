@@ -7,6 +7,7 @@ import pytest
 import autopar
 from autopar.inspect import PlacementSpec, input_placement_specs, output_placement_specs
 from tests.autopar.inspect.plans import planned
+from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 from tests.steps import mlp_args, mlp_step
 
 ARGS = mlp_args((64, 64), 32, 64)
@@ -49,7 +50,23 @@ def test_specs_are_what_the_executable_runs_with(method):
         assert spec.mesh_ids == (0,)
         assert own.shard_shape(spec.aval.shape) == sharding.shard_shape(spec.aval.shape)
         assert dict(own.mesh.shape) == dict(executable.mesh.shape)
+        assert spec.sharding().is_equivalent_to(sharding, len(spec.aval.shape))
     leaves = jax.tree.leaves(ARGS)
     assert [(s.aval.shape, s.aval.dtype) for s in specs[: len(leaves)]] == [
         (np.shape(leaf), jax.typeof(leaf).dtype) for leaf in leaves
     ]
+
+
+def test_an_array_can_be_put_where_a_placement_says():
+    executable = autopar.parallelize(
+        stack_step, method=autopar.PipeshardParallel(num_micro_batches=2, stage_option=autopar.UniformStageOption(2))
+    ).get_executable(stack_params(), stack_batch())
+    specs, homes = specs_of(executable.get_input_placement_specs()), jax.tree.leaves(executable.in_shardings)
+    assert [spec.sharding() for spec in specs] == homes
+    assert {spec.devices for spec in specs} == {((0, 1, 2, 3),), ((4, 5, 6, 7),)}
+
+
+def test_devices_that_are_not_here_are_named():
+    (_, batch) = input_placement_specs(planned("mlp", "Zero3Parallel"), range(6, 6 + 8))
+    with pytest.raises(ValueError, match=r"no devices \[8, 9"):
+        batch["x"].sharding()
