@@ -11,6 +11,7 @@ silence_idle_plugin()
 
 from autopar import inspect, manual, model_schedules, schedule, testing, util  # noqa: E402 (nothing may start JAX's backends before)
 from autopar.api import ParallelizedFunction, compile_step, init, parallelize, plan_step, predict, shutdown  # noqa: E402
+from autopar.checkpoint import CheckpointError, Saving, latest_step, restore_checkpoint, save_checkpoint  # noqa: E402
 from autopar.gradients import grad, value_and_grad  # noqa: E402
 from autopar.hosts.arrays import DistributedArray, prefetch  # noqa: E402
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError  # noqa: E402
@@ -61,6 +62,7 @@ from autopar.tuning import Tuned, tune  # noqa: E402
 __all__ = [
     "AutoLayerOption",
     "AutoStageOption",
+    "CheckpointError",
     "CreateStateParallel",
     "DataParallel",
     "DistributedArray",
@@ -84,6 +86,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanMethod",
+    "Saving",
     "ShardParallel",
     "ShardingError",
     "ShardingOptions",
@@ -106,6 +109,7 @@ __all__ = [
     "grad",
     "init",
     "inspect",
+    "latest_step",
     "manual",
     "manual_layer_construction",
     "manual_remat",
@@ -115,6 +119,8 @@ __all__ = [
     "plan_step",
     "predict",
     "prefetch",
+    "restore_checkpoint",
+    "save_checkpoint",
     "schedule",
     "shutdown",
     "testing",

@@ -11,6 +11,7 @@ import numpy as np
 from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh, Mesh
 
+from autopar.checkpoint.saving import finish_saving
 from autopar.devices import Device, cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.follow import follow_pipeline, follow_plan
 from autopar.hosts import session
@@ -315,7 +316,11 @@ def init(
 
 
 def shutdown() -> None:
-    """Forget compiled programs and free what they hold on the devices; end the workers on other hosts."""
+    """Forget compiled programs and free what they hold on the devices; end the workers on other hosts.
+
+    A checkpoint that is being written is finished first.
+    """
+    finish_saving()
     session.leave()
     jax.clear_caches()
 

@@ -5,9 +5,10 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,17 +18,19 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from autopar.checkpoint.manifest import SavedArray, SavedPiece
 from autopar.devices import Devices, cluster_of_kind
 from autopar.hosts.arrays import DistributedArray
+from autopar.hosts.checkpoints import part_of, saved_pieces
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
-from autopar.hosts.job import Array, Job
+from autopar.hosts.job import Array, Job, Place, groups_of
 from autopar.hosts.worker import Group, InstructionError, Worker
 from autopar.pipeline.resharding import tiles
 from autopar.progress import tell
 from simulator.cluster import Cluster
 from simulator.mixed import AnyCluster, MixedCluster
 
-_CHANGES = frozenset({"run", "put", "free"})
+_CHANGES = frozenset({"run", "put", "free", "copy", "restore"})
 """What workers do that later calls see."""
 
 _ANSWER_SECONDS = 5.0
@@ -74,6 +77,7 @@ class RayHosts:
         self._actors: list[Any] = []
         self._last: list[Any] = []  # for each worker, its last call that changed something
         self._pending: deque[tuple[int, Any]] = deque()
+        self._writes: list[Any] = []  # of the last checkpoint
         self._freed: deque[int] = deque()
         self._keys, self._jobs, self._letter = itertools.count(), itertools.count(), 0
         self._groups: frozenset[tuple[int, ...]] | None = None
@@ -112,7 +116,7 @@ class RayHosts:
     def _start_workers(self) -> None:
         """New worker processes; what JAX is told in them is told with the first job."""
         self._groups = None
-        actor: Any = ray.remote(concurrency_groups={"control": 1})(Worker)  # pyright: ignore[reportCallIssue]
+        actor: Any = ray.remote(concurrency_groups={"control": 1, "writing": 1})(Worker)  # pyright: ignore[reportCallIssue]
         assert self._group is not None
         for host, devices in enumerate(self.numbers):
             environment = {"JAX_PLATFORMS": self.platform}
@@ -141,7 +145,7 @@ class RayHosts:
 
     def _join(self, groups: frozenset[tuple[int, ...]]) -> None:
         """Have the workers form groups. A process can do so only once, so others take the place of those that have."""
-        if self._groups == groups:
+        if self._groups is not None and groups <= self._groups:
             return
         if self._groups is not None:
             if self._live:
@@ -161,7 +165,9 @@ class RayHosts:
         self._groups = groups
 
     def close(self) -> None:
-        """End the workers and give the hosts back."""
+        """End the workers, when they have written what they were asked to, and give the hosts back."""
+        if self._writes and ray.is_initialized():
+            ray.wait(self._writes, num_returns=len(self._writes))
         self._kill()
         if self._group is not None and ray.is_initialized():
             remove_placement_group(self._group)
@@ -171,7 +177,7 @@ class RayHosts:
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor)
-        self._actors, self._last, self._groups = [], [], None
+        self._actors, self._last, self._writes, self._groups = [], [], [], None
         self._pending.clear()
         self._live.clear()
         self._loaded.clear()
@@ -184,17 +190,20 @@ class RayHosts:
         Raises:
             ValueError: it needs hosts or devices that are not there.
         """
-        needed = max(device for mesh in job.meshes for device in mesh) + 1
-        if needed > self.num_devices:
-            raise ValueError(f"the plan needs {needed} devices, the {len(self.numbers)} hosts have {self.num_devices}")
+        self._check_devices(job.meshes)
         self.check()
-        self._join(job.groups(self.owner))
+        self._join(groups_of(job.meshes, self.owner))
         number = next(self._jobs)
         parts = [job.of(devices) for devices in self.numbers]
         inputs = tuple(frozenset(each.number for each in part.inputs) for part in parts)
         self._loaded[number] = _Loaded(inputs, len(job.deliveries) * len(self.numbers))
         self._ask("load", [(number, part) for part in parts])
         return number
+
+    def _check_devices(self, meshes: Iterable[Iterable[int]]) -> None:
+        needed = max(device for mesh in meshes for device in mesh) + 1
+        if needed > self.num_devices:
+            raise ValueError(f"the plan needs {needed} devices, the {len(self.numbers)} hosts have {self.num_devices}")
 
     def run(self, number: int, inputs: Sequence[Any], outputs: Mapping[int, Array]) -> dict[int, DistributedArray]:
         """Have a step run; this returns before it does.
@@ -263,6 +272,64 @@ class RayHosts:
         for host, ref in [(host, self._call(host, "wait")) for host in hosts]:
             self._get(ref, host)
         self.check()
+
+    # -- checkpoints
+
+    def save(
+        self, folder: Path, handles: Mapping[str, DistributedArray]
+    ) -> tuple[dict[str, tuple[SavedPiece, ...]], Callable[[], None]]:
+        """Have the workers copy arrays, each tile where it is and once.
+
+        Returns:
+            The pieces of each array; what has the copies written to `folder` and waits for that, in any thread.
+        """
+        pieces = saved_pieces(handles, self.owner)
+        copies = []
+        for host in range(len(self.numbers)):
+            part, wanted = part_of(host), []
+            for name, each in handles.items():
+                if tiles := {piece.name: piece.tile for piece in pieces[name] if piece.part == part}:
+                    wanted.append((each.key, tiles))
+            if wanted:
+                copies.append((host, folder / part, self._call(host, "copy", folder / part, wanted)))
+        for host, _, ref in copies:
+            self._get(ref, host)
+        writes = [
+            (host, self._actors[host].write.options(concurrency_group="writing").remote(ref, part))
+            for host, part, ref in copies
+        ]
+        self._writes = [ref for _, ref in writes]
+
+        def write() -> None:
+            for host, ref in writes:
+                try:
+                    ray.get(ref)
+                except RayActorError as error:
+                    raise HostLostError(host, self.addresses[host], str(error).splitlines()[0]) from None
+
+        return pieces, write
+
+    def restore(self, folder: Path, wanted: Sequence[tuple[SavedArray, Place]]) -> list[DistributedArray]:
+        """The arrays of a checkpoint where they should be; each worker reads its parts."""
+        self.check()
+        self._check_devices(place.mesh.devices for _, place in wanted)
+        self._join(groups_of({place.mesh.devices for _, place in wanted}, self.owner))
+        handles = [
+            DistributedArray(self, self._new_key(), Array(saved.path, saved.shape, np.dtype(saved.dtype), place))
+            for saved, place in wanted
+        ]
+        refs = []
+        for host in range(len(self.numbers)):
+            mine = [
+                (handle.key, saved, place)
+                for handle, (saved, place) in zip(handles, wanted, strict=True)
+                if host in self._hosts_of(handle.array)
+            ]
+            if mine:
+                refs.append((host, self._call(host, "restore", folder, mine)))
+        for host, ref in refs:
+            self._get(ref, host)
+        return handles
 
     def release(self, key: int) -> None:
         """Forget an array, with the next step."""

@@ -3,7 +3,7 @@
 A job names values as the program does. Devices are numbered host by host, as plans number them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -170,19 +170,20 @@ class Job:
             zeros=tuple(each if mesh in mine else () for mesh, each in enumerate(self.zeros)),
         )
 
-    def groups(self, owner: Mapping[int, int]) -> frozenset[tuple[int, ...]]:
-        """The workers that form one distributed JAX with others, by the worker of each device.
 
-        Raises:
-            ValueError: a worker would belong to two.
-        """
-        found = {tuple(sorted({owner[device] for device in mesh})) for mesh in self.meshes}
-        found = {group for group in found if len(group) > 1}
-        for worker in {worker for group in found for worker in group}:
-            several = [group for group in found if worker in group]
-            if len(several) > 1:
-                raise ValueError(
-                    f"host {worker} has devices in stages that span hosts {several[0]} and {several[1]}; a host can share only one"
-                    " stage with other hosts: choose submeshes of whole hosts, or within one"
-                )
-        return frozenset(found)
+def groups_of(meshes: Iterable[Sequence[int]], owner: Mapping[int, int]) -> frozenset[tuple[int, ...]]:
+    """The workers that form one distributed JAX with others, to share `meshes`, by the worker of each device.
+
+    Raises:
+        ValueError: a worker would belong to two.
+    """
+    found = {tuple(sorted({owner[device] for device in mesh})) for mesh in meshes}
+    found = {group for group in found if len(group) > 1}
+    for worker in {worker for group in found for worker in group}:
+        several = [group for group in found if worker in group]
+        if len(several) > 1:
+            raise ValueError(
+                f"host {worker} has devices in stages that span hosts {several[0]} and {several[1]}; a host can share only one"
+                " stage with other hosts: choose submeshes of whole hosts, or within one"
+            )
+    return frozenset(found)

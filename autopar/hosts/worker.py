@@ -6,16 +6,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.checkpoint.manifest import SavedArray
+from autopar.checkpoint.parts import Wanted, copied, restore, write
 from autopar.devices import Device
 from autopar.hosts.carrier import Carrier
 from autopar.hosts.job import Array, Call, Input, Job, Output, Place
 from autopar.hosts.mailbox import Mailbox
+from autopar.pipeline.resharding import Tile
 from autopar.runtime import dispatch
 from autopar.runtime.arguments import Values, joined_parts, micro_batches
 from simulator.program import Free, Instruction, Recv, Run, Send
@@ -69,6 +73,7 @@ class Worker:
         self._mailbox: Mailbox | None = None
         self._arrays: dict[int, jax.Array] = {}
         self._jobs: dict[int, _Loaded] = {}
+        self._copies: dict[Path, dict[str, np.ndarray]] = {}
         self._now: tuple[int, str, float] | None = None
 
     def do(self, after: None, method: str, *args: Any) -> Any:
@@ -124,6 +129,25 @@ class Worker:
 
     def _placed(self, array: np.ndarray, place: Place) -> jax.Array:
         return jax.make_array_from_callback(array.shape, place.sharding(self._devices), lambda index: array[index])
+
+    # -- checkpoints
+
+    def copy(self, folder: Path, wanted: Sequence[tuple[int, Mapping[str, Tile]]]) -> None:
+        """Copy named tiles of arrays, given by key, for `write`."""
+        self._copies[folder] = {
+            name: value
+            for key, tiles in wanted
+            for name, value in zip(tiles, copied(self._arrays[key], tiles.values()), strict=True)
+        }
+
+    def write(self, after: None, folder: Path) -> None:
+        """Write what was copied for a folder, `after` that."""
+        write(folder, self._copies.pop(folder))
+
+    def restore(self, folder: Path, wanted: Sequence[tuple[int, SavedArray, Place]]) -> None:
+        """Keep this worker's parts of the arrays of a checkpoint under their keys."""
+        places = [Wanted(saved, place.sharding(self._devices)) for _, saved, place in wanted]
+        self._arrays.update(zip((key for key, _, _ in wanted), restore(folder, places), strict=True))
 
     # -- jobs
 

@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 import autopar
 from autopar.api import trace_for
 from autopar.hosts import worker as worker_module
-from autopar.hosts.job import Array, Job
+from autopar.hosts.job import Array, Job, groups_of
 from autopar.hosts.preparing import Prepared, prepare_pipeline, prepare_step
 from autopar.hosts.worker import InstructionError, Worker
 from autopar.pipeline.planned import PlannedPipeline
@@ -124,10 +124,10 @@ def test_a_worker_is_told_of_its_own_meshes_only():
 def test_hosts_form_groups_where_stages_span_them():
     args = stack_params(), stack_batch()
     job = prepared(pipeline(2), stack_step, args).job
-    assert job.groups({device: device // 4 for device in range(8)}) == frozenset()
-    assert job.groups({device: device // 2 for device in range(8)}) == {(0, 1), (2, 3)}
+    assert groups_of(job.meshes, {device: device // 4 for device in range(8)}) == frozenset()
+    assert groups_of(job.meshes, {device: device // 2 for device in range(8)}) == {(0, 1), (2, 3)}
     with pytest.raises(ValueError, match=r"host 1 .* hosts .* and .* whole hosts"):
-        job.groups({device: device // 3 for device in range(8)})
+        groups_of(job.meshes, {device: device // 3 for device in range(8)})
 
 
 def test_nothing_is_kept_but_what_the_step_returned():

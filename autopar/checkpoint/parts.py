@@ -1,0 +1,147 @@
+"""What one process writes of a checkpoint, and what it reads: tiles of arrays, kept by Orbax.
+
+No process waits for another in here, so one that dies takes nobody with it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from autopar.checkpoint.manifest import SavedArray, SavedPiece
+from autopar.pipeline.resharding import Tile
+
+if TYPE_CHECKING:
+    from orbax.checkpoint import Checkpointer
+
+_READ_BYTES = 1 << 30
+"""How much is in host memory at a time while arrays are restored, unless one array is larger."""
+
+
+def tile_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Tile:
+    """A shard's index as JAX has it, in numbers; None: everything."""
+    if index is None:
+        return tuple((0, size) for size in shape)
+    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+
+
+def copied(array: jax.Array | np.ndarray, tiles: Iterable[Tile]) -> list[np.ndarray]:
+    """Shards of an array as host memory that is nobody else's: what was saved may be donated at once."""
+    if isinstance(array, np.ndarray):
+        return [np.array(array) for _ in tiles]
+    shards = {tile_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+    return [np.array(shards[tile]) for tile in tiles]
+
+
+def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Keep arrays in a new folder, by name."""
+    from orbax.checkpoint.args import PyTreeSave
+
+    with _checkpointer() as checkpointer:
+        checkpointer.save(folder.absolute(), args=PyTreeSave(dict(arrays)))
+
+
+def read(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Arrays that were kept in a folder."""
+    import orbax.checkpoint as ocp
+
+    each = ocp.RestoreArgs(restore_type=np.ndarray)
+    wanted = dict.fromkeys(names, each)
+    with _checkpointer() as checkpointer:
+        args = ocp.args.PyTreeRestore(item=dict.fromkeys(wanted, 0), restore_args=wanted, partial_restore=True)
+        return checkpointer.restore(folder.absolute(), args=args)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An array to restore, and where it should be; None: in host memory."""
+
+    saved: SavedArray
+    sharding: Sharding | None
+
+
+def restore(folder: Path, wanted: Sequence[Wanted]) -> list[Any]:
+    """Arrays of a checkpoint on the devices of this process, of which only pieces that they need are read."""
+    made: list[Any] = []
+    for group in _groups(wanted):
+        needed: dict[str, set[str]] = defaultdict(set)
+        for each in group:
+            for piece in _needed(each):
+                needed[piece.part].add(piece.name)
+        pieces = {
+            (part, name): value
+            for part, names in needed.items()
+            for name, value in read(folder / part, sorted(names)).items()
+        }
+        made += [_made(each, pieces) for each in group]
+    return made
+
+
+def _needed(wanted: Wanted) -> list[SavedPiece]:
+    """The pieces of an array that some device here needs something of."""
+    saved = wanted.saved
+    if wanted.sharding is None:
+        return list(saved.pieces)
+    here = wanted.sharding.addressable_devices_indices_map(saved.shape).values()
+    tiles = {tile_of(index, saved.shape) for index in here}
+    return [piece for piece in saved.pieces if any(_common(piece.tile, tile) is not None for tile in tiles)]
+
+
+def _made(wanted: Wanted, pieces: Mapping[tuple[str, str], np.ndarray]) -> Any:
+    saved = wanted.saved
+
+    def part(index: Sequence[slice] | None) -> np.ndarray:
+        return _filled(tile_of(index, saved.shape), saved, pieces)
+
+    if wanted.sharding is None:
+        return part(None)
+    dtype = jax.dtypes.canonicalize_dtype(saved.dtype)
+    return jax.make_array_from_callback(saved.shape, wanted.sharding, lambda index: part(index).astype(dtype), dtype)
+
+
+def _filled(tile: Tile, saved: SavedArray, pieces: Mapping[tuple[str, str], np.ndarray]) -> np.ndarray:
+    """A tile, of what pieces have in common with it."""
+    made = np.empty([stop - start for start, stop in tile], saved.dtype)
+    for piece in saved.pieces:
+        if (common := _common(piece.tile, tile)) is not None:
+            made[_within(common, tile)] = pieces[piece.part, piece.name][_within(common, piece.tile)]
+    return made
+
+
+def _common(one: Tile, other: Tile) -> Tile | None:
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def _within(inner: Tile, outer: Tile) -> tuple[slice, ...]:
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(inner, outer, strict=True))
+
+
+def _groups(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
+    """Arrays in their order, as many together as host memory should hold."""
+    groups: list[list[Wanted]] = []
+    room = 0
+    for each in wanted:
+        size = prod(each.saved.shape) * np.dtype(each.saved.dtype).itemsize
+        if size > room or not groups:
+            groups.append([])
+            room = _READ_BYTES
+        groups[-1].append(each)
+        room -= size
+    return groups
+
+
+def _checkpointer() -> "Checkpointer":
+    """Orbax for this process alone, also where it is one of several that share meshes."""
+    import orbax.checkpoint as ocp
+
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)

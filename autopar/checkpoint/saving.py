@@ -1,0 +1,167 @@
+"""Saving a state: values are copied at once, and written while the next steps run, if one likes."""
+
+import atexit
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.checkpoint.manifest import CheckpointError, Manifest, SavedArray, SavedPiece, begin, commit
+from autopar.checkpoint.parts import copied, tile_of, write
+from autopar.hosts.arrays import DistributedArray
+from autopar.pipeline.resharding import Tile
+
+_HERE = "driver"
+"""The part that this process writes."""
+
+_thread = ThreadPoolExecutor(1, thread_name_prefix="autopar-checkpoint")
+_last: "Saving | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """A checkpoint that is being written.
+
+    Attributes:
+        step: of the state.
+    """
+
+    step: int
+    _future: Future[Path]
+
+    def wait(self) -> Path:
+        """The checkpoint's folder, when it is whole.
+
+        Raises:
+            HostLostError, OSError, ...: it could not be written; the ones before it are as they were.
+        """
+        return self._future.result()
+
+    def done(self) -> bool:
+        """Whether it is written, or has failed."""
+        return self._future.done()
+
+
+def save_checkpoint(
+    ckpt_dir: str | os.PathLike[str], target: Any, step: int, *, keep: int | None = None, wait: bool = True
+) -> Saving:
+    """Save a state to `ckpt_dir/<step>`, from where it is: on this process's devices, or on those of other hosts.
+
+    A process that is killed while it writes leaves the checkpoints before this one as they were.
+
+    Args:
+        ckpt_dir: all hosts see it, if the state is on other hosts.
+        target: a pytree of arrays and numbers.
+        keep: how many checkpoints stay in the directory, the last ones; all by default.
+        wait: until it is written. If not, this returns when the values are copied, so that the step may go on with the state, and
+            donate it; they are written meanwhile. The next save or restore, and `autopar.shutdown`, wait for it; a program that
+            ends without either has to, with `Saving.wait`.
+
+    Raises:
+        CheckpointError: there is a checkpoint of this step already, or there is nothing to save.
+        HostsError: a host is lost.
+        Exception: what the checkpoint before it failed of, if nobody has waited for that.
+    """
+    global _last
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+        raise ValueError(f"step is {step!r}, expected a number from 0")
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep is {keep!r}, expected a number of checkpoints, or None to keep all")
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(target)}
+    if not leaves:
+        raise CheckpointError("the state has no arrays, so there is nothing to save")
+    finish_saving()
+    folder = begin(Path(ckpt_dir), int(step))
+    try:
+        saved, writers = _copy(folder, leaves)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    _last = saving = Saving(
+        int(step), _thread.submit(_write, folder, Manifest(step=int(step), arrays=saved), writers, keep)
+    )
+    if wait:
+        finish_saving()
+    return saving
+
+
+def finish_saving() -> None:
+    """Wait for the checkpoint that is being written, if one is; what it failed of is raised."""
+    global _last
+    last, _last = _last, None
+    if last is not None:
+        last.wait()
+
+
+def _write(folder: Path, manifest: Manifest, writers: Sequence[Callable[[], None]], keep: int | None) -> Path:
+    try:
+        for writer in writers:
+            writer()
+        parts = {piece.part for array in manifest.arrays for piece in array.pieces}
+        unseen = sorted(part for part in parts if not (folder / part).is_dir())
+        if unseen:
+            raise CheckpointError(
+                f"{', '.join(unseen)} wrote to {folder}, but this process does not see it there; save to a directory of a file system"
+                " that all hosts share"
+            )
+        return commit(folder, manifest, keep)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _copy(folder: Path, leaves: Mapping[str, Any]) -> tuple[tuple[SavedArray, ...], list[Callable[[], None]]]:
+    """The arrays of the checkpoint, and what writes their values, which are copied now."""
+    saved: dict[str, SavedArray] = {}
+    here: dict[str, np.ndarray] = {}
+    elsewhere: dict[str, DistributedArray] = {}
+    for number, (path, leaf) in enumerate(leaves.items()):
+        if isinstance(leaf, DistributedArray):
+            leaf.check()
+            elsewhere[path] = leaf
+            continue
+        array, key = _data(leaf)
+        tiles = _tiles(array)
+        names = [f"{number}.{n}" for n in range(len(tiles))]
+        here.update(zip(names, copied(array, tiles), strict=True))
+        saved[path] = SavedArray(
+            path=path,
+            shape=array.shape,
+            dtype=str(array.dtype),
+            key=key,
+            pieces=tuple(SavedPiece(tile=t, part=_HERE, name=n) for t, n in zip(tiles, names, strict=True)),
+        )
+    writers: list[Callable[[], None]] = [lambda: write(folder / _HERE, here)] if here else []
+    for hosts in dict.fromkeys(each.hosts for each in elsewhere.values()):
+        mine = {path: each for path, each in elsewhere.items() if each.hosts is hosts}
+        pieces, writer = hosts.save(folder.absolute(), mine)
+        writers.append(writer)
+        for path, each in mine.items():
+            saved[path] = SavedArray(path=path, shape=each.shape, dtype=str(each.dtype), pieces=pieces[path])
+    return tuple(saved[path] for path in leaves), writers
+
+
+def _data(leaf: Any) -> tuple[Any, str | None]:
+    """A leaf as an array that can be written; of random keys their data and implementation."""
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf), None
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
+    return leaf, None
+
+
+def _tiles(array: Any) -> list[Tile]:
+    """The different shards of an array, without empty ones."""
+    shape = array.shape
+    found = array.sharding.devices_indices_map(shape).values() if isinstance(array, jax.Array) else [None]
+    tiles = dict.fromkeys(tile_of(index, shape) for index in found)
+    return [tile for tile in tiles if all(start < stop for start, stop in tile)]
+
+
+atexit.register(finish_saving)  # too late to write, since Orbax needs threads, but not to say so

@@ -1,0 +1,258 @@
+"""What is saved under one plan is restored under any other, bit for bit, and a checkpoint is there whole or not at all."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+
+import autopar
+from autopar.checkpoint import saved_steps
+from autopar.checkpoint.manifest import SavedArray, SavedPiece
+from autopar.checkpoint.parts import Wanted, copied, restore, write
+from autopar.checkpoint.saving import _tiles
+from autopar.sharding.spec import all_specs, partition_spec
+from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+from tests.generators import meshes
+
+
+def pipeline(stages: int) -> autopar.PipeshardParallel:
+    return autopar.PipeshardParallel(num_micro_batches=2, stage_option=autopar.UniformStageOption(stages))
+
+
+METHODS = {"shard": autopar.ShardParallel((1, 8)), "2 stages": pipeline(2), "4 stages": pipeline(4)}
+
+
+@pytest.fixture(scope="module")
+def functions():
+    made = {name: autopar.parallelize(stack_step, method=method) for name, method in METHODS.items()}
+    for each in made.values():
+        each.get_executable(stack_params(), stack_batch())
+    return made
+
+
+def placements(function: Any) -> Any:
+    return function.get_last_executable().get_input_placement_specs()[0]
+
+
+def assert_same(tree: Any, other: Any) -> None:
+    assert jax.tree.structure(tree) == jax.tree.structure(other)
+    for mine, theirs in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(np.array(mine), np.array(theirs))
+
+
+@pytest.mark.parametrize("saved_under", METHODS)
+def test_a_state_goes_on_under_every_plan(functions, saved_under, tmp_path):
+    params, _ = functions[saved_under](stack_params(), stack_batch())
+    autopar.save_checkpoint(tmp_path, params, 1)
+    for function in functions.values():
+        restored = autopar.restore_checkpoint(tmp_path, placement_specs=placements(function))
+        assert_same(restored, params)
+        shardings = jax.tree.leaves(function.get_last_executable().in_shardings[0])
+        leaves = jax.tree.leaves(restored)
+        assert all(
+            leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+            for leaf, sharding in zip(leaves, shardings, strict=True)
+        )
+        function.get_last_executable()(restored, function.preshard_dynamic_args(restored, stack_batch())[1])
+
+
+def test_what_was_saved_may_be_used_up_at_once(tmp_path):
+    double = jax.jit(lambda x: x * 2, donate_argnums=0)
+    state = {"x": jax.device_put(np.arange(1 << 16, dtype=np.float32))}
+    saving = autopar.save_checkpoint(tmp_path, state, 0, wait=False)
+    for _ in range(3):
+        state["x"] = double(state["x"])
+    assert saving.wait() == tmp_path / "0"
+    assert saving.done()
+    assert_same(autopar.restore_checkpoint(tmp_path), {"['x']": np.arange(1 << 16, dtype=np.float32)})
+
+
+def test_arrays_of_every_kind_come_back(tmp_path):
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    keys = jax.device_put(jax.random.split(jax.random.key(1), 8), NamedSharding(mesh, jax.P("x")))
+    state = {
+        "bf16": jnp.arange(6, dtype=jnp.bfloat16),
+        "bool": np.array([True, False]),
+        "empty": np.zeros((0, 3), np.int8),
+        "key": jax.random.key(7, impl="rbg"),
+        "keys": keys,
+        "number": 3,
+        "scalar": np.float64(0.1),
+        "of many": jax.device_put(np.arange(16.0, dtype=np.float32), NamedSharding(mesh, jax.P("x"))),
+    }
+    autopar.save_checkpoint(tmp_path, state, 0)
+    single = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    wanted = {
+        name: jax.ShapeDtypeStruct(np.shape(value), jax.typeof(value).dtype, sharding=single)
+        for name, value in state.items()
+        if name != "scalar"
+    }
+    wanted["keys"] = jax.ShapeDtypeStruct((8,), keys.dtype, sharding=keys.sharding)
+    del state["scalar"]
+    with pytest.raises(autopar.CheckpointError, match=r"\['scalar'\] is not in the state to restore"):
+        autopar.restore_checkpoint(tmp_path, 0, wanted)
+    autopar.save_checkpoint(tmp_path, state, 1, wait=False)
+    restored = autopar.restore_checkpoint(tmp_path, 1, wanted)
+    for name in ("key", "keys"):
+        assert_same(jax.random.key_data(restored.pop(name)), jax.random.key_data(state.pop(name)))
+    assert {leaf.sharding for name, leaf in restored.items()} == {single}
+    assert_same(restored, state)
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_any_sharding_is_restored_as_any_other(tmp_path_factory, data):
+    shape = tuple(data.draw(st.lists(st.sampled_from([1, 2, 4, 8]), max_size=3)))
+    value = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
+
+    def drawn() -> NamedSharding:
+        mesh = data.draw(meshes())
+        devices = np.array(data.draw(st.permutations(jax.devices()))[: mesh.num_devices])
+        spec = data.draw(st.sampled_from(all_specs(shape, mesh)))
+        return NamedSharding(Mesh(devices.reshape(mesh.shape), mesh.axis_names), partition_spec(spec))
+
+    folder = tmp_path_factory.mktemp("parts")
+    array = jax.device_put(value, drawn())
+    tiles = _tiles(array)
+    assert sum(np.prod([b - a for a, b in tile], dtype=int) for tile in tiles) == value.size  # each part once
+    names = [str(n) for n in range(len(tiles))]
+    write(folder / "part", dict(zip(names, copied(array, tiles), strict=True)))
+    pieces = tuple(SavedPiece(tile=t, part="part", name=n) for t, n in zip(tiles, names, strict=True))
+    saved = SavedArray(path="x", shape=shape, dtype="int32", pieces=pieces)
+    wanted = drawn()
+    (restored,) = restore(folder, [Wanted(saved, wanted)])
+    assert restored.sharding == wanted
+    np.testing.assert_array_equal(np.asarray(restored), value)
+
+
+def test_only_the_pieces_that_a_device_needs_are_read(tmp_path, monkeypatch):
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    array = jax.device_put(np.arange(16), NamedSharding(mesh, jax.P("x")))
+    autopar.save_checkpoint(tmp_path, {"x": array}, 0)
+    from autopar.checkpoint import parts
+
+    asked: list[str] = []
+
+    def read(folder: Path, names: list[str]) -> dict[str, np.ndarray]:
+        asked.extend(names)
+        return plain(folder, names)
+
+    plain = parts.read
+    monkeypatch.setattr(parts, "read", read)
+    manifest = autopar.checkpoint.manifest.Manifest.load(tmp_path, 0)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    parts.restore(tmp_path / "0", [Wanted(manifest.arrays[0], here)])
+    assert len(asked) == 8
+    asked.clear()
+    half = SavedArray(path="x", shape=(16,), dtype="int64", pieces=manifest.arrays[0].pieces)
+    small = half.model_copy(update={"pieces": half.pieces[:1]})
+    assert [piece.name for piece in parts._needed(Wanted(small, here))] == ["0.0"]
+
+
+def test_the_last_ones_stay(tmp_path):
+    for step in range(5):
+        autopar.save_checkpoint(tmp_path, {"x": np.arange(step + 1)}, step, keep=2)
+    assert autopar.restore_checkpoint(tmp_path)["['x']"].size == 5
+    assert saved_steps(tmp_path) == [3, 4]
+    assert autopar.latest_step(tmp_path) == 4
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["3", "4"]
+    assert autopar.latest_step(tmp_path / "nowhere") is None
+
+
+def test_a_checkpoint_that_fails_leaves_the_ones_before_it(tmp_path, monkeypatch):
+    from autopar.checkpoint import saving
+
+    autopar.save_checkpoint(tmp_path, {"x": np.arange(3)}, 0)
+
+    def fail(folder: Path, arrays: Any) -> None:
+        folder.mkdir()
+        (folder / "half").write_text("of it")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(saving, "write", fail)
+    second = autopar.save_checkpoint(tmp_path, {"x": np.arange(4)}, 1, wait=False)
+    with pytest.raises(OSError, match="no space left"):
+        second.wait()
+    with pytest.raises(OSError, match="no space left"):  # nobody may overlook it
+        autopar.save_checkpoint(tmp_path, {"x": np.arange(4)}, 2)
+    assert saved_steps(tmp_path) == [0]
+    assert autopar.restore_checkpoint(tmp_path)["['x']"].tolist() == [0, 1, 2]
+
+
+SAVER = """
+import sys, numpy as np, autopar
+step = (autopar.latest_step(sys.argv[1]) or 0) + 1
+while True:
+    autopar.save_checkpoint(sys.argv[1], {"x": np.full(200_000, step), "y": np.full(3, step)}, step, keep=2, wait=False)
+    print(step, flush=True)
+    step += 1
+"""
+
+
+def test_a_saver_that_is_killed_leaves_a_whole_latest(tmp_path):
+    moments, last = random.Random(0), 0
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    for _ in range(3):
+        command = [sys.executable, "-W", "ignore", "-c", SAVER, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as saver:
+            assert saver.stdout is not None
+            for _ in range(2):
+                assert saver.stdout.readline()
+            time.sleep(moments.random() * 0.3)
+            saver.send_signal(signal.SIGKILL)
+        step = autopar.latest_step(tmp_path)
+        assert step is not None
+        assert step > last
+        state = autopar.restore_checkpoint(tmp_path)
+        assert set(state["['x']"]) == set(state["['y']"]) == {step}
+        last = step
+
+
+def test_what_is_not_there_is_said(tmp_path, functions):
+    placed = placements(functions["shard"])
+    with pytest.raises(autopar.CheckpointError, match="has no checkpoint"):
+        autopar.restore_checkpoint(tmp_path, placement_specs=placed)
+    autopar.save_checkpoint(tmp_path, stack_params(), 3)
+    with pytest.raises(autopar.CheckpointError, match="no checkpoint of step 4; those it has: 3"):
+        autopar.restore_checkpoint(tmp_path, 4, placed)
+    (tmp_path / "3" / "manifest.json").write_text("{}")
+    with pytest.raises(autopar.CheckpointError, match="not the manifest of a checkpoint that this version"):
+        autopar.restore_checkpoint(tmp_path, 3, placed)
+
+
+def test_the_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path, functions):
+    other = {**stack_params(), "more": np.zeros(2)}
+    other["w0"] = np.zeros((3, 3), np.float16)
+    del other["w1"]
+    autopar.save_checkpoint(tmp_path, other, 0)
+    said = r"another state: \['w1'\] is missing; \['more'\] is not in the state.*\['w0'\] is float16\[3, 3\] there, float32\["
+    with pytest.raises(autopar.CheckpointError, match=said):
+        autopar.restore_checkpoint(tmp_path, 0, placements(functions["shard"]))
+
+
+def test_a_step_is_saved_once(tmp_path):
+    autopar.save_checkpoint(tmp_path, {"x": 1}, 0)
+    with pytest.raises(autopar.CheckpointError, match="has a checkpoint of step 0 already; remove it"):
+        autopar.save_checkpoint(tmp_path, {"x": 2}, 0)
+    for step in (-1, 0.5, True):
+        with pytest.raises(ValueError, match="expected a number from 0"):
+            autopar.save_checkpoint(tmp_path, {"x": 2}, step)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="expected a number of checkpoints"):
+        autopar.save_checkpoint(tmp_path, {"x": 2}, 1, keep=0)
+    with pytest.raises(autopar.CheckpointError, match="no arrays"):
+        autopar.save_checkpoint(tmp_path, {}, 1)
+    (tmp_path / "not-a-folder").write_text("")
+    with pytest.raises(OSError, match="not-a-folder"):
+        autopar.save_checkpoint(tmp_path / "not-a-folder", {"x": 2}, 1)
