@@ -16,6 +16,7 @@ from autopar.checkpoint.manifest import CheckpointError, Manifest, SavedArray, S
 from autopar.checkpoint.parts import copied, tile_of, write
 from autopar.hosts.arrays import DistributedArray
 from autopar.pipeline.resharding import Tile
+from autopar.progress import tell
 
 _HERE = "driver"
 """The part that this process writes."""
@@ -97,6 +98,14 @@ def finish_saving() -> None:
     last, _last = _last, None
     if last is not None:
         last.wait()
+
+
+def forget_saving() -> None:
+    """Wait for the checkpoint that is being written, if one is, and leave it at that if it has failed."""
+    try:
+        finish_saving()
+    except Exception as error:
+        tell(f"a checkpoint could not be written: {error}")
 
 
 def _write(folder: Path, manifest: Manifest, writers: Sequence[Callable[[], None]], keep: int | None) -> Path:

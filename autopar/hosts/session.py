@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from autopar.hosts.cluster import RayHosts
 
 _hosts: "RayHosts | None" = None
+_asked: tuple[int | None, int | None, float] | None = None
 
 
 def hosts() -> "RayHosts | None":
@@ -27,7 +28,7 @@ def join(
     timeout: float,
 ) -> None:
     """Join a Ray cluster and start workers; what was joined before is left."""
-    global _hosts
+    global _hosts, _asked
     leave()
     try:
         import ray
@@ -39,7 +40,30 @@ def join(
     if not ray.is_initialized():
         _connect(address, namespace)
     _hosts = RayHosts(num_nodes, num_devices_per_node, timeout)
+    _asked = num_nodes, num_devices_per_node, timeout
     tell(f"joined Ray at {ray.get_runtime_context().gcs_address}")
+
+
+def rejoin() -> None:
+    """Start new workers in the place of those that have failed, on as many hosts as were asked for, or all that remain.
+
+    Raises:
+        HostsError: no workers can be started on them.
+    """
+    from autopar.hosts.cluster import RayHosts, alive_nodes
+
+    global _hosts
+    assert _asked is not None
+    num_nodes, num_devices_per_node, timeout = _asked
+    leave()
+    while _hosts is None:
+        count = len(alive_nodes())
+        try:
+            _hosts = RayHosts(num_nodes and min(num_nodes, count), num_devices_per_node, timeout)
+        except HostsError:
+            if len(alive_nodes()) >= count:
+                raise
+            # Ray takes a while to notice that a host is gone.
 
 
 def _connect(address: str | None, namespace: str | None) -> None:

@@ -1,0 +1,138 @@
+"""A training loop that outlives the hosts it runs on."""
+
+import itertools
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autopar.api import ParallelizedFunction
+from autopar.checkpoint import CheckpointError, latest_step, restore_checkpoint, save_checkpoint
+from autopar.checkpoint.saving import finish_saving, forget_saving
+from autopar.hosts import session
+from autopar.hosts.errors import HostsError
+from autopar.progress import tell
+from autopar.trace import abstract
+
+type Batches = Callable[[int], Iterable[Any]]
+"""From k to the batches of the steps k, k + 1, ...: the `from_step` of a loader, for instance."""
+
+
+def train(
+    step: ParallelizedFunction,
+    state: Any,
+    batches: Batches,
+    num_steps: int,
+    ckpt_dir: str | os.PathLike[str],
+    *,
+    save_every: int = 100,
+    keep: int | None = 2,
+    max_failures: int = 3,
+    on_step: Callable[[int, Any], None] | None = None,
+) -> Any:
+    """Run a step `num_steps` times, whatever happens to its hosts; the state afterwards.
+
+    When a worker or a host is lost, hangs or fails, new workers start on the hosts that are there, the step is planned again if these
+    are fewer, the last checkpoint is restored as the new plan wants it, and the loop goes on from there with the same batches as
+    before. A program that was killed goes on from the last checkpoint in `ckpt_dir`, too, when it is run again.
+
+    Args:
+        step: what `parallelize` returned, from (state, batch) to a state, or to a tuple that begins with one. To be planned for
+            fewer hosts its method must leave the devices open.
+        state: before the first step, unless `ckpt_dir` has a checkpoint.
+        batches: from k to the batches of step k and those after it. The same k must give the same batches.
+        ckpt_dir: where checkpoints are, which all hosts see.
+        save_every: steps from one checkpoint to the next. There is one of the first and the last state, too.
+        keep: how many checkpoints stay there.
+        max_failures: how often hosts may fail with no checkpoint between, until that is raised.
+        on_step: called with the number of steps done and what the step returned, of a step that has been asked for, but has perhaps
+            not run. Steps that are done again after a failure are told again.
+
+    Raises:
+        HostsError: hosts failed too often.
+        CheckpointError: `ckpt_dir` has checkpoints of another state, or of more steps.
+        ValueError: there are fewer batches than steps, or the step does not return a state.
+    """
+    if num_steps < 0 or save_every < 1 or max_failures < 0:
+        raise ValueError(
+            f"num_steps={num_steps}, save_every={save_every}, max_failures={max_failures}, expected numbers from 0, 1 and 0"
+        )
+    loop = _Loop(step, jax.tree.map(abstract, state), batches, num_steps, Path(ckpt_dir), save_every, keep, on_step)
+    last = latest_step(ckpt_dir)
+    if last is not None and last > num_steps:
+        raise CheckpointError(f"{ckpt_dir} has a checkpoint of step {last}, which is after num_steps={num_steps}")
+    if last is None:
+        save_checkpoint(ckpt_dir, state, 0)
+        last = 0
+    else:
+        state = None
+    failures = 0
+    while True:
+        try:
+            return loop.run(last, state)
+        except HostsError as error:
+            forget_saving()
+            before, last = last, latest_step(ckpt_dir)
+            assert last is not None
+            failures = failures + 1 if last == before else 1
+            if failures > max_failures or session.hosts() is None:
+                raise
+            state = None  # it was on these hosts
+            tell(f"{error}; going on from step {last}")
+            session.rejoin()
+
+
+class _Loop:
+    def __init__(
+        self,
+        step: ParallelizedFunction,
+        avals: Any,
+        batches: Batches,
+        num_steps: int,
+        directory: Path,
+        save_every: int,
+        keep: int | None,
+        on_step: Callable[[int, Any], None] | None,
+    ) -> None:
+        self._step, self._avals, self._batches, self._num_steps = step, avals, batches, num_steps
+        self._directory, self._save_every, self._keep, self._on_step = directory, save_every, keep, on_step
+
+    def run(self, first: int, state: Any) -> Any:
+        """The steps from number `first` on; without a state, of the checkpoint of that step."""
+        found = iter(self._batches(first))
+        if state is None:
+            batch = next(found, None)
+            state = self._restored(first, batch)
+            found = itertools.chain([] if batch is None else [batch], found)
+        done = first
+        for done, batch in enumerate(itertools.islice(found, self._num_steps - first), first + 1):
+            results = self._step(state, batch)
+            state = self._state_of(results)
+            if done % self._save_every == 0 or done == self._num_steps:
+                save_checkpoint(self._directory, state, done, keep=self._keep, wait=False)
+            if self._on_step is not None:
+                self._on_step(done, results)
+        if done < self._num_steps:
+            raise ValueError(f"the batches end after step {done}, expected {self._num_steps}")
+        finish_saving()
+        return state
+
+    def _restored(self, step: int, batch: Any) -> Any:
+        """The state of a checkpoint where the step wants it; without a batch, as it comes."""
+        if batch is None:
+            leaves = restore_checkpoint(self._directory, step).values()
+            return jax.tree.unflatten(jax.tree.structure(self._avals), leaves)
+        executable = self._step.get_executable(self._avals, batch)
+        return restore_checkpoint(self._directory, step, executable.get_input_placement_specs()[0])
+
+    def _state_of(self, results: Any) -> Any:
+        wanted = jax.tree.structure(self._avals)
+        for state in (results, results[0] if isinstance(results, tuple) and results else None):
+            if jax.tree.structure(state) == wanted:
+                return state
+        raise ValueError(
+            f"the step returned {jax.tree.structure(results)}, expected a state like the one it is given, {wanted}, or a tuple that"
+            " begins with one"
+        )
