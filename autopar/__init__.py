@@ -57,6 +57,7 @@ from autopar.sharding.planner import MemoryBudgetError  # noqa: E402
 from autopar.sharding.problem import InfeasibleError  # noqa: E402
 from autopar.sharding.rules import MissingRuleError  # noqa: E402
 from autopar.trace import TraceError  # noqa: E402
+from autopar.training import train  # noqa: E402
 from autopar.tuning import Tuned, tune  # noqa: E402
 
 __all__ = [
@@ -124,6 +125,7 @@ __all__ = [
     "schedule",
     "shutdown",
     "testing",
+    "train",
     "tune",
     "util",
     "value_and_grad",

@@ -60,6 +60,7 @@ def train(
             f"num_steps={num_steps}, save_every={save_every}, max_failures={max_failures}, expected numbers from 0, 1 and 0"
         )
     loop = _Loop(step, jax.tree.map(abstract, state), batches, num_steps, Path(ckpt_dir), save_every, keep, on_step)
+    forget_saving()  # of a loop before this one
     last = latest_step(ckpt_dir)
     if last is not None and last > num_steps:
         raise CheckpointError(f"{ckpt_dir} has a checkpoint of step {last}, which is after num_steps={num_steps}")

@@ -36,6 +36,9 @@ _CHANGES = frozenset({"run", "put", "free", "copy", "restore"})
 _ANSWER_SECONDS = 5.0
 """How long a worker may take to say what it is doing."""
 
+_MOST_AHEAD = 16
+"""How many steps workers may have been asked for that they have not done: what they are given waits in memory."""
+
 _POLL_SECONDS = 1.0
 """How often a driver that waits looks whether a worker is gone."""
 
@@ -66,7 +69,7 @@ class RayHosts:
             HostsError: there are fewer hosts or devices than asked for, or the hosts have different versions of JAX.
         """
         self.timeout = timeout
-        nodes = [node for node in ray.nodes() if node["Alive"]]
+        nodes = alive_nodes()
         gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes]
         self.platform = "cuda" if any(gpus) else "cpu"
         self.kind = next(
@@ -104,7 +107,10 @@ class RayHosts:
         gpu = self.platform == "cuda"
         bundles: list[dict[str, float]] = [{"CPU": 1.0, **({"GPU": float(count)} if gpu else {})} for count in counts]
         self._group = placement_group(bundles, strategy="STRICT_SPREAD")
-        if not self._group.wait(self.timeout):
+        end = time.monotonic() + self.timeout
+        while not self._group.wait(_POLL_SECONDS):
+            if time.monotonic() < end and len(alive_nodes()) >= len(counts):
+                continue
             raise HostsError(
                 f"{len(counts)} hosts with {list(counts)} devices and a free CPU each could not be had within {self.timeout:.0f} s;"
                 " end what else runs on the cluster, or ask for fewer (num_nodes, num_devices_per_node)"
@@ -213,6 +219,10 @@ class RayHosts:
             outputs: what and where the outputs are.
         """
         self.check()
+        while len(self._pending) > _MOST_AHEAD * len(self.numbers):
+            host, ref = self._pending[0]
+            self._get(ref, host)
+            self.check()
         loaded = self._loaded[number]
         made = {o: DistributedArray(self, self._new_key(), array) for o, array in outputs.items()}
         kept = {i: leaf.key for i, leaf in enumerate(inputs) if isinstance(leaf, DistributedArray)}
@@ -443,6 +453,11 @@ class RayHosts:
             f"host {host} ({self.addresses[host]}) has not answered within {self.timeout:.0f} s: {'; '.join(doing) or 'nothing runs'}."
             " Give autopar.init a larger timeout if this is how long it takes"
         )
+
+
+def alive_nodes() -> list[dict[str, Any]]:
+    """The hosts of the Ray cluster, as far as it knows: it takes seconds to notice that one is gone."""
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def _choose(

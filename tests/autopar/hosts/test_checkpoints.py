@@ -1,0 +1,118 @@
+"""States go from hosts to other hosts, and to this process; a loop outlives its workers."""
+
+import os
+import signal
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+from autopar.checkpoint import saved_steps
+from autopar.hosts import session
+from autopar.hosts.errors import HostsError
+from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+from tests.autopar.test_training import assert_close, batches, expected
+
+pytestmark = [
+    pytest.mark.usefixtures("raylets"),
+    pytest.mark.filterwarnings("ignore:os.fork"),  # Ray starts processes so; they execute another program at once
+]
+
+
+def pipeline(stages: int) -> autopar.PipeshardParallel:
+    return autopar.PipeshardParallel(num_micro_batches=2, stage_option=autopar.UniformStageOption(stages))
+
+
+def pids() -> list[int]:
+    hosts = session.hosts()
+    assert hosts is not None
+    return [each["pid"] for each in hosts._ask("environment")]
+
+
+def test_a_state_goes_on_under_another_plan_on_another_number_of_hosts(tmp_path):
+    autopar.init(cluster="ray", num_nodes=2, num_devices_per_node=4, timeout=120)
+    params, _ = autopar.parallelize(stack_step, method=pipeline(2))(stack_params(), stack_batch())
+    saving = autopar.save_checkpoint(tmp_path, params, 0, wait=False)
+    autopar.prefetch(params)
+    values = jax.tree.map(np.array, params)
+    assert saving.wait() == tmp_path / "0"
+    assert {each.name for each in (tmp_path / "0").iterdir()} == {"manifest.json", "host-0", "host-1"}
+    del params
+    later = [(4, pipeline(4)), (4, autopar.ShardParallel((1, 8))), (1, pipeline(2)), (0, autopar.ShardParallel(8))]
+    for step, (count, method) in enumerate(later):
+        if count:
+            autopar.init(cluster="ray", num_nodes=count, num_devices_per_node=8 // count, timeout=120)
+        else:
+            autopar.shutdown()
+        executable = autopar.parallelize(stack_step, method=method).get_executable(stack_params(), stack_batch())
+        restored = autopar.restore_checkpoint(tmp_path, step, executable.get_input_placement_specs()[0])
+        assert jax.tree.structure(restored) == jax.tree.structure(values)
+        autopar.save_checkpoint(tmp_path, restored, step + 1)
+        written = autopar.restore_checkpoint(tmp_path, step + 1)
+        for one, other in zip(jax.tree.leaves(values), written.values(), strict=True):
+            np.testing.assert_array_equal(one, other)
+        if count == 1:
+            again, _ = executable(restored, executable.shard_args(restored, stack_batch())[1])
+            autopar.prefetch(again)
+            assert_close(again, jax.jit(stack_step)(values, stack_batch())[0])
+
+
+def test_a_worker_that_is_killed_while_it_writes_leaves_what_was_there(tmp_path):
+    autopar.init(cluster="ray", num_nodes=2, num_devices_per_node=4, timeout=120)
+    params, _ = autopar.parallelize(stack_step, method=pipeline(2))(stack_params(), stack_batch())
+    autopar.save_checkpoint(tmp_path, params, 0)
+    saving = autopar.save_checkpoint(tmp_path, params, 1, wait=False)
+    os.kill(pids()[1], signal.SIGKILL)
+    try:
+        saving.wait()
+    except HostsError as error:
+        assert "host 1" in str(error)  # noqa: PT017 (it may as well have been quicker)
+    autopar.shutdown() if saving.done() else None
+    last = autopar.latest_step(tmp_path)
+    assert last in (0, 1)
+    assert len(autopar.restore_checkpoint(tmp_path)) == len(jax.tree.leaves(params))
+
+
+def test_placements_of_more_hosts_than_there_are_are_refused(tmp_path):
+    autopar.init(cluster="ray", num_nodes=2, num_devices_per_node=4, timeout=120)
+    function = autopar.parallelize(stack_step, method=pipeline(2))
+    placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[0]
+    autopar.init(cluster="ray", num_nodes=1, num_devices_per_node=4, timeout=120)
+    autopar.save_checkpoint(tmp_path, stack_params(), 0)
+    with pytest.raises(ValueError, match="needs 8 devices, the 1 hosts have 4"):
+        autopar.restore_checkpoint(tmp_path, 0, placements)
+
+
+def test_a_loop_outlives_its_workers(tmp_path):
+    autopar.init(cluster="ray", num_nodes=2, num_devices_per_node=4, timeout=120)
+    function = autopar.parallelize(stack_step, method=pipeline(2), donate_argnums=(0,))
+    told: list[int] = []
+
+    def kill_some(step: int, results: Any) -> None:
+        autopar.prefetch(results[1])
+        told.append(step)
+        if told.count(step) == 1 and step in (5, 11):
+            threading.Timer(0.05, os.kill, [pids()[step % 2], signal.SIGKILL]).start()
+
+    state = autopar.train(function, stack_params(), batches, 14, tmp_path, save_every=4, on_step=kill_some)
+    autopar.prefetch(state)
+    assert_close(state, expected(14))
+    assert sorted(set(told)) == list(range(1, 15))
+    assert len(told) > 14
+    assert saved_steps(tmp_path) == [12, 14]
+
+
+def test_a_step_that_always_fails_ends_the_loop(tmp_path, monkeypatch):
+    autopar.init(cluster="ray", num_nodes=2, num_devices_per_node=4, timeout=120)
+    function = autopar.parallelize(stack_step, method=pipeline(2))
+
+    def kill_all(step: int, results: Any) -> None:
+        os.kill(pids()[0], signal.SIGKILL)
+
+    with pytest.raises(HostsError):
+        autopar.train(function, stack_params(), batches, 4, tmp_path, max_failures=1, on_step=kill_all)
+    autopar.shutdown()
+    assert saved_steps(tmp_path) == [0]

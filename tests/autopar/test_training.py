@@ -1,0 +1,78 @@
+"""The training loop goes on from the last checkpoint, with the same batches."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+from autopar.checkpoint import saved_steps
+from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+
+
+def batches(first: int) -> Iterator[Any]:
+    """Different ones for every step."""
+    while True:
+        yield jax.tree.map(lambda leaf, k=first: leaf * np.float32(1 + k / 8), stack_batch())
+        first += 1
+
+
+def expected(steps: int) -> Any:
+    params = stack_params()
+    step = jax.jit(stack_step)
+    for _, batch in zip(range(steps), batches(0), strict=False):
+        params, _ = step(params, batch)
+    return params
+
+
+def assert_close(state: Any, other: Any) -> None:
+    for (path, mine), theirs in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.fixture(scope="module")
+def function():
+    return autopar.parallelize(stack_step, method=autopar.ShardParallel((8,)), donate_argnums=(0,))
+
+
+def test_a_loop_that_is_run_again_goes_on(function, tmp_path):
+    told: list[int] = []
+
+    def stop_at_six(step: int, results: Any) -> None:
+        told.append(step)
+        if step == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        autopar.train(function, stack_params(), batches, 9, tmp_path, save_every=4, on_step=stop_at_six)
+    state = autopar.train(
+        function, stack_params(), batches, 9, tmp_path, save_every=4, on_step=lambda step, _: told.append(step)
+    )
+    assert told == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9]
+    assert_close(state, expected(9))
+    assert saved_steps(tmp_path) == [8, 9]
+    again = autopar.train(function, stack_params(), batches, 9, tmp_path)  # nothing is left to do
+    assert_close(again, expected(9))
+
+
+def test_a_loader_gives_the_batches(function, tmp_path):
+    executable = function.get_executable(stack_params(), stack_batch())
+    loader = autopar.DataLoader(batches, executable.get_input_placement_specs()[1])
+    assert_close(autopar.train(function, stack_params(), loader.from_step, 3, tmp_path), expected(3))
+
+
+def test_what_a_loop_can_not_do_is_said(function, tmp_path):
+    with pytest.raises(ValueError, match="batches end after step 2, expected 5"):
+        autopar.train(function, stack_params(), lambda first: [stack_batch()] * (2 - first), 5, tmp_path)
+    autopar.save_checkpoint(tmp_path, stack_params(), 7)
+    with pytest.raises(autopar.CheckpointError, match="checkpoint of step 7, which is after num_steps=5"):
+        autopar.train(function, stack_params(), batches, 5, tmp_path)
+    with pytest.raises(ValueError, match="expected numbers from 0, 1 and 0"):
+        autopar.train(function, stack_params(), batches, 5, tmp_path / "other", save_every=0)
+    loss_only = autopar.parallelize(
+        lambda params, batch: stack_step(params, batch)[1], method=autopar.ShardParallel((8,))
+    )
+    with pytest.raises(ValueError, match="expected a state like the one it is given"):
+        autopar.train(loss_only, stack_params(), batches, 5, tmp_path / "other")
