@@ -15,6 +15,7 @@ from autopar.checkpoint.saving import finish_saving
 from autopar.devices import Device, cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.follow import follow_pipeline, follow_plan
 from autopar.hosts import session
+from autopar.hosts.arrays import DistributedArray
 from autopar.interpreter import builds_graphs
 from autopar.layers import LayerOption
 from autopar.lower import compile_program
@@ -536,5 +537,5 @@ def _is_static(arg: Any) -> bool:
         return False
     if isinstance(arg, bool | int | float | complex | str):
         return True
-    arrays = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
+    arrays = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, DistributedArray, bool, int, float, complex)
     return not all(isinstance(leaf, arrays) for leaf in jax.tree.leaves(arg))

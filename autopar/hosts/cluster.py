@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from autopar.checkpoint.manifest import SavedArray, SavedPiece
 from autopar.devices import Devices, cluster_of_kind
-from autopar.hosts.arrays import DistributedArray
+from autopar.hosts.arrays import DistributedArray, plain
 from autopar.hosts.checkpoints import part_of, saved_pieces
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
 from autopar.hosts.job import Array, Job, Place, groups_of
@@ -217,7 +217,7 @@ class RayHosts:
         made = {o: DistributedArray(self, self._new_key(), array) for o, array in outputs.items()}
         kept = {i: leaf.key for i, leaf in enumerate(inputs) if isinstance(leaf, DistributedArray)}
         given = [i for i, leaf in enumerate(inputs) if i not in kept]
-        arrays = [ray.put(np.asarray(inputs[i])) for i in given]
+        arrays = [ray.put(plain(inputs[i])) for i in given]
         freed = [self._freed.popleft() for _ in range(len(self._freed))]
         for host, wanted in enumerate(loaded.inputs):
             here = [(i, ref) for i, ref in zip(given, arrays, strict=True) if i in wanted]
@@ -240,7 +240,7 @@ class RayHosts:
 
     def put(self, value: Any, array: Array) -> DistributedArray:
         """Send an array to where it should be."""
-        handle, ref = DistributedArray(self, self._new_key(), array), ray.put(np.asarray(value, array.dtype))
+        handle, ref = DistributedArray(self, self._new_key(), array), ray.put(np.asarray(plain(value), array.dtype))
         for host in self._hosts_of(array):
             self._pending.append((host, self._call(host, "put", handle.key, ref, array.place)))
         return handle
@@ -250,7 +250,7 @@ class RayHosts:
         asked: list[list[tuple[int, Any]]] = []
         for handle in handles:
             found, hosts = set(), []
-            parts = tiles(handle.shape, handle.array.place.mesh.logical, handle.array.place.spec)
+            parts = tiles(handle.array.shape, handle.array.place.mesh.logical, handle.array.place.spec)
             for device, part in zip(handle.array.place.mesh.devices, parts, strict=True):
                 if part not in found and self.owner[device] not in hosts:
                     hosts.append(self.owner[device])
@@ -258,7 +258,7 @@ class RayHosts:
             asked.append([(host, self._call(host, "fetch", handle.key)) for host in hosts])
         whole = []
         for handle, refs in zip(handles, asked, strict=True):
-            value = np.empty(handle.shape, handle.dtype)
+            value = np.empty(handle.array.shape, handle.array.dtype)
             for host, ref in refs:
                 for index, part in self._get(ref, host):
                     value[index] = part

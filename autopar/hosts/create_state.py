@@ -4,8 +4,8 @@ import time
 from typing import Any
 
 import jax
-import numpy as np
 
+from autopar.hosts.arrays import plain
 from autopar.hosts.executable import RemoteExecutable
 from autopar.hosts.preparing import prepare_state
 from autopar.trace import StepGraph
@@ -36,7 +36,7 @@ class RemoteCreateState:
         leaves, tree = jax.tree.flatten(args)
         if tree != self.step.in_tree:
             raise ValueError(f"arguments of structure {tree}, expected {self.step.in_tree}")
-        made = self.hosts.run(self._number, list(map(np.asarray, leaves)), self._outputs)  # pyright: ignore
+        made = self.hosts.run(self._number, list(map(plain, leaves)), self._outputs)  # pyright: ignore
         return jax.tree.unflatten(self.step.out_tree, [made[o] for o in range(len(made))])
 
     def get_output_placement_specs(self) -> Any:

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from autopar.hosts.keys import data_aval, impl_of, is_key, key_dtype
 from autopar.pipeline.resharding import Resharding
 from autopar.sharding.spec import LogicalMesh, Spec, from_partition_spec, partition_spec
 from simulator.program import Instruction, Run
@@ -65,12 +67,36 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A value of a mesh: what it is and where."""
+    """A value of a mesh: what it is and where.
+
+    Attributes:
+        impl: of random keys what they are made by; the array consists of their numbers then, in one dim more.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
     place: Place
+    impl: str | None = None
+
+    @classmethod
+    def of(cls, name: str, aval: Any, mesh: StageMesh, spec: Spec) -> "Array":
+        """The value of that aval, which `spec` shards."""
+        data, impl = data_aval(aval), impl_of(aval.dtype) if is_key(aval.dtype) else None
+        spec += ((),) * (data.ndim - len(spec))
+        return cls(name, data.shape, np.dtype(data.dtype), Place(mesh, spec), impl)
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """What it is to the user, to whom keys are keys."""
+        if self.impl is None:
+            return jax.ShapeDtypeStruct(self.shape, self.dtype)
+        return jax.ShapeDtypeStruct(self.shape[:-1], key_dtype(self.impl))
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """How it is sharded to the user, on a mesh without devices."""
+        return NamedSharding(self.place.mesh.abstract(), partition_spec(self.place.spec[: self.aval.ndim]))
 
 
 @dataclass(frozen=True, slots=True)
