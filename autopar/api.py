@@ -418,7 +418,7 @@ def _remote_executable(
     """What runs on other hosts."""
     from autopar.hosts.cluster import cluster_of_hosts, mesh_shape
     from autopar.hosts.create_state import RemoteCreateState
-    from autopar.hosts.executable import RemoteExecutable
+    from autopar.hosts.executable import RemoteExecutable, RemotePipeline, remote_executable
 
     given = method.cluster if isinstance(method, PlanningMethod) else None
     cluster = cluster_of_hosts(hosts) if given is None else _cluster(given)
@@ -434,7 +434,7 @@ def _remote_executable(
             if not isinstance(followed, RemoteExecutable):
                 raise ValueError("the step to follow has not been compiled for these hosts yet; call it first")
             count = method.num_micro_batches or 1
-            if isinstance(followed.planned, PlannedPipeline):
+            if isinstance(followed, RemotePipeline):
                 planned = PlannedPipeline(*follow_pipeline(fun, args, batch, count, followed.planned, cluster))
             else:
                 alike = _alike(cluster, type(method).__name__)
@@ -454,7 +454,7 @@ def _remote_executable(
             )
         case other:
             raise TypeError(f"method is {other!r}, expected one of autopar.methods, e.g. autopar.ShardParallel()")
-    return RemoteExecutable(planned, hosts, _leaves_of(args, donated), _since(start))
+    return remote_executable(planned, hosts, _leaves_of(args, donated), _since(start))
 
 
 def _followers(method: CreateStateParallel) -> tuple[ParallelizedFunction, tuple[Any, ...]]:

@@ -22,15 +22,17 @@ from autopar.checkpoint.manifest import SavedArray, SavedPiece
 from autopar.devices import Devices, cluster_of_kind
 from autopar.hosts.arrays import DistributedArray, plain
 from autopar.hosts.checkpoints import part_of, saved_pieces
+from autopar.hosts.clocks import offset
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
 from autopar.hosts.job import Array, Job, Place, groups_of
+from autopar.hosts.timelines import Note, aligned
 from autopar.hosts.worker import Group, InstructionError, Worker
 from autopar.pipeline.resharding import tiles
 from autopar.progress import tell
 from simulator.cluster import Cluster
 from simulator.mixed import AnyCluster, MixedCluster
 
-_CHANGES = frozenset({"run", "put", "free", "copy", "restore"})
+_CHANGES = frozenset({"run", "put", "zeros", "free", "copy", "restore"})
 """What workers do that later calls see."""
 
 _ANSWER_SECONDS = 5.0
@@ -240,9 +242,16 @@ class RayHosts:
 
     def put(self, value: Any, array: Array) -> DistributedArray:
         """Send an array to where it should be."""
-        handle, ref = DistributedArray(self, self._new_key(), array), ray.put(np.asarray(plain(value), array.dtype))
-        for host in self._hosts_of(array):
-            self._pending.append((host, self._call(host, "put", handle.key, ref, array.place)))
+        return self._made(array, "put", ray.put(np.asarray(plain(value), array.dtype)), array.place)
+
+    def zeros(self, array: Array) -> DistributedArray:
+        """Have zeros made where they should be."""
+        return self._made(array, "zeros", array)
+
+    def _made(self, array: Array, method: str, *args: Any) -> DistributedArray:
+        handle = DistributedArray(self, self._new_key(), array)
+        for host in self._hosts_of(array.place.mesh.devices):
+            self._pending.append((host, self._call(host, method, handle.key, *args)))
         return handle
 
     def fetch(self, handles: Sequence[DistributedArray]) -> list[np.ndarray]:
@@ -268,10 +277,21 @@ class RayHosts:
 
     def wait(self, devices: Iterable[int] | None = None) -> None:
         """Wait until the workers (those that have some of the devices) have done what they were asked."""
-        hosts = range(len(self.numbers)) if devices is None else sorted({self.owner[device] for device in devices})
-        for host, ref in [(host, self._call(host, "wait")) for host in hosts]:
-            self._get(ref, host)
+        self.ask(self.owner if devices is None else devices, "wait")
         self.check()
+
+    def ask(self, devices: Iterable[int], method: str, *args: Any) -> list[Any]:
+        """The answers of the workers that have some of the devices."""
+        refs = [(host, self._call(host, method, *args)) for host in self._hosts_of(devices)]
+        return [self._get(ref, host) for host, ref in refs]
+
+    def recorded(self) -> list[list[Note]]:
+        """What each worker has noted since it was asked to record, by the clock of this process."""
+        found = []
+        for first in (devices[0] for devices in self.numbers):
+            (notes,) = self.ask([first], "recorded")
+            found.append(aligned(notes, offset(lambda first=first: self.ask([first], "clock")[0])))
+        return found
 
     # -- checkpoints
 
@@ -323,7 +343,7 @@ class RayHosts:
             mine = [
                 (handle.key, saved, place)
                 for handle, (saved, place) in zip(handles, wanted, strict=True)
-                if host in self._hosts_of(handle.array)
+                if host in self._hosts_of(place.mesh.devices)
             ]
             if mine:
                 refs.append((host, self._call(host, "restore", folder, mine)))
@@ -343,8 +363,8 @@ class RayHosts:
         self._ask("free", [(freed,)] * len(self._actors))
         return self._ask("num_arrays")
 
-    def _hosts_of(self, array: Array) -> list[int]:
-        return sorted({self.owner[device] for device in array.place.mesh.devices})
+    def _hosts_of(self, devices: Iterable[int]) -> list[int]:
+        return sorted({self.owner[device] for device in devices})
 
     def _new_key(self) -> int:
         key = next(self._keys)

@@ -54,7 +54,7 @@ class Place:
         """Where a step wants an array: the first of its meshes, which is its home."""
         sharding, devices = placement.sharding_specs[0], placement.devices[0]
         mesh = StageMesh(devices, sharding.mesh.axis_sizes, sharding.mesh.axis_names)
-        return Place(mesh, from_partition_spec(sharding.spec, len(placement.aval.shape)))
+        return Array.of("", placement.aval, mesh, from_partition_spec(sharding.spec, placement.aval.ndim)).place
 
     def sharding(self, devices: Mapping[int, Any]) -> NamedSharding:
         """On these devices, given by number."""
@@ -87,10 +87,15 @@ class Array:
         return cls(name, data.shape, np.dtype(data.dtype), Place(mesh, spec), impl)
 
     @property
+    def raw(self) -> jax.ShapeDtypeStruct:
+        """What it is on workers."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+    @property
     def aval(self) -> jax.ShapeDtypeStruct:
         """What it is to the user, to whom keys are keys."""
         if self.impl is None:
-            return jax.ShapeDtypeStruct(self.shape, self.dtype)
+            return self.raw
         return jax.ShapeDtypeStruct(self.shape[:-1], key_dtype(self.impl))
 
     @property
@@ -112,6 +117,12 @@ class Call:
     operands: tuple[Array, ...]
     results: tuple[Array, ...]
     donated: tuple[int, ...] = ()
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Those that it runs on; none if it has nothing to do."""
+        values = self.results or self.operands
+        return values[0].place.mesh.devices if values else ()
 
 
 @dataclass(frozen=True, slots=True)

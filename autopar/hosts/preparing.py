@@ -1,6 +1,6 @@
 """From planned steps to the jobs of workers: every task exported for devices that are elsewhere, every value named."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -57,6 +57,9 @@ class Exports:
         return key
 
 
+type Constant = jax.Array | np.ndarray
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A job, and what the driver knows of the step's arguments and results.
@@ -64,12 +67,16 @@ class Prepared:
     Attributes:
         inputs: each input of the step, where it is before.
         outputs: each output, where it is afterwards; a constant as itself.
+        donated: numbers of the inputs whose memory it may reuse.
+        functions: for each task the function that was exported, before it was, and what it takes.
     """
 
     job: Job
     program: Program
     inputs: tuple[Array, ...]
-    outputs: "tuple[Array | jax.Array | np.ndarray, ...]"
+    outputs: tuple[Array | Constant, ...]
+    donated: frozenset[int] = frozenset()
+    functions: Mapping[str, tuple[jax.stages.Wrapped, tuple[Any, ...]]] = field(default_factory=dict)
 
 
 def _mesh_of(stage: Stage) -> StageMesh:
@@ -107,7 +114,8 @@ def prepare_step(planned: PlannedStep, platform: str, donated: frozenset[int]) -
         outputs=tuple(Output(o, 0, (each,), each) for o, each in enumerate(outputs)),
         zeros=((),),
     )
-    return Prepared(job, program_of(planned.plan), tuple(inputs), tuple(outputs))
+    functions = {WHOLE_STEP.task: (jitted, step.in_avals)}
+    return Prepared(job, program_of(planned.plan), tuple(inputs), tuple(outputs), donated, functions)
 
 
 def prepare_state(step: StepGraph, places: Sequence[Array], platform: str) -> Prepared:
@@ -118,8 +126,7 @@ def prepare_state(step: StepGraph, places: Sequence[Array], platform: str) -> Pr
     for number, mesh in enumerate(meshes):
         made = [(o, replace(each, name=f"out{o}")) for o, each in enumerate(places) if each.place.mesh == mesh]
         operands = tuple(
-            Array.of(f"in{i}", aval, mesh, ((),) * aval.ndim)
-            for i, aval in enumerate(map(aval_of, step.jaxpr.invars))
+            Array.of(f"in{i}", aval, mesh, ((),) * aval.ndim) for i, aval in enumerate(map(aval_of, step.jaxpr.invars))
         )
         results = tuple(each for _, each in made)
         key = exports.add(part_of_state(step, [o for o, _ in made]), jax.tree.leaves(step.in_avals), operands, results)
@@ -183,9 +190,9 @@ class _Pipeline:
             outputs=tuple(each for each in outputs if isinstance(each, Output)),
             zeros=self._zeros(),
         )
-        return Prepared(
-            job, program, homes, tuple(each.whole if isinstance(each, Output) else each for each in outputs)
-        )
+        wholes = tuple(each.whole if isinstance(each, Output) else each for each in outputs)
+        jitted = {run.task: (functions[task_of(run)].jitted, functions[task_of(run)].in_avals) for run in calls}
+        return Prepared(job, program, homes, wholes, self._donated, jitted)
 
     def _array(self, stage: int, var: Var, name: str) -> Array:
         values = self._planned.values[stage]
@@ -244,7 +251,7 @@ class _Pipeline:
                 found[self._mesh_of(task.stage)].append(self._array(task.stage, each.sum, self._names.of(each.sum, 0)))
         return tuple(map(tuple, found))
 
-    def _output(self, o: int, atom: Atom) -> "Output | jax.Array | np.ndarray":
+    def _output(self, o: int, atom: Atom) -> Output | Constant:
         step, cut = self._step, self._cut
         if isinstance(atom, Literal) or atom in step.jaxpr.constvars:
             value = atom.val if isinstance(atom, Literal) else step.jaxpr.consts[step.jaxpr.constvars.index(atom)]
