@@ -11,10 +11,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -23,7 +22,8 @@ from autopar.devices import Devices, cluster_of_kind
 from autopar.hosts.arrays import DistributedArray, plain
 from autopar.hosts.checkpoints import part_of, saved_pieces
 from autopar.hosts.clocks import offset
-from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
+from autopar.hosts.environment import check_versions, versions
+from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, PortTakenError, StepFailedError
 from autopar.hosts.job import Array, Job, Place, groups_of
 from autopar.hosts.timelines import Note, aligned
 from autopar.hosts.worker import Group, InstructionError, Worker
@@ -37,6 +37,9 @@ _CHANGES = frozenset({"run", "put", "zeros", "free", "copy", "restore"})
 
 _ANSWER_SECONDS = 5.0
 """How long a worker may take to say what it is doing."""
+
+_PORTS = 5
+"""How many ports to try, if others take them before they are used."""
 
 _POLL_SECONDS = 1.0
 """How often a driver that waits looks whether a worker is gone."""
@@ -133,16 +136,8 @@ class RayHosts:
             }
             self._last.append(None)
             self._actors.append(actor.options(**options).remote(host, self.numbers, self.addresses[host]))
-        found = self._ask("environment")
-        here = {"jax": jax.__version__, "numpy": np.__version__}
-        for host, each in enumerate(found):
-            different = [
-                f"{name} {each[name]}, not {version}" for name, version in here.items() if each[name] != version
-            ]
-            if different:
-                raise HostsError(
-                    f"host {host} ({self.addresses[host]}) has {' and '.join(different)} as the driver; install the same versions"
-                )
+        for host, each in enumerate(self._ask("environment")):
+            check_versions(host, self.addresses[host], versions(), each["versions"])
         tell(f"{len(self.numbers)} hosts with {self.num_devices} {self.platform} devices")
 
     def _join(self, groups: frozenset[tuple[int, ...]]) -> None:
@@ -157,14 +152,26 @@ class RayHosts:
                 )
             self._kill()
             self._start_workers()
-        of_worker: dict[int, Group] = {}
-        for members in groups:
-            port = self._get(self._call(members[0], "free_port"), members[0])
-            group = Group(members, f"{self.addresses[members[0]]}:{port}")
-            of_worker.update(dict.fromkeys(members, group))
-        mailboxes = self._ask("start", [(of_worker.get(host),) for host in range(len(self._actors))])
+        mailboxes = self._start_jax(groups, _PORTS)
         self._ask("meet", [(dict(enumerate(mailboxes)),)] * len(self._actors))
         self._groups = groups
+
+    def _start_jax(self, groups: frozenset[tuple[int, ...]], ports: int) -> list[str]:
+        """Have JAX started on all workers, with up to so many ports; the addresses of their mailboxes."""
+        of_worker: dict[int, Group] = {}
+        for members in groups:
+            group = Group(members, f"{self.addresses[members[0]]}:{self._free_port(members[0])}")
+            of_worker.update(dict.fromkeys(members, group))
+        try:
+            return self._ask("start", [(of_worker.get(host),) for host in range(len(self._actors))])
+        except PortTakenError:
+            if ports == 1:
+                raise
+            self._start_workers()  # the other members wait already for what does not start
+            return self._start_jax(groups, ports - 1)
+
+    def _free_port(self, host: int) -> int:
+        return self._get(self._call(host, "free_port"), host)
 
     def close(self) -> None:
         """End the workers, when they have written what they were asked to, and give the hosts back."""
@@ -282,8 +289,7 @@ class RayHosts:
 
     def ask(self, devices: Iterable[int], method: str, *args: Any) -> list[Any]:
         """The answers of the workers that have some of the devices."""
-        refs = [(host, self._call(host, method, *args)) for host in self._hosts_of(devices)]
-        return [self._get(ref, host) for host, ref in refs]
+        return self._answers([(host, self._call(host, method, *args)) for host in self._hosts_of(devices)])
 
     def recorded(self) -> list[list[Note]]:
         """What each worker has noted since it was asked to record, by the clock of this process."""
@@ -388,20 +394,28 @@ class RayHosts:
     def _ask(self, method: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """The answers of all workers."""
         args = [()] * len(self._actors) if args is None else args
-        refs = [self._call(host, method, *each) for host, each in enumerate(args)]
-        return [self._get(ref, host) for host, ref in enumerate(refs)]
+        return self._answers([(host, self._call(host, method, *each)) for host, each in enumerate(args)])
 
     def _get(self, ref: Any, host: int) -> Any:
         """An answer, unless meanwhile something fails anywhere."""
-        end = time.monotonic() + self.timeout
-        while time.monotonic() < end:
-            try:
-                return ray.get(ref, timeout=_POLL_SECONDS)
-            except GetTimeoutError:
+        return self._answers([(host, ref)])[0]
+
+    def _answers(self, refs: Sequence[tuple[int, Any]]) -> list[Any]:
+        """The answers of hosts, unless meanwhile something fails anywhere: others may wait for ever then."""
+        end, waiting, found = time.monotonic() + self.timeout, dict((ref, host) for host, ref in refs), {}
+        while waiting:
+            done, _ = ray.wait(list(waiting), timeout=_POLL_SECONDS)
+            for ref in done:
+                host = waiting.pop(ref)
+                try:
+                    found[ref] = ray.get(ref)
+                except RayError as error:
+                    self._fail(host, error)
+            if not done:
                 self.check()
-            except RayError as error:
-                self._fail(host, error)
-        raise self._late(host)
+            if waiting and time.monotonic() > end:
+                raise self._late(next(iter(waiting.values())))
+        return [found[ref] for _, ref in refs]
 
     def check(self) -> None:
         """Raise what has gone wrong since the last time.
@@ -429,6 +443,8 @@ class RayHosts:
         cause = getattr(error, "cause", None)
         if isinstance(cause, InstructionError) and lost is None:
             raise StepFailedError(cause.worker, cause.mesh, cause.instruction, cause.cause) from None
+        if isinstance(cause, HostsError) and lost is None:
+            raise cause from None
         if isinstance(error, RayActorError) or lost is not None:
             host = host if lost is None else lost
             raise HostLostError(host, self.addresses[host], str(error).splitlines()[0]) from None

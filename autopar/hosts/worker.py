@@ -1,7 +1,6 @@
 """A worker: the devices of one host, what they hold, and the instructions that run there. It knows nothing of Ray, nor of plans."""
 
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from autopar.checkpoint.manifest import SavedArray
 from autopar.checkpoint.parts import Wanted, copied, restore, write
 from autopar.devices import Device
 from autopar.hosts.carrier import Carrier
+from autopar.hosts.environment import check_port, devices_of, free_port, versions
+from autopar.hosts.errors import HostsError
 from autopar.hosts.job import Array, Call, Input, Job, Output, Place
 from autopar.hosts.mailbox import Mailbox
 from autopar.hosts.timelines import Execute, Note, Stopwatch
@@ -90,14 +91,17 @@ class Worker:
         """Start JAX, by itself or as a part of a group; the address of the mailbox."""
         members = (self.number,) if group is None else group.workers
         if group is not None:
+            if members[0] == self.number:
+                check_port(self.number, group.address)
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
             jax.distributed.initialize(group.address, len(members), members.index(self.number))
-        for process, worker in enumerate(members):
-            found = [device for device in jax.devices() if device.process_index == process]
-            if len(found) < len(self._numbers[worker]):
-                raise ValueError(f"host {worker} has {len(found)} devices, expected {len(self._numbers[worker])}")
-            self._devices.update(zip(self._numbers[worker], found, strict=False))
-        self._mailbox = Mailbox(jax.local_devices()[0], self._host)
+        self._devices = devices_of(members, dict(enumerate(self._numbers)), self.number, self._host)
+        try:
+            self._mailbox = Mailbox(jax.local_devices()[0], self._host)
+        except RuntimeError as error:
+            raise HostsError(
+                f"host {self.number} can't listen for transfers on its address {self._host}: {error}"
+            ) from None
         return self._mailbox.address
 
     def meet(self, addresses: Mapping[int, str]) -> None:
@@ -245,13 +249,11 @@ class Worker:
 
     def free_port(self) -> int:
         """A port of this host that nobody listens on."""
-        with socket.socket() as found:
-            found.bind((self._host, 0))
-            return found.getsockname()[1]
+        return free_port()
 
     def environment(self) -> dict[str, Any]:
         """What must be the same on all hosts, and what tells this process from others."""
-        return {"jax": jax.__version__, "numpy": np.__version__, "pid": os.getpid(), "host": self._host}
+        return {"versions": versions(), "pid": os.getpid(), "host": self._host}
 
 
 class _Loaded:
