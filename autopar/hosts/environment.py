@@ -38,20 +38,19 @@ def check_versions(host: int, address: str, here: Mapping[str, str], there: Mapp
         f"{name} {there.get(name, 'not installed')} (the driver: {each})" for name, each in different.items()
     )
     packages = " ".join(f"{name}=={each}" for name, each in different.items() if name != "Python")
-    todo = [f"run it with Python {different['Python']}"] * ("Python" in different) + [f"pip install {packages}"] * bool(
-        packages
-    )
+    todo = [f"run it with Python {here['Python']}"] if "Python" in different else []
+    todo += [f"pip install {packages}"] if packages else []
     raise HostsError(f"host {host} ({address}) has {found}; {' and '.join(todo)} there")
 
 
 def devices_of(
-    members: Sequence[int], wanted: Mapping[int, Sequence[int]], host: int, address: str
+    members: Sequence[int], wanted: Sequence[Sequence[int]], host: int, address: str
 ) -> dict[int, Device]:
     """The devices that JAX has, by number.
 
     Args:
         members: the hosts that form one distributed JAX, in the order of their processes.
-        wanted: for each of them the numbers of its devices.
+        wanted: for each host the numbers of its devices.
         host: this one.
 
     Raises:

@@ -95,7 +95,7 @@ class Worker:
                 check_port(self.number, group.address)
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
             jax.distributed.initialize(group.address, len(members), members.index(self.number))
-        self._devices = devices_of(members, dict(enumerate(self._numbers)), self.number, self._host)
+        self._devices = devices_of(members, self._numbers, self.number, self._host)
         try:
             self._mailbox = Mailbox(jax.local_devices()[0], self._host)
         except RuntimeError as error:

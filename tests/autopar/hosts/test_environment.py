@@ -2,12 +2,14 @@
 
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import pytest
 
 import autopar
 from autopar.hosts import cluster, session
+from autopar.hosts.cluster import RayHosts
 from autopar.hosts.environment import check_versions, free_port, versions
 from autopar.hosts.errors import HostsError, PortTakenError
 from autopar.hosts.worker import Group, Worker
@@ -74,32 +76,36 @@ def test_a_port_in_use_is_found_before_jax_is_told_of_it(taken):
         Worker(0, [range(4), range(4, 8)], "127.0.0.1").start(Group((0, 1), f"127.0.0.1:{taken}"))
 
 
+def test_ports_that_are_always_in_use_are_an_error_after_some():
+    hosts = object.__new__(RayHosts)
+    started: list[int] = []
+    stub: Any = hosts
+    stub.addresses = ["127.0.0.1"] * 2
+    stub._actors, stub._free_port, stub._start_workers = [None] * 2, lambda host: 1, lambda: started.append(1)
+
+    def ask(*_: Any) -> None:
+        raise PortTakenError("host 0: port 1")
+
+    stub._ask = ask
+    with pytest.raises(PortTakenError, match="host 0: port 1"):
+        hosts._start_jax(frozenset({(0, 1)}), 3)
+    assert len(started) == 2
+
+
 # --- on a Ray cluster
 
 
 @pytest.mark.usefixtures("raylets")
 @pytest.mark.filterwarnings("ignore:os.fork")
-def test_a_port_in_use_is_replaced_by_another_some_times(taken, monkeypatch):
+def test_a_port_in_use_is_replaced_by_another(taken, monkeypatch):
     autopar.init(cluster="ray", num_nodes=2, num_devices_per_node=1)
-    hosts = session.hosts()
+    hosts, original = session.hosts(), RayHosts._free_port
     assert hosts is not None
-    asked = []
-
-    def free_port(self: cluster.RayHosts, host: int) -> int:
-        asked.append(host)
-        return taken if len(asked) != 2 else original(self, host)
-
-    original = cluster.RayHosts._free_port
-    monkeypatch.setattr(cluster.RayHosts, "_free_port", free_port)
-    hosts._join(frozenset({(0, 1)}))
-    assert asked == [0, 0]
-    assert hosts._groups == {(0, 1)}
-    monkeypatch.setattr(cluster, "_PORTS", 1)
-    hosts._groups = None
-    hosts._kill()
-    hosts._start_workers()
-    with pytest.raises(PortTakenError, match="can't be had"):
-        hosts._join(frozenset({(0, 1)}))
+    ports = iter([taken])
+    monkeypatch.setattr(RayHosts, "_free_port", lambda self, host: next(ports, None) or original(self, host))
+    hosts._join(frozenset({(0, 1)}))  # workers that wait for a coordinator are ended and started anew
+    assert list(ports) == []
+    assert hosts.ask(hosts.owner, "num_arrays") == [0, 0]
 
 
 @pytest.mark.usefixtures("raylets")

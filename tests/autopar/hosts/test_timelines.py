@@ -15,6 +15,7 @@ import autopar
 from autopar.hosts.clocks import offset
 from autopar.hosts.executable import RemotePipeline, RemoteStep
 from autopar.hosts.timelines import Note, aligned, merged
+from autopar.inspect import Status
 from simulator.program import Free, Recv, Run, Send
 from tests.autopar.hosts.test_ray import joined, pipeline
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
@@ -138,7 +139,8 @@ def test_a_pipeline_on_hosts_answers_as_one_in_this_process(tmp_path):
     assert there.get_total_allocation_size() == here.get_total_allocation_size()
     assert there.get_stage_allocation_size() == here.get_stage_allocation_size()
     assert there.get_stage_execution_info() == here.get_stage_execution_info()
-    for stage, status in [(0, "optimized"), (1, "annotated"), (3, "partitioned")]:
+    asked: list[tuple[int, Status]] = [(0, "optimized"), (1, "annotated"), (3, "partitioned")]
+    for stage, status in asked:
         assert _told(there.get_hlo_text(status, stage)) == _told(here.get_hlo_text(status, stage))
     assert _specs(there.in_shardings) == _specs(here.in_shardings)
     assert _specs(there.out_shardings) == _specs(here.out_shardings)
@@ -162,7 +164,8 @@ def test_a_step_that_is_not_cut_answers_as_one_in_this_process_also_over_several
     assert there.memory == here.memory
     assert there.get_total_allocation_size() == here.get_total_allocation_size()
     assert there.get_hlo_text("traced") == here.get_hlo_text("traced")
-    for status in ("annotated", "partitioned", "optimized"):
+    asked: list[Status] = ["annotated", "partitioned", "optimized"]
+    for status in asked:
         assert _told(there.get_hlo_text(status)) == _told(here.get_hlo_text(status))
     assert _specs(there.in_shardings) == _specs(here.in_shardings)
     assert _specs(there.out_shardings) == _specs(here.out_shardings)
