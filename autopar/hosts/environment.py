@@ -43,9 +43,7 @@ def check_versions(host: int, address: str, here: Mapping[str, str], there: Mapp
     raise HostsError(f"host {host} ({address}) has {found}; {' and '.join(todo)} there")
 
 
-def devices_of(
-    members: Sequence[int], wanted: Sequence[Sequence[int]], host: int, address: str
-) -> dict[int, Device]:
+def devices_of(members: Sequence[int], wanted: Sequence[Sequence[int]], host: int, address: str) -> dict[int, Device]:
     """The devices that JAX has, by number.
 
     Args:

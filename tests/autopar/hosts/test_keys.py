@@ -101,10 +101,14 @@ def test_stages_on_hosts_draw_what_one_device_draws():
 
 @pytest.mark.usefixtures("raylets")
 @pytest.mark.filterwarnings("ignore:os.fork")
-def test_a_state_with_a_key_is_made_where_a_step_on_one_mesh_wants_it():
+def test_a_state_with_a_key_is_made_and_restored_where_a_step_on_one_mesh_wants_it(tmp_path):
     joined(2, 4)
     step = autopar.parallelize(dropout_step, method=autopar.ShardParallel(devices=(4,)))
     make = autopar.parallelize(
         first_state, method=autopar.CreateStateParallel(step, (stack_batch(), jax.random.key(0)))
     )
-    assert_as_one_device(trained(step, make()))
+    state, value = trained(step, make())
+    assert_as_one_device((state, value))
+    autopar.save_checkpoint(tmp_path, state, 2)
+    placements = step.get_last_executable().get_input_placement_specs()[0]
+    assert_as_one_device((autopar.restore_checkpoint(tmp_path, placement_specs=placements), value))
