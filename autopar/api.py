@@ -15,6 +15,7 @@ from autopar.checkpoint.saving import finish_saving
 from autopar.devices import Device, cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.follow import follow_pipeline, follow_plan
 from autopar.hosts import session
+from autopar.hosts.arrays import DistributedArray
 from autopar.interpreter import builds_graphs
 from autopar.layers import LayerOption
 from autopar.lower import compile_program
@@ -417,7 +418,7 @@ def _remote_executable(
     """What runs on other hosts."""
     from autopar.hosts.cluster import cluster_of_hosts, mesh_shape
     from autopar.hosts.create_state import RemoteCreateState
-    from autopar.hosts.executable import RemoteExecutable
+    from autopar.hosts.executable import RemoteExecutable, RemotePipeline, remote_executable
 
     given = method.cluster if isinstance(method, PlanningMethod) else None
     cluster = cluster_of_hosts(hosts) if given is None else _cluster(given)
@@ -433,7 +434,7 @@ def _remote_executable(
             if not isinstance(followed, RemoteExecutable):
                 raise ValueError("the step to follow has not been compiled for these hosts yet; call it first")
             count = method.num_micro_batches or 1
-            if isinstance(followed.planned, PlannedPipeline):
+            if isinstance(followed, RemotePipeline):
                 planned = PlannedPipeline(*follow_pipeline(fun, args, batch, count, followed.planned, cluster))
             else:
                 alike = _alike(cluster, type(method).__name__)
@@ -453,7 +454,7 @@ def _remote_executable(
             )
         case other:
             raise TypeError(f"method is {other!r}, expected one of autopar.methods, e.g. autopar.ShardParallel()")
-    return RemoteExecutable(planned, hosts, _leaves_of(args, donated), _since(start))
+    return remote_executable(planned, hosts, _leaves_of(args, donated), _since(start))
 
 
 def _followers(method: CreateStateParallel) -> tuple[ParallelizedFunction, tuple[Any, ...]]:
@@ -536,5 +537,5 @@ def _is_static(arg: Any) -> bool:
         return False
     if isinstance(arg, bool | int | float | complex | str):
         return True
-    arrays = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
+    arrays = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, DistributedArray, bool, int, float, complex)
     return not all(isinstance(leaf, arrays) for leaf in jax.tree.leaves(arg))

@@ -56,6 +56,13 @@ class StepGraph:
     held: tuple[Var, ...] = ()
     in_flight: int = 1
 
+    def leaves(self, args: Sequence[Any]) -> list[Any]:
+        """The leaves of arguments for the step. Of another structure: `ValueError`."""
+        leaves, tree = jax.tree.flatten(tuple(args))
+        if tree != self.in_tree:
+            raise ValueError(f"arguments of structure {tree}, expected {self.in_tree}")
+        return leaves
+
     def cut(self, ways: int) -> "StepGraph":
         """The step with every microbatch cut once more, into `ways` equal parts, such as devices take.
 

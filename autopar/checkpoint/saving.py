@@ -152,7 +152,10 @@ def _copy(folder: Path, leaves: Mapping[str, Any]) -> tuple[tuple[SavedArray, ..
         pieces, writer = hosts.save(folder.absolute(), mine)
         writers.append(writer)
         for path, each in mine.items():
-            saved[path] = SavedArray(path=path, shape=each.shape, dtype=str(each.dtype), pieces=pieces[path])
+            array = each.array
+            saved[path] = SavedArray(
+                path=path, shape=array.shape, dtype=str(array.dtype), key=array.impl, pieces=pieces[path]
+            )
     return tuple(saved[path] for path in leaves), writers
 
 

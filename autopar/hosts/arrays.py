@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.hosts.job import Array
+from autopar.hosts.keys import is_key
 
 if TYPE_CHECKING:
     from autopar.hosts.cluster import RayHosts
@@ -18,7 +19,7 @@ class DistributedArray:
     `np.array(x)` brings it here; so does any JAX function that is given it. When the last handle goes, the array does.
 
     Attributes:
-        shape, dtype: those of the whole.
+        shape, dtype: those of the whole. Random keys can't be numpy arrays: `key_data` brings here what they consist of.
         array: what and where it is.
         key: what the workers know it by.
         is_donated: whether a step has used up its memory, so that it can't be read any more.
@@ -26,7 +27,7 @@ class DistributedArray:
 
     def __init__(self, hosts: "RayHosts", key: int, array: Array) -> None:
         self.hosts, self.key, self.array = hosts, key, array
-        self.shape, self.dtype, self.weak_type = array.shape, array.dtype, False
+        self.shape, self.dtype, self.weak_type = array.aval.shape, array.aval.dtype, False
         self.is_donated = False
         self._here: np.ndarray | None = None
 
@@ -41,7 +42,7 @@ class DistributedArray:
     @property
     def sharding(self) -> NamedSharding:
         """Where it is, on a mesh without devices."""
-        return self.array.place.abstract()
+        return self.array.sharding
 
     def block_until_ready(self) -> "DistributedArray":
         """Wait for it."""
@@ -59,13 +60,27 @@ class DistributedArray:
         if self.is_donated:
             raise RuntimeError(f"{self!r} was donated to a step, which has used its memory; use what the step returned")
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def numbers(self) -> np.ndarray:
+        """What it consists of, here: itself, or the data of random keys."""
         self.prefetch()
         assert self._here is not None
-        return np.array(self._here, dtype=dtype) if copy or dtype is not None else self._here
+        return self._here
+
+    def key_data(self) -> np.ndarray:
+        """What random keys consist of, as `jax.random.key_data` gives it, here; `jax.random.wrap_key_data` makes keys of it."""
+        if self.array.impl is None:
+            raise TypeError(f"{self!r} has no random keys; use np.array of it")
+        return self.numbers()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if self.array.impl is not None:
+            raise TypeError(f"{self!r} has random keys, which can't be a numpy array; use its method key_data()")
+        here = self.numbers()
+        return np.array(here, dtype=dtype) if copy or dtype is not None else here
 
     def __jax_array__(self) -> jax.Array:
-        return jax.numpy.asarray(np.asarray(self))
+        here = jax.numpy.asarray(self.numbers())
+        return here if self.array.impl is None else jax.random.wrap_key_data(here, impl=self.array.impl)
 
     def __float__(self) -> float:
         return float(np.asarray(self))
@@ -82,6 +97,13 @@ class DistributedArray:
 
     def __del__(self) -> None:
         self.hosts.release(self.key)
+
+
+def plain(leaf: Any) -> np.ndarray:
+    """An array as it travels: numpy's, of keys what they consist of."""
+    if isinstance(leaf, DistributedArray):
+        return leaf.numbers()
+    return np.asarray(jax.random.key_data(leaf) if isinstance(leaf, jax.Array) and is_key(leaf.dtype) else leaf)
 
 
 def prefetch(tree: Any) -> None:

@@ -21,15 +21,15 @@ def saved_pieces(
     load: Counter[int] = Counter()
     found = {}
     for number, (name, handle) in enumerate(handles.items()):
-        place = handle.array.place
+        array, place = handle.array, handle.array.place
         holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
-        for device, tile in zip(place.mesh.devices, tiles(handle.shape, place.mesh.logical, place.spec), strict=True):
+        for device, tile in zip(place.mesh.devices, tiles(array.shape, place.mesh.logical, place.spec), strict=True):
             if all(start < stop for start, stop in tile):
                 holders.setdefault(tile, []).append(owner[device])
         pieces = []
         for tile, hosts in holders.items():
             host = min(hosts, key=lambda each: (load[each], each))
-            load[host] += prod(stop - start for start, stop in tile) * handle.dtype.itemsize
+            load[host] += prod(stop - start for start, stop in tile) * array.dtype.itemsize
             pieces.append(SavedPiece(tile=tile, part=part_of(host), name=f"{number}.{len(pieces)}"))
         found[name] = tuple(pieces)
     return found

@@ -11,26 +11,28 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from autopar.checkpoint.manifest import SavedArray, SavedPiece
 from autopar.devices import Devices, cluster_of_kind
-from autopar.hosts.arrays import DistributedArray
+from autopar.hosts.arrays import DistributedArray, plain
 from autopar.hosts.checkpoints import part_of, saved_pieces
-from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
+from autopar.hosts.clocks import offset
+from autopar.hosts.environment import check_versions, versions
+from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, PortTakenError, StepFailedError
 from autopar.hosts.job import Array, Job, Place, groups_of
+from autopar.hosts.timelines import Note, aligned
 from autopar.hosts.worker import Group, InstructionError, Worker
 from autopar.pipeline.resharding import tiles
 from autopar.progress import tell
 from simulator.cluster import Cluster
 from simulator.mixed import AnyCluster, MixedCluster
 
-_CHANGES = frozenset({"run", "put", "free", "copy", "restore"})
+_CHANGES = frozenset({"run", "put", "zeros", "free", "copy", "restore"})
 """What workers do that later calls see."""
 
 _ANSWER_SECONDS = 5.0
@@ -38,6 +40,9 @@ _ANSWER_SECONDS = 5.0
 
 _MOST_AHEAD = 16
 """How many steps workers may have been asked for that they have not done: what they are given waits in memory."""
+
+_PORTS = 5
+"""How many ports to try, if others take them before they are used."""
 
 _POLL_SECONDS = 1.0
 """How often a driver that waits looks whether a worker is gone."""
@@ -137,16 +142,8 @@ class RayHosts:
             }
             self._last.append(None)
             self._actors.append(actor.options(**options).remote(host, self.numbers, self.addresses[host]))
-        found = self._ask("environment")
-        here = {"jax": jax.__version__, "numpy": np.__version__}
-        for host, each in enumerate(found):
-            different = [
-                f"{name} {each[name]}, not {version}" for name, version in here.items() if each[name] != version
-            ]
-            if different:
-                raise HostsError(
-                    f"host {host} ({self.addresses[host]}) has {' and '.join(different)} as the driver; install the same versions"
-                )
+        for host, each in enumerate(self._ask("environment")):
+            check_versions(host, self.addresses[host], versions(), each["versions"])
         tell(f"{len(self.numbers)} hosts with {self.num_devices} {self.platform} devices")
 
     def _join(self, groups: frozenset[tuple[int, ...]]) -> None:
@@ -161,14 +158,26 @@ class RayHosts:
                 )
             self._kill()
             self._start_workers()
-        of_worker: dict[int, Group] = {}
-        for members in groups:
-            port = self._get(self._call(members[0], "free_port"), members[0])
-            group = Group(members, f"{self.addresses[members[0]]}:{port}")
-            of_worker.update(dict.fromkeys(members, group))
-        mailboxes = self._ask("start", [(of_worker.get(host),) for host in range(len(self._actors))])
+        mailboxes = self._start_jax(groups, _PORTS)
         self._ask("meet", [(dict(enumerate(mailboxes)),)] * len(self._actors))
         self._groups = groups
+
+    def _start_jax(self, groups: frozenset[tuple[int, ...]], ports: int) -> list[str]:
+        """Have JAX started on all workers, with up to so many ports; the addresses of their mailboxes."""
+        of_worker: dict[int, Group] = {}
+        for members in groups:
+            group = Group(members, f"{self.addresses[members[0]]}:{self._free_port(members[0])}")
+            of_worker.update(dict.fromkeys(members, group))
+        try:
+            return self._ask("start", [(of_worker.get(host),) for host in range(len(self._actors))])
+        except PortTakenError:
+            if ports == 1:
+                raise
+            self._start_workers()  # the other members wait already for what does not start
+            return self._start_jax(groups, ports - 1)
+
+    def _free_port(self, host: int) -> int:
+        return self._get(self._call(host, "free_port"), host)
 
     def close(self) -> None:
         """End the workers, when they have written what they were asked to, and give the hosts back."""
@@ -227,7 +236,7 @@ class RayHosts:
         made = {o: DistributedArray(self, self._new_key(), array) for o, array in outputs.items()}
         kept = {i: leaf.key for i, leaf in enumerate(inputs) if isinstance(leaf, DistributedArray)}
         given = [i for i, leaf in enumerate(inputs) if i not in kept]
-        arrays = [ray.put(np.asarray(inputs[i])) for i in given]
+        arrays = [ray.put(plain(inputs[i])) for i in given]
         freed = [self._freed.popleft() for _ in range(len(self._freed))]
         for host, wanted in enumerate(loaded.inputs):
             here = [(i, ref) for i, ref in zip(given, arrays, strict=True) if i in wanted]
@@ -250,9 +259,16 @@ class RayHosts:
 
     def put(self, value: Any, array: Array) -> DistributedArray:
         """Send an array to where it should be."""
-        handle, ref = DistributedArray(self, self._new_key(), array), ray.put(np.asarray(value, array.dtype))
-        for host in self._hosts_of(array):
-            self._pending.append((host, self._call(host, "put", handle.key, ref, array.place)))
+        return self._made(array, "put", ray.put(np.asarray(plain(value), array.dtype)), array.place)
+
+    def zeros(self, array: Array) -> DistributedArray:
+        """Have zeros made where they should be."""
+        return self._made(array, "zeros", array)
+
+    def _made(self, array: Array, method: str, *args: Any) -> DistributedArray:
+        handle = DistributedArray(self, self._new_key(), array)
+        for host in self._hosts_of(array.place.mesh.devices):
+            self._pending.append((host, self._call(host, method, handle.key, *args)))
         return handle
 
     def fetch(self, handles: Sequence[DistributedArray]) -> list[np.ndarray]:
@@ -260,7 +276,7 @@ class RayHosts:
         asked: list[list[tuple[int, Any]]] = []
         for handle in handles:
             found, hosts = set(), []
-            parts = tiles(handle.shape, handle.array.place.mesh.logical, handle.array.place.spec)
+            parts = tiles(handle.array.shape, handle.array.place.mesh.logical, handle.array.place.spec)
             for device, part in zip(handle.array.place.mesh.devices, parts, strict=True):
                 if part not in found and self.owner[device] not in hosts:
                     hosts.append(self.owner[device])
@@ -268,7 +284,7 @@ class RayHosts:
             asked.append([(host, self._call(host, "fetch", handle.key)) for host in hosts])
         whole = []
         for handle, refs in zip(handles, asked, strict=True):
-            value = np.empty(handle.shape, handle.dtype)
+            value = np.empty(handle.array.shape, handle.array.dtype)
             for host, ref in refs:
                 for index, part in self._get(ref, host):
                     value[index] = part
@@ -278,10 +294,20 @@ class RayHosts:
 
     def wait(self, devices: Iterable[int] | None = None) -> None:
         """Wait until the workers (those that have some of the devices) have done what they were asked."""
-        hosts = range(len(self.numbers)) if devices is None else sorted({self.owner[device] for device in devices})
-        for host, ref in [(host, self._call(host, "wait")) for host in hosts]:
-            self._get(ref, host)
+        self.ask(self.owner if devices is None else devices, "wait")
         self.check()
+
+    def ask(self, devices: Iterable[int], method: str, *args: Any) -> list[Any]:
+        """The answers of the workers that have some of the devices."""
+        return self._answers([(host, self._call(host, method, *args)) for host in self._hosts_of(devices)])
+
+    def recorded(self) -> list[list[Note]]:
+        """What each worker has noted since it was asked to record, by the clock of this process."""
+        found = []
+        for first in (devices[0] for devices in self.numbers):
+            (notes,) = self.ask([first], "recorded")
+            found.append(aligned(notes, offset(lambda first=first: self.ask([first], "clock")[0])))
+        return found
 
     # -- checkpoints
 
@@ -325,7 +351,9 @@ class RayHosts:
         self._check_devices(place.mesh.devices for _, place in wanted)
         self._join(groups_of({place.mesh.devices for _, place in wanted}, self.owner))
         handles = [
-            DistributedArray(self, self._new_key(), Array(saved.path, saved.shape, np.dtype(saved.dtype), place))
+            DistributedArray(
+                self, self._new_key(), Array(saved.path, saved.shape, np.dtype(saved.dtype), place, saved.key)
+            )
             for saved, place in wanted
         ]
         refs = []
@@ -333,7 +361,7 @@ class RayHosts:
             mine = [
                 (handle.key, saved, place)
                 for handle, (saved, place) in zip(handles, wanted, strict=True)
-                if host in self._hosts_of(handle.array)
+                if host in self._hosts_of(place.mesh.devices)
             ]
             if mine:
                 refs.append((host, self._call(host, "restore", folder, mine)))
@@ -353,8 +381,8 @@ class RayHosts:
         self._ask("free", [(freed,)] * len(self._actors))
         return self._ask("num_arrays")
 
-    def _hosts_of(self, array: Array) -> list[int]:
-        return sorted({self.owner[device] for device in array.place.mesh.devices})
+    def _hosts_of(self, devices: Iterable[int]) -> list[int]:
+        return sorted({self.owner[device] for device in devices})
 
     def _new_key(self) -> int:
         key = next(self._keys)
@@ -378,20 +406,28 @@ class RayHosts:
     def _ask(self, method: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """The answers of all workers."""
         args = [()] * len(self._actors) if args is None else args
-        refs = [self._call(host, method, *each) for host, each in enumerate(args)]
-        return [self._get(ref, host) for host, ref in enumerate(refs)]
+        return self._answers([(host, self._call(host, method, *each)) for host, each in enumerate(args)])
 
     def _get(self, ref: Any, host: int) -> Any:
         """An answer, unless meanwhile something fails anywhere."""
-        end = time.monotonic() + self.timeout
-        while time.monotonic() < end:
-            try:
-                return ray.get(ref, timeout=_POLL_SECONDS)
-            except GetTimeoutError:
+        return self._answers([(host, ref)])[0]
+
+    def _answers(self, refs: Sequence[tuple[int, Any]]) -> list[Any]:
+        """The answers of hosts, unless meanwhile something fails anywhere: others may wait for ever then."""
+        end, waiting, found = time.monotonic() + self.timeout, dict((ref, host) for host, ref in refs), {}
+        while waiting:
+            done, _ = ray.wait(list(waiting), timeout=_POLL_SECONDS)
+            for ref in done:
+                host = waiting.pop(ref)
+                try:
+                    found[ref] = ray.get(ref)
+                except RayError as error:
+                    self._fail(host, error)
+            if not done:
                 self.check()
-            except RayError as error:
-                self._fail(host, error)
-        raise self._late(host)
+            if waiting and time.monotonic() > end:
+                raise self._late(next(iter(waiting.values())))
+        return [found[ref] for _, ref in refs]
 
     def check(self) -> None:
         """Raise what has gone wrong since the last time.
@@ -419,6 +455,8 @@ class RayHosts:
         cause = getattr(error, "cause", None)
         if isinstance(cause, InstructionError) and lost is None:
             raise StepFailedError(cause.worker, cause.mesh, cause.instruction, cause.cause) from None
+        if isinstance(cause, HostsError) and lost is None:
+            raise cause from None
         if isinstance(error, RayActorError) or lost is not None:
             host = host if lost is None else lost
             raise HostLostError(host, self.addresses[host], str(error).splitlines()[0]) from None

@@ -4,9 +4,10 @@ import time
 from typing import Any
 
 import jax
-import numpy as np
 
+from autopar.hosts.arrays import plain
 from autopar.hosts.executable import RemoteExecutable
+from autopar.hosts.job import Array
 from autopar.hosts.preparing import prepare_state
 from autopar.trace import StepGraph
 
@@ -16,6 +17,7 @@ class RemoteCreateState:
 
     Attributes:
         step: what was traced.
+        out_shardings: a pytree like the state: where the training step wants it, on meshes without devices.
     """
 
     def __init__(self, step: StepGraph, train_step: RemoteExecutable) -> None:
@@ -23,7 +25,8 @@ class RemoteCreateState:
         start = time.perf_counter()
         count = len(step.jaxpr.outvars)
         prepared = prepare_state(step, train_step.places[:count], self.hosts.platform)
-        self._outputs = dict(enumerate(prepared.outputs))
+        self._outputs = {o: each for o, each in enumerate(prepared.outputs) if isinstance(each, Array)}
+        self.out_shardings: Any = jax.tree.unflatten(step.out_tree, [each.sharding for each in self._outputs.values()])
         self._number = self.hosts.load(prepared.job)
         self.compile_seconds = time.perf_counter() - start
 
@@ -33,10 +36,7 @@ class RemoteCreateState:
 
     def __call__(self, *args: Any) -> Any:
         """The state, as handles."""
-        leaves, tree = jax.tree.flatten(args)
-        if tree != self.step.in_tree:
-            raise ValueError(f"arguments of structure {tree}, expected {self.step.in_tree}")
-        made = self.hosts.run(self._number, list(map(np.asarray, leaves)), self._outputs)  # pyright: ignore
+        made = self.hosts.run(self._number, list(map(plain, self.step.leaves(args))), self._outputs)
         return jax.tree.unflatten(self.step.out_tree, [made[o] for o in range(len(made))])
 
     def get_output_placement_specs(self) -> Any:

@@ -5,6 +5,10 @@ class HostsError(RuntimeError):
     """Something is wrong with the hosts; after it the workers are gone, and what they held."""
 
 
+class PortTakenError(HostsError):
+    """Somebody else listens on a port that was free when it was asked for."""
+
+
 class HostLostError(HostsError):
     """A worker has died, or its host.
 

@@ -1,7 +1,9 @@
 """A planned step on other hosts: what `parallelize` gives there, to be called and asked about."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,36 @@ from autopar.hosts.arrays import DistributedArray
 from autopar.hosts.cluster import RayHosts
 from autopar.hosts.job import Array
 from autopar.hosts.preparing import Prepared, prepare_pipeline, prepare_step
+from autopar.hosts.timelines import Note, merged
+from autopar.lower import WHOLE_STEP
+from autopar.pipeline.cut import Task
 from autopar.pipeline.planned import PlannedPipeline
+from autopar.pipeline.program import task_of
 from autopar.plan import Plan
 from autopar.planned import PlannedStep
+from autopar.runtime.inspected import InspectedPipeline
 from autopar.trace import StepGraph
 from autopar.util import benchmark_func
-from simulator.program import Program
+from simulator.memory import MemoryUse
+from simulator.program import Program, Run
+from simulator.timeline import Timeline
 
 
-class RemoteExecutable:
+def remote_executable(
+    planned: PlannedStep, hosts: RayHosts, donated: frozenset[int] = frozenset(), plan_seconds: float = 0.0
+) -> "RemoteExecutable":
+    """A planned step, exported and compiled on its workers.
+
+    Args:
+        donated: numbers of the inputs whose memory the step may reuse.
+    """
+    start = time.perf_counter()
+    if isinstance(planned, PlannedPipeline):
+        return RemotePipeline(planned, prepare_pipeline(planned, hosts.platform, donated), hosts, plan_seconds, start)
+    return RemoteStep(planned, prepare_step(planned, hosts.platform, donated), hosts, plan_seconds, start)
+
+
+class RemoteExecutable(ABC):
     """One step, for arguments of one structure, shape and dtype, run by the workers of other hosts.
 
     Calls return before the step has run; what they return are handles (`DistributedArray`), which the next call takes. So the driver
@@ -31,21 +54,21 @@ class RemoteExecutable:
         step: what was traced.
         plan: how it runs.
         program: the instructions.
+        in_shardings, out_shardings: pytrees like the arguments and the result, on meshes without devices.
         plan_seconds, compile_seconds: what tracing and planning, and exporting and compiling took.
     """
 
     def __init__(
-        self, planned: PlannedStep, hosts: RayHosts, donated: frozenset[int] = frozenset(), plan_seconds: float = 0.0
+        self, planned: PlannedStep, prepared: Prepared, hosts: RayHosts, plan_seconds: float, start: float
     ) -> None:
+        """Have the workers compile what was prepared, since `start`."""
         self.step: StepGraph = planned.step
         self.plan: Plan = planned.plan
-        self.hosts, self.plan_seconds, self._donated = hosts, plan_seconds, donated
-        start = time.perf_counter()
-        prepare = prepare_pipeline if isinstance(planned, PlannedPipeline) else prepare_step
-        self._prepared: Prepared = prepare(planned, hosts.platform, donated)  # pyright: ignore[reportArgumentType]
-        self.planned = planned
-        self.program: Program = self._prepared.program
-        self._number = hosts.load(self._prepared.job)
+        self.program: Program = prepared.program
+        self.hosts, self.plan_seconds, self._prepared = hosts, plan_seconds, prepared
+        self._number = hosts.load(prepared.job)
+        self.in_shardings: Any = jax.tree.unflatten(self.step.in_tree, [each.sharding for each in prepared.inputs])
+        self.out_shardings: Any = jax.tree.unflatten(self.step.out_tree, [each.sharding for each in self._made])
         self.compile_seconds = time.perf_counter() - start
 
     # -- running
@@ -60,8 +83,9 @@ class RemoteExecutable:
         wanted = self._prepared.inputs[i]
         if _is_at(leaf, wanted):
             return leaf
-        value = np.asarray(leaf)
-        return value if i in self.step.batch else self.hosts.put(value, wanted)
+        if i not in self.step.batch:
+            return self.hosts.put(leaf, wanted)
+        return leaf if wanted.impl else np.asarray(leaf)
 
     def __call__(self, *args: Any) -> Any:
         """Run the step on arguments that are in place; numpy arrays are sent where they should be.
@@ -70,12 +94,10 @@ class RemoteExecutable:
             ValueError: they are elsewhere, or of another structure.
             HostsError: a step has failed, this one or one before.
         """
-        leaves, tree = jax.tree.flatten(args)
-        if tree != self.step.in_tree:
-            raise ValueError(f"arguments of structure {tree}, expected {self.step.in_tree}")
+        leaves = self.step.leaves(args)
         for i, (leaf, wanted) in enumerate(zip(leaves, self._prepared.inputs, strict=True)):
-            if np.shape(leaf) != wanted.shape:
-                raise ValueError(f"{self.step.in_paths[i]} has shape {np.shape(leaf)}, expected {wanted.shape}")
+            if np.shape(leaf) != wanted.aval.shape:
+                raise ValueError(f"{self.step.in_paths[i]} has shape {np.shape(leaf)}, expected {wanted.aval.shape}")
             if isinstance(leaf, DistributedArray):
                 leaf.check()
                 if not _is_at(leaf, wanted):
@@ -84,7 +106,7 @@ class RemoteExecutable:
                 raise ValueError(f"{self.step.in_paths[i]} is not on the workers; see shard_args")
         outputs = {o: each for o, each in enumerate(self._prepared.outputs) if isinstance(each, Array)}
         made = self.hosts.run(self._number, leaves, outputs)
-        for i in self._donated:
+        for i in self._prepared.donated:
             if isinstance(leaves[i], DistributedArray):
                 leaves[i].is_donated = True
         results = [made.get(o, each) for o, each in enumerate(self._prepared.outputs)]
@@ -97,11 +119,6 @@ class RemoteExecutable:
     # -- what it is
 
     @property
-    def in_shardings(self) -> Any:
-        """A pytree like the arguments: where they should be, on meshes without devices."""
-        return jax.tree.unflatten(self.step.in_tree, [each.place.abstract() for each in self._prepared.inputs])
-
-    @property
     def places(self) -> Sequence[Array]:
         """For each input what and where it should be."""
         return self._prepared.inputs
@@ -112,30 +129,47 @@ class RemoteExecutable:
         return jax.tree.unflatten(self.step.in_tree, map(self._spec, avals, self._prepared.inputs))
 
     def get_output_placement_specs(self) -> Any:
-        """A pytree like the result, with a `PlacementSpec` for every array; None for constants."""
-        specs = [
-            self._spec(jax.ShapeDtypeStruct(each.shape, each.dtype), each) if isinstance(each, Array) else None
-            for each in self._prepared.outputs
-        ]
-        return jax.tree.unflatten(self.step.out_tree, specs)
+        """A pytree like the result, with a `PlacementSpec` for every array."""
+        return jax.tree.unflatten(self.step.out_tree, [self._spec(each.aval, each) for each in self._made])
 
     def _spec(self, aval: Any, array: Array) -> inspect.PlacementSpec:
         mesh = self._prepared.job.meshes.index(array.place.mesh.devices)
-        return inspect.placed(aval, array.place.abstract(), mesh, array.place.mesh.devices)
+        return inspect.placed(aval, array.sharding, mesh, array.place.mesh.devices)
 
-    def get_stage_execution_info(self) -> list[inspect.StageInfo]:
-        """For every stage of a pipeline its layers, devices and tasks, with the work of each."""
-        if not isinstance(self.planned, PlannedPipeline):
-            raise ValueError(f"the plan of {self.step.name} is for one mesh: it has no stages")
-        return inspect.stage_infos(self.planned)
+    @cached_property
+    def _made(self) -> list[Array]:
+        """What and where the outputs are; constants count as copies on the first mesh, as in one process."""
+        mesh = self._prepared.inputs[0].place.mesh
+        return [
+            each if isinstance(each, Array) else Array.of(f"out{o}", jax.typeof(each), mesh, ((),) * np.ndim(each))
+            for o, each in enumerate(self._prepared.outputs)
+        ]
+
+    # -- what it needs
+
+    @abstractmethod
+    def _memory(self) -> tuple[MemoryUse, ...]:
+        """For each mesh the bytes on one device, by the compiler's buffer assignment."""
+
+    def _program(self, run: Run, status: inspect.Status) -> str:
+        """The program of a task; what only its compiler knows is asked of the workers that run it."""
+        if status == "annotated":
+            return inspect.annotated(*self._prepared.functions[run.task], self.hosts.platform)
+        devices = self._prepared.job.calls[run].devices
+        return self.hosts.ask(devices, "program_text", self._number, run, status)[0]
+
+    def _allocations(self) -> dict[str, MemoryUse]:
+        """Bytes on one device for each task."""
+        found: dict[str, MemoryUse] = {}
+        for of_worker in self.hosts.ask(self.hosts.owner, "allocations", self._number):
+            found |= of_worker
+        return found
 
     # -- how long it takes
 
     def profile_with_dummy_inputs(self, warmup: int = 1, number: int = 3, repeat: int = 3) -> np.ndarray:
         """Seconds of a step on zeros, `repeat` times the mean over `number` steps; shape (repeat,)."""
-        avals = jax.tree.leaves(self.step.in_avals)
-        zeros = jax.tree.unflatten(self.step.in_tree, [np.zeros(aval.shape, aval.dtype) for aval in avals])
-        leaves = jax.tree.leaves(self.shard_args(*zeros))
+        leaves = self._dummy_inputs()
 
         def run() -> None:
             results = jax.tree.leaves(self(*jax.tree.unflatten(self.step.in_tree, leaves)))
@@ -144,13 +178,86 @@ class RemoteExecutable:
 
         return benchmark_func(run, self.sync, warmup, repeat, number)
 
-    def dump_debug_info(self, folder: str | Path) -> tuple[Path, ...]:
-        """Write the plan and the program to `folder`."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.plan.save(folder / "plan.json")
-        (folder / "program.txt").write_text(f"{self.program}\n")
-        return folder / "plan.json", folder / "program.txt"
+    def _dummy_inputs(self) -> list[Any]:
+        """Zeros, made where the step wants them; batches here."""
+        return [
+            np.zeros(each.shape, each.dtype) if i in self.step.batch and not each.impl else self.hosts.zeros(each)
+            for i, each in enumerate(self._prepared.inputs)
+        ]
+
+    def dump_stage_execution_trace(self, file: str | Path) -> Timeline:
+        """Run a step on zeros with every instruction timed; write it for Perfetto, in the form of a simulated step, and return it.
+
+        Workers wait after each instruction, and run at the same time: what overlaps there does so in the timeline. A send lasts
+        until the value may be fetched; who receives it waits for it and fetches it.
+        """
+        self.recorded()  # the first time is slower
+        timeline = merged(self.recorded(), self.program.meshes, self._memory())
+        timeline.save_chrome_trace(file)
+        return timeline
+
+    def recorded(self) -> list[list[Note]]:
+        """What each worker has done in a step on zeros, and when by the clock of this process."""
+        self.hosts.ask(self.hosts.owner, "record")
+        self(*jax.tree.unflatten(self.step.in_tree, self._dummy_inputs()))
+        return self.hosts.recorded()
+
+
+class RemoteStep(RemoteExecutable):
+    """A step that is not cut, on the hosts of one mesh."""
+
+    @property
+    def memory(self) -> MemoryUse:
+        """Bytes on one device, by the compiler's buffer assignment."""
+        return self._allocations()[WHOLE_STEP.task]
+
+    def _memory(self) -> tuple[MemoryUse, ...]:
+        return (self.memory,)
+
+    def get_total_allocation_size(self) -> int:
+        """Bytes that one device needs to run the step."""
+        return self.memory.total
+
+    def get_hlo_text(self, status: inspect.Status = "optimized") -> str:
+        """The program: "traced", "annotated" with shardings, "partitioned" for one device, or "optimized" as it runs."""
+        match status:
+            case "traced":
+                return inspect.traced(self, self.hosts.platform)
+            case "annotated" | "partitioned" | "optimized":
+                return self._program(WHOLE_STEP, status)
+            case other:
+                raise inspect.unknown_status(other)
+
+    def dump_debug_info(self, folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
+        """Write plan, reasons, placements, reshardings, programs and memory to `folder`; see `autopar.inspect.DEBUG_FILES`."""
+        return inspect.dump_debug_info(self, folder, name)
+
+
+class RemotePipeline(RemoteExecutable, InspectedPipeline):
+    """A pipeline, its stages on hosts of their own or together on some.
+
+    Attributes:
+        tasks: for each task an instruction that runs it.
+    """
+
+    def __init__(
+        self, planned: PlannedPipeline, prepared: Prepared, hosts: RayHosts, plan_seconds: float, start: float
+    ) -> None:
+        super().__init__(planned, prepared, hosts, plan_seconds, start)
+        self.planned = planned
+        runs = {task_of(run): run for run in prepared.job.calls}
+        self.tasks = {t: runs[t] for graph in planned.graphs for t in graph.tasks if t in runs}
+
+    def get_stage_allocation_size(self) -> dict[Task, MemoryUse]:
+        """Bytes on one device for each task, by the compiler's buffer assignment."""
+        found = self._allocations()
+        return {task: found[run.task] for task, run in self.tasks.items()}
+
+    def _memory(self) -> tuple[MemoryUse, ...]:
+        return self.memory
+
+    def _text(self, task: Task, status: inspect.Status) -> str:
+        return self._program(self.tasks[task], status)
 
 
 def _is_at(leaf: Any, wanted: Array) -> bool:

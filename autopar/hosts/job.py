@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from autopar.hosts.keys import data_aval, impl_of, is_key, key_dtype
 from autopar.pipeline.resharding import Resharding
 from autopar.sharding.spec import LogicalMesh, Spec, from_partition_spec, partition_spec
 from simulator.program import Instruction, Run
@@ -52,7 +54,7 @@ class Place:
         """Where a step wants an array: the first of its meshes, which is its home."""
         sharding, devices = placement.sharding_specs[0], placement.devices[0]
         mesh = StageMesh(devices, sharding.mesh.axis_sizes, sharding.mesh.axis_names)
-        return Place(mesh, from_partition_spec(sharding.spec, len(placement.aval.shape)))
+        return Array.of("", placement.aval, mesh, from_partition_spec(sharding.spec, placement.aval.ndim)).place
 
     def sharding(self, devices: Mapping[int, Any]) -> NamedSharding:
         """On these devices, given by number."""
@@ -65,12 +67,41 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A value of a mesh: what it is and where."""
+    """A value of a mesh: what it is and where.
+
+    Attributes:
+        impl: of random keys what they are made by; the array consists of their numbers then, in one dim more.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
     place: Place
+    impl: str | None = None
+
+    @classmethod
+    def of(cls, name: str, aval: Any, mesh: StageMesh, spec: Spec) -> "Array":
+        """The value of that aval, which `spec` shards."""
+        data, impl = data_aval(aval), impl_of(aval.dtype) if is_key(aval.dtype) else None
+        spec += ((),) * (data.ndim - len(spec))
+        return cls(name, data.shape, np.dtype(data.dtype), Place(mesh, spec), impl)
+
+    @property
+    def raw(self) -> jax.ShapeDtypeStruct:
+        """What it is on workers."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """What it is to the user, to whom keys are keys."""
+        if self.impl is None:
+            return self.raw
+        return jax.ShapeDtypeStruct(self.shape[:-1], key_dtype(self.impl))
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """How it is sharded to the user, on a mesh without devices."""
+        return NamedSharding(self.place.mesh.abstract(), partition_spec(self.place.spec[: self.aval.ndim]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +117,12 @@ class Call:
     operands: tuple[Array, ...]
     results: tuple[Array, ...]
     donated: tuple[int, ...] = ()
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Those that it runs on; none if it has nothing to do."""
+        values = self.results or self.operands
+        return values[0].place.mesh.devices if values else ()
 
 
 @dataclass(frozen=True, slots=True)

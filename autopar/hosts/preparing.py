@@ -1,7 +1,7 @@
 """From planned steps to the jobs of workers: every task exported for devices that are elsewhere, every value named."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
@@ -10,12 +10,14 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from autopar.graph import Atom, aval_of
-from autopar.hosts.job import Array, Call, Delivery, Input, Job, Output, Place, StageMesh
+from autopar.hosts.job import Array, Call, Delivery, Input, Job, Output, StageMesh
+from autopar.hosts.keys import data_aval, is_key, on_data
 from autopar.lower import WHOLE_STEP, jit_step, program_of
 from autopar.pipeline.compiling import lower_stage
 from autopar.pipeline.lowering import TaskFunction
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.program import task_of
+from autopar.pipeline.resharding import reshard
 from autopar.plan import Stage
 from autopar.planned import PlannedStep
 from autopar.runtime.create_state import part_of_state
@@ -34,23 +36,28 @@ class Exports:
     platform: str
     programs: dict[str, bytes] = field(default_factory=dict)
 
-    def add(self, jitted: jax.stages.Wrapped, avals: Sequence[Any]) -> str:
-        """The key of a function's program."""
-        exported = jax.export.export(jitted, platforms=[self.platform])(*avals)
+    def add(
+        self, function: Callable[..., Any], avals: Sequence[Any], operands: Sequence[Array], results: Sequence[Array]
+    ) -> str:
+        """The key of the program of a function from a flat list to one; random keys are numbers to who calls it.
+
+        Args:
+            avals: of the operands, as the function wants them.
+        """
+        jitted = jax.jit(
+            on_data(function, avals),
+            in_shardings=[each.place.abstract() for each in operands],
+            out_shardings=[each.place.abstract() for each in results],
+            keep_unused=True,
+        )
+        exported = jax.export.export(jitted, platforms=[self.platform])(*map(data_aval, avals))
         key = sha256(exported.mlir_module().encode()).hexdigest()
         if key not in self.programs:
             self.programs[key] = bytes(exported.serialize())
         return key
 
 
-def _array(name: str, shape: Sequence[int], dtype: Any, place: Place) -> Array:
-    """A value that workers have. Random keys: `ValueError`."""
-    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
-        raise ValueError(
-            f"a random key of dtype {dtype} would go from host to host, which keys can't yet; hand the step jax.random.key_data(key), and"
-            " make the key of it inside with jax.random.wrap_key_data"
-        )
-    return Array(name, tuple(shape), np.dtype(dtype), place)
+type Constant = jax.Array | np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +67,16 @@ class Prepared:
     Attributes:
         inputs: each input of the step, where it is before.
         outputs: each output, where it is afterwards; a constant as itself.
+        donated: numbers of the inputs whose memory it may reuse.
+        functions: for each task the function that was exported, before it was, and what it takes.
     """
 
     job: Job
     program: Program
     inputs: tuple[Array, ...]
-    outputs: "tuple[Array | np.ndarray, ...]"
+    outputs: tuple[Array | Constant, ...]
+    donated: frozenset[int] = frozenset()
+    functions: Mapping[str, tuple[jax.stages.Wrapped, tuple[Any, ...]]] = field(default_factory=dict)
 
 
 def _mesh_of(stage: Stage) -> StageMesh:
@@ -80,25 +91,19 @@ def prepare_step(planned: PlannedStep, platform: str, donated: frozenset[int]) -
     jitted = jit_step(step, planned.plan, mesh.abstract())
     avals = jax.tree.leaves(step.in_avals)
     inputs = [
-        _array(f"in{i}", aval.shape, aval.dtype, Place(mesh, value.spec))
+        Array.of(f"in{i}", aval, mesh, value.spec)
         for i, (aval, value) in enumerate(zip(avals, stage.inputs, strict=True))
     ]
     outputs = [
-        _array(f"out{o}", aval_of(atom).shape, aval_of(atom).dtype, Place(mesh, value.spec))
+        Array.of(f"out{o}", aval_of(atom), mesh, value.spec)
         for o, (atom, value) in enumerate(zip(step.jaxpr.outvars, stage.outputs, strict=True))
     ]
 
     def run(*leaves: Any) -> list[Any]:
         return jax.tree.leaves(jitted(*jax.tree.unflatten(step.in_tree, leaves)))
 
-    flat = jax.jit(
-        run,
-        in_shardings=[each.place.abstract() for each in inputs],
-        out_shardings=[each.place.abstract() for each in outputs],
-        donate_argnums=tuple(sorted(donated)),
-        keep_unused=True,
-    )
-    call = Call(exports.add(flat, avals), tuple(inputs), tuple(outputs), tuple(sorted(donated)))
+    program = exports.add(run, avals, inputs, outputs)
+    call = Call(program, tuple(inputs), tuple(outputs), tuple(sorted(donated)))
     job = Job(
         programs=exports.programs,
         meshes=(mesh.devices,),
@@ -109,35 +114,26 @@ def prepare_step(planned: PlannedStep, platform: str, donated: frozenset[int]) -
         outputs=tuple(Output(o, 0, (each,), each) for o, each in enumerate(outputs)),
         zeros=((),),
     )
-    return Prepared(job, program_of(planned.plan), tuple(inputs), tuple(outputs))
+    functions = {WHOLE_STEP.task: (jitted, step.in_avals)}
+    return Prepared(job, program_of(planned.plan), tuple(inputs), tuple(outputs), donated, functions)
 
 
 def prepare_state(step: StepGraph, places: Sequence[Array], platform: str) -> Prepared:
     """The job that makes a state: each mesh computes the outputs that have their `places` on it, of all arguments."""
     meshes = tuple(dict.fromkeys(each.place.mesh for each in places))
     exports = Exports(platform)
-    calls, inputs, outputs, results = {}, [], [], {}
+    calls, inputs, outputs, wholes = {}, [], [], {}
     for number, mesh in enumerate(meshes):
-        made = [
-            (o, _array(f"out{o}", aval_of(atom).shape, aval_of(atom).dtype, each.place))
-            for o, (atom, each) in enumerate(zip(step.jaxpr.outvars, places, strict=True))
-            if each.place.mesh == mesh
-        ]
+        made = [(o, replace(each, name=f"out{o}")) for o, each in enumerate(places) if each.place.mesh == mesh]
         operands = tuple(
-            _array(f"in{i}", aval.shape, aval.dtype, Place(mesh, ((),) * aval.ndim))
-            for i, aval in enumerate(map(aval_of, step.jaxpr.invars))
+            Array.of(f"in{i}", aval, mesh, ((),) * aval.ndim) for i, aval in enumerate(map(aval_of, step.jaxpr.invars))
         )
-        jitted = jax.jit(
-            part_of_state(step, [o for o, _ in made]),
-            in_shardings=tuple(each.place.abstract() for each in operands),
-            out_shardings=[each.place.abstract() for _, each in made],
-            keep_unused=True,
-        )
-        key = exports.add(jitted, jax.tree.leaves(step.in_avals))
-        calls[Run(number, "S")] = Call(key, operands, tuple(each for _, each in made))
+        results = tuple(each for _, each in made)
+        key = exports.add(part_of_state(step, [o for o, _ in made]), jax.tree.leaves(step.in_avals), operands, results)
+        calls[Run(number, "S")] = Call(key, operands, results)
         inputs += [Input(i, number, each, (each,)) for i, each in enumerate(operands)]
         outputs += [Output(o, number, (each,), each) for o, each in made]
-        results |= dict(made)
+        wholes |= dict(made)
     program = Program(tuple(mesh.devices for mesh in meshes), tuple((Run(m, "S"),) for m in range(len(meshes))))
     job = Job(
         exports.programs,
@@ -149,7 +145,7 @@ def prepare_state(step: StepGraph, places: Sequence[Array], platform: str) -> Pr
         tuple(outputs),
         ((),) * len(meshes),
     )
-    return Prepared(job, program, (), tuple(results[o] for o in range(len(results))))
+    return Prepared(job, program, (), tuple(wholes[o] for o in range(len(wholes))))
 
 
 def prepare_pipeline(planned: PlannedPipeline, platform: str, donated: frozenset[int]) -> Prepared:
@@ -173,7 +169,10 @@ class _Pipeline:
             for number, mesh in enumerate(self._meshes)
             for function in lower_stage(self._planned, number, mesh.abstract(), self._donated)
         }
-        keys = {task: self._exports.add(each.jitted, each.in_avals) for task, each in functions.items()}
+        keys = {
+            task: self._exports.add(each.jitted, each.in_avals, self._operands(each, 0), self._results(each, 0))
+            for task, each in functions.items()
+        }
         calls = {
             run: self._call(run, functions[task_of(run)], keys[task_of(run)])
             for _, run in order
@@ -191,26 +190,35 @@ class _Pipeline:
             outputs=tuple(each for each in outputs if isinstance(each, Output)),
             zeros=self._zeros(),
         )
-        return Prepared(
-            job, program, homes, tuple(each.whole if isinstance(each, Output) else each for each in outputs)
-        )
+        wholes = tuple(each.whole if isinstance(each, Output) else each for each in outputs)
+        jitted = {run.task: (functions[task_of(run)].jitted, functions[task_of(run)].in_avals) for run in calls}
+        return Prepared(job, program, homes, wholes, self._donated, jitted)
 
     def _array(self, stage: int, var: Var, name: str) -> Array:
         values = self._planned.values[stage]
-        return _array(name, values.shape(var), aval_of(var).dtype, Place(self._meshes[stage], values.spec(var)))
+        aval = jax.ShapeDtypeStruct(values.shape(var), aval_of(var).dtype)
+        return Array.of(name, aval, self._meshes[stage], values.spec(var))
+
+    def _operands(self, function: TaskFunction, micro_batch: int) -> tuple[Array, ...]:
+        return self._named(function.task.stage, (*function.reads, *function.sums), micro_batch)
+
+    def _results(self, function: TaskFunction, micro_batch: int) -> tuple[Array, ...]:
+        return self._named(function.task.stage, (*function.results, *function.sums), micro_batch)
+
+    def _named(self, stage: int, variables: Sequence[Var], micro_batch: int) -> tuple[Array, ...]:
+        return tuple(self._array(stage, v, self._names.of(v, micro_batch)) for v in variables)
 
     def _call(self, run: Run, function: TaskFunction, key: str) -> Call:
-        def named(variables: Sequence[Var]) -> tuple[Array, ...]:
-            return tuple(self._array(run.stage, v, self._names.of(v, run.micro_batch)) for v in variables)
-
-        operands, results = (*function.reads, *function.sums), (*function.results, *function.sums)
-        return Call(key, named(operands), named(results), function.donated)
+        operands, results = self._operands(function, run.micro_batch), self._results(function, run.micro_batch)
+        return Call(key, operands, results, function.donated)
 
     def _deliveries(self) -> dict[tuple[str, int], Delivery]:
         found = {}
-        for number, (at, crossing) in enumerate(self._planned.instructions.crossings.items()):
-            source, to = self._meshes[crossing.source], self._meshes[crossing.to]
-            found[at] = Delivery(number, self._planned.transfer(crossing), aval_of(crossing.var).dtype, source, to)
+        for number, ((name, to), crossing) in enumerate(self._planned.instructions.crossings.items()):
+            sent, wanted = (self._array(stage, crossing.var, name) for stage in (crossing.source, crossing.to))
+            ends = [(each.place.mesh.logical, each.place.spec) for each in (sent, wanted)]
+            plan = reshard(sent.shape, ends[0], ends[1])
+            found[name, to] = Delivery(number, plan, sent.dtype, sent.place.mesh, wanted.place.mesh)
         return found
 
     def _mesh_of(self, stage: int) -> int:
@@ -221,7 +229,7 @@ class _Pipeline:
         aval = jax.tree.leaves(self._step.in_avals)[i]
         stage, var = self._cut.input_stages[i][0], self._step.jaxpr.invars[i]
         spec = self._planned.values[stage].spec(var)
-        return _array(f"in{i}", aval.shape, aval.dtype, Place(self._meshes[stage], spec))
+        return Array.of(f"in{i}", aval, self._meshes[stage], spec)
 
     def _inputs(self, i: int, home: Array) -> list[Input]:
         """Input `i` for every mesh that reads it and is not sent it."""
@@ -243,18 +251,17 @@ class _Pipeline:
                 found[self._mesh_of(task.stage)].append(self._array(task.stage, each.sum, self._names.of(each.sum, 0)))
         return tuple(map(tuple, found))
 
-    def _output(self, o: int, atom: Atom) -> "Output | np.ndarray":
+    def _output(self, o: int, atom: Atom) -> Output | Constant:
         step, cut = self._step, self._cut
         if isinstance(atom, Literal) or atom in step.jaxpr.constvars:
             value = atom.val if isinstance(atom, Literal) else step.jaxpr.consts[step.jaxpr.constvars.index(atom)]
-            return np.asarray(value, aval_of(atom).dtype)
+            return value if is_key(aval_of(atom).dtype) else np.asarray(value, aval_of(atom).dtype)
         if atom in cut.joined:
             part = cut.joined[atom]
             stage = cut.made_by[part].stage
             parts = tuple(self._array(stage, part, self._names.of(part, k)) for k in range(self._count))
-            first = parts[0]
-            shape = (first.shape[0] * self._count, *first.shape[1:])
-            return Output(o, self._mesh_of(stage), parts, _array(f"out{o}", shape, first.dtype, first.place))
+            shape = (parts[0].shape[0] * self._count, *parts[0].shape[1:])
+            return Output(o, self._mesh_of(stage), parts, replace(parts[0], name=f"out{o}", shape=shape))
         if atom in cut.made_by:
             stage = cut.made_by[atom].stage
             made = self._array(stage, atom, self._names.of(atom, 0))

@@ -1,7 +1,6 @@
 """A worker: the devices of one host, what they hold, and the instructions that run there. It knows nothing of Ray, nor of plans."""
 
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,18 @@ from autopar.checkpoint.manifest import SavedArray
 from autopar.checkpoint.parts import Wanted, copied, restore, write
 from autopar.devices import Device
 from autopar.hosts.carrier import Carrier
+from autopar.hosts.environment import check_port, devices_of, free_port, versions
+from autopar.hosts.errors import HostsError
 from autopar.hosts.job import Array, Call, Input, Job, Output, Place
 from autopar.hosts.mailbox import Mailbox
+from autopar.hosts.timelines import Execute, Note, Stopwatch
+from autopar.inspect.hlo import Status, partitioned
 from autopar.pipeline.resharding import Tile
 from autopar.runtime import dispatch
 from autopar.runtime.arguments import Values, joined_parts, micro_batches
+from autopar.target import memory_of
+from autopar.util import zeros
+from simulator.memory import MemoryUse
 from simulator.program import Free, Instruction, Recv, Run, Send
 
 
@@ -75,6 +81,7 @@ class Worker:
         self._jobs: dict[int, _Loaded] = {}
         self._copies: dict[Path, dict[str, np.ndarray]] = {}
         self._now: tuple[int, str, float] | None = None
+        self._records, self._notes = False, list[Note]()
 
     def do(self, after: None, method: str, *args: Any) -> Any:
         """Call a method, `after` another call has ended."""
@@ -84,14 +91,17 @@ class Worker:
         """Start JAX, by itself or as a part of a group; the address of the mailbox."""
         members = (self.number,) if group is None else group.workers
         if group is not None:
+            if members[0] == self.number:
+                check_port(self.number, group.address)
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
             jax.distributed.initialize(group.address, len(members), members.index(self.number))
-        for process, worker in enumerate(members):
-            found = [device for device in jax.devices() if device.process_index == process]
-            if len(found) < len(self._numbers[worker]):
-                raise ValueError(f"host {worker} has {len(found)} devices, expected {len(self._numbers[worker])}")
-            self._devices.update(zip(self._numbers[worker], found, strict=False))
-        self._mailbox = Mailbox(jax.local_devices()[0], self._host)
+        self._devices = devices_of(members, self._numbers, self.number, self._host)
+        try:
+            self._mailbox = Mailbox(jax.local_devices()[0], self._host)
+        except RuntimeError as error:
+            raise HostsError(
+                f"host {self.number} can't listen for transfers on its address {self._host}: {error}"
+            ) from None
         return self._mailbox.address
 
     def meet(self, addresses: Mapping[int, str]) -> None:
@@ -104,6 +114,10 @@ class Worker:
     def put(self, key: int, array: np.ndarray, place: Place) -> None:
         """Keep this worker's part of an array under `key`."""
         self._arrays[key] = self._placed(array, place)
+
+    def zeros(self, key: int, array: Array) -> None:
+        """Keep this worker's part of an array of zeros."""
+        self._arrays[key] = zeros([array.raw], [array.place.sharding(self._devices)])[0]
 
     def fetch(self, key: int) -> list[tuple[tuple[slice, ...], np.ndarray]]:
         """This worker's parts of an array, each once, with what they are of the whole."""
@@ -185,9 +199,10 @@ class Worker:
             values = loaded.start(
                 {i: self._arrays[key] for i, key in kept.items()}, dict(zip(given, arrays, strict=True))
             )
+            execute = self._stopwatch(loaded.execute) if self._records else loaded.execute
             for mesh, instruction in loaded.job.order:
                 self._now = mesh, str(instruction), time.time()
-                loaded.execute(mesh, instruction, values, letter)
+                execute(mesh, instruction, values, letter)
             for key in [key for key in kept.values() if self._arrays[key].is_deleted()]:
                 del self._arrays[key]  # donated
             for output in loaded.job.outputs:
@@ -199,6 +214,34 @@ class Worker:
         finally:
             self._now = None
 
+    # -- looking at them
+
+    def record(self) -> None:
+        """Note when the instructions of the next step run."""
+        self._records = True
+
+    def _stopwatch(self, execute: Execute) -> Execute:
+        stopwatch = Stopwatch(execute)
+        self._records, self._notes = False, stopwatch.notes
+        return stopwatch.execute
+
+    def recorded(self) -> list[Note]:
+        """What has been noted, by `clock`."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def clock(self) -> float:
+        """Seconds by the clock of this host."""
+        return time.perf_counter()
+
+    def program_text(self, number: int, run: Run, status: Status) -> str:
+        """The program of an instruction: "partitioned", or "optimized" as it runs."""
+        return self._jobs[number].text(run, status)
+
+    def allocations(self, number: int) -> dict[str, MemoryUse]:
+        """Bytes on one device for each task of a job, by the compiler's buffer assignment."""
+        return {run.task: memory_of(call.compiled) for run, call in self._jobs[number].calls.items()}
+
     def doing(self) -> tuple[int, str, float] | None:
         """The mesh and the instruction that is being carried out, and for how many seconds."""
         now = self._now
@@ -206,13 +249,11 @@ class Worker:
 
     def free_port(self) -> int:
         """A port of this host that nobody listens on."""
-        with socket.socket() as found:
-            found.bind((self._host, 0))
-            return found.getsockname()[1]
+        return free_port()
 
     def environment(self) -> dict[str, Any]:
         """What must be the same on all hosts, and what tells this process from others."""
-        return {"jax": jax.__version__, "numpy": np.__version__, "pid": os.getpid(), "host": self._host}
+        return {"versions": versions(), "pid": os.getpid(), "host": self._host}
 
 
 class _Loaded:
@@ -222,18 +263,18 @@ class _Loaded:
         self.job = job
         self._devices, self._place = worker._devices, worker._placed
         self._mine = frozenset(worker._numbers[worker.number])
-        exported = {key: jax.export.deserialize(bytearray(blob)) for key, blob in job.programs.items()}
+        self._exported = {key: jax.export.deserialize(bytearray(blob)) for key, blob in job.programs.items()}
         compiled: dict[Any, Any] = {}
-        self._calls: dict[Run, dispatch.Call] = {}
+        self.calls: dict[Run, dispatch.Call] = {}
         for run, call in job.calls.items():
             wanted = [self._sharding(each) for each in call.operands]
             made = [self._sharding(each) for each in call.results]
             key = call.program, tuple(wanted), tuple(made), call.donated
             if key not in compiled:
-                compiled[key] = _compile(exported[call.program], wanted, made, call)
-            waits = self._waits(call)
+                compiled[key] = self._lowered(call).compile()
             operands = tuple((each.name, sharding) for each, sharding in zip(call.operands, wanted, strict=True))
-            self._calls[run] = dispatch.Call(compiled[key], operands, tuple(each.name for each in call.results), waits)
+            results = tuple(each.name for each in call.results)
+            self.calls[run] = dispatch.Call(compiled[key], operands, results, self._waits(call))
         carriers: dict[int, Carrier] = {}
         for each in job.deliveries.values():
             if each.number not in carriers:
@@ -262,7 +303,7 @@ class _Loaded:
         """One instruction."""
         match instruction:
             case Run():
-                self._calls[instruction].run(values[mesh])
+                self.calls[instruction].run(values[mesh])
             case Send(name, to):
                 at = name, to
                 self._carriers[at].send(values[mesh][name], letter + self._letters[at])
@@ -300,21 +341,24 @@ class _Loaded:
         return array.place.sharding(self._devices)
 
     def _waits(self, call: Call) -> bool:
-        places = call.results or call.operands
-        devices = places[0].place.mesh.devices if places else ()
-        return len(devices) > 1 and self._devices[devices[0]].platform == "cpu"
+        return len(call.devices) > 1 and self._devices[call.devices[0]].platform == "cpu"
 
+    def text(self, run: Run, status: Status) -> str:
+        """The program of an instruction, after a stage of its compilation."""
+        if status == "optimized":
+            return self.calls[run].compiled.as_text() or ""
+        call = self.job.calls[run]
+        return partitioned(self._lowered(call), len(call.devices))
 
-def _compile(exported: Any, wanted: Sequence[Any], made: Sequence[Any], call: Call) -> Any:
-    avals = [
-        jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding)
-        for each, sharding in zip(call.operands, wanted, strict=True)
-    ]
-    function = partial(_call_exported, exported)
-    jitted = jax.jit(
-        function, in_shardings=tuple(wanted), out_shardings=list(made), donate_argnums=call.donated, keep_unused=True
-    )
-    return jitted.lower(*avals).compile()
+    def _lowered(self, call: Call) -> jax.stages.Lowered:
+        jitted = jax.jit(
+            partial(_call_exported, self._exported[call.program]),
+            in_shardings=tuple(map(self._sharding, call.operands)),
+            out_shardings=list(map(self._sharding, call.results)),
+            donate_argnums=call.donated,
+            keep_unused=True,
+        )
+        return jitted.lower(*(each.raw for each in call.operands))
 
 
 def _call_exported(exported: Any, *operands: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 from autopar.inspect.classify import Classification, ParameterClass, classify
 from autopar.inspect.diff import PlanDiff, diff
 from autopar.inspect.dump import DEBUG_FILES, dump_debug_info, dump_pipeline
-from autopar.inspect.hlo import Status, hlo_text, partitioned
+from autopar.inspect.hlo import Status, annotated, hlo_text, partitioned, traced, unknown_status
 from autopar.inspect.picture import picture
 from autopar.inspect.placement import PlacementSpec, input_placement_specs, output_placement_specs, placed
 from autopar.inspect.reasons import Reason, RunnerUp
@@ -25,6 +25,7 @@ __all__ = [
     "StageInfo",
     "Status",
     "TaskInfo",
+    "annotated",
     "classify",
     "diff",
     "dump_debug_info",
@@ -39,4 +40,6 @@ __all__ = [
     "stage_infos",
     "strategies",
     "task_name",
+    "traced",
+    "unknown_status",
 ]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import jax
 
 from autopar.inspect.classify import classify
-from autopar.inspect.hlo import hlo_text
 from autopar.inspect.placement import input_placement_specs, output_placement_specs
 from autopar.inspect.reasons import explain
 from autopar.inspect.resharding import resharding_tasks
@@ -17,8 +16,9 @@ from autopar.inspect.strategies import default_costs
 from autopar.plan import Value
 
 if TYPE_CHECKING:
+    from autopar.hosts.executable import RemoteStep
     from autopar.runtime.executable import Executable
-    from autopar.runtime.pipeline import PipelineExecutable
+    from autopar.runtime.inspected import InspectedPipeline
 
 DEBUG_FILES = {
     "_plan.json": "the plan; `Plan.load` reads it",
@@ -40,7 +40,9 @@ Alpa's `.grad_sync_channel_ids.txt` has no equivalent: no gradient is synchronis
 """
 
 
-def dump_debug_info(executable: "Executable", folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
+def dump_debug_info(
+    executable: "Executable | RemoteStep", folder: str | Path, name: str | None = None
+) -> tuple[Path, ...]:
     """Write the files of `DEBUG_FILES` to `folder`, each name starting with `name`, by default the step's; returns their paths.
 
     Each file is there whole or not at all; files of an earlier dump are replaced.
@@ -51,12 +53,12 @@ def dump_debug_info(executable: "Executable", folder: str | Path, name: str | No
     return _write_all(folder, executable.step.name if name is None else name, _texts(executable))
 
 
-def dump_pipeline(executable: "PipelineExecutable", folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
+def dump_pipeline(executable: "InspectedPipeline", folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
     """The same for a pipeline: `_program.txt` has its instructions, `_stage_0.hlo` the programs of a stage's tasks."""
     return _write_all(folder, executable.step.name if name is None else name, _pipeline_texts(executable))
 
 
-def _pipeline_texts(executable: "PipelineExecutable") -> Iterator[tuple[str, str]]:
+def _pipeline_texts(executable: "InspectedPipeline") -> Iterator[tuple[str, str]]:
     plan = executable.plan
     stages = range(len(plan.stages))
     yield "_plan.json", plan.to_json()
@@ -95,7 +97,7 @@ def _write(path: Path, text: str) -> Path:
     return partial.replace(path)
 
 
-def _texts(executable: "Executable") -> Iterator[tuple[str, str]]:
+def _texts(executable: "Executable | RemoteStep") -> Iterator[tuple[str, str]]:
     plan, (stage,) = executable.plan, executable.plan.stages
     yield "_plan.json", plan.to_json()
     yield "_plan.txt", str(plan)
@@ -104,10 +106,10 @@ def _texts(executable: "Executable") -> Iterator[tuple[str, str]]:
     yield "_input_placement_specs.txt", _specs(stage.inputs, input_placement_specs(executable))
     yield "_output_placement_specs.txt", _specs(stage.outputs, output_placement_specs(executable))
     yield "_resharding_tasks.txt", "\n".join(map(str, resharding_tasks(executable)))
-    yield "_stage_0.traced.mlir", hlo_text(executable, "traced")
-    yield "_stage_0.annotated.mlir", hlo_text(executable, "annotated")
-    yield "_stage_0.partitioned.hlo", hlo_text(executable, "partitioned")
-    yield "_stage_0.hlo", hlo_text(executable, "optimized")
+    yield "_stage_0.traced.mlir", executable.get_hlo_text("traced")
+    yield "_stage_0.annotated.mlir", executable.get_hlo_text("annotated")
+    yield "_stage_0.partitioned.hlo", executable.get_hlo_text("partitioned")
+    yield "_stage_0.hlo", executable.get_hlo_text("optimized")
     yield "_stage_0.mem_usage.txt", _memory(executable)
 
 
@@ -116,7 +118,7 @@ def _specs(values: tuple[Value, ...], specs: object) -> str:
     return "\n".join(f"{v.path}: {spec}" for v, spec in zip(values, jax.tree.leaves(specs), strict=True))
 
 
-def _strategies(executable: "Executable") -> str:
+def _strategies(executable: "Executable | RemoteStep") -> str:
     plan = executable.plan
     try:
         return "\n".join(map(str, explain(executable, default_costs(plan), plan.options)))
@@ -124,7 +126,7 @@ def _strategies(executable: "Executable") -> str:
         return f"not known: {error}"
 
 
-def _memory(executable: "Executable") -> str:
+def _memory(executable: "Executable | RemoteStep") -> str:
     used = executable.memory
     rows = {
         "total_allocation_size": used.total,

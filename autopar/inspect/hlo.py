@@ -1,15 +1,17 @@
 """The program of a step at each stage of its compilation, as text."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 from typing import Literal as OneOf
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType
 
 from autopar.lower import jit_step
 from autopar.plan import Stage
+from autopar.planned import Planned
 from autopar.sharding.spec import replicated
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ def hlo_text(executable: "Executable", status: Status) -> str:
     """
     match status:
         case "traced":
-            return _traced(executable).as_text()
+            return traced(executable, executable.mesh.devices.flat[0].platform)
         case "annotated":
             return _lowered(executable).as_text()
         case "partitioned":
@@ -38,26 +40,35 @@ def hlo_text(executable: "Executable", status: Status) -> str:
         case "optimized":
             return executable.compiled.as_text() or ""
         case other:
-            raise ValueError(f"unknown status {other!r}; expected one of {', '.join(get_args(Status))}")
+            raise unknown_status(other)
+
+
+def unknown_status(status: object) -> ValueError:
+    """The error for a status that there is none of."""
+    return ValueError(f"unknown status {status!r}; expected one of {', '.join(get_args(Status))}")
 
 
 def _lowered(executable: "Executable") -> jax.stages.Lowered:
     return executable.jitted.lower(*executable.step.in_avals)
 
 
-def _traced(executable: "Executable") -> jax.stages.Lowered:
-    """The step for one device, with nothing pinned."""
-    (stage,) = executable.plan.stages
+def traced(planned: Planned, platform: str) -> str:
+    """StableHLO of the step for one device, with nothing pinned."""
+    (stage,) = planned.plan.stages
     bare = Stage(
         mesh_shape=(1,) * len(stage.mesh_shape),
         axis_names=stage.axis_names,
         inputs=tuple(v.model_copy(update={"spec": replicated(len(v.shape))}) for v in stage.inputs),
         outputs=tuple(v.model_copy(update={"spec": replicated(len(v.shape))}) for v in stage.outputs),
     )
-    first = executable.mesh.devices.reshape(-1)[:1].reshape(bare.mesh_shape)
-    mesh = Mesh(first, bare.axis_names, axis_types=(AxisType.Auto,) * first.ndim)
-    plan = executable.plan.model_copy(update={"stages": (bare,)})
-    return jit_step(executable.step, plan, mesh).lower(*executable.step.in_avals)
+    mesh = AbstractMesh(bare.mesh_shape, bare.axis_names, axis_types=(AxisType.Auto,) * len(bare.mesh_shape))
+    plan = planned.plan.model_copy(update={"stages": (bare,)})
+    return annotated(jit_step(planned.step, plan, mesh), planned.step.in_avals, platform)
+
+
+def annotated(jitted: jax.stages.Wrapped, avals: Sequence[Any], platform: str) -> str:
+    """StableHLO of a function with its shardings, for devices that need not be here."""
+    return jitted.trace(*avals).lower(lowering_platforms=(platform,)).as_text()
 
 
 def partitioned(lowered: jax.stages.Lowered, num_devices: int) -> str:

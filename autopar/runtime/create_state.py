@@ -47,9 +47,7 @@ class CreateStateExecutable:
 
     def __call__(self, *args: Any) -> Any:
         """The state."""
-        leaves, tree = jax.tree.flatten(args)
-        if tree != self.step.in_tree:
-            raise ValueError(f"arguments of structure {tree}, expected {self.step.in_tree}")
+        leaves = self.step.leaves(args)
         values: dict[int, jax.Array] = {}
         for mesh, outputs in self._parts.items():
             here = jax.device_put(leaves, NamedSharding(mesh, PartitionSpec()))

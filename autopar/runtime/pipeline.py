@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 
 from autopar import graph, inspect
 from autopar.pipeline.cut import Task
-from autopar.pipeline.memory import MeshMemory
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.plan import Plan
 from autopar.runtime.arguments import Inputs, outputs_of
 from autopar.runtime.dispatch import Dispatcher
+from autopar.runtime.inspected import InspectedPipeline
 from autopar.runtime.places import Places
 from autopar.runtime.tasks import compile_tasks
 from autopar.runtime.timing import dummy_inputs, executed_timeline
@@ -28,7 +28,7 @@ from simulator.program import Program
 from simulator.timeline import Timeline
 
 
-class PipelineExecutable:
+class PipelineExecutable(InspectedPipeline):
     """One step, for arguments of one structure, shape and dtype, as a pipeline.
 
     Attributes:
@@ -81,9 +81,7 @@ class PipelineExecutable:
         Raises:
             ValueError: they are elsewhere, or of another structure.
         """
-        leaves, tree = jax.tree.flatten(args)
-        if tree != self.step.in_tree:
-            raise ValueError(f"arguments of structure {tree}, expected {self.step.in_tree}")
+        leaves = self.step.leaves(args)
         for leaf, home in zip(leaves, self.inputs.homes, strict=True):
             if getattr(leaf, "sharding", None) != home:
                 raise ValueError("an argument is not where the plan wants it; see shard_args")
@@ -117,62 +115,18 @@ class PipelineExecutable:
         """The devices of all stages, each once."""
         return list(dict.fromkeys(device for mesh in self.meshes for device in mesh.devices.flat))
 
-    @property
-    def memory(self) -> tuple[MemoryUse, ...]:
-        """For each mesh the bytes on one device when it is fullest, by the compiler's buffer assignment for each task."""
-        memory = MeshMemory(self.planned)
-        for task, used in self.get_stage_allocation_size().items():
-            memory.add_task(task, used)
-        return memory.peaks(memory.levels(self.program))
-
-    def get_total_allocation_size(self) -> int:
-        """Bytes that the fullest device needs to run the step."""
-        return max(used.total for used in self.memory)
-
     def get_stage_allocation_size(self) -> dict[Task, MemoryUse]:
         """Bytes on one device for each task, by the compiler's buffer assignment."""
         return {task: memory_of(each.compiled) for task, each in self.tasks.items()}
 
-    def get_stage_execution_info(self) -> list[inspect.StageInfo]:
-        """For every stage its layers, devices and tasks, with the work of each."""
-        return inspect.stage_infos(self.planned)
-
-    def get_hlo_text(self, status: inspect.Status = "optimized", stage: int | None = None) -> str:
-        """The programs of the tasks, each under a line `// task 0F`: "annotated", "partitioned" or "optimized".
-
-        Args:
-            stage: only those of one stage.
-
-        Raises:
-            ValueError: there is no such stage or status.
-        """
-        if stage is not None and not 0 <= stage < len(self.meshes):
-            raise ValueError(f"there is no stage {stage}, expected 0 to {len(self.meshes) - 1}")
-        return "\n".join(
-            f"// task {inspect.task_name(task)}\n{self._text(task, status)}"
-            for task in self.tasks
-            if stage in (None, task.stage) and (self.planned.cut.eqns[task] or self.planned.cut.totals.get(task))
-        )
-
     def _text(self, task: Task, status: inspect.Status) -> str:
+        if status == "optimized":
+            return self.tasks[task].compiled.as_text() or ""
         function = self.tasks[task].function
-        match status:
-            case "optimized":
-                return self.tasks[task].compiled.as_text() or ""
-            case "annotated":
-                return function.jitted.lower(*function.in_avals).as_text()
-            case "partitioned":
-                lowered = function.jitted.lower(*function.in_avals)
-                return inspect.partitioned(lowered, self.meshes[task.stage].devices.size)
-            case _:
-                raise ValueError(
-                    f"status {status!r} for a pipeline, expected 'annotated', 'partitioned' or 'optimized'; its tasks are made"
-                    " from the traced step"
-                )
-
-    def dump_debug_info(self, folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
-        """Write plan, program, placements, the programs of every stage and their memory to `folder`."""
-        return inspect.dump_pipeline(self, folder, name)
+        lowered = function.jitted.lower(*function.in_avals)
+        if status == "annotated":
+            return lowered.as_text()
+        return inspect.partitioned(lowered, self.meshes[task.stage].devices.size)
 
     # -- how long it takes
 

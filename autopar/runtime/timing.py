@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, assert_never
 
 import jax
 
+from autopar.runtime.arguments import Values
 from autopar.util import zeros
 from simulator.program import Free, Recv, Run, Send, walk
-from simulator.timeline import Category, Span, Stream, Timeline
+from simulator.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from autopar.runtime.pipeline import PipelineExecutable
@@ -36,32 +37,46 @@ def executed_timeline(executable: "PipelineExecutable", leaves: list[jax.Array])
     arrived: dict[tuple[str, int], float] = {}
     spans: list[Span] = []
     task: dict[int, str] = defaultdict(str)
-
-    def record(name: str, mesh: int, stream: Stream, start: float, seconds: float, category: Category) -> float:
-        spans.append(Span(name, mesh, stream, start, start + seconds, category, task[mesh]))
-        return start + seconds
-
     for mesh, instruction in walk(executable.program):
         begin = time.perf_counter()
         executable.dispatcher.execute(mesh, instruction, values)
-        target = instruction.to if isinstance(instruction, Send) else mesh
-        jax.block_until_ready([value for value in values[target].values() if not value.is_deleted()])
+        wait_for(values[instruction.to if isinstance(instruction, Send) else mesh])
         seconds = time.perf_counter() - begin
         match instruction:
             case Run():
                 task[mesh] = str(instruction)
-                compute[mesh] = record(str(instruction), mesh, "compute", compute[mesh], seconds, "task")
+                start, compute[mesh] = compute[mesh], compute[mesh] + seconds
+                spans.append(span_of(mesh, instruction, start, compute[mesh]))
             case Send(value, to):
                 start = max(compute[mesh], communication[mesh])
-                communication[mesh] = record(str(instruction), mesh, "communication", start, seconds, "send")
-                arrived[value, to] = communication[mesh]
+                arrived[value, to] = communication[mesh] = start + seconds
+                spans.append(span_of(mesh, instruction, start, start + seconds, task[mesh]))
             case Recv(value):
-                late = arrived[value, mesh] - compute[mesh]
-                if late > 0:
+                start, compute[mesh] = compute[mesh], max(compute[mesh], arrived[value, mesh])
+                if start < compute[mesh]:
                     task[mesh] = ""
-                    compute[mesh] = record(str(instruction), mesh, "compute", compute[mesh], late, "bubble")
+                    spans.append(span_of(mesh, instruction, start, compute[mesh]))
             case Free():
                 pass
             case _:
                 assert_never(instruction)
     return Timeline(tuple(spans), executable.program.meshes, executable.memory)
+
+
+def wait_for(values: Values) -> None:
+    """Wait until a mesh has its values."""
+    jax.block_until_ready([value for value in values.values() if not value.is_deleted()])
+
+
+def span_of(mesh: int, instruction: Run | Send | Recv, start: float, end: float, after: str = "") -> Span:
+    """What an instruction is in a timeline; `after` is the task whose result a send sends."""
+    name = str(instruction)
+    match instruction:
+        case Run():
+            return Span(name, mesh, "compute", start, end, "task", name)
+        case Send():
+            return Span(name, mesh, "communication", start, end, "send", after)
+        case Recv():
+            return Span(name, mesh, "compute", start, end, "bubble")
+        case _:
+            assert_never(instruction)

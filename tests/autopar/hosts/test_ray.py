@@ -17,23 +17,10 @@ from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 
 ray = pytest.importorskip("ray")
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:os.fork"
-)  # raylets are started so; they execute another program at once
-
-
-@pytest.fixture(scope="module", autouse=True)
-def raylets():
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    for _ in range(3):
-        cluster.add_node(num_cpus=2)
-    ray.init(address=cluster.address, log_to_driver=False)
-    yield
-    autopar.shutdown()
-    ray.shutdown()
-    cluster.shutdown()
+pytestmark = [
+    pytest.mark.usefixtures("raylets"),
+    pytest.mark.filterwarnings("ignore:os.fork"),  # raylets are started so; they execute another program at once
+]
 
 
 def joined(hosts: int, devices: int, timeout: float = 120.0) -> None:

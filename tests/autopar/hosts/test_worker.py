@@ -55,7 +55,7 @@ class Driver:
             self._letter += len(self.found.job.deliveries)
         return [self.whole(key, each) for key, each in zip(made.values(), self.found.outputs, strict=True)]
 
-    def whole(self, key: int, array: "Array | np.ndarray") -> np.ndarray:
+    def whole(self, key: int, array: Any) -> np.ndarray:
         assert isinstance(array, Array)
         value = np.full(array.shape, -1, array.dtype)
         for index, part in self.worker.fetch(key):

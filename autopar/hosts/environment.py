@@ -1,0 +1,92 @@
+"""What hosts must have in common with the driver, and what a host must have to take part."""
+
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import jax
+
+from autopar.devices import Device
+from autopar.hosts.errors import HostsError, PortTakenError
+
+_PACKAGES = ("jax", "jaxlib", "numpy", "flax", "autopar")
+"""Programs are serialised by the driver's JAX and read by a worker's, arrays likewise by numpy; workers run our own code, which uses flax."""
+
+
+def versions() -> dict[str, str]:
+    """What must be the same everywhere."""
+    return {
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        **{name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def check_versions(host: int, address: str, here: Mapping[str, str], there: Mapping[str, str]) -> None:
+    """Raise HostsError if a host has other versions than the driver."""
+    different = {name: each for name, each in here.items() if there.get(name) != each}
+    if not different:
+        return
+    found = ", ".join(
+        f"{name} {there.get(name, 'not installed')} (the driver: {each})" for name, each in different.items()
+    )
+    packages = " ".join(f"{name}=={each}" for name, each in different.items() if name != "Python")
+    todo = [f"run it with Python {here['Python']}"] if "Python" in different else []
+    todo += [f"pip install {packages}"] if packages else []
+    raise HostsError(f"host {host} ({address}) has {found}; {' and '.join(todo)} there")
+
+
+def devices_of(members: Sequence[int], wanted: Sequence[Sequence[int]], host: int, address: str) -> dict[int, Device]:
+    """The devices that JAX has, by number.
+
+    Args:
+        members: the hosts that form one distributed JAX, in the order of their processes.
+        wanted: for each host the numbers of its devices.
+        host: this one.
+
+    Raises:
+        HostsError: JAX finds none here, or fewer than wanted on some host.
+    """
+    try:
+        found = jax.devices()
+    except RuntimeError as error:
+        raise HostsError(
+            f"host {host} ({address}) has no accelerator that JAX can use: {error}; install autopar[cuda12] or autopar[cuda13] there, as"
+            " its driver wants"
+        ) from None
+    devices: dict[int, Device] = {}
+    for process, member in enumerate(members):
+        there = [device for device in found if device.process_index == process]
+        if len(there) < len(wanted[member]):
+            raise HostsError(
+                f"host {member} has {len(there)} {found[0].platform} devices that JAX can use, but {len(wanted[member])} are wanted of it;"
+                " give autopar.init fewer (num_devices_per_node), or see there what jax.devices() says"
+            )
+        devices.update(zip(wanted[member], there, strict=False))
+    return devices
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return found.getsockname()[1]
+
+
+def check_port(host: int, address: str) -> None:
+    """Raise PortTakenError if somebody listens on the port of an address of this host: JAX would end the process."""
+    port = int(address.rpartition(":")[2])
+    with socket.socket() as tried:
+        try:
+            tried.bind(("", port))
+        except OSError as error:
+            raise PortTakenError(
+                f"host {host}: port {port}, for JAX's coordinator ({address}), can't be had: {error}"
+            ) from None

@@ -1,0 +1,119 @@
+"""What is looked at before hosts are used: versions, devices, ports."""
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+
+import autopar
+from autopar.hosts import cluster, session
+from autopar.hosts.cluster import RayHosts
+from autopar.hosts.environment import check_versions, free_port, versions
+from autopar.hosts.errors import HostsError, PortTakenError
+from autopar.hosts.worker import Group, Worker
+
+HERE = {"Python": "3.12", "jax": "0.11.2", "jaxlib": "0.11.2", "numpy": "2.4.0", "flax": "0.12.12", "autopar": "0.1.0"}
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+# --- without Ray
+
+
+def test_everything_that_programs_and_arrays_depend_on_is_compared():
+    assert set(versions()) == set(HERE)
+    assert versions()["jax"] == jax.__version__
+    check_versions(1, "10.0.0.2", HERE, dict(HERE))
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ({"jaxlib": "0.10.0"}, r"has jaxlib 0\.10\.0 \(the driver: 0\.11\.2\); pip install jaxlib==0\.11\.2 there"),
+        ({"flax": "not installed"}, r"has flax not installed \(the driver: 0\.12\.12\); pip install flax==0\.12\.12"),
+        ({"Python": "3.13"}, r"has Python 3\.13 \(the driver: 3\.12\); run it with Python 3\.12 there"),
+        ({"Python": "3.13", "autopar": "0.2"}, r"; run it with Python 3\.12 and pip install autopar==0\.1\.0 there"),
+    ],
+)
+def test_another_version_is_told_with_the_host_and_what_to_install(there, said):
+    with pytest.raises(HostsError, match=rf"host 1 \(10\.0\.0\.2\) .*{said}"):
+        check_versions(1, "10.0.0.2", HERE, HERE | there)
+
+
+def test_too_few_devices_are_told_with_the_host():
+    with pytest.raises(HostsError, match=r"host 0 has 8 cpu devices that JAX can use, but 9 are wanted of it"):
+        Worker(0, [range(9)], "127.0.0.1").start()
+
+
+def test_no_accelerator_is_told_with_the_host(monkeypatch):
+    def devices() -> list:
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    with pytest.raises(
+        HostsError, match=r"host 1 \(127\.0\.0\.1\) has no accelerator .*backend 'cuda'; install autopar\["
+    ):
+        Worker(1, [range(4), range(4, 8)], "127.0.0.1").start()
+
+
+def test_an_address_that_is_none_of_the_host_is_told():
+    with pytest.raises(HostsError, match=r"host 0 can't listen for transfers on its address 203\.0\.113\.9"):
+        Worker(0, [range(8)], "203.0.113.9").start()
+
+
+def test_a_port_in_use_is_found_before_jax_is_told_of_it(taken):
+    assert free_port() != taken
+    with pytest.raises(PortTakenError, match=rf"host 0: port {taken}, for JAX's coordinator .* can't be had"):
+        Worker(0, [range(4), range(4, 8)], "127.0.0.1").start(Group((0, 1), f"127.0.0.1:{taken}"))
+
+
+def test_ports_that_are_always_in_use_are_an_error_after_some():
+    hosts = object.__new__(RayHosts)
+    started: list[int] = []
+    stub: Any = hosts
+    stub.addresses = ["127.0.0.1"] * 2
+    stub._actors, stub._free_port, stub._start_workers = [None] * 2, lambda host: 1, lambda: started.append(1)
+
+    def ask(*_: Any) -> None:
+        raise PortTakenError("host 0: port 1")
+
+    stub._ask = ask
+    with pytest.raises(PortTakenError, match="host 0: port 1"):
+        hosts._start_jax(frozenset({(0, 1)}), 3)
+    assert len(started) == 2
+
+
+# --- on a Ray cluster
+
+
+@pytest.mark.usefixtures("raylets")
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_a_port_in_use_is_replaced_by_another(taken, monkeypatch):
+    autopar.init(cluster="ray", num_nodes=2, num_devices_per_node=1)
+    hosts, original = session.hosts(), RayHosts._free_port
+    assert hosts is not None
+    ports = iter([taken])
+    monkeypatch.setattr(RayHosts, "_free_port", lambda self, host: next(ports, None) or original(self, host))
+    hosts._join(frozenset({(0, 1)}))  # workers that wait for a coordinator are ended and started anew
+    assert list(ports) == []
+    assert hosts.ask(hosts.owner, "num_arrays") == [0, 0]
+
+
+@pytest.mark.usefixtures("raylets")
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_hosts_with_other_versions_are_not_used(monkeypatch):
+    monkeypatch.setattr(cluster, "versions", lambda: versions() | {"flax": "0.0.1"})
+    with pytest.raises(
+        HostsError, match=r"host 0 \(.*\) has flax .* \(the driver: 0\.0\.1\); pip install flax==0\.0\.1"
+    ):
+        autopar.init(cluster="ray", num_nodes=1, num_devices_per_node=1)
+    assert session.hosts() is None

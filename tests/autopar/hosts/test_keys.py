@@ -1,0 +1,114 @@
+"""Random keys among arguments, results, and values that go from stage to stage."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+import autopar
+from autopar.hosts.keys import data_aval, impl_of, key_dtype, on_data
+from tests.autopar.hosts.test_ray import joined, pipeline
+from tests.autopar.pipeline.steps import descend, stack_batch, stack_params
+
+# --- without Ray
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_keys_are_known_by_what_makes_them(impl):
+    keys = jax.random.split(jax.random.key(1, impl=impl), 3)
+    assert impl_of(keys.dtype) == impl
+    assert key_dtype(impl) == keys.dtype
+    data = jax.random.key_data(keys)
+    assert (data_aval(keys).shape, data_aval(keys).dtype) == (data.shape, data.dtype)
+
+
+def test_a_function_of_keys_is_one_of_their_numbers():
+    def function(key: jax.Array, x: jax.Array) -> list[jax.Array]:
+        return [jax.random.fold_in(key, 7), jax.random.normal(key) + x]
+
+    key, x = jax.random.key(3), jnp.float32(1)
+    made = jax.jit(on_data(function, [jax.typeof(key), jax.typeof(x)]))(jax.random.key_data(key), x)
+    folded, drawn = function(key, x)
+    np.testing.assert_array_equal(made[0], jax.random.key_data(folded))
+    assert_allclose(made[1], drawn, rtol=1e-5)
+
+
+# --- on a Ray cluster
+
+
+def dropout_step(state: Any, batch: Any, key: jax.Array) -> Any:
+    """Every layer draws, and hands the next one a key; the state has one of its own, which goes on."""
+
+    @autopar.manual_layer_construction
+    def loss(params: Any) -> jax.Array:
+        x, here = batch["x"] + jax.random.normal(state["seed"]), key
+        for i in range(4):
+            if i:
+                autopar.mark_pipeline_boundary()
+            here, mine = jax.random.split(here)
+            x = jnp.tanh(x @ params[f"w{i}"]) * jax.random.bernoulli(mine, 0.8, x.shape[1:])
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    params, value = descend(state["params"], autopar.value_and_grad(loss)(state["params"]))
+    return {"params": params, "seed": jax.random.fold_in(state["seed"], 1)}, value
+
+
+def first_state() -> Any:
+    return {"params": stack_params(), "seed": jax.random.key(5)}
+
+
+def trained(step: Any, state: Any, count: int = 2) -> tuple[Any, Any]:
+    value = None
+    for k in range(count):
+        state, value = step(state, stack_batch(), jax.random.key(k))
+    return state, value
+
+
+def assert_as_one_device(found: tuple[Any, Any]) -> None:
+    (state, value), (expected, loss) = found, trained(jax.jit(dropout_step), first_state())
+    assert_allclose(np.array(value), loss, rtol=1e-5)
+    for name, leaf in expected["params"].items():
+        assert_allclose(np.array(state["params"][name]), leaf, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(state["seed"].key_data(), jax.random.key_data(expected["seed"]))
+
+
+@pytest.mark.usefixtures("raylets")
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_stages_on_hosts_draw_what_one_device_draws():
+    joined(2, 4)
+    function = autopar.parallelize(dropout_step, method=pipeline(2), donate_argnums=(0,))
+    state, value = trained(function, first_state())
+    assert_as_one_device((state, value))
+    executable = function.get_last_executable()
+    sent = {name for name, _ in executable._prepared.job.deliveries}
+    keys = {each.name for call in executable._prepared.job.calls.values() for each in call.operands if each.impl}
+    assert sent & keys  # a key goes from stage to stage
+    assert executable.profile_with_dummy_inputs(warmup=0, number=1, repeat=1).shape == (1,)
+
+    seed = state["seed"]
+    assert (seed.shape, seed.dtype, seed.sharding.spec) == ((), jax.random.key(0).dtype, jax.P())
+    with pytest.raises(TypeError, match=r"random keys, which can't be a numpy array; use its method key_data"):
+        np.array(seed)
+    with pytest.raises(TypeError, match="has no random keys"):
+        value.key_data()
+    assert jnp.asarray(seed).dtype == seed.dtype
+    specs = executable.get_input_placement_specs()
+    assert specs[0]["seed"].aval.dtype == specs[2].aval.dtype == seed.dtype
+
+
+@pytest.mark.usefixtures("raylets")
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_a_state_with_a_key_is_made_and_restored_where_a_step_on_one_mesh_wants_it(tmp_path):
+    joined(2, 4)
+    step = autopar.parallelize(dropout_step, method=autopar.ShardParallel(devices=(4,)))
+    make = autopar.parallelize(
+        first_state, method=autopar.CreateStateParallel(step, (stack_batch(), jax.random.key(0)))
+    )
+    state, value = trained(step, make())
+    assert_as_one_device((state, value))
+    autopar.save_checkpoint(tmp_path, state, 2)
+    placements = step.get_last_executable().get_input_placement_specs()[0]
+    assert_as_one_device((autopar.restore_checkpoint(tmp_path, placement_specs=placements), value))

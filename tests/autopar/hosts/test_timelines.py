@@ -1,0 +1,202 @@
+"""When workers did what, on one clock; and what else an executable on hosts can be asked, which is what one in this process answers."""
+
+import json
+import re
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autopar
+from autopar.hosts.clocks import offset
+from autopar.hosts.executable import RemotePipeline, RemoteStep
+from autopar.hosts.timelines import Note, aligned, merged
+from autopar.inspect import Status
+from simulator.program import Free, Recv, Run, Send
+from tests.autopar.hosts.test_ray import joined, pipeline
+from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+
+# --- clocks and notes, without Ray
+
+
+class OtherClock:
+    """A clock that shows `shift` seconds more than ours, and the ways to it and back, which take time."""
+
+    def __init__(self, shift: float, delays: list[tuple[float, float]]) -> None:
+        self._now, self._shift, self._delays = 100.0, shift, iter(delays)
+
+    def now(self) -> float:
+        return self._now
+
+    def ask(self) -> float:
+        there, back = next(self._delays)
+        self._now += there
+        shown = self._now + self._shift
+        self._now += back
+        return shown
+
+
+delay = st.floats(1e-4, 1.0)
+
+
+@given(st.floats(-1e6, 1e6), st.lists(st.tuples(delay, delay), min_size=20, max_size=20))
+def test_an_offset_is_off_by_half_of_the_shortest_round_trip_at_most(shift, delays):
+    clock = OtherClock(shift, delays)
+    error = offset(clock.ask, clock.now) + shift
+    assert abs(error) <= min(there + back for there, back in delays) / 2 + 1e-8
+
+
+F, B = Run(0, "F"), Run(1, "F")
+PROGRAM = (F, Send("x", 1), Free(("x",))), (Recv("x", 0), B)
+
+
+def notes_of(times: list[tuple[float, float]], mesh: int, instructions: Any) -> list[Note]:
+    return [Note(mesh, each, *when) for each, when in zip(instructions, times, strict=True)]
+
+
+def test_a_clock_that_is_wrong_is_corrected():
+    first = notes_of([(10.0, 11.0), (11.0, 11.5), (11.5, 11.6)], 0, PROGRAM[0])
+    second = notes_of([(4.0, 6.0), (6.0, 7.0)], 1, PROGRAM[1])  # by a clock that is 6 seconds late
+    timeline = merged([first, aligned(second, 6.0)], ((0,), (1,)), ())
+    found = [(span.mesh, span.name, span.start, span.end, span.category) for span in timeline.spans]
+    assert found == [
+        (0, "0F0", 0.0, 1.0, "task"),
+        (0, "send x>1", 1.0, 1.5, "send"),
+        (1, "recv x<0", 0.0, 2.0, "bubble"),
+        (1, "1F0", 2.0, 3.0, "task"),
+    ]
+    (arrow,) = timeline.arrows
+    assert (arrow.sent, arrow.received) == (1.0, 2.0)
+    assert timeline.makespan == 3.0
+
+
+def test_hosts_that_share_a_mesh_begin_and_end_with_the_first_of_them():
+    one = notes_of([(0.0, 1.0), (1.5, 2.0), (2.0, 2.1)], 0, PROGRAM[0])
+    other = notes_of([(0.2, 0.9), (0.9, 3.0), (3.0, 3.1)], 0, PROGRAM[0])
+    receiver = notes_of([(0.0, 2.5), (2.5, 3.0)], 1, PROGRAM[1])
+    spans = merged([one, other, receiver], ((0, 1), (2,)), ()).spans
+    assert [(span.start, span.end) for span in spans if span.mesh == 0] == [(0.0, 0.9), (0.9, 2.0)]
+
+
+# --- on a Ray cluster
+
+
+on_ray = [pytest.mark.usefixtures("raylets"), pytest.mark.filterwarnings("ignore:os.fork")]
+ARGS = stack_params(), stack_batch()
+
+
+def ray_test(test: Any) -> Any:
+    for mark in on_ray:
+        test = mark(test)
+    return test
+
+
+@cache
+def remote() -> RemotePipeline:
+    joined(2, 4)
+    function = autopar.parallelize(stack_step, method=pipeline(4), donate_argnums=(0,))
+    executable = function.get_executable(*ARGS)
+    assert isinstance(executable, RemotePipeline)
+    return executable
+
+
+@ray_test
+def test_each_worker_executes_the_instructions_of_the_program_in_order():
+    notes = remote().recorded()
+    for mesh, row in enumerate(remote().program.instructions):
+        (worker,) = (of_worker for of_worker in notes if any(each.mesh == mesh for each in of_worker))
+        assert tuple(each.instruction for each in worker if each.mesh == mesh) == row
+    assert all(a.end <= b.start for of_worker in notes for a, b in pairwise(of_worker))
+
+
+@ray_test
+def test_the_timeline_of_the_workers_has_what_the_program_says_on_one_clock(tmp_path):
+    executable = remote()
+    timeline = executable.dump_stage_execution_trace(tmp_path / "trace.json")
+    assert timeline.meshes == executable.program.meshes
+    assert timeline.memory == executable.memory
+    for mesh, row in enumerate(executable.program.instructions):
+        spans = [span for span in timeline.spans if span.mesh == mesh]
+        assert [span.name for span in spans] == [str(each) for each in row if not isinstance(each, Free)]
+        assert all(a.end <= b.start for a, b in pairwise(spans))
+    sends = sum(isinstance(each, Send) for row in executable.program.instructions for each in row)
+    assert len(timeline.arrows) == sends
+    assert all(arrow.sent < arrow.received for arrow in timeline.arrows)
+    assert min(span.start for span in timeline.spans) == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events} >= {"0F0", "3F0", "3B3"}
+
+
+@ray_test
+def test_a_pipeline_on_hosts_answers_as_one_in_this_process(tmp_path):
+    there = remote()
+    here = _in_this_process(there.plan, (0,))
+    assert there.memory == here.memory
+    assert there.get_total_allocation_size() == here.get_total_allocation_size()
+    assert there.get_stage_allocation_size() == here.get_stage_allocation_size()
+    assert there.get_stage_execution_info() == here.get_stage_execution_info()
+    asked: list[tuple[int, Status]] = [(0, "optimized"), (1, "annotated"), (3, "partitioned")]
+    for stage, status in asked:
+        assert _told(there.get_hlo_text(status, stage)) == _told(here.get_hlo_text(status, stage))
+    assert _specs(there.in_shardings) == _specs(here.in_shardings)
+    assert _specs(there.out_shardings) == _specs(here.out_shardings)
+    assert repr(there.get_input_placement_specs()) == repr(here.get_input_placement_specs())
+    assert repr(there.get_output_placement_specs()) == repr(here.get_output_placement_specs())
+    assert _names(there, tmp_path / "there") == _names(here, tmp_path / "here")
+    with pytest.raises(ValueError, match=r"stage 4.*0 to 3"):
+        there.get_hlo_text(stage=4)
+    with pytest.raises(ValueError, match="status 'traced' for a pipeline"):
+        there.get_hlo_text("traced")
+    with pytest.raises(ValueError, match="structure"):
+        there(stack_params())
+
+
+@ray_test
+def test_a_step_that_is_not_cut_answers_as_one_in_this_process_also_over_several_hosts(tmp_path):
+    joined(2, 4)
+    there = autopar.parallelize(stack_step, method=autopar.ShardParallel(devices=(2, 4))).get_executable(*ARGS)
+    assert isinstance(there, RemoteStep)
+    here = _in_this_process(there.plan)
+    assert there.memory == here.memory
+    assert there.get_total_allocation_size() == here.get_total_allocation_size()
+    assert there.get_hlo_text("traced") == here.get_hlo_text("traced")
+    asked: list[Status] = ["annotated", "partitioned", "optimized"]
+    for status in asked:
+        assert _told(there.get_hlo_text(status)) == _told(here.get_hlo_text(status))
+    assert _specs(there.in_shardings) == _specs(here.in_shardings)
+    assert _specs(there.out_shardings) == _specs(here.out_shardings)
+    assert _names(there, tmp_path / "there") == _names(here, tmp_path / "here")
+    with pytest.raises(ValueError, match="unknown status 'final'; expected one of traced"):
+        there.get_hlo_text("final")  # pyright: ignore[reportArgumentType]
+    assert len([each for each in there.recorded() if [note.instruction for note in each] == [Run(0, "S")]]) == 2
+    (span,) = there.dump_stage_execution_trace(tmp_path / "trace.json").spans
+    assert (span.name, span.category, span.start) == ("0S0", "task", 0)
+
+
+def _in_this_process(plan: autopar.Plan, donated: tuple[int, ...] = ()) -> Any:
+    """The executable of the same plan here."""
+    from autopar.hosts import session
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "_hosts", None)
+        method = autopar.PlanMethod(plan)
+        return autopar.parallelize(stack_step, method=method, donate_argnums=donated).get_executable(*ARGS)
+
+
+def _told(text: str) -> list[str]:
+    """What does not depend on how a program came to its compiler: tasks, what it is, products and collectives."""
+    return re.findall(
+        r"// task \w+|^HloModule|^module|dot_general|\b(?:dot|all-\w+|reduce-scatter)\(", text, re.MULTILINE
+    )
+
+
+def _specs(shardings: Any) -> Any:
+    return jax.tree.map(lambda each: (each.spec, each.mesh.shape), shardings)
+
+
+def _names(executable: Any, folder: Any) -> list[str]:
+    return [path.name for path in executable.dump_debug_info(folder, "step")]
