@@ -140,8 +140,10 @@ def _groups(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
 def _checkpointer() -> "Checkpointer":
     """Orbax for this process alone, also where it is one of several that share meshes."""
     import orbax.checkpoint as ocp
+    from orbax.checkpoint._src.multihost import multihost
 
-    me = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    # Orbax lets process 0 alone write host memory, taking it to be the same in all. (A private name, seen in 0.12.8.)
+    multihost.process_index = lambda: 0
+    alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
