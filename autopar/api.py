@@ -321,9 +321,11 @@ def shutdown() -> None:
 
     A checkpoint that is being written is finished first.
     """
-    finish_saving()
-    session.leave()
-    jax.clear_caches()
+    try:
+        finish_saving()
+    finally:
+        session.leave()
+        jax.clear_caches()
 
 
 def _make_plan(step: StepGraph, mesh: LogicalMesh, cluster: Cluster, method: PlanningMethod) -> Plan:

@@ -72,17 +72,18 @@ def train(
     failures = 0
     while True:
         try:
+            if failures:
+                session.rejoin()
             return loop.run(last, state)
         except HostsError as error:
             forget_saving()
             before, last = last, latest_step(ckpt_dir)
             assert last is not None
             failures = failures + 1 if last == before else 1
-            if failures > max_failures or session.hosts() is None:
+            if failures > max_failures:
                 raise
             state = None  # it was on these hosts
             tell(f"{error}; going on from step {last}")
-            session.rejoin()
 
 
 class _Loop:

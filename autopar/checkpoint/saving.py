@@ -42,6 +42,9 @@ class Saving:
         Raises:
             HostLostError, OSError, ...: it could not be written; the ones before it are as they were.
         """
+        global _last
+        if _last is self:
+            _last = None
         return self._future.result()
 
     def done(self) -> bool:
@@ -94,10 +97,8 @@ def save_checkpoint(
 
 def finish_saving() -> None:
     """Wait for the checkpoint that is being written, if one is; what it failed of is raised."""
-    global _last
-    last, _last = _last, None
-    if last is not None:
-        last.wait()
+    if _last is not None:
+        _last.wait()
 
 
 def forget_saving() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import autopar
 from autopar.checkpoint import saved_steps
+from autopar.hosts import session
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 
 
@@ -76,3 +77,32 @@ def test_what_a_loop_can_not_do_is_said(function, tmp_path):
     )
     with pytest.raises(ValueError, match="expected a state like the one it is given"):
         autopar.train(loss_only, stack_params(), batches, 5, tmp_path / "other")
+
+
+class Failing:
+    """A step that hosts fail in at certain calls."""
+
+    def __init__(self, function: Any, calls: set[int]) -> None:
+        self._function, self._calls, self.count = function, calls, 0
+
+    def get_executable(self, *args: Any) -> Any:
+        return self._function.get_executable(*args)
+
+    def __call__(self, *args: Any) -> Any:
+        self.count += 1
+        if self.count in self._calls:
+            raise autopar.HostsError(f"call {self.count} fails")
+        return self._function(*args)
+
+
+def test_hosts_may_fail_as_long_as_there_is_a_checkpoint_between(function, tmp_path, monkeypatch):
+    rejoined: list[int] = []
+    monkeypatch.setattr(session, "rejoin", lambda: rejoined.append(1))
+    step: Any = Failing(function, {2, 3, 6, 7})
+    state = autopar.train(step, stack_params(), batches, 5, tmp_path / "a", save_every=2, max_failures=2)
+    assert_close(state, expected(5))
+    assert len(rejoined) == 4
+    step = Failing(function, {2, 3, 4})
+    with pytest.raises(autopar.HostsError, match="call 4 fails"):
+        autopar.train(step, stack_params(), batches, 5, tmp_path / "b", save_every=2, max_failures=2)
+    assert saved_steps(tmp_path / "b") == [0]
