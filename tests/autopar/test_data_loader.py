@@ -86,6 +86,15 @@ def test_batches_are_where_the_step_wants_them():
     assert_array_equal(second["y"], examples(0, ROWS)["y"])
 
 
+def test_a_step_on_one_mesh_takes_batches_as_they_are():
+    function = autopar.parallelize(stack_step, method=autopar.DataParallel())
+    executable = function.get_executable(stack_params(), stack_batch(ROWS))
+    params = executable.shard_args(stack_params(), stack_batch(ROWS))[0]
+    (batch,) = MeshDriverDataLoader(ROWS, ROWS, Recorded(), executable.get_input_placement_specs()[1])
+    assert batch["x"].sharding.is_equivalent_to(executable.in_shardings[1]["x"], 2)
+    executable(params, batch)
+
+
 def test_training_from_a_loader_is_training_from_numpy():
     batches = [jax.tree.map(lambda leaf: leaf / 50, examples(16 * k, 16 * k + ROWS)) for k in range(3)]
 
