@@ -103,7 +103,7 @@ class _Stream:
 
 def _pickled(batches: Batches) -> bytes:
     try:
-        return cloudpickle.dumps(batches)
+        return cloudpickle.dumps(batches)  # pyright: ignore[reportPrivateImportUsage]
     except (TypeError, pickle.PicklingError) as error:
         raise TypeError(
             f"input_iter_func can't be sent to the workers: {error}; open what it reads inside of it, instead of closing over it"
