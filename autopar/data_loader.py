@@ -26,7 +26,7 @@ class DataLoader:
         """Nothing is made yet.
 
         Args:
-            input_iter: batches, in any iterable. An iterator can be gone through only once; give a function, which is called with
+            input_iter: batches, in any iterable; they are not to be changed afterwards. An iterator can be gone through only once; give a function, which is called with
                 the number of the first batch that is wanted, to begin anywhere without making what comes before.
             placement_specs: a pytree like a batch: `executable.get_input_placement_specs()[1]`, if batches are argument 1.
             prefetch_size: how many batches to put there ahead.
@@ -116,7 +116,7 @@ class MeshDriverDataLoader:
             input_iter_func: `(start, end, batch_size)` to an iterable of batches of `batch_size` of the examples from `start` to
                 before `end`, in order: pytrees like `placement_specs`, or flat tuples of their arrays. A worker that takes whole
                 batches calls it once, for all that follow, and any other for the rows that it takes of each batch: with their
-                number for `batch_size`, of which it takes one. It is sent to the workers with everything that it closes over, and
+                number for `batch_size`, of which it takes one. It must not change them afterwards. It is sent to the workers with everything that it closes over, and
                 called in a thread of theirs.
             placement_specs: a pytree like a batch: `executable.get_input_placement_specs()[1]`, if batches are argument 1.
             prefetch_size: how many batches to read and put there ahead.
