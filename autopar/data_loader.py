@@ -26,8 +26,9 @@ class DataLoader:
         """Nothing is made yet.
 
         Args:
-            input_iter: batches, in any iterable; they are not to be changed afterwards. An iterator can be gone through only once; give a function, which is called with
-                the number of the first batch that is wanted, to begin anywhere without making what comes before.
+            input_iter: batches, in any iterable; they are not to be changed afterwards. An iterator can be gone through only once; give
+                a function, which is called with the number of the first batch that is wanted, to begin anywhere without making what
+                comes before.
             placement_specs: a pytree like a batch: `executable.get_input_placement_specs()[1]`, if batches are argument 1.
             prefetch_size: how many batches to put there ahead.
 
