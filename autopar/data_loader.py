@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from autopar.hosts import session
+from autopar.hosts.keys import is_key
 from autopar.inspect.placement import PlacementSpec
 from autopar.runtime.reading import Batches, Form, Reader, Reads
 
@@ -117,8 +118,8 @@ class MeshDriverDataLoader:
             input_iter_func: `(start, end, batch_size)` to an iterable of batches of `batch_size` of the examples from `start` to
                 before `end`, in order: pytrees like `placement_specs`, or flat tuples of their arrays. A worker that takes whole
                 batches calls it once, for all that follow, and any other for the rows that it takes of each batch: with their
-                number for `batch_size`, of which it takes one. It must not change them afterwards. It is sent to the workers with everything that it closes over, and
-                called in a thread of theirs.
+                number for `batch_size`, of which it takes one. Batches are not to be changed afterwards. The function is sent to the
+                workers with everything that it closes over, and called in a thread of theirs.
             placement_specs: a pytree like a batch: `executable.get_input_placement_specs()[1]`, if batches are argument 1.
             prefetch_size: how many batches to read and put there ahead.
             repeat: whether the first batch follows the last.
@@ -133,6 +134,10 @@ class MeshDriverDataLoader:
         self._specs, self._tree = _specs(placement_specs), jax.tree.structure(placement_specs)
         form = _form(placement_specs)
         for aval, path in zip(form.avals, form.paths, strict=True):
+            if is_key(aval.dtype):
+                raise ValueError(
+                    f"the step takes random keys at {path}, which DataLoader can bring, but not this loader"
+                )
             if aval.shape[:1] != (batch_size,):
                 raise ValueError(
                     f"the step takes an array of shape {aval.shape} at {path}, expected batch_size={batch_size} rows"

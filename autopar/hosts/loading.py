@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import ray
 from ray import cloudpickle
 
@@ -116,5 +115,5 @@ def _arrays(hosts: RayHosts, specs: Sequence[PlacementSpec]) -> list[Array]:
     for i, spec in enumerate(specs):
         place = Place.of(spec)
         hosts.check_place(place)
-        found.append(Array(f"batch{i}", tuple(spec.aval.shape), np.dtype(spec.aval.dtype), place))
+        found.append(Array.of(f"batch{i}", spec.aval, place.mesh, place.spec))
     return found

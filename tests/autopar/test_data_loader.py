@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -269,6 +270,10 @@ def test_arguments_are_checked():
         ValueError, match=r"the step takes an array of shape \(16, 16\) at \['x'\], expected batch_size=8"
     ):
         MeshDriverDataLoader(8, 80, Recorded(), placements())
+    key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
+    keys = jax.tree.map(lambda spec: replace(spec, aval=key), placements())
+    with pytest.raises(ValueError, match=r"the step takes random keys at \['x'\], which DataLoader can bring"):
+        MeshDriverDataLoader(8, 80, Recorded(), keys)
     with pytest.raises(TypeError, match="expected PlacementSpecs"):
         DataLoader([], {"x": np.zeros(3)})
     with pytest.raises(TypeError, match="input_iter is 3"):
