@@ -12,6 +12,7 @@ silence_idle_plugin()
 from autopar import inspect, manual, model_schedules, schedule, testing, util  # noqa: E402 (nothing may start JAX's backends before)
 from autopar.api import ParallelizedFunction, compile_step, init, parallelize, plan_step, predict, shutdown  # noqa: E402
 from autopar.checkpoint import CheckpointError, Saving, latest_step, restore_checkpoint, save_checkpoint  # noqa: E402
+from autopar.data_loader import DataLoader, MeshDriverDataLoader  # noqa: E402
 from autopar.gradients import grad, value_and_grad  # noqa: E402
 from autopar.hosts.arrays import DistributedArray, prefetch  # noqa: E402
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError  # noqa: E402
@@ -50,6 +51,7 @@ from autopar.pipeline.stage_options import (  # noqa: E402
 from autopar.plan import Plan, PlanError  # noqa: E402
 from autopar.runtime.executable import Executable  # noqa: E402
 from autopar.runtime.pipeline import PipelineExecutable  # noqa: E402
+from autopar.runtime.reading import DataLoaderError  # noqa: E402
 from autopar.schedule import Verify, build, create_schedule  # noqa: E402
 from autopar.sharding.options import ShardingOptions  # noqa: E402
 from autopar.sharding.pins import ShardingError  # noqa: E402
@@ -65,6 +67,8 @@ __all__ = [
     "AutoStageOption",
     "CheckpointError",
     "CreateStateParallel",
+    "DataLoader",
+    "DataLoaderError",
     "DataParallel",
     "DistributedArray",
     "Executable",
@@ -79,6 +83,7 @@ __all__ = [
     "ManualShardParallel",
     "ManualStageOption",
     "MemoryBudgetError",
+    "MeshDriverDataLoader",
     "MicrobatchError",
     "MissingRuleError",
     "ParallelizedFunction",

@@ -29,6 +29,7 @@ from autopar.hosts.timelines import Note, aligned
 from autopar.hosts.worker import Group, InstructionError, Worker
 from autopar.pipeline.resharding import tiles
 from autopar.progress import tell
+from autopar.runtime.reading import DataLoaderError
 from simulator.cluster import Cluster
 from simulator.mixed import AnyCluster, MixedCluster
 
@@ -127,7 +128,7 @@ class RayHosts:
     def _start_workers(self) -> None:
         """New worker processes; what JAX is told in them is told with the first job."""
         self._groups = None
-        actor: Any = ray.remote(concurrency_groups={"control": 1, "writing": 1})(Worker)  # pyright: ignore[reportCallIssue]
+        actor: Any = ray.remote(concurrency_groups={"control": 1, "reading": 1, "writing": 1})(Worker)  # pyright: ignore[reportCallIssue]
         assert self._group is not None
         for host, devices in enumerate(self.numbers):
             environment = {"JAX_PLATFORMS": self.platform}
@@ -211,7 +212,7 @@ class RayHosts:
         number = next(self._jobs)
         parts = [job.of(devices) for devices in self.numbers]
         inputs = tuple(frozenset(each.number for each in part.inputs) for part in parts)
-        self._loaded[number] = _Loaded(inputs, len(job.deliveries) * len(self.numbers))
+        self._loaded[number] = _Loaded(inputs, job.num_deliveries * len(self.numbers))
         self._ask("load", [(number, part) for part in parts])
         return number
 
@@ -381,6 +382,41 @@ class RayHosts:
         self._ask("free", [(freed,)] * len(self._actors))
         return self._ask("num_arrays")
 
+    # -- reading batches
+
+    def check_place(self, place: Place) -> None:
+        """Raise ValueError unless the workers can have arrays there by what they have been told so far."""
+        devices = place.mesh.devices
+        self._check_devices([devices])
+        hosts = tuple(self._hosts_of(devices))
+        if self._groups is None or (len(hosts) > 1 and hosts not in self._groups):
+            raise ValueError(
+                f"a placement is on devices {list(devices)} of hosts {list(hosts)}, but no step that has them as a mesh has been compiled"
+                " since these workers started; compile it first, with get_executable for instance"
+            )
+
+    def new_keys(self, count: int) -> list[int]:
+        """Keys of arrays that workers are going to make."""
+        return [self._new_key() for _ in range(count)]
+
+    def is_live(self, key: int) -> bool:
+        """Whether the workers that know something by this key still run, and nobody has said to forget it."""
+        return key in self._live
+
+    def ask_reader(self, host: int, method: str, *args: Any) -> Any:
+        """Ask the thread of a worker that reads; it does one thing after the other, beside the steps."""
+        if not self._actors:
+            raise HostsError("the workers have ended; call autopar.init(cluster='ray') to start others")
+        return self._actors[host].do.options(concurrency_group="reading").remote(None, method, *args)
+
+    def answer(self, ref: Any, host: int) -> Any:
+        """What a worker that was asked has said.
+
+        Raises:
+            DataLoaderError: it could not read.
+        """
+        return self._get(ref, host)
+
     def _hosts_of(self, devices: Iterable[int]) -> list[int]:
         return sorted({self.owner[device] for device in devices})
 
@@ -450,9 +486,12 @@ class RayHosts:
 
     def _fail(self, host: int, error: RayError) -> None:
         """End all workers, since others wait for what will not come, and say why."""
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, DataLoaderError):  # before any step waits for the batch
+            cause.host, cause.address = host, self.addresses[host]
+            raise cause from None
         lost = self._lost()
         self._kill()
-        cause = getattr(error, "cause", None)
         if isinstance(cause, InstructionError) and lost is None:
             raise StepFailedError(cause.worker, cause.mesh, cause.instruction, cause.cause) from None
         if isinstance(cause, HostsError) and lost is None:

@@ -4,7 +4,7 @@ A job names values as the program does. Devices are numbered host by host, as pl
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -146,7 +146,7 @@ class Input:
 
     Attributes:
         number: of the input.
-        home: the whole input, where the step wants it.
+        home: the whole input, where the step wants it; the mesh may be another one, and gets it by one of the job's `spreads`.
         parts: what it becomes: itself, or microbatches, of which k has the examples k, k + count ...
     """
 
@@ -174,6 +174,8 @@ class Job:
         programs: serialised `jax.export.Exported`, by key.
         order: the instructions with their meshes, in the order of `walk`.
         meshes: the devices of each mesh.
+        spreads: deliveries before the first instruction, by input and mesh: of inputs that other meshes read, too, than that which is
+            their home.
         zeros: for each mesh the sums that microbatches are added to.
     """
 
@@ -185,6 +187,12 @@ class Job:
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     zeros: tuple[tuple[Array, ...], ...]
+    spreads: Mapping[tuple[int, int], Delivery] = field(default_factory=dict)
+
+    @property
+    def num_deliveries(self) -> int:
+        """How many values a step sends from mesh to mesh."""
+        return len(self.deliveries) + len(self.spreads)
 
     def of(self, devices: Sequence[int]) -> "Job":
         """The part that concerns a worker with these devices."""
@@ -192,16 +200,17 @@ class Job:
         order = tuple((mesh, instruction) for mesh, instruction in self.order if mesh in mine)
         runs = {instruction for _, instruction in order if isinstance(instruction, Run)}
         calls = {run: call for run, call in self.calls.items() if run in runs}
+
+        def concerns(delivery: Delivery) -> bool:
+            return not set(devices).isdisjoint((*delivery.source.devices, *delivery.to.devices))
+
         return replace(
             self,
             programs={key: self.programs[key] for key in dict.fromkeys(call.program for call in calls.values())},
             order=order,
             calls=calls,
-            deliveries={
-                at: each
-                for at, each in self.deliveries.items()
-                if not set(devices).isdisjoint((*each.source.devices, *each.to.devices))
-            },
+            deliveries={at: each for at, each in self.deliveries.items() if concerns(each)},
+            spreads={at: each for at, each in self.spreads.items() if concerns(each)},
             inputs=tuple(each for each in self.inputs if each.mesh in mine),
             outputs=tuple(each for each in self.outputs if each.mesh in mine),
             zeros=tuple(each if mesh in mine else () for mesh, each in enumerate(self.zeros)),

@@ -180,13 +180,16 @@ class _Pipeline:
         }
         homes = tuple(self._home(i) for i in range(len(self._step.jaxpr.invars)))
         outputs = [self._output(o, atom) for o, atom in enumerate(self._step.jaxpr.outvars)]
+        inputs = tuple(each for i, home in enumerate(homes) for each in self._inputs(i, home))
+        deliveries = self._deliveries()
         job = Job(
             programs=self._exports.programs,
             meshes=program.meshes,
             order=order,
             calls=calls,
-            deliveries=self._deliveries(),
-            inputs=tuple(each for i, home in enumerate(homes) for each in self._inputs(i, home)),
+            deliveries=deliveries,
+            spreads=_spreads(inputs, len(deliveries)),
+            inputs=inputs,
             outputs=tuple(each for each in outputs if isinstance(each, Output)),
             zeros=self._zeros(),
         )
@@ -269,3 +272,14 @@ class _Pipeline:
             i = step.jaxpr.invars.index(atom)
             stage, made = cut.input_stages[i][0], self._home(i)
         return Output(o, self._mesh_of(stage), (made,), made)
+
+
+def _spreads(inputs: Sequence[Input], number: int) -> dict[tuple[int, int], Delivery]:
+    """What brings inputs from their homes to the other meshes that read them, as these want them; numbered from `number` on."""
+    found = {}
+    for each in inputs:
+        home, place = each.home.place, each.parts[0].place
+        if place.mesh.devices != home.mesh.devices:
+            plan = reshard(each.home.shape, (home.mesh.logical, home.spec), (place.mesh.logical, place.spec))
+            found[each.number, each.mesh] = Delivery(number + len(found), plan, each.home.dtype, home.mesh, place.mesh)
+    return found

@@ -20,11 +20,13 @@ from autopar.hosts.environment import check_port, devices_of, free_port, version
 from autopar.hosts.errors import HostsError
 from autopar.hosts.job import Array, Call, Input, Job, Output, Place
 from autopar.hosts.mailbox import Mailbox
+from autopar.hosts.reading import open_reader
 from autopar.hosts.timelines import Execute, Note, Stopwatch
 from autopar.inspect.hlo import Status, partitioned
 from autopar.pipeline.resharding import Tile
 from autopar.runtime import dispatch
 from autopar.runtime.arguments import Values, joined_parts, micro_batches
+from autopar.runtime.reading import Reader
 from autopar.target import memory_of
 from autopar.util import zeros
 from simulator.memory import MemoryUse
@@ -82,6 +84,7 @@ class Worker:
         self._copies: dict[Path, dict[str, np.ndarray]] = {}
         self._now: tuple[int, str, float] | None = None
         self._records, self._notes = False, list[Note]()
+        self._readers: dict[int, Reader] = {}
 
     def do(self, after: None, method: str, *args: Any) -> Any:
         """Call a method, `after` another call has ended."""
@@ -163,6 +166,22 @@ class Worker:
         places = [Wanted(saved, place.sharding(self._devices)) for _, saved, place in wanted]
         self._arrays.update(zip((key for key, _, _ in wanted), restore(folder, places), strict=True))
 
+    # -- reading batches, in a thread beside the one that runs steps
+
+    def open_reader(self, number: int, batches: bytes, places: Mapping[int, Place]) -> None:
+        """Get ready to read what this worker takes of batches: arrays in these places. `batches` is a pickled `Batches`."""
+        self._readers[number] = open_reader(batches, places, self._devices)
+
+    def read(self, number: int, step: int, keys: Mapping[int, int]) -> None:
+        """Read batch `step` and keep its arrays under `keys`."""
+        for i, array in self._readers[number].read(step).items():
+            self._arrays[keys[i]] = array
+
+    def close_reader(self, number: int, keys: Sequence[int]) -> None:
+        """Read no more, and forget arrays that nobody has asked for."""
+        self._readers.pop(number, None)
+        self.free(keys)
+
     # -- jobs
 
     def load(self, number: int, job: Job) -> float:
@@ -185,7 +204,7 @@ class Worker:
 
         Args:
             letter: the first of the numbers that its deliveries have.
-            kept: inputs that are in place already, with their keys.
+            kept: inputs that are in place already, on this worker or on others, with their keys.
             results: for each output the key that it gets.
             freed: keys of arrays that nobody needs any more.
             given: inputs that are not, which `arrays` are.
@@ -196,15 +215,15 @@ class Worker:
         self.free(freed)
         loaded = self._jobs[number]
         try:
-            values = loaded.start(
-                {i: self._arrays[key] for i, key in kept.items()}, dict(zip(given, arrays, strict=True))
-            )
+            here = {i: self._arrays[key] for i, key in kept.items() if key in self._arrays}
+            values = loaded.start(here, dict(zip(given, arrays, strict=True)), letter)
             execute = self._stopwatch(loaded.execute) if self._records else loaded.execute
             for mesh, instruction in loaded.job.order:
                 self._now = mesh, str(instruction), time.time()
                 execute(mesh, instruction, values, letter)
-            for key in [key for key in kept.values() if self._arrays[key].is_deleted()]:
-                del self._arrays[key]  # donated
+            for i, array in here.items():
+                if array.is_deleted():  # donated
+                    del self._arrays[kept[i]]
             for output in loaded.job.outputs:
                 if output.number in results:
                     self._arrays[results[output.number]] = loaded.take(output, values)
@@ -276,28 +295,41 @@ class _Loaded:
             results = tuple(each.name for each in call.results)
             self.calls[run] = dispatch.Call(compiled[key], operands, results, self._waits(call))
         carriers: dict[int, Carrier] = {}
-        for each in job.deliveries.values():
+        for each in (*job.deliveries.values(), *job.spreads.values()):
             if each.number not in carriers:
                 carriers[each.number] = Carrier(each, worker.number, worker._owner, self._devices, worker._mailbox)
         self._carriers = {at: carriers[each.number] for at, each in job.deliveries.items()}
         self._letters = {at: each.number * len(worker._numbers) for at, each in job.deliveries.items()}
+        self._spreads = {
+            at: (carriers[each.number], each.number * len(worker._numbers)) for at, each in job.spreads.items()
+        }
         self._zeros = [self._make_zeros(each) for each in job.zeros]
         self._joins = {each: self._join(each) for each in job.outputs if len(each.parts) > 1}
         self._splits = {each: self._split(each) for each in job.inputs if len(each.parts) > 1}
 
-    def start(self, kept: Mapping[int, jax.Array], given: Mapping[int, np.ndarray]) -> list[Values]:
+    def start(self, kept: Mapping[int, jax.Array], given: Mapping[int, np.ndarray], letter: int) -> list[Values]:
         """The values of each mesh before the first instruction, of inputs that are in place and of ones that are not."""
         values: list[Values] = [make() for make in self._zeros]
+        for (number, _), (carrier, offset) in self._spreads.items():
+            if number in kept:
+                carrier.send(kept[number], letter + offset)
         for each in self.job.inputs:
             count = len(each.parts)
             if each.number in given:
                 rows = (given[each.number][k::count] if count > 1 else given[each.number] for k in range(count))
                 parts = [self._place(row, part.place) for row, part in zip(rows, each.parts, strict=True)]
             else:
-                whole = kept[each.number]
+                whole = self._whole(each, kept, letter)
                 parts = self._splits[each](whole) if count > 1 else [whole]
             values[each.mesh].update((part.name, made) for part, made in zip(each.parts, parts, strict=True))
         return values
+
+    def _whole(self, given: Input, kept: Mapping[int, jax.Array], letter: int) -> jax.Array:
+        """An input that is in place, here or at another mesh."""
+        if (given.number, given.mesh) not in self._spreads:
+            return kept[given.number]
+        carrier, offset = self._spreads[given.number, given.mesh]
+        return jax.block_until_ready(carrier.receive(letter + offset))
 
     def execute(self, mesh: int, instruction: Instruction, values: list[Values], letter: int) -> None:
         """One instruction."""
