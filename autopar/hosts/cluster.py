@@ -143,8 +143,16 @@ class RayHosts:
             }
             self._last.append(None)
             self._actors.append(actor.options(**options).remote(host, self.numbers, self.addresses[host]))
-        for host, each in enumerate(self._ask("environment")):
-            check_versions(host, self.addresses[host], versions(), each["versions"])
+        here = versions()
+        try:
+            found = self._ask("environment")
+        except HostLostError as lost:
+            raise HostsError(
+                f"host {lost.host} ({self.addresses[lost.host]}) can't run a worker: {lost.cause}; install there what the driver has, with"
+                f" pip install autopar[ray]=={here['autopar']}"
+            ) from None
+        for host, each in enumerate(found):
+            check_versions(host, self.addresses[host], here, each["versions"])
         tell(f"{len(self.numbers)} hosts with {self.num_devices} {self.platform} devices")
 
     def _join(self, groups: frozenset[tuple[int, ...]]) -> None:
@@ -498,7 +506,7 @@ class RayHosts:
             raise cause from None
         if isinstance(error, RayActorError) or lost is not None:
             host = host if lost is None else lost
-            raise HostLostError(host, self.addresses[host], str(error).splitlines()[0]) from None
+            raise HostLostError(host, self.addresses[host], _reason(error)) from None
         raise error
 
     def _doing(self) -> list[Any]:
@@ -530,6 +538,12 @@ class RayHosts:
             f"host {host} ({self.addresses[host]}) has not answered within {self.timeout:.0f} s: {'; '.join(doing) or 'nothing runs'}."
             " Give autopar.init a larger timeout if this is how long it takes"
         )
+
+
+def _reason(error: RayError) -> str:
+    """The line that says why a worker is gone: the first, or the last of the traceback of one that could not start."""
+    lines = str(error).splitlines()
+    return lines[-1] if "creation task" in lines[0] else lines[0]
 
 
 def alive_nodes() -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ class HostLostError(HostsError):
 
     Attributes:
         host: its number.
+        cause: what Ray says of it.
     """
 
     def __init__(self, host: int, address: str, cause: str) -> None:
@@ -21,7 +22,7 @@ class HostLostError(HostsError):
             f"host {host} ({address}) is lost: {cause}. What it held is gone; restore a checkpoint, on the hosts that remain or with"
             " the host back"
         )
-        self.host = host
+        self.host, self.cause = host, cause
 
 
 class HostTimeoutError(HostsError):

@@ -1,5 +1,7 @@
 """What is looked at before hosts are used: versions, devices, ports."""
 
+import importlib
+import shutil
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -117,3 +119,15 @@ def test_hosts_with_other_versions_are_not_used(monkeypatch):
     ):
         autopar.init(cluster="ray", num_nodes=1, num_devices_per_node=1)
     assert session.hosts() is None
+
+
+@pytest.mark.usefixtures("raylets")
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_a_host_that_lacks_a_package_is_told(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "lacking.py").write_text("from autopar.hosts import worker\nclass Worker(worker.Worker): pass\n")
+    monkeypatch.setattr(cluster, "Worker", importlib.import_module("lacking").Worker)
+    shutil.rmtree(tmp_path)
+    said = r"host 0 \(.*\) can't run a worker: ModuleNotFoundError: No module named 'lacking'; install there what the driver has"
+    with pytest.raises(HostsError, match=said):
+        autopar.init(cluster="ray", num_nodes=1, num_devices_per_node=1)
