@@ -346,11 +346,16 @@ class RayHosts:
         self._writes = [ref for _, ref in writes]
 
         def write() -> None:
-            for host, ref in writes:
+            failures: list[Exception] = []
+            for host, ref in writes:  # all of them: afterwards nobody writes any more
                 try:
                     ray.get(ref)
                 except RayActorError as error:
-                    raise HostLostError(host, self.addresses[host], str(error).splitlines()[0]) from None
+                    failures.append(HostLostError(host, self.addresses[host], str(error).splitlines()[0]))
+                except RayError as error:
+                    failures.append(error)
+            if failures:
+                raise failures[0] from None
 
         return pieces, write
 
