@@ -281,6 +281,9 @@ class _Loaded:
                 carriers[each.number] = Carrier(each, worker.number, worker._owner, self._devices, worker._mailbox)
         self._carriers = {at: carriers[each.number] for at, each in job.deliveries.items()}
         self._letters = {at: each.number * len(worker._numbers) for at, each in job.deliveries.items()}
+        # Who receives fetches when it can; until then memory must not be used up by a task or by the next step.
+        self._used_up = {call.operands[at].name for call in job.calls.values() for at in call.donated}
+        self._used_up |= {part.name for output in job.outputs for part in output.parts}
         self._zeros = [self._make_zeros(each) for each in job.zeros]
         self._joins = {each: self._join(each) for each in job.outputs if len(each.parts) > 1}
         self._splits = {each: self._split(each) for each in job.inputs if len(each.parts) > 1}
@@ -306,7 +309,7 @@ class _Loaded:
                 self.calls[instruction].run(values[mesh])
             case Send(name, to):
                 at = name, to
-                self._carriers[at].send(values[mesh][name], letter + self._letters[at])
+                self._carriers[at].send(values[mesh][name], letter + self._letters[at], name in self._used_up)
             case Recv(name):
                 at = name, mesh
                 values[mesh][name] = jax.block_until_ready(self._carriers[at].receive(letter + self._letters[at]))
