@@ -68,7 +68,7 @@ def fit_processes(base: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
         raise ValueError(f"{len(steps)} steps; expected {len(Processes.model_fields)} at least, one for each number")
 
     def cluster(values: NDArray) -> Cluster:
-        step, task, more = np.exp(values).tolist()
+        step, task, more = (each if each > 10 * _LEAST else 0.0 for each in np.exp(values).tolist())
         return base.model_copy(update={"processes": Processes(step_us=step, task_us=task, at_once=1 + more)})
 
     def error(values: NDArray) -> float:
