@@ -126,7 +126,7 @@ class _Loop:
         if batch is None:
             leaves = restore_checkpoint(self._directory, step).values()
             return jax.tree.unflatten(jax.tree.structure(self._avals), leaves)
-        executable = self._step.get_executable(self._avals, batch)
+        executable: Any = self._step.get_executable(self._avals, batch)
         return restore_checkpoint(self._directory, step, executable.get_input_placement_specs()[0])
 
     def _state_of(self, results: Any) -> Any:

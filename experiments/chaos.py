@@ -157,7 +157,9 @@ class _Killer:
 
     def _kill(self, step: int) -> None:
         if self._victim is Victim.HOST and not self.done:
-            self._cluster.remove_node(self._random.choice(self._cluster.worker_nodes), allow_graceful=False)
+            self._cluster.remove_node(
+                self._random.choice(sorted(self._cluster.worker_nodes, key=id)), allow_graceful=False
+            )
             self.done.append(f"a host after step {step}")
             return
         _wait(lambda: bool(_workers()), "workers to kill", is_wanted=True)

@@ -98,6 +98,20 @@ class Link(Description):
         return self.group_bandwidth_gb_per_s.get(group_size, self.bandwidth_gb_per_s) * 1e9
 
 
+class Processes(Description):
+    """Hosts that are processes of one machine and share its cores (`simulator.hosts`).
+
+    Attributes:
+        step_us: what a step costs a host beside its instructions: being told of it, and telling that it is done.
+        task_us: what a task costs a host beside what it takes by itself.
+        at_once: how many instructions the machine carries out at full speed at the same time; 1 where each keeps all cores busy.
+    """
+
+    step_us: NonNegativeFloat = 0.0
+    task_us: NonNegativeFloat = 0.0
+    at_once: float = Field(default=1.0, ge=1)
+
+
 class Cluster(Description):
     """Hosts with the same number of the same devices, and the network between them.
 
@@ -111,6 +125,7 @@ class Cluster(Description):
         collectives: collectives within a host as measured; in a file, the curves, the name of a profile in
             `simulator/profiles/collectives`, or the path of another. What `intra_host` implies if there are none.
         inter_host: the link between two network cards of different hosts; None for a single host.
+        processes: what hosts cost that are processes of one machine; None: each has a machine of its own.
     """
 
     name: str
@@ -124,6 +139,7 @@ class Cluster(Description):
     intra_host: Link
     collectives: CollectiveProfile | None = None
     inter_host: Link | None = None
+    processes: Processes | None = None
 
     @model_validator(mode="after")
     def _hosts_are_linked(self) -> Self:

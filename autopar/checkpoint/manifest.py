@@ -77,7 +77,7 @@ class Manifest(BaseModel):
             ) from None
 
 
-def saved_steps(directory: str | Path) -> list[int]:
+def saved_steps(directory: str | os.PathLike[str]) -> list[int]:
     """The steps that a directory has checkpoints of, in order."""
     directory = Path(directory)
     if not directory.is_dir():
@@ -85,7 +85,7 @@ def saved_steps(directory: str | Path) -> list[int]:
     return sorted(int(each.name) for each in directory.iterdir() if each.name.isdecimal())
 
 
-def latest_step(directory: str | Path) -> int | None:
+def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """The last step that a directory has a checkpoint of; None if it has none."""
     return max(saved_steps(directory), default=None)
 

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from autopar.devices import Device
@@ -74,12 +75,17 @@ class Carrier:
                 landed = jax.ShapeDtypeStruct(plan.shape, delivery.dtype, sharding=self._landing)
                 self._complete = jax.jit(lambda landed: landed, out_shardings=wanted).lower(landed).compile()
 
-    def send(self, value: jax.Array, letter: int) -> None:
-        """Cut what is here of the value and let every receiver have its pieces. Letters are numbered up from `letter`."""
+    def send(self, value: jax.Array, letter: int, is_used_up: bool = False) -> None:
+        """Cut what is here of the value and let every receiver have its pieces. Letters are numbered up from `letter`.
+
+        Args:
+            is_used_up: whether the memory of the value may be used for something else before its pieces are fetched.
+        """
         shards = {shard.device: shard.data for shard in value.addressable_shards}
         pieces: dict[int, jax.Array] = {}
         for device, numbers, cut in self._cuts:
-            pieces.update(zip(numbers, cut(shards[device]), strict=True))
+            shard = jnp.copy(shards[device]) if is_used_up else shards[device]
+            pieces.update(zip(numbers, cut(shard), strict=True))
         for (sender, receiver), numbers in self._letters.items():
             if sender != self._worker:
                 continue

@@ -66,6 +66,7 @@ class RayHosts:
         platform: "cpu" or "cuda".
         kind: what Ray calls the accelerators.
         timeout: seconds that a worker may take for what it is asked.
+        load_seconds: for each host, what compiling its part of the last job took.
     """
 
     def __init__(self, num_nodes: int | None, num_devices_per_node: int | None, timeout: float) -> None:
@@ -75,6 +76,7 @@ class RayHosts:
             HostsError: there are fewer hosts or devices than asked for, or the hosts have different versions of JAX.
         """
         self.timeout = timeout
+        self.load_seconds: tuple[float, ...] = ()
         nodes = alive_nodes()
         gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes]
         self.platform = "cuda" if any(gpus) else "cpu"
@@ -221,7 +223,7 @@ class RayHosts:
         parts = [job.of(devices) for devices in self.numbers]
         inputs = tuple(frozenset(each.number for each in part.inputs) for part in parts)
         self._loaded[number] = _Loaded(inputs, job.num_deliveries * len(self.numbers))
-        self._ask("load", [(number, part) for part in parts])
+        self.load_seconds = tuple(self._ask("load", [(number, part) for part in parts]))
         return number
 
     def _check_devices(self, meshes: Iterable[Iterable[int]]) -> None:

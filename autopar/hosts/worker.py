@@ -303,6 +303,9 @@ class _Loaded:
         self._spreads = {
             at: (carriers[each.number], each.number * len(worker._numbers)) for at, each in job.spreads.items()
         }
+        # Who receives fetches when it can; until then memory must not be used up by a task or by the next step.
+        self._used_up = {call.operands[at].name for call in job.calls.values() for at in call.donated}
+        self._used_up |= {part.name for output in job.outputs for part in output.parts}
         self._zeros = [self._make_zeros(each) for each in job.zeros]
         self._joins = {each: self._join(each) for each in job.outputs if len(each.parts) > 1}
         self._splits = {each: self._split(each) for each in job.inputs if len(each.parts) > 1}
@@ -312,7 +315,7 @@ class _Loaded:
         values: list[Values] = [make() for make in self._zeros]
         for (number, _), (carrier, offset) in self._spreads.items():
             if number in kept:
-                carrier.send(kept[number], letter + offset)
+                carrier.send(kept[number], letter + offset, is_used_up=True)
         for each in self.job.inputs:
             count = len(each.parts)
             if each.number in given:
@@ -338,7 +341,7 @@ class _Loaded:
                 self.calls[instruction].run(values[mesh])
             case Send(name, to):
                 at = name, to
-                self._carriers[at].send(values[mesh][name], letter + self._letters[at])
+                self._carriers[at].send(values[mesh][name], letter + self._letters[at], name in self._used_up)
             case Recv(name):
                 at = name, mesh
                 values[mesh][name] = jax.block_until_ready(self._carriers[at].receive(letter + self._letters[at]))

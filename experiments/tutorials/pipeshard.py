@@ -26,13 +26,16 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--dim", type=int, default=2048)
 parser.add_argument("--batch-size", type=int, default=2048)
 parser.add_argument("--cluster", choices=["local", "ray"], default="local")
+parser.add_argument("--num-nodes", type=int)
+parser.add_argument("--num-devices-per-node", type=int)
 flags = parser.parse_args()
+nodes = {"num_nodes": flags.num_nodes, "num_devices_per_node": flags.num_devices_per_node}
 
 if flags.cluster == "ray":
     import ray
 
     ray.init()
-alpa.init(cluster=flags.cluster)
+alpa.init(cluster=flags.cluster, **nodes)
 
 # --- Train an MLP on a single device -------------------------------------------------------------------------------------
 
@@ -141,7 +144,7 @@ alpa.shutdown()
 
 # --- Pipeline parallelism with automatic assignment ----------------------------------------------------------------------
 
-alpa.init(cluster=flags.cluster)
+alpa.init(cluster=flags.cluster, **nodes)
 
 
 # The same model and state as on a single device; only the two decorators are new. Layers are found by clustering operators,

@@ -7,7 +7,7 @@ At its own size it wants 8 GPUs. On a machine without any, on 8 virtual CPU devi
 
 Only the spelling differs from Alpa's text, where JAX's has changed since: arrays are replicated and split over devices by
 `jax.device_put`, memory is told by `memory_analysis()`, and since `jax.jit` now runs where its arguments are, the serial step
-is given arguments on one device.
+is given arguments on one device. With --cluster ray what alpa parallelizes runs on the hosts of a Ray cluster.
 """
 
 import argparse
@@ -28,7 +28,16 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--dim", type=int, default=2048)
 parser.add_argument("--batch-size", type=int, default=2048)
 parser.add_argument("--num-layers", type=int, default=10)
+parser.add_argument("--cluster", choices=["local", "ray"], default="local")
+parser.add_argument("--num-nodes", type=int)
+parser.add_argument("--num-devices-per-node", type=int)
 flags = parser.parse_args()
+
+if flags.cluster == "ray":
+    import ray
+
+    ray.init()
+    alpa.init(cluster="ray", num_nodes=flags.num_nodes, num_devices_per_node=flags.num_devices_per_node)
 
 # --- Train an MLP on a single device -------------------------------------------------------------------------------------
 
@@ -114,7 +123,7 @@ kernel_np = np.array(actual_state.params["params"]["Dense_0"]["kernel"])
 # --- Execution speed comparison ------------------------------------------------------------------------------------------
 
 # We need this assignment because the original `state` is "donated" and freed.
-state = jax.device_put(actual_state, jax.devices()[0])
+state = jax.device_put(jax.tree.map(np.array, actual_state), jax.devices()[0])
 from autopar.util import benchmark_func  # noqa: E402
 
 # Benchmark serial execution with jax.jit

@@ -1,6 +1,6 @@
 """Fits the description of a cluster of one host to what was measured on its devices, robust to outliers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,7 +59,7 @@ def fit_device(base: Device, measured: MeasuredDevice, name: str, source: str) -
     """
     if len(measured.transfers) < 2 or not all(measured.products.values()):
         raise ValueError("expected two transfers and a product of each dtype at least; measure more sizes")
-    launch, bandwidth, half_size = _launch_and_bandwidth(measured.transfers)
+    launch, bandwidth, half_size = launch_and_bandwidth(measured.transfers)
     rates = {dtype: max(gemm.flops / seconds for gemm, seconds in of) for dtype, of in measured.products.items()}
     known = base.kind == "gpu"
     peaks = {dtype: max(rate / 1e12, base.peak_tflop_per_s.get(dtype, 0) * known) for dtype, rate in rates.items()}
@@ -119,8 +119,8 @@ def fit_cluster(base: Cluster, device: Device, measured: MeasuredDevice, devices
     return validate(Cluster, fields, device.name)
 
 
-def _launch_and_bandwidth(transfers: tuple[tuple[float, float], ...]) -> tuple[float, float, float]:
-    """Seconds of an empty kernel, bytes per second of a long one, bytes of the ramp; least squares of the relative error."""
+def launch_and_bandwidth(transfers: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Of (bytes, seconds): seconds of nothing, bytes per second of much, bytes of the ramp; least squares of the relative error."""
     num_bytes, seconds = np.array(transfers).T
     columns = np.stack([np.ones_like(num_bytes), num_bytes, np.sqrt(num_bytes)], axis=1)
     (launch, per_byte, per_root), _ = nnls(columns / seconds[:, None], np.ones(len(seconds)))

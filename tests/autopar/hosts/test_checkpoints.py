@@ -41,12 +41,14 @@ def test_a_state_goes_on_under_another_plan_on_another_number_of_hosts(tmp_path)
     assert saving.wait() == tmp_path / "0"
     assert {each.name for each in (tmp_path / "0").iterdir()} == {"manifest.json", "host-0", "host-1"}
     del params
-    later = [(4, pipeline(4)), (4, autopar.ShardParallel((1, 8))), (1, pipeline(2)), (0, autopar.ShardParallel(8))]
+    later = [(4, autopar.ShardParallel((1, 8))), (4, pipeline(4)), (1, pipeline(2)), (0, autopar.ShardParallel(8))]
+    there = 2
     for step, (count, method) in enumerate(later):
-        if count:
-            autopar.init(cluster="ray", num_nodes=count, num_devices_per_node=8 // count, timeout=120)
-        else:
+        if count == 0:
             autopar.shutdown()
+        elif count != there:
+            autopar.init(cluster="ray", num_nodes=count, num_devices_per_node=8 // count, timeout=120)
+        there = count
         executable = autopar.parallelize(stack_step, method=method).get_executable(stack_params(), stack_batch())
         restored = autopar.restore_checkpoint(tmp_path, step, executable.get_input_placement_specs()[0])
         assert jax.tree.structure(restored) == jax.tree.structure(values)

@@ -10,12 +10,15 @@ from numpy.testing import assert_allclose
 
 import autopar
 from autopar.api import trace_for
+from autopar.hosts import carrier
 from autopar.hosts import worker as worker_module
 from autopar.hosts.job import Array, Job, groups_of
 from autopar.hosts.preparing import Prepared, prepare_pipeline, prepare_step
 from autopar.hosts.worker import InstructionError, Worker
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.planned import PlannedStep
+from experiments.models import MLP
+from experiments.scripts.measure import initial_args
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 from tests.steps import mlp_args, mlp_step, serial
 
@@ -135,6 +138,29 @@ def test_nothing_is_kept_but_what_the_step_returned():
     driver = Driver(prepared(pipeline(2), stack_step, args))
     driver.steps(args, 3)
     assert driver.worker.num_arrays() == len(driver.found.outputs)
+
+
+def test_what_is_sent_outlives_what_uses_up_its_memory(monkeypatch):
+    model = MLP(8, 4, 16)
+
+    def step(state, batch):
+        return model.train_step(state, batch, autopar.value_and_grad)
+
+    args = initial_args(model)
+    offered: list[jax.Array] = []
+    place = jax.device_put
+
+    def spy(arrays, places):
+        offered.extend(arrays if isinstance(arrays, list) else ())
+        return place(arrays, places)
+
+    monkeypatch.setattr(carrier.jax, "device_put", spy)
+    driver = Driver(prepared(pipeline(2, layer_option=autopar.AutoLayerOption(2)), step, args))
+    driver.steps(args, 2)
+    carried = [name for name, _ in driver.found.job.deliveries if name.startswith("in")]
+    assert carried  # Adam's count, which both stages need and one of them raises
+    assert offered
+    assert not any(array.is_deleted() for array in offered)
 
 
 def test_an_instruction_that_fails_says_where_it_stands():

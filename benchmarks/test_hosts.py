@@ -1,0 +1,56 @@
+"""What a step over Ray costs beside the same plan in one process, and what a value costs from host to host."""
+
+import jax
+import pytest
+
+import autopar
+from autopar.hosts import session
+from experiments.measurements.hosts import raylets, start_hosts, transfer_chain
+from tests.autopar.pipeline.steps import pipeline, stack_batch, stack_params, stack_step
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:os.fork"
+)  # raylets are started so; they execute another program at once
+
+ARGS = stack_params(width=256), stack_batch(256, 256)
+MEGABYTE = 2**20
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    pytest.importorskip("ray")
+    with raylets(2):
+        yield start_hosts((2, 4))[0]
+
+
+def function() -> autopar.ParallelizedFunction:
+    plan = autopar.plan_step(stack_step, ARGS, method=pipeline(devices=8), cluster="cpu-virtual", mesh_shape=(8,))
+    return autopar.parallelize(stack_step, method=autopar.PlanMethod(plan), donate_argnums=())
+
+
+@pytest.mark.benchmark(group="step of four stages")
+def test_a_step_in_one_process(benchmark):
+    assert session.hosts() is None
+    step = function()
+    args = step.preshard_dynamic_args(*ARGS)
+    benchmark(lambda: jax.block_until_ready(step(*args)))
+
+
+@pytest.mark.benchmark(group="step of four stages")
+def test_a_step_over_ray(benchmark, hosts):
+    step = function()
+    args = step.preshard_dynamic_args(*ARGS)
+
+    def run() -> None:
+        step(*args)
+        hosts.wait()
+
+    benchmark(run)
+
+
+@pytest.mark.benchmark(group="transfers between hosts")
+def test_a_megabyte_there_and_back_eight_times(benchmark, hosts):
+    """`gb_per_s` is the bandwidth that comes of it."""
+    chain = transfer_chain(hosts, (0, 4), MEGABYTE, 8)
+    benchmark(chain)
+    benchmark.extra_info["gb_per_s"] = 16 * MEGABYTE / benchmark.stats.stats.median / 1e9

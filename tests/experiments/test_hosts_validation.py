@@ -1,0 +1,37 @@
+"""What hosts cost is fitted to some models and predicts others; what is fitted is a cluster file."""
+
+import pytest
+
+from experiments.measurements.hosts import Seconds, middle
+from experiments.validation.hosts import CASES, SHAPES, Compiled, Measured, calibrated, rows_of, write_calibrated
+from simulator.cluster import Cluster
+
+
+def test_nothing_is_fitted_to_what_is_predicted():
+    models = {role: {type(case.model) for case in CASES if case.role == role} for role in ("fitted", "held out")}
+    assert models["fitted"].isdisjoint(models["held out"])
+    assert any(case.stages == 4 for case in CASES if case.role == "held out")
+    assert (2, 4) in SHAPES
+
+
+def test_medians_are_taken_number_by_number():
+    assert middle([Seconds(1, 5, 9), Seconds(2, 4, 8), Seconds(3, 6, 7)]) == Seconds(2, 5, 8)
+
+
+def test_what_is_fitted_is_a_cluster_file_that_predicts(tmp_path):
+    case = next(case for case in CASES if case.role == "fitted")
+    compiled = Compiled(case)
+    tasks = {run.task: 1e-3 for run in compiled.executable.dispatcher.calls}  # pyright: ignore
+    step = Seconds(0.06, 0.07, 0.005)
+    found = [Measured(compiled, shape, step, step, tasks) for shape in SHAPES for _ in range(2)]
+    transfers = [(1e3, 1e-3), (1e6, 2e-3), (1e8, 0.1)]
+    cluster = calibrated({"within a host": transfers, "between hosts": transfers}, found)
+    write_calibrated(tmp_path / "here.yaml", cluster, "a test")
+    read = Cluster.load(tmp_path / "here.yaml")
+    assert read.processes is not None
+    assert read.source == "a test"
+    assert found[0].step().predicted(read) == pytest.approx(found[0].step().predicted(cluster), rel=0.02)
+    rows = {row.quantity: row.value for row in rows_of(found[0], {"here": read})}
+    assert rows["tasks_seconds"] == pytest.approx(1e-3 * len(compiled.executable.dispatcher.calls))  # pyright: ignore
+    assert rows["error_here"] == pytest.approx(rows["predicted_seconds_here"] / 0.06 - 1)
+    assert abs(rows["error_here"]) < 0.2
