@@ -6,6 +6,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -203,6 +204,9 @@ class RayHosts:
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor)
+            for _, ref in self._pending:
+                with suppress(RayError):
+                    ray.get(ref, timeout=0)  # else Ray prints what it failed of
         self._actors, self._last, self._writes, self._groups = [], [], [], None
         self._pending.clear()
         self._live.clear()
