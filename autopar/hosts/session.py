@@ -50,7 +50,8 @@ def rejoin() -> None:
     Raises:
         HostsError: no workers can be started on them.
     """
-    from autopar.hosts.cluster import RayHosts, alive_nodes
+    from autopar.hosts.cluster import RayHosts
+    from autopar.hosts.workers import alive_nodes
 
     global _hosts
     assert _asked is not None

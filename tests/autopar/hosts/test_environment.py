@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.hosts import cluster, session
+from autopar.hosts import session, workers
 from autopar.hosts.cluster import RayHosts
 from autopar.hosts.environment import check_versions, free_port, versions
 from autopar.hosts.errors import HostsError, PortTakenError
@@ -113,7 +113,7 @@ def test_a_port_in_use_is_replaced_by_another(taken, monkeypatch):
 @pytest.mark.usefixtures("raylets")
 @pytest.mark.filterwarnings("ignore:os.fork")
 def test_hosts_with_other_versions_are_not_used(monkeypatch):
-    monkeypatch.setattr(cluster, "versions", lambda: versions() | {"flax": "0.0.1"})
+    monkeypatch.setattr(workers, "versions", lambda: versions() | {"flax": "0.0.1"})
     with pytest.raises(
         HostsError, match=r"host 0 \(.*\) has flax .* \(the driver: 0\.0\.1\); pip install flax==0\.0\.1"
     ):
@@ -126,7 +126,7 @@ def test_hosts_with_other_versions_are_not_used(monkeypatch):
 def test_a_host_that_lacks_a_package_is_told(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "lacking.py").write_text("from autopar.hosts import worker\nclass Worker(worker.Worker): pass\n")
-    monkeypatch.setattr(cluster, "Worker", importlib.import_module("lacking").Worker)
+    monkeypatch.setattr(workers, "Worker", importlib.import_module("lacking").Worker)
     shutil.rmtree(tmp_path)
     said = r"host 0 \(.*\) can't run a worker: ModuleNotFoundError: No module named 'lacking'; install there what the driver has"
     with pytest.raises(HostsError, match=said):
