@@ -1,36 +1,32 @@
-"""A worker: the devices of one host, what they hold, and the instructions that run there. It knows nothing of Ray, nor of plans."""
+"""A worker: the devices of one host, what they hold, and the jobs that run there. It knows nothing of Ray, nor of plans."""
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from autopar.checkpoint.manifest import SavedArray
 from autopar.checkpoint.parts import Wanted, copied, restore, write
 from autopar.devices import Device
-from autopar.hosts.carrier import Carrier
 from autopar.hosts.environment import check_port, devices_of, free_port, versions
 from autopar.hosts.errors import HostsError
-from autopar.hosts.job import Array, Call, Input, Job, Output, Place
+from autopar.hosts.job import Array, Job, Place
+from autopar.hosts.loaded import Loaded, placed
 from autopar.hosts.mailbox import Mailbox
 from autopar.hosts.reading import open_reader
 from autopar.hosts.timelines import Execute, Note, Stopwatch
-from autopar.inspect.hlo import Status, partitioned
+from autopar.inspect.hlo import Status
 from autopar.pipeline.resharding import Tile
-from autopar.runtime import dispatch
-from autopar.runtime.arguments import Values, joined_parts, micro_batches
 from autopar.runtime.reading import Reader
 from autopar.target import memory_of
 from autopar.util import zeros
 from simulator.memory import MemoryUse
-from simulator.program import Free, Instruction, Recv, Run, Send
+from simulator.program import Run
 
 
 class InstructionError(RuntimeError):
@@ -80,7 +76,7 @@ class Worker:
         self._devices: dict[int, Device] = {}
         self._mailbox: Mailbox | None = None
         self._arrays: dict[int, jax.Array] = {}
-        self._jobs: dict[int, _Loaded] = {}
+        self._jobs: dict[int, Loaded] = {}
         self._copies: dict[Path, dict[str, np.ndarray]] = {}
         self._now: tuple[int, str, float] | None = None
         self._records, self._notes = False, list[Note]()
@@ -116,7 +112,7 @@ class Worker:
 
     def put(self, key: int, array: np.ndarray, place: Place) -> None:
         """Keep this worker's part of an array under `key`."""
-        self._arrays[key] = self._placed(array, place)
+        self._arrays[key] = placed(array, place, self._devices)
 
     def zeros(self, key: int, array: Array) -> None:
         """Keep this worker's part of an array of zeros."""
@@ -143,9 +139,6 @@ class Worker:
     def wait(self) -> None:
         """Wait until the devices have nothing left to do."""
         jax.block_until_ready(list(self._arrays.values()))
-
-    def _placed(self, array: np.ndarray, place: Place) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, place.sharding(self._devices), lambda index: array[index])
 
     # -- checkpoints
 
@@ -187,7 +180,7 @@ class Worker:
     def load(self, number: int, job: Job) -> float:
         """Compile what this worker runs of a job; the seconds that took."""
         start = time.perf_counter()
-        self._jobs[number] = _Loaded(job, self)
+        self._jobs[number] = Loaded(job, self.number, self._owner, self._devices, self._mailbox)
         return time.perf_counter() - start
 
     def run(
@@ -273,128 +266,3 @@ class Worker:
     def environment(self) -> dict[str, Any]:
         """What must be the same on all hosts, and what tells this process from others."""
         return {"versions": versions(), "pid": os.getpid(), "host": self._host}
-
-
-class _Loaded:
-    """A job, ready to run on a worker."""
-
-    def __init__(self, job: Job, worker: Worker) -> None:
-        self.job = job
-        self._devices, self._place = worker._devices, worker._placed
-        self._mine = frozenset(worker._numbers[worker.number])
-        self._exported = {key: jax.export.deserialize(bytearray(blob)) for key, blob in job.programs.items()}
-        compiled: dict[Any, Any] = {}
-        self.calls: dict[Run, dispatch.Call] = {}
-        for run, call in job.calls.items():
-            wanted = [self._sharding(each) for each in call.operands]
-            made = [self._sharding(each) for each in call.results]
-            key = call.program, tuple(wanted), tuple(made), call.donated
-            if key not in compiled:
-                compiled[key] = self._lowered(call).compile()
-            operands = tuple((each.name, sharding) for each, sharding in zip(call.operands, wanted, strict=True))
-            results = tuple(each.name for each in call.results)
-            self.calls[run] = dispatch.Call(compiled[key], operands, results, self._waits(call))
-        carriers: dict[int, Carrier] = {}
-        for each in (*job.deliveries.values(), *job.spreads.values()):
-            if each.number not in carriers:
-                carriers[each.number] = Carrier(each, worker.number, worker._owner, self._devices, worker._mailbox)
-        self._carriers = {at: carriers[each.number] for at, each in job.deliveries.items()}
-        self._letters = {at: each.number * len(worker._numbers) for at, each in job.deliveries.items()}
-        self._spreads = {
-            at: (carriers[each.number], each.number * len(worker._numbers)) for at, each in job.spreads.items()
-        }
-        # Who receives fetches when it can; until then memory must not be used up by a task or by the next step.
-        self._used_up = {call.operands[at].name for call in job.calls.values() for at in call.donated}
-        self._used_up |= {part.name for output in job.outputs for part in output.parts}
-        self._zeros = [self._make_zeros(each) for each in job.zeros]
-        self._joins = {each: self._join(each) for each in job.outputs if len(each.parts) > 1}
-        self._splits = {each: self._split(each) for each in job.inputs if len(each.parts) > 1}
-
-    def start(self, kept: Mapping[int, jax.Array], given: Mapping[int, np.ndarray], letter: int) -> list[Values]:
-        """The values of each mesh before the first instruction, of inputs that are in place and of ones that are not."""
-        values: list[Values] = [make() for make in self._zeros]
-        for (number, _), (carrier, offset) in self._spreads.items():
-            if number in kept:
-                carrier.send(kept[number], letter + offset, is_used_up=True)
-        for each in self.job.inputs:
-            count = len(each.parts)
-            if each.number in given:
-                rows = (given[each.number][k::count] if count > 1 else given[each.number] for k in range(count))
-                parts = [self._place(row, part.place) for row, part in zip(rows, each.parts, strict=True)]
-            else:
-                whole = self._whole(each, kept, letter)
-                parts = self._splits[each](whole) if count > 1 else [whole]
-            values[each.mesh].update((part.name, made) for part, made in zip(each.parts, parts, strict=True))
-        return values
-
-    def _whole(self, given: Input, kept: Mapping[int, jax.Array], letter: int) -> jax.Array:
-        """An input that is in place, here or at another mesh."""
-        if (given.number, given.mesh) not in self._spreads:
-            return kept[given.number]
-        carrier, offset = self._spreads[given.number, given.mesh]
-        return jax.block_until_ready(carrier.receive(letter + offset))
-
-    def execute(self, mesh: int, instruction: Instruction, values: list[Values], letter: int) -> None:
-        """One instruction."""
-        match instruction:
-            case Run():
-                self.calls[instruction].run(values[mesh])
-            case Send(name, to):
-                at = name, to
-                self._carriers[at].send(values[mesh][name], letter + self._letters[at], name in self._used_up)
-            case Recv(name):
-                at = name, mesh
-                values[mesh][name] = jax.block_until_ready(self._carriers[at].receive(letter + self._letters[at]))
-            case Free(names):
-                for name in names:
-                    values[mesh].pop(name, None)
-            case _:
-                assert_never(instruction)
-
-    def take(self, output: Output, values: list[Values]) -> jax.Array:
-        """An output, when all instructions have run."""
-        parts = [values[output.mesh][part.name] for part in output.parts]
-        return self._joins[output](*parts) if output in self._joins else parts[0]
-
-    def _join(self, output: Output) -> Callable[..., jax.Array]:
-        sharding = self._sharding(output.whole)
-        return jax.jit(joined_parts, in_shardings=(sharding,) * len(output.parts), out_shardings=sharding)
-
-    def _split(self, given: Input) -> Callable[[jax.Array], list[jax.Array]]:
-        homes = [self._sharding(part) for part in given.parts]
-        return jax.jit(partial(micro_batches, len(homes)), out_shardings=homes)
-
-    def _make_zeros(self, sums: Sequence[Array]) -> Callable[[], Values]:
-        if not sums:
-            return dict
-        make = jax.jit(
-            lambda: [jnp.zeros(each.shape, each.dtype) for each in sums], out_shardings=list(map(self._sharding, sums))
-        )
-        return lambda: dict(zip((each.name for each in sums), make(), strict=True))
-
-    def _sharding(self, array: Array) -> jax.sharding.NamedSharding:
-        return array.place.sharding(self._devices)
-
-    def _waits(self, call: Call) -> bool:
-        return len(call.devices) > 1 and self._devices[call.devices[0]].platform == "cpu"
-
-    def text(self, run: Run, status: Status) -> str:
-        """The program of an instruction, after a stage of its compilation."""
-        if status == "optimized":
-            return self.calls[run].compiled.as_text() or ""
-        call = self.job.calls[run]
-        return partitioned(self._lowered(call), len(call.devices))
-
-    def _lowered(self, call: Call) -> jax.stages.Lowered:
-        jitted = jax.jit(
-            partial(_call_exported, self._exported[call.program]),
-            in_shardings=tuple(map(self._sharding, call.operands)),
-            out_shardings=list(map(self._sharding, call.results)),
-            donate_argnums=call.donated,
-            keep_unused=True,
-        )
-        return jitted.lower(*(each.raw for each in call.operands))
-
-
-def _call_exported(exported: Any, *operands: Any) -> list[Any]:
-    return list(exported.call(*operands))

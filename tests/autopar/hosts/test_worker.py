@@ -11,8 +11,8 @@ from numpy.testing import assert_allclose
 import autopar
 from autopar.api import trace_for
 from autopar.hosts import carrier
-from autopar.hosts import worker as worker_module
 from autopar.hosts.job import Array, Job, groups_of
+from autopar.hosts.loaded import Loaded
 from autopar.hosts.preparing import Prepared, prepare_pipeline, prepare_step
 from autopar.hosts.worker import InstructionError, Worker
 from autopar.pipeline.planned import PlannedPipeline
@@ -103,13 +103,13 @@ def test_each_mesh_executes_the_instructions_of_the_program_in_order(monkeypatch
     args = stack_params(), stack_batch()
     found = prepared(pipeline(4), stack_step, args)
     done = defaultdict(list)
-    execute = worker_module._Loaded.execute
+    execute = Loaded.execute
 
     def spy(self, mesh, instruction, values, letter):
         done[mesh].append(instruction)
         execute(self, mesh, instruction, values, letter)
 
-    monkeypatch.setattr(worker_module._Loaded, "execute", spy)
+    monkeypatch.setattr(Loaded, "execute", spy)
     Driver(found).steps(args, 1)
     assert [tuple(done[mesh]) for mesh in range(4)] == list(found.program.instructions)
 
