@@ -142,8 +142,9 @@ def _checkpointer() -> "Checkpointer":
     import orbax.checkpoint as ocp
     from orbax.checkpoint._src.multihost import multihost
 
-    # Orbax lets process 0 alone write host memory, taking it to be the same in all. (A private name, seen in 0.12.8.)
-    multihost.process_index = lambda: 0
+    if jax.process_count() > 1:
+        # Orbax lets process 0 alone write host memory, taking it to be the same in all. (A private name, seen in 0.12.8.)
+        multihost.process_index = lambda: 0
     alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
     return ocp.Checkpointer(handler, multiprocessing_options=alone)

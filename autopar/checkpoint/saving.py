@@ -164,6 +164,11 @@ def _data(leaf: Any) -> tuple[Any, str | None]:
     """A leaf as an array that can be written; of random keys their data and implementation."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf), None
+    if not leaf.is_fully_addressable:
+        raise CheckpointError(
+            f"an array of shape {leaf.shape} is on devices of other processes than this one; have the step run on hosts by"
+            " autopar.init(cluster='ray'), whose arrays are saved where they are"
+        )
     if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
     return leaf, None

@@ -31,9 +31,10 @@ _MOST_AHEAD = 16
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What a step of a job needs of the driver: the inputs that each host reads, and how many numbers its deliveries take."""
+    """What a step of a job needs of the driver: inputs and meshes of each host, and how many numbers its deliveries take."""
 
     inputs: tuple[frozenset[int], ...]
+    meshes: Mapping[int, Sequence[int]]
     num_letters: int
 
 
@@ -69,7 +70,11 @@ class RayHosts(Workers):
         number = next(self._jobs)
         parts = [job.of(devices) for devices in self.numbers]
         inputs = tuple(frozenset(each.number for each in part.inputs) for part in parts)
-        self._loaded[number] = _Loaded(inputs, job.num_deliveries * len(self.numbers))
+        meshes = {
+            host: [mesh for mesh, members in enumerate(job.meshes) if host in self.hosts_of(members)]
+            for host in range(len(self.numbers))
+        }
+        self._loaded[number] = _Loaded(inputs, meshes, job.num_deliveries * len(self.numbers))
         self.load_seconds = tuple(self._ask("load", [(number, part) for part in parts]))
         return number
 
@@ -115,7 +120,7 @@ class RayHosts(Workers):
                 *(ref for _, ref in here),
             )
             self._pending.append((host, ref))
-        self._letter += loaded.num_letters
+        self._letter, self._meshes = self._letter + loaded.num_letters, loaded.meshes
         return made
 
     # -- arrays

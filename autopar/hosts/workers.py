@@ -6,7 +6,6 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import ray
@@ -66,6 +65,7 @@ class Workers:
         self._writes: list[Any] = []  # of the last checkpoint
         self._groups: frozenset[tuple[int, ...]] | None = None
         self._live: set[int] = set()  # keys of what they keep
+        self._meshes: Mapping[int, Sequence[int]] = {}  # for each host, its meshes in the step that ran last
         starts = list(itertools.accumulate(chosen, initial=0))
         self.numbers = [tuple(range(start, start + count)) for start, count in zip(starts, chosen, strict=False)]
         self.owner = {device: host for host, devices in enumerate(self.numbers) for device in devices}
@@ -179,9 +179,7 @@ class Workers:
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor)
-            for _, ref in self._pending:
-                with suppress(RayError):
-                    ray.get(ref, timeout=0)  # else Ray prints what it failed of
+            self._failures()  # else Ray prints them
         self._actors, self._last, self._writes, self._groups = [], [], [], None
         self._pending.clear()
         self._live.clear()
@@ -260,7 +258,9 @@ class Workers:
         if isinstance(cause, DataLoaderError):  # before any step waits for the batch
             cause.host, cause.address = host, self.addresses[host]
             raise cause from None
-        lost = self._lost()
+        doing = self._doing()
+        lost = next((number for number, each in enumerate(doing) if each is HostLostError), None)
+        failed = [cause, *self._failures()]
         self._kill()
         if isinstance(cause, InstructionError) and lost is None:
             raise StepFailedError(cause.worker, cause.mesh, cause.instruction, cause.cause) from None
@@ -268,8 +268,20 @@ class Workers:
             raise cause from None
         if isinstance(error, RayActorError) or lost is not None:
             host = host if lost is None else lost
-            raise HostLostError(host, self.addresses[host], _reason(error)) from None
+            reason = _reason(error) if isinstance(error, RayActorError) else "its worker has ended"
+            others = [*_texts(doing), *(str(each) for each in failed if isinstance(each, InstructionError))]
+            raise HostLostError(host, self.addresses[host], reason, self._meshes.get(host, ()), others) from None
         raise error
+
+    def _failures(self) -> list[Any]:
+        """What calls have failed of that nobody has looked at."""
+        found = []
+        for _, ref in self._pending:
+            try:
+                ray.get(ref, timeout=0)
+            except RayError as error:
+                found.append(getattr(error, "cause", None))
+        return found
 
     def _doing(self) -> list[Any]:
         """What each worker is doing, `HostLostError` for one that is gone, None for one that does not even answer."""
@@ -285,21 +297,22 @@ class Workers:
                 found.append(None)
         return found
 
-    def _lost(self) -> int | None:
-        """A host whose worker is gone, which is why others fail."""
-        return next((host for host, each in enumerate(self._doing()) if each is HostLostError), None)
-
     def _late(self, host: int) -> HostTimeoutError:
-        doing = [
-            f"host {number} has been at {now[1]} of mesh {now[0]} for {now[2]:.0f} s"
-            for number, now in enumerate(self._doing())
-            if isinstance(now, tuple)
-        ]
+        doing = _texts(self._doing())
         self._kill()
         return HostTimeoutError(
             f"host {host} ({self.addresses[host]}) has not answered within {self.timeout:.0f} s: {'; '.join(doing) or 'nothing runs'}."
             " Give autopar.init a larger timeout if this is how long it takes"
         )
+
+
+def _texts(doing: Sequence[Any]) -> list[str]:
+    """What the hosts are doing that are doing something."""
+    return [
+        f"host {number} has been at {now[1]} of mesh {now[0]} for {now[2]:.0f} s"
+        for number, now in enumerate(doing)
+        if isinstance(now, tuple)
+    ]
 
 
 def _reason(error: RayError) -> str:

@@ -105,3 +105,28 @@ def test_a_loop_outlives_its_workers(tmp_path):
     assert sorted(set(told)) == list(range(1, 15))
     assert len(told) > 14
     assert saved_steps(tmp_path) == [12, 14]
+
+
+def test_a_step_is_planned_again_for_the_hosts_that_remain(raylets, tmp_path):
+    autopar.init(cluster="ray", num_nodes=4, num_devices_per_node=2, timeout=120)
+    function = autopar.parallelize(stack_step, method=pipeline(2), donate_argnums=(0,))
+
+    def lose_two(step: int, results: Any) -> None:
+        autopar.prefetch(results[1])
+        if step == 5 and len(raylets.worker_nodes) == 3:
+            for node in list(raylets.worker_nodes)[:2]:
+                raylets.remove_node(node, allow_graceful=False)
+
+    try:
+        state = autopar.train(function, stack_params(), batches, 8, tmp_path, save_every=4, on_step=lose_two)
+        autopar.prefetch(state)
+        hosts, executable = session.hosts(), function.get_last_executable()
+        assert hosts is not None
+        assert len(hosts.numbers) == 2
+        assert executable is not None
+        assert [stage.devices for stage in executable.plan.stages] == [(0, 1), (2, 3)]  # pyright: ignore[reportAttributeAccessIssue]
+    finally:
+        autopar.shutdown()
+        while len(raylets.worker_nodes) < 3:
+            raylets.add_node(num_cpus=2)
+    assert_close(state, expected(8))

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -115,7 +117,9 @@ def test_a_killed_worker_is_told_by_its_host():
     params["w0"].block_until_ready()
     os.kill(hosts._ask("environment")[1]["pid"], signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(HostLostError, match=r"host 1 .* is lost"):
+    with pytest.raises(
+        HostLostError, match=r"host 1 \(.*\), mesh 1 of the step, is lost: .*[Mm]eanwhile host 0.* mesh 0"
+    ):
         np.array(function(params, stack_batch())[1])
     assert time.monotonic() - start < 10
     with pytest.raises(HostsError, match=r"autopar\.init"):
@@ -153,6 +157,30 @@ def test_more_than_there_is_is_refused():
     autopar.init(cluster="ray", num_nodes=1, num_devices_per_node=4)
     with pytest.raises(ValueError, match="the plan needs 8 devices, the 1 hosts have 4"):
         autopar.parallelize(stack_step, method=autopar.PlanMethod(plan))(*args)
+
+
+DRIVER = """
+import sys, time, ray, autopar
+from autopar.hosts import session
+ray.init(address=sys.argv[1], log_to_driver=False)
+autopar.init(cluster="ray", num_nodes=1, num_devices_per_node=1)
+print(*(each["pid"] for each in session.hosts()._ask("environment")), flush=True)
+time.sleep(600)
+"""
+
+
+def test_workers_end_with_their_driver(raylets):
+    autopar.shutdown()
+    command = [sys.executable, "-W", "ignore", "-c", DRIVER, raylets.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as driver:
+        assert driver.stdout is not None
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert pids
+        driver.kill()
+    end = time.monotonic() + 20
+    while time.monotonic() < end and any(map(_is_alive, pids)):
+        time.sleep(0.2)
+    assert not any(map(_is_alive, pids))
 
 
 def test_shutdown_leaves_nothing_behind():
