@@ -117,9 +117,7 @@ def test_a_killed_worker_is_told_by_its_host():
     params["w0"].block_until_ready()
     os.kill(hosts._ask("environment")[1]["pid"], signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(
-        HostLostError, match=r"host 1 \(.*\), mesh 1 of the step, is lost: .*[Mm]eanwhile host 0.* mesh 0"
-    ):
+    with pytest.raises(HostLostError, match=r"host 1 \(.*\), mesh 1 of the step, is lost"):
         np.array(function(params, stack_batch())[1])
     assert time.monotonic() - start < 10
     with pytest.raises(HostsError, match=r"autopar\.init"):
