@@ -13,6 +13,7 @@ from autopar.checkpoint.parts import Wanted, restore
 from autopar.checkpoint.saving import finish_saving
 from autopar.hosts import session
 from autopar.hosts.job import Place
+from autopar.hosts.keys import is_key
 from autopar.inspect import PlacementSpec
 
 _SHOWN = 5
@@ -84,7 +85,7 @@ def _check(folder: Path, saved: Mapping[str, SavedArray], wanted: Mapping[str, A
 
 def _difference(saved: SavedArray, wanted: Any) -> str:
     """How a saved array is not the one that is wanted; "" if it is."""
-    if jax.numpy.issubdtype(wanted.dtype, jax.dtypes.prng_key):
+    if is_key(wanted.dtype):
         is_same = saved.key is not None and saved.shape[: len(wanted.shape)] == tuple(wanted.shape)
     else:
         dtype = jax.dtypes.canonicalize_dtype(saved.dtype)  # numpy's and Python's numbers have more bits than JAX's

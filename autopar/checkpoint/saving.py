@@ -15,6 +15,7 @@ import numpy as np
 from autopar.checkpoint.manifest import CheckpointError, Manifest, SavedArray, SavedPiece, begin, commit
 from autopar.checkpoint.parts import copied, tile_of, write
 from autopar.hosts.arrays import DistributedArray
+from autopar.hosts.keys import is_key
 from autopar.pipeline.resharding import Tile
 from autopar.progress import tell
 
@@ -169,7 +170,7 @@ def _data(leaf: Any) -> tuple[Any, str | None]:
             f"an array of shape {leaf.shape} is on devices of other processes than this one; have the step run on hosts by"
             " autopar.init(cluster='ray'), whose arrays are saved where they are"
         )
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf.dtype):
         return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
     return leaf, None
 
