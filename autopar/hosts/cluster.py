@@ -20,7 +20,7 @@ from autopar.hosts.clocks import offset
 from autopar.hosts.errors import HostLostError, HostsError
 from autopar.hosts.job import Array, Job, Place, groups_of
 from autopar.hosts.timelines import Note, aligned
-from autopar.hosts.workers import Workers
+from autopar.hosts.workers import Workers, reason
 from autopar.pipeline.resharding import tiles
 from simulator.cluster import Cluster
 from simulator.mixed import AnyCluster, MixedCluster
@@ -187,8 +187,7 @@ class RayHosts(Workers):
                     wanted.append((each.key, tiles))
             if wanted:
                 copies.append((host, folder / part, self._call(host, "copy", folder / part, wanted)))
-        for host, _, ref in copies:
-            self._get(ref, host)
+        self._answers([(host, ref) for host, _, ref in copies])
         writes = [
             (host, self._actors[host].write.options(concurrency_group="writing").remote(ref, part))
             for host, part, ref in copies
@@ -201,7 +200,7 @@ class RayHosts(Workers):
                 try:
                     ray.get(ref)
                 except RayActorError as error:
-                    failures.append(HostLostError(host, self.addresses[host], str(error).splitlines()[0]))
+                    failures.append(HostLostError(host, self.addresses[host], reason(error)))
                 except RayError as error:
                     failures.append(error)
             if failures:
@@ -229,8 +228,7 @@ class RayHosts(Workers):
             ]
             if mine:
                 refs.append((host, self._call(host, "restore", folder, mine)))
-        for host, ref in refs:
-            self._get(ref, host)
+        self._answers(refs)
         return handles
 
     def release(self, key: int) -> None:
@@ -268,9 +266,7 @@ class RayHosts(Workers):
 
     def ask_reader(self, host: int, method: str, *args: Any) -> Any:
         """Ask the thread of a worker that reads; it does one thing after the other, beside the steps."""
-        if not self._actors:
-            raise HostsError("the workers have ended; call autopar.init(cluster='ray') to start others")
-        return self._actors[host].do.options(concurrency_group="reading").remote(None, method, *args)
+        return self._actor(host).do.options(concurrency_group="reading").remote(None, method, *args)
 
     def answer(self, ref: Any, host: int) -> Any:
         """What a worker that was asked has said.

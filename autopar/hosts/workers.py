@@ -200,12 +200,15 @@ class Workers:
 
         An actor that can be asked what it is doing meanwhile may take its calls in another order, if their arguments arrive so.
         """
-        if not self._actors:
-            raise HostsError("the workers have ended; call autopar.init(cluster='ray') to start others")
-        ref = self._actors[host].do.remote(self._last[host], method, *args)
+        ref = self._actor(host).do.remote(self._last[host], method, *args)
         if method in _CHANGES:
             self._last[host] = ref
         return ref
+
+    def _actor(self, host: int) -> Any:
+        if not self._actors:
+            raise HostsError("the workers have ended; call autopar.init(cluster='ray') to start others")
+        return self._actors[host]
 
     def _ask(self, method: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """The answers of all workers."""
@@ -268,9 +271,9 @@ class Workers:
             raise cause from None
         if isinstance(error, RayActorError) or lost is not None:
             host = host if lost is None else lost
-            reason = _reason(error) if isinstance(error, RayActorError) else "its worker has ended"
+            why = reason(error) if isinstance(error, RayActorError) else "its worker has ended"
             others = [*_texts(doing), *(str(each) for each in failed if isinstance(each, InstructionError))]
-            raise HostLostError(host, self.addresses[host], reason, self._meshes.get(host, ()), others) from None
+            raise HostLostError(host, self.addresses[host], why, self._meshes.get(host, ()), others) from None
         raise error
 
     def _failures(self) -> list[Any]:
@@ -315,7 +318,7 @@ def _texts(doing: Sequence[Any]) -> list[str]:
     ]
 
 
-def _reason(error: RayError) -> str:
+def reason(error: RayError) -> str:
     """The line that says why a worker is gone: the first, or the last of the traceback of one that could not start."""
     lines = str(error).splitlines()
     return lines[-1] if "creation task" in lines[0] else lines[0]
