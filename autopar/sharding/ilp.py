@@ -1,8 +1,6 @@
 """The integer program of a choice problem, for HiGHS."""
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from autopar.sharding.problem import ChoiceProblem, InfeasibleError
 
@@ -18,6 +16,9 @@ def solve_ilp(problem: ChoiceProblem, time_limit: float, gap: float = 1e-6) -> t
         InfeasibleError: every choice holds a forbidden option or pair.
         TimeoutError: HiGHS found no choice within `time_limit` seconds.
     """
+    from scipy.optimize import Bounds, LinearConstraint, milp  # most of a second to import, and workers solve nothing
+    from scipy.sparse import coo_array
+
     at: list[int] = []
     objective: list[np.ndarray] = []
     integral: list[np.ndarray] = []

@@ -2,11 +2,12 @@
 
 from dataclasses import asdict, dataclass
 from math import inf
-from typing import Literal
-
-import pandas as pd
+from typing import TYPE_CHECKING, Literal
 
 from autopar.tuning.space import Candidate
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,10 @@ class Tuned:
         return trial.candidate
 
     @property
-    def table(self) -> pd.DataFrame:
+    def table(self) -> "pd.DataFrame":
         """A row for each candidate, the best first: a column for each knob, and the other fields of its `Trial`."""
+        import pandas as pd  # takes a second to import, and only tables need it
+
         rows = []
         for trial in sorted(self.trials, key=lambda trial: trial.rank):
             row = asdict(trial)
