@@ -4,7 +4,8 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 import jax
 
@@ -17,7 +18,43 @@ type Source = Iterable[Any] | Callable[[int], Iterable[Any]]
 """Batches, or a function of k that gives those from batch k on."""
 
 
-class DataLoader:
+class _Loader:
+    """What loaders have in common: where batches go, and how many are on their way."""
+
+    def __init__(self, placement_specs: Any, prefetch_size: int) -> None:
+        self._specs, self._tree = _specs(placement_specs), jax.tree.structure(placement_specs)
+        paths = tuple(jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(placement_specs))
+        self._form = Form(tuple(spec.aval for spec in self._specs), paths)
+        self._prefetch = _count(prefetch_size)
+
+    @property
+    def batch(self) -> Any:
+        """A batch as ShapeDtypeStructs."""
+        return jax.tree.unflatten(self._tree, self._form.avals)
+
+    def placed(self, placement_specs: Any) -> Self:
+        """The same batches, put where another plan wants them.
+
+        Raises:
+            TypeError, ValueError: these are no placement specs of such batches.
+        """
+        other, avals = copy(self), tuple(spec.aval for spec in _specs(placement_specs))
+        if avals != self._form.avals or jax.tree.structure(placement_specs) != self._tree:
+            raise ValueError(
+                f"placement specs of {jax.tree.map(lambda spec: spec.aval, placement_specs)}, expected them of {self.batch}"
+            )
+        other._specs = _specs(placement_specs)
+        return other
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.from_step(0)
+
+    def from_step(self, step: int) -> Iterator[Any]:
+        """The batches from number `step` on, where the step wants them."""
+        raise NotImplementedError
+
+
+class DataLoader(_Loader):
     """Batches that this process makes, put where the step wants them while it runs.
 
     What it gives are JAX arrays; `DistributedArray`s if steps run on other hosts, to which it sends them.
@@ -38,12 +75,8 @@ class DataLoader:
         """
         if not isinstance(input_iter, Iterable) and not callable(input_iter):
             raise TypeError(f"input_iter is {input_iter!r}, expected batches, or a function that gives them")
-        self._source, self._specs, self._prefetch = input_iter, _specs(placement_specs), _count(prefetch_size)
-        self._form = _form(placement_specs)
-        self._is_used = False
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.from_step(0)
+        super().__init__(placement_specs, prefetch_size)
+        self._source = _once(input_iter) if isinstance(input_iter, Iterator) else input_iter
 
     def __len__(self) -> int:
         """How many batches there are, if what gives them knows."""
@@ -64,13 +97,6 @@ class DataLoader:
     def _from(self, step: int) -> Iterable[Any]:
         if not isinstance(self._source, Iterable):
             return self._source(_count(step, "step"))
-        if isinstance(self._source, Iterator):
-            if self._is_used:
-                raise ValueError(
-                    "the batches of an iterator can't be had again: give DataLoader an iterable that is none, a list for instance,"
-                    " or a function that gives the batches from number k on"
-                )
-            self._is_used = True
         return itertools.islice(self._source, _count(step, "step"), None)
 
     def _placed_by(self) -> Callable[[int, Any], Any]:
@@ -89,7 +115,7 @@ class DataLoader:
         return placed
 
 
-class MeshDriverDataLoader:
+class MeshDriverDataLoader(_Loader):
     """Batches that the workers read, each only the rows that its devices take, while the steps before run.
 
     Batch k has the `batch_size` examples from number k * `batch_size`, whatever the plan and however many hosts; what is left at
@@ -131,9 +157,8 @@ class MeshDriverDataLoader:
             raise TypeError(f"input_iter_func is {input_iter_func!r}, expected a function of start, end, batch_size")
         if not 1 <= batch_size <= num_samples:
             raise ValueError(f"batch_size={batch_size}, expected 1 to num_samples={num_samples}")
-        self._specs, self._tree = _specs(placement_specs), jax.tree.structure(placement_specs)
-        form = _form(placement_specs)
-        for aval, path in zip(form.avals, form.paths, strict=True):
+        super().__init__(placement_specs, prefetch_size)
+        for aval, path in zip(self._form.avals, self._form.paths, strict=True):
             if is_key(aval.dtype):
                 raise ValueError(
                     f"the step takes random keys at {path}, which DataLoader can bring, but not this loader"
@@ -142,11 +167,8 @@ class MeshDriverDataLoader:
                 raise ValueError(
                     f"the step takes an array of shape {aval.shape} at {path}, expected batch_size={batch_size} rows"
                 )
-        self._batches = Batches(input_iter_func, batch_size, num_samples // batch_size, form)
-        self._prefetch, self._repeat = _count(prefetch_size), repeat
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.from_step(0)
+        self._batches = Batches(input_iter_func, batch_size, num_samples // batch_size, self._form)
+        self._repeat = repeat
 
     def __len__(self) -> int:
         """How many batches the examples make up, once."""
@@ -192,6 +214,21 @@ def _put_here(specs: list[PlacementSpec]) -> Callable[[int, Any], jax.Array]:
     return lambda i, leaf: jax.device_put(leaf, shardings[i])
 
 
+def _once(batches: Iterator[Any]) -> Callable[[int], Iterator[Any]]:
+    """The batches of an iterator from number k on, which can be had once."""
+    left = [batches]
+
+    def given(step: int) -> Iterator[Any]:
+        if not left:
+            raise ValueError(
+                "the batches of an iterator can't be had again: give DataLoader an iterable that is none, a list for instance,"
+                " or a function that gives the batches from number k on"
+            )
+        return itertools.islice(left.pop(), step, None)
+
+    return given
+
+
 def ahead[T](items: Iterator[T], count: int) -> Iterator[T]:
     """The items, each given when `count` more have been begun."""
     waiting: deque[T] = deque()
@@ -214,11 +251,6 @@ def _specs(placement_specs: Any) -> list[PlacementSpec]:
     if not leaves:
         raise ValueError("placement_specs is empty, expected a PlacementSpec for each array of a batch")
     return leaves
-
-
-def _form(placement_specs: Any) -> Form:
-    paths = tuple(jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(placement_specs))
-    return Form(tuple(spec.aval for spec in _specs(placement_specs)), paths)
 
 
 def _count(value: int, name: str = "prefetch_size") -> int:

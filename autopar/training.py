@@ -11,13 +11,14 @@ import jax
 from autopar.api import ParallelizedFunction
 from autopar.checkpoint import CheckpointError, latest_step, restore_checkpoint, save_checkpoint
 from autopar.checkpoint.saving import finish_saving, forget_saving
+from autopar.data_loader import DataLoader, MeshDriverDataLoader
 from autopar.hosts import session
 from autopar.hosts.errors import HostsError
 from autopar.progress import tell
 from autopar.trace import abstract
 
-type Batches = Callable[[int], Iterable[Any]]
-"""From k to the batches of the steps k, k + 1, ...: the `from_step` of a loader, for instance."""
+type Batches = DataLoader | MeshDriverDataLoader | Callable[[int], Iterable[Any]]
+"""A loader, or a function from k to the batches of the steps k, k + 1, ..."""
 
 
 def train(
@@ -42,7 +43,8 @@ def train(
         step: what `parallelize` returned, from (state, batch) to a state, or to a tuple that begins with one. To be planned for
             fewer hosts its method must leave the devices open.
         state: before the first step, unless `ckpt_dir` has a checkpoint.
-        batches: from k to the batches of step k and those after it. The same k must give the same batches.
+        batches: a loader, which brings them where the present plan wants them; or a function from k to the batches of step k and
+            those after it. The same k must give the same batches.
         ckpt_dir: where checkpoints are, which all hosts see.
         save_every: steps from one checkpoint to the next. There is one of the first and the last state, too.
         keep: how many checkpoints stay there.
@@ -103,7 +105,7 @@ class _Loop:
 
     def run(self, first: int, state: Any) -> Any:
         """The steps from number `first` on; without a state, of the checkpoint of that step."""
-        found = iter(self._batches(first))
+        found = iter(self._from(first))
         if state is None:
             batch = next(found, None)
             state = self._restored(first, batch)
@@ -121,13 +123,23 @@ class _Loop:
         finish_saving()
         return state
 
+    def _from(self, step: int) -> Iterable[Any]:
+        """The batches from a step on."""
+        if not isinstance(self._batches, DataLoader | MeshDriverDataLoader):
+            return self._batches(step)
+        return self._batches.placed(self._placements(self._batches.batch)[1]).from_step(step)
+
+    def _placements(self, batch: Any) -> Any:
+        """Where the step wants a state and a batch, by its present plan."""
+        executable: Any = self._step.get_executable(self._avals, batch)
+        return executable.get_input_placement_specs()
+
     def _restored(self, step: int, batch: Any) -> Any:
         """The state of a checkpoint where the step wants it; without a batch, as it comes."""
         if batch is None:
             leaves = restore_checkpoint(self._directory, step).values()
             return jax.tree.unflatten(jax.tree.structure(self._avals), leaves)
-        executable: Any = self._step.get_executable(self._avals, batch)
-        return restore_checkpoint(self._directory, step, executable.get_input_placement_specs()[0])
+        return restore_checkpoint(self._directory, step, self._placements(batch)[0])
 
     def _state_of(self, results: Any) -> Any:
         wanted = jax.tree.structure(self._avals)

@@ -332,3 +332,13 @@ def test_placements_elsewhere_are_refused():
     far = PlacementSpec(spec.aval, spec.mesh_ids, spec.sharding_specs, (tuple(range(100, 104)),))
     with pytest.raises(ValueError, match="has no devices"):
         next(iter(DataLoader([(examples(0, ROWS)["x"],)], (far,))))
+
+
+def test_the_same_batches_are_placed_as_another_plan_wants_them():
+    loader = made([examples(k, k + ROWS) for k in range(2)])
+    other = placements(4)
+    found = list(loader.placed(other).from_step(1))
+    assert jax.tree.map(lambda leaf: leaf.sharding, found[0]) == step(4).get_last_executable().in_shardings[1]
+    assert numbers(found) == numbers(loader.from_step(1))
+    with pytest.raises(ValueError, match=r"placement specs of Shape.*, expected them of .*'y': Shape"):
+        loader.placed(other["x"])

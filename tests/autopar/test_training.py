@@ -58,10 +58,29 @@ def test_a_loop_that_is_run_again_goes_on(function, tmp_path):
     assert_close(again, expected(9))
 
 
-def test_a_loader_gives_the_batches(function, tmp_path):
+def test_a_loader_brings_the_batches_where_the_present_plan_wants_them(function, tmp_path):
     executable = function.get_executable(stack_params(), stack_batch())
     loader = autopar.DataLoader(batches, executable.get_input_placement_specs()[1])
-    assert_close(autopar.train(function, stack_params(), loader.from_step, 3, tmp_path), expected(3))
+    assert_close(autopar.train(function, stack_params(), loader, 3, tmp_path), expected(3))
+    wanted: list[Any] = []
+
+    def step(params: Any, batch: Any) -> Any:
+        wanted.append(batch["x"].sharding)
+        return other(params, batch)
+
+    other = autopar.parallelize(stack_step, method=autopar.ShardParallel((2,)))
+    step.get_executable = other.get_executable
+    assert_close(autopar.train(step, stack_params(), loader, 5, tmp_path), expected(5))  # pyright: ignore[reportArgumentType]
+    assert wanted == [other.get_executable(stack_params(), stack_batch()).in_shardings[1]["x"]] * 2
+
+
+def test_the_batches_of_an_iterator_can_not_be_had_again_after_a_failure(function, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "rejoin", lambda: None)
+    placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[1]
+    loader = autopar.DataLoader(batches(0), placements)
+    step: Any = Failing(function, {2})
+    with pytest.raises(ValueError, match="batches of an iterator can't be had again"):
+        autopar.train(step, stack_params(), loader, 5, tmp_path)
 
 
 def test_what_a_loop_can_not_do_is_said(function, tmp_path):

@@ -110,6 +110,8 @@ def test_a_loop_outlives_its_workers(tmp_path):
 def test_a_step_is_planned_again_for_the_hosts_that_remain(raylets, tmp_path):
     autopar.init(cluster="ray", num_nodes=4, num_devices_per_node=2, timeout=120)
     function = autopar.parallelize(stack_step, method=pipeline(2), donate_argnums=(0,))
+    placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[1]
+    loader = autopar.DataLoader(batches, placements)
 
     def lose_two(step: int, results: Any) -> None:
         autopar.prefetch(results[1])
@@ -118,7 +120,7 @@ def test_a_step_is_planned_again_for_the_hosts_that_remain(raylets, tmp_path):
                 raylets.remove_node(node, allow_graceful=False)
 
     try:
-        state = autopar.train(function, stack_params(), batches, 8, tmp_path, save_every=4, on_step=lose_two)
+        state = autopar.train(function, stack_params(), loader, 8, tmp_path, save_every=4, on_step=lose_two)
         autopar.prefetch(state)
         hosts, executable = session.hosts(), function.get_last_executable()
         assert hosts is not None
