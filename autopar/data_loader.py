@@ -10,8 +10,8 @@ from typing import Any, Self
 import jax
 
 from autopar.hosts import session
-from autopar.hosts.keys import is_key
 from autopar.inspect.placement import PlacementSpec
+from autopar.keys import is_key
 from autopar.runtime.reading import Batches, Form, Reader, Reads
 
 type Source = Iterable[Any] | Callable[[int], Iterable[Any]]

@@ -74,6 +74,9 @@ def fingerprint(jaxpr: Jaxpr) -> str:
 _PLACE = re.compile(r"0x[0-9a-f]+|, device_kind=[^)]*?, num_cores=\w+, platform=\w+")
 """What parameters say of where they were written: addresses, and the kind of the devices of a mesh."""
 
+_SET = re.compile(r"set\(\{([^{}]*)\}\)")
+"""A set, also in the text of a jaxpr inside: other processes have the names of mesh axes in another order there."""
+
 
 def _text(value: Any) -> str:
     match value:
@@ -82,4 +85,4 @@ def _text(value: Any) -> str:
         case NamedSharding():
             return f"{value.spec} over {_text(value.mesh)}"
         case _:
-            return _PLACE.sub("", str(value))
+            return _SET.sub(lambda found: str(sorted(found[1].split(", "))), _PLACE.sub("", str(value)))

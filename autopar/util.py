@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from autopar.keys import is_key
+
 
 def benchmark_func(
     run_func: Callable[[], object],
@@ -47,7 +49,7 @@ def zeros(avals: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]) 
     """Zeros of these shapes and dtypes, made where they go; random keys are all the same key."""
 
     def make(aval: jax.ShapeDtypeStruct) -> jax.Array:
-        if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        if is_key(aval.dtype):
             return jnp.broadcast_to(jax.random.key(0), aval.shape)
         return jnp.zeros(aval.shape, aval.dtype)
 

@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
+import jax
+import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autopar.pipeline.resharding import Tile
@@ -47,6 +49,11 @@ class SavedArray(BaseModel):
     dtype: str
     key: str | None = None
     pieces: tuple[SavedPiece, ...]
+
+    @property
+    def jax_dtype(self) -> np.dtype:
+        """Of it as a JAX array: numbers of numpy's and Python's have more bits than JAX's."""
+        return np.dtype(jax.dtypes.canonicalize_dtype(self.dtype))
 
 
 class Manifest(BaseModel):

@@ -101,7 +101,7 @@ def _made(wanted: Wanted, pieces: Mapping[tuple[str, str], np.ndarray]) -> Any:
 
     if wanted.sharding is None:
         return part(None)
-    dtype = jax.dtypes.canonicalize_dtype(saved.dtype)
+    dtype = saved.jax_dtype
     return jax.make_array_from_callback(saved.shape, wanted.sharding, lambda index: part(index).astype(dtype), dtype)
 
 

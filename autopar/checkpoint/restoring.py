@@ -13,8 +13,8 @@ from autopar.checkpoint.parts import Wanted, restore
 from autopar.checkpoint.saving import finish_saving
 from autopar.hosts import session
 from autopar.hosts.job import Place
-from autopar.hosts.keys import is_key
 from autopar.inspect import PlacementSpec
+from autopar.keys import is_key
 
 _SHOWN = 5
 """How many arrays an error names."""
@@ -88,8 +88,7 @@ def _difference(saved: SavedArray, wanted: Any) -> str:
     if is_key(wanted.dtype):
         is_same = saved.key is not None and saved.shape[: len(wanted.shape)] == tuple(wanted.shape)
     else:
-        dtype = jax.dtypes.canonicalize_dtype(saved.dtype)  # numpy's and Python's numbers have more bits than JAX's
-        is_same = saved.key is None and saved.shape == tuple(wanted.shape) and dtype == wanted.dtype
+        is_same = saved.key is None and saved.shape == tuple(wanted.shape) and saved.jax_dtype == wanted.dtype
     kind = "random keys" if saved.key else saved.dtype
     return (
         ""

@@ -15,7 +15,7 @@ import numpy as np
 from autopar.checkpoint.manifest import CheckpointError, Manifest, SavedArray, SavedPiece, begin, commit
 from autopar.checkpoint.parts import copied, tile_of, write
 from autopar.hosts.arrays import DistributedArray
-from autopar.hosts.keys import is_key
+from autopar.keys import is_key
 from autopar.pipeline.resharding import Tile
 from autopar.progress import tell
 

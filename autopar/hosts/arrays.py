@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.hosts.job import Array
-from autopar.hosts.keys import is_key
+from autopar.keys import is_key
 
 if TYPE_CHECKING:
     from autopar.hosts.cluster import RayHosts

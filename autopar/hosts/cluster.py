@@ -214,9 +214,7 @@ class RayHosts(Workers):
         self._check_devices(place.mesh.devices for _, place in wanted)
         self._join(groups_of({place.mesh.devices for _, place in wanted}, self.owner))
         handles = [
-            DistributedArray(
-                self, self._new_key(), Array(saved.path, saved.shape, np.dtype(saved.dtype), place, saved.key)
-            )
+            DistributedArray(self, self._new_key(), Array(saved.path, saved.shape, saved.jax_dtype, place, saved.key))
             for saved, place in wanted
         ]
         refs = []

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from autopar.hosts.keys import data_aval, impl_of, is_key, key_dtype
+from autopar.keys import data_aval, impl_of, is_key, key_dtype
 from autopar.pipeline.resharding import Resharding
 from autopar.sharding.spec import LogicalMesh, Spec, from_partition_spec, partition_spec
 from simulator.program import Instruction, Run

@@ -11,7 +11,7 @@ from jax.extend.core import Literal, Var
 
 from autopar.graph import Atom, aval_of
 from autopar.hosts.job import Array, Call, Delivery, Input, Job, Output, StageMesh
-from autopar.hosts.keys import data_aval, is_key, on_data
+from autopar.keys import data_aval, is_key, on_data
 from autopar.lower import WHOLE_STEP, jit_step, program_of
 from autopar.pipeline.compiling import lower_stage
 from autopar.pipeline.lowering import TaskFunction

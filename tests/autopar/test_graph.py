@@ -102,3 +102,18 @@ def test_fingerprints_tell_programs_apart_and_nothing_else():
     assert fingerprint(f, x) != fingerprint(f, x.astype(jnp.bfloat16))
     assert fingerprint(lambda x: x.sum(0), jnp.ones((2, 2))) != fingerprint(lambda x: x.sum(1), jnp.ones((2, 2)))
     assert fingerprint(lambda x, y: x - y, x, x) != fingerprint(lambda x, y: y - x, x, x)
+
+
+def test_fingerprints_do_not_depend_on_the_order_of_sets():
+    jaxpr = flatten(jax.make_jaxpr(jnp.sin)(1.0))
+    (eqn,) = jaxpr.eqns
+
+    def fingerprint(numbers):
+        inner = jaxpr.replace(eqns=[eqn.replace(params={"axes": frozenset(numbers)})])
+        params = {"axes": frozenset(numbers), "jaxpr": inner, "all": {frozenset(numbers)}}
+        return graph.fingerprint(jaxpr.replace(eqns=[eqn.replace(params=params)]))
+
+    assert str(frozenset([0, 8])) != str(frozenset([8, 0]))  # which for names is so in another process
+    assert fingerprint([0, 8]) == fingerprint([8, 0])
+    assert fingerprint([0, 8]) != fingerprint([0, 1])
+

@@ -1,4 +1,4 @@
-"""Random keys on their way to other hosts: there they are the numbers that they consist of, and keys again where a program reads them."""
+"""Random keys as the numbers that they consist of: on their way to other hosts, and in checkpoints; keys again where a program reads them."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
