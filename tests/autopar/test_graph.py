@@ -116,4 +116,3 @@ def test_fingerprints_do_not_depend_on_the_order_of_sets():
     assert str(frozenset([0, 8])) != str(frozenset([8, 0]))  # which for names is so in another process
     assert fingerprint([0, 8]) == fingerprint([8, 0])
     assert fingerprint([0, 8]) != fingerprint([0, 1])
-

@@ -1,27 +1,56 @@
-"""A Ray cluster of four raylets on this machine."""
+"""A Ray cluster of four raylets on this machine, and the workers there, which tests share as far as they can.
+
+A test that is marked `hosts(number, devices of each)` has the fixture of that name; those that want as many run one after the other.
+"""
+
+from pathlib import Path
 
 import pytest
 
+from autopar.hosts import session
+
+
+def pytest_collection_modifyitems(items):
+    places = [place for place, item in enumerate(items) if Path(__file__).parent in item.path.parents]
+    for place, item in zip(places, sorted((items[place] for place in places), key=_size), strict=True):
+        items[place] = item
+        if "raylets" in item.fixturenames:  # they are started by forks that execute another program at once
+            item.add_marker(pytest.mark.filterwarnings("ignore:os.fork"))
+
+
+def _size(item):
+    marker = item.get_closest_marker("hosts")
+    return () if marker is None else marker.args
+
 
 @pytest.fixture(scope="package")
-def cluster():
+def raylets():
     """The cluster, which this process has joined."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
+
+    import autopar
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     for _ in range(3):
         cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address, log_to_driver=False)
     yield cluster
+    autopar.shutdown()
     ray.shutdown()
     cluster.shutdown()
 
 
-@pytest.fixture(scope="module")
-def raylets(cluster):
-    """The cluster; what tests start on it ends with the module."""
-    import autopar
+@pytest.fixture
+def hosts(request, raylets):
+    """The hosts that the test is marked with; workers that are there are kept."""
+    from tests.autopar.hosts.workers import joined
 
-    yield cluster
-    autopar.shutdown()
+    return joined(*request.node.get_closest_marker("hosts").args)
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(request, monkeypatch):
+    """Tests without raylets run here, also while other tests' workers are there."""
+    if "raylets" not in request.fixturenames:
+        monkeypatch.setattr(session, "_hosts", None)

@@ -11,29 +11,14 @@ import pytest
 
 import autopar
 from autopar.checkpoint import saved_steps
-from autopar.hosts import session
 from autopar.hosts.errors import HostsError
+from tests.autopar.hosts.workers import joined, joined_hosts, pids, pipeline
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 from tests.autopar.test_training import assert_close, batches, expected
 
-pytestmark = [
-    pytest.mark.usefixtures("raylets"),
-    pytest.mark.filterwarnings("ignore:os.fork"),  # Ray starts processes so; they execute another program at once
-]
 
-
-def pipeline(stages: int) -> autopar.PipeshardParallel:
-    return autopar.PipeshardParallel(num_micro_batches=2, stage_option=autopar.UniformStageOption(stages))
-
-
-def pids() -> list[int]:
-    hosts = session.hosts()
-    assert hosts is not None
-    return [each["pid"] for each in hosts._ask("environment")]
-
-
-def test_a_state_goes_on_under_another_plan_on_another_number_of_hosts(tmp_path):
-    autopar.init(cluster="ray", num_nodes=2, num_devices_per_node=4, timeout=120)
+@pytest.mark.hosts(2, 4)
+def test_a_state_goes_on_under_another_plan_on_another_number_of_hosts(hosts, tmp_path):
     params, _ = autopar.parallelize(stack_step, method=pipeline(2))(stack_params(), stack_batch())
     saving = autopar.save_checkpoint(tmp_path, params, 0, wait=False)
     autopar.prefetch(params)
@@ -47,7 +32,7 @@ def test_a_state_goes_on_under_another_plan_on_another_number_of_hosts(tmp_path)
         if count == 0:
             autopar.shutdown()
         elif count != there:
-            autopar.init(cluster="ray", num_nodes=count, num_devices_per_node=8 // count, timeout=120)
+            joined(count, 8 // count)
         there = count
         executable = autopar.parallelize(stack_step, method=method).get_executable(stack_params(), stack_batch())
         restored = autopar.restore_checkpoint(tmp_path, step, executable.get_input_placement_specs()[0])
@@ -62,8 +47,8 @@ def test_a_state_goes_on_under_another_plan_on_another_number_of_hosts(tmp_path)
             assert_close(again, jax.jit(stack_step)(values, stack_batch())[0])
 
 
-def test_a_worker_that_is_killed_while_it_writes_leaves_what_was_there(tmp_path):
-    autopar.init(cluster="ray", num_nodes=2, num_devices_per_node=4, timeout=120)
+@pytest.mark.hosts(2, 4)
+def test_a_worker_that_is_killed_while_it_writes_leaves_what_was_there(hosts, tmp_path):
     params, _ = autopar.parallelize(stack_step, method=pipeline(2))(stack_params(), stack_batch())
     autopar.save_checkpoint(tmp_path, params, 0)
     saving = autopar.save_checkpoint(tmp_path, params, 1, wait=False)
@@ -78,18 +63,30 @@ def test_a_worker_that_is_killed_while_it_writes_leaves_what_was_there(tmp_path)
     assert len(autopar.restore_checkpoint(tmp_path)) == len(jax.tree.leaves(params))
 
 
-def test_placements_of_more_hosts_than_there_are_are_refused(tmp_path):
-    autopar.init(cluster="ray", num_nodes=2, num_devices_per_node=4, timeout=120)
+@pytest.mark.hosts(2, 4)
+def test_placements_of_more_hosts_than_there_are_are_refused(hosts, tmp_path):
     function = autopar.parallelize(stack_step, method=pipeline(2))
     placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[0]
-    autopar.init(cluster="ray", num_nodes=1, num_devices_per_node=4, timeout=120)
+    joined(1, 4)
     autopar.save_checkpoint(tmp_path, stack_params(), 0)
     with pytest.raises(ValueError, match="needs 8 devices, the 1 hosts have 4"):
         autopar.restore_checkpoint(tmp_path, 0, placements)
 
 
-def test_a_loop_outlives_its_workers(tmp_path):
-    autopar.init(cluster="ray", num_nodes=2, num_devices_per_node=4, timeout=120)
+@pytest.mark.hosts(2, 4)
+def test_numbers_of_numpy_are_restored_as_jax_has_them(hosts, tmp_path):
+    state = {"count": np.int64(7), "x": np.arange(8.0)}
+    function = autopar.parallelize(lambda state: state["x"] * state["count"], method=autopar.ShardParallel(4))
+    placements = function.get_executable(state).get_input_placement_specs()[0]
+    autopar.save_checkpoint(tmp_path, state, 0)
+    restored = autopar.restore_checkpoint(tmp_path, 0, placements)
+    assert (restored["count"].dtype, restored["x"].dtype) == (np.int32, np.float32)
+    np.testing.assert_array_equal(restored["x"], state["x"])
+    np.testing.assert_array_equal(function(restored), 7 * state["x"])
+
+
+@pytest.mark.hosts(2, 4)
+def test_a_loop_outlives_its_workers(hosts, tmp_path):
     function = autopar.parallelize(stack_step, method=pipeline(2), donate_argnums=(0,))
     told: list[int] = []
 
@@ -108,7 +105,7 @@ def test_a_loop_outlives_its_workers(tmp_path):
 
 
 def test_a_step_is_planned_again_for_the_hosts_that_remain(raylets, tmp_path):
-    autopar.init(cluster="ray", num_nodes=4, num_devices_per_node=2, timeout=120)
+    joined(4, 2)
     function = autopar.parallelize(stack_step, method=pipeline(2), donate_argnums=(0,))
     placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[1]
     loader = autopar.DataLoader(batches, placements)
@@ -122,9 +119,8 @@ def test_a_step_is_planned_again_for_the_hosts_that_remain(raylets, tmp_path):
     try:
         state = autopar.train(function, stack_params(), loader, 8, tmp_path, save_every=4, on_step=lose_two)
         autopar.prefetch(state)
-        hosts, executable = session.hosts(), function.get_last_executable()
-        assert hosts is not None
-        assert len(hosts.numbers) == 2
+        assert len(joined_hosts().numbers) == 2
+        executable = function.get_last_executable()
         assert executable is not None
         assert [stage.devices for stage in executable.plan.stages] == [(0, 1), (2, 3)]  # pyright: ignore[reportAttributeAccessIssue]
     finally:

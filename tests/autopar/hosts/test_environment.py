@@ -97,12 +97,9 @@ def test_ports_that_are_always_in_use_are_an_error_after_some():
 # --- on a Ray cluster
 
 
-@pytest.mark.usefixtures("raylets")
-@pytest.mark.filterwarnings("ignore:os.fork")
-def test_a_port_in_use_is_replaced_by_another(taken, monkeypatch):
-    autopar.init(cluster="ray", num_nodes=2, num_devices_per_node=1)
-    hosts, original = session.hosts(), RayHosts._free_port
-    assert hosts is not None
+@pytest.mark.hosts(2, 1)
+def test_a_port_in_use_is_replaced_by_another(hosts, taken, monkeypatch):
+    original = RayHosts._free_port
     ports = iter([taken])
     monkeypatch.setattr(RayHosts, "_free_port", lambda self, host: next(ports, None) or original(self, host))
     hosts._join(frozenset({(0, 1)}))  # workers that wait for a coordinator are ended and started anew
@@ -111,7 +108,6 @@ def test_a_port_in_use_is_replaced_by_another(taken, monkeypatch):
 
 
 @pytest.mark.usefixtures("raylets")
-@pytest.mark.filterwarnings("ignore:os.fork")
 def test_hosts_with_other_versions_are_not_used(monkeypatch):
     monkeypatch.setattr(workers, "versions", lambda: versions() | {"flax": "0.0.1"})
     with pytest.raises(
@@ -122,7 +118,6 @@ def test_hosts_with_other_versions_are_not_used(monkeypatch):
 
 
 @pytest.mark.usefixtures("raylets")
-@pytest.mark.filterwarnings("ignore:os.fork")
 def test_a_host_that_lacks_a_package_is_told(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "lacking.py").write_text("from autopar.hosts import worker\nclass Worker(worker.Worker): pass\n")

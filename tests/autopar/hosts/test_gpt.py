@@ -12,12 +12,10 @@ import pytest
 import autopar
 from experiments.models import GPT
 from simulator.cluster import Cluster
+from tests.autopar.hosts.workers import joined
 from tests.autopar.pipeline.steps import sgd_args
 
-pytestmark = [
-    pytest.mark.usefixtures("raylets"),
-    pytest.mark.filterwarnings("ignore:os.fork"),  # Ray starts processes so; they execute another program at once
-]
+pytestmark = pytest.mark.usefixtures("raylets")
 
 MODEL = GPT(num_layers=2, hidden_size=16, num_heads=2, sequence_length=8, vocab_size=32, batch_size=8)
 HOSTS, DEVICES = 3, 2
@@ -47,8 +45,9 @@ def test_the_plan_of_a_gpt_runs_in_one_process_and_where_a_stage_spans_two_hosts
     plan = autopar.Plan.load(tmp_path / "plan.json")
     assert [stage.devices for stage in plan.stages] == [(0, 1), (2, 3, 4, 5)]
     function = autopar.parallelize(step, method=autopar.PlanMethod(plan), donate_argnums=())
+    autopar.shutdown()
     found = [trained(function, args)]
-    autopar.init(cluster="ray", num_nodes=HOSTS, num_devices_per_node=DEVICES)
+    joined(HOSTS, DEVICES)
     found.append(trained(function, args))
     autopar.shutdown()
     expected = trained(jax.jit(step), args)

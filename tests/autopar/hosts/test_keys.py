@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose
 
 import autopar
 from autopar.keys import data_aval, impl_of, key_dtype, on_data
-from tests.autopar.hosts.test_ray import joined, pipeline
+from tests.autopar.hosts.workers import pipeline
 from tests.autopar.pipeline.steps import descend, stack_batch, stack_params
 
 # --- without Ray
@@ -75,10 +75,8 @@ def assert_as_one_device(found: tuple[Any, Any]) -> None:
     np.testing.assert_array_equal(state["seed"].key_data(), jax.random.key_data(expected["seed"]))
 
 
-@pytest.mark.usefixtures("raylets")
-@pytest.mark.filterwarnings("ignore:os.fork")
-def test_stages_on_hosts_draw_what_one_device_draws():
-    joined(2, 4)
+@pytest.mark.hosts(2, 4)
+def test_stages_on_hosts_draw_what_one_device_draws(hosts):
     function = autopar.parallelize(dropout_step, method=pipeline(2), donate_argnums=(0,))
     state, value = trained(function, first_state())
     assert_as_one_device((state, value))
@@ -99,10 +97,8 @@ def test_stages_on_hosts_draw_what_one_device_draws():
     assert specs[0]["seed"].aval.dtype == specs[2].aval.dtype == seed.dtype
 
 
-@pytest.mark.usefixtures("raylets")
-@pytest.mark.filterwarnings("ignore:os.fork")
-def test_a_state_with_a_key_is_made_and_restored_where_a_step_on_one_mesh_wants_it(tmp_path):
-    joined(2, 4)
+@pytest.mark.hosts(2, 4)
+def test_a_state_with_a_key_is_made_and_restored_where_a_step_on_one_mesh_wants_it(hosts, tmp_path):
     step = autopar.parallelize(dropout_step, method=autopar.ShardParallel(devices=(4,)))
     make = autopar.parallelize(
         first_state, method=autopar.CreateStateParallel(step, (stack_batch(), jax.random.key(0)))

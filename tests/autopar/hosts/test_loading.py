@@ -16,38 +16,17 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import autopar
 from autopar import DataLoader, DataLoaderError, MeshDriverDataLoader
-from autopar.hosts import session
 from autopar.hosts.cluster import RayHosts
 from autopar.hosts.errors import HostsError
+from tests.autopar.hosts.workers import is_alive, joined, pids, pipeline, until
 from tests.autopar.pipeline.steps import WIDTH, stack_params, stack_step
-
-pytest.importorskip("ray")
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:os.fork"),  # raylets are started so; they execute another program at once
-    pytest.mark.usefixtures("raylets"),
-]
 
 ROWS = 16
 
 
-def joined(hosts: int, devices: int) -> RayHosts:
-    """As many hosts with so many devices each."""
-    here = session.hosts()
-    if here is None or not here._actors or list(map(len, here.numbers)) != [devices] * hosts:
-        autopar.init(cluster="ray", num_nodes=hosts, num_devices_per_node=devices, timeout=120)
-    found = session.hosts()
-    assert found is not None
-    return found
-
-
-def pipeline(stages: int) -> autopar.PipeshardParallel:
+def by_rows(stages: int) -> autopar.PipeshardParallel:
     """Stages that share out the rows of each microbatch."""
-    return autopar.PipeshardParallel(
-        num_micro_batches=4,
-        stage_option=autopar.UniformStageOption(stages),
-        default_auto_sharding_option=autopar.ShardingOptions(data_parallel=True),
-    )
+    return pipeline(stages, default_auto_sharding_option=autopar.ShardingOptions(data_parallel=True))
 
 
 def compiled(method: Any, step: Any = stack_step) -> tuple[Any, Any]:
@@ -66,7 +45,6 @@ def recorded(folder: Path, fails: int | None = None) -> Callable[[int, int, int]
     width = WIDTH
 
     def read(start: int, end: int, batch_size: int) -> Iterator[Any]:
-        import os
 
         import numpy as np
 
@@ -100,21 +78,6 @@ def loader(specs: Any, read: Any, **options: Any) -> MeshDriverDataLoader:
     return MeshDriverDataLoader(ROWS, 3 * ROWS + 5, read, specs, **options)
 
 
-def until(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 10
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def scaled_step(params: Any, batch: Any, scale: Any) -> Any:
     """`stack_step` whose every layer reads `scale` and a part of the batch."""
 
@@ -134,7 +97,7 @@ def scaled_step(params: Any, batch: Any, scale: Any) -> Any:
 def train_scaled() -> None:
     """Two steps of it from handles are those of one device."""
     args = stack_params(), batch(0, 16), np.float32(0.5)
-    step = autopar.parallelize(scaled_step, method=pipeline(2))
+    step = autopar.parallelize(scaled_step, method=by_rows(2))
     specs = step.get_executable(*args).get_input_placement_specs()[1]
     params, reference = args[0], args[0]
     for given in DataLoader([batch(16 * k, 16 * k + 16) for k in range(2)], specs):
@@ -144,14 +107,14 @@ def train_scaled() -> None:
     jax.tree.map(lambda mine, one: assert_allclose(np.array(mine), one, rtol=1e-5, atol=1e-6), params, reference)
 
 
-def test_inputs_that_several_stages_over_hosts_read_go_from_one_to_the_others():
-    joined(4, 2)
+@pytest.mark.hosts(4, 2)
+def test_inputs_that_several_stages_over_hosts_read_go_from_one_to_the_others(hosts):
     train_scaled()
 
 
-def test_a_stage_over_two_hosts_reads_on_both(tmp_path):
-    hosts = joined(4, 2)
-    step, specs = compiled(pipeline(2))
+@pytest.mark.hosts(4, 2)
+def test_a_stage_over_two_hosts_reads_on_both(hosts, tmp_path):
+    step, specs = compiled(by_rows(2))
     given = loader(specs, recorded(tmp_path), repeat=True)
     assert_batches(itertools.islice(given.from_step(3), 3))
     found = calls(tmp_path, hosts)
@@ -163,21 +126,21 @@ def test_a_stage_over_two_hosts_reads_on_both(tmp_path):
     assert_allclose(np.array(params["w0"]), expected["w0"], rtol=1e-5, atol=1e-6)
 
 
-def test_one_host_reads_once_for_all_and_from_the_step_on(tmp_path):
-    hosts = joined(1, 8)
-    _, specs = compiled(pipeline(2))
+@pytest.mark.hosts(1, 8)
+def test_one_host_reads_once_for_all_and_from_the_step_on(hosts, tmp_path):
+    _, specs = compiled(by_rows(2))
     assert_batches(loader(specs, recorded(tmp_path)).from_step(1), 1, 2)
     assert calls(tmp_path, hosts) == {0: [(16, 16), (32, 16)]}
 
 
-def test_inputs_that_several_stages_read_go_from_one_to_the_others():
-    joined(2, 4)
+@pytest.mark.hosts(2, 4)
+def test_inputs_that_several_stages_read_go_from_one_to_the_others(hosts):
     train_scaled()
 
 
-def test_training_from_loaders_is_training_from_numpy(tmp_path):
-    joined(2, 4)
-    step, specs = compiled(pipeline(2))
+@pytest.mark.hosts(2, 4)
+def test_training_from_loaders_is_training_from_numpy(hosts, tmp_path):
+    step, specs = compiled(by_rows(2))
     expected = stack_params()
     for k in range(3):
         expected, _ = jax.jit(stack_step)(expected, batch(16 * k, 16 * k + 16))
@@ -193,11 +156,11 @@ def only_x(read: Any) -> Any:
     return lambda *args: ((each["x"],) for each in read(*args))
 
 
-def test_a_worker_reads_only_for_the_stages_that_take_something(tmp_path):
-    hosts = joined(2, 4)
+@pytest.mark.hosts(2, 4)
+def test_a_worker_reads_only_for_the_stages_that_take_something(hosts, tmp_path):
     (tmp_path / "both").mkdir()
     (tmp_path / "inputs").mkdir()
-    _, specs = compiled(pipeline(2))
+    _, specs = compiled(by_rows(2))
     assert [leaf.mesh_ids for leaf in jax.tree.leaves(specs)] == [(0,), (1,)]
     assert_batches(loader(specs, recorded(tmp_path / "both")))
     whole = [(0, 16), (16, 16), (32, 16)]
@@ -206,9 +169,9 @@ def test_a_worker_reads_only_for_the_stages_that_take_something(tmp_path):
     assert calls(tmp_path / "inputs", hosts) == {0: whole}
 
 
-def test_reading_is_so_far_ahead_and_what_is_dropped_is_freed(tmp_path):
-    hosts = joined(2, 4)
-    _, specs = compiled(pipeline(2))
+@pytest.mark.hosts(2, 4)
+def test_reading_is_so_far_ahead_and_what_is_dropped_is_freed(hosts, tmp_path):
+    _, specs = compiled(by_rows(2))
     before = hosts.num_arrays()
     batches = iter(MeshDriverDataLoader(ROWS, 20 * ROWS, recorded(tmp_path), specs, prefetch_size=2))
     first = next(batches)
@@ -223,9 +186,9 @@ def test_reading_is_so_far_ahead_and_what_is_dropped_is_freed(tmp_path):
     assert not hosts._live
 
 
-def test_a_function_that_fails_is_told_by_its_host_and_the_workers_go_on(tmp_path):
-    joined(2, 4)
-    step, specs = compiled(pipeline(2))
+@pytest.mark.hosts(2, 4)
+def test_a_function_that_fails_is_told_by_its_host_and_the_workers_go_on(hosts, tmp_path):
+    step, specs = compiled(by_rows(2))
     params, batches = stack_params(), iter(loader(specs, recorded(tmp_path, fails=16)))
     params, _ = step(params, next(batches))
     with pytest.raises(
@@ -252,11 +215,11 @@ class Unloadable:
         return fails, ()
 
 
-def test_what_can_not_be_sent_or_loaded_is_refused():
+@pytest.mark.hosts(2, 4)
+def test_what_can_not_be_sent_or_loaded_is_refused(hosts):
     import threading
 
-    joined(2, 4)
-    _, specs = compiled(pipeline(2))
+    _, specs = compiled(by_rows(2))
     lock = threading.Lock()
     with pytest.raises(TypeError, match=r"input_iter_func can't be sent to the workers: .*lock"):
         next(iter(loader(specs, lambda *_: [lock])))
@@ -267,9 +230,9 @@ def test_what_can_not_be_sent_or_loaded_is_refused():
         next(iter(loader(specs, Unloadable())))
 
 
-def test_placements_of_other_hosts_are_refused():
-    joined(2, 4)
-    _, specs = compiled(pipeline(2))
+@pytest.mark.hosts(2, 4)
+def test_placements_of_other_hosts_are_refused(hosts):
+    _, specs = compiled(by_rows(2))
     far = jax.tree.map(lambda spec: replace(spec, devices=((6, 7, 8, 9),)), specs)
     with pytest.raises(ValueError, match="the plan needs 10 devices, the 2 hosts have 8"):
         next(iter(loader(far, lambda *_: [])))
@@ -278,23 +241,23 @@ def test_placements_of_other_hosts_are_refused():
         next(iter(loader(across, lambda *_: [])))
 
 
-def test_a_loader_outlives_its_workers_and_an_iteration_does_not(tmp_path):
-    hosts = joined(2, 4)
-    given = loader(compiled(pipeline(2))[1], recorded(tmp_path), prefetch_size=0)
+@pytest.mark.hosts(2, 4)
+def test_a_loader_outlives_its_workers_and_an_iteration_does_not(hosts, tmp_path):
+    given = loader(compiled(by_rows(2))[1], recorded(tmp_path), prefetch_size=0)
     batches = iter(given)
     next(batches)
-    pids = [each["pid"] for each in hosts._ask("environment")]
+    there = pids()
     autopar.shutdown()
     with pytest.raises(HostsError, match="from_step"):
         next(batches)
-    assert until(lambda: not any(map(is_alive, pids)))
+    assert until(lambda: not any(map(is_alive, there)))
     joined(2, 4)
     with pytest.raises(ValueError, match="no step that has them as a mesh has been compiled"):
         next(given.from_step(1))
 
 
-def test_workers_that_share_a_batch_read_their_rows_of_each(tmp_path):
-    hosts = joined(2, 4)
+@pytest.mark.hosts(2, 4)
+def test_workers_that_share_a_batch_read_their_rows_of_each(hosts, tmp_path):
     _, specs = compiled(autopar.DataParallel(num_micro_batches=2))
     given = loader(specs, recorded(tmp_path))
     assert_batches(given)

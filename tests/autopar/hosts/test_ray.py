@@ -15,25 +15,8 @@ from numpy.testing import assert_allclose
 import autopar
 from autopar.hosts import session
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError
+from tests.autopar.hosts.workers import is_alive, joined, pids, pipeline, until
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
-
-ray = pytest.importorskip("ray")
-
-pytestmark = [
-    pytest.mark.usefixtures("raylets"),
-    pytest.mark.filterwarnings("ignore:os.fork"),  # raylets are started so; they execute another program at once
-]
-
-
-def joined(hosts: int, devices: int, timeout: float = 120.0) -> None:
-    """Join as many hosts with so many devices each, unless that is how it is."""
-    here = session.hosts()
-    if here is None or not here._actors or list(map(len, here.numbers)) != [devices] * hosts:
-        autopar.init(cluster="ray", num_nodes=hosts, num_devices_per_node=devices, timeout=timeout)
-
-
-def pipeline(stages: int, **options: Any) -> autopar.PipeshardParallel:
-    return autopar.PipeshardParallel(num_micro_batches=4, stage_option=autopar.UniformStageOption(stages), **options)
 
 
 def expected(count: int) -> tuple[Any, Any]:
@@ -54,8 +37,8 @@ def assert_trained(function: Any, count: int = 3) -> tuple[Any, Any]:
     return params, loss
 
 
-def test_two_hosts_train_as_one_device_does():
-    joined(2, 4)
+@pytest.mark.hosts(2, 4)
+def test_two_hosts_train_as_one_device_does(hosts):
     function = autopar.parallelize(stack_step, method=pipeline(2), donate_argnums=(0,))
     params, loss = assert_trained(function)
     assert repr(loss).startswith("DistributedArray(shape=(), dtype=float32")
@@ -67,8 +50,8 @@ def test_two_hosts_train_as_one_device_does():
     assert executable.profile_with_dummy_inputs(warmup=1, number=1, repeat=2).shape == (2,)
 
 
-def test_the_plan_of_one_process_runs_on_hosts(tmp_path):
-    joined(2, 4)
+@pytest.mark.hosts(2, 4)
+def test_the_plan_of_one_process_runs_on_hosts(hosts, tmp_path):
     args = stack_params(), stack_batch()
     plan = autopar.plan_step(stack_step, args, method=pipeline(4), cluster="cpu-virtual", mesh_shape=(8,))
     plan.save(tmp_path / "plan.json")
@@ -76,8 +59,8 @@ def test_the_plan_of_one_process_runs_on_hosts(tmp_path):
     assert_trained(function)
 
 
-def test_a_state_is_made_where_the_step_wants_it_and_another_step_follows():
-    joined(2, 4)
+@pytest.mark.hosts(2, 4)
+def test_a_state_is_made_where_the_step_wants_it_and_another_step_follows(hosts):
     step = autopar.parallelize(stack_step, method=pipeline(2))
     make = autopar.parallelize(
         lambda scale: jax.tree.map(lambda leaf: leaf * scale, stack_params()),
@@ -89,8 +72,8 @@ def test_a_state_is_made_where_the_step_wants_it_and_another_step_follows():
     assert_allclose(np.array(params["w3"]), expected(1)[0]["w3"], rtol=1e-5, atol=1e-6)
 
 
-def test_a_donated_array_can_not_be_read():
-    joined(2, 4)
+@pytest.mark.hosts(2, 4)
+def test_a_donated_array_can_not_be_read(hosts):
     function = autopar.parallelize(stack_step, method=pipeline(2), donate_argnums=(0,))
     first, _ = function(stack_params(), stack_batch())
     function(first, stack_batch())
@@ -98,61 +81,56 @@ def test_a_donated_array_can_not_be_read():
         np.array(first["w0"])
 
 
-def test_a_stage_may_span_hosts():
-    joined(4, 2)
+@pytest.mark.hosts(4, 2)
+def test_a_stage_may_span_hosts(hosts):
     assert_trained(autopar.parallelize(stack_step, method=pipeline(2)))
 
 
-def test_hosts_that_share_another_mesh_start_anew():
-    joined(4, 2)
+@pytest.mark.hosts(2, 4)
+def test_hosts_that_share_another_mesh_start_anew(hosts):
     assert_trained(autopar.parallelize(stack_step, method=autopar.ShardParallel(devices=(2, 4), num_micro_batches=2)))
 
 
-def test_a_killed_worker_is_told_by_its_host():
-    joined(2, 4)
-    hosts = session.hosts()
-    assert hosts is not None
+@pytest.mark.hosts(2, 4)
+def test_a_killed_worker_is_told_by_its_host(hosts):
     function = autopar.parallelize(stack_step, method=pipeline(2))
     params, _ = function(stack_params(), stack_batch())
     params["w0"].block_until_ready()
-    os.kill(hosts._ask("environment")[1]["pid"], signal.SIGKILL)
+    os.kill(pids()[1], signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(HostLostError, match=r"host 1 \(.*\), mesh 1 of the step, is lost"):
         np.array(function(params, stack_batch())[1])
     assert time.monotonic() - start < 10
     with pytest.raises(HostsError, match=r"autopar\.init"):
         function(stack_params(), stack_batch())
-    autopar.shutdown()
-    assert_trained(_again())
-
-
-def _again() -> Any:
     joined(2, 4)
-    return autopar.parallelize(stack_step, method=pipeline(2))
+    assert_trained(autopar.parallelize(stack_step, method=pipeline(2)))
 
 
-def test_a_worker_that_hangs_is_told_with_its_instruction():
-    autopar.init(cluster="ray", num_nodes=2, num_devices_per_node=4, timeout=120)
-    hosts = session.hosts()
-    assert hosts is not None
+@pytest.mark.hosts(2, 4)
+def test_a_worker_that_hangs_is_told_with_its_instruction(hosts):
     function = autopar.parallelize(stack_step, method=pipeline(2))
     params, _ = function(stack_params(), stack_batch())
     params["w0"].block_until_ready()
-    os.kill(hosts._ask("environment")[0]["pid"], signal.SIGSTOP)
+    os.kill(pids()[0], signal.SIGSTOP)
     hosts.timeout = 5
     with pytest.raises(HostTimeoutError, match=r"host [01].*not answered within 5 s"):
         np.array(function(params, stack_batch())[1])
 
 
+@pytest.mark.usefixtures("raylets")
 def test_more_than_there_is_is_refused():
     with pytest.raises(HostsError, match="9 hosts asked for, but the Ray cluster has 4"):
         autopar.init(cluster="ray", num_nodes=9)
-    joined(2, 4)
+
+
+@pytest.mark.hosts(2, 4)
+def test_more_devices_than_there_are_are_refused(hosts):
     with pytest.raises(ValueError, match=r"mesh of shape \(16,\) needs 16 devices, the hosts have 8"):
         autopar.parallelize(stack_step, method=autopar.ShardParallel(devices=16))(stack_params(), stack_batch())
     args = stack_params(), stack_batch()
     plan = autopar.plan_step(stack_step, args, method=pipeline(2), cluster="dgx_h100", mesh_shape=(8,))
-    autopar.init(cluster="ray", num_nodes=1, num_devices_per_node=4)
+    joined(1, 4)
     with pytest.raises(ValueError, match="the plan needs 8 devices, the 1 hosts have 4"):
         autopar.parallelize(stack_step, method=autopar.PlanMethod(plan))(*args)
 
@@ -172,34 +150,20 @@ def test_workers_end_with_their_driver(raylets):
     command = [sys.executable, "-W", "ignore", "-c", DRIVER, raylets.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as driver:
         assert driver.stdout is not None
-        pids = [int(pid) for pid in driver.stdout.readline().split()]
-        assert pids
+        there = [int(pid) for pid in driver.stdout.readline().split()]
+        assert there
         driver.kill()
-    end = time.monotonic() + 20
-    while time.monotonic() < end and any(map(_is_alive, pids)):
-        time.sleep(0.2)
-    assert not any(map(_is_alive, pids))
+    assert until(lambda: not any(map(is_alive, there)))
 
 
-def test_shutdown_leaves_nothing_behind():
-    joined(2, 4)
+@pytest.mark.hosts(2, 4)
+def test_shutdown_leaves_nothing_behind(hosts):
+    from ray.util import placement_group_table
+
     assert_trained(autopar.parallelize(stack_step, method=pipeline(2)), 1)
-    hosts = session.hosts()
-    assert hosts is not None
-    pids = [each["pid"] for each in hosts._ask("environment")]
+    there = pids()
     autopar.shutdown()
-    end = time.monotonic() + 20
-    while time.monotonic() < end and any(map(_is_alive, pids)):
-        time.sleep(0.2)
-    assert not any(map(_is_alive, pids))
-    assert {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"}
+    assert until(lambda: not any(map(is_alive, there)))
+    assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}
     function = autopar.parallelize(stack_step, method=pipeline(2))
     assert_trained(function, 1)  # in this process again
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

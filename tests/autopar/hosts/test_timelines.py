@@ -17,7 +17,7 @@ from autopar.hosts.executable import RemotePipeline, RemoteStep
 from autopar.hosts.timelines import Note, aligned, merged
 from autopar.inspect import Status
 from simulator.program import Free, Recv, Run, Send
-from tests.autopar.hosts.test_ray import joined, pipeline
+from tests.autopar.hosts.workers import pipeline
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 
 # --- clocks and notes, without Ray
@@ -85,27 +85,19 @@ def test_hosts_that_share_a_mesh_begin_and_end_with_the_first_of_them():
 # --- on a Ray cluster
 
 
-on_ray = [pytest.mark.usefixtures("raylets"), pytest.mark.filterwarnings("ignore:os.fork")]
 ARGS = stack_params(), stack_batch()
-
-
-def ray_test(test: Any) -> Any:
-    for mark in on_ray:
-        test = mark(test)
-    return test
 
 
 @cache
 def remote() -> RemotePipeline:
-    joined(2, 4)
     function = autopar.parallelize(stack_step, method=pipeline(4), donate_argnums=(0,))
     executable = function.get_executable(*ARGS)
     assert isinstance(executable, RemotePipeline)
     return executable
 
 
-@ray_test
-def test_each_worker_executes_the_instructions_of_the_program_in_order():
+@pytest.mark.hosts(2, 4)
+def test_each_worker_executes_the_instructions_of_the_program_in_order(hosts):
     notes = remote().recorded()
     for mesh, row in enumerate(remote().program.instructions):
         (worker,) = (of_worker for of_worker in notes if any(each.mesh == mesh for each in of_worker))
@@ -113,8 +105,8 @@ def test_each_worker_executes_the_instructions_of_the_program_in_order():
     assert all(a.end <= b.start for of_worker in notes for a, b in pairwise(of_worker))
 
 
-@ray_test
-def test_the_timeline_of_the_workers_has_what_the_program_says_on_one_clock(tmp_path):
+@pytest.mark.hosts(2, 4)
+def test_the_timeline_of_the_workers_has_what_the_program_says_on_one_clock(hosts, tmp_path):
     executable = remote()
     timeline = executable.dump_stage_execution_trace(tmp_path / "trace.json")
     assert timeline.meshes == executable.program.meshes
@@ -131,8 +123,8 @@ def test_the_timeline_of_the_workers_has_what_the_program_says_on_one_clock(tmp_
     assert {event["name"] for event in events} >= {"0F0", "3F0", "3B3"}
 
 
-@ray_test
-def test_a_pipeline_on_hosts_answers_as_one_in_this_process(tmp_path):
+@pytest.mark.hosts(2, 4)
+def test_a_pipeline_on_hosts_answers_as_one_in_this_process(hosts, tmp_path):
     there = remote()
     here = _in_this_process(there.plan, (0,))
     assert there.memory == here.memory
@@ -155,9 +147,8 @@ def test_a_pipeline_on_hosts_answers_as_one_in_this_process(tmp_path):
         there(stack_params())
 
 
-@ray_test
-def test_a_step_that_is_not_cut_answers_as_one_in_this_process_also_over_several_hosts(tmp_path):
-    joined(2, 4)
+@pytest.mark.hosts(2, 4)
+def test_a_step_that_is_not_cut_answers_as_one_in_this_process_also_over_several_hosts(hosts, tmp_path):
     there = autopar.parallelize(stack_step, method=autopar.ShardParallel(devices=(2, 4))).get_executable(*ARGS)
     assert isinstance(there, RemoteStep)
     here = _in_this_process(there.plan)
