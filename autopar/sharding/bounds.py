@@ -88,6 +88,7 @@ def sweep(work: Reduction, order: Iterable[int], best: float) -> dict[int, int]:
 def settled(work: Reduction, choice: dict[int, int]) -> dict[int, int]:
     """`choice`, each decision changed to its best answer to all others until none changes (Besag, J. R. Stat. Soc. B 1986)."""
     choice = dict(choice)
+    rounding = 1e-12 * abs(work.constant)  # where costs were moved from; it may leave less than nothing
     waiting = dict.fromkeys(choice)
     while waiting:
         i, _ = waiting.popitem()
@@ -95,7 +96,8 @@ def settled(work: Reduction, choice: dict[int, int]) -> dict[int, int]:
         for j, pairs in work.edges[i].items():
             answer += pairs[:, choice[j]]
         k = int(answer.argmin())
-        if answer[k] < (1 - 1e-9) * answer[choice[i]]:  # by more than rounding, which could go on forever
+        now = answer[choice[i]]
+        if answer[k] < now - max(1e-9 * abs(now), rounding):  # by more than rounding, which could go on forever
             choice[i] = k
             waiting.update(dict.fromkeys(work.edges[i]))
     return choice

@@ -55,6 +55,15 @@ def test_no_decision_alone_betters_a_choice_that_has_settled(problem):
         assert all(excess(work, choice | {i: k}) >= cost - 1e-6 for k in range(len(options)))
 
 
+@pytest.mark.parametrize("constant", [0.0, 1.0])
+def test_settling_ends_where_rounding_has_left_less_than_nothing(constant):
+    work = Reduction(ChoiceProblem([np.zeros(2)] * 2, {(0, 1): np.zeros((2, 2))}))
+    work.constant = constant
+    for cost in work.costs.values():
+        cost -= 1e-18
+    assert settled(work, {0: 1, 1: 0}) == {0: 1, 1: 0}
+
+
 @settings(max_examples=100)
 @given(choice_problems(decisions=5))
 def test_options_of_the_cheapest_choices_survive(problem):
