@@ -8,6 +8,17 @@ from functools import wraps
 _SLOTS = 1 << 16
 """Of a stack frame that CPython takes a chunk of a MiB for, of which half is left over."""
 
+_FEW = 100_000
+"""Objects that are searched for garbage in no time."""
+
+_MANY = 10_000_000
+"""Objects, made in all, among which there may be garbage enough to search for."""
+
+_FROZEN = 1_000
+"""Objects that CPython has frozen at its start at most; if there are more, somebody has a use for that."""
+
+_unsearched = 0
+
 
 def builds_graphs[**P, R](fun: Callable[P, R]) -> Callable[P, R]:
     """A decorator for functions that build large graphs: no search for garbage, and room on the stack for what they call.
@@ -34,4 +45,19 @@ def paused_gc() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            _put_off(gc.get_count()[0])
             gc.enable()
+
+
+def _put_off(made: int) -> None:
+    """Spare so many new objects the first search for garbage, which they would survive: they count as old ones, unless it adds up."""
+    global _unsearched
+    if made < _FEW or gc.get_freeze_count() > _FROZEN:
+        return
+    _unsearched += made
+    if _unsearched > _MANY:
+        _unsearched = 0
+        gc.collect()
+    else:
+        gc.freeze()
+        gc.unfreeze()

@@ -155,8 +155,8 @@ class Reduction:
             raise InfeasibleError("no choice of shardings satisfies every requirement")
         margin = np.subtract.outer(_finite(self.costs[i]), _finite(self.costs[i]))
         for cost in self.edges[i].values():
-            cost = _finite(cost)
-            margin += (cost[:, None, :] - cost[None, :, :]).min(axis=2)
+            cost = np.ascontiguousarray(_finite(cost).T)
+            margin += (cost[:, :, None] - cost[:, None, :]).min(axis=0)  # NumPy takes twice as long along the last axis
         # margin[a, b] >= 0: b is never worse than a. Ties are broken towards the lower index. With limits, b must not use
         # more either.
         beaten = (margin > 0) | ((margin == 0) & np.tri(len(alive), k=-1, dtype=bool))

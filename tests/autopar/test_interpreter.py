@@ -4,6 +4,7 @@ import gc
 
 import pytest
 
+from autopar import interpreter
 from autopar.interpreter import builds_graphs, paused_gc
 
 
@@ -35,3 +36,26 @@ def test_it_is_not_looked_for_where_it_was_not():
         with paused_gc():
             pass
         assert not gc.isenabled()
+
+
+def test_many_new_objects_are_spared_the_first_search_until_it_adds_up(monkeypatch):
+    monkeypatch.setattr(interpreter, "_FEW", 1_000)
+    monkeypatch.setattr(interpreter, "_MANY", 50_000)
+    monkeypatch.setattr(interpreter, "_unsearched", 0)
+    searched = []
+    watch = lambda phase, info: searched.append((info["generation"], gc.get_count()[0])) if phase == "start" else None  # noqa: E731
+    gc.callbacks.append(watch)
+    try:
+        kept = [_build(20_000) for _ in range(2)]
+        assert all(count < 5_000 for _, count in searched)  # of what the list itself took, if at all
+        assert 2 not in {generation for generation, _ in searched}
+        kept.append(_build(20_000))
+        assert 2 in {generation for generation, _ in searched}
+    finally:
+        gc.callbacks.remove(watch)
+    assert len(kept) == 3
+
+
+@builds_graphs
+def _build(count):
+    return [[i] for i in range(count)]
