@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 import autopar
 from autopar import model_schedules
-from autopar.methods import PipeshardParallel, PlanningMethod
+from autopar.methods import PlanningMethod
 from autopar.model_schedules import Knobs, Names
 from autopar.schedule import Built, ModelSchedule
 from experiments.models.gpt import GPT
@@ -64,15 +64,8 @@ def scheduled_step(
     stages = knobs.pipeline_stages
     sch = schedule_gpt(model, mesh(shape))
     model_schedules.schedule_gpt(sch, replace(knobs, batch_axis="x"), NAMES)
-    # A shard_map can't be run on microbatches: what it keeps for its backward pass has no dim of examples.
+    # A model on shards can't be run on microbatches.
     backend = "auto" if stages > 1 else "manual" if num_micro_batches == 1 else "gspmd"
-    built = autopar.build(sch, backend, batch_axis="x")
-    method = replace(built.method, num_micro_batches=num_micro_batches)
-    if isinstance(method, PipeshardParallel):
-        per_stage = shape[0] * shape[1]
-        method = replace(
-            method,
-            devices=mesh((stages * per_stage,)),
-            stage_option=autopar.UniformStageOption(stages, (1, per_stage), shape),
-        )
-    return train_step(model, built), model.abstract_args(), method
+    devices = mesh((stages * shape[0] * shape[1],)) if stages > 1 else None
+    built = autopar.build(sch, backend, "x", num_micro_batches=num_micro_batches, devices=devices)
+    return train_step(model, built), model.abstract_args(), built.method

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal
 
 import jax
@@ -9,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.devices import AXIS_NAMES, device_mesh, planned_mesh
 from autopar.layers import ManualLayerOption
-from autopar.methods import ManualShardParallel, PipeshardParallel, PlanningMethod, ShardParallel
+from autopar.methods import Devices, ManualShardParallel, PipeshardParallel, PlanningMethod, ShardParallel
+from autopar.pipeline.stage_options import UniformStageOption
 from autopar.schedule.directives import CutPipelineStage, ForkRng, ScheduleError, Shard, Sync
 from autopar.schedule.items import Group, Item, Placed, Synced
 from autopar.schedule.model import ModelSchedule
@@ -53,7 +55,12 @@ class Built:
 
 
 def build(
-    model: ModelSchedule, backend: Backend = "manual", batch_axis: str | None = None, mesh: AnyMesh | None = None
+    model: ModelSchedule,
+    backend: Backend = "manual",
+    batch_axis: str | None = None,
+    mesh: AnyMesh | None = None,
+    num_micro_batches: int = 1,
+    devices: Devices = None,
 ) -> Built:
     """The model, scheduled.
 
@@ -62,6 +69,9 @@ def build(
             partitioner where parameters and what is synchronised go. "auto" pins them, and the planner decides about the rest.
         batch_axis: the mesh axis over which the first dim of the model's arguments is split; "auto" finds that by itself.
         mesh: in place of the schedule's own, of the same axes: the devices that are here, say, for a schedule on an abstract mesh.
+        num_micro_batches: parts of the batch, over which a step with `autopar.grad` accumulates gradients.
+        devices: of a pipeline: each stage takes as many of them as the mesh has, as a mesh of that shape. By default the stages share
+            the devices of the mesh.
 
     Raises:
         ScheduleError: the schedule does not fit together, or can't be built with this backend.
@@ -74,6 +84,13 @@ def build(
     cuts = model.of_kind(CutPipelineStage)
     if cuts and backend != "auto":
         raise ScheduleError("cut_pipeline_stage: pipelines are built with backend='auto'")
+    if devices is not None and not cuts:
+        raise ScheduleError("devices are those of a pipeline, and the schedule has no cut_pipeline_stage; give a mesh")
+    if num_micro_batches != 1 and backend == "manual":
+        raise ScheduleError(
+            f"num_micro_batches={num_micro_batches} and backend 'manual': what a model on shards keeps for its backward pass has no dim of"
+            " examples; use 'gspmd' or 'auto'"
+        )
     used = {each.mesh_axis for each in (*model.of_kind(Shard), *model.of_kind(Sync))}
     if cuts and (unknown := used.difference(AXIS_NAMES)):
         raise ScheduleError(
@@ -86,14 +103,18 @@ def build(
     pins = _pins(model, placed, named=backend == "auto")
     options = ShardingOptions(pins=pins)
     if cuts:
-        layers = ManualLayerOption()
+        sizes = tuple(model.mesh.shape.values())
         method: PlanningMethod = PipeshardParallel(
-            model.mesh, layer_option=layers, default_auto_sharding_option=options
+            model.mesh if devices is None else devices,
+            num_micro_batches,
+            default_auto_sharding_option=options,
+            layer_option=ManualLayerOption(),
+            stage_option=UniformStageOption() if devices is None else UniformStageOption(None, (1, prod(sizes)), sizes),
         )
     elif backend == "auto":
-        method = ShardParallel(model.mesh, options=options)
+        method = ShardParallel(model.mesh, num_micro_batches, options=options)
     else:
-        method = ManualShardParallel(model.mesh, pins=pins)
+        method = ManualShardParallel(model.mesh, num_micro_batches, pins=pins)
     specs = dict(zip(model.graph.invars, placed.arguments, strict=True))
     specs = [partition_spec(specs[var].dims) for var in model.graph.params]
     return Built(

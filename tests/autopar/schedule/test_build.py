@@ -321,6 +321,33 @@ def test_a_pipeline_is_cut_and_its_stages_are_sharded_where_the_schedule_says(sh
     assert not any("linear2" in value.path for value in first.inputs)
 
 
+def test_each_stage_of_a_pipeline_is_on_a_mesh_of_the_schedule_s_shape() -> None:
+    model, args = MLP(32), (jax.random.normal(jax.random.key(1), (8, 32)),)
+    params = model.init(jax.random.key(0), *args)
+    sch = autopar.create_schedule(model, params, args, mesh=(2, 2))
+    sch["linear1"].cut_pipeline_stage()
+    sch["linear2"].shard("kernel", axis=0, mesh_axis="y").sync("fwd_post", "all_reduce", mesh_axis="y")
+    built = build(sch, "auto", "x", num_micro_batches=2, devices=8)
+
+    def step(params: Any, x: Any) -> Any:
+        value, found = autopar.value_and_grad(lambda p: jnp.mean(built.apply(p, x) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - g, params, found), value
+
+    parallel = autopar.parallelize(step, method=built.method)
+    gradients = jax.grad(lambda p: jnp.mean(model.apply(p, *args) ** 2))(params)
+    assert_allclose(parallel(params, *args)[0], jax.tree.map(lambda p, g: p - g, params, gradients), atol=1e-5)
+    plan = parallel.get_executable(params, *args).plan
+    assert plan.num_micro_batches == 2
+    assert [(stage.devices, stage.mesh_shape) for stage in plan.stages] == [((0, 1, 2, 3), (2, 2)), ((4, 5, 6, 7), (2, 2))]
+
+
+def test_microbatches_and_devices_of_a_pipeline_need_what_takes_them() -> None:
+    with pytest.raises(ScheduleError, match=r"num_micro_batches=2 and backend 'manual': .*; use 'gspmd' or 'auto'"):
+        build(mlp_schedule(), num_micro_batches=2)
+    with pytest.raises(ScheduleError, match="the schedule has no cut_pipeline_stage; give a mesh"):
+        build(mlp_schedule(), "auto", devices=8)
+
+
 def test_stages_have_meshes_of_their_own_with_names_of_their_own() -> None:
     sch = mlp_schedule(jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,)))
     sch["linear1"].shard("kernel", axis=1).sync("fwd_post", "all_gather").cut_pipeline_stage()
