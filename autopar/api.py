@@ -11,6 +11,7 @@ import numpy as np
 from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh, Mesh
 
+from autopar.analytic import analytic_program
 from autopar.checkpoint.saving import finish_saving
 from autopar.devices import Device, cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.follow import follow_pipeline, follow_plan
@@ -254,10 +255,22 @@ def predict(
     *,
     donate_argnums: Argnums = "auto",
     batch_argnums: Sequence[int] = (1,),
+    fidelity: Literal["compiled", "analytic"] = "compiled",
 ) -> Timeline:
-    """Step time and per-device memory of a plan on a cluster that need not be here: `compile_step`, simulated."""
+    """Step time and per-device memory of a plan on a cluster that need not be here.
+
+    Args:
+        fidelity: "compiled": of the program that `compile_step` gives, XLA's own. "analytic": as the planner counts, without compiling,
+            in as long as it takes to trace; arguments that a state comes from are taken to be donated.
+    """
     cluster = _cluster(cluster)
-    program = compile_step(fun, args, plan, cluster, donate_argnums=donate_argnums, batch_argnums=batch_argnums)
+    match fidelity:
+        case "compiled":
+            program = compile_step(fun, args, plan, cluster, donate_argnums=donate_argnums, batch_argnums=batch_argnums)
+        case "analytic":
+            program = analytic_program(trace_for(plan, fun, args, batch_argnums), plan, cluster)
+        case _:
+            raise ValueError(f"fidelity {fidelity!r}, expected 'compiled' or 'analytic'")
     return simulate(program, cluster)
 
 

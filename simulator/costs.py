@@ -12,7 +12,7 @@ from simulator.collectives import Network
 from simulator.compute import KernelModel
 from simulator.mixed import AnyCluster, MixedCluster
 from simulator.network import Flows, find_routes
-from simulator.work import CollectiveKind, Groups, Kernel
+from simulator.work import Collective, CollectiveKind, Groups, Kernel
 
 
 class CostModel(Protocol):
@@ -32,6 +32,17 @@ class CostModel(Protocol):
     def slowdown(self, groups: Groups) -> float:
         """How many times longer a collective of these groups, and computation beside it, take while both go on."""
         ...
+
+
+def kernel_seconds(costs: CostModel, kernel: Kernel, device: int = 0) -> float:
+    """What a kernel takes: as it says itself, or else the costs."""
+    return costs.kernel(kernel, device) if kernel.seconds is None else kernel.seconds
+
+
+def collective_seconds(costs: CostModel, collective: Collective, groups: Groups) -> float:
+    """What a collective takes between `groups`, in ids of the cluster: as it says itself, or else the costs."""
+    known = collective.seconds
+    return costs.collective(collective.kind, collective.num_bytes, groups) if known is None else known
 
 
 class ClusterCosts:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import assert_never
 
-from simulator.costs import CostModel
+from simulator.costs import CostModel, collective_seconds, kernel_seconds
 from simulator.work import Body, Done, Kernel, Loop, Start, on_devices
 
 Row = tuple[float, float]
@@ -85,9 +85,9 @@ def effect_of(body: Body, costs: CostModel, devices: tuple[int, ...]) -> Effect:
     for op in body:
         match op:
             case Kernel():
-                compute = _shifted(compute, costs.kernel(op, devices[0]))
+                compute = _shifted(compute, kernel_seconds(costs, op, devices[0]))
             case Start(each):
-                seconds = costs.collective(each.kind, each.num_bytes, on_devices(each, devices))
+                seconds = collective_seconds(costs, each, on_devices(each, devices))
                 communication = running[each.name] = _shifted(_later(compute, communication), seconds)
             case Done(name):
                 if name not in running:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import inf, isclose
 from typing import assert_never
 
-from simulator.costs import CostModel
+from simulator.costs import CostModel, collective_seconds, kernel_seconds
 from simulator.memory import Level
 from simulator.timeline import Category, Link, Span, Stream
 from simulator.work import Body, Collective, Done, Groups, Kernel, Loop, Start, on_devices
@@ -70,7 +70,7 @@ class Streams:
             match op:
                 case Kernel():
                     start = self.compute
-                    self._compute(self.costs.kernel(op, self.devices[0]))
+                    self._compute(kernel_seconds(self.costs, op, self.devices[0]))
                     self._record(op.name, "compute", start, self.compute, op.kind)
                 case Start(collective):
                     self._start(collective)
@@ -127,7 +127,7 @@ class Streams:
     def _start(self, collective: Collective) -> None:
         """Hand a collective to the communication stream now."""
         groups = self._global(collective)
-        seconds = self.costs.collective(collective.kind, collective.num_bytes, groups)
+        seconds = collective_seconds(self.costs, collective, groups)
         slowdown, link = self.costs.slowdown(groups), self.link(groups)
         if slowdown == 1 and not self.under_way:
             span = self.communicate(collective.name, seconds, collective.kind, link)

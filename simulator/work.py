@@ -42,6 +42,7 @@ class Kernel:
         dtype: what it computes in, in HLO's spelling ("f32", "bf16", ...).
         gemm: the sizes, when `kind` is "gemm" and they are known.
         unknown: what it is, where nobody knows what that costs: it is priced by the bytes that it must move.
+        seconds: what it takes, if that is known, and not for a cost model to say.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Kernel:
     dtype: str = "f32"
     gemm: Gemm | None = None
     unknown: str = ""
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,14 @@ class Collective:
     Attributes:
         num_bytes: bytes per device of the *whole* array of the group: operand of an all_reduce, result of an all_gather,
             operand of a reduce_scatter, operand of an all_to_all, message of a permute.
+        seconds: what it takes, if that is known, and not for a cost model to say.
     """
 
     name: str
     kind: CollectiveKind
     num_bytes: float
     groups: Groups
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,7 @@ class PipelinePlanner:
         tasks = make_schedule(schedule.name, pipeline)
         of_layers = [s for s, each in enumerate(assigned) for _ in each.layers]
         cut = cut_step(self.step, of_layers, splits_backward(schedule.name))
-        graphs, in_flight = stage_graphs(cut), _in_flight(tasks)
+        graphs, in_flight = stage_graphs(cut), tasks.stage_in_flight()
         pools = [self._pool(stage, each) for stage, each in enumerate(assigned)]
         costs = [
             self._stage_costs(each.options, schedule).pools[pool] for each, pool in zip(assigned, pools, strict=True)
@@ -228,19 +228,6 @@ def _limited(options: ShardingOptions, space: LogicalSpace) -> ShardingOptions:
 def _stage(graph: StageGraph, assigned: Assignment, solved: SolvedStage) -> Stage:
     stage = stage_of(graph.step, logical_mesh(solved.shape), solved.shardings)
     return stage.model_copy(update={"layers": assigned.layers, "devices": assigned.devices})
-
-
-def _in_flight(schedule: Schedule) -> list[int]:
-    """For each stage, of how many microbatches it holds activations at most."""
-    release = "W" if "W" in schedule.phases else "B"
-    held, most = Counter(), Counter()
-    for row in schedule.rows:
-        for task in row:
-            held[task.stage] += (task.phase == "F") - (task.phase == release)
-            most[task.stage] = max(most[task.stage], held[task.stage])
-    if release not in schedule.phases:  # nothing is kept
-        return [1] * schedule.pipeline.num_stages
-    return [most[stage] for stage in range(schedule.pipeline.num_stages)]
 
 
 def _fullest(schedule: Schedule, solved: Sequence[SolvedStage], in_flight: Sequence[int]) -> Mapping[Role, int]:

@@ -4,6 +4,7 @@ Stage s runs on mesh s modulo the number of meshes, so that with several chunks 
 function that lists the tasks of one mesh; what depends on what, transfers, deadlocks, clocks and memory follow from the lists.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -70,6 +71,18 @@ class Schedule:
     @property
     def phases(self) -> frozenset[Phase]:
         return frozenset(task.phase for row in self.rows for task in row)
+
+    def stage_in_flight(self) -> list[int]:
+        """For each stage, of how many microbatches it holds activations at most."""
+        release = "W" if "W" in self.phases else "B"
+        held, most = Counter(), Counter()
+        for row in self.rows:
+            for task in row:
+                held[task.stage] += (task.phase == "F") - (task.phase == release)
+                most[task.stage] = max(most[task.stage], held[task.stage])
+        if release not in self.phases:  # nothing is kept
+            return [1] * self.pipeline.num_stages
+        return [most[stage] for stage in range(self.pipeline.num_stages)]
 
     def needs(self, task: Run) -> tuple[Run, ...]:
         """Tasks of this or another mesh whose results `task` uses."""

@@ -83,7 +83,8 @@ class Decisions:
             decide, and those where microbatches accumulate.
         uses: every place where a value is read with a spec that some decision requires.
         roles: for each input "batch", "parameter", "state" or "other".
-        shares: the equations that `costs` and `edges` are made of: number, one or two decisions, seconds by their options. What a
+        shares: what `costs` and `edges` are made of, by equation: its number; a decision and the seconds of its options, kernels and
+            what completes partial results, (2, options); or two decisions and seconds of resharding, by the options of both. What a
             step does to hand on its outputs counts as its last equation.
         leaders: see `autopar.sharding.fusion.Traffic`.
         scattered: the equations whose results are reduce_scattered together with others: number, decision, bytes of one device before
@@ -116,12 +117,17 @@ class Decisions:
         rest = cost - compute - communication
         return Seconds(compute, communication, rest if rest > 1e-9 * cost else 0.0)  # and no rounding errors
 
-    def seconds_by_equation(self, choice: Sequence[int], num_equations: int) -> tuple[float, ...]:
+    def seconds_by_equation(self, choice: Sequence[int], num_equations: int) -> tuple[Seconds, ...]:
         """What each equation takes; they add up to what the choice costs."""
-        seconds = [0.0] * num_equations
+        seconds = [[0.0, 0.0, 0.0] for _ in range(num_equations)]
         for number, decisions, cost in self.shares if num_equations else ():
-            seconds[number] += float(cost[tuple(choice[d] for d in decisions)])
-        return tuple(seconds)
+            if len(decisions) == 2:
+                seconds[number][2] += float(cost[choice[decisions[0]], choice[decisions[1]]])
+            else:
+                compute, communication = cost[:, choice[decisions[0]]]
+                seconds[number][0] += float(compute)
+                seconds[number][1] += float(communication)
+        return tuple(Seconds(*each) for each in seconds)
 
 
 def enumerate_decisions(
@@ -265,7 +271,7 @@ class _Builder:
         seconds = parts[0] + parts[1]
         self.found.costs[placement.decision] = self.found.costs[placement.decision] + seconds
         self.found.parts[placement.decision] = self.found.parts[placement.decision] + parts
-        self.found.shares.append((number, (placement.decision,), seconds))
+        self.found.shares.append((number, (placement.decision,), parts))
         self._use_operands(number, eqn, placement.decision, found)
         for var, specs in zip(eqn.outvars, found.results, strict=True):
             self.found.placements[var] = Placement(placement.decision, specs)
@@ -277,7 +283,7 @@ class _Builder:
         label = f"{eqn.primitive.name} in {eqn.source_info.name_stack}"
         parts = self._costs(number, eqn, factors, found)
         first = self._decide(label, found.results[0], parts)
-        self.found.shares.append((number, (first.decision,), self.found.costs[first.decision]))
+        self.found.shares.append((number, (first.decision,), parts))
         results = [Placement(first.decision, specs) for specs in found.results]
         if self._costs_of(eqn.outvars[0]) is self.combined and self.repeats[number] == 1:
             before = [
@@ -442,9 +448,10 @@ class _Builder:
             sizes = [passes * array_bytes(shape, aval_of(var).dtype) for shape in shapes]
             seconds = self.step.num_micro_batches * np.array([self.costs.copy(size) for size in sizes])
             d = placement.decision
+            parts = np.array([seconds, np.zeros_like(seconds)])
             self.found.costs[d] = self.found.costs[d] + seconds
-            self.found.parts[d] = self.found.parts[d] + np.array([seconds, np.zeros_like(seconds)])
-            self.found.shares.append((number, (d,), seconds))
+            self.found.parts[d] = self.found.parts[d] + parts
+            self.found.shares.append((number, (d,), parts))
 
     def _synchronise(self, number: int, eqn: JaxprEqn, placed: Sequence[Placement | None]) -> None:
         """Complete what devices accumulated apart, each value in a way of its own."""
@@ -463,10 +470,9 @@ class _Builder:
                     sum(self.combined.collective(*s) for s in w.collectives) + self.costs.copy(w.copied)
                     for _, w in ways
                 ]
-                result = self._decide(
-                    "accumulate", tuple(way.results[0] for _, way in ways), np.array([[0.0] * len(ways), seconds])
-                )
-                self.found.shares.append((number, (result.decision,), np.array(seconds)))
+                parts = np.array([[0.0] * len(ways), seconds])
+                result = self._decide("accumulate", tuple(way.results[0] for _, way in ways), parts)
+                self.found.shares.append((number, (result.decision,), parts))
                 self._use(number, k, atom, result.decision, tuple(source for source, _ in ways))
                 placement = result
             results.append(placement)

@@ -316,7 +316,7 @@ def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, peak_b
         peak_bytes=peak_bytes,
         gap=solution.gap,
         solve_seconds=0.0,
-        eqn_seconds=decisions.seconds_by_equation(choice, len(step.jaxpr.eqns)),
+        eqn_seconds=tuple(map(sum, decisions.seconds_by_equation(choice, len(step.jaxpr.eqns)))),
     )
 
 

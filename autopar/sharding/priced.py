@@ -94,7 +94,7 @@ class PricedProblem:
 
     def eqn_seconds(self, found: Priced) -> tuple[float, ...]:
         """What each equation takes in a step."""
-        return self.decisions.seconds_by_equation(found.choice, len(self.step.jaxpr.eqns))
+        return tuple(map(sum, self.decisions.seconds_by_equation(found.choice, len(self.step.jaxpr.eqns))))
 
     def specs(self, found: Priced) -> list[Spec | None]:
         """Where each of `values_of` the step is; None: wherever it is needed."""

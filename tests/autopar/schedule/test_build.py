@@ -338,7 +338,10 @@ def test_each_stage_of_a_pipeline_is_on_a_mesh_of_the_schedule_s_shape() -> None
     assert_allclose(parallel(params, *args)[0], jax.tree.map(lambda p, g: p - g, params, gradients), atol=1e-5)
     plan = parallel.get_executable(params, *args).plan
     assert plan.num_micro_batches == 2
-    assert [(stage.devices, stage.mesh_shape) for stage in plan.stages] == [((0, 1, 2, 3), (2, 2)), ((4, 5, 6, 7), (2, 2))]
+    assert [(stage.devices, stage.mesh_shape) for stage in plan.stages] == [
+        ((0, 1, 2, 3), (2, 2)),
+        ((4, 5, 6, 7), (2, 2)),
+    ]
 
 
 def test_microbatches_and_devices_of_a_pipeline_need_what_takes_them() -> None:

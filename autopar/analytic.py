@@ -1,0 +1,155 @@
+"""The analytic front end: the program of a plan with the seconds and the memory that the planner counts, and nothing compiled.
+
+The plan tells which option each decision took (`autopar.inspect.choices`), and so what each equation takes. A task's body has up to
+three entries for each: bringing its operands where it wants them, its kernel, and completing its results. Each says its seconds, and waits
+for the one before: what XLA may hide behind computation the planner counts in full.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Literal
+
+from jax.extend.core import Var
+
+from autopar.gradients import accumulate_p
+from autopar.graph import aval_of
+from autopar.inspect.choices import recover
+from autopar.inspect.replay import Played
+from autopar.inspect.stages import single_stage
+from autopar.lower import WHOLE_STEP, program_of
+from autopar.pipeline.cut import Task
+from autopar.pipeline.planned import PlannedPipeline
+from autopar.pipeline.stage_graph import StageGraph
+from autopar.plan import Plan
+from autopar.planned import Planned, PlannedStep
+from autopar.regions import MARKERS, repeats
+from autopar.sharding.costs import Step, reshard_steps
+from autopar.sharding.memory import Memory
+from autopar.sharding.memory_roles import roles_at_peak
+from autopar.sharding.spec import local_shape
+from autopar.trace import StepGraph
+from autopar.work import array_bytes, kernel_of
+from simulator.costs import ClusterCosts
+from simulator.memory import MemoryUse, Role, added
+from simulator.mixed import AnyCluster
+from simulator.program import Program, Run
+from simulator.work import Body, Collective, CollectiveKind, Done, Kernel, Op, Start
+
+_ARGUMENTS: tuple[Role, ...] = ("parameters", "optimizer", "inputs")
+"""What a device holds before the step begins."""
+
+
+def analytic_program(step: StepGraph, plan: Plan, cluster: AnyCluster) -> Program:
+    """The program of a plan on `cluster`, with bodies and memory as the planner counts them.
+
+    Raises:
+        PlanError: the plan is for another step, or leaves choices to XLA.
+        ClusterError: a stage has devices that the cluster lacks, or of several pools.
+    """
+    if plan.pipeline is None:
+        pool = cluster.pools[cluster.pool_of(range(plan.stages[0].mesh.num_devices))]
+        told = _Told(PlannedStep(step, plan), ClusterCosts(pool))
+        bodies = {WHOLE_STEP.task: told.body(range(len(step.jaxpr.eqns)))}
+        return replace(program_of(plan), bodies=bodies, memory=(_memory_use(told.held()),))
+    planned = PlannedPipeline(step, plan)
+    bodies: dict[str, Body] = {
+        each.task: () for row in planned.program.instructions for each in row if isinstance(each, Run)
+    }
+    held: dict[int, Mapping[Role, int]] = {}
+    for number, (graph, in_flight) in enumerate(zip(planned.graphs, planned.schedule.stage_in_flight(), strict=True)):
+        pool = cluster.pools[cluster.pool_of(plan.stages[number].devices)]
+        told = _Told(single_stage(planned, number), ClusterCosts(pool))
+        for task, numbers in _numbers(graph).items():
+            bodies[Run(task.stage, task.phase, task.round).task] = told.body(numbers, step.num_micro_batches)
+        mesh = planned.schedule.pipeline.mesh_of(number)
+        held[mesh] = added(held.get(mesh, {}), told.held(in_flight))
+    return replace(planned.program, bodies=bodies, memory=tuple(_memory_use(held[mesh]) for mesh in sorted(held)))
+
+
+def _numbers(graph: StageGraph) -> dict[Task, list[int]]:
+    """The equations of each task; what several compute counts in the first, and what none does in the update."""
+    task_of: dict[int, Task] = {}
+    for task, eqns in graph.tasks.items():
+        for number, _ in eqns:
+            task_of.setdefault(number, task)
+    rest = next((task for task in graph.tasks if task.phase == "U"), [*graph.tasks][-1])
+    found: dict[Task, list[int]] = {task: [] for task in graph.tasks}
+    for number in range(len(graph.step.jaxpr.eqns)):
+        found[task_of.get(number, rest)].append(number)
+    return found
+
+
+class _Told:
+    """What the planner counts for a step on one mesh."""
+
+    def __init__(self, planned: Planned, costs: ClusterCosts) -> None:
+        self._step, self._outputs = planned.step, planned.plan.stages[0].outputs
+        self._choices = recover(planned, costs, planned.plan.options)
+        self._mesh = self._choices.replay.mesh
+        eqns = planned.step.jaxpr.eqns
+        self._seconds = self._choices.decisions.seconds_by_equation(self._choices.taken, len(eqns))
+        self._times = repeats(eqns)
+        micro = planned.step.microbatching
+        self._in_microbatches = {number for number, _ in micro.body} if micro else set()
+
+    def body(self, numbers: Iterable[int], runs: int = 1) -> Body:
+        """These equations, which run so many times in a step if microbatches do."""
+        return tuple(op for n in numbers for op in self._ops(n, runs if n in self._in_microbatches else 1))
+
+    def held(self, in_flight: int = 1) -> dict[Role, int]:
+        """Bytes on one device when they are most, with so many microbatches in flight."""
+        memory = Memory(replace(self._step, in_flight=in_flight), self._choices.decisions, self._mesh)
+        return {role: round(size) for role, size in roles_at_peak(memory, self._choices.taken).items()}
+
+    def _ops(self, number: int, runs: int) -> Iterator[Op]:
+        each = self._choices.replay.equations[number]
+        compute, communication, resharding = (seconds / runs for seconds in self._seconds[number])
+        if resharding:
+            kind, _, axes = next(self._moves(each), ("", 0.0, ()))
+            yield from self._collective(f"operands of {each.name} #{number}", kind, axes, resharding)
+        times = self._times[number] * (
+            1 if runs > 1 or number not in self._in_microbatches else self._step.num_micro_batches
+        )
+        kernel = self._kernel(each)
+        if compute or kernel.flops:
+            yield replace(kernel, name=f"{each.name} #{number}", flops=times * kernel.flops, seconds=compute)
+        if communication:
+            synchronised = each.synchronised(0) if each.eqn.primitive is accumulate_p else {}
+            found = each.completions or tuple((kind, axis) for axis, kind in synchronised.items())
+            kind = found[0][0] if found else ""
+            yield from self._collective(f"{each.name} #{number}", kind, tuple(axis for _, axis in found), communication)
+
+    def _kernel(self, each: Played) -> Kernel:
+        if each.eqn.primitive in MARKERS or each.factors is None or not each.eqn.outvars:
+            return Kernel("", "memory", 0.0, 0.0)
+        atoms, specs = (*each.eqn.invars, *each.eqn.outvars), (*each.operands, *each.results)
+        shapes = [local_shape(aval_of(a).shape, spec, self._mesh) for a, spec in zip(atoms, specs, strict=True)]
+        moved = sum(array_bytes(shape, aval_of(a).dtype) for shape, a in zip(shapes, atoms, strict=True))
+        return kernel_of(each.eqn, shapes[: len(each.eqn.invars)], moved)
+
+    def _moves(self, each: Played) -> Iterator[Step]:
+        """The collectives that bring operands where the equation wants them; after the last one, outputs where they are wanted."""
+        moves = list(zip(each.eqn.invars, each.sources, each.operands, strict=True))
+        if each.number == len(self._step.jaxpr.eqns) - 1:
+            values = self._choices.replay.values
+            made = [(a, values.get(a) if isinstance(a, Var) else None) for a in self._step.jaxpr.outvars]
+            moves += [(a, source, value.spec) for (a, source), value in zip(made, self._outputs, strict=True)]
+        for atom, source, target in moves:
+            if source is not None and source != target:
+                size = array_bytes(aval_of(atom).shape, aval_of(atom).dtype)
+                yield from reshard_steps(size, source, target, self._mesh)
+
+    def _collective(
+        self, name: str, kind: CollectiveKind | Literal[""], axes: tuple[str, ...], seconds: float
+    ) -> Iterator[Op]:
+        """What communication takes, under the name of its first kind; a kernel, if all that there is to do is to copy."""
+        if not kind:
+            yield Kernel(name, "memory", 0.0, 0.0, seconds=seconds)
+            return
+        yield Start(Collective(name, kind, 0.0, self._mesh.groups(axes), seconds))
+        yield Done(name)
+
+
+def _memory_use(held: Mapping[Role, int]) -> MemoryUse:
+    arguments = sum(size for role, size in held.items() if role in _ARGUMENTS)
+    return MemoryUse(arguments=arguments, temporaries=sum(held.values()) - arguments, roles=held)
