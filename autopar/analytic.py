@@ -20,47 +20,53 @@ from autopar.lower import WHOLE_STEP, program_of
 from autopar.pipeline.cut import Task
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.stage_graph import StageGraph
-from autopar.plan import Plan
 from autopar.planned import Planned, PlannedStep
 from autopar.regions import MARKERS, repeats
 from autopar.sharding.costs import Step, reshard_steps
 from autopar.sharding.memory import Memory
 from autopar.sharding.memory_roles import roles_at_peak
 from autopar.sharding.spec import local_shape
-from autopar.trace import StepGraph
 from autopar.work import array_bytes, kernel_of
+from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts
 from simulator.memory import MemoryUse, Role, added
 from simulator.mixed import AnyCluster
-from simulator.program import Program, Run
+from simulator.program import Program
 from simulator.work import Body, Collective, CollectiveKind, Done, Kernel, Op, Start
 
 _ARGUMENTS: tuple[Role, ...] = ("parameters", "optimizer", "inputs")
 """What a device holds before the step begins."""
 
 
-def analytic_program(step: StepGraph, plan: Plan, cluster: AnyCluster) -> Program:
-    """The program of a plan on `cluster`, with bodies and memory as the planner counts them.
+def analytic_program(planned: PlannedStep, cluster: Cluster) -> Program:
+    """The program of a plan without a pipeline on `cluster`, as the planner counts it.
 
     Raises:
-        PlanError: the plan is for another step, or leaves choices to XLA.
+        PlanError: the plan leaves choices to XLA.
+        ClusterError: the cluster has fewer devices.
+    """
+    cluster.pool_of(range(planned.plan.stages[0].mesh.num_devices))
+    told = _Told(planned, ClusterCosts(cluster))
+    bodies = {WHOLE_STEP.task: told.body(range(len(planned.step.jaxpr.eqns)), adds=True)}
+    return replace(program_of(planned.plan), bodies=bodies, memory=(_memory_use(told.held()),))
+
+
+def analytic_pipeline(planned: PlannedPipeline, cluster: AnyCluster) -> Program:
+    """The program of a pipeline on `cluster`, as the planner counts it.
+
+    Raises:
+        PlanError: the plan leaves choices to XLA.
         ClusterError: a stage has devices that the cluster lacks, or of several pools.
     """
-    if plan.pipeline is None:
-        pool = cluster.pools[cluster.pool_of(range(plan.stages[0].mesh.num_devices))]
-        told = _Told(PlannedStep(step, plan), ClusterCosts(pool))
-        bodies = {WHOLE_STEP.task: told.body(range(len(step.jaxpr.eqns)))}
-        return replace(program_of(plan), bodies=bodies, memory=(_memory_use(told.held()),))
-    planned = PlannedPipeline(step, plan)
-    bodies: dict[str, Body] = {
-        each.task: () for row in planned.program.instructions for each in row if isinstance(each, Run)
-    }
+    bodies: dict[str, Body] = dict.fromkeys(planned.tasks, ())
     held: dict[int, Mapping[Role, int]] = {}
-    for number, (graph, in_flight) in enumerate(zip(planned.graphs, planned.schedule.stage_in_flight(), strict=True)):
-        pool = cluster.pools[cluster.pool_of(plan.stages[number].devices)]
+    for number, in_flight in enumerate(planned.schedule.stage_in_flight()):
+        pool = cluster.pools[cluster.pool_of(planned.plan.stages[number].devices)]
         told = _Told(single_stage(planned, number), ClusterCosts(pool))
-        for task, numbers in _numbers(graph).items():
-            bodies[Run(task.stage, task.phase, task.round).task] = told.body(numbers, step.num_micro_batches)
+        tasks = _numbers(planned.graphs[number])
+        last = [task for task in tasks if task.phase != "U"][-1]
+        for task, numbers in tasks.items():
+            bodies[task.name] = told.body(numbers, planned.step.num_micro_batches, adds=task == last)
         mesh = planned.schedule.pipeline.mesh_of(number)
         held[mesh] = added(held.get(mesh, {}), told.held(in_flight))
     return replace(planned.program, bodies=bodies, memory=tuple(_memory_use(held[mesh]) for mesh in sorted(held)))
@@ -91,10 +97,16 @@ class _Told:
         self._times = repeats(eqns)
         micro = planned.step.microbatching
         self._in_microbatches = {number for number, _ in micro.body} if micro else set()
+        self._marks = [number for number, _ in micro.marks] if micro else []
 
-    def body(self, numbers: Iterable[int], runs: int = 1) -> Body:
-        """These equations, which run so many times in a step if microbatches do."""
-        return tuple(op for n in numbers for op in self._ops(n, runs if n in self._in_microbatches else 1))
+    def body(self, numbers: Iterable[int], runs: int = 1, adds: bool = False) -> Body:
+        """These equations, of which those of microbatches run so many times in a step; it may add up what microbatches make, too."""
+        ops = [op for n in numbers for op in self._ops(n, runs if n in self._in_microbatches else 1)]
+        for number in self._marks if adds else ():
+            ops.append(
+                Kernel(f"accumulate #{number}", "memory", 0.0, 0.0, seconds=self._seconds[number].compute / runs)
+            )
+        return tuple(ops)
 
     def held(self, in_flight: int = 1) -> dict[Role, int]:
         """Bytes on one device when they are most, with so many microbatches in flight."""
@@ -111,7 +123,7 @@ class _Told:
             1 if runs > 1 or number not in self._in_microbatches else self._step.num_micro_batches
         )
         kernel = self._kernel(each)
-        if compute or kernel.flops:
+        if (compute or kernel.flops) and each.eqn.primitive is not accumulate_p:
             yield replace(kernel, name=f"{each.name} #{number}", flops=times * kernel.flops, seconds=compute)
         if communication:
             synchronised = each.synchronised(0) if each.eqn.primitive is accumulate_p else {}

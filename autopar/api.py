@@ -4,14 +4,14 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import numpy as np
 from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh, Mesh
 
-from autopar.analytic import analytic_program
+from autopar.analytic import analytic_pipeline, analytic_program
 from autopar.checkpoint.saving import finish_saving
 from autopar.devices import Device, cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.follow import follow_pipeline, follow_plan
@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 type AnyExecutable = "Executable | PipelineExecutable | CreateStateExecutable | RemoteExecutable | RemoteCreateState"
 
 type Argnums = Literal["auto"] | int | Sequence[int]
+
+Fidelity = Literal["compiled", "analytic"]
+"""Whose program a prediction is of: XLA's, or the planner's."""
 
 
 def parallelize(
@@ -255,22 +258,13 @@ def predict(
     *,
     donate_argnums: Argnums = "auto",
     batch_argnums: Sequence[int] = (1,),
-    fidelity: Literal["compiled", "analytic"] = "compiled",
+    fidelity: Fidelity = "compiled",
 ) -> Timeline:
-    """Step time and per-device memory of a plan on a cluster that need not be here.
-
-    Args:
-        fidelity: "compiled": of the program that `compile_step` gives, XLA's own. "analytic": as the planner counts, without compiling,
-            in as long as it takes to trace; arguments that a state comes from are taken to be donated.
-    """
+    """Step time and per-device memory of a plan on a cluster that need not be here: `compile_step`, simulated."""
     cluster = _cluster(cluster)
-    match fidelity:
-        case "compiled":
-            program = compile_step(fun, args, plan, cluster, donate_argnums=donate_argnums, batch_argnums=batch_argnums)
-        case "analytic":
-            program = analytic_program(trace_for(plan, fun, args, batch_argnums), plan, cluster)
-        case _:
-            raise ValueError(f"fidelity {fidelity!r}, expected 'compiled' or 'analytic'")
+    program = compile_step(
+        fun, args, plan, cluster, donate_argnums=donate_argnums, batch_argnums=batch_argnums, fidelity=fidelity
+    )
     return simulate(program, cluster)
 
 
@@ -282,18 +276,29 @@ def compile_step(
     *,
     donate_argnums: Argnums = "auto",
     batch_argnums: Sequence[int] = (1,),
+    fidelity: Fidelity = "compiled",
 ) -> Program:
-    """The program of a plan as XLA compiles it, on this machine, for the GPUs of a cluster that need not be here.
+    """The program of a plan for the GPUs of a cluster that need not be here.
 
-    Memory is the compiler's buffer assignment. `simulator.simulate` times it, `simulator.save_program` keeps it, for
-    `python -m simulator predict`, say.
+    `simulator.simulate` times it, `simulator.save_program` keeps it, for `python -m simulator predict`, say.
+
+    Args:
+        fidelity: "compiled": as XLA compiles it, on this machine; memory is the compiler's buffer assignment. "analytic": as the
+            planner counts, in little more than it takes to trace; what is donated is then what a step carries on.
     """
     cluster = _cluster(cluster)
+    if fidelity not in get_args(Fidelity):
+        raise ValueError(f"fidelity {fidelity!r}, expected 'compiled' or 'analytic'")
     step = trace_for(plan, fun, args, batch_argnums)
     donated = _donate_argnums(donate_argnums, args)
     if plan.pipeline is not None:
+        if fidelity == "analytic":
+            return analytic_pipeline(PlannedPipeline(step, plan), cluster)
         return compile_pipeline(PlannedPipeline(step, plan), cluster, _leaves_of(args, donated))[0]
-    return compile_program(step, plan, _alike(cluster, f"a plan of {plan.method}"), donated)[0]
+    cluster = _alike(cluster, f"a plan of {plan.method}")
+    if fidelity == "analytic":
+        return analytic_program(PlannedStep(step, plan), cluster)
+    return compile_program(step, plan, cluster, donated)[0]
 
 
 def init(

@@ -8,7 +8,7 @@ from autopar.inspect.picture import picture
 from autopar.inspect.placement import PlacementSpec, input_placement_specs, output_placement_specs, placed
 from autopar.inspect.reasons import Reason, RunnerUp
 from autopar.inspect.resharding import ReshardingTask, resharding_tasks
-from autopar.inspect.stages import StageInfo, TaskInfo, stage_infos, task_name
+from autopar.inspect.stages import StageInfo, TaskInfo, stage_infos
 from autopar.inspect.strategies import strategies
 from autopar.planned import PlannedStep
 
@@ -39,7 +39,6 @@ __all__ = [
     "resharding_tasks",
     "stage_infos",
     "strategies",
-    "task_name",
     "traced",
     "unknown_status",
 ]

@@ -11,7 +11,6 @@ from autopar.inspect.classify import classify
 from autopar.inspect.placement import input_placement_specs, output_placement_specs
 from autopar.inspect.reasons import explain
 from autopar.inspect.resharding import resharding_tasks
-from autopar.inspect.stages import task_name
 from autopar.inspect.strategies import default_costs
 from autopar.plan import Value
 
@@ -76,7 +75,7 @@ def _pipeline_texts(executable: "InspectedPipeline") -> Iterator[tuple[str, str]
         yield f"_stage_{k}.annotated.mlir", executable.get_hlo_text("annotated", k)
         yield f"_stage_{k}.partitioned.hlo", executable.get_hlo_text("partitioned", k)
         yield f"_stage_{k}.hlo", executable.get_hlo_text("optimized", k)
-        tasks = [f"{task_name(task)}: {use.total:,} bytes" for task, use in used.items() if task.stage == k]
+        tasks = [f"{task.name}: {use.total:,} bytes" for task, use in used.items() if task.stage == k]
         yield f"_stage_{k}.mem_usage.txt", "\n".join(tasks)
 
 

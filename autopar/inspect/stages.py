@@ -9,7 +9,6 @@ from autopar.plan import Plan
 from autopar.planned import Planned, PlannedStep
 from autopar.regions import MARKERS, repeats
 from autopar.work import array_bytes, kernel_of
-from simulator.program import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +44,18 @@ class StageInfo:
 
 def stage_infos(planned: PlannedPipeline) -> list[StageInfo]:
     """Every stage of a pipeline."""
-    ran = {each.task for row in planned.program.instructions for each in row if isinstance(each, Run)}
     return [
         StageInfo(
             stage=number,
             layers=stage.layers,
             devices=stage.devices,
             mesh_shape=stage.mesh_shape,
-            tasks=tuple(_task_info(planned, task) for task in planned.graphs[number].tasks if task_name(task) in ran),
+            tasks=tuple(
+                _task_info(planned, task) for task in planned.graphs[number].tasks if task.name in planned.tasks
+            ),
         )
         for number, stage in enumerate(planned.plan.stages)
     ]
-
-
-def task_name(task: Task) -> str:
-    """What the program calls a task, whatever the microbatch."""
-    return Run(task.stage, task.phase, task.round).task
 
 
 def single_stage(planned: Planned, stage: int | None) -> Planned:
@@ -100,4 +95,4 @@ def _task_info(planned: PlannedPipeline, task: Task) -> TaskInfo:
             moved = sum(array_bytes(aval.shape, aval.dtype) for aval in avals)
             flops += times * kernel_of(eqn, [aval_of(a).shape for a in eqn.invars], moved).flops
             num_bytes += times * moved
-    return TaskInfo(task_name(task), flops, num_bytes)
+    return TaskInfo(task.name, flops, num_bytes)

@@ -14,7 +14,7 @@ from autopar.target import compile_for, target_mesh
 from simulator.hlo import held_at_peak, parse_hlo
 from simulator.memory import MemoryUse, Role
 from simulator.mixed import AnyCluster
-from simulator.program import Program, Run
+from simulator.program import Program
 from simulator.work import Body
 
 
@@ -23,7 +23,8 @@ def lower_stage(
 ) -> list[TaskFunction]:
     """The tasks of a stage on a mesh; `donated` are numbers of the step's inputs whose memory they may reuse."""
     last_reads = planned.instructions.last_reads
-    return StageLowering(planned.graphs[stage], planned.plan.stages, mesh, donated, last_reads).functions()
+    functions = StageLowering(planned.graphs[stage], planned.plan.stages, mesh, donated, last_reads).functions()
+    return [each for each in functions if each.task.name in planned.tasks]
 
 
 def compile_pipeline(planned: PlannedPipeline, cluster: AnyCluster, donated: frozenset[int]) -> tuple[Program, float]:
@@ -48,7 +49,7 @@ def compile_pipeline(planned: PlannedPipeline, cluster: AnyCluster, donated: fro
                 target = compile_for(function.jitted, function.in_avals, pool)
                 compiled[key] = parse_hlo(target.hlo_text), target.memory, held_at_peak(target.hlo_text)
             body, used, temporaries = compiled[key]
-            bodies[Run(function.task.stage, function.task.phase, function.task.round).task] = body
+            bodies[function.task.name] = body
             memory.add_task(function.task, used, temporaries)
     program = planned.program
     levels = memory.levels(program)

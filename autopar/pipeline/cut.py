@@ -15,7 +15,7 @@ from autopar.graph import Atom
 from autopar.microbatch import Combine
 from autopar.sharding.dataflow import batch_factors, step_factors
 from autopar.trace import StepGraph
-from simulator.program import Phase
+from simulator.program import Phase, Run
 
 
 class Task(NamedTuple):
@@ -30,6 +30,11 @@ class Task(NamedTuple):
     stage: int
     phase: Phase
     round: int = 0
+
+    @property
+    def name(self) -> str:
+        """What the program calls it, whatever the microbatch."""
+        return Run(self.stage, self.phase, self.round).task
 
 
 @dataclass(frozen=True, slots=True)

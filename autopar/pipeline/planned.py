@@ -13,7 +13,7 @@ from autopar.pipeline.stage_values import StageValues
 from autopar.plan import PlanError
 from autopar.planned import PlannedStep
 from autopar.trace import StepGraph
-from simulator.program import Program
+from simulator.program import Program, Run
 
 
 class PlannedPipeline(PlannedStep):
@@ -64,6 +64,11 @@ class PlannedPipeline(PlannedStep):
     @property
     def program(self) -> Program:
         return self.instructions.program
+
+    @cached_property
+    def tasks(self) -> frozenset[str]:
+        """The names of the tasks that the program runs; those with nothing to do are left out."""
+        return frozenset(each.task for row in self.program.instructions for each in row if isinstance(each, Run))
 
 
 def num_layers(step: StepGraph) -> int:

@@ -78,7 +78,7 @@ class InspectedPipeline(ABC):
                 " from the traced step"
             )
         return "\n".join(
-            f"// task {inspect.task_name(task)}\n{self._text(task, status)}"
+            f"// task {task.name}\n{self._text(task, status)}"
             for task in self.tasks
             if stage in (None, task.stage) and (self.planned.cut.eqns[task] or self.planned.cut.totals.get(task))
         )

@@ -1,0 +1,106 @@
+"""Programs as the planner counts them: what the plan says, near to what XLA compiles, from a saved plan, without compiling."""
+
+from functools import cache
+from typing import Any
+
+import jax
+import pytest
+
+import autopar
+from experiments.models import GPT
+from simulator import Cluster, load_program, prediction_of, save_program, simulate
+from simulator.description import ClusterError
+from simulator.timeline import Timeline
+
+MODEL = GPT(
+    num_layers=2,
+    hidden_size=1024,
+    num_heads=16,
+    sequence_length=512,
+    vocab_size=25600,
+    batch_size=32,
+    compute_dtype="float16",
+)
+A100 = Cluster.load("dgx_a100_80")
+
+
+def step(state: Any, batch: Any) -> Any:
+    return MODEL.train_step(state, batch, autopar.value_and_grad)
+
+
+def pipeline(schedule: str, **options: Any) -> autopar.PipeshardParallel:
+    return autopar.PipeshardParallel(
+        num_micro_batches=4, layer_option=autopar.AutoLayerOption(2), pipeline_schedule=schedule, **options
+    )
+
+
+METHODS = {
+    "shard": (autopar.ShardParallel(), (2, 4)),
+    "accumulated": (autopar.ShardParallel(num_micro_batches=2), (8,)),
+    "zero2": (autopar.Zero2Parallel(num_micro_batches=2), (8,)),
+    "data": (autopar.DataParallel(), (8,)),
+    "1f1b": (pipeline("1f1b"), (8,)),
+    "zero_bubble_h1": (pipeline("zero_bubble_h1"), (8,)),
+}
+
+
+@cache
+def plan(name: str) -> autopar.Plan:
+    method, shape = METHODS[name]
+    return autopar.plan_step(step, MODEL.abstract_args(), method=method, cluster=A100, mesh_shape=shape)
+
+
+@cache
+def predicted(name: str, fidelity: Any = "analytic") -> Timeline:
+    return autopar.predict(step, MODEL.abstract_args(), plan(name), A100, fidelity=fidelity)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_it_is_what_the_plan_says(name):
+    timeline, made = predicted(name), plan(name)
+    if made.pipeline is None:
+        assert timeline.makespan == pytest.approx(made.predicted_seconds, rel=1e-6)
+    else:  # which counts one transfer at a time, and not what a gather costs the one that receives
+        assert timeline.makespan == pytest.approx(made.predicted_seconds, rel=0.08)
+    assert max(use.total for use in timeline.memory) == pytest.approx(made.predicted_bytes, rel=0.01)
+    assert all(sum(use.roles.values()) == use.total for use in timeline.memory)
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "num_bytes"),
+    [("accumulated", 0.05, 0.1), ("1f1b", 0.05, 0.1), ("zero_bubble_h1", 0.08, 0.3)],  # whose halves XLA fuses apart
+)
+def test_it_agrees_with_what_xla_compiles(name, seconds, num_bytes):
+    analytic, compiled = predicted(name), predicted(name, "compiled")
+    assert analytic.makespan == pytest.approx(compiled.makespan, rel=seconds)
+    for mine, theirs in zip(analytic.memory, compiled.memory, strict=True):
+        assert mine.total == pytest.approx(theirs.total, rel=num_bytes)
+    assert sum(analytic.flops.values()) == pytest.approx(sum(compiled.flops.values()), rel=0.01)
+    a, b = prediction_of(analytic, A100), prediction_of(compiled, A100)
+    assert sum(a.communication.values()) == pytest.approx(sum(b.communication.values()), rel=0.25)
+    if name != "accumulated":
+        assert (a.forward, a.backward) == pytest.approx((b.forward, b.backward), rel=0.1)
+
+
+def test_a_plan_from_a_file_will_do_and_the_program_goes_into_one(tmp_path):
+    plan("1f1b").save(tmp_path / "plan.json")
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    again = autopar.predict(step, MODEL.abstract_args(), loaded, A100, fidelity="analytic")
+    assert again.makespan == predicted("1f1b").makespan
+    program = autopar.compile_step(step, MODEL.abstract_args(), loaded, A100, fidelity="analytic")
+    save_program(program, tmp_path / "program.json")
+    assert simulate(load_program(tmp_path / "program.json"), A100).makespan == again.makespan
+
+
+def test_what_can_not_be_predicted_so_is_refused():
+    args = MODEL.abstract_args()
+    with pytest.raises(ValueError, match="fidelity 'exact', expected 'compiled' or 'analytic'"):
+        predicted("shard", "exact")
+    manual = autopar.plan_step(
+        step, args, method=autopar.ManualShardParallel(pins={"*/kernel": jax.P(None, "x")}), cluster=A100
+    )
+    with pytest.raises(autopar.PlanError, match="nothing inside the step was chosen"):
+        autopar.predict(step, args, manual, A100, fidelity="analytic")
+    for name in ("shard", "1f1b"):
+        with pytest.raises(ClusterError, match="it has 4"):
+            autopar.predict(step, args, plan(name), A100.first_devices(4), fidelity="analytic")
