@@ -29,10 +29,11 @@ from autopar.sharding.spec import local_shape
 from autopar.work import array_bytes, kernel_of
 from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts
+from simulator.hlo.passes import part_of
 from simulator.memory import MemoryUse, Role, added
 from simulator.mixed import AnyCluster
 from simulator.program import Program
-from simulator.work import Body, Collective, CollectiveKind, Done, Kernel, Op, Start
+from simulator.work import Body, Collective, CollectiveKind, Done, Kernel, Op, Part, Start
 
 _ARGUMENTS: tuple[Role, ...] = ("parameters", "optimizer", "inputs")
 """What a device holds before the step begins."""
@@ -103,9 +104,8 @@ class _Told:
         """These equations, of which those of microbatches run so many times in a step; it may add up what microbatches make, too."""
         ops = [op for n in numbers for op in self._ops(n, runs if n in self._in_microbatches else 1)]
         for number in self._marks if adds else ():
-            ops.append(
-                Kernel(f"accumulate #{number}", "memory", 0.0, 0.0, seconds=self._seconds[number].compute / runs)
-            )
+            seconds = self._seconds[number].compute / runs
+            ops.append(Kernel(f"accumulate #{number}", "memory", 0.0, 0.0, seconds=seconds, part="update"))
         return tuple(ops)
 
     def held(self, in_flight: int = 1) -> dict[Role, int]:
@@ -115,21 +115,21 @@ class _Told:
 
     def _ops(self, number: int, runs: int) -> Iterator[Op]:
         each = self._choices.replay.equations[number]
+        name, part = f"{each.name} #{number}", part_of(str(each.eqn.source_info.name_stack))
         compute, communication, resharding = (seconds / runs for seconds in self._seconds[number])
         if resharding:
             kind, _, axes = next(self._moves(each), ("", 0.0, ()))
-            yield from self._collective(f"operands of {each.name} #{number}", kind, axes, resharding)
-        times = self._times[number] * (
-            1 if runs > 1 or number not in self._in_microbatches else self._step.num_micro_batches
-        )
+            yield from self._collective(f"operands of {name}", kind, axes, resharding, part)
         kernel = self._kernel(each)
         if (compute or kernel.flops) and each.eqn.primitive is not accumulate_p:
-            yield replace(kernel, name=f"{each.name} #{number}", flops=times * kernel.flops, seconds=compute)
+            count = self._step.num_micro_batches if number in self._in_microbatches else 1
+            flops = kernel.flops * self._times[number] * count / runs
+            yield replace(kernel, name=name, flops=flops, seconds=compute, part=part)
         if communication:
             synchronised = each.synchronised(0) if each.eqn.primitive is accumulate_p else {}
             found = each.completions or tuple((kind, axis) for axis, kind in synchronised.items())
-            kind = found[0][0] if found else ""
-            yield from self._collective(f"{each.name} #{number}", kind, tuple(axis for _, axis in found), communication)
+            axes = tuple(axis for _, axis in found)
+            yield from self._collective(name, found[0][0] if found else "", axes, communication, part)
 
     def _kernel(self, each: Played) -> Kernel:
         if each.eqn.primitive in MARKERS or each.factors is None or not each.eqn.outvars:
@@ -152,11 +152,11 @@ class _Told:
                 yield from reshard_steps(size, source, target, self._mesh)
 
     def _collective(
-        self, name: str, kind: CollectiveKind | Literal[""], axes: tuple[str, ...], seconds: float
+        self, name: str, kind: CollectiveKind | Literal[""], axes: tuple[str, ...], seconds: float, part: Part
     ) -> Iterator[Op]:
         """What communication takes, under the name of its first kind; a kernel, if all that there is to do is to copy."""
         if not kind:
-            yield Kernel(name, "memory", 0.0, 0.0, seconds=seconds)
+            yield Kernel(name, "memory", 0.0, 0.0, seconds=seconds, part=part)
             return
         yield Start(Collective(name, kind, 0.0, self._mesh.groups(axes), seconds))
         yield Done(name)

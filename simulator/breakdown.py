@@ -65,7 +65,7 @@ def prediction_of(timeline: Timeline, cluster: AnyCluster, model_flops: float = 
         seconds=timeline.makespan,
         forward=parts["forward"],
         backward=parts["backward"],
-        recompute=0.0,
+        recompute=parts["recompute"],
         update=parts["update"],
         bubble=parts["bubble"],
         host=parts["host"],
@@ -86,6 +86,7 @@ def _compute_seconds(own: list[Span]) -> tuple[defaultdict[str, float], defaultd
     """What the compute stream of a mesh does, and what collectives it waits for."""
     parts: defaultdict[str, float] = defaultdict(float)
     exposed: defaultdict[str, float] = defaultdict(float)
+    trains = any(span.part == "backward" for span in own)
     for span in own:
         if span.stream != "compute":
             continue
@@ -95,7 +96,10 @@ def _compute_seconds(own: list[Span]) -> tuple[defaultdict[str, float], defaultd
             case "bubble" | "host":
                 parts[span.category] += span.seconds
             case _:
-                parts[_part(span.task)] += span.seconds
+                part = _part(span.task)
+                if span.part and ((part == "whole" and trains) or (part == "backward" and span.part == "recompute")):
+                    part = span.part
+                parts[part] += span.seconds
     return parts, exposed
 
 

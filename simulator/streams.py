@@ -14,7 +14,7 @@ from typing import assert_never
 from simulator.costs import CostModel, collective_seconds, kernel_seconds
 from simulator.memory import Level
 from simulator.timeline import Category, Link, Span, Stream
-from simulator.work import Body, Collective, Done, Groups, Kernel, Loop, Start, on_devices
+from simulator.work import Body, Collective, Done, Groups, Kernel, Loop, Part, Start, on_devices
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Streams:
                 case Kernel():
                     start = self.compute
                     self._compute(kernel_seconds(self.costs, op, self.devices[0]))
-                    self._record(op.name, "compute", start, self.compute, op.kind)
+                    self._record(op.name, "compute", start, self.compute, op.kind, part=op.part)
                 case Start(collective):
                     self._start(collective)
                 case Done(name):
@@ -189,12 +189,13 @@ class Streams:
             "communication": self.communication + count * communication,
         }
         begins: dict[Stream, float] = {"compute": self.compute, "communication": self.communication}
-        busy: defaultdict[tuple[Stream, Category, Category | None, Link | None], float] = defaultdict(float)
+        busy: defaultdict[tuple[Stream, Category, Category | None, Link | None, Part], float] = defaultdict(float)
         for span in pattern:
-            busy[span.stream, span.category, span.awaited, span.link] += count * span.seconds
-        for (stream, category, awaited, link), seconds in busy.items():
+            busy[span.stream, span.category, span.awaited, span.link, span.part] += count * span.seconds
+        for (stream, category, awaited, link, part), seconds in busy.items():
             name, begin, end = f"{count} x {category}", begins[stream], ends[stream]
-            self.spans.append(Span(name, self.mesh, stream, begin, end, category, self.task, seconds, awaited, link))
+            span = Span(name, self.mesh, stream, begin, end, category, self.task, seconds, awaited, link, part)
+            self.spans.append(span)
         self.compute, self.communication = ends["compute"], ends["communication"]
         for name in started:
             end, kind = self.running[name]
@@ -207,9 +208,16 @@ class Streams:
         return self.groups[collective.groups]
 
     def _record(
-        self, name: str, stream: Stream, start: float, end: float, category: Category, awaited: Category | None = None
+        self,
+        name: str,
+        stream: Stream,
+        start: float,
+        end: float,
+        category: Category,
+        awaited: Category | None = None,
+        part: Part = "",
     ) -> None:
-        self.spans.append(Span(name, self.mesh, stream, start, end, category, self.task, awaited=awaited))
+        self.spans.append(Span(name, self.mesh, stream, start, end, category, self.task, awaited=awaited, part=part))
 
 
 def _steady(last: tuple[float, float, float], now: tuple[float, float, float]) -> bool:

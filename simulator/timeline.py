@@ -10,6 +10,7 @@ from typing import Any, Literal
 from simulator.memory import Level, MemoryUse
 from simulator.mixed import AnyCluster
 from simulator.perfetto import chrome_trace
+from simulator.work import Part
 
 Stream = Literal["compute", "communication", "host"]
 STREAMS: tuple[Stream, ...] = ("compute", "communication", "host")
@@ -49,6 +50,7 @@ class Span:
             category.
         awaited: the kind of the collective that a `wait` waits for.
         link: what communication goes over.
+        part: of a kernel, the part of the training step.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Span:
     busy: float | None = None
     awaited: Category | None = None
     link: Link | None = None
+    part: Part = ""
 
     @property
     def seconds(self) -> float:

@@ -12,6 +12,9 @@ from typing import Literal, assert_never
 KernelKind = Literal["gemm", "conv", "memory"]
 """What bounds a kernel: matrix units fed by a GEMM, by a convolution, or memory (fusions, copies, gathers, reductions)."""
 
+Part = Literal["", "forward", "recompute", "backward", "update"]
+"""What a kernel is for in a training step; nothing where nobody says."""
+
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
 
 Groups = tuple[tuple[int, ...], ...]
@@ -43,6 +46,7 @@ class Kernel:
         gemm: the sizes, when `kind` is "gemm" and they are known.
         unknown: what it is, where nobody knows what that costs: it is priced by the bytes that it must move.
         seconds: what it takes, if that is known, and not for a cost model to say.
+        part: of the training step.
     """
 
     name: str
@@ -53,6 +57,7 @@ class Kernel:
     gemm: Gemm | None = None
     unknown: str = ""
     seconds: float | None = None
+    part: Part = ""
 
 
 @dataclass(frozen=True, slots=True)

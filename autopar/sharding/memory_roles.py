@@ -6,7 +6,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from autopar.gradients import accumulate_p
 from autopar.sharding.memory import Lifetime, Memory
-from simulator.hlo.held import Pass, pass_of
+from simulator.hlo.passes import Pass, pass_of
 from simulator.memory import Role, added
 
 MEMORY_ROLES: Mapping[str, Role] = {

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from simulator.hlo.groups import groups_of
 from simulator.hlo.kernels import kernel_of
+from simulator.hlo.passes import name_of, part_of
 from simulator.hlo.text import Computation, Instruction, Module, read_module
-from simulator.work import Body, Collective, CollectiveKind, Done, Loop, Op, Start, work_of
+from simulator.work import Body, Collective, CollectiveKind, Done, Loop, Op, Part, Start, work_of
 
 _COLLECTIVES: Mapping[str, CollectiveKind] = {
     "all-reduce": "all_reduce",
@@ -40,7 +42,12 @@ def parse_hlo(text: str) -> Body:
 
 def _ops(module: Module, computation: Computation) -> Iterator[Op]:
     waited: set[str] = set()  # collectives that were waited for where they started
+    part: Part = ""
     for instruction in computation.instructions:
+        if (
+            name := name_of(instruction)
+        ) is not None:  # copies that the compiler adds have none, and go with what was before
+            part = part_of(name)
         opcode, moment = _split_async(instruction.opcode)
         if opcode in _FREE or moment == "update":
             continue
@@ -62,7 +69,7 @@ def _ops(module: Module, computation: Computation) -> Iterator[Op]:
         elif opcode == "call":
             yield from _ops(module, module.called(instruction, "to_apply"))
         else:
-            yield kernel_of(module, computation, instruction)
+            yield replace(kernel_of(module, computation, instruction), part=part)
 
 
 def _collective(module: Module, computation: Computation, instruction: Instruction) -> Collective | None:

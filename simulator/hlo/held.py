@@ -8,14 +8,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from simulator.hlo.body import branches
+from simulator.hlo.passes import Pass, instruction_pass
 from simulator.hlo.text import Array, Computation, Instruction, Module, read_module
 from simulator.memory import Role, added
-
-Pass = Literal["forward", "backward", "other"]
-"""Where an instruction comes from: `jvp(...)` is forward, `transpose(jvp(...))` backward, all else the update."""
 
 _SAME = frozenset(("bitcast", "opt-barrier", "add-dependency", "domain", "while", "get-tuple-element", "tuple"))
 """Opcodes whose results are their operands, or some of them."""
@@ -85,7 +82,7 @@ class _Scan:
     def visit(self, number: int, instruction: Instruction) -> None:
         """The next instruction of the schedule."""
         operands = [self._values[name] for name in instruction.operands]
-        came_from = _pass_of(self._module, instruction) or _inherited(operands)
+        came_from = instruction_pass(self._module, instruction) or _inherited(operands)
         result = _result(self._computation, instruction, operands)
         if result is None:
             result = self._made(number, instruction, operands, came_from)
@@ -186,23 +183,6 @@ def _in_place(instruction: Instruction, operands: _Values, made: list[_Buffer]) 
 def _attribute(instruction: Instruction, key: str) -> str:
     _, found, rest = instruction.attributes.partition(f"{key}={{")
     return rest.split(")}", 1)[0] + ")" if found else ""
-
-
-def _pass_of(module: Module, instruction: Instruction) -> Pass | None:
-    """The pass that an instruction is of; None if it has no name, as copies that the compiler adds. A loop is of what is in it."""
-    if instruction.opcode == "while":
-        passes = {_pass_of(module, each) for each in module.called(instruction, "body").instructions}
-        if "backward" in passes:
-            return "backward"
-        if "forward" in passes:
-            return "forward"
-    found = re.search(r'op_name="([^"]*)"', instruction.attributes)
-    return pass_of(found[1]) if found else None
-
-
-def pass_of(name: str) -> Pass:
-    """The pass that an operation is of, by the name that JAX gives it."""
-    return "backward" if "transpose(" in name else "forward" if "jvp(" in name else "other"
 
 
 def _inherited(operands: _Values) -> Pass:

@@ -1,5 +1,6 @@
 """Programs as the planner counts them: what the plan says, near to what XLA compiles, from a saved plan, without compiling."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -78,8 +79,8 @@ def test_it_agrees_with_what_xla_compiles(name, seconds, num_bytes):
     assert sum(analytic.flops.values()) == pytest.approx(sum(compiled.flops.values()), rel=0.01)
     a, b = prediction_of(analytic, A100), prediction_of(compiled, A100)
     assert sum(a.communication.values()) == pytest.approx(sum(b.communication.values()), rel=0.25)
-    if name != "accumulated":
-        assert (a.forward, a.backward) == pytest.approx((b.forward, b.backward), rel=0.1)
+    assert (a.forward, a.backward) == pytest.approx((b.forward, b.backward), rel=0.2)
+    assert max(a.whole, b.whole) < 1e-3 * b.seconds  # of no part
 
 
 def test_a_plan_from_a_file_will_do_and_the_program_goes_into_one(tmp_path):
@@ -90,6 +91,19 @@ def test_a_plan_from_a_file_will_do_and_the_program_goes_into_one(tmp_path):
     program = autopar.compile_step(step, MODEL.abstract_args(), loaded, A100, fidelity="analytic")
     save_program(program, tmp_path / "program.json")
     assert simulate(load_program(tmp_path / "program.json"), A100).makespan == again.makespan
+
+
+@pytest.mark.parametrize("name", ["accumulated", "1f1b"])
+def test_what_is_computed_again_counts_by_itself(name):
+    model, (method, shape) = replace(MODEL, remat=True), METHODS[name]
+
+    def step(state: Any, batch: Any) -> Any:
+        return model.train_step(state, batch, autopar.value_and_grad)
+
+    made = autopar.plan_step(step, model.abstract_args(), method=method, cluster=A100, mesh_shape=shape)
+    found = prediction_of(autopar.predict(step, model.abstract_args(), made, A100, fidelity="analytic"), A100)
+    assert 0.3 * found.forward < found.recompute < found.forward
+    assert found.backward > found.forward
 
 
 def test_what_can_not_be_predicted_so_is_refused():

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from math import isnan
 
 import pandas
@@ -9,7 +10,7 @@ from simulator.cluster import Cluster
 from simulator.engine import simulate
 from simulator.memory import MemoryUse
 from simulator.program import Program, Recv, Run, Send
-from simulator.work import Done, Kernel, Loop
+from simulator.work import Done, Kernel, Loop, Part
 from tests.simulator.bodies import COSTS, compute, programs, start
 
 CLUSTER = Cluster.load("cpu-virtual")
@@ -54,6 +55,18 @@ def test_waiting_is_told_by_what_is_waited_for_in_loops_too() -> None:
     prediction = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, COSTS, dispatch=4)
     assert prediction.exposed == {"all_gather": pytest.approx(2000)}
     assert (prediction.whole, prediction.host) == (pytest.approx(1001), 4)
+
+
+def test_kernels_of_a_whole_step_count_for_the_part_that_they_say_they_are_of() -> None:
+    parts: list[Part] = ["forward", "recompute", "backward", "update", ""]
+    body = tuple(replace(compute(2**k), part=part) for k, part in enumerate(parts))
+    looped = (*body, Loop(10, body))
+    found = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": looped}), CLUSTER, COSTS)
+    assert (found.forward, found.recompute, found.backward, found.update, found.whole) == (11, 22, 44, 88, 176)
+    inference = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": (*body[:2], *body[3:])}), CLUSTER, COSTS)
+    assert (inference.whole, inference.forward, inference.update) == (27, 0, 0)
+    task = predict(Program(((0, 1),), ((Run(0, "B"),),), {"0B": body}), CLUSTER, COSTS)
+    assert (task.backward, task.recompute) == (29, 2)
 
 
 def test_predictions_are_rows_of_a_table() -> None:

@@ -376,3 +376,19 @@ def test_text_that_is_no_module_is_refused(text, message):
 def test_a_line_that_is_not_understood_is_shown():
     with pytest.raises(HloError, match=r"line 10 is not understood: '%p = nonsense'"):
         parse("%p = nonsense")
+
+
+# Parts of a training step
+
+
+def test_kernels_are_of_the_part_that_their_names_tell() -> None:
+    names = [
+        "jit(step)/jvp(Net)/mul",
+        "jit(step)/transpose(jvp(Net))/jvp(Net)/rematted_computation/mul",
+        "jit(step)/transpose(jvp(Net))/mul",
+        "jit(step)/mul",
+    ]
+    lines = [f'%k{i} = f32[4]{{0}} multiply(%p, %p), metadata={{op_name="{name}"}}' for i, name in enumerate(names)]
+    lines.insert(2, "%copy = f32[4]{0} copy(%k1)")
+    found = parse("%p = f32[4]{0} parameter(0)", *lines)
+    assert [op.part for op in found] == ["forward", "recompute", "recompute", "backward", "update"]
