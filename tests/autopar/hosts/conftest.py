@@ -23,20 +23,24 @@ def _size(item):
     return () if marker is None else marker.args
 
 
-@pytest.fixture(scope="package")
+def pytest_runtest_teardown(item, nextitem):
+    """Workers end with the last test here: others run in this process."""
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        session.leave()
+
+
+@pytest.fixture(scope="session")
 def raylets():
     """The cluster, which this process has joined."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
-
-    import autopar
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     for _ in range(3):
         cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address, log_to_driver=False)
     yield cluster
-    autopar.shutdown()
+    session.leave()
     ray.shutdown()
     cluster.shutdown()
 
