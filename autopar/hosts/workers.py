@@ -25,6 +25,10 @@ _CHANGES = frozenset({"run", "put", "zeros", "free", "copy", "restore"})
 _ANSWER_SECONDS = 5.0
 """How long a worker may take to say what it is doing."""
 
+_SPARE_THREADS = 8
+"""Threads of a worker beside those of its virtual devices, by the variable that XLA has for that. There are as many as cores otherwise,
+and while all wait for a collective nobody is left to send others what they need before they can join in."""
+
 _PORTS = 5
 """How many ports to try, if others take them before they are used."""
 
@@ -112,6 +116,7 @@ class Workers:
             environment = {"JAX_PLATFORMS": self.platform}
             if self.platform == "cpu":
                 environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={len(devices)}"
+                environment["NPROC"] = str(len(devices) + _SPARE_THREADS)
             options: dict[str, Any] = {
                 "num_cpus": 1,
                 "num_gpus": len(devices) if self.platform == "cuda" else 0,

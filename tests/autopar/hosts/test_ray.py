@@ -82,8 +82,8 @@ def test_a_donated_array_can_not_be_read(hosts):
 
 
 @pytest.mark.hosts(4, 2)
-def test_a_stage_may_span_hosts(hosts):
-    assert_trained(autopar.parallelize(stack_step, method=pipeline(2)))
+def test_stages_that_span_hosts_do_not_wait_for_one_another_for_ever(hosts):
+    assert_trained(autopar.parallelize(stack_step, method=pipeline(2)), 60)
 
 
 @pytest.mark.hosts(2, 4)
