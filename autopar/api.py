@@ -1,5 +1,6 @@
 """`parallelize` and what belongs to it: trace the step, plan it, compile it, run it."""
 
+import gc
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import wraps
@@ -344,6 +345,7 @@ def shutdown() -> None:
     finally:
         session.leave()
         jax.clear_caches()
+        gc.collect()  # steps and what was compiled for them refer to one another
 
 
 def _make_plan(step: StepGraph, mesh: LogicalMesh, cluster: Cluster, method: PlanningMethod) -> Plan:
