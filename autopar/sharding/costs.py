@@ -39,18 +39,20 @@ class MeshCosts:
     forbidden: frozenset[CollectiveKind] = frozenset()
     memo: dict[Any, dict[Any, Any]] = field(default_factory=dict)
 
-    @lru_cache(maxsize=1 << 10)  # noqa: B019 (few are made)
+    def __post_init__(self) -> None:
+        """Have answers remembered, for as long as there are these costs."""
+        for method in (self.groups, self.collective, self.reshard, self.reshard_matrix):
+            object.__setattr__(self, method.__name__, lru_cache(maxsize=1 << 18)(method))
+
     def groups(self, axes: tuple[str, ...]) -> Groups:
         return self.mesh.groups(axes)
 
-    @lru_cache(maxsize=1 << 18)  # noqa: B019
     def collective(self, kind: CollectiveKind, num_bytes: float, axes: tuple[str, ...]) -> float:
         """Seconds of one collective along `axes` (nothing to do along none); infinite for a forbidden one."""
         if kind in self.forbidden and axes and num_bytes:
             return math.inf
         return self.model.collective(kind, num_bytes, self.groups(axes)) if axes and num_bytes else 0.0
 
-    @lru_cache(maxsize=1 << 18)  # noqa: B019
     def reshard(self, num_bytes: float, source: Spec, target: Spec) -> float:
         """Seconds to bring an array of `num_bytes` (the whole of it) from `source` to `target`."""
         steps = sum(self.collective(*step) for step in reshard_steps(num_bytes, source, target, self.mesh))
@@ -73,7 +75,6 @@ class MeshCosts:
         """Seconds to move bytes within device memory."""
         return self.model.kernel(Kernel("copy", "memory", 0.0, num_bytes)) if num_bytes else 0.0
 
-    @lru_cache(maxsize=1 << 14)  # noqa: B019
     def reshard_matrix(
         self, num_bytes: float, sources: tuple[Spec, ...], targets: tuple[Spec, ...]
     ) -> np.ndarray | None:
