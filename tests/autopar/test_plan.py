@@ -1,5 +1,6 @@
 """Plans survive JSON, read well, and refuse what they are not for."""
 
+import gc
 import json
 
 import pytest
@@ -70,3 +71,16 @@ def test_a_damaged_plan_says_where(plan):
     data["stages"][0]["inputs"][0]["itemsize"] = "large"
     with pytest.raises(PlanError, match=r"stages\.0\.inputs\.0\.itemsize"):
         Plan.from_json(json.dumps(data))
+
+
+def test_plans_that_are_gone_leave_nothing_behind():
+    from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+
+    def objects() -> int:
+        method = autopar.PipeshardParallel(num_micro_batches=2, stage_option=autopar.UniformStageOption(2))
+        autopar.plan_step(stack_step, (stack_params(), stack_batch()), method=method, cluster="cpu-hosts")
+        autopar.shutdown()
+        return len(gc.get_objects())
+
+    counts = [objects() for _ in range(9)]
+    assert counts[-1] < counts[5] + 300  # what is remembered of the last few has been there by then
