@@ -10,7 +10,7 @@ from autopar._plugins import silence_idle_plugin
 silence_idle_plugin()
 
 from autopar import inspect, manual, model_schedules, schedule, testing, util  # noqa: E402 (nothing may start JAX's backends before)
-from autopar.api import ParallelizedFunction, compile_step, init, parallelize, plan_step, predict, shutdown  # noqa: E402
+from autopar.api import ParallelizedFunction, init, parallelize, shutdown  # noqa: E402
 from autopar.checkpoint import CheckpointError, Saving, latest_step, restore_checkpoint, save_checkpoint  # noqa: E402
 from autopar.data_loader import DataLoader, MeshDriverDataLoader  # noqa: E402
 from autopar.gradients import grad, value_and_grad  # noqa: E402
@@ -49,6 +49,7 @@ from autopar.pipeline.stage_options import (  # noqa: E402
     UniformStageOption,
 )
 from autopar.plan import Plan, PlanError  # noqa: E402
+from autopar.predicting import compile_step, plan_step, predict  # noqa: E402
 from autopar.runtime.executable import Executable  # noqa: E402
 from autopar.runtime.pipeline import PipelineExecutable  # noqa: E402
 from autopar.runtime.reading import DataLoaderError  # noqa: E402

@@ -5,24 +5,27 @@ three entries for each: bringing its operands where it wants them, its kernel, a
 for the one before: what XLA may hide behind computation the planner counts in full.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Literal
-
-from jax.extend.core import Var
 
 from autopar.gradients import accumulate_p
 from autopar.graph import aval_of
 from autopar.inspect.choices import recover
 from autopar.inspect.replay import Played
+from autopar.inspect.resharding import resharding_in
 from autopar.inspect.stages import single_stage
 from autopar.lower import WHOLE_STEP, program_of
+from autopar.pipeline.compiling import lower_stage
 from autopar.pipeline.cut import Task
+from autopar.pipeline.memory import MeshMemory
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.planned import Planned, PlannedStep
 from autopar.regions import MARKERS, repeats
-from autopar.sharding.costs import Step, reshard_steps
+from autopar.sharding.costs import Step
 from autopar.sharding.memory import Memory
 from autopar.sharding.memory_roles import roles_at_peak
 from autopar.sharding.spec import local_shape
@@ -30,7 +33,7 @@ from autopar.work import array_bytes, kernel_of
 from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts
 from simulator.hlo.passes import part_of
-from simulator.memory import MemoryUse, Role, added
+from simulator.memory import MemoryUse, Role
 from simulator.mixed import AnyCluster
 from simulator.program import Program
 from simulator.work import Body, Collective, CollectiveKind, Done, Kernel, Op, Part, Start
@@ -60,29 +63,29 @@ def analytic_pipeline(planned: PlannedPipeline, cluster: AnyCluster) -> Program:
         ClusterError: a stage has devices that the cluster lacks, or of several pools.
     """
     bodies: dict[str, Body] = dict.fromkeys(planned.tasks, ())
-    held: dict[int, Mapping[Role, int]] = {}
-    for number, in_flight in enumerate(planned.schedule.stage_in_flight()):
-        pool = cluster.pools[cluster.pool_of(planned.plan.stages[number].devices)]
+    memory, program = MeshMemory(planned), planned.program
+    for number, stage in enumerate(planned.plan.stages):
+        pool = cluster.pools[cluster.pool_of(stage.devices)]
         told = _Told(single_stage(planned, number), ClusterCosts(pool))
         tasks = _numbers(planned.graphs[number])
         last = [task for task in tasks if task.phase != "U"][-1]
         for task, numbers in tasks.items():
             bodies[task.name] = told.body(numbers, planned.step.num_micro_batches, adds=task == last)
-        mesh = planned.schedule.pipeline.mesh_of(number)
-        held[mesh] = added(held.get(mesh, {}), told.held(in_flight))
-    return replace(planned.program, bodies=bodies, memory=tuple(_memory_use(held[mesh]) for mesh in sorted(held)))
+        for function in lower_stage(planned, number, stage.mesh.abstract(), frozenset(planned.step.carried.values())):
+            temporaries = told.temporaries([n for n, _ in planned.graphs[number].tasks[function.task]])
+            reused = sum(map(planned.values[number].device_bytes, function.reused))
+            used = MemoryUse(outputs=reused, aliased=reused, temporaries=sum(temporaries.values()))
+            memory.add_task(function.task, used, temporaries)
+    levels = memory.levels(program)
+    return replace(program, bodies=bodies, memory=memory.peaks(levels), levels=levels)
 
 
 def _numbers(graph: StageGraph) -> dict[Task, list[int]]:
-    """The equations of each task; what several compute counts in the first, and what none does in the update."""
-    task_of: dict[int, Task] = {}
-    for task, eqns in graph.tasks.items():
-        for number, _ in eqns:
-            task_of.setdefault(number, task)
+    """The equations that count in each task; those of no task in the update."""
     rest = next((task for task in graph.tasks if task.phase == "U"), [*graph.tasks][-1])
     found: dict[Task, list[int]] = {task: [] for task in graph.tasks}
     for number in range(len(graph.step.jaxpr.eqns)):
-        found[task_of.get(number, rest)].append(number)
+        found[graph.task_of.get(number, rest)].append(number)
     return found
 
 
@@ -90,12 +93,16 @@ class _Told:
     """What the planner counts for a step on one mesh."""
 
     def __init__(self, planned: Planned, costs: ClusterCosts) -> None:
-        self._step, self._outputs = planned.step, planned.plan.stages[0].outputs
+        self._step = planned.step
         self._choices = recover(planned, costs, planned.plan.options)
         self._mesh = self._choices.replay.mesh
         eqns = planned.step.jaxpr.eqns
         self._seconds = self._choices.decisions.seconds_by_equation(self._choices.taken, len(eqns))
         self._times = repeats(eqns)
+        self._moves: defaultdict[int, list[Step]] = defaultdict(list)
+        # what brings operands where an equation wants them; after the last one, outputs where they are wanted
+        for change in resharding_in(planned, self._choices.replay):
+            self._moves[len(eqns) - 1 if change.eqn is None else change.eqn] += change.collectives
         micro = planned.step.microbatching
         self._in_microbatches = {number for number, _ in micro.body} if micro else set()
         self._marks = [number for number, _ in micro.marks] if micro else []
@@ -108,17 +115,31 @@ class _Told:
             ops.append(Kernel(f"accumulate #{number}", "memory", 0.0, 0.0, seconds=seconds, part="update"))
         return tuple(ops)
 
-    def held(self, in_flight: int = 1) -> dict[Role, int]:
-        """Bytes on one device when they are most, with so many microbatches in flight."""
-        memory = Memory(replace(self._step, in_flight=in_flight), self._choices.decisions, self._mesh)
-        return {role: round(size) for role, size in roles_at_peak(memory, self._choices.taken).items()}
+    def held(self) -> dict[Role, int]:
+        """Bytes on one device when they are most."""
+        return self._whole(roles_at_peak(self._memory, self._choices.taken))
+
+    def temporaries(self, numbers: Sequence[int]) -> dict[Role, int]:
+        """Bytes on one device while these equations run, beside what the tasks of a stage get and give."""
+        given = {*self._step.jaxpr.invars, *self._step.jaxpr.outvars, *self._step.handed_on}
+        for _, mark in self._step.microbatching.marks if self._step.microbatching else ():
+            given.update((*mark.invars, *mark.outvars))
+        return self._whole(roles_at_peak(self._memory, self._choices.taken, numbers, given))
+
+    @cached_property
+    def _memory(self) -> Memory:
+        return Memory(self._step, self._choices.decisions, self._mesh)
+
+    @staticmethod
+    def _whole(sizes: Mapping[Role, float]) -> dict[Role, int]:
+        return {role: round(size) for role, size in sizes.items()}
 
     def _ops(self, number: int, runs: int) -> Iterator[Op]:
         each = self._choices.replay.equations[number]
         name, part = f"{each.name} #{number}", part_of(str(each.eqn.source_info.name_stack))
         compute, communication, resharding = (seconds / runs for seconds in self._seconds[number])
         if resharding:
-            kind, _, axes = next(self._moves(each), ("", 0.0, ()))
+            kind, _, axes = next(iter(self._moves[number]), ("", 0.0, ()))
             yield from self._collective(f"operands of {name}", kind, axes, resharding, part)
         kernel = self._kernel(each)
         if (compute or kernel.flops) and each.eqn.primitive is not accumulate_p:
@@ -138,18 +159,6 @@ class _Told:
         shapes = [local_shape(aval_of(a).shape, spec, self._mesh) for a, spec in zip(atoms, specs, strict=True)]
         moved = sum(array_bytes(shape, aval_of(a).dtype) for shape, a in zip(shapes, atoms, strict=True))
         return kernel_of(each.eqn, shapes[: len(each.eqn.invars)], moved)
-
-    def _moves(self, each: Played) -> Iterator[Step]:
-        """The collectives that bring operands where the equation wants them; after the last one, outputs where they are wanted."""
-        moves = list(zip(each.eqn.invars, each.sources, each.operands, strict=True))
-        if each.number == len(self._step.jaxpr.eqns) - 1:
-            values = self._choices.replay.values
-            made = [(a, values.get(a) if isinstance(a, Var) else None) for a in self._step.jaxpr.outvars]
-            moves += [(a, source, value.spec) for (a, source), value in zip(made, self._outputs, strict=True)]
-        for atom, source, target in moves:
-            if source is not None and source != target:
-                size = array_bytes(aval_of(atom).shape, aval_of(atom).dtype)
-                yield from reshard_steps(size, source, target, self._mesh)
 
     def _collective(
         self, name: str, kind: CollectiveKind | Literal[""], axes: tuple[str, ...], seconds: float, part: Part

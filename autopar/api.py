@@ -5,22 +5,18 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from flax.training.train_state import TrainState
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
-from autopar.analytic import analytic_pipeline, analytic_program
+from autopar.arguments import Argnums, check_hashable, donated_arguments, leaves_of, static_arguments, without
 from autopar.checkpoint.saving import finish_saving
-from autopar.devices import Device, cluster_of, device_mesh, logical_mesh, submeshes
+from autopar.devices import cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.follow import follow_pipeline, follow_plan
 from autopar.hosts import session
-from autopar.hosts.arrays import DistributedArray
 from autopar.interpreter import builds_graphs
-from autopar.layers import LayerOption
-from autopar.lower import compile_program
 from autopar.methods import (
     CreateStateParallel,
     FollowParallel,
@@ -30,24 +26,15 @@ from autopar.methods import (
     PlanningMethod,
     ShardParallel,
 )
-from autopar.pipeline.compiling import compile_pipeline
 from autopar.pipeline.planned import PlannedPipeline
-from autopar.pipeline.planning import PipelinePlanner
-from autopar.pipeline.search import layer_options, micro_batch_counts, schedules, search
-from autopar.plan import Plan
 from autopar.planned import PlannedStep
-from autopar.planning import make_plan
+from autopar.predicting import any_cluster, plan_pipelined, plan_sharded, single_pool, trace_for
 from autopar.runtime.create_state import CreateStateExecutable, state_avals
 from autopar.runtime.executable import Executable
 from autopar.runtime.pipeline import PipelineExecutable
 from autopar.sharding.spec import LogicalMesh
-from autopar.trace import StepGraph, abstract, trace
-from simulator.cluster import Cluster
-from simulator.description import ClusterError
-from simulator.engine import simulate
-from simulator.mixed import AnyCluster, MixedCluster, load_cluster
-from simulator.program import Program
-from simulator.timeline import Timeline
+from autopar.trace import abstract, trace
+from simulator.mixed import AnyCluster
 
 if TYPE_CHECKING:
     from autopar.hosts.cluster import RayHosts
@@ -55,11 +42,6 @@ if TYPE_CHECKING:
     from autopar.hosts.executable import RemoteExecutable
 
 type AnyExecutable = "Executable | PipelineExecutable | CreateStateExecutable | RemoteExecutable | RemoteCreateState"
-
-type Argnums = Literal["auto"] | int | Sequence[int]
-
-Fidelity = Literal["compiled", "analytic"]
-"""Whose program a prediction is of: XLA's, or the planner's."""
 
 
 def parallelize(
@@ -123,7 +105,7 @@ class ParallelizedFunction:
             static, static_args, executable = self._last
             if not static or static_args == tuple(args[i] for i in static if i < len(args)):
                 try:
-                    return executable(*_without(args, static))
+                    return executable(*without(args, static))
                 except (TypeError, ValueError):
                     pass  # of other shapes or structure, or not in place yet; found out below
         executable, dynamic = self._prepare(args)
@@ -145,13 +127,13 @@ class ParallelizedFunction:
     def _prepare(self, args: Sequence[Any]) -> tuple[AnyExecutable, tuple[Any, ...]]:
         if self._hosts is not session.hosts():
             self._executables, self._last, self._hosts = {}, None, session.hosts()
-        static = _static_argnums(self._static_argnums, args)
-        dynamic = tuple(_without(args, static))
+        static = static_arguments(self._static_argnums, args)
+        dynamic = tuple(without(args, static))
         static_args = tuple(args[i] for i in static)
         leaves, tree = jax.tree.flatten(dynamic)
         avals = tuple((a.shape, a.dtype, a.weak_type) for a in map(abstract, leaves))
         for i, arg in zip(static, static_args, strict=True):
-            _check_hashable(i, arg)
+            check_hashable(i, arg)
         key = (static, static_args, tree, avals)
         if key not in self._executables:
             self._executables[key] = self._compile(args, static)
@@ -177,7 +159,7 @@ class ParallelizedFunction:
         wraps(self.fun)(fun)
         dynamic = [args[i] for i in kept]
         batch = positions([i for i in self._batch_argnums if i < len(args)])
-        donated = positions(_donate_argnums(self._donate_argnums, args))
+        donated = positions(donated_arguments(self._donate_argnums, args))
         return self._executable(fun, dynamic, batch, donated, start)
 
     def _executable(
@@ -204,7 +186,7 @@ class ParallelizedFunction:
                 mesh = device_mesh(method.devices)
                 cluster = _cluster_for(method, mesh)
                 cluster, present = cluster.first_devices(mesh.size), list(mesh.devices.flat)
-                step, plan = _plan_pipeline(fun, args, batch, method, cluster, present)
+                step, plan = plan_pipelined(fun, args, batch, method, cluster, present)
                 return _pipeline(PlannedPipeline(step, plan), submeshes(mesh, plan.stages), args, donated, start)
             case FollowParallel() as method:
                 return _follow(fun, args, batch, method, start)
@@ -212,94 +194,12 @@ class ParallelizedFunction:
                 return _create_state(fun, args, method)
             case PlanningMethod() as method:
                 mesh = device_mesh(method.devices)
-                cluster = _alike(_cluster_for(method, mesh), type(method).__name__)
+                cluster = single_pool(_cluster_for(method, mesh), type(method).__name__)
                 step = trace(fun, args, batch, method.num_micro_batches)
                 logical = LogicalMesh(mesh.devices.shape, mesh.axis_names)
-                return Executable(step, _make_plan(step, logical, cluster, method), mesh, donated, _since(start))
+                return Executable(step, plan_sharded(step, logical, cluster, method), mesh, donated, _since(start))
             case other:
                 raise TypeError(f"method is {other!r}, expected one of autopar.methods, e.g. autopar.ShardParallel()")
-
-
-@builds_graphs
-def plan_step(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    method: PlanningMethod | None = None,
-    cluster: AnyCluster | str,
-    mesh_shape: Sequence[int] | None = None,
-    batch_argnums: Sequence[int] = (1,),
-) -> Plan:
-    """Plan `fun` for arguments like `args` (arrays or ShapeDtypeStructs) on a cluster that need not be here.
-
-    Args:
-        mesh_shape: logical mesh over the cluster's first devices. By default that of `method.devices` if these are a mesh, abstract
-            or not, else one axis over all; a pipeline has its own mesh for each stage and takes only the number of devices from it.
-    """
-    method = method or ShardParallel()
-    cluster = _cluster(cluster)
-    if mesh_shape is not None:
-        mesh = logical_mesh(mesh_shape)
-    elif isinstance(method.devices, Mesh | AbstractMesh):
-        mesh = LogicalMesh(method.devices.axis_sizes, method.devices.axis_names)
-    else:
-        mesh = logical_mesh((cluster.num_devices,))
-    if isinstance(method, PipeshardParallel):
-        return _plan_pipeline(fun, args, batch_argnums, method, cluster.first_devices(mesh.num_devices))[1]
-    cluster = _alike(cluster, type(method).__name__)
-    step = trace(fun, args, batch_argnums, method.num_micro_batches)
-    return _make_plan(step, mesh, cluster, method)
-
-
-def predict(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    plan: Plan,
-    cluster: AnyCluster | str,
-    *,
-    donate_argnums: Argnums = "auto",
-    batch_argnums: Sequence[int] = (1,),
-    fidelity: Fidelity = "compiled",
-) -> Timeline:
-    """Step time and per-device memory of a plan on a cluster that need not be here: `compile_step`, simulated."""
-    cluster = _cluster(cluster)
-    program = compile_step(
-        fun, args, plan, cluster, donate_argnums=donate_argnums, batch_argnums=batch_argnums, fidelity=fidelity
-    )
-    return simulate(program, cluster)
-
-
-def compile_step(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    plan: Plan,
-    cluster: AnyCluster | str,
-    *,
-    donate_argnums: Argnums = "auto",
-    batch_argnums: Sequence[int] = (1,),
-    fidelity: Fidelity = "compiled",
-) -> Program:
-    """The program of a plan for the GPUs of a cluster that need not be here.
-
-    `simulator.simulate` times it, `simulator.save_program` keeps it, for `python -m simulator predict`, say.
-
-    Args:
-        fidelity: "compiled": as XLA compiles it, on this machine; memory is the compiler's buffer assignment. "analytic": as the
-            planner counts, in little more than it takes to trace; what is donated is then what a step carries on.
-    """
-    cluster = _cluster(cluster)
-    if fidelity not in get_args(Fidelity):
-        raise ValueError(f"fidelity {fidelity!r}, expected 'compiled' or 'analytic'")
-    step = trace_for(plan, fun, args, batch_argnums)
-    donated = _donate_argnums(donate_argnums, args)
-    if plan.pipeline is not None:
-        if fidelity == "analytic":
-            return analytic_pipeline(PlannedPipeline(step, plan), cluster)
-        return compile_pipeline(PlannedPipeline(step, plan), cluster, _leaves_of(args, donated))[0]
-    cluster = _alike(cluster, f"a plan of {plan.method}")
-    if fidelity == "analytic":
-        return analytic_program(PlannedStep(step, plan), cluster)
-    return compile_program(step, plan, cluster, donated)[0]
 
 
 def init(
@@ -348,52 +248,10 @@ def shutdown() -> None:
         gc.collect()  # steps and what was compiled for them refer to one another
 
 
-def _make_plan(step: StepGraph, mesh: LogicalMesh, cluster: Cluster, method: PlanningMethod) -> Plan:
-    name = type(method).__name__
-    return make_plan(step, mesh, cluster, method.sharding_of(step), name, memory_budget=method.memory_budget)
-
-
-def _plan_pipeline(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    batch: Sequence[int],
-    method: PipeshardParallel,
-    cluster: AnyCluster,
-    devices: Sequence[Device] | None = None,
-) -> tuple[StepGraph, Plan]:
-    forward = method.pipeline_schedule == "inference"
-    rows = [leaf.shape[0] for i in batch for leaf in jax.tree.leaves(args[i]) if getattr(leaf, "shape", ())]
-
-    def traced(count: int, layers: LayerOption | None) -> StepGraph:
-        return trace(fun, args, batch, count, layers, marked=True, forward=forward)
-
-    def planner(step: StepGraph) -> PipelinePlanner:
-        options = method.sharding_of(step)
-        return PipelinePlanner(step, cluster, options, method.memory_budget, devices=devices)
-
-    return search(
-        traced,
-        planner,
-        micro_batch_counts(method.num_micro_batches, rows),
-        layer_options(method.layer_option),
-        schedules(method.pipeline_schedule, method.num_chunks),
-        method.stages,
-        type(method).__name__,
-    )
-
-
-def trace_for(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], batch_argnums: Sequence[int]) -> StepGraph:
-    """The step as `plan` was made for."""
-    if plan.pipeline is None:
-        return trace(fun, args, batch_argnums, plan.num_micro_batches)
-    forward = plan.pipeline.name == "inference"
-    return trace(fun, args, batch_argnums, plan.num_micro_batches, plan.pipeline.layer_option, True, forward)
-
-
 def _pipeline(
     planned: PlannedPipeline, meshes: Sequence[Mesh], args: Sequence[Any], donated: Sequence[int], start: float
 ) -> PipelineExecutable:
-    return PipelineExecutable(planned, meshes, _leaves_of(args, donated), _since(start))
+    return PipelineExecutable(planned, meshes, leaves_of(args, donated), _since(start))
 
 
 def _follow(
@@ -408,7 +266,7 @@ def _follow(
             step, plan = follow_pipeline(fun, args, batch, count, followed.planned, cluster)
             return _pipeline(PlannedPipeline(step, plan), followed.meshes, args, (), start)
         case Executable() if count == 1:
-            cluster = _alike(_cluster_for(method.src_func.method, followed.mesh), type(method).__name__)
+            cluster = single_pool(_cluster_for(method.src_func.method, followed.mesh), type(method).__name__)
             step, plan = follow_plan(fun, args, batch, followed.plan, cluster)
             return Executable(step, plan, followed.mesh, plan_seconds=_since(start))
         case Executable():
@@ -443,14 +301,14 @@ def _remote_executable(
     from autopar.hosts.executable import RemoteExecutable, RemotePipeline, remote_executable
 
     given = method.cluster if isinstance(method, PlanningMethod) else None
-    cluster = cluster_of_hosts(hosts) if given is None else _cluster(given)
+    cluster = cluster_of_hosts(hosts) if given is None else any_cluster(given)
     match method:
         case PlanMethod(plan, _):
             step = trace_for(plan, fun, args, batch)
             planned = PlannedStep(step, plan) if plan.pipeline is None else PlannedPipeline(step, plan)
         case PipeshardParallel():
             shape = mesh_shape(hosts, method.devices)
-            planned = PlannedPipeline(*_plan_pipeline(fun, args, batch, method, cluster.first_devices(prod(shape))))
+            planned = PlannedPipeline(*plan_pipelined(fun, args, batch, method, cluster.first_devices(prod(shape))))
         case FollowParallel(src_func=src_func):
             followed = _parallelized(src_func, "src_func").get_last_executable()
             if not isinstance(followed, RemoteExecutable):
@@ -459,7 +317,7 @@ def _remote_executable(
             if isinstance(followed, RemotePipeline):
                 planned = PlannedPipeline(*follow_pipeline(fun, args, batch, count, followed.planned, cluster))
             else:
-                alike = _alike(cluster, type(method).__name__)
+                alike = single_pool(cluster, type(method).__name__)
                 planned = PlannedStep(*follow_plan(fun, args, batch, followed.plan, alike))
             donated = ()
         case CreateStateParallel():
@@ -470,13 +328,13 @@ def _remote_executable(
             return RemoteCreateState(step, executable)
         case PlanningMethod():
             step = trace(fun, args, batch, method.num_micro_batches)
-            alike = _alike(cluster, type(method).__name__)
+            alike = single_pool(cluster, type(method).__name__)
             planned = PlannedStep(
-                step, _make_plan(step, logical_mesh(mesh_shape(hosts, method.devices)), alike, method)
+                step, plan_sharded(step, logical_mesh(mesh_shape(hosts, method.devices)), alike, method)
             )
         case other:
             raise TypeError(f"method is {other!r}, expected one of autopar.methods, e.g. autopar.ShardParallel()")
-    return remote_executable(planned, hosts, _leaves_of(args, donated), _since(start))
+    return remote_executable(planned, hosts, leaves_of(args, donated), _since(start))
 
 
 def _followers(method: CreateStateParallel) -> tuple[ParallelizedFunction, tuple[Any, ...]]:
@@ -494,70 +352,8 @@ def _parallelized(function: Any, name: str) -> ParallelizedFunction:
 def _cluster_for(method: Method, mesh: Mesh) -> AnyCluster:
     """The hardware that a method plans for, if it runs on `mesh`."""
     cluster = method.cluster if isinstance(method, PlanningMethod) else None
-    return cluster_of(mesh) if cluster is None else _cluster(cluster)
-
-
-def _leaves_of(args: Sequence[Any], argnums: Sequence[int]) -> frozenset[int]:
-    """The numbers, among all leaves of `args`, of those of the arguments `argnums`."""
-    owner = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
-    return frozenset(leaf for leaf, i in enumerate(owner) if i in argnums)
+    return cluster_of(mesh) if cluster is None else any_cluster(cluster)
 
 
 def _since(start: float) -> float:
     return time.perf_counter() - start
-
-
-def _cluster(cluster: Any) -> AnyCluster:
-    return cluster if isinstance(cluster, Cluster | MixedCluster) else load_cluster(cluster)
-
-
-def _alike(cluster: AnyCluster, what: str) -> Cluster:
-    """The cluster, if one mesh can span it."""
-    if isinstance(cluster, Cluster):
-        return cluster
-    raise ClusterError(
-        f"{what} shards a step over one mesh of devices that are alike, but cluster {cluster.name!r} has {len(cluster.pools)} pools of"
-        " different hosts; use PipeshardParallel, whose stages lie in one pool each, or one pool: load_cluster(...).pools[0]"
-    )
-
-
-def _without(args: Sequence[Any], static: Sequence[int]) -> Sequence[Any]:
-    return [arg for i, arg in enumerate(args) if i not in static] if static else args
-
-
-def _static_argnums(argnums: Argnums, args: Sequence[Any]) -> tuple[int, ...]:
-    if argnums == "auto":
-        return tuple(i for i, arg in enumerate(args) if _is_static(arg))
-    return _as_tuple(argnums, len(args))
-
-
-def _donate_argnums(argnums: Argnums, args: Sequence[Any]) -> tuple[int, ...]:
-    if argnums == "auto":
-        return tuple(i for i, arg in enumerate(args) if isinstance(arg, TrainState))
-    return _as_tuple(argnums, len(args))
-
-
-def _as_tuple(argnums: Any, count: int) -> tuple[int, ...]:
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    if any(not -count <= i < count for i in numbers):
-        raise ValueError(f"argnums {numbers} for a step with {count} arguments; count from 0 to {count - 1}")
-    return tuple(sorted(i % count for i in numbers))
-
-
-def _check_hashable(i: int, arg: Any) -> None:
-    try:
-        hash(arg)
-    except TypeError as error:
-        raise TypeError(
-            f"argument {i} holds something that is no array, so it is static, but a {type(arg).__name__} can't be hashed;"
-            " pass only arrays in it, or close the step over it"
-        ) from error
-
-
-def _is_static(arg: Any) -> bool:
-    if isinstance(arg, TrainState):
-        return False
-    if isinstance(arg, bool | int | float | complex | str):
-        return True
-    arrays = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, DistributedArray, bool, int, float, complex)
-    return not all(isinstance(leaf, arrays) for leaf in jax.tree.leaves(arg))

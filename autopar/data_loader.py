@@ -38,12 +38,12 @@ class _Loader:
         Raises:
             TypeError, ValueError: these are no placement specs of such batches.
         """
-        other, avals = copy(self), tuple(spec.aval for spec in _specs(placement_specs))
-        if avals != self._form.avals or jax.tree.structure(placement_specs) != self._tree:
+        other, specs = copy(self), _specs(placement_specs)
+        if tuple(spec.aval for spec in specs) != self._form.avals or jax.tree.structure(placement_specs) != self._tree:
             raise ValueError(
                 f"placement specs of {jax.tree.map(lambda spec: spec.aval, placement_specs)}, expected them of {self.batch}"
             )
-        other._specs = _specs(placement_specs)
+        other._specs = specs
         return other
 
     def __iter__(self) -> Iterator[Any]:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 # What a planned step is run, or predicted, with. Everything else in the two packages has a say in the plan itself.
 RUN = (
     "autopar/api.py",
+    "autopar/arguments.py",
     "autopar/lower.py",
     "autopar/runtime/**/*.py",
     "autopar/testing.py",
@@ -22,8 +23,8 @@ RUN = (
 )
 PREDICT = (
     "autopar/_plugins.py",
-    "autopar/api.py",
     "autopar/lower.py",
+    "autopar/predicting.py",
     "autopar/target.py",
     "simulator/engine.py",
     "simulator/hlo/**/*.py",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autopar.keys import data_aval, impl_of, is_key, key_dtype
 from autopar.pipeline.resharding import Resharding
@@ -31,10 +31,6 @@ class StageMesh:
     @property
     def logical(self) -> LogicalMesh:
         return LogicalMesh(self.shape, self.axis_names)
-
-    def abstract(self) -> AbstractMesh:
-        """As JAX has meshes without devices."""
-        return AbstractMesh(self.shape, self.axis_names, axis_types=(AxisType.Auto,) * len(self.shape))
 
     def on(self, devices: Mapping[int, Any]) -> Mesh:
         """The mesh of these devices, given by number."""
@@ -62,7 +58,7 @@ class Place:
 
     def abstract(self) -> NamedSharding:
         """On devices that are elsewhere."""
-        return NamedSharding(self.mesh.abstract(), partition_spec(self.spec))
+        return NamedSharding(self.mesh.logical.abstract(), partition_spec(self.spec))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +97,7 @@ class Array:
     @property
     def sharding(self) -> NamedSharding:
         """How it is sharded to the user, on a mesh without devices."""
-        return NamedSharding(self.place.mesh.abstract(), partition_spec(self.place.spec[: self.aval.ndim]))
+        return NamedSharding(self.place.mesh.logical.abstract(), partition_spec(self.place.spec[: self.aval.ndim]))
 
 
 @dataclass(frozen=True, slots=True)

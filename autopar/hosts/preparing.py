@@ -88,7 +88,7 @@ def prepare_step(planned: PlannedStep, platform: str, donated: frozenset[int]) -
     (stage,) = planned.plan.stages
     step, mesh = planned.step, _mesh_of(stage)
     exports = Exports(platform)
-    jitted = jit_step(step, planned.plan, mesh.abstract())
+    jitted = jit_step(step, planned.plan, mesh.logical.abstract())
     avals = jax.tree.leaves(step.in_avals)
     inputs = [
         Array.of(f"in{i}", aval, mesh, value.spec)
@@ -167,7 +167,7 @@ class _Pipeline:
         functions = {
             function.task: function
             for number, mesh in enumerate(self._meshes)
-            for function in lower_stage(self._planned, number, mesh.abstract(), self._donated)
+            for function in lower_stage(self._planned, number, mesh.logical.abstract(), self._donated)
         }
         keys = {
             task: self._exports.add(each.jitted, each.in_avals, self._operands(each, 0), self._results(each, 0))

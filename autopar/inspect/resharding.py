@@ -52,9 +52,7 @@ def resharding_tasks(planned: Planned) -> tuple[ReshardingTask, ...]:
     Raises:
         PlanError: the plan is for another step.
     """
-    played = replay(planned)
-    names = value_names(planned.step)
-    return tuple(_tasks(planned, played, names))
+    return tuple(resharding_in(planned, replay(planned)))
 
 
 def value_names(step: StepGraph) -> dict[Var, str]:
@@ -66,7 +64,9 @@ def value_names(step: StepGraph) -> dict[Var, str]:
     return names
 
 
-def _tasks(planned: Planned, played: Replay, names: dict[Var, str]) -> Iterator[ReshardingTask]:
+def resharding_in(planned: Planned, played: Replay) -> Iterator[ReshardingTask]:
+    """`resharding_tasks` of a plan that has been replayed."""
+    names = value_names(planned.step)
     for each in played.equations:
         for atom, source, target in zip(each.eqn.invars, each.sources, each.operands, strict=True):
             if isinstance(atom, Var) and source is not None and source != target:

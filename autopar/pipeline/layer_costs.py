@@ -161,18 +161,11 @@ class LayerCosts:
 
 
 def phase_seconds(graph: StageGraph, eqn_seconds: tuple[float, ...]) -> dict[Phase, float]:
-    """Seconds of each phase: of one microbatch; of the update, of a step.
-
-    Equations that several phases compute count in the first; those of no task bring results where the next step wants them.
-    """
-    phase_of: dict[int, Phase] = {}
-    for task, eqns in graph.tasks.items():
-        for number, _ in eqns:
-            phase_of.setdefault(number, task.phase)
+    """Seconds of each phase: of one microbatch; of the update, with what is of no task, of a step."""
     body = {number for number, _ in graph.step.microbatching.body} if graph.step.microbatching else set()
     seconds: dict[Phase, float] = {task.phase: 0.0 for task in graph.tasks}
     for number, cost in enumerate(eqn_seconds):
-        phase = phase_of.get(number, "U")
+        phase = graph.task_of[number].phase if number in graph.task_of else "U"
         count = graph.step.num_micro_batches if number in body else 1
         seconds[phase] = seconds.get(phase, 0.0) + cost / count
     return seconds

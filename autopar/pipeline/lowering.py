@@ -35,6 +35,7 @@ class TaskFunction:
         jitted: a function of a flat list of arrays, to a flat list; sums are donated.
         in_avals, in_shardings: of its operands.
         donated: positions of the operands whose memory the results may take.
+        reused: those operands.
     """
 
     task: Task
@@ -45,6 +46,11 @@ class TaskFunction:
     in_avals: tuple[jax.ShapeDtypeStruct, ...]
     in_shardings: tuple[NamedSharding, ...]
     donated: tuple[int, ...]
+
+    @property
+    def reused(self) -> tuple[Var, ...]:
+        operands = (*self.reads, *self.sums)
+        return tuple(operands[k] for k in self.donated)
 
 
 class StageLowering:

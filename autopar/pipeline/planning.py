@@ -159,7 +159,7 @@ class PipelinePlanner:
         tasks = make_schedule(schedule.name, pipeline)
         of_layers = [s for s, each in enumerate(assigned) for _ in each.layers]
         cut = cut_step(self.step, of_layers, splits_backward(schedule.name))
-        graphs, in_flight = stage_graphs(cut), tasks.stage_in_flight()
+        graphs, in_flight = stage_graphs(cut), tasks.in_flight()
         pools = [self._pool(stage, each) for stage, each in enumerate(assigned)]
         costs = [
             self._stage_costs(each.options, schedule).pools[pool] for each, pool in zip(assigned, pools, strict=True)

@@ -72,7 +72,7 @@ class Schedule:
     def phases(self) -> frozenset[Phase]:
         return frozenset(task.phase for row in self.rows for task in row)
 
-    def stage_in_flight(self) -> list[int]:
+    def in_flight(self) -> list[int]:
         """For each stage, of how many microbatches it holds activations at most."""
         release = "W" if "W" in self.phases else "B"
         held, most = Counter(), Counter()
@@ -187,19 +187,6 @@ class Schedule:
     def _arrays(self) -> Clock:
         return Clock.of(self.program())
 
-    def in_flight(self) -> tuple[int, ...]:
-        """For each mesh, of how many (stage, microbatch) it holds activations at most."""
-        release: Phase = "W" if "W" in self.phases else "B" if "B" in self.phases else "F"
-        counts = []
-        for row in self.rows:
-            held = most = 0
-            for task in row:
-                held += task.phase == "F"
-                most = max(most, held)
-                held -= task.phase == release
-            counts.append(most)
-        return tuple(counts)
-
 
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
@@ -207,7 +194,7 @@ class ScheduleKind:
 
     Attributes:
         row: the tasks of one mesh.
-        in_flight: what `Schedule.in_flight` counts for that mesh, without listing the tasks: planning asks it very often.
+        in_flight: of how many (stage, microbatch) a mesh holds activations at most, without listing its tasks: planning asks it often.
         summary: what is special about it, in a sentence.
     """
 

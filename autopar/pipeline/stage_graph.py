@@ -6,7 +6,7 @@ step follows the names of parameters, which tell stages apart that do the same.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import inf
 
 import jax
@@ -44,6 +44,15 @@ class StageGraph:
     sent: tuple[Var, ...]
     tasks: dict[Task, tuple[Numbered, ...]]
     parts: "Callable[[int], StageGraph]"
+
+    @cached_property
+    def task_of(self) -> dict[int, Task]:
+        """The task in which each equation counts: the first that computes it. Those of none bring results where the next step wants them."""
+        found: dict[int, Task] = {}
+        for task, eqns in self.tasks.items():
+            for number, _ in eqns:
+                found.setdefault(number, task)
+        return found
 
 
 def stage_graphs(cut: Cut) -> list[StageGraph]:

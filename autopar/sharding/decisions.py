@@ -267,11 +267,7 @@ class _Builder:
         found = self._followed(number, eqn, factors, leader, placement.specs)
         if found is None:
             return False
-        parts = self._costs(number, eqn, factors, found)
-        seconds = parts[0] + parts[1]
-        self.found.costs[placement.decision] = self.found.costs[placement.decision] + seconds
-        self.found.parts[placement.decision] = self.found.parts[placement.decision] + parts
-        self.found.shares.append((number, (placement.decision,), parts))
+        self._takes(number, placement.decision, self._costs(number, eqn, factors, found))
         self._use_operands(number, eqn, placement.decision, found)
         for var, specs in zip(eqn.outvars, found.results, strict=True):
             self.found.placements[var] = Placement(placement.decision, specs)
@@ -281,9 +277,8 @@ class _Builder:
         """Make the equation a decision over all its candidates."""
         found = self._candidates(number, eqn, factors)
         label = f"{eqn.primitive.name} in {eqn.source_info.name_stack}"
-        parts = self._costs(number, eqn, factors, found)
-        first = self._decide(label, found.results[0], parts)
-        self.found.shares.append((number, (first.decision,), parts))
+        first = self._decide(label, found.results[0])
+        self._takes(number, first.decision, self._costs(number, eqn, factors, found))
         results = [Placement(first.decision, specs) for specs in found.results]
         if self._costs_of(eqn.outvars[0]) is self.combined and self.repeats[number] == 1:
             before = [
@@ -447,11 +442,7 @@ class _Builder:
             shapes = each_once(partial(local_shape, aval_of(var).shape, mesh=self.mesh), placement.specs)
             sizes = [passes * array_bytes(shape, aval_of(var).dtype) for shape in shapes]
             seconds = self.step.num_micro_batches * np.array([self.costs.copy(size) for size in sizes])
-            d = placement.decision
-            parts = np.array([seconds, np.zeros_like(seconds)])
-            self.found.costs[d] = self.found.costs[d] + seconds
-            self.found.parts[d] = self.found.parts[d] + parts
-            self.found.shares.append((number, (d,), parts))
+            self._takes(number, placement.decision, np.array([seconds, np.zeros_like(seconds)]))
 
     def _synchronise(self, number: int, eqn: JaxprEqn, placed: Sequence[Placement | None]) -> None:
         """Complete what devices accumulated apart, each value in a way of its own."""
@@ -470,9 +461,8 @@ class _Builder:
                     sum(self.combined.collective(*s) for s in w.collectives) + self.costs.copy(w.copied)
                     for _, w in ways
                 ]
-                parts = np.array([[0.0] * len(ways), seconds])
-                result = self._decide("accumulate", tuple(way.results[0] for _, way in ways), parts)
-                self.found.shares.append((number, (result.decision,), parts))
+                result = self._decide("accumulate", tuple(way.results[0] for _, way in ways))
+                self._takes(number, result.decision, np.array([[0.0] * len(ways), seconds]))
                 self._use(number, k, atom, result.decision, tuple(source for source, _ in ways))
                 placement = result
             results.append(placement)
@@ -481,12 +471,17 @@ class _Builder:
 
     # -- shared
 
-    def _decide(self, label: str, specs: Specs, parts: np.ndarray | None = None) -> Placement:
-        parts = np.zeros((2, len(specs))) if parts is None else parts
+    def _decide(self, label: str, specs: Specs) -> Placement:
         self.found.labels.append(label)
-        self.found.costs.append(parts.sum(axis=0))
-        self.found.parts.append(parts)
+        self.found.costs.append(np.zeros(len(specs)))
+        self.found.parts.append(np.zeros((2, len(specs))))
         return Placement(len(self.found.costs) - 1, specs)
+
+    def _takes(self, number: int, decision: int, parts: np.ndarray) -> None:
+        """What equation `number` takes with each option of a decision: its kernels and what completes its results, (2, options)."""
+        self.found.costs[decision] = self.found.costs[decision] + parts.sum(axis=0)
+        self.found.parts[decision] = self.found.parts[decision] + parts
+        self.found.shares.append((number, (decision,), parts))
 
     def _use_operands(self, number: int, eqn: JaxprEqn, decision: int, found: Candidates) -> None:
         for k, (atom, specs) in enumerate(zip(eqn.invars, found.operands, strict=True)):

@@ -50,9 +50,10 @@ class Memory:
         self.moved_for = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if passes_moves(eqn)}
         self.lifetimes = _lifetimes(step, decisions, mesh)
 
-    def of_values(self, choice: Sequence[int]) -> np.ndarray:
-        """Bytes of the values alive at each moment, shape (moments,)."""
-        return self._sum((life.start, life.end, life.sizes[choice[life.decision]]) for life in self.lifetimes)
+    def of_values(self, choice: Sequence[int], without: Collection[Var] = ()) -> np.ndarray:
+        """Bytes of the values alive at each moment, some left out, shape (moments,)."""
+        lives = (life for life in self.lifetimes if life.var not in without)
+        return self._sum((life.start, life.end, life.sizes[choice[life.decision]]) for life in lives)
 
     def of_copies(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes of resharded copies alive at each moment, shape (moments,).

@@ -1,6 +1,6 @@
 """What a planned step holds when it holds most, by what it is for: as `simulator.hlo.held` says it of compiled programs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -19,14 +19,22 @@ MEMORY_ROLES: Mapping[str, Role] = {
 """What memory an input takes, by its role in a plan."""
 
 
-def roles_at_peak(memory: Memory, choice: Sequence[int]) -> dict[Role, float]:
-    """Bytes on one device under a choice, at the moment when they are most; copies that collectives make are for communication."""
+def roles_at_peak(
+    memory: Memory, choice: Sequence[int], moments: Sequence[int] = (), without: Collection[Var] = ()
+) -> dict[Role, float]:
+    """Bytes on one device under a choice, at the moment when they are most; copies that collectives make are for communication.
+
+    Args:
+        moments: those to look at; by default all.
+        without: values that are not to be counted.
+    """
     copies = memory.of_copies(choice)
-    moment = int((memory.of_values(choice) + copies).argmax())
+    alive = memory.of_values(choice, without) + copies
+    moment = max(moments or range(len(alive)), key=lambda moment: alive[moment])
     held: dict[Role, float] = {"communication": float(copies[moment])}
     roles = _Roles(memory)
     for life in memory.lifetimes:
-        if life.start <= moment <= life.end:
+        if life.start <= moment <= life.end and life.var not in without:
             held = added(held, {roles.of(life): float(life.sizes[choice[life.decision]])})
     return {role: size for role, size in held.items() if size}
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from simulator.work import Groups
 
@@ -52,6 +52,10 @@ class LogicalMesh:
         for axis in axes:
             ways *= self.sizes[axis]
         return ways
+
+    def abstract(self) -> AbstractMesh:
+        """As JAX has meshes without devices."""
+        return AbstractMesh(self.shape, self.axis_names, axis_types=(AxisType.Auto,) * len(self.shape))
 
     def groups(self, axes: Sequence[str]) -> Groups:
         """The groups of devices that differ only in their position along `axes`."""

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from autopar.api import parallelize, plan_step, predict
+from autopar.api import parallelize
 from autopar.devices import AXIS_NAMES, Devices, device_mesh, is_here
 from autopar.methods import ManualShardParallel, PlanningMethod
+from autopar.predicting import plan_step, predict
 from autopar.progress import tell
 from autopar.sharding.planner import MemoryBudgetError
 from autopar.target import target_mesh

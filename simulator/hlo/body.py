@@ -44,10 +44,8 @@ def _ops(module: Module, computation: Computation) -> Iterator[Op]:
     waited: set[str] = set()  # collectives that were waited for where they started
     part: Part = ""
     for instruction in computation.instructions:
-        if (
-            name := name_of(instruction)
-        ) is not None:  # copies that the compiler adds have none, and go with what was before
-            part = part_of(name)
+        name = name_of(instruction)
+        part = part if name is None else part_of(name)  # copies that the compiler adds go with what was before
         opcode, moment = _split_async(instruction.opcode)
         if opcode in _FREE or moment == "update":
             continue

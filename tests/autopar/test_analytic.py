@@ -63,19 +63,19 @@ def test_it_is_what_the_plan_says(name):
         assert timeline.makespan == pytest.approx(made.predicted_seconds, rel=1e-6)
     else:  # which counts one transfer at a time, and not what a gather costs the one that receives
         assert timeline.makespan == pytest.approx(made.predicted_seconds, rel=0.08)
-    assert max(use.total for use in timeline.memory) == pytest.approx(made.predicted_bytes, rel=0.01)
+    counted = (
+        0.01 if made.pipeline is None else 0.05
+    )  # what only half a backward pass reads counts through all of it there
+    assert max(use.total for use in timeline.memory) == pytest.approx(made.predicted_bytes, rel=counted)
     assert all(sum(use.roles.values()) == use.total for use in timeline.memory)
 
 
-@pytest.mark.parametrize(
-    ("name", "seconds", "num_bytes"),
-    [("accumulated", 0.05, 0.1), ("1f1b", 0.05, 0.1), ("zero_bubble_h1", 0.08, 0.3)],  # whose halves XLA fuses apart
-)
-def test_it_agrees_with_what_xla_compiles(name, seconds, num_bytes):
+@pytest.mark.parametrize(("name", "seconds"), [("accumulated", 0.05), ("1f1b", 0.05), ("zero_bubble_h1", 0.06)])
+def test_it_agrees_with_what_xla_compiles(name, seconds):
     analytic, compiled = predicted(name), predicted(name, "compiled")
     assert analytic.makespan == pytest.approx(compiled.makespan, rel=seconds)
     for mine, theirs in zip(analytic.memory, compiled.memory, strict=True):
-        assert mine.total == pytest.approx(theirs.total, rel=num_bytes)
+        assert mine.total == pytest.approx(theirs.total, rel=0.05)
     assert sum(analytic.flops.values()) == pytest.approx(sum(compiled.flops.values()), rel=0.01)
     a, b = prediction_of(analytic, A100), prediction_of(compiled, A100)
     assert sum(a.communication.values()) == pytest.approx(sum(b.communication.values()), rel=0.25)

@@ -9,7 +9,6 @@ import pytest
 from numpy.testing import assert_allclose
 
 import autopar
-from autopar.api import trace_for
 from autopar.hosts import carrier
 from autopar.hosts.job import Array, Job, groups_of
 from autopar.hosts.loaded import Loaded
@@ -17,6 +16,7 @@ from autopar.hosts.preparing import Prepared, prepare_pipeline, prepare_step
 from autopar.hosts.worker import InstructionError, Worker
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.planned import PlannedStep
+from autopar.predicting import trace_for
 from experiments.models import MLP
 from experiments.scripts.measure import initial_args
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.api import trace_for
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.program import task_of
 from autopar.pipeline.schedules import schedule_names
+from autopar.predicting import trace_for
 from simulator.program import Free, Recv, Run, Send, walk
 from tests.autopar.pipeline.steps import pipeline, stack, stack_batch, stack_params, stack_step
 from tests.autopar.pipeline.test_steps import tied_args, tied_step
