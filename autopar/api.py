@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from autopar.arguments import Argnums, check_hashable, donated_arguments, leaves_of, static_arguments, without
 from autopar.checkpoint.saving import finish_saving
 from autopar.devices import cluster_of, device_mesh, logical_mesh, submeshes
+from autopar.facts import forget_facts
 from autopar.follow import follow_pipeline, follow_plan
 from autopar.hosts import session
 from autopar.interpreter import builds_graphs
@@ -150,11 +151,11 @@ class ParallelizedFunction:
             """Numbers of arguments among those that are not static."""
             return tuple(kept.index(i % len(args)) for i in argnums if i % len(args) in kept)
 
+        count, static_args, function = len(args), {i: args[i] for i in static}, self.fun
+
         def fun(*dynamic: Any) -> Any:
-            full = list(args)
-            for i, arg in zip(kept, dynamic, strict=True):
-                full[i] = arg
-            return self.fun(*full)
+            given = iter(dynamic)
+            return function(*(static_args[i] if i in static_args else next(given) for i in range(count)))
 
         wraps(self.fun)(fun)
         dynamic = [args[i] for i in kept]
@@ -245,6 +246,7 @@ def shutdown() -> None:
     finally:
         session.leave()
         jax.clear_caches()
+        forget_facts()
         gc.collect()  # steps and what was compiled for them refer to one another
 
 
