@@ -49,7 +49,7 @@ from autopar.pipeline.stage_options import (  # noqa: E402
     UniformStageOption,
 )
 from autopar.plan import Plan, PlanError  # noqa: E402
-from autopar.predicting import compile_step, plan_step, predict  # noqa: E402
+from autopar.predicting import compile_step, plan_step, predict, simulate  # noqa: E402
 from autopar.runtime.executable import Executable  # noqa: E402
 from autopar.runtime.pipeline import PipelineExecutable  # noqa: E402
 from autopar.runtime.reading import DataLoaderError  # noqa: E402
@@ -130,6 +130,7 @@ __all__ = [
     "save_checkpoint",
     "schedule",
     "shutdown",
+    "simulate",
     "testing",
     "train",
     "tune",

@@ -41,8 +41,17 @@ def simulate(program: Program, cluster: AnyCluster, costs: CostModel | None = No
     of_mesh, arrows = play(program, costs, link_of, dispatch)
     spans = tuple(span for streams in of_mesh for span in streams.spans)
     levels = tuple(tuple(streams.levels) for streams in of_mesh) if program.levels else ()
-    sums = program.matrix_flops(), program.unknown_kernels()
-    return Timeline(spans, program.meshes, program.memory, tuple(arrows), levels, *sums)
+    return Timeline(
+        spans,
+        program.meshes,
+        program.memory,
+        tuple(arrows),
+        levels,
+        program.matrix_flops(),
+        program.unknown_kernels(),
+        program.model_flops,
+        program.examples,
+    )
 
 
 def play(

@@ -34,7 +34,7 @@ class Prediction:
         model_flops, hardware_flops: of all devices, without and with what is computed twice; nan if the program does not say.
         peak_flop_per_s: of all devices, in the precisions that are used.
         devices: how many.
-        tokens: of the step; 0 if the program does not say.
+        tokens, examples: of the step; 0 if the program does not say.
         unknown: how many kernels of each sort were priced by the bytes they must move, as nobody knows what they cost.
     """
 
@@ -53,6 +53,7 @@ class Prediction:
     peak_flop_per_s: float
     devices: int
     tokens: int
+    examples: int = 0
     whole: float = 0.0
     unknown: Mapping[str, int] = field(default_factory=dict)
 
@@ -87,6 +88,10 @@ class Prediction:
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
 
+    @property
+    def examples_per_s(self) -> float:
+        return self.examples / self.seconds
+
     def row(self) -> dict[str, float | int | bool]:
         """Everything as one row of a table: `pandas.DataFrame([prediction.row(), ...])`."""
         row: dict[str, float | int | bool] = {"seconds": self.seconds}
@@ -97,6 +102,6 @@ class Prediction:
         if self.memory.parts:
             row |= {f"memory {name}": num_bytes for name, num_bytes in self.memory.parts.items()}
             row |= {"allocated": self.memory.total, "reserved": self.memory.reserved, "fits": self.memory.fits}
-        rates = ("devices", "tokens_per_s", "tflop_per_s_per_device", "mfu", "hfu")
+        rates = ("devices", "examples_per_s", "tokens_per_s", "tflop_per_s_per_device", "mfu", "hfu")
         row |= {f"unknown {name}": count for name, count in self.unknown.items()}
         return row | {name: getattr(self, name) for name in rates}
