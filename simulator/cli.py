@@ -14,10 +14,9 @@ from simulator.calibration.profiles import fit_profiles, write_profile
 from simulator.calibration.tables import COLUMNS, fit_collectives
 from simulator.engine import simulate
 from simulator.formula import predict
-from simulator.formula.files import BACKENDS, Formula, load_changed, load_machine
+from simulator.formula.files import BACKENDS, Formula, load_for_program, load_machine
 from simulator.formula.what_if import Change
 from simulator.gantt import save_gantt
-from simulator.mixed import load_cluster
 from simulator.prediction import Prediction
 from simulator.prediction_table import prediction_json, prediction_table
 from simulator.program_file import load_program
@@ -102,9 +101,10 @@ def _of_program(
     if (gantt or trace) and len(names) > 1:
         raise ValueError(f"--gantt and --trace are of one timeline; given {len(names)} clusters")
     program = load_program(file)
+    devices = 1 + max(map(max, program.meshes))
     predictions = {}
     for name in names:
-        where = load_changed(name, changes) if changes else load_cluster(name)
+        where = load_for_program(name, devices, changes)
         timeline = simulate(program, where)
         predictions[name] = prediction_of(timeline, where)
         if gantt is not None:
