@@ -101,7 +101,7 @@ def _of_program(
     if (gantt or trace) and len(names) > 1:
         raise ValueError(f"--gantt and --trace are of one timeline; given {len(names)} clusters")
     program = load_program(file)
-    devices = 1 + max(map(max, program.meshes))
+    devices = 1 + max(map(max, program.meshes), default=0)
     predictions = {}
     for name in names:
         where = load_for_program(name, devices, changes)

@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from simulator.collective_profile import PROFILES as COLLECTIVES
 from simulator.collective_profile import CollectiveProfile, SizeCurve
 from simulator.description import ClusterError, Description, named, read, validate
+from simulator.dtypes import check_dtypes
 from simulator.kernel_profile import PROFILES as KERNELS
 from simulator.kernel_profile import KernelProfile
 
@@ -48,6 +49,11 @@ class Device(Description):
     kernel_launch_us: NonNegativeFloat
     kernels: KernelProfile
     xla_target: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _types_are_known(self) -> Self:
+        check_dtypes(self.peak_tflop_per_s, "peak_tflop_per_s")
+        return self
 
     @model_validator(mode="after")
     def _something_is_left(self) -> Self:

@@ -1,5 +1,6 @@
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -8,7 +9,7 @@ from simulator.cluster import Cluster, Device, Link, cluster_names, device_names
 from simulator.collective_profile import SizeCurve
 from simulator.description import ClusterError
 
-DEVICE = {
+DEVICE: dict[str, Any] = {
     "name": "toy",
     "kind": "gpu",
     "source": "made up",
@@ -126,6 +127,18 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
             {"intra_host": {"bandwith_gb_per_s": 5, "bandwidth_gb_per_s": 5, "latency_us": 0}},
             "intra_host.bandwith_gb_per_s: unknown field (given 5); did you mean 'bandwidth_gb_per_s'? "
             "valid: bandwidth_gb_per_s, group_bandwidth_gb_per_s, latency_us, half_size_mb",
+        ),
+        (
+            {"device": DEVICE | {"peak_tflop_per_s": {"bfloat16": 989}}},
+            "peak_tflop_per_s: unknown type 'bfloat16'; did you mean 'bf16'? expected HLO's names: pred, ",
+        ),
+        (
+            {"device": DEVICE | {"peak_tflop_per_s": {"fp8": 989}}},
+            "peak_tflop_per_s: unknown type 'fp8'; ",
+        ),
+        (
+            {"device": DEVICE | {"kernels": DEVICE["kernels"] | {"efficiency_by_dtype": {"Float32": 0.5}}}},
+            "efficiency_by_dtype: unknown type 'Float32'; did you mean 'f32'?",
         ),
         (  # wrong units
             {"intra_host": {"bandwidth_gbit_per_s": 200, "latency_us": 0}},
