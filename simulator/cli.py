@@ -20,6 +20,7 @@ from simulator.gantt import save_gantt
 from simulator.prediction import Prediction
 from simulator.prediction_table import prediction_json, prediction_table
 from simulator.program_file import load_program
+from simulator.schema import SCHEMAS
 from simulator.validation.published import published_sets
 from simulator.validation.report import Comparison, as_json, summary, write_report
 
@@ -154,6 +155,16 @@ def _print_worst(console: Console, comparison: Comparison, count: int) -> None:
             f"{comparison.published.name}: {case.name}: {case.predicted:.4g} {unit}, measured {case.measured:.4g} ({case.error:+.1%})",
             highlight=False,
         )
+
+
+@app.command()
+def schema(
+    kind: Annotated[str, typer.Argument(help=f"Of a file that describes: {', '.join(SCHEMAS)}.")] = "cluster",
+) -> None:
+    """Prints the JSON schema of files that describe hardware, with what each field means, for editors and checkers."""
+    if kind not in SCHEMAS:
+        raise typer.BadParameter(f"unknown kind of file {kind!r}; expected one of {', '.join(SCHEMAS)}")
+    typer.echo(json.dumps(SCHEMAS[kind](), indent=1))
 
 
 @app.command()

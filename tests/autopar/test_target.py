@@ -17,7 +17,8 @@ from simulator.cluster import Cluster, ClusterError, cluster_names
 from simulator.hlo import parse_hlo
 from simulator.work import Kernel, Loop, Work, work_of
 
-GPU_CLUSTERS = [name for name in cluster_names() if Cluster.load(name).device.kind == "gpu"]
+OF_DEVICE = {Cluster.load(name).device.name: name for name in sorted(cluster_names(), reverse=True)}
+GPU_CLUSTERS = [name for name in OF_DEVICE.values() if Cluster.load(name).device.kind == "gpu"]  # one for each GPU
 WIDTHS = (32, 128, 64, 32)
 BATCH = 64
 KERNELS = list(pairwise(WIDTHS))
