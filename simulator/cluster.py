@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from simulator.collective_profile import PROFILES as COLLECTIVES
 from simulator.collective_profile import CollectiveProfile, SizeCurve
 from simulator.description import ClusterError, Description, named, read, validate
+from simulator.dtypes import check_dtypes
 from simulator.kernel_profile import PROFILES as KERNELS
 from simulator.kernel_profile import KernelProfile
 
@@ -48,6 +49,11 @@ class Device(Description):
     kernel_launch_us: NonNegativeFloat
     kernels: KernelProfile
     xla_target: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _types_are_known(self) -> Self:
+        check_dtypes(self.peak_tflop_per_s, "peak_tflop_per_s")
+        return self
 
     @model_validator(mode="after")
     def _something_is_left(self) -> Self:
@@ -97,6 +103,11 @@ class Link(Description):
         """Bytes per second that each member of a ring of `group_size` sends."""
         return self.group_bandwidth_gb_per_s.get(group_size, self.bandwidth_gb_per_s) * 1e9
 
+    def faster_groups(self, factor: float) -> Self:
+        """The same with so many times the bandwidth in groups of the sizes that have one of their own."""
+        groups = {size: factor * bandwidth for size, bandwidth in self.group_bandwidth_gb_per_s.items()}
+        return self.model_copy(update={"group_bandwidth_gb_per_s": groups})
+
 
 class Processes(Description):
     """Hosts that are processes of one machine and share its cores (`simulator.hosts`).
@@ -119,7 +130,7 @@ class Cluster(Description):
 
     Attributes:
         source: where the numbers come from.
-        nics_per_host: network cards of a host; its devices are spread evenly over them.
+        nics_per_host: network cards of a host; its devices are spread evenly over them, or they over the devices.
         collective_launch_us: what a collective costs beside its hops and bytes.
         intra_host: the link between two devices of a host.
         collectives: collectives within a host as measured; in a file, the curves, the name of a profile in
@@ -184,9 +195,14 @@ class Cluster(Description):
         return device_id // self.devices_per_host
 
     def nic_of(self, device_id: int) -> int:
-        """The network card that device `device_id` talks to other hosts through, counted over the whole cluster."""
+        """The (first) network card that device `device_id` talks to other hosts through, counted over the whole cluster."""
         host, local = self.host_of(device_id), device_id % self.devices_per_host
         return host * self.nics_per_host + local * self.nics_per_host // self.devices_per_host
+
+    @property
+    def cards_per_device(self) -> float:
+        """Network cards that a device has for itself, each message in equal parts over them; 1 where devices share cards."""
+        return max(1.0, self.nics_per_host / self.devices_per_host)
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:

@@ -73,7 +73,7 @@ class Network:
         cluster = self.cluster
         if stride < cluster.devices_per_host or cluster.inter_host is None:
             return self._permute_seconds(num_bytes, Flows(within=1, across=0))
-        return self._permute_seconds(num_bytes, Flows(0, max(1, cluster.devices_per_host / cluster.nics_per_host)))
+        return self._permute_seconds(num_bytes, Flows(0, cluster.devices_per_host / cluster.nics_per_host))
 
     def _permute_seconds(self, num_bytes: float, flows: Flows) -> float:
         within = self.curves.curve("permute").seconds("permute", num_bytes * flows.within, 2) if flows.within else 0.0

@@ -25,7 +25,7 @@ def simulate(program: Program, cluster: AnyCluster, costs: CostModel | None = No
 
     Raises:
         DeadlockError: the meshes wait for one another.
-        ValueError: a mesh has devices that the cluster lacks, or a task has no body.
+        ValueError: a mesh has devices that the cluster lacks, a task has no body, or there is no mesh at all.
     """
     costs = costs or costs_of(cluster)
 
@@ -33,8 +33,10 @@ def simulate(program: Program, cluster: AnyCluster, costs: CostModel | None = No
         far = any(len(set(map(cluster.host_of, group))) > 1 for group in groups)
         return "between hosts" if far else "within hosts"
 
+    if not program.meshes:
+        raise ValueError("a program without meshes; expected at least one, with its devices and instructions")
     for mesh, devices in enumerate(program.meshes):
-        if not devices or max(devices) >= cluster.num_devices:
+        if max(devices) >= cluster.num_devices:
             raise ValueError(
                 f"mesh {mesh} has devices {devices}; cluster {cluster.name!r} has devices 0 to {cluster.num_devices - 1}"
             )

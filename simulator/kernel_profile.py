@@ -1,10 +1,12 @@
 """How fast kernels run on one kind of device, as parts of the peaks in its description."""
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from simulator.description import Description, Fraction
+from simulator.dtypes import check_dtypes
 
 PROFILES = Path(__file__).parent / "profiles" / "kernels"
 
@@ -47,3 +49,8 @@ class KernelProfile(Description):
     hot_in_training: bool = False
     split_us: NonNegativeFloat = 0.0
     held_out_error: NonNegativeFloat | None = None
+
+    @model_validator(mode="after")
+    def _types_are_known(self) -> Self:
+        check_dtypes(self.efficiency_by_dtype, "efficiency_by_dtype")
+        return self

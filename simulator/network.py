@@ -74,7 +74,7 @@ def _ring(cluster: Cluster, group: Iterable[int], users: Counter[int]) -> Ring:
     members = Counter(cluster.host_of(device) for device in group)
     nics = dict.fromkeys(members, 0.0)
     for nic in {cluster.nic_of(device) for device in group}:
-        nics[nic // cluster.nics_per_host] += 1 / users[nic]
+        nics[nic // cluster.nics_per_host] += cluster.cards_per_device / users[nic]
     return Ring(sum(members.values()), len(members), max(members.values()), min(nics.values()))
 
 
@@ -88,4 +88,4 @@ def _flows(cluster: Cluster, pairs: Groups) -> Flows:
             within.update((("out", source), ("in", target)))
         else:
             across.update((("out", cluster.nic_of(source)), ("in", cluster.nic_of(target))))
-    return Flows(max(within.values(), default=0), max(across.values(), default=0))
+    return Flows(max(within.values(), default=0), max(across.values(), default=0) / cluster.cards_per_device)

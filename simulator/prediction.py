@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import exp, sqrt
+from math import exp, nan, sqrt
 from statistics import NormalDist
 
 from simulator.memory import Footprint
@@ -60,17 +60,17 @@ class Prediction:
     @property
     def tflop_per_s_per_device(self) -> float:
         """Model FLOP."""
-        return self.model_flops / self.seconds / self.devices / 1e12
+        return self._rate(self.model_flops) / self.devices / 1e12
 
     @property
     def mfu(self) -> float:
         """Model FLOP utilisation."""
-        return self.model_flops / self.seconds / self.peak_flop_per_s
+        return self._rate(self.model_flops) / self.peak_flop_per_s
 
     @property
     def hfu(self) -> float:
         """Hardware FLOP utilisation: what is computed twice counts twice."""
-        return self.hardware_flops / self.seconds / self.peak_flop_per_s
+        return self._rate(self.hardware_flops) / self.peak_flop_per_s
 
     def quantile(self, probability: float) -> float:
         """Seconds that the step takes at most with this probability, between 0 and 1, both excluded.
@@ -79,6 +79,8 @@ class Prediction:
         """
         if not 0 < probability < 1:
             raise ValueError(f"a probability of {probability}; expected one between 0 and 1")
+        if not self.seconds:
+            return 0.0
         network = sum(self.exposed.values())
         parts = {"compute": self.seconds - network - self.host, "network": network, "host": self.host}
         deviation = sqrt(sum((_DEVIATION[kind] * part / self.seconds) ** 2 for kind, part in parts.items()))
@@ -86,7 +88,12 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
+        """nan if the program does not say how many there are."""
+        return self._rate(self.tokens or nan)
+
+    def _rate(self, amount: float) -> float:
+        """How much of it a second; nan of a step that takes no time."""
+        return amount / self.seconds if self.seconds else nan
 
     @property
     def examples_per_s(self) -> float:

@@ -108,6 +108,9 @@ class Program:
     examples: int = 0
 
     def __post_init__(self) -> None:
+        for mesh, devices in enumerate(self.meshes):
+            if not devices or min(devices) < 0:
+                raise ValueError(f"mesh {mesh} has devices {devices}; expected at least one, by numbers from 0 on")
         if len(self.meshes) != len(self.instructions):
             raise ValueError(f"{len(self.meshes)} meshes but {len(self.instructions)} instruction lists; one each")
         if self.memory and len(self.memory) != len(self.meshes):

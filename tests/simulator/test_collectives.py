@@ -59,9 +59,9 @@ def test_the_time_of_an_all_reduce_does_not_depend_on_how_it_is_thought_about() 
     assert one.seconds("all_gather", 1e9, one.ring(8)) == two.seconds("all_gather", 1e9, two.ring(8))
 
 
-@pytest.mark.parametrize("name", ["dgx_a100_80", "dgx_h100", "dgx_b200"])
+@pytest.mark.parametrize("name", ["dgx_a100_80", "dgx_h100", "dgx_b200", "gb200_nvl72"])
 def test_the_error_on_collectives_that_nobody_fitted(name: str) -> None:
-    """The mean over the held-out rows of the four kinds; all_to_all of H100 is the worst of them, with 14 %."""
+    """The mean over the held-out rows of the four kinds; all_to_all of GB200 is the worst of them, with 27 %."""
     cluster = Cluster.load(name)
     network, errors = Network(cluster), []
     for kind in KINDS:
@@ -70,7 +70,7 @@ def test_the_error_on_collectives_that_nobody_fitted(name: str) -> None:
         rows = zip(held.size.tolist(), held.num_bytes.tolist(), strict=True)
         predicted = [network.seconds(kind, num_bytes, network.ring(size)) for size, num_bytes in rows]
         errors += [abs(np.array(predicted) / held.seconds - 1)]
-    assert np.concatenate(errors).mean() < (0.10 if name == "dgx_b200" else 0.075)
+    assert np.concatenate(errors).mean() < {"dgx_b200": 0.10, "gb200_nvl72": 0.15}.get(name, 0.075)
 
 
 def fastest(network: Network, num_bytes: float, size: int) -> str:

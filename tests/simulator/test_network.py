@@ -58,6 +58,17 @@ def test_groups_that_use_a_card_at_the_same_time_share_it() -> None:
     assert find_routes(toy().cluster, "all_gather", pairs) == {Ring(size=2, hosts=2, per_host=1, nics=0.5)}
 
 
+def test_a_device_with_several_cards_sends_over_all_of_them() -> None:
+    # 8 cards of 10 GB/s a host, two of each device: 20 GB/s for a pair, however many pairs there are
+    costs = toy(nics_per_host=8)
+    assert costs.collective("all_gather", 1e9, ((0, 4),)) == pytest.approx(1 / 2 / 20)
+    assert costs.collective("permute", 1e9, ((0, 4), (1, 5))) == pytest.approx(1 / 20)
+    assert costs.network.send_seconds(1e9, 4) == pytest.approx(1 / 20)
+    for size, stride in ((2, 4), (4, 2), (8, 1)):
+        groups = tuple(tuple(range(first, first + size * stride, stride)) for first in range(stride))
+        assert find_routes(costs.cluster, "all_gather", groups) == {costs.network.ring(size, stride)}
+
+
 def test_the_slowest_group_decides() -> None:
     costs = toy()
     assert costs.collective("all_gather", 1e9, ((0, 1), (2, 6))) == costs.collective("all_gather", 1e9, ((2, 6),))
