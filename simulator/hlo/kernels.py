@@ -67,7 +67,7 @@ def _custom_call(computation: Computation, call: Instruction) -> Kernel:
 
 def _matrix(name: str, computation: Computation, products: list[Instruction], moved: float) -> Kernel:
     """One kernel that computes HLO's own matrix products or convolutions, usually one."""
-    operands = [computation.operands(product) for product in products]
+    operands = [computation.operands(product, least=2) for product in products]
     gemms = [dot_of(computation, product) for product in products if product.opcode == "dot"]
     convs = [
         conv_flops(product, inputs[1].array, product.array)
@@ -91,4 +91,4 @@ def _unknown(computation: Computation, instruction: Instruction, kind: str) -> K
 
 def _passes(computation: Computation, sort: Instruction) -> float:
     """A radix sort reads and writes everything once for each byte of the key."""
-    return computation.operands(sort)[0].array.item_bytes
+    return computation.operands(sort, least=1)[0].array.item_bytes

@@ -22,10 +22,10 @@ def is_conv_call(target: str) -> bool:
 
 def gemm_call(computation: Computation, call: Instruction) -> Kernel:
     """The kernel of a cuBLAS call: `beta` adds a third operand, an epilogue a bias; the last result is its workspace."""
-    operands = computation.operands(call)
+    operands = computation.operands(call, least=2)
     lhs, rhs = operands[0].array, operands[1].array
     dims = [_json_numbers(call, key + "ensions") for key in (*_CONTRACTED, *_BATCHED)]
-    gemm = gemm_of(lhs, rhs, *dims)
+    gemm = _gemm_of(call, lhs, rhs, *dims)
     results = [call.shape[0], *(array for array in call.shape[1:] if not _is_workspace(array))]
     moved = sum(operand.num_bytes for operand in operands) + sum(array.num_bytes for array in results)
     return Kernel(call.name, "gemm", gemm.flops, moved, lhs.dtype, gemm)
@@ -33,7 +33,7 @@ def gemm_call(computation: Computation, call: Instruction) -> Kernel:
 
 def conv_call(computation: Computation, call: Instruction, target: str) -> Kernel:
     """The kernel of a cuDNN convolution, forward or backward: every element of y takes (elements of w / features of y) multiply-adds."""
-    operands = computation.operands(call)
+    operands = computation.operands(call, least=2)
     x, w, y = operands[0].array, operands[1].array, call.shape[0]
     if "BackwardInput" in target:  # (dy, w) -> dx
         x, y = y, x
@@ -49,16 +49,19 @@ def conv_flops(instruction: Instruction, w: Array, y: Array) -> float:
     labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
     if labels is None:
         raise instruction.error("a convolution without dim_labels; expected e.g. dim_labels=bf01_oi01->bf01")
+    if len(labels[1]) != len(w.dims) or "o" not in labels[1] or not w.size:
+        raise instruction.error(f"dim_labels call the filter's dims {labels[1]!r}; its shape is {w.dims}")
     return 2.0 * y.size * w.size / w.dims[labels[1].index("o")]
 
 
 def dot_of(computation: Computation, dot: Instruction) -> Gemm:
     """Sizes of HLO's own `dot`."""
-    lhs, rhs = (operand.array for operand in computation.operands(dot)[:2])
-    return gemm_of(lhs, rhs, *(dot.numbers(key + "s") for key in (*_CONTRACTED, *_BATCHED)))
+    lhs, rhs = (operand.array for operand in computation.operands(dot, least=2)[:2])
+    return _gemm_of(dot, lhs, rhs, *(dot.numbers(key + "s") for key in (*_CONTRACTED, *_BATCHED)))
 
 
-def gemm_of(
+def _gemm_of(
+    product: Instruction,
     lhs: Array,
     rhs: Array,
     lhs_contracted: tuple[int, ...],
@@ -67,6 +70,11 @@ def gemm_of(
     rhs_batch: tuple[int, ...] = (),
 ) -> Gemm:
     """Sizes of a matrix product from the shapes of its operands and the dims that are summed over or kept apart."""
+    for array, dims in ((lhs, (*lhs_contracted, *lhs_batch)), (rhs, (*rhs_contracted, *rhs_batch))):
+        if dims and max(dims) >= len(array.dims):
+            raise product.error(
+                f"contracts or batches dims {dims} of an operand of shape {array.dims}; they count from 0"
+            )
     k = math.prod(lhs.dims[dim] for dim in lhs_contracted)
     batch = math.prod(lhs.dims[dim] for dim in lhs_batch)
     taken = {*rhs_contracted, *rhs_batch}
