@@ -3,12 +3,14 @@
 Reads what `compiled.as_text()` of JAX 0.11 prints (grammar: openxla.org/xla, "HLO text", and xla/hlo/parser/hlo_parser.cc).
 """
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 
 class HloError(ValueError):
@@ -74,6 +76,17 @@ class Instruction:
         """The integers of an attribute such as `dimensions={0,2}`; empty if it isn't there."""
         found = re.search(rf"\b{key}=\{{([\d,]*)\}}", self.attributes)
         return tuple(map(int, re.findall(r"\d+", found[1]))) if found else ()
+
+    def backend_config(self) -> Mapping[str, Any]:
+        """What the compiler passes to the backend; `HloError` if there is nothing like that."""
+        _, _, text = self.attributes.partition("backend_config=")
+        try:
+            config, _ = json.JSONDecoder().raw_decode(text)
+        except json.JSONDecodeError:
+            config = None
+        if not isinstance(config, dict):
+            raise self.error(f"backend_config is {text[:40]!r}; expected a JSON object")
+        return config
 
     def error(self, problem: str) -> HloError:
         return HloError(f"HLO line {self.line}, %{self.name} = {self.opcode}(...): {problem}")

@@ -59,6 +59,15 @@ def kernel_bytes(computation: Computation, instruction: Instruction) -> float:
     return read + written
 
 
+def call_bytes(computation: Computation, call: Instruction) -> float:
+    """Bytes read and written by a library call; scratch memory, which comes after its first result as a row of bytes, is not traffic."""
+    results = [
+        call.array,
+        *(array for array in call.shape[1:] if array.dtype not in ("s8", "u8") or len(array.dims) != 1),
+    ]
+    return sum(operand.num_bytes for operand in computation.operands(call)) + sum(array.num_bytes for array in results)
+
+
 def _needs(user: Instruction, operands: Sequence[Instruction], index: int, amount: float, in_place: bool) -> float:
     """Elements of operand `index` that `user` needs to provide `amount` elements."""
     size = _size(operands[index])
@@ -69,7 +78,7 @@ def _needs(user: Instruction, operands: Sequence[Instruction], index: int, amoun
             return 0 if in_place else max(amount - _size(operands[1]), 0)
         case "scatter" if index == 0:  # an in-place scatter that combines reads what it then writes
             return _size(operands[-1]) if in_place else amount
-        case "dynamic-update-slice" | "scatter" | "dot":
+        case "dynamic-update-slice" | "scatter" | "dot" | "ragged-dot":
             return size
         case _:
             return size * amount / max(_size(user), 1)

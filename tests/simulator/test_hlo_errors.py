@@ -52,6 +52,11 @@ CUBLAS = (
         (DOT, r"contracts or batches dims \(2,\) of an operand of shape \(4, 4\)"),
         (DOT.replace("(%q, %q)", "(%q)"), "its operands are q; expected 2 or more"),
         (CUBLAS, "its operands are q; expected 2 or more"),
+        ("%r = f32[4,4]{1,0} ragged-dot(%q, %q), rhs_group_dims={0}", "its operands are q, q; expected 3 or more"),
+        (
+            "%r = f32[4,4]{1,0} ragged-dot(%q, %q, %p), rhs_group_dims={5}",
+            r"dims \(5,\) of an operand of shape \(4, 4\)",
+        ),
         ("%r = f32[4]{0} dynamic-update-slice(%p)", "its operands are p; expected 2 or more"),
         ("%r = f32[4]{0} scatter(%p, %i), to_apply=%add", "its operands are p, i; expected 3 or more"),
         ("%r = f32[4]{0} sort(), to_apply=%add", "its operands are none; expected 1 or more"),
