@@ -11,6 +11,25 @@ from simulator.dtypes import check_dtypes
 PROFILES = Path(__file__).parent / "profiles" / "kernels"
 
 
+class Passes(Description):
+    """A number for the forward and one for the backward pass."""
+
+    forward: Fraction
+    backward: Fraction
+
+
+class FusedAttention(Description):
+    """Fractions of the peak that fused attention reaches on long causal sequences, by generation of its kernels.
+
+    Second: Dao, FlashAttention-2 (arXiv 2307.08691), figures for head size 128. First: about 0.6 of that, as in the same paper; the exact
+    values are those of two rows of llm-foundry's table with long sequences, 125m at 32768 tokens on A100 and 1b at 65536 on H100. V100, which
+    is the default, and B200 are guesses in proportion.
+    """
+
+    flash: Passes = Passes(forward=0.25, backward=0.20)
+    flash2: Passes = Passes(forward=0.25, backward=0.20)
+
+
 class KernelProfile(Description):
     """What `simulator.gemm` and `simulator.compute` know of a device beside its peaks.
 
@@ -31,6 +50,7 @@ class KernelProfile(Description):
         droop: by how much a product takes longer once the device is hot.
         hot_in_training: whether the clock drops so far in training; otherwise only within long products.
         split_us: starting the sum of split products.
+        attention: how close to the peak fused attention comes.
         held_out_error: mean absolute relative error on measured shapes outside the fit.
     """
 
@@ -48,6 +68,7 @@ class KernelProfile(Description):
     droop: NonNegativeFloat = 0.0
     hot_in_training: bool = False
     split_us: NonNegativeFloat = 0.0
+    attention: FusedAttention = FusedAttention()
     held_out_error: NonNegativeFloat | None = None
 
     @model_validator(mode="after")

@@ -18,6 +18,8 @@ STREAMS: tuple[Stream, ...] = ("compute", "communication", "host")
 Category = Literal[
     "gemm",
     "conv",
+    "attention",
+    "attention backward",
     "memory",
     "all_reduce",
     "all_gather",
