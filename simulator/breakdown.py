@@ -52,10 +52,10 @@ def prediction_of(timeline: Timeline, cluster: AnyCluster, model_flops: float = 
     moved: defaultdict[str, float] = defaultdict(float)
     for span in own:
         if span.stream == "communication":
-            moved[span.category] += span.seconds
+            moved[_axis(span)] += span.seconds
             late = span.seconds * max(0.0, span.end - max(span.start, computed)) / (span.end - span.start or 1.0)
             if late:  # nobody waits for it, except for the end of the step
-                exposed[span.category] += late
+                exposed[_axis(span)] += late
                 parts["bubble"] -= late
     of_mesh = [cluster.pools[cluster.pool_of(devices)].device for devices in timeline.meshes]
     used = [(use.parts(), device) for use, device in zip(timeline.memory, of_mesh, strict=False)]
@@ -92,7 +92,7 @@ def _compute_seconds(own: list[Span]) -> tuple[defaultdict[str, float], defaultd
             continue
         match span.category:
             case "wait":
-                exposed[span.awaited or "wait"] += span.seconds
+                exposed[_axis(span)] += span.seconds
             case "bubble" | "host":
                 parts[span.category] += span.seconds
             case _:
@@ -101,6 +101,12 @@ def _compute_seconds(own: list[Span]) -> tuple[defaultdict[str, float], defaultd
                     part = span.part
                 parts[part] += span.seconds
     return parts, exposed
+
+
+def _axis(span: Span) -> str:
+    """What communication counts for, or waiting for it: the axes it lies along, or else its kind."""
+    kind = span.category if span.stream == "communication" else span.awaited or "wait"
+    return "pipeline" if kind == "send" else span.axis or kind
 
 
 @cache

@@ -32,6 +32,7 @@ class Transfer:
     task: str
     left: float
     slowdown: float
+    axis: str = ""
     start: float = inf
 
     def go_on(self, time: float, seconds: float) -> None:
@@ -51,7 +52,9 @@ class Streams:
     compute: float = 0.0
     communication: float = 0.0
     host: float = 0.0
-    running: dict[str, tuple[float, Category]] = field(default_factory=dict)  # started, not waited for: when each ends
+    running: dict[str, tuple[float, Category, str]] = field(
+        default_factory=dict
+    )  # started, not waited for: end, kind, axis
     under_way: deque[Transfer] = field(default_factory=deque)  # whose end is not known yet
     spans: list[Span] = field(default_factory=list)
     levels: list[tuple[float, Level]] = field(default_factory=list)
@@ -79,19 +82,20 @@ class Streams:
                         self._finish()
                     if name not in self.running:
                         raise ValueError(f"task {self.task}: waits for collective {name!r}, which is not running")
-                    end, kind = self.running.pop(name)
-                    self.wait_until(end, name, "wait", kind)
+                    end, kind, axis = self.running.pop(name)
+                    self.wait_until(end, name, "wait", kind, axis)
                 case Loop():
                     self._loop(op)
                 case _:
                     assert_never(op)
 
-    def communicate(self, name: str, seconds: float, category: Category, link: Link) -> Span:
+    def communicate(self, name: str, seconds: float, category: Category, link: Link, axis: str = "") -> Span:
         """Hand a transfer that disturbs nobody to the communication stream now."""
         self.settle()
         start = max(self.compute, self.communication)
         self.communication = start + seconds
-        span = Span(name, self.mesh, "communication", start, self.communication, category, self.task, link=link)
+        end = self.communication
+        span = Span(name, self.mesh, "communication", start, end, category, self.task, link=link, axis=axis)
         self.spans.append(span)
         return span
 
@@ -112,7 +116,9 @@ class Streams:
         self.levels += [(start, during), (self.compute, after)]
         self.num_levels += 1
 
-    def wait_until(self, time: float, name: str, category: Category, awaited: Category | None = None) -> None:
+    def wait_until(
+        self, time: float, name: str, category: Category, awaited: Category | None = None, axis: str = ""
+    ) -> None:
         """Let the compute stream idle until `time`, while collectives go on."""
         if time > self.compute:
             while self.under_way and (begin := max(self.compute, self.communication)) < time:
@@ -121,7 +127,7 @@ class Streams:
                     transfer.go_on(begin, time - begin)
                     break
                 self._finish()
-            self._record(name, "compute", self.compute, time, category, awaited)
+            self._record(name, "compute", self.compute, time, category, awaited, axis=axis)
             self.compute = time
 
     def _start(self, collective: Collective) -> None:
@@ -130,10 +136,10 @@ class Streams:
         seconds = collective_seconds(self.costs, collective, groups)
         slowdown, link = self.costs.slowdown(groups), self.link(groups)
         if slowdown == 1 and not self.under_way:
-            span = self.communicate(collective.name, seconds, collective.kind, link)
-            self.running[collective.name] = span.end, collective.kind
+            span = self.communicate(collective.name, seconds, collective.kind, link, collective.axis)
+            self.running[collective.name] = span.end, collective.kind, collective.axis
         else:
-            transfer = Transfer(collective.name, collective.kind, link, self.task, seconds, slowdown)
+            transfer = Transfer(collective.name, collective.kind, link, self.task, seconds, slowdown, collective.axis)
             self.under_way.append(transfer)
 
     def _compute(self, seconds: float) -> None:
@@ -157,10 +163,19 @@ class Streams:
         start = max(self.compute, self.communication)
         self.communication = end = start + each.left
         each.go_on(start, each.left)
-        self.running[each.name] = end, each.category
-        self.spans.append(
-            Span(each.name, self.mesh, "communication", each.start, end, each.category, each.task, link=each.link)
+        self.running[each.name] = end, each.category, each.axis
+        span = Span(
+            each.name,
+            self.mesh,
+            "communication",
+            each.start,
+            end,
+            each.category,
+            each.task,
+            link=each.link,
+            axis=each.axis,
         )
+        self.spans.append(span)
 
     def _loop(self, loop: Loop) -> None:
         """Play iterations until they repeat one another, then skip ahead."""
@@ -189,17 +204,17 @@ class Streams:
             "communication": self.communication + count * communication,
         }
         begins: dict[Stream, float] = {"compute": self.compute, "communication": self.communication}
-        busy: defaultdict[tuple[Stream, Category, Category | None, Link | None, Part], float] = defaultdict(float)
+        busy: defaultdict[tuple[Stream, Category, Category | None, Link | None, Part, str], float] = defaultdict(float)
         for span in pattern:
-            busy[span.stream, span.category, span.awaited, span.link, span.part] += count * span.seconds
-        for (stream, category, awaited, link, part), seconds in busy.items():
+            busy[span.stream, span.category, span.awaited, span.link, span.part, span.axis] += count * span.seconds
+        for (stream, category, awaited, link, part, axis), seconds in busy.items():
             name, begin, end = f"{count} x {category}", begins[stream], ends[stream]
-            span = Span(name, self.mesh, stream, begin, end, category, self.task, seconds, awaited, link, part)
+            span = Span(name, self.mesh, stream, begin, end, category, self.task, seconds, awaited, link, part, axis)
             self.spans.append(span)
         self.compute, self.communication = ends["compute"], ends["communication"]
         for name in started:
-            end, kind = self.running[name]
-            self.running[name] = end + count * communication, kind
+            end, kind, axis = self.running[name]
+            self.running[name] = end + count * communication, kind, axis
 
     def _global(self, collective: Collective) -> Groups:
         """Its groups in ids of the cluster."""
@@ -216,8 +231,11 @@ class Streams:
         category: Category,
         awaited: Category | None = None,
         part: Part = "",
+        axis: str = "",
     ) -> None:
-        self.spans.append(Span(name, self.mesh, stream, start, end, category, self.task, awaited=awaited, part=part))
+        self.spans.append(
+            Span(name, self.mesh, stream, start, end, category, self.task, awaited=awaited, part=part, axis=axis)
+        )
 
 
 def _steady(last: tuple[float, float, float], now: tuple[float, float, float]) -> bool:

@@ -4,10 +4,21 @@ from hypothesis import strategies as st
 
 from simulator.costs import BandwidthOnly
 from simulator.program import Free, Instruction, Program, Recv, Run, Send
-from simulator.work import Collective, Done, Kernel, Loop, Start
+from simulator.work import Collective, Done, Groups, Kernel, Loop, Start
 
 COSTS = BandwidthOnly(bandwidth=1.0, flop_per_s=1.0)  # a FLOP or a sent byte takes a second
 PAIR = ((0, 1),)
+
+
+class Slowed(BandwidthOnly):
+    """As `COSTS`, but whatever goes on together takes so many times longer."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(bandwidth=1.0, flop_per_s=1.0)
+        object.__setattr__(self, "factor", factor)
+
+    def slowdown(self, groups: Groups) -> float:
+        return self.factor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def compute(seconds: float, name: str = "dot") -> Kernel:

@@ -6,26 +6,15 @@ from hypothesis import strategies as st
 
 from simulator.clock import Clock
 from simulator.cluster import Cluster
-from simulator.costs import BandwidthOnly, ClusterCosts, MixedCosts
+from simulator.costs import ClusterCosts, MixedCosts
 from simulator.engine import simulate
 from simulator.mixed import MixedCluster
 from simulator.program import Program, Recv, Run, Send
 from simulator.timeline import Timeline
-from simulator.work import Body, Done, Groups, Loop
-from tests.simulator.bodies import COSTS, bodies, compute, flat, programs, start
+from simulator.work import Body, Done, Loop
+from tests.simulator.bodies import COSTS, Slowed, bodies, compute, flat, programs, start
 
 CLUSTER = Cluster.load("cpu-virtual")
-
-
-class Slowed(BandwidthOnly):
-    """As `COSTS`, but whatever goes on together takes so many times longer."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__(bandwidth=1.0, flop_per_s=1.0)
-        object.__setattr__(self, "factor", factor)
-
-    def slowdown(self, groups: Groups) -> float:
-        return self.factor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def one_task(*ops) -> Program:
