@@ -4,14 +4,16 @@ from math import isnan
 import pandas
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from simulator.breakdown import predict
 from simulator.cluster import Cluster
+from simulator.costs import CostModel
 from simulator.engine import simulate
 from simulator.memory import MemoryUse
 from simulator.program import Program, Recv, Run, Send
 from simulator.work import Body, Done, Kernel, Loop, Op, Part, Start
-from tests.simulator.bodies import COSTS, Slowed, compute, programs, start
+from tests.simulator.bodies import COSTS, Slowed, TwoLinks, compute, far, programs, start
 
 CLUSTER = Cluster.load("cpu-virtual")
 
@@ -117,10 +119,18 @@ def test_kernels_of_unknown_cost_are_named_and_counted() -> None:
     assert "12 x frobnicate: cost unknown" in str(simulate(program, CLUSTER, COSTS))
 
 
-@given(programs())
-def test_the_parts_sum_up_to_the_step(program: Program) -> None:
-    prediction = predict(program, CLUSTER, COSTS, dispatch=0.5)
+def test_what_is_late_on_two_links_at_the_same_time_counts_once() -> None:
+    body = compute(1), *(Start(replace(one.collective, axis=axis)) for one, axis in ((start(6), "x"), (far(2), "y")))
+    found = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, TwoLinks(1.0))
+    assert (found.seconds, found.whole, found.bubble) == (7, 1, pytest.approx(0))
+    assert found.communication == {"x": 6, "y": 2}
+    assert found.exposed == pytest.approx({"x": 6 * 6 / 8, "y": 2 * 6 / 8})
+
+
+@given(programs(), st.sampled_from([COSTS, TwoLinks(1.0), TwoLinks(1.5)]))
+def test_the_parts_sum_up_to_the_step(program: Program, costs: CostModel) -> None:
+    prediction = predict(program, CLUSTER, costs, dispatch=0.5)
     parts = prediction.forward + prediction.bubble + prediction.host + sum(prediction.exposed.values())
     assert parts == pytest.approx(prediction.seconds)
-    assert prediction.seconds == simulate(program, CLUSTER, COSTS, dispatch=0.5).makespan
+    assert prediction.seconds == simulate(program, CLUSTER, costs, dispatch=0.5).makespan
     assert prediction.bubble >= -1e-9
