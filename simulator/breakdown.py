@@ -52,13 +52,19 @@ def prediction_of(
     computed = max((span.end for span in own if span.stream == "compute"), default=0.0)
     parts["bubble"] += timeline.makespan - computed
     moved: defaultdict[str, float] = defaultdict(float)
+    late: defaultdict[str, float] = defaultdict(float)  # nobody waits for it, except for the end of the step
     for span in own:
         if span.stream == "communication":
-            moved[span.category] += span.seconds
-            late = span.seconds * max(0.0, span.end - max(span.start, computed)) / (span.end - span.start or 1.0)
-            if late:  # nobody waits for it, except for the end of the step
-                exposed[span.category] += late
-                parts["bubble"] -= late
+            moved[_axis(span)] += span.seconds
+            part = max(0.0, span.end - max(span.start, computed)) / (span.end - span.start or 1.0)
+            late[_axis(span)] += part * span.seconds
+    # over different links it goes on at the same time, which counts once
+    total = sum(late.values())
+    once = min(1.0, max((span.end - computed for span in own), default=0.0) / total) if total else 0.0
+    for axis, seconds in late.items():
+        if seconds:
+            exposed[axis] += once * seconds
+            parts["bubble"] -= once * seconds
     of_mesh = [cluster.pools[cluster.pool_of(devices)].device for devices in timeline.meshes]
     used = [(use.parts(), device) for use, device in zip(timeline.memory, of_mesh, strict=False)]
     held, device = max(used, key=lambda each: sum(each[0].values()) / each[1].memory_bytes, default=({}, of_mesh[mesh]))
@@ -96,7 +102,7 @@ def _compute_seconds(own: list[Span]) -> tuple[defaultdict[str, float], defaultd
             continue
         match span.category:
             case "wait":
-                exposed[span.awaited or "wait"] += span.seconds
+                exposed[_axis(span)] += span.seconds
             case "bubble" | "host":
                 parts[span.category] += span.seconds
             case _:
@@ -105,6 +111,12 @@ def _compute_seconds(own: list[Span]) -> tuple[defaultdict[str, float], defaultd
                     part = span.part
                 parts[part] += span.seconds
     return parts, exposed
+
+
+def _axis(span: Span) -> str:
+    """What communication counts for, or waiting for it: the axes it lies along, or else its kind."""
+    kind = span.category if span.stream == "communication" else span.awaited or "wait"
+    return "pipeline" if kind == "send" else span.axis or kind
 
 
 @cache

@@ -12,6 +12,7 @@ from simulator.collectives import Network
 from simulator.compute import KernelModel
 from simulator.mixed import AnyCluster, MixedCluster
 from simulator.network import Flows, find_routes
+from simulator.timeline import Link
 from simulator.work import Collective, CollectiveKind, Groups, Kernel
 
 
@@ -31,6 +32,10 @@ class CostModel(Protocol):
 
     def slowdown(self, groups: Groups) -> float:
         """How many times longer a collective of these groups, and computation beside it, take while both go on."""
+        ...
+
+    def link(self, groups: Groups) -> Link:
+        """What these groups communicate over, one collective after the other."""
         ...
 
 
@@ -66,12 +71,11 @@ class ClusterCosts:
             return network.collective_seconds(kind, num_bytes, routes(kind, groups))
 
         @lru_cache(maxsize=1 << 12)
-        def slowdown(groups: Groups) -> float:
-            far = any(len(set(map(cluster.host_of, group))) > 1 for group in groups)
-            return network.link(far).slowdown
+        def link(groups: Groups) -> Link:
+            return _link(cluster, groups)
 
         self._kernel = kernel_like
-        self._slowdown = slowdown
+        self._link = link
         self._collective = collective
 
     @property
@@ -86,7 +90,10 @@ class ClusterCosts:
         return self._collective(kind, num_bytes, groups)
 
     def slowdown(self, groups: Groups) -> float:
-        return self._slowdown(groups)
+        return self.network.link(self._link(groups) == "between hosts").slowdown
+
+    def link(self, groups: Groups) -> Link:
+        return self._link(groups)
 
 
 class MixedCosts:
@@ -117,6 +124,9 @@ class MixedCosts:
         start = self.cluster.pool_starts[pool]
         return self.pools[pool].slowdown(tuple(tuple(device - start for device in group) for group in groups))
 
+    def link(self, groups: Groups) -> Link:
+        return _link(self.cluster, groups)
+
     def _collective_anew(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         inside: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # groups of each pool
         cards: Counter[tuple[int, str, int]] = Counter()  # messages out of and into each network card of each pool
@@ -133,6 +143,11 @@ class MixedCosts:
             of_card = Flows(0, messages / self.cluster.pools[pool].cards_per_device)
             seconds.append(self.pools[pool].network.collective_seconds(kind, num_bytes, of_card))
         return max(seconds)
+
+
+def _link(cluster: AnyCluster, groups: Groups) -> Link:
+    far = any(len(set(map(cluster.host_of, group))) > 1 for group in groups)
+    return "between hosts" if far else "within hosts"
 
 
 def costs_of(cluster: AnyCluster) -> ClusterCosts | MixedCosts:
@@ -161,3 +176,6 @@ class BandwidthOnly:
 
     def slowdown(self, groups: Groups) -> float:
         return 1.0
+
+    def link(self, groups: Groups) -> Link:
+        return "within hosts"

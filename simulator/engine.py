@@ -1,19 +1,18 @@
 """Puts clocks on a program: what every mesh computes, communicates and waits for, and when.
 
 All devices of a mesh do the same at the same time, so a mesh has one compute stream, which takes operations in order, and one
-communication stream, which takes what the compute stream hands it, in order. They meet where the compute stream waits. A host hands
-the instructions to both. Computation and collectives may slow each other (`simulator.streams`). (`simulator.clock` finds the same makespan faster, and no timeline.)
+communication stream for each class of links, which takes what the compute stream hands it, in order. They meet where the compute stream
+waits. A host hands the instructions to all. Computation and collectives may slow each other (`simulator.streams`). (`simulator.clock` finds the same makespan faster, and no timeline.)
 """
 
-from collections.abc import Callable
 from typing import assert_never
 
 from simulator.costs import CostModel, costs_of
 from simulator.mixed import AnyCluster
 from simulator.program import Free, Program, Recv, Run, Send, walk
 from simulator.streams import Streams
-from simulator.timeline import Arrow, Link, Span, Timeline
-from simulator.work import Done, Groups, Start
+from simulator.timeline import LINKS, Arrow, Span, Timeline
+from simulator.work import Done, Start
 
 
 def simulate(program: Program, cluster: AnyCluster, costs: CostModel | None = None, dispatch: float = 0.0) -> Timeline:
@@ -28,11 +27,6 @@ def simulate(program: Program, cluster: AnyCluster, costs: CostModel | None = No
         ValueError: a mesh has devices that the cluster lacks, a task has no body, or there is no mesh at all.
     """
     costs = costs or costs_of(cluster)
-
-    def link_of(groups: Groups) -> Link:
-        far = any(len(set(map(cluster.host_of, group))) > 1 for group in groups)
-        return "between hosts" if far else "within hosts"
-
     if not program.meshes:
         raise ValueError("a program without meshes; expected at least one, with its devices and instructions")
     for mesh, devices in enumerate(program.meshes):
@@ -40,7 +34,7 @@ def simulate(program: Program, cluster: AnyCluster, costs: CostModel | None = No
             raise ValueError(
                 f"mesh {mesh} has devices {devices}; cluster {cluster.name!r} has devices 0 to {cluster.num_devices - 1}"
             )
-    of_mesh, arrows = play(program, costs, link_of, dispatch)
+    of_mesh, arrows = play(program, costs, dispatch)
     spans = tuple(span for streams in of_mesh for span in streams.spans)
     levels = tuple(tuple(streams.levels) for streams in of_mesh) if program.levels else ()
     return Timeline(
@@ -56,11 +50,9 @@ def simulate(program: Program, cluster: AnyCluster, costs: CostModel | None = No
     )
 
 
-def play(
-    program: Program, costs: CostModel, link_of: Callable[[Groups], Link], dispatch: float = 0.0
-) -> tuple[list[Streams], list[Arrow]]:
-    """The streams of every mesh once all has happened, and the values on their way; `link_of` names what groups communicate over."""
-    of_mesh = [Streams(mesh, devices, costs, link_of) for mesh, devices in enumerate(program.meshes)]
+def play(program: Program, costs: CostModel, dispatch: float = 0.0) -> tuple[list[Streams], list[Arrow]]:
+    """The streams of every mesh once all has happened, and the values on their way."""
+    of_mesh = [Streams(mesh, devices, costs) for mesh, devices in enumerate(program.meshes)]
     sends: dict[tuple[str, int, int], Span] = {}
     arrows: list[Arrow] = []
     for mesh, instruction in walk(program):
@@ -90,5 +82,6 @@ def play(
         if program.levels:
             streams.record_levels(start, program.levels[mesh])
     for streams in of_mesh:
-        streams.settle()
+        for link in LINKS:
+            streams.settle(link)
     return of_mesh, arrows

@@ -28,7 +28,8 @@ class Prediction:
         whole: computation of a program that is not cut into phases.
         bubble: waiting for other stages.
         host: waiting for the host to launch kernels or to hand over instructions.
-        exposed: communication that nothing hides, by axis ("tensor", "pipeline", "data") or, of a program, by kind.
+        exposed: communication that nothing hides, by axis: "tensor", "pipeline" and "data" of a formula; the axes of the mesh of a program
+            ("x", or "x,y" along both; the kind of a collective that doesn't say), and "pipeline" for sends between stages.
         communication: all of it, likewise.
         memory: bytes on the device that needs most; without parts if the program does not say.
         model_flops, hardware_flops: of all devices, without and with what is computed twice; nan if the program does not say.

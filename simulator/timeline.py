@@ -51,6 +51,7 @@ class Span:
         busy: seconds it stands for, where that is less than its length: the iterations of a loop are summed up as one span per
             category.
         awaited: the kind of the collective that a `wait` waits for.
+        axis: the mesh axes that communication lies along, or that of the collective that a `wait` waits for; nothing if nobody says.
         link: what communication goes over.
         part: of a kernel, the part of the training step.
     """
@@ -66,6 +67,7 @@ class Span:
     awaited: Category | None = None
     link: Link | None = None
     part: Part = ""
+    axis: str = ""
 
     @property
     def seconds(self) -> float:

@@ -85,6 +85,16 @@ def test_it_agrees_with_what_xla_compiles(name, seconds):
     assert max(a.whole, b.whole) < 1e-3 * b.seconds  # of no part
 
 
+@pytest.mark.parametrize("fidelity", ["analytic", "compiled"])
+def test_communication_is_told_by_mesh_axis(fidelity):
+    timeline = predicted("shard", fidelity)
+    found = prediction_of(timeline, A100)
+    assert {"x", "y"} <= set(found.communication) <= {"x", "y", "x,y"}
+    of_kinds = [s.seconds for s in timeline.spans if s.stream == "communication"]
+    assert sum(found.communication.values()) == pytest.approx(sum(of_kinds))
+    assert set(prediction_of(predicted("1f1b", fidelity), A100).communication) >= {"x", "pipeline"}
+
+
 def test_a_plan_from_a_file_will_do_and_the_program_goes_into_one(tmp_path):
     plan("1f1b").save(tmp_path / "plan.json")
     loaded = autopar.Plan.load(tmp_path / "plan.json")
