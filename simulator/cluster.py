@@ -162,9 +162,11 @@ class Cluster(Description):
             bandwidth_gb_per_s=link.bandwidth_gb_per_s,
             group_bandwidth_gb_per_s=link.group_bandwidth_gb_per_s,
         )
+        pair = {"bandwidth_gb_per_s": link.bandwidth(2) / 1e9, "group_bandwidth_gb_per_s": {}}
+        permute = implied.model_copy(update=pair)  # whoever else sends, a message has the links between two devices
         if self.collectives is None:
-            return CollectiveProfile(gpu=self.device.name, source=self.source, all_reduce=implied)
-        return self.collectives.model_copy(update={"permute": self.collectives.permute or implied})
+            return CollectiveProfile(gpu=self.device.name, source=self.source, all_reduce=implied, permute=permute)
+        return self.collectives.model_copy(update={"permute": self.collectives.permute or permute})
 
     @property
     def pools(self) -> "tuple[Cluster, ...]":
