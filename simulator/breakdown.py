@@ -28,7 +28,7 @@ def predict(
     program: Program,
     cluster: AnyCluster,
     costs: CostModel | None = None,
-    dispatch: float = 0.0,
+    dispatch: float | None = None,
     model_flops: float | None = None,
     tokens: int = 0,
 ) -> Prediction:

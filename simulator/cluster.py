@@ -123,6 +123,28 @@ class Processes(Description):
     at_once: float = Field(default=1.0, ge=1)
 
 
+class Provenance(Description):
+    """How a description was measured: when, on what, and how well it fits. Rows and errors are by what was measured.
+
+    Attributes:
+        driver: version of the driver of the devices, where there is one.
+        seconds: that measuring took.
+        rows: how many measurements there are, those held out of the fit included.
+        fitted_error, held_out_error: mean absolute relative error on the rows that were fitted to, and on the others.
+    """
+
+    date: str
+    device_kind: str
+    devices: PositiveInt
+    driver: str | None = None
+    jax: str
+    jaxlib: str
+    seconds: NonNegativeFloat
+    rows: dict[str, PositiveInt]
+    fitted_error: dict[str, NonNegativeFloat] = Field(default_factory=dict)
+    held_out_error: dict[str, NonNegativeFloat] = Field(default_factory=dict)
+
+
 class Cluster(Description):
     """Hosts with the same number of the same devices, and the network between them.
 
@@ -137,6 +159,8 @@ class Cluster(Description):
             `simulator/profiles/collectives`, or the path of another. What `intra_host` implies if there are none.
         inter_host: the link between two network cards of different hosts; None for a single host.
         processes: what hosts cost that are processes of one machine; None: each has a machine of its own.
+        host_launch_us: of a host, to start a program on its devices: what a jitted call takes.
+        provenance: of a description that was measured as a whole, by `autopar calibrate`.
     """
 
     name: str
@@ -151,6 +175,8 @@ class Cluster(Description):
     collectives: CollectiveProfile | None = None
     inter_host: Link | None = None
     processes: Processes | None = None
+    host_launch_us: NonNegativeFloat = 0.0
+    provenance: Provenance | None = None
 
     @model_validator(mode="after")
     def _hosts_are_linked(self) -> Self:
@@ -173,9 +199,11 @@ class Cluster(Description):
             bandwidth_gb_per_s=link.bandwidth_gb_per_s,
             group_bandwidth_gb_per_s=link.group_bandwidth_gb_per_s,
         )
+        pair = {"bandwidth_gb_per_s": link.bandwidth(2) / 1e9, "group_bandwidth_gb_per_s": {}}
+        permute = implied.model_copy(update=pair)  # whoever else sends, a message has the links between two devices
         if self.collectives is None:
-            return CollectiveProfile(gpu=self.device.name, source=self.source, all_reduce=implied)
-        return self.collectives.model_copy(update={"permute": self.collectives.permute or implied})
+            return CollectiveProfile(gpu=self.device.name, source=self.source, all_reduce=implied, permute=permute)
+        return self.collectives.model_copy(update={"permute": self.collectives.permute or permute})
 
     @property
     def pools(self) -> "tuple[Cluster, ...]":

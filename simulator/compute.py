@@ -38,7 +38,11 @@ class KernelModel:
             return kernels * launch + max(kernel.flops / (model.peak * fraction), traffic)
         if (gemm := kernel.gemm) is not None and gemm.flops:
             return model.seconds(gemm.m, gemm.n, gemm.k, gemm.batch, kernel.bytes)
-        arithmetic = model.heat(kernel.flops) * kernel.flops / (model.core * model.cores)
+        rate = model.core * model.cores
+        if kernel.kind == "conv":
+            efficiency = self.device.kernels.conv_efficiency_by_dtype.get(kernel.dtype)
+            rate = rate if efficiency is None else efficiency * model.peak
+        arithmetic = model.heat(kernel.flops) * kernel.flops / rate
         return launch + (joined(arithmetic, traffic, model.overlap) if arithmetic or traffic else 0.0)
 
     def elementwise(self, num_bytes: float, kernels: int) -> float:

@@ -15,12 +15,14 @@ from simulator.timeline import LINKS, Arrow, Span, Timeline
 from simulator.work import Done, Start
 
 
-def simulate(program: Program, cluster: AnyCluster, costs: CostModel | None = None, dispatch: float = 0.0) -> Timeline:
+def simulate(
+    program: Program, cluster: AnyCluster, costs: CostModel | None = None, dispatch: float | None = None
+) -> Timeline:
     """The timeline of one step of `program` on `cluster`, by default at the costs that `cluster` implies.
 
     A send moves `num_bytes` in equal parts from each device of its mesh to its partner in the other mesh. Gathers of what arrives are
     communication of the mesh that receives, which waits for them. `dispatch` are the seconds that the host of a mesh takes for each
-    instruction; it runs ahead of the devices, which wait where it is late.
+    instruction, `host_launch_us` of the cluster by default; it runs ahead of the devices, which wait where it is late.
 
     Raises:
         DeadlockError: the meshes wait for one another.
@@ -29,6 +31,8 @@ def simulate(program: Program, cluster: AnyCluster, costs: CostModel | None = No
     costs = costs or costs_of(cluster)
     if not program.meshes:
         raise ValueError("a program without meshes; expected at least one, with its devices and instructions")
+    if dispatch is None:
+        dispatch = max(pool.host_launch_us for pool in cluster.pools) * 1e-6
     for mesh, devices in enumerate(program.meshes):
         if max(devices) >= cluster.num_devices:
             raise ValueError(

@@ -40,6 +40,7 @@ class KernelProfile(Description):
         launch_us: of an empty product; as the device's `kernel_launch_us` by default.
         efficiency: fraction of the peak that a core reaches inside a tile of a product while the device is cool.
         efficiency_by_dtype: the same where it is another one, by HLO dtype.
+        conv_efficiency_by_dtype: fraction of the peak that convolutions reach, where it is not that of products.
         tile_us: prologue and epilogue of a tile.
         step_ns: least time of one element of the inner dimension, whatever the tile.
         cache_gb_per_s_per_core: from the second-level cache to a core; unlimited by default.
@@ -58,6 +59,7 @@ class KernelProfile(Description):
     launch_us: NonNegativeFloat | None = None
     efficiency: Fraction
     efficiency_by_dtype: dict[str, Fraction] = Field(default_factory=dict)
+    conv_efficiency_by_dtype: dict[str, Fraction] = Field(default_factory=dict)
     tile_us: NonNegativeFloat = 0.0
     step_ns: NonNegativeFloat = 0.0
     cache_gb_per_s_per_core: PositiveFloat | None = None
