@@ -6,8 +6,10 @@ that `autopar.schedule.graph` gives them (`linear1/dot_general`), and functions 
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, ClassVar, Literal, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 type Mode = Literal["fwd_pre", "fwd_post", "bwd_post"]
 """Where a sync stands: before a module, after it, or on the gradients of its inputs."""
@@ -175,7 +177,10 @@ class Schedule:
     @classmethod
     def from_json(cls, text: str) -> "Schedule":
         """What `to_json` wrote. Raises ScheduleError for anything else."""
-        given = json.loads(text)
+        try:
+            given = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ScheduleError(f"a schedule is a JSON list of directives, and this is no JSON: {error}") from error
         if not isinstance(given, list):
             raise ScheduleError(f"a schedule is a JSON list of directives, not {type(given).__name__}")
         return cls(tuple(map(_directive, given)))
@@ -184,14 +189,22 @@ class Schedule:
 def _directive(given: Any) -> Directive:
     entries = dict(given) if isinstance(given, dict) else {}
     kind = entries.pop("do", None)
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ScheduleError(f"{given!r} is no directive: 'do' is {kind!r}, expected one of {', '.join(_KINDS)}")
     cls = _KINDS[kind]
-    try:
-        return cls(**{key: _frozen(value) for key, value in entries.items()})
-    except TypeError as error:
-        known = ", ".join(field.name for field in fields(cls))
-        raise ScheduleError(f"{given!r}: {kind} takes {known}") from error
+    types = get_type_hints(cls)
+    known = {field.name: field for field in fields(cls)}
+    missing = {name for name, field in known.items() if field.default is MISSING} - entries.keys()
+    if missing or not entries.keys() <= known.keys():
+        raise ScheduleError(f"{given!r}: {kind} takes {', '.join(known)}")
+    values = {key: _frozen(value) for key, value in entries.items()}
+    for key, value in values.items():
+        try:
+            TypeAdapter(types[key]).validate_python(value, strict=True)
+        except ValidationError as error:
+            why = error.errors()[0]["msg"]
+            raise ScheduleError(f"{key} of {kind} is {entries[key]!r} in {given!r}: {why}") from error
+    return cls(**values)
 
 
 def _frozen(value: Any) -> Any:

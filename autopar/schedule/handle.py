@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from flax import linen as nn
 
 from autopar.schedule import directives as d
-from autopar.schedule.directives import Directive, ScheduleError
+from autopar.schedule.directives import Directive, ScheduleError, primitives
 from autopar.schedule.graph import Node, within
 from autopar.schedule.matcher import Subgraph
 from autopar.schedule.matching import find_pattern
@@ -32,6 +32,26 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"Handle({', '.join(path or '(model)' for path in self.paths)})"
+
+    def __str__(self) -> str:
+        return self.mod
+
+    @property
+    def mod(self) -> str:
+        """The modules with their parameters and directives, and once there is a `trace`, the equations."""
+        text = self._owner.modules.text(self._owner.schedule.directives, self.paths)
+        if self._owner.of_kind(d.Trace):
+            text += "\n\n" + "\n".join(self._owner.lines(self.paths))
+        return text
+
+    def named_schedules(self) -> "dict[str, Handle]":
+        """A handle for each module, and each inside it, by path in the model."""
+        inside = (p for p in self._owner.modules.by_path if any(within(p, at) for at in self.paths))
+        return {path: Handle(self._owner, (path,)) for path in inside}
+
+    def list_primitives(self) -> tuple[str, ...]:
+        """The names of what can be called here to schedule modules: directives, and what finds and makes several."""
+        return (*primitives(), "find", "replace_all")
 
     def shard(self, param: str, axis: int, mesh_axis: str | None = None) -> "Handle":
         """Split a parameter along its dim `axis` over a mesh axis, the last one by default.

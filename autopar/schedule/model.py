@@ -11,7 +11,7 @@ from autopar.devices import Devices, planned_mesh
 from autopar.schedule import directives as d
 from autopar.schedule import nnx_scopes
 from autopar.schedule.checks import check
-from autopar.schedule.directives import Directive, Schedule, ScheduleError, primitives
+from autopar.schedule.directives import Directive, Schedule, ScheduleError
 from autopar.schedule.forking import draws_of
 from autopar.schedule.graph import Node, joined, trace_model
 from autopar.schedule.handle import Handle
@@ -94,22 +94,6 @@ class ModelSchedule(Handle):
     @property
     def logical_mesh(self) -> LogicalMesh:
         return LogicalMesh(self.mesh.axis_sizes, self.mesh.axis_names)
-
-    @property
-    def mod(self) -> str:
-        """The modules with their parameters and directives, and once there is a `trace`, the equations."""
-        text = self.modules.text(self._directives)
-        if any(isinstance(each, d.Trace) for each in self._directives):
-            text += "\n\n" + "\n".join(self._lines())
-        return text
-
-    def named_schedules(self) -> dict[str, Handle]:
-        """A handle for each module, by path."""
-        return {path: Handle(self, (path,)) for path in self.modules.by_path}
-
-    def list_primitives(self) -> tuple[str, ...]:
-        """The names of the directives there are."""
-        return primitives()
 
     # -- for handles
 
@@ -206,14 +190,16 @@ class ModelSchedule(Handle):
             made.append(directive)
         return made
 
-    def _lines(self) -> Iterator[str]:
-        """The equations that are seen, those of a hidden module or a region in one line."""
+    def lines(self, paths: Sequence[str]) -> Iterator[str]:
+        """The equations of modules that are seen, those of a hidden module or a region in one line."""
         seen = {node.name for node in self.visible(("",))}
         names, shown = self.graph.value_names, set[str]()
-        for unit in self.units():
+        for unit in self._fused_or_not(self.units()):
             nodes = unit.nodes if isinstance(unit, Unit) else (unit,)
-            inputs = [names[var] for var in self.graph.inputs_of(nodes)]
+            if not any(node.within(path) for node in nodes for path in paths):
+                continue
             if isinstance(unit, Unit) and isinstance(unit.region, d.Fuse | d.Replace):
+                inputs = [names[var] for var in self.graph.inputs_of(nodes)]
                 yield f"{names[self.graph.outputs_of(nodes)[0]]} = {unit.region.name}({', '.join(inputs)})"
                 continue
             for node in nodes:
@@ -222,6 +208,14 @@ class ModelSchedule(Handle):
                 elif node.scope not in shown:
                     shown.add(node.scope)
                     yield f"{node.scope or 'model'}(...)"
+
+    def _fused_or_not(self, units: Sequence[Node | Unit]) -> Iterator[Node | Unit]:
+        """Equations, and those that run as one function, also where they are recomputed."""
+        for unit in units:
+            if isinstance(unit, Unit) and not isinstance(unit.region, d.Fuse | d.Replace):
+                yield from self._fused_or_not(unit.inside)
+            else:
+                yield unit
 
     def _name(self, atom: Any) -> str:
         return str(atom.val) if hasattr(atom, "val") else self.graph.value_names[atom]

@@ -79,12 +79,15 @@ class Modules:
             )
         return params[name]
 
-    def text(self, directives: Iterable[Directive]) -> str:
-        """The tree with shapes, and under each module its directives."""
+    def text(self, directives: Iterable[Directive], roots: Sequence[str] = ("",)) -> str:
+        """The modules at `roots` and inside them, with shapes, and under each its directives."""
         directives = list(directives)
         lines = []
         for path, module in self.by_path.items():
-            indent = "  " * (path.count("/") + 1 if path else 0)
+            root = next((root for root in roots if within(path, root)), None)
+            if root is None:
+                continue
+            indent = "  " * (_depth(path) - _depth(root))
             params = ", ".join(f"{name}={each.dtype}{list(each.shape)}" for name, each in module.params.items())
             name = path.rpartition("/")[2]
             label = f"({name}): {module.type_name or 'scope'}" if name else module.type_name or "function"
@@ -98,6 +101,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = [each for each in known if each]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
     return f"near it: {', '.join(close) or 'nothing'}"
+
+
+def _depth(path: str) -> int:
+    return path.count("/") + 1 if path else 0
 
 
 def _parents(scope: str) -> list[str]:

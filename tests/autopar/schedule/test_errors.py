@@ -187,3 +187,24 @@ def test_regions_must_nest_and_be_runnable_as_one() -> None:
     sch["block_0/norm1"].checkpoint()
     with pytest.raises(ScheduleError, match="both claim block_0/norm1/rsqrt"):
         build(sch)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{nope", "a schedule is a JSON list of directives, and this is no JSON: Expecting property name"),
+        ('{"do": "shard"}', "a schedule is a JSON list of directives, not dict"),
+        ("[3]", "3 is no directive: 'do' is None, expected one of shard"),
+        ('[{"do": ["shard"], "path": ""}]', r"'do' is \['shard'\], expected one of shard"),
+        ('[{"do": "shard", "path": "", "param": "w", "axis": "1", "mesh_axis": "x"}]', "axis of shard is '1' in .* integer"),
+        ('[{"do": "shard", "path": "", "param": "w", "axis": true, "mesh_axis": "x"}]', "axis of shard is True in"),
+        ('[{"do": "decompose", "path": 5}]', "path of decompose is 5 in .*: Input should be a valid string"),
+        ('[{"do": "decompose", "path": "", "to": 5}]', "decompose takes path"),
+        ('[{"do": "decompose"}]', "decompose takes path"),
+        ('[{"do": "fuse", "path": "", "nodes": "mul", "compiler": "xla", "name": "f"}]', "nodes of fuse is 'mul' in .* tuple"),
+        ('[{"do": "sync", "path": "", "mode": "fwd", "op": "all_reduce", "axis": null, "mesh_axis": "x"}]', "mode of sync is 'fwd'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_schedule_in_json_is_told_where_and_why(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Schedule.from_json(text)
