@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING, assert_never
 
-import jax
-
 from autopar.schedule.compilers import compiler
 from autopar.schedule.directives import (
     Annotate,
@@ -22,6 +20,7 @@ from autopar.schedule.directives import (
 )
 from autopar.schedule.forking import draws_of
 from autopar.schedule.graph import joined
+from autopar.schedule.policies import policy_of
 from autopar.schedule.syncs import check_sync
 
 if TYPE_CHECKING:
@@ -50,9 +49,7 @@ def check(model: "ModelSchedule", directive: Directive) -> None:
         case Fuse() | Replace():
             _check_region(model, directive)
         case Checkpoint(_, policy):
-            if policy is not None and not hasattr(jax.checkpoint_policies, policy):
-                known = ", ".join(name for name in dir(jax.checkpoint_policies) if not name.startswith("_"))
-                raise ScheduleError(f"checkpoint policy {policy!r} is none of jax.checkpoint_policies: {known}")
+            policy_of(policy, model.functions)
             _check_once(model, directive, ("path",))
         case CutPipelineStage(path):
             _check_once(model, directive, ("path",))

@@ -91,13 +91,17 @@ class Replace:
     whole_module: bool = False
 
 
+type Policy = str | tuple[str | Policy, ...]
+"""What is kept: one of `jax.checkpoint_policies`, a tuple of what makes one and its arguments, or a function."""
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A module is recomputed in the backward pass, but for what `policy`, of `jax.checkpoint_policies`, keeps."""
+    """A module is recomputed in the backward pass, but for what `policy` keeps."""
 
     kind: ClassVar[str] = "checkpoint"
     path: str
-    policy: str | None
+    policy: Policy | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from autopar.schedule import nnx_scopes
 from autopar.schedule.checks import check
 from autopar.schedule.directives import Directive, Schedule, ScheduleError
 from autopar.schedule.forking import draws_of
-from autopar.schedule.graph import Node, joined, trace_model
+from autopar.schedule.graph import Node, joined, trace_model, within
 from autopar.schedule.handle import Handle
 from autopar.schedule.items import Placed
 from autopar.schedule.matcher import Subgraph
@@ -68,13 +68,15 @@ class ModelSchedule(Handle):
     """
 
     def __init__(
-        self, fun: Callable[..., Any], classes: dict[str, str], params: Any, args: tuple[Any, ...], mesh: AnyMesh
+        self, fun: Callable[..., Any], classes: dict[str, type], params: Any, args: tuple[Any, ...], mesh: AnyMesh
     ) -> None:
         super().__init__(self, ("",))
         self.fun, self.classes, self.params, self.args, self.mesh = fun, classes, params, args, mesh
         self.functions: dict[str, Callable[..., Any]] = {}
         self._directives: list[Directive] = []
-        self.graph = trace_model(fun, self.params, self.args, classes.get(""), self._param_path)
+        self.graph = trace_model(
+            fun, self.params, self.args, root.__name__ if (root := classes.get("")) else None, self._param_path
+        )
         leaves = jax.tree.leaves(self.params)
         self.modules = Modules.of(self.graph, classes, dict(zip(self.graph.params.values(), leaves, strict=True)))
 
@@ -125,14 +127,26 @@ class ModelSchedule(Handle):
 
     def visible(self, paths: Sequence[str]) -> list[Node]:
         """The nodes of modules that `find` sees."""
-        hidden = {path for path, module in self.modules.by_path.items() if module.is_linear}
-        hidden -= {each.path for each in self.of_kind(d.Decompose)}
-        nodes = [n for n in self.graph.nodes if any(n.within(p) for p in paths) and n.name not in self.claimed()]
+        hidden, claimed = self._hidden(), self.claimed()
+        nodes = [n for n in self.graph.nodes if any(n.within(p) for p in paths) and n.name not in claimed]
         for trace in self.of_kind(d.Trace):
-            hidden.update(joined(trace.path, leaf) for leaf in trace.leaf_modules)
             if not trace.flatten:
                 nodes = [n for n in nodes if n.scope == trace.path or not n.within(trace.path)]
         return [node for node in nodes if not any(node.within(path) for path in hidden)]
+
+    def shows(self, path: str) -> bool:
+        """Whether `find` sees a module: it is inside none that is one thing."""
+        parent = path.rpartition("/")[0]
+        closed = [each.path for each in self.of_kind(d.Trace) if not each.flatten]
+        return not any(within(parent, each) for each in self._hidden()) and not any(
+            parent != each and within(parent, each) for each in closed
+        )
+
+    def _hidden(self) -> set[str]:
+        """The modules that are one thing."""
+        hidden = {path for path, module in self.modules.by_path.items() if module.is_linear}
+        hidden -= {each.path for each in self.of_kind(d.Decompose)}
+        return hidden.union(joined(t.path, leaf) for t in self.of_kind(d.Trace) for leaf in t.leaf_modules)
 
     def region(self, nodes: Sequence[Node]) -> Subgraph:
         names = (self.graph.value_names[var] for var in self.graph.inputs_of(nodes))

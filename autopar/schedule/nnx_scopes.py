@@ -16,10 +16,10 @@ def as_function(model: nnx.Module) -> Callable[..., Any]:
     return lambda state, *args: _scoped(nnx.merge(graphdef, state))(*args)
 
 
-def classes(model: nnx.Module) -> dict[str, str]:
+def classes(model: nnx.Module) -> dict[str, type]:
     """The class of each module that can be called, by path."""
     named = (("/".join(map(str, path)), module) for path, module in nnx.iter_modules(model))
-    return {path: type(module).__name__ for path, module in sorted(named, key=lambda each: each[0]) if callable(module)}
+    return {path: type(module) for path, module in sorted(named, key=lambda each: each[0]) if callable(module)}
 
 
 def _scoped(model: Any) -> Any:

@@ -22,6 +22,7 @@ from autopar.schedule.graph import ModelGraph, Recomputed, within
 from autopar.schedule.items import Boundary, Compute, Group, Item, Placed, Synced
 from autopar.schedule.layouts import Layout, LayoutError
 from autopar.schedule.local import draw_shards, run_eqn, shard
+from autopar.schedule.policies import policy_of
 from autopar.schedule.syncs import OPS, apply
 from autopar.sharding.spec import AnyMesh, LogicalMesh, partition_spec
 
@@ -144,7 +145,7 @@ class _Run:
                             inside.__name__ = inside.__qualname__ = region.name
                             results = compiler(region.compiler)(inside)(*values)
                         case Checkpoint():
-                            policy = getattr(jax.checkpoint_policies, region.policy) if region.policy else None
+                            policy = policy_of(region.policy, self.functions)
                             results = jax.checkpoint(self._inside(item), policy=policy)(*values)
                         case Recomputed():
                             # What goes in is not what the model's own jax.checkpoint got: the marks, one per input, don't fit.

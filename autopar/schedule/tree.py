@@ -18,8 +18,18 @@ class Module:
     """A module, or a named scope: its class, if it has one, and the shapes of its own parameters."""
 
     path: str
-    type_name: str
+    type: type | None
     params: dict[str, jax.ShapeDtypeStruct]
+
+    @property
+    def type_name(self) -> str:
+        return self.type.__name__ if self.type else ""
+
+    def is_a(self, wanted: "type | str") -> bool:
+        """Whether it is of a class, or of one of that name."""
+        if isinstance(wanted, str):
+            return bool(wanted) and self.type_name == wanted
+        return self.type is not None and issubclass(self.type, wanted)
 
     @property
     def is_linear(self) -> bool:
@@ -27,13 +37,13 @@ class Module:
         return {"kernel", "bias"} <= self.params.keys()
 
 
-def classes_of(fun: Callable[..., Any], params: Any, args: Sequence[Any]) -> dict[str, str]:
+def classes_of(fun: Callable[..., Any], params: Any, args: Sequence[Any]) -> dict[str, type]:
     """The class of each linen module that `fun(params, *args)` calls, by path, in the order of their first call."""
-    found: dict[str, str] = {}
+    found: dict[str, type] = {}
 
     def watch(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         if context.method_name != "setup":
-            found.setdefault("/".join(context.module.path), type(context.module).__name__)
+            found.setdefault("/".join(context.module.path), type(context.module))
         return next_fun(*args, **kwargs)
 
     with nn.intercept_methods(watch):
@@ -48,7 +58,7 @@ class Modules:
     by_path: dict[str, Module]
 
     @classmethod
-    def of(cls, graph: ModelGraph, classes: dict[str, str], shapes: dict[str, jax.ShapeDtypeStruct]) -> "Modules":
+    def of(cls, graph: ModelGraph, classes: dict[str, type], shapes: dict[str, jax.ShapeDtypeStruct]) -> "Modules":
         paths = {"": None}
         for scope in (*classes, *(node.scope for node in graph.nodes), *(name.rpartition("/")[0] for name in shapes)):
             paths.update(dict.fromkeys(_parents(scope)))
@@ -56,7 +66,7 @@ class Modules:
         for name, aval in shapes.items():
             path, _, param = name.rpartition("/")
             own[path][param] = aval
-        return cls({path: Module(path, classes.get(path, ""), own[path]) for path in _nested(paths)})
+        return cls({path: Module(path, classes.get(path), own[path]) for path in _nested(paths)})
 
     def find(self, pattern: str) -> list[str]:
         """The paths that `pattern` names: itself, or with `*` all that match. Raises ScheduleError when there is none."""
