@@ -1,5 +1,6 @@
 """Whether a directive is for a model, and agrees with those before it."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, assert_never
 
 from autopar.schedule.compilers import compiler
@@ -104,6 +105,12 @@ def _check_region(model: "ModelSchedule", directive: Fuse | Replace) -> None:
         raise ScheduleError(
             f"{describe(directive)}: {', '.join(sorted(taken)[:3])} is fused or replaced already; keep one"
         )
+    for name, wrote, reads in zip(directive.nodes, directive.reads, model.reads(directive.nodes), strict=False):
+        if wrote != reads:
+            raise ScheduleError(
+                f"{describe(directive)}: {name} reads {_listed(reads)} in this model, and {_listed(wrote)} in the one that the"
+                " schedule was written for; find what is to be fused or replaced in this one"
+            )
     if isinstance(directive, Fuse):
         compiler(directive.compiler)
         return
@@ -115,6 +122,10 @@ def _check_region(model: "ModelSchedule", directive: Fuse | Replace) -> None:
     read = {model.graph.value_names[var] for var in model.graph.inputs_of(nodes)}
     if foreign := set(directive.inputs) - read:
         raise ScheduleError(f"{describe(directive)}: what is replaced does not read {', '.join(sorted(foreign))}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(names) or "nothing"
 
 
 def _check_once(

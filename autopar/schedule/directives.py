@@ -69,18 +69,27 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Fuse:
-    """Equations run as one compiled function."""
+    """Equations run as one compiled function.
+
+    Attributes:
+        reads: what each of `nodes` reads, by which they are known again in another model: names are counted, `mul:2`.
+    """
 
     kind: ClassVar[str] = "fuse"
     path: str
     nodes: tuple[str, ...]
     compiler: str
     name: str
+    reads: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """A function, given the values named `inputs`, stands in for equations; for a module's, it gets the parameters first."""
+    """A function, given the values named `inputs`, stands in for equations; for a module's, it gets the parameters first.
+
+    Attributes:
+        reads: as of Fuse.
+    """
 
     kind: ClassVar[str] = "replace"
     path: str
@@ -89,6 +98,7 @@ class Replace:
     function: str
     name: str
     whole_module: bool = False
+    reads: tuple[tuple[str, ...], ...] = ()
 
 
 type Policy = str | tuple[str | Policy, ...]
@@ -147,6 +157,7 @@ def describe(directive: Directive) -> str:
     """A directive as one would write it: `shard(kernel, axis=1, mesh_axis=tp)`, without its path."""
     given = asdict(directive)
     del given["path"]
+    given.pop("reads", None)  # long, and told by the nodes
     words = ", ".join(
         f"{key}={_text(value)}" for key, value in given.items() if value is not None and value is not False
     )

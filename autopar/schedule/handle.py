@@ -159,7 +159,9 @@ class Handle:
     def fuse(self, subgraph: Found, compiler: str = "xla", name: str = "fused") -> "Handle":
         """Run equations as one compiled function: a region of its own in the program, with its name."""
         for number, each in enumerate(_several(subgraph, "fuse")):
-            self._owner.append(d.Fuse(self.paths[0], each.nodes, compiler, f"{name}_{number}"))
+            self._owner.append(
+                d.Fuse(self.paths[0], each.nodes, compiler, f"{name}_{number}", self._owner.reads(each.nodes))
+            )
         return self
 
     def replace(
@@ -180,7 +182,7 @@ class Handle:
             for number, each in enumerate(regions):
                 called = name or getattr(function, "__name__", "function")
                 called = f"{called}_{number}" if len(regions) > 1 else called
-                owner.append(d.Replace(path, each.nodes, each.inputs, label, called, whole))
+                owner.append(d.Replace(path, each.nodes, each.inputs, label, called, whole, owner.reads(each.nodes)))
         return self
 
     def replace_all(

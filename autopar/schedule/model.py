@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax import nnx
+from jax.extend.core import Var
 
 from autopar.devices import Devices, planned_mesh
 from autopar.schedule import directives as d
@@ -16,6 +17,7 @@ from autopar.schedule.forking import draws_of
 from autopar.schedule.graph import Node, joined, trace_model, within
 from autopar.schedule.handle import Handle
 from autopar.schedule.items import Placed
+from autopar.schedule.looking import look_through
 from autopar.schedule.matcher import Subgraph
 from autopar.schedule.placing import place
 from autopar.schedule.regions import Region, Unit, arrange
@@ -151,6 +153,11 @@ class ModelSchedule(Handle):
     def region(self, nodes: Sequence[Node]) -> Subgraph:
         names = (self.graph.value_names[var] for var in self.graph.inputs_of(nodes))
         return Subgraph(tuple(node.name for node in nodes), tuple(names))
+
+    def reads(self, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        """What each of some nodes reads, behind broadcasts, by name; numbers are left out, which may depend on the batch."""
+        operands = ([look_through(self.graph, a).source for a in self.graph.by_name[name].eqn.invars] for name in names)
+        return tuple(tuple(self.graph.value_names[a] for a in each if isinstance(a, Var)) for each in operands)
 
     def module(self, *paths: str) -> Subgraph:
         """All equations of a module, or of several."""

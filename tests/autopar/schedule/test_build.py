@@ -130,6 +130,26 @@ def test_the_planner_decides_what_a_schedule_leaves_open() -> None:
     assert specs["0/params/linear1/kernel"] == (("x",), ())
 
 
+def test_what_verify_checks_of_auto_is_the_plan_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unsharded model passes whatever is pinned: the loss and its gradients are planned, compiled and run."""
+    x = jax.random.normal(jax.random.key(1), (8, 32))
+    sch = scheduled(MLP(32), x)
+    sch["linear1"].shard("kernel", axis=1)
+    sch["linear2"].shard("kernel", axis=1)
+    made = []
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        step = autopar.parallelize(*args, **options)
+        made.append(step)
+        return step
+
+    monkeypatch.setattr("autopar.schedule.verify.parallelize", recorded)
+    Verify(sch, [x], backend="auto").check()
+    executable = made[0].get_last_executable()
+    specs = {value.path.partition("/")[2]: value.spec for value in executable.plan.stages[0].inputs}
+    assert specs["0/params/linear1/kernel"] == specs["0/params/linear2/kernel"] == ((), ("x",))
+
+
 def test_two_axes_split_the_batch_and_the_layers() -> None:
     sch = scheduled(Transformer(layers=1), TOKENS, mesh=(2, 4))
     megatron(sch, "y")

@@ -1,9 +1,12 @@
 """What a schedule gets wrong is told with a way out; what computes something else is told with the directive at fault."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from autopar.schedule import Schedule, ScheduleError, VerificationError, Verify, build, create_schedule
 from tests.autopar.schedule.models import MLP, Transformer, mlp_schedule, scheduled, tensor_parallel
@@ -133,6 +136,37 @@ def test_a_schedule_for_another_model_is_refused_where_it_does_not_fit() -> None
             [np.zeros((2, 8), int)],
             schedule=sch.schedule,
         )
+
+
+class Gated(nn.Module):
+    """The same modules, and equations of the same names."""
+
+    product_first: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(16, name="layer")(x)
+        gate, scale = jnp.tanh(x), self.param("scale", nn.initializers.ones, (16,))
+        return (x * scale) * gate if self.product_first else (x * gate) * scale
+
+
+@pytest.mark.parametrize("how", ["fuse", "replace"])
+def test_equations_of_the_same_name_that_are_others_are_not_taken_for_them(how: str) -> None:
+    def made(product_first: bool, rows: int, **options: Any) -> Any:
+        x = jnp.zeros((rows, 16))
+        params = jax.eval_shape(Gated(product_first).init, jax.random.key(0), x)
+        return create_schedule(Gated(product_first), params, [x], 2, **options)
+
+    sch = made(True, 4)
+    (found,) = sch.find("mul")
+    (sch.fuse(found) if how == "fuse" else sch.replace(lambda x, scale: x * scale, found))
+    schedule = Schedule.from_json(sch.schedule.to_json())
+    for rows in (4, 1):  # a batch of one needs no broadcast
+        Verify(made(True, rows, schedule=schedule, functions=sch.functions), [jnp.ones((rows, 16))]).check()
+    with pytest.raises(
+        ScheduleError, match="mul reads layer/add and tanh in this model, and layer/add and scale in the"
+    ):
+        made(False, 4, schedule=schedule, functions=sch.functions)
 
 
 def test_schedules_are_values_that_go_to_json_and_back() -> None:
