@@ -22,6 +22,7 @@ from autopar.schedule.directives import (
 from autopar.schedule.forking import draws_of
 from autopar.schedule.graph import joined
 from autopar.schedule.policies import policy_of
+from autopar.schedule.replacing import ModuleFunction, check_whole
 from autopar.schedule.syncs import check_sync
 
 if TYPE_CHECKING:
@@ -122,6 +123,8 @@ def _check_region(model: "ModelSchedule", directive: Fuse | Replace) -> None:
     read = {model.graph.value_names[var] for var in model.graph.inputs_of(nodes)}
     if foreign := set(directive.inputs) - read:
         raise ScheduleError(f"{describe(directive)}: what is replaced does not read {', '.join(sorted(foreign))}")
+    if isinstance(model.functions[directive.function], ModuleFunction):
+        check_whole(model.graph, directive, model.functions)
 
 
 def _listed(names: Sequence[str]) -> str:

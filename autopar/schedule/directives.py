@@ -85,7 +85,9 @@ class Fuse:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """A function, given the values named `inputs`, stands in for equations; for a module's, it gets the parameters first.
+    """A function, given the values named `inputs`, stands in for equations.
+
+    With `params_first` those of its inputs that are parameters in the module at `path` come first, as a dict.
 
     Attributes:
         reads: as of Fuse.
@@ -97,7 +99,7 @@ class Replace:
     inputs: tuple[str, ...]
     function: str
     name: str
-    whole_module: bool = False
+    params_first: bool = False
     reads: tuple[tuple[str, ...], ...] = ()
 
 

@@ -13,6 +13,7 @@ from autopar.schedule.directives import Directive, ScheduleError, primitives
 from autopar.schedule.graph import Node, within
 from autopar.schedule.matcher import Subgraph
 from autopar.schedule.matching import find_pattern
+from autopar.schedule.replacing import as_function, common_module
 
 if TYPE_CHECKING:
     from autopar.schedule.model import ModelSchedule
@@ -86,7 +87,8 @@ class Handle:
 
         Args:
             sync_op_or_fn: "all_reduce", "all_gather", "reduce_scatter", "scatter"; a change of layout of the last dims, "RS->SR"
-                (R whole, S split); or a function from a device's value to the whole one, with collectives over the mesh axis.
+                (R whole, S split); or a function from a device's value, of gradients its part of a sum, to the whole one, with
+                collectives over the mesh axis. Of gradients "all_reduce", or a function; functions are for backend="manual".
             axis: the array dim that is gathered or scattered.
             backward: whether gradients of an all_gather are added up and scattered ("reduce_scatter": what follows computes on
                 shards; the default before a module) or only scattered ("scatter", the default after one).
@@ -164,25 +166,28 @@ class Handle:
             )
         return self
 
-    def replace(
-        self, new: nn.Module | Callable[..., Any], subgraph: Found | None = None, name: str | None = None
-    ) -> "Handle":
-        """Run a function in place of the equations of a subgraph, or of a whole module.
+    def replace(self, new: Replacement, subgraph: Found | None = None, name: str | None = None) -> "Handle":
+        """Run a function, or a module, in place of the equations of a subgraph, or of a whole module.
 
         Args:
             new: called with what stands for the pattern's arguments, or what the subgraph reads, in order of first use; for a whole
-                module with a dict of its parameters and then what it reads. A linen module is applied to them. With
-                backend="manual" these are a device's shards. Returns what is used outside, in the order in which it was made.
+                module with a dict of its parameters and then what it reads. Returns what is used outside, in the order in which it
+                was made. A module, linen or nnx, gets the parameters that are among these by name, and brings none of its own.
+                With backend="manual" a function is called with a device's shards. A module, and a function in which a sync is due, are
+                of whole arrays: their equations are split like those of the model.
         """
-        function = _applied(new) if isinstance(new, nn.Module) else new
-        label, owner = self._owner.name_of(function), self._owner
-        whole = subgraph is None
-        for path in self.paths if whole else self.paths[:1]:
+        function, owner = as_function(new), self._owner
+        label, called = owner.name_of(function), name or getattr(function, "__name__", "function")
+        for path in self.paths if subgraph is None else self.paths[:1]:
             regions = [owner.module(path)] if subgraph is None else _several(subgraph, "replace")
             for number, each in enumerate(regions):
-                called = name or getattr(function, "__name__", "function")
-                called = f"{called}_{number}" if len(regions) > 1 else called
-                owner.append(d.Replace(path, each.nodes, each.inputs, label, called, whole, owner.reads(each.nodes)))
+                at, params_first = path, subgraph is None
+                if function is not new and subgraph is not None:
+                    params = [name for name in each.inputs if owner.graph.values[name] in owner.graph.params]
+                    at, params_first = common_module(params) or path, True
+                numbered = f"{called}_{number}" if len(regions) > 1 else called
+                reads = owner.reads(each.nodes)
+                owner.append(d.Replace(at, each.nodes, each.inputs, label, numbered, params_first, reads))
         return self
 
     def replace_all(
@@ -262,12 +267,3 @@ def _several(found: Found, what: str) -> Sequence[Subgraph]:
             f"{what}: no subgraph was given, as of a find without a match; sch.trace() and print(sch) show what there is to find"
         )
     return [found] if isinstance(found, Subgraph) else found
-
-
-def _applied(module: nn.Module) -> Callable[..., Any]:
-    def apply(params: Any, *inputs: Any) -> Any:
-        return module.apply({"params": params}, *inputs)
-
-    apply.__module__, apply.__qualname__ = type(module).__module__, type(module).__qualname__
-    apply.__name__ = type(module).__name__
-    return apply

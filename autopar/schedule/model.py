@@ -19,8 +19,9 @@ from autopar.schedule.handle import Handle
 from autopar.schedule.items import Placed
 from autopar.schedule.looking import look_through
 from autopar.schedule.matcher import Subgraph
-from autopar.schedule.placing import place
+from autopar.schedule.placing import SyncInside, place
 from autopar.schedule.regions import Region, Unit, arrange
+from autopar.schedule.replacing import ModuleFunction, as_function, unfolded, unfolded_for_sync
 from autopar.schedule.tree import Modules, classes_of
 from autopar.sharding.spec import AnyMesh, LogicalMesh
 from autopar.trace import abstract
@@ -33,6 +34,7 @@ def create_schedule(
     mesh: Devices = None,
     schedule: Schedule | None = None,
     functions: dict[str, Callable[..., Any]] | None = None,
+    updates: bool = False,
 ) -> "ModelSchedule":
     """An empty schedule for a model, to which directives are added, or one that is replayed on it.
 
@@ -42,21 +44,26 @@ def create_schedule(
         mesh: where to run, see `autopar.devices.Devices`; one axis "x" over all devices by default. An abstract mesh is enough to plan
             and to predict for a cluster that is not here: `jax.sharding.AbstractMesh((8,), ("x",))`.
         schedule: directives to begin with.
-        functions: those that `schedule` names.
+        functions: those that `schedule` names, and modules that it names.
+        updates: of an nnx module that changes its state when called: return what is no parameter as it is then beside the result.
 
     Raises:
-        ScheduleError: a directive of `schedule` is not for this model.
+        ScheduleError: a directive of `schedule` is not for this model; or an nnx module changes its state, and the change would be lost.
     """
+    if updates and not isinstance(model, nnx.Module):
+        raise ScheduleError(
+            "updates=True is for nnx modules; others return what they change, linen's by apply(mutable=...)"
+        )
     params, args = jax.tree.map(abstract, (params, tuple(example_args)))
     match model:
         case nn.Module():
             fun, classes = model.apply, classes_of(model.apply, params, args)
         case nnx.Module():
-            fun, classes = nnx_scopes.as_function(model), nnx_scopes.classes(model)
+            fun, classes = nnx_scopes.as_function(model, updates), nnx_scopes.classes(model)
         case _:
             fun, classes = model, classes_of(model, params, args)
     made = ModelSchedule(fun, classes, params, args, planned_mesh(mesh))
-    made.functions.update(functions or {})
+    made.functions.update({name: as_function(function) for name, function in (functions or {}).items()})
     return made.replayed(schedule, made.args) if schedule is not None else made
 
 
@@ -178,17 +185,29 @@ class ModelSchedule(Handle):
 
     def placed(self, batch_axis: str | None = None, lenient: bool = False) -> Placed:
         """Every value where the directives put it; see `place`. Raises ScheduleError where they don't fit together."""
-        return place(
-            self.graph,
-            self.units(),
-            self.of_kind(d.Shard),
-            self.of_kind(d.Sync),
-            self.of_kind(d.CutPipelineStage),
-            draws_of(self.nodes_of(*(each.path for each in self.of_kind(d.ForkRng)))),
-            self.logical_mesh,
-            batch_axis,
-            lenient,
-        )
+        graph, units = self.graph, self.units()
+        for region in self.of_kind(d.Replace):
+            if isinstance(self.functions[region.function], ModuleFunction):
+                graph, units = unfolded(graph, units, region, self.functions)
+        while True:
+            try:
+                return place(
+                    graph,
+                    units,
+                    self.of_kind(d.Shard),
+                    self.of_kind(d.Sync),
+                    self.of_kind(d.CutPipelineStage),
+                    [node for node in self._forked() if node.name in graph.by_name],
+                    self.logical_mesh,
+                    batch_axis,
+                    lenient,
+                )
+            except SyncInside as inside:
+                graph, units = unfolded_for_sync(graph, units, inside.region, self.functions)
+
+    def _forked(self) -> list[Node]:
+        """What draws random numbers that each device draws for its own shards."""
+        return draws_of(self.nodes_of(*(each.path for each in self.of_kind(d.ForkRng))))
 
     def for_args(self, args: Sequence[Any]) -> "ModelSchedule":
         """The same schedule for arguments of other shapes."""

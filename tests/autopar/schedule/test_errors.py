@@ -118,12 +118,24 @@ def test_a_function_that_computes_something_else_is_found_by_verify() -> None:
         pass
 
 
-def test_a_sync_inside_what_is_replaced_is_refused() -> None:
+def test_a_function_of_shards_in_which_a_sync_is_due_is_told_what_to_replace_instead() -> None:
+    def on_shards(params: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x @ params["kernel"], "x") + params["bias"]
+
     sch = mlp_schedule()
     tensor_parallel(sch)
-    sch["linear2"].replace(lambda params, x: x @ params["kernel"] + params["bias"])
-    with pytest.raises(ScheduleError, match="a sync would fall inside what is replaced"):
+    sch["linear2"].replace(on_shards)
+    with pytest.raises(
+        ScheduleError, match=r"a sync is due inside of what is replaced, so that the function must be one of whole"
+    ):
         build(sch)
+    with pytest.raises(ScheduleError, match=r"unbound axis name: x(.|\n)*find\('linear2/dot_general'\)"):
+        build(sch)
+    sch = mlp_schedule()  # what it says works
+    tensor_parallel(sch)
+    sch["linear2"].decompose()
+    sch["linear2"].replace(jnp.dot, sch["linear2"].find("linear2/dot_general"))
+    Verify(sch, [X]).check()
 
 
 def test_a_schedule_for_another_model_is_refused_where_it_does_not_fit() -> None:
