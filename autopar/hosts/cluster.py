@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from autopar.checkpoint.manifest import SavedArray, SavedPiece
 from autopar.devices import Devices, cluster_of_kind
 from autopar.hosts.arrays import DistributedArray, plain
 from autopar.hosts.checkpoints import part_of, saved_pieces
 from autopar.hosts.clocks import offset
-from autopar.hosts.errors import HostLostError, HostsError
+from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError
 from autopar.hosts.job import Array, Job, Place, groups_of
 from autopar.hosts.timelines import Note, aligned
 from autopar.hosts.workers import Workers, reason
@@ -198,9 +198,12 @@ class RayHosts(Workers):
             failures: list[Exception] = []
             for host, ref in writes:  # all of them: afterwards nobody writes any more
                 try:
-                    ray.get(ref)
+                    ray.get(ref, timeout=self.timeout)
                 except RayActorError as error:
                     failures.append(HostLostError(host, self.addresses[host], reason(error)))
+                except GetTimeoutError:
+                    said = f"has been writing a checkpoint for {self.timeout:.0f} s"
+                    failures.append(HostTimeoutError(host, self.addresses[host], said))
                 except RayError as error:
                     failures.append(error)
             if failures:
@@ -226,7 +229,7 @@ class RayHosts(Workers):
             ]
             if mine:
                 refs.append((host, self._call(host, "restore", folder, mine)))
-        self._answers(refs)
+        self._answers(refs, is_slow=True)
         return handles
 
     def release(self, key: int) -> None:
@@ -264,6 +267,11 @@ class RayHosts(Workers):
 
     def ask_reader(self, host: int, method: str, *args: Any) -> Any:
         """Ask the thread of a worker that reads; it does one thing after the other, beside the steps."""
+        match method:
+            case "open_reader":
+                self._readers.add((host, args[0]))
+            case "close_reader":
+                self._readers.discard((host, args[0]))
         return self._actor(host).do.options(concurrency_group="reading").remote(None, method, *args)
 
     def answer(self, ref: Any, host: int) -> Any:

@@ -78,7 +78,7 @@ class Worker:
         self._arrays: dict[int, jax.Array] = {}
         self._jobs: dict[int, Loaded] = {}
         self._copies: dict[Path, dict[str, np.ndarray]] = {}
-        self._now: tuple[int, str, float] | None = None
+        self._now: tuple[int | None, str, float] | None = None
         self._records, self._notes = False, list[Note]()
         self._readers: dict[int, Reader] = {}
 
@@ -180,7 +180,11 @@ class Worker:
     def load(self, number: int, job: Job) -> float:
         """Compile what this worker runs of a job; the seconds that took."""
         start = time.perf_counter()
-        self._jobs[number] = Loaded(job, self.number, self._owner, self._devices, self._mailbox)
+        self._now = None, "compiling", time.time()
+        try:
+            self._jobs[number] = Loaded(job, self.number, self._owner, self._devices, self._mailbox)
+        finally:
+            self._now = None
         return time.perf_counter() - start
 
     def run(
@@ -221,8 +225,10 @@ class Worker:
                 if output.number in results:
                     self._arrays[results[output.number]] = loaded.take(output, values)
         except Exception as error:
-            mesh, instruction, _ = self._now or (-1, "the arguments", 0.0)
-            raise InstructionError(self.number, mesh, instruction, f"{type(error).__name__}: {error}") from None
+            mesh, instruction, _ = self._now or (None, "the arguments", 0.0)
+            raise InstructionError(
+                self.number, -1 if mesh is None else mesh, instruction, f"{type(error).__name__}: {error}"
+            ) from None
         finally:
             self._now = None
 
@@ -254,8 +260,8 @@ class Worker:
         """Bytes on one device for each task of a job, by the compiler's buffer assignment."""
         return {run.task: memory_of(call.compiled) for run, call in self._jobs[number].calls.items()}
 
-    def doing(self) -> tuple[int, str, float] | None:
-        """The mesh and the instruction that is being carried out, and for how many seconds."""
+    def doing(self) -> tuple[int | None, str, float] | None:
+        """The mesh and the instruction that is being carried out, or what else, and for how many seconds."""
         now = self._now
         return None if now is None else (now[0], now[1], time.time() - now[2])
 
