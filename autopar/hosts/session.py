@@ -3,6 +3,7 @@
 import atexit
 import os
 import socket
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autopar.hosts.errors import HostsError
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from autopar.hosts.cluster import RayHosts
 
 _hosts: "RayHosts | None" = None
-_asked: tuple[int | None, int | None, float] | None = None
+_asked: tuple[int | None, int | Sequence[int] | None, float] | None = None
 _job: str | None = None  # the driver's in Ray, if it has been connected here
 _PROBE_SECONDS = 5.0
 
@@ -26,7 +27,7 @@ def hosts() -> "RayHosts | None":
 def join(
     address: str | None,
     num_nodes: int | None,
-    num_devices_per_node: int | None,
+    num_devices_per_node: int | Sequence[int] | None,
     namespace: str | None,
     timeout: float,
 ) -> None:
@@ -69,7 +70,10 @@ def rejoin() -> None:
     while _hosts is None:
         count = len(alive_nodes())
         try:
-            _hosts = RayHosts(num_nodes and min(num_nodes, count), num_devices_per_node, timeout)
+            if isinstance(num_devices_per_node, Sequence):
+                _hosts = RayHosts(None, num_devices_per_node[:count], timeout)
+            else:
+                _hosts = RayHosts(num_nodes and min(num_nodes, count), num_devices_per_node, timeout)
         except HostsError:
             if len(alive_nodes()) >= count:
                 raise

@@ -82,8 +82,9 @@ class Worker:
         self._records, self._notes = False, list[Note]()
         self._readers: dict[int, Reader] = {}
 
-    def do(self, after: None, method: str, *args: Any) -> Any:
-        """Call a method, `after` another call has ended."""
+    def do(self, after: None, freed: Sequence[int], method: str, *args: Any) -> Any:
+        """Call a method, `after` another call has ended and arrays that nobody needs any more are forgotten."""
+        self.free(freed)
         return getattr(self, method)(*args)
 
     def start(self, group: Group | None = None) -> str:
@@ -193,7 +194,6 @@ class Worker:
         letter: int,
         kept: Mapping[int, int],
         results: Mapping[int, int],
-        freed: Sequence[int],
         given: Sequence[int],
         *arrays: np.ndarray,
     ) -> None:
@@ -203,13 +203,11 @@ class Worker:
             letter: the first of the numbers that its deliveries have.
             kept: inputs that are in place already, on this worker or on others, with their keys.
             results: for each output the key that it gets.
-            freed: keys of arrays that nobody needs any more.
             given: inputs that are not, which `arrays` are.
 
         Raises:
             InstructionError: an instruction failed.
         """
-        self.free(freed)
         loaded = self._jobs[number]
         try:
             here = {i: self._arrays[key] for i, key in kept.items() if key in self._arrays}

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from autopar.hosts.environment import check_versions, versions
+from autopar.hosts.environment import check_versions, leave_gpus, versions
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, PortTakenError, StepFailedError
 from autopar.hosts.ray_private import python_of_workers
 from autopar.hosts.watching import Doing, Silent, State, Watch, culprit, silence_seconds
@@ -21,7 +21,7 @@ from autopar.hosts.worker import Group, InstructionError, Worker
 from autopar.progress import tell
 from autopar.runtime.reading import DataLoaderError
 
-_CHANGES = frozenset({"run", "put", "zeros", "free", "copy", "restore"})
+_CHANGES = frozenset({"run", "put", "zeros", "copy", "restore"})
 """What workers do that later calls see."""
 
 _SLOW = frozenset({"environment", "start", "meet", "load", "restore", "program_text"})
@@ -49,12 +49,12 @@ class Workers:
         owner: for each device its host.
         addresses: for each host its address.
         platform: "cpu" or "cuda".
-        kind: what Ray calls the accelerators.
+        kinds: for each host what Ray calls its accelerators, "" where it has none.
         timeout: seconds that a worker may take for what it is asked.
         silence: seconds that one may not even say what it is doing, while steps run.
     """
 
-    def __init__(self, num_nodes: int | None, num_devices_per_node: int | None, timeout: float) -> None:
+    def __init__(self, num_nodes: int | None, num_devices_per_node: int | Sequence[int] | None, timeout: float) -> None:
         """Take the hosts and start a worker on each.
 
         Raises:
@@ -64,10 +64,9 @@ class Workers:
         nodes = alive_nodes()
         gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes]
         self.platform = "cuda" if any(gpus) else "cpu"
-        self.kind = next(
-            (r.split(":")[1] for n in nodes for r in n["Resources"] if r.startswith("accelerator_type:")), ""
-        )
         chosen = _choose(nodes, gpus, num_nodes, num_devices_per_node)
+        if self.platform != "cpu":
+            leave_gpus()
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
         self._watch = Watch([])
@@ -77,11 +76,13 @@ class Workers:
         self._writes: list[Any] = []  # of the last checkpoint
         self._groups: frozenset[tuple[int, ...]] | None = None
         self._live: set[int] = set()  # keys of what they keep
+        self._freed: list[deque[int]] = []  # for each worker, keys that it is told to forget with its next call
         self._meshes: Mapping[int, Sequence[int]] = {}  # for each host, its meshes in the step that ran last
         starts = list(itertools.accumulate(chosen, initial=0))
         self.numbers = [tuple(range(start, start + count)) for start, count in zip(starts, chosen, strict=False)]
         self.owner = {device: host for host, devices in enumerate(self.numbers) for device in devices}
         self.addresses: list[str] = []
+        self.kinds: list[str] = []
         try:
             self._reserve(chosen)
             self._start_workers()
@@ -111,9 +112,11 @@ class Workers:
                 f"{len(counts)} hosts with {list(counts)} devices and a free CPU each could not be had within {self.timeout:.0f} s;"
                 " end what else runs on the cluster, or ask for fewer (num_nodes, num_devices_per_node)"
             )
-        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        nodes = {node["NodeID"]: node for node in ray.nodes()}
         placed: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
-        self.addresses = [nodes[placed[host]] for host in range(len(counts))]
+        chosen = [nodes[placed[host]] for host in range(len(counts))]
+        self.addresses = [node["NodeManagerAddress"] for node in chosen]
+        self.kinds = [_kind(node) for node in chosen]
 
     def _start_workers(self) -> None:
         """New worker processes; what JAX is told in them is told with the first job."""
@@ -134,6 +137,7 @@ class Workers:
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=host),
             }
             self._last.append(None)
+            self._freed.append(deque())
             self._actors.append(actor.options(**options).remote(host, self.numbers, self.addresses[host]))
         self._watch = Watch(self._actors)
         here = versions()
@@ -195,7 +199,7 @@ class Workers:
             for actor in self._actors:
                 ray.kill(actor)
             self._failures()  # else Ray prints them
-        self._actors, self._last, self._writes, self._groups = [], [], [], None
+        self._actors, self._last, self._freed, self._writes, self._groups = [], [], [], [], None
         self._watch = Watch([])
         self._readers.clear()
         self._pending.clear()
@@ -218,7 +222,8 @@ class Workers:
 
         An actor that can be asked what it is doing meanwhile may take its calls in another order, if their arguments arrive so.
         """
-        ref = self._actor(host).do.remote(self._last[host], method, *args)
+        actor, freed = self._actor(host), self._freed[host]
+        ref = actor.do.remote(self._last[host], [freed.popleft() for _ in range(len(freed))], method, *args)
         if method in _CHANGES:
             self._last[host] = ref
         return ref
@@ -367,10 +372,20 @@ def alive_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
+def _kind(node: Mapping[str, Any]) -> str:
+    """What Ray calls the accelerators of a host."""
+    return next((each.split(":")[1] for each in node["Resources"] if each.startswith("accelerator_type:")), "")
+
+
 def _choose(
-    nodes: Sequence[Mapping[str, Any]], gpus: Sequence[int], num_nodes: int | None, per_node: int | None
+    nodes: Sequence[Mapping[str, Any]],
+    gpus: Sequence[int],
+    num_nodes: int | None,
+    per_node: int | Sequence[int] | None,
 ) -> list[int]:
     """How many devices to take of each host."""
+    if isinstance(per_node, Sequence):
+        return _choose_unequal(nodes, gpus, num_nodes, per_node)
     if any(gpus):
         counts = sorted((count for count in gpus if count >= (per_node or 1)), reverse=True)
         counts = [per_node or count for count in counts]
@@ -383,3 +398,19 @@ def _choose(
     if not 1 <= wanted <= len(counts):
         raise HostsError(f"{wanted} hosts asked for, but the Ray cluster has {len(counts)} {what}")
     return counts[:wanted]
+
+
+def _choose_unequal(
+    nodes: Sequence[Mapping[str, Any]], gpus: Sequence[int], num_nodes: int | None, counts: Sequence[int]
+) -> list[int]:
+    """As many of each as is asked for, if the cluster has such hosts."""
+    if not counts or any(not isinstance(count, int) or count < 1 for count in counts):
+        raise ValueError(f"num_devices_per_node={counts!r}, expected a number of devices, or one for each host")
+    if num_nodes not in (None, len(counts)):
+        raise ValueError(f"num_devices_per_node={counts!r} is for {len(counts)} hosts, but num_nodes={num_nodes}")
+    there = sorted(gpus if any(gpus) else [max(counts)] * len(nodes), reverse=True)
+    wanted = sorted(counts, reverse=True)
+    if len(wanted) > len(there) or any(count > most for count, most in zip(wanted, there, strict=False)):
+        what = f"have {there} GPUs" if any(gpus) else f"are {len(there)} (none with GPUs)"
+        raise HostsError(f"hosts with {list(counts)} devices asked for, but those of the Ray cluster {what}")
+    return list(counts)

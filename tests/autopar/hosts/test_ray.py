@@ -16,7 +16,7 @@ from numpy.testing import assert_allclose
 import autopar
 from autopar.hosts import session
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
-from tests.autopar.hosts.workers import is_alive, joined, pids, pipeline, until
+from tests.autopar.hosts.workers import disturbed, is_alive, joined, pids, pipeline, until
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 
 
@@ -90,24 +90,6 @@ def test_stages_that_span_hosts_do_not_wait_for_one_another_for_ever(hosts):
 @pytest.mark.hosts(2, 4)
 def test_hosts_that_share_another_mesh_start_anew(hosts):
     assert_trained(autopar.parallelize(stack_step, method=autopar.ShardParallel(devices=(2, 4), num_micro_batches=2)))
-
-
-def disturbed(hosts: Any, host: int, name: str, disturb: Any) -> None:
-    """From now on the worker does something else before an instruction."""
-    import ray
-
-    def insert(worker: Any) -> None:
-        for loaded in worker._jobs.values():
-            execute = loaded.execute
-
-            def instead(mesh: int, instruction: Any, values: Any, letter: int, execute: Any = execute) -> None:
-                if str(instruction) == name:
-                    disturb()
-                execute(mesh, instruction, values, letter)
-
-            loaded.execute = instead
-
-    ray.get(hosts._actors[host].__ray_call__.remote(insert))
 
 
 def compiled(hosts: Any, host: int, name: str, disturb: Any) -> tuple[Any, Any]:

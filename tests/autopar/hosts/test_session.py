@@ -134,12 +134,14 @@ def run(program: str, folder: Path, **environment: str) -> tuple[subprocess.Comp
     uv = shutil.which("uv")
     if uv is None:
         pytest.skip("needs uv")
+    root = Path(autopar.__file__).parents[1]
     there: Mapping[str, str] = {
         **{name: value for name, value in os.environ.items() if name != "RAY_ENABLE_UV_RUN_RUNTIME_ENV"},
         "XLA_FLAGS": "",
-        "PYTHONPATH": str(Path(autopar.__file__).parents[1]),
+        "PYTHONPATH": str(root),
         **environment,
     }
+    shutil.copy(root / ".python-version", folder)  # where uv is one of pyenv's, it is that Python's
     command = [uv, "run", "--no-project", sys.executable, "-W", "ignore", "-c", program]
     found = subprocess.run(command, cwd=folder, env=there, text=True, capture_output=True, timeout=400)
     return found, [line.split() for line in found.stdout.splitlines()]
@@ -177,7 +179,7 @@ def test_a_program_of_uv_run_that_raises_leaves_no_workers_behind(raylets, tmp_p
 
 TOKENS = """
 import sys, ray, autopar, jax
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
 autopar.init(cluster="ray", num_devices_per_node=2)
 print(ray.get(ray.remote(lambda: sys.executable).remote()))
 step = autopar.parallelize(lambda state, batch: state + batch.sum(), method=autopar.ShardParallel())
