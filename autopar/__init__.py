@@ -6,8 +6,10 @@
 """
 
 from autopar._plugins import silence_idle_plugin
+from autopar.hosts.ray_private import share_environment
 
 silence_idle_plugin()
+share_environment()
 
 from autopar import inspect, manual, model_schedules, schedule, testing, util  # noqa: E402 (nothing may start JAX's backends before)
 from autopar.api import ParallelizedFunction, init, parallelize, shutdown  # noqa: E402

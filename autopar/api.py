@@ -207,7 +207,7 @@ def init(
     cluster: str = "local",
     cluster_address: str | None = None,
     num_nodes: int | None = None,
-    num_devices_per_node: int | None = None,
+    num_devices_per_node: int | Sequence[int] | None = None,
     namespace: str | None = None,
     timeout: float = 600.0,
 ) -> None:
@@ -219,7 +219,7 @@ def init(
         cluster_address: of the Ray cluster, unless `ray.init` has been called; by default the one that Ray finds.
         num_nodes: hosts to take; all by default.
         num_devices_per_node: GPUs to take of each host, all by default; on hosts without GPUs, virtual CPU devices, by default as many
-            as XLA_FLAGS asks for here.
+            as XLA_FLAGS asks for here. A sequence such as (4, 2) has a number for each host.
         namespace: of the driver in the Ray cluster, if it is joined here.
         timeout: seconds that a host may take for what it is asked, to compile for instance, before it is taken for hung.
 
@@ -298,14 +298,15 @@ def _remote_executable(
     start: float,
 ) -> AnyExecutable:
     """What runs on other hosts."""
-    from autopar.hosts.cluster import cluster_of_hosts, mesh_shape
+    from autopar.hosts.cluster import check_plan, cluster_of_hosts, mesh_shape
     from autopar.hosts.create_state import RemoteCreateState
     from autopar.hosts.executable import RemoteExecutable, RemotePipeline, remote_executable
 
     given = method.cluster if isinstance(method, PlanningMethod) else None
     cluster = cluster_of_hosts(hosts) if given is None else any_cluster(given)
     match method:
-        case PlanMethod(plan, _):
+        case PlanMethod(plan, devices):
+            check_plan(hosts, plan, devices)
             step = trace_for(plan, fun, args, batch)
             planned = PlannedStep(step, plan) if plan.pipeline is None else PlannedPipeline(step, plan)
         case PipeshardParallel():
