@@ -9,12 +9,13 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
+from simulator.backend import BACKENDS, Backend, backend_named
 from simulator.breakdown import prediction_of
 from simulator.calibration.profiles import fit_profiles, write_profile
 from simulator.calibration.tables import COLUMNS, fit_collectives
 from simulator.engine import simulate
 from simulator.formula import predict
-from simulator.formula.files import BACKENDS, Formula, load_for_program, load_machine
+from simulator.formula.files import Formula, load_for_program, load_machine
 from simulator.formula.what_if import Change
 from simulator.gantt import save_gantt
 from simulator.prediction import Prediction
@@ -48,7 +49,10 @@ def predict_file(
         list[str] | None, typer.Option(help="A shipped cluster or a YAML file; several to compare.")
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help=f"The software that runs a formula: {', '.join(BACKENDS)}; eager by default.")
+        str | None,
+        typer.Option(
+            help=f"The software that runs it: {', '.join(BACKENDS)}. Formulas: eager by default; programs: devices alone by default."
+        ),
     ] = None,
     change: Annotated[
         list[str] | None,
@@ -69,9 +73,8 @@ def predict_file(
     try:
         changes = [Change.parse(text) for text in change or []]
         if file.suffix == ".json":
-            if backend is not None:
-                raise ValueError("--backend is for formulas; a program has its own kernels")
-            predictions = _of_program(file, names, changes, gantt, trace)
+            driver = None if backend is None else backend_named(backend)
+            predictions = _of_program(file, names, changes, driver, gantt, trace)
         else:
             if gantt is not None or trace is not None:
                 raise ValueError("a formula has no timeline; --gantt and --trace are for programs (.json)")
@@ -95,7 +98,12 @@ def _of_formula(file: Path, names: list[str], changes: list[Change], backend: st
 
 
 def _of_program(
-    file: Path, names: list[str], changes: list[Change], gantt: Path | None, trace: Path | None
+    file: Path,
+    names: list[str],
+    changes: list[Change],
+    backend: Backend | None,
+    gantt: Path | None,
+    trace: Path | None,
 ) -> dict[str, Prediction]:
     if elsewhere := [each.text for each in changes if each.path[0] != "cluster"]:
         raise ValueError(f"{elsewhere[0]!r}: a program can't be changed, only its cluster: cluster.field=value")
@@ -106,7 +114,7 @@ def _of_program(
     predictions = {}
     for name in names:
         where = load_for_program(name, devices, changes)
-        timeline = simulate(program, where)
+        timeline = simulate(program, where, backend=backend)
         predictions[name] = prediction_of(timeline, where)
         if gantt is not None:
             save_gantt(timeline, gantt)

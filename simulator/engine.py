@@ -8,6 +8,7 @@ the instructions to both. Computation and collectives may slow each other (`simu
 from collections.abc import Callable
 from typing import assert_never
 
+from simulator.backend import Backend
 from simulator.costs import CostModel, costs_of
 from simulator.mixed import AnyCluster
 from simulator.program import Free, Program, Recv, Run, Send, walk
@@ -16,17 +17,29 @@ from simulator.timeline import Arrow, Link, Span, Timeline
 from simulator.work import Done, Groups, Start
 
 
-def simulate(program: Program, cluster: AnyCluster, costs: CostModel | None = None, dispatch: float = 0.0) -> Timeline:
+def simulate(
+    program: Program,
+    cluster: AnyCluster,
+    costs: CostModel | None = None,
+    dispatch: float = 0.0,
+    backend: Backend | None = None,
+) -> Timeline:
     """The timeline of one step of `program` on `cluster`, by default at the costs that `cluster` implies.
 
     A send moves `num_bytes` in equal parts from each device of its mesh to its partner in the other mesh. Gathers of what arrives are
     communication of the mesh that receives, which waits for them. `dispatch` are the seconds that the host of a mesh takes for each
-    instruction; it runs ahead of the devices, which wait where it is late.
+    instruction; it runs ahead of the devices, which wait where it is late. A `backend` says so instead, and what the host takes for a step and
+    for each kernel and collective, none of which starts before it is launched; without one only devices take time.
 
     Raises:
         DeadlockError: the meshes wait for one another.
-        ValueError: a mesh has devices that the cluster lacks, a task has no body, or there is no mesh at all.
+        ValueError: a mesh has devices that the cluster lacks, a task has no body, there is no mesh at all, or both `dispatch` and a
+            `backend` say what instructions cost.
     """
+    if dispatch and backend is not None:
+        raise ValueError(
+            f"dispatch={dispatch} and backend {backend.name!r}; expected one of them: a backend has its own instruction_us"
+        )
     costs = costs or costs_of(cluster)
 
     def link_of(groups: Groups) -> Link:
@@ -40,7 +53,7 @@ def simulate(program: Program, cluster: AnyCluster, costs: CostModel | None = No
             raise ValueError(
                 f"mesh {mesh} has devices {devices}; cluster {cluster.name!r} has devices 0 to {cluster.num_devices - 1}"
             )
-    of_mesh, arrows = play(program, costs, link_of, dispatch)
+    of_mesh, arrows = play(program, costs, link_of, dispatch, backend)
     spans = tuple(span for streams in of_mesh for span in streams.spans)
     levels = tuple(tuple(streams.levels) for streams in of_mesh) if program.levels else ()
     sums = program.matrix_flops(), program.unknown_kernels()
@@ -48,10 +61,19 @@ def simulate(program: Program, cluster: AnyCluster, costs: CostModel | None = No
 
 
 def play(
-    program: Program, costs: CostModel, link_of: Callable[[Groups], Link], dispatch: float = 0.0
+    program: Program,
+    costs: CostModel,
+    link_of: Callable[[Groups], Link],
+    dispatch: float = 0.0,
+    backend: Backend | None = None,
 ) -> tuple[list[Streams], list[Arrow]]:
     """The streams of every mesh once all has happened, and the values on their way; `link_of` names what groups communicate over."""
     of_mesh = [Streams(mesh, devices, costs, link_of) for mesh, devices in enumerate(program.meshes)]
+    if backend is not None:
+        dispatch = 1e-6 * backend.instruction_us
+        for streams in of_mesh:
+            streams.launch = 1e-6 * backend.kernel_us
+            streams.dispatch("step", 1e-6 * backend.step_us)
     sends: dict[tuple[str, int, int], Span] = {}
     arrows: list[Arrow] = []
     for mesh, instruction in walk(program):
@@ -59,7 +81,7 @@ def play(
         streams.task = str(instruction)
         if dispatch and not isinstance(instruction, Free):
             streams.dispatch(str(instruction), dispatch)
-        start = streams.compute
+        start, handed_over = streams.compute, streams.host
         match instruction:
             case Run():
                 streams.play(program.body(instruction))
@@ -78,6 +100,7 @@ def play(
                 pass
             case _:
                 assert_never(instruction)
+        streams.record_launches(str(instruction), handed_over)
         if program.levels:
             streams.record_levels(start, program.levels[mesh])
     for streams in of_mesh:

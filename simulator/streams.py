@@ -41,7 +41,11 @@ class Transfer:
 
 @dataclass(slots=True)
 class Streams:
-    """The streams of one mesh: `compute`, `communication` and `host` say until when each is busy."""
+    """The streams of one mesh: `compute`, `communication` and `host` say until when each is busy.
+
+    Attributes:
+        launch: seconds of the host for each kernel and collective, none of which starts before it is launched.
+    """
 
     mesh: int
     devices: tuple[int, ...]
@@ -51,6 +55,7 @@ class Streams:
     compute: float = 0.0
     communication: float = 0.0
     host: float = 0.0
+    launch: float = 0.0
     running: dict[str, tuple[float, Category]] = field(default_factory=dict)  # started, not waited for: when each ends
     under_way: deque[Transfer] = field(default_factory=deque)  # whose end is not known yet
     spans: list[Span] = field(default_factory=list)
@@ -65,14 +70,21 @@ class Streams:
         self._record(name, "host", start, self.host, "dispatch")
         self.wait_until(self.host, name, "host")
 
+    def record_launches(self, name: str, since: float) -> None:
+        """That the host was busy with launches since then."""
+        if self.host > since:
+            self._record(name, "host", since, self.host, "dispatch")
+
     def play(self, body: Body) -> None:
         for op in body:
             match op:
                 case Kernel():
+                    self._launch(op.name)
                     start = self.compute
                     self._compute(kernel_seconds(self.costs, op, self.devices[0]))
                     self._record(op.name, "compute", start, self.compute, op.kind, part=op.part)
                 case Start(collective):
+                    self._launch(collective.name)
                     self._start(collective)
                 case Done(name):
                     while any(transfer.name == name for transfer in self.under_way):
@@ -124,6 +136,11 @@ class Streams:
             self._record(name, "compute", self.compute, time, category, awaited)
             self.compute = time
 
+    def _launch(self, name: str) -> None:
+        if self.launch:
+            self.host += self.launch
+            self.wait_until(self.host, name, "host")
+
     def _start(self, collective: Collective) -> None:
         """Hand a collective to the communication stream now."""
         groups = self._global(collective)
@@ -166,22 +183,25 @@ class Streams:
         """Play iterations until they repeat one another, then skip ahead."""
         last = None
         for iteration in range(1, loop.count + 1):
-            first_span, compute, communication = len(self.spans), self.compute, self.communication
+            first_span, compute, communication, host = len(self.spans), self.compute, self.communication, self.host
             running = dict(self.running)
             self.play(loop.body)
-            steps = self.compute - compute, self.communication - communication
+            steps = self.compute - compute, self.communication - communication, self.host - host
             backlog = max(0.0, self.communication - self.compute)
+            lead = self.compute - self.host if self.launch else 0.0
             if self.under_way:
                 last = None
                 continue
-            if last is not None and _steady(last, (*steps, backlog)):
+            if last is not None and _steady(last, (*steps, backlog, lead)):
                 started = {name for name, end in self.running.items() if running.get(name) != end}
                 self._skip(loop.count - iteration, *steps, self.spans[first_span:], started)
                 return
-            last = (*steps, backlog)
+            last = (*steps, backlog, lead)
 
-    def _skip(self, count: int, compute: float, communication: float, pattern: list[Span], started: set[str]) -> None:
-        """Add `count` more iterations that advance the streams by `compute` and `communication` seconds, as `pattern` did."""
+    def _skip(
+        self, count: int, compute: float, communication: float, host: float, pattern: list[Span], started: set[str]
+    ) -> None:
+        """Add `count` more iterations that advance the streams by so many seconds, as `pattern` did."""
         if not count:
             return
         ends: dict[Stream, float] = {
@@ -197,6 +217,7 @@ class Streams:
             span = Span(name, self.mesh, stream, begin, end, category, self.task, seconds, awaited, link, part)
             self.spans.append(span)
         self.compute, self.communication = ends["compute"], ends["communication"]
+        self.host += count * host
         for name in started:
             end, kind = self.running[name]
             self.running[name] = end + count * communication, kind
@@ -220,7 +241,9 @@ class Streams:
         self.spans.append(Span(name, self.mesh, stream, start, end, category, self.task, awaited=awaited, part=part))
 
 
-def _steady(last: tuple[float, float, float], now: tuple[float, float, float]) -> bool:
-    """Both streams advanced as in the iteration before, and communication that lags behind is not about to be caught up."""
-    same = all(isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in zip(last[:2], now[:2], strict=True))
-    return same and now[2] >= last[2] * (1 - 1e-6) - 1e-12
+def _steady(last: tuple[float, ...], now: tuple[float, ...]) -> bool:
+    """The streams advanced as in the iteration before, and neither communication that lags behind nor a host that is ahead is about to
+    be caught up."""
+    *steps, backlog, lead = now
+    same = all(isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in zip(last, steps, strict=False))
+    return same and all(a >= b * (1 - 1e-6) - 1e-12 for a, b in zip((backlog, lead), last[-2:], strict=True))

@@ -1,9 +1,10 @@
-"""What the formulas know of the hardware and of the software that drives it."""
+"""What the formulas know of the hardware, driven by a backend."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log, sqrt
 
+from simulator.backend import EAGER, Backend
 from simulator.cluster import Cluster
 from simulator.collectives import Network
 from simulator.compute import KernelModel
@@ -22,36 +23,6 @@ _FLASH = {
     "H200": {"flash": (0.21, 0.17), "flash2": (0.36, 0.30)},
     "B200": {"flash": (0.25, 0.20), "flash2": (0.45, 0.35)},
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """The software: what a launch costs the host, how well things are fused, and how it uses the network.
-
-    Attributes:
-        kernel_us: of the host for a kernel; a device that computes faster than that waits for the host.
-        step_us: of the host for a step, beside its kernels.
-        update_bytes: read and written per parameter by the optimizer, clipping and unscaling included.
-        rails: network cards of a host that a group spreads over, at most; None for as many as there are.
-        regathers: whether parameters divided over the data axis are gathered once more to recompute activations.
-    """
-
-    name: str
-    kernel_us: float
-    step_us: float
-    update_bytes: float
-    rails: int | None = None
-    regathers: bool = False
-
-
-EAGER = Backend("eager", kernel_us=54.4, step_us=5.1e3, update_bytes=60.0)
-"""PyTorch as Megatron-LM uses it, kernel by kernel. Both times of the host are fitted to 40 rows of vTrain's single-node table."""
-
-ZERO_2021 = replace(EAGER, name="zero-2021", rails=1, regathers=True)
-"""The first ZeRO-3 of DeepSpeed: a gather is one ring, through one card of each host."""
-
-JITTED = Backend("jitted", kernel_us=1.0, step_us=200.0, update_bytes=32.0)
-"""A compiled step: launches are cheap, the update is one fusion."""
 
 
 @dataclass(frozen=True)
