@@ -7,6 +7,7 @@ waits. A host hands the instructions to all. Computation and collectives may slo
 
 from typing import assert_never
 
+from simulator.backend import Backend
 from simulator.costs import CostModel, costs_of
 from simulator.mixed import AnyCluster
 from simulator.program import Free, Program, Recv, Run, Send, walk
@@ -16,18 +17,28 @@ from simulator.work import Done, Start
 
 
 def simulate(
-    program: Program, cluster: AnyCluster, costs: CostModel | None = None, dispatch: float | None = None
+    program: Program,
+    cluster: AnyCluster,
+    costs: CostModel | None = None,
+    dispatch: float | None = None,
+    backend: Backend | None = None,
 ) -> Timeline:
     """The timeline of one step of `program` on `cluster`, by default at the costs that `cluster` implies.
 
     A send moves `num_bytes` in equal parts from each device of its mesh to its partner in the other mesh. Gathers of what arrives are
     communication of the mesh that receives, which waits for them. `dispatch` are the seconds that the host of a mesh takes for each
-    instruction, `host_launch_us` of the cluster by default; it runs ahead of the devices, which wait where it is late.
+    instruction, `host_launch_us` of the cluster by default; it runs ahead of the devices, which wait where it is late. A `backend` says so
+    instead, and what the host takes for a step and for each kernel and collective, none of which starts before it is launched.
 
     Raises:
         DeadlockError: the meshes wait for one another.
-        ValueError: a mesh has devices that the cluster lacks, a task has no body, or there is no mesh at all.
+        ValueError: a mesh has devices that the cluster lacks, a task has no body, there is no mesh at all, or both `dispatch` and a
+            `backend` say what instructions cost.
     """
+    if dispatch is not None and backend is not None:
+        raise ValueError(
+            f"dispatch={dispatch} and backend {backend.name!r}; expected one of them: a backend has its own instruction_us"
+        )
     costs = costs or costs_of(cluster)
     if not program.meshes:
         raise ValueError("a program without meshes; expected at least one, with its devices and instructions")
@@ -38,7 +49,7 @@ def simulate(
             raise ValueError(
                 f"mesh {mesh} has devices {devices}; cluster {cluster.name!r} has devices 0 to {cluster.num_devices - 1}"
             )
-    of_mesh, arrows = play(program, costs, dispatch)
+    of_mesh, arrows = play(program, costs, dispatch, backend)
     spans = tuple(span for streams in of_mesh for span in streams.spans)
     levels = tuple(tuple(streams.levels) for streams in of_mesh) if program.levels else ()
     return Timeline(
@@ -54,9 +65,16 @@ def simulate(
     )
 
 
-def play(program: Program, costs: CostModel, dispatch: float = 0.0) -> tuple[list[Streams], list[Arrow]]:
+def play(
+    program: Program, costs: CostModel, dispatch: float = 0.0, backend: Backend | None = None
+) -> tuple[list[Streams], list[Arrow]]:
     """The streams of every mesh once all has happened, and the values on their way."""
     of_mesh = [Streams(mesh, devices, costs) for mesh, devices in enumerate(program.meshes)]
+    if backend is not None:
+        dispatch = 1e-6 * backend.instruction_us
+        for streams in of_mesh:
+            streams.launch = 1e-6 * backend.kernel_us
+            streams.dispatch("step", 1e-6 * backend.step_us)
     sends: dict[tuple[str, int, int], Span] = {}
     arrows: list[Arrow] = []
     for mesh, instruction in walk(program):
@@ -64,7 +82,7 @@ def play(program: Program, costs: CostModel, dispatch: float = 0.0) -> tuple[lis
         streams.task = str(instruction)
         if dispatch and not isinstance(instruction, Free):
             streams.dispatch(str(instruction), dispatch)
-        start = streams.compute
+        start, handed_over = streams.compute, streams.host
         match instruction:
             case Run():
                 streams.play(program.body(instruction))
@@ -83,6 +101,7 @@ def play(program: Program, costs: CostModel, dispatch: float = 0.0) -> tuple[lis
                 pass
             case _:
                 assert_never(instruction)
+        streams.record_launches(str(instruction), handed_over)
         if program.levels:
             streams.record_levels(start, program.levels[mesh])
     for streams in of_mesh:
