@@ -7,6 +7,10 @@ gives two that share a link no more than one after the other. A ring over severa
 Where computation and collectives slow each other (`Link.slowdown`), both go on at a part of their speed while they share a device, so
 when a collective ends depends on what is computed beside it; computation is as slow as the worst of what goes on beside it. It is known when the compute stream has come so far, or waits; once a
 value is sent to another mesh, what is still under way goes on at full speed.
+
+So faster hardware is never slower on one mesh, nor in pipelines whose tasks wait for the collectives that they start, as compiled ones do.
+In other pipelines more of a collective may come before a send, and slow what is beside it, the earlier it starts: there faster hardware
+takes at most `slowdown` times as long, as sharing never takes longer than that (all this for slowdowns up to 2, which `Link` asserts).
 """
 
 from collections import defaultdict, deque
