@@ -171,6 +171,11 @@ class Cluster(Description):
         """The cluster itself: its hosts are one pool (`MixedCluster` has several)."""
         return (self,)
 
+    @property
+    def pool_starts(self) -> tuple[int, ...]:
+        """The number of the first device of each pool, which is 0."""
+        return (0,)
+
     def pool_of(self, devices: Sequence[int]) -> int:
         """The number of the pool that devices are in, which is 0."""
         for device_id in (min(devices), max(devices)):
