@@ -28,21 +28,23 @@ def predict(
     program: Program,
     cluster: AnyCluster,
     costs: CostModel | None = None,
-    dispatch: float = 0.0,
-    model_flops: float = nan,
+    dispatch: float | None = None,
+    model_flops: float | None = None,
     tokens: int = 0,
 ) -> Prediction:
     """What one step of `program` takes on `cluster`; `simulator.formula.predict` answers the same for a transformer's sizes.
 
     Args:
         program, cluster, costs, dispatch: as for `simulator.engine.simulate`, which also says what may be wrong with them.
-        model_flops: FLOP that the step needs, nothing computed twice, of all devices; a program doesn't know.
+        model_flops: FLOP that the step needs, nothing computed twice, of all devices; by default what the program says.
         tokens: that the step learns from.
     """
     return prediction_of(simulate(program, cluster, costs, dispatch), cluster, model_flops, tokens)
 
 
-def prediction_of(timeline: Timeline, cluster: AnyCluster, model_flops: float = nan, tokens: int = 0) -> Prediction:
+def prediction_of(
+    timeline: Timeline, cluster: AnyCluster, model_flops: float | None = None, tokens: int = 0
+) -> Prediction:
     """Where the seconds of a timeline go, on the mesh that computes longest; arguments as of `predict`."""
     mesh = max(range(len(timeline.meshes)), key=lambda mesh: timeline.busy(mesh, "compute"))
     own = [span for span in timeline.spans if span.mesh == mesh]
@@ -67,6 +69,7 @@ def prediction_of(timeline: Timeline, cluster: AnyCluster, model_flops: float = 
     used = [(use.parts(), device) for use, device in zip(timeline.memory, of_mesh, strict=False)]
     held, device = max(used, key=lambda each: sum(each[0].values()) / each[1].memory_bytes, default=({}, of_mesh[mesh]))
     sizes = list(map(len, timeline.meshes))
+    needed = timeline.model_flops if model_flops is None else model_flops
     return Prediction(
         seconds=timeline.makespan,
         forward=parts["forward"],
@@ -78,11 +81,12 @@ def prediction_of(timeline: Timeline, cluster: AnyCluster, model_flops: float = 
         exposed=dict(exposed),
         communication=dict(moved),
         memory=Footprint(held, 1e9 * device.reserve_gb, device.memory_bytes),
-        model_flops=model_flops,
+        model_flops=nan if needed is None else needed,
         hardware_flops=sum(timeline.flops.values()) or nan,
         peak_flop_per_s=sum(_peak(timeline.flops, each) * size for each, size in zip(of_mesh, sizes, strict=True)),
         devices=sum(sizes),
         tokens=tokens,
+        examples=timeline.examples,
         whole=parts["whole"],
         unknown=timeline.unknown,
     )

@@ -14,13 +14,13 @@ from simulator.calibration.profiles import fit_profiles, write_profile
 from simulator.calibration.tables import COLUMNS, fit_collectives
 from simulator.engine import simulate
 from simulator.formula import predict
-from simulator.formula.files import BACKENDS, Formula, load_changed, load_machine
+from simulator.formula.files import BACKENDS, Formula, load_for_program, load_machine
 from simulator.formula.what_if import Change
 from simulator.gantt import save_gantt
-from simulator.mixed import load_cluster
 from simulator.prediction import Prediction
 from simulator.prediction_table import prediction_json, prediction_table
 from simulator.program_file import load_program
+from simulator.schema import SCHEMAS
 from simulator.validation.published import published_sets
 from simulator.validation.report import Comparison, as_json, summary, write_report
 
@@ -102,9 +102,10 @@ def _of_program(
     if (gantt or trace) and len(names) > 1:
         raise ValueError(f"--gantt and --trace are of one timeline; given {len(names)} clusters")
     program = load_program(file)
+    devices = 1 + max(map(max, program.meshes), default=0)
     predictions = {}
     for name in names:
-        where = load_changed(name, changes) if changes else load_cluster(name)
+        where = load_for_program(name, devices, changes)
         timeline = simulate(program, where)
         predictions[name] = prediction_of(timeline, where)
         if gantt is not None:
@@ -154,6 +155,16 @@ def _print_worst(console: Console, comparison: Comparison, count: int) -> None:
             f"{comparison.published.name}: {case.name}: {case.predicted:.4g} {unit}, measured {case.measured:.4g} ({case.error:+.1%})",
             highlight=False,
         )
+
+
+@app.command()
+def schema(
+    kind: Annotated[str, typer.Argument(help=f"Of a file that describes: {', '.join(SCHEMAS)}.")] = "cluster",
+) -> None:
+    """Prints the JSON schema of files that describe hardware, with what each field means, for editors and checkers."""
+    if kind not in SCHEMAS:
+        raise typer.BadParameter(f"unknown kind of file {kind!r}; expected one of {', '.join(SCHEMAS)}")
+    typer.echo(json.dumps(SCHEMAS[kind](), indent=1))
 
 
 @app.command()

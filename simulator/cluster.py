@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from simulator.collective_profile import PROFILES as COLLECTIVES
 from simulator.collective_profile import CollectiveProfile, SizeCurve
 from simulator.description import ClusterError, Description, named, read, validate
+from simulator.dtypes import check_dtypes
 from simulator.kernel_profile import PROFILES as KERNELS
 from simulator.kernel_profile import KernelProfile
 
@@ -48,6 +49,11 @@ class Device(Description):
     kernel_launch_us: NonNegativeFloat
     kernels: KernelProfile
     xla_target: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _types_are_known(self) -> Self:
+        check_dtypes(self.peak_tflop_per_s, "peak_tflop_per_s")
+        return self
 
     @model_validator(mode="after")
     def _something_is_left(self) -> Self:
@@ -97,6 +103,11 @@ class Link(Description):
         """Bytes per second that each member of a ring of `group_size` sends."""
         return self.group_bandwidth_gb_per_s.get(group_size, self.bandwidth_gb_per_s) * 1e9
 
+    def faster_groups(self, factor: float) -> Self:
+        """The same with so many times the bandwidth in groups of the sizes that have one of their own."""
+        groups = {size: factor * bandwidth for size, bandwidth in self.group_bandwidth_gb_per_s.items()}
+        return self.model_copy(update={"group_bandwidth_gb_per_s": groups})
+
 
 class Processes(Description):
     """Hosts that are processes of one machine and share its cores (`simulator.hosts`).
@@ -112,6 +123,28 @@ class Processes(Description):
     at_once: float = Field(default=1.0, ge=1)
 
 
+class Provenance(Description):
+    """How a description was measured: when, on what, and how well it fits. Rows and errors are by what was measured.
+
+    Attributes:
+        driver: version of the driver of the devices, where there is one.
+        seconds: that measuring took.
+        rows: how many measurements there are, those held out of the fit included.
+        fitted_error, held_out_error: mean absolute relative error on the rows that were fitted to, and on the others.
+    """
+
+    date: str
+    device_kind: str
+    devices: PositiveInt
+    driver: str | None = None
+    jax: str
+    jaxlib: str
+    seconds: NonNegativeFloat
+    rows: dict[str, PositiveInt]
+    fitted_error: dict[str, NonNegativeFloat] = Field(default_factory=dict)
+    held_out_error: dict[str, NonNegativeFloat] = Field(default_factory=dict)
+
+
 class Cluster(Description):
     """Hosts with the same number of the same devices, and the network between them.
 
@@ -119,13 +152,15 @@ class Cluster(Description):
 
     Attributes:
         source: where the numbers come from.
-        nics_per_host: network cards of a host; its devices are spread evenly over them.
+        nics_per_host: network cards of a host; its devices are spread evenly over them, or they over the devices.
         collective_launch_us: what a collective costs beside its hops and bytes.
         intra_host: the link between two devices of a host.
         collectives: collectives within a host as measured; in a file, the curves, the name of a profile in
             `simulator/profiles/collectives`, or the path of another. What `intra_host` implies if there are none.
         inter_host: the link between two network cards of different hosts; None for a single host.
         processes: what hosts cost that are processes of one machine; None: each has a machine of its own.
+        host_launch_us: of a host, to start a program on its devices: what a jitted call takes.
+        provenance: of a description that was measured as a whole, by `autopar calibrate`.
     """
 
     name: str
@@ -140,6 +175,8 @@ class Cluster(Description):
     collectives: CollectiveProfile | None = None
     inter_host: Link | None = None
     processes: Processes | None = None
+    host_launch_us: NonNegativeFloat = 0.0
+    provenance: Provenance | None = None
 
     @model_validator(mode="after")
     def _hosts_are_linked(self) -> Self:
@@ -162,9 +199,11 @@ class Cluster(Description):
             bandwidth_gb_per_s=link.bandwidth_gb_per_s,
             group_bandwidth_gb_per_s=link.group_bandwidth_gb_per_s,
         )
+        pair = {"bandwidth_gb_per_s": link.bandwidth(2) / 1e9, "group_bandwidth_gb_per_s": {}}
+        permute = implied.model_copy(update=pair)  # whoever else sends, a message has the links between two devices
         if self.collectives is None:
-            return CollectiveProfile(gpu=self.device.name, source=self.source, all_reduce=implied)
-        return self.collectives.model_copy(update={"permute": self.collectives.permute or implied})
+            return CollectiveProfile(gpu=self.device.name, source=self.source, all_reduce=implied, permute=permute)
+        return self.collectives.model_copy(update={"permute": self.collectives.permute or permute})
 
     @property
     def pools(self) -> "tuple[Cluster, ...]":
@@ -189,9 +228,14 @@ class Cluster(Description):
         return device_id // self.devices_per_host
 
     def nic_of(self, device_id: int) -> int:
-        """The network card that device `device_id` talks to other hosts through, counted over the whole cluster."""
+        """The (first) network card that device `device_id` talks to other hosts through, counted over the whole cluster."""
         host, local = self.host_of(device_id), device_id % self.devices_per_host
         return host * self.nics_per_host + local * self.nics_per_host // self.devices_per_host
+
+    @property
+    def cards_per_device(self) -> float:
+        """Network cards that a device has for itself, each message in equal parts over them; 1 where devices share cards."""
+        return max(1.0, self.nics_per_host / self.devices_per_host)
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:

@@ -73,10 +73,11 @@ class Network:
         cluster = self.cluster
         if stride < cluster.devices_per_host or cluster.inter_host is None:
             return self._permute_seconds(num_bytes, Flows(within=1, across=0))
-        return self._permute_seconds(num_bytes, Flows(0, max(1, cluster.devices_per_host / cluster.nics_per_host)))
+        return self._permute_seconds(num_bytes, Flows(0, cluster.devices_per_host / cluster.nics_per_host))
 
     def _permute_seconds(self, num_bytes: float, flows: Flows) -> float:
-        within = self.curves.curve("permute").seconds("permute", num_bytes * flows.within, 2) if flows.within else 0.0
+        curve = self.curves.curve("permute")
+        within = curve.seconds("permute", num_bytes * flows.within, flows.members) if flows.within else 0.0
         inter = self.cluster.inter_host
         if inter is None or not flows.across:
             return within
@@ -91,7 +92,7 @@ def _ring_seconds(kind: CollectiveKind, num_bytes: float, ring: Ring, curve: Siz
     if kind == "all_to_all":  # no ring: each device of the host sends over the network what is for the other hosts
         across = ring.per_host * (ring.size - ring.per_host) / ring.size * num_bytes
         hops = max(curve.hop_us, inter.latency_us)
-    latency = curve.launch_us + hops * (2 if kind == "all_reduce" else 1)
+    latency = curve.start(ring.per_host) + hops * (2 if kind == "all_reduce" else 1)
     within = curve.transfer(sent, ring.per_host) if ring.per_host > 1 else 0.0
     return latency * 1e-6 + max(within, _over_cards(across, inter, ring.nics))
 
@@ -101,7 +102,7 @@ def _tree_seconds(num_bytes: float, ring: Ring, curve: SizeCurve, inter: Link) -
     moved = 2 * num_bytes / _TREE_EFFICIENCY
     hops = curve.hop_us * (ring.per_host - 1) + inter.latency_us * ceil(log2(ring.hosts))
     within = curve.transfer(moved, ring.per_host) if ring.per_host > 1 else 0.0
-    return (curve.launch_us + 2 * hops) * 1e-6 + max(within, _over_cards(moved, inter, ring.nics))
+    return (curve.start(ring.per_host) + 2 * hops) * 1e-6 + max(within, _over_cards(moved, inter, ring.nics))
 
 
 def _nvls_tree_seconds(num_bytes: float, ring: Ring, nvls: SwitchCurve, inter: Link) -> float:

@@ -159,7 +159,8 @@ class MixedCosts:
                     cards[pool, way, self.cluster.pools[pool].nic_of(device)] += 1
         seconds = [self.pools[pool].collective(kind, num_bytes, tuple(each)) for pool, each in inside.items()]
         for (pool, *_), messages in cards.items():
-            seconds.append(self.pools[pool].network.collective_seconds(kind, num_bytes, Flows(0, messages)))
+            of_card = Flows(0, messages / self.cluster.pools[pool].cards_per_device)
+            seconds.append(self.pools[pool].network.collective_seconds(kind, num_bytes, of_card))
         return max(seconds)
 
 

@@ -18,28 +18,43 @@ from simulator.timeline import LINKS, Arrow, Span, Timeline
 from simulator.work import Body, Done, Start
 
 
-def simulate(program: Program, cluster: AnyCluster, costs: CostModel | None = None, dispatch: float = 0.0) -> Timeline:
+def simulate(
+    program: Program, cluster: AnyCluster, costs: CostModel | None = None, dispatch: float | None = None
+) -> Timeline:
     """The timeline of one step of `program` on `cluster`, by default at the costs that `cluster` implies.
 
     A send moves `num_bytes` in equal parts from each device of its mesh to its partner in the other mesh. Gathers of what arrives are
     communication of the mesh that receives, which waits for them. `dispatch` are the seconds that the host of a mesh takes for each
-    instruction; it runs ahead of the devices, which wait where it is late.
+    instruction, `host_launch_us` of the cluster by default; it runs ahead of the devices, which wait where it is late.
 
     Raises:
         DeadlockError: the meshes wait for one another.
-        ValueError: a mesh has devices that the cluster lacks, or a task has no body.
+        ValueError: a mesh has devices that the cluster lacks, a task has no body, or there is no mesh at all.
     """
     costs = costs or costs_of(cluster)
+    if not program.meshes:
+        raise ValueError("a program without meshes; expected at least one, with its devices and instructions")
+    if dispatch is None:
+        dispatch = max(pool.host_launch_us for pool in cluster.pools) * 1e-6
     for mesh, devices in enumerate(program.meshes):
-        if not devices or max(devices) >= cluster.num_devices:
+        if max(devices) >= cluster.num_devices:
             raise ValueError(
                 f"mesh {mesh} has devices {devices}; cluster {cluster.name!r} has devices 0 to {cluster.num_devices - 1}"
             )
     of_mesh, arrows = play(program, costs, dispatch)
     spans = tuple(span for streams in of_mesh for span in streams.spans)
     levels = tuple(tuple(streams.levels) for streams in of_mesh) if program.levels else ()
-    sums = program.matrix_flops(), program.unknown_kernels()
-    return Timeline(spans, program.meshes, program.memory, tuple(arrows), levels, *sums)
+    return Timeline(
+        spans,
+        program.meshes,
+        program.memory,
+        tuple(arrows),
+        levels,
+        program.matrix_flops(),
+        program.unknown_kernels(),
+        program.model_flops,
+        program.examples,
+    )
 
 
 def play(program: Program, costs: CostModel, dispatch: float = 0.0) -> tuple[list[Streams], list[Arrow]]:

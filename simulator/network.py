@@ -4,7 +4,7 @@ A ring passes each host once. Its devices there reach other hosts through the ca
 use at the same time is divided among them. `simulator.collectives` says what that costs.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -32,10 +32,17 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Flows:
-    """Messages of a permute that meet: most of them into or out of one device within a host, and one card between hosts."""
+    """Messages of a permute that meet.
+
+    Attributes:
+        within: most of them into or out of one device within a host.
+        across: most of them into or out of one card between hosts.
+        members: devices of a host that send or receive within it, where most do.
+    """
 
     within: float
     across: float
+    members: int = 2
 
 
 Routes = frozenset[Ring] | Flows
@@ -74,18 +81,21 @@ def _ring(cluster: Cluster, group: Iterable[int], users: Counter[int]) -> Ring:
     members = Counter(cluster.host_of(device) for device in group)
     nics = dict.fromkeys(members, 0.0)
     for nic in {cluster.nic_of(device) for device in group}:
-        nics[nic // cluster.nics_per_host] += 1 / users[nic]
+        nics[nic // cluster.nics_per_host] += cluster.cards_per_device / users[nic]
     return Ring(sum(members.values()), len(members), max(members.values()), min(nics.values()))
 
 
 def _flows(cluster: Cluster, pairs: Groups) -> Flows:
     within: Counter[tuple[str, int]] = Counter()
     across: Counter[tuple[str, int]] = Counter()
+    members: defaultdict[int, set[int]] = defaultdict(set)
     for source, target in pairs:
         if source == target:
             continue
-        if cluster.host_of(source) == cluster.host_of(target):
+        if (host := cluster.host_of(source)) == cluster.host_of(target):
             within.update((("out", source), ("in", target)))
+            members[host] |= {source, target}
         else:
             across.update((("out", cluster.nic_of(source)), ("in", cluster.nic_of(target))))
-    return Flows(max(within.values(), default=0), max(across.values(), default=0))
+    most = max(map(len, members.values()), default=2)
+    return Flows(max(within.values(), default=0), max(across.values(), default=0) / cluster.cards_per_device, most)

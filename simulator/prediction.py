@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import exp, sqrt
+from math import exp, nan, sqrt
 from statistics import NormalDist
 
 from simulator.memory import Footprint
@@ -35,7 +35,7 @@ class Prediction:
         model_flops, hardware_flops: of all devices, without and with what is computed twice; nan if the program does not say.
         peak_flop_per_s: of all devices, in the precisions that are used.
         devices: how many.
-        tokens: of the step; 0 if the program does not say.
+        tokens, examples: of the step; 0 if the program does not say.
         unknown: how many kernels of each sort were priced by the bytes they must move, as nobody knows what they cost.
     """
 
@@ -54,23 +54,24 @@ class Prediction:
     peak_flop_per_s: float
     devices: int
     tokens: int
+    examples: int = 0
     whole: float = 0.0
     unknown: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tflop_per_s_per_device(self) -> float:
         """Model FLOP."""
-        return self.model_flops / self.seconds / self.devices / 1e12
+        return self._rate(self.model_flops) / self.devices / 1e12
 
     @property
     def mfu(self) -> float:
         """Model FLOP utilisation."""
-        return self.model_flops / self.seconds / self.peak_flop_per_s
+        return self._rate(self.model_flops) / self.peak_flop_per_s
 
     @property
     def hfu(self) -> float:
         """Hardware FLOP utilisation: what is computed twice counts twice."""
-        return self.hardware_flops / self.seconds / self.peak_flop_per_s
+        return self._rate(self.hardware_flops) / self.peak_flop_per_s
 
     def quantile(self, probability: float) -> float:
         """Seconds that the step takes at most with this probability, between 0 and 1, both excluded.
@@ -79,6 +80,8 @@ class Prediction:
         """
         if not 0 < probability < 1:
             raise ValueError(f"a probability of {probability}; expected one between 0 and 1")
+        if not self.seconds:
+            return 0.0
         network = sum(self.exposed.values())
         parts = {"compute": self.seconds - network - self.host, "network": network, "host": self.host}
         deviation = sqrt(sum((_DEVIATION[kind] * part / self.seconds) ** 2 for kind, part in parts.items()))
@@ -86,7 +89,16 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
+        """nan if the program does not say how many there are."""
+        return self._rate(self.tokens or nan)
+
+    def _rate(self, amount: float) -> float:
+        """How much of it a second; nan of a step that takes no time."""
+        return amount / self.seconds if self.seconds else nan
+
+    @property
+    def examples_per_s(self) -> float:
+        return self.examples / self.seconds
 
     def row(self) -> dict[str, float | int | bool]:
         """Everything as one row of a table: `pandas.DataFrame([prediction.row(), ...])`."""
@@ -98,6 +110,6 @@ class Prediction:
         if self.memory.parts:
             row |= {f"memory {name}": num_bytes for name, num_bytes in self.memory.parts.items()}
             row |= {"allocated": self.memory.total, "reserved": self.memory.reserved, "fits": self.memory.fits}
-        rates = ("devices", "tokens_per_s", "tflop_per_s_per_device", "mfu", "hfu")
+        rates = ("devices", "examples_per_s", "tokens_per_s", "tflop_per_s_per_device", "mfu", "hfu")
         row |= {f"unknown {name}": count for name, count in self.unknown.items()}
         return row | {name: getattr(self, name) for name in rates}

@@ -94,6 +94,9 @@ class Program:
         bodies: what one device launches for a task (`Run.task`); needed to simulate, not to run.
         memory: for each mesh, the memory of one of its devices.
         levels: for each mesh, what one of its devices holds while each instruction runs, and after it.
+        model_flops: FLOP of the products and convolutions that the step needs, nothing computed twice, of all devices; None if nobody
+            says.
+        examples: that the step learns from; 0 if nobody says.
     """
 
     meshes: tuple[tuple[int, ...], ...]
@@ -101,8 +104,13 @@ class Program:
     bodies: Mapping[str, Body] = field(default_factory=dict)
     memory: tuple[MemoryUse, ...] = ()
     levels: tuple[tuple[tuple[Level, Level], ...], ...] = ()
+    model_flops: float | None = None
+    examples: int = 0
 
     def __post_init__(self) -> None:
+        for mesh, devices in enumerate(self.meshes):
+            if not devices or min(devices) < 0:
+                raise ValueError(f"mesh {mesh} has devices {devices}; expected at least one, by numbers from 0 on")
         if len(self.meshes) != len(self.instructions):
             raise ValueError(f"{len(self.meshes)} meshes but {len(self.instructions)} instruction lists; one each")
         if self.memory and len(self.memory) != len(self.meshes):

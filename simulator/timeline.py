@@ -18,6 +18,8 @@ STREAMS: tuple[Stream, ...] = ("compute", "communication", "host")
 Category = Literal[
     "gemm",
     "conv",
+    "attention",
+    "attention backward",
     "memory",
     "all_reduce",
     "all_gather",
@@ -94,6 +96,7 @@ class Timeline:
         levels: for each mesh, from when on (seconds) one of its devices holds what; empty if the program does not say.
         flops: of products and convolutions on all devices, by what they compute in; empty if nobody says.
         unknown: how many kernels of each sort were priced by their bytes alone, as nobody knows what they cost.
+        model_flops, examples: as of a `Program`.
     """
 
     spans: tuple[Span, ...]
@@ -103,6 +106,8 @@ class Timeline:
     levels: tuple[tuple[tuple[float, Level], ...], ...] = ()
     flops: Mapping[str, float] = field(default_factory=dict)
     unknown: Mapping[str, int] = field(default_factory=dict)
+    model_flops: float | None = None
+    examples: int = 0
 
     @property
     def makespan(self) -> float:

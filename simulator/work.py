@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
-KernelKind = Literal["gemm", "conv", "memory"]
-"""What bounds a kernel: matrix units fed by a GEMM, by a convolution, or memory (fusions, copies, gathers, reductions)."""
+KernelKind = Literal["gemm", "conv", "attention", "attention backward", "memory"]
+"""What bounds a kernel: matrix units fed by a GEMM, by a convolution, by fused attention, or memory (fusions, copies, gathers,
+reductions)."""
 
 Part = Literal["", "forward", "recompute", "backward", "update"]
 """What a kernel is for in a training step; nothing where nobody says."""

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.schedule.build import Backend, build
+from autopar.api import parallelize
+from autopar.schedule.build import Backend, Built, build
 from autopar.schedule.directives import (
     CutPipelineStage,
     Directive,
@@ -43,7 +45,8 @@ class Verify:
             sch["linear1"].shard("kernel", axis=1)
             ...
 
-    Stages of a pipeline are left out of it, and so is `fork_rng`: shards that draw their own numbers can't give the model's.
+    What is checked is what runs: with backend "auto" the loss and its gradients are a step that is planned, by the method that `build`
+    gives. Stages of a pipeline are left out of it, and so is `fork_rng`: shards that draw their own numbers can't give the model's.
 
     Attributes:
         model: the schedule.
@@ -77,7 +80,7 @@ class Verify:
         given = self.model.schedule.directives
         schedule = Schedule(tuple(each for each in given if not isinstance(each, CutPipelineStage | ForkRng)))
         params = _random(self.model.params) if self.params is None else self.params
-        wanted = self._values(self.model.fun, params)
+        wanted = self._values(self.model.fun, params, _compiled)
         worst = self._worst(schedule, params, wanted)
         if worst is None:
             return
@@ -85,8 +88,10 @@ class Verify:
         blamed = f"{describe(directive)} of {directive.path or 'the model'}" if directive else "no single directive"
         raise VerificationError(f"{worst}; at fault is {blamed}")
 
-    def _values(self, fun: Callable[..., Any], params: Any) -> dict[str, np.ndarray]:
-        """The loss, and the gradients of all parameters and inputs that have any, by name."""
+    def _values(
+        self, fun: Callable[..., Any], params: Any, run: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> dict[str, np.ndarray]:
+        """The loss, and the gradients of all parameters and inputs that have any, by name; computed by `run` of them."""
         args = tuple(self.example_inputs)
 
         def loss(smooth: Any, rest: Any) -> jax.Array:
@@ -95,7 +100,7 @@ class Verify:
             return self.loss(result) if self.loss is not None else _weighted(result)
 
         smooth, rest = _parted((params, *args))
-        value, gradients = jax.jit(jax.value_and_grad(loss), compiler_options=_FAST)(smooth, rest)
+        value, gradients = run(jax.value_and_grad(loss))(smooth, rest)
         leaves, _ = jax.tree.flatten_with_path(gradients)
         named = {f"the gradient of {self._name(path)}": np.asarray(leaf) for path, leaf in leaves}
         return {_LOSS: np.asarray(value), **named}
@@ -107,7 +112,8 @@ class Verify:
     def _worst(self, schedule: Schedule, params: Any, wanted: dict[str, np.ndarray]) -> str | None:
         """What a schedule gets most wrong, in words; None when all is well. Raises ScheduleError if it can't be built."""
         model = self.model.replayed(schedule, jax.tree.map(abstract, tuple(self.example_inputs)))
-        found = self._values(build(model, self.backend, self.batch_axis).apply, params)
+        built = build(model, self.backend, self.batch_axis)
+        found = self._values(built.apply, params, _compiled if self.backend != "auto" else partial(_planned, built))
         # Gradients that are zero but for rounding are compared with the others.
         floor = 1e-2 * max(_largest(value) for name, value in wanted.items() if name != _LOSS)
         differences = {
@@ -127,6 +133,14 @@ class Verify:
             except ScheduleError:
                 continue  # what is left does not fit together: no answer
         return None
+
+
+def _compiled(step: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(step, compiler_options=_FAST)
+
+
+def _planned(built: Built, step: Callable[..., Any]) -> Callable[..., Any]:
+    return parallelize(step, method=built.method, static_argnums=(), donate_argnums=(), batch_argnums=())
 
 
 def _alternatives(schedule: Schedule) -> Iterator[tuple[Directive, Schedule]]:

@@ -1,6 +1,8 @@
 """Formula files: a model and how it is run, in YAML, with changes from the command line."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -8,7 +10,8 @@ from simulator.cluster import Cluster, load_device
 from simulator.description import ClusterError, Description, read, validate
 from simulator.formula.description import Execution, Transformer
 from simulator.formula.machine import EAGER, JITTED, ZERO_2021, Backend, Machine
-from simulator.formula.what_if import Change, changed, changed_machine
+from simulator.formula.what_if import READ_BY_FORMULAS, READ_BY_PROGRAMS, Change, changed
+from simulator.mixed import AnyCluster, MixedCluster, load_cluster
 
 BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in (EAGER, JITTED, ZERO_2021)}
 
@@ -29,29 +32,68 @@ class Formula(Description):
 
 
 def load_machine(cluster: str, devices: int, backend: str, changes: Iterable[Change] = ()) -> Machine:
-    """Whole hosts of a shipped cluster or a cluster file, enough for `devices`, with changes; another device comes first."""
+    """A shipped cluster or a cluster file with changes, and with as many hosts as `devices` need; another device comes first."""
     if backend not in BACKENDS:
         raise ClusterError(f"unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}")
-    base, others = _devices_first(cluster, changes)
-    base = base.with_size(max(base.hosts, -(-devices // base.devices_per_host)))
-    return changed_machine(base, others, BACKENDS[backend])
+    changes = tuple(changes)
+    where = _changed(Cluster.load(cluster), changes, cluster, READ_BY_FORMULAS)
+    return Machine(_grown(where, devices, changes), BACKENDS[backend])
 
 
-def load_changed(cluster: str, changes: Iterable[Change]) -> Cluster:
-    """A shipped cluster or a cluster file with changes; another device comes first."""
-    base, others = _devices_first(cluster, changes)
-    return changed(base, others, cluster)
+def load_for_program(cluster: str, devices: int, changes: Iterable[Change] = ()) -> AnyCluster:
+    """The same for a program on so many devices. Pools of unlike hosts are changed one by one, and stay as many as they are."""
+    changes = tuple(changes)
+    where = load_cluster(cluster)
+    if isinstance(where, Cluster):
+        return _grown(_changed(where, changes, cluster, READ_BY_PROGRAMS), devices, changes)
+    of_pool: defaultdict[int, list[Change]] = defaultdict(list)
+    for change in changes:
+        number, inside = _pool_change(change, where)
+        of_pool[number].append(inside)
+    pools = [
+        _changed(pool, of_pool[number], cluster, READ_BY_PROGRAMS, f", pool {number}")
+        for number, pool in enumerate(where.pools)
+    ]
+    return validate(
+        MixedCluster,
+        {name: getattr(where, name) for name in ("name", "description")} | {"pools": tuple(pools)},
+        cluster,
+    )
 
 
-def _devices_first(cluster: str, changes: Iterable[Change]) -> tuple[Cluster, list[Change]]:
-    """The cluster with the device that the changes give it, and the other changes."""
-    base, others = Cluster.load(cluster), []
+def _pool_change(change: Change, where: MixedCluster) -> tuple[int, Change]:
+    """The pool that a change is of, and the change as it is seen from there."""
+    numbers = range(len(where.pools))
+    match change.path:
+        case (section, "pools", number, field, *inner) if number.isdecimal() and int(number) in numbers:
+            return int(number), replace(change, path=(section, field, *inner))
+    raise ClusterError(
+        f"{change.text!r}: {where.name!r} has pools of unlike hosts, numbered 0 to {numbers[-1]}; "
+        "expected a field of one of them, e.g. cluster.pools.0.hosts=2"
+    )
+
+
+def _grown(where: Cluster, devices: int, changes: Iterable[Change]) -> Cluster:
+    """The cluster with as many hosts as `devices` need, unless the changes say how many there are."""
+    if devices <= where.num_devices or any(change.path == ("cluster", "hosts") for change in changes):
+        return where
+    if where.inter_host is None:
+        raise ClusterError(
+            f"{devices} devices are needed, {where.name!r} has {where.num_devices} and no inter_host, the link to further hosts; "
+            "take another cluster, or describe the link in its file"
+        )
+    return where.with_size(-(-devices // where.devices_per_host))
+
+
+def _changed(base: Cluster, changes: Iterable[Change], cluster: str, read: tuple[str, ...], place: str = "") -> Cluster:
+    """The cluster of a file with changes, of which another device comes first."""
+    others = []
     for change in changes:
         if change.path == ("cluster", "device"):
             base = _with_device(base, change, Path(cluster))
         else:
             others.append(change)
-    return base, others
+    return changed(base, others, f"{cluster}{place}", read)
 
 
 def _with_device(cluster: Cluster, change: Change, path: Path) -> Cluster:

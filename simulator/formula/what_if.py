@@ -8,29 +8,64 @@ from typing import Any, Self
 import yaml
 
 from simulator.cluster import Cluster
-from simulator.description import ClusterError, Description, validate
-from simulator.formula.machine import Backend, Machine
+from simulator.description import ClusterError, validate
 
 _READ = (
     "hosts",
     "devices_per_host",
     "nics_per_host",
-    "inter_host.bandwidth_gb_per_s",
-    "inter_host.latency_us",
-    "inter_host.half_size_mb",
-    "intra_host.bandwidth_gb_per_s",
+    "collective_launch_us",
+    "intra_host",
+    "collectives",
+    "inter_host",
     "device",
     "device.cores",
     "device.memory_gb",
     "device.reserve_gb",
     "device.kernel_launch_us",
     "device.memory_bandwidth_gb_per_s",
-    "device.peak_tflop_per_s.bf16",
-    "device.peak_tflop_per_s.f16",
+    "device.kernels.launch_us",
     "device.kernels.efficiency",
+    "device.kernels.tile_us",
+    "device.kernels.step_ns",
+    "device.kernels.cache_gb_per_s_per_core",
     "device.kernels.memory_efficiency",
+    "device.kernels.half_size_mb",
+    "device.kernels.overlap",
+    "device.kernels.whole_waves",
+    "device.kernels.droop",
+    "device.kernels.split_us",
 )
-"""Fields of a cluster that the formulas use; the rest they know from measurements of the device."""
+
+READ_BY_FORMULAS = (
+    *_READ,
+    "device.kernels.hot_in_training",
+    *(
+        f"device.{field}.{dtype}"
+        for field in ("peak_tflop_per_s", "kernels.efficiency_by_dtype")
+        for dtype in ("bf16", "f16", "f8e4m3fn")
+    ),
+)
+"""Fields of a cluster that change what a formula takes, or sections of them; the rest is refused, as it would do nothing."""
+
+READ_BY_PROGRAMS = (
+    *_READ,
+    "device.peak_tflop_per_s",
+    "device.kernels.efficiency_by_dtype",
+    "device.vector_tflop_per_s",
+)
+"""The same for programs."""
+
+_NOTES = ("name", "source", "gpu", "held_out_error")
+"""Fields of these sections that say where numbers come from."""
+
+_MEASURED = (
+    "collective_launch_us",
+    "intra_host.latency_us",
+    "intra_host.half_size_mb",
+    "intra_host.group_bandwidth_gb_per_s",
+)
+"""What measured collectives take the place of. (Their bandwidth changes in proportion to the link's.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +96,9 @@ class Change:
 
     def apply(self, fields: Mapping[str, Any], at: int = 0) -> dict[str, Any]:
         """`fields`, which `path` leads into from its element `at` on, with the change."""
-        name = self.path[at]
+        name: Any = self.path[at]
+        if name.isdecimal() and int(name) in fields:  # the size of a group
+            name = int(name)
         old = fields.get(name)
         if at + 1 < len(self.path):
             if not isinstance(old, Mapping):
@@ -77,22 +114,59 @@ class Change:
         return {**fields, name: int(new) if isinstance(old, int) and new == int(new) else new}
 
 
-def changed[D: Description](description: D, changes: Iterable[Change], source: str) -> D:
-    """The description with changes whose section it is; what then can't be is a `ClusterError`, which says why."""
-    fields: Mapping[str, Any] = description.model_dump()
+def changed(before: Cluster, changes: Iterable[Change], source: str, read: Iterable[str]) -> Cluster:
+    """The cluster with changes. What was measured of a link, by group size or by collective, changes in proportion to its bandwidth.
+
+    Args:
+        source: what errors call the cluster.
+        read: fields that something reads, `READ_BY_FORMULAS` or `READ_BY_PROGRAMS`.
+
+    Raises:
+        ClusterError: a change of what isn't there, of what nobody reads, or to what can't be.
+    """
+    changes = tuple(changes)
+    fields: dict[str, Any] = before.model_dump()
     for change in changes:
         fields = change.apply(fields, 1)
-    return validate(type(description), fields, source)
-
-
-def changed_machine(before: Cluster, changes: Iterable[Change], backend: Backend) -> Machine:
-    """The machine that `before` becomes. Collectives that were measured on it change in proportion to the link between its devices."""
-    changes = tuple(changes)
+    after = validate(Cluster, fields, source)
     for change in changes:
-        if (field := ".".join(change.path[1:])) not in _READ and hasattr(before, change.path[1]):
-            raise ClusterError(f"{change.text!r}: the formulas don't use {field!r}; they use {', '.join(_READ)}")
-    cluster = changed(before, changes, before.name)
-    if cluster.collectives is not None:
-        factor = cluster.intra_host.bandwidth_gb_per_s / before.intra_host.bandwidth_gb_per_s
-        cluster = cluster.model_copy(update={"collectives": cluster.collectives.faster(factor)})
-    return Machine(cluster, backend)
+        _check_counts(change, after, source, tuple(read))
+    links = {name: (getattr(before, name), getattr(after, name)) for name in ("intra_host", "inter_host")}
+    factors = {
+        name: new.bandwidth_gb_per_s / old.bandwidth_gb_per_s
+        for name, (old, new) in links.items()
+        if old is not None and new is not None
+    }
+    update: dict[str, Any] = {
+        name: getattr(after, name).faster_groups(factor)
+        for name, factor in factors.items()
+        if not any(_sets(change, f"{name}.group_bandwidth_gb_per_s") for change in changes)
+    }
+    if after.collectives is not None:
+        update["collectives"] = after.collectives.faster(factors["intra_host"])
+    return after.model_copy(update=update)
+
+
+def _check_counts(change: Change, after: Cluster, source: str, read: tuple[str, ...]) -> None:
+    """Refuse a change that does nothing, or next to nothing."""
+    field = ".".join(change.path[1:])
+    inside = any(_is_part(field, known) for known in read if known != "device")
+    around = field != "device" and any(_is_part(known, field) for known in read)
+    if change.path[-1] in _NOTES or not (inside or around):
+        raise ClusterError(f"{change.text!r}: nothing here depends on {field!r}, but on {', '.join(read)}")
+    if after.collectives is not None and any(_is_part(field, known) for known in _MEASURED):
+        raise ClusterError(
+            f"{change.text!r}: the collectives of {source} are measured, so {field} would change next to nothing; change "
+            "cluster.intra_host.bandwidth_gb_per_s, which they follow, their curves (cluster.collectives.all_reduce.launch_us, "
+            "hop_us, half_size_mb, ...), or take what the link implies instead of them: cluster.collectives=null"
+        )
+
+
+def _sets(change: Change, field: str) -> bool:
+    """Whether the change is of that field, of something in it, or of a section that it is in."""
+    changed = ".".join(change.path[1:])
+    return _is_part(changed, field) or _is_part(field, changed)
+
+
+def _is_part(field: str, of: str) -> bool:
+    return field == of or field.startswith(f"{of}.")

@@ -8,6 +8,8 @@ import jax
 import pytest
 
 import autopar
+from autopar.planned import PlannedStep
+from autopar.predicting import trace_for
 from experiments.models import GPT
 from simulator import Cluster, load_program, prediction_of, save_program, simulate
 from simulator.description import ClusterError
@@ -112,8 +114,24 @@ def test_what_is_computed_again_counts_by_itself(name):
 
     made = autopar.plan_step(step, model.abstract_args(), method=method, cluster=A100, mesh_shape=shape)
     found = prediction_of(autopar.predict(step, model.abstract_args(), made, A100, fidelity="analytic"), A100)
+    assert found.mfu < 0.9 * found.hfu
     assert 0.3 * found.forward < found.recompute < found.forward
     assert found.backward > found.forward
+
+
+@pytest.mark.parametrize("name", ["data", "zero2", "1f1b"])
+def test_what_the_model_needs_is_the_same_on_every_plan(name):
+    planned = PlannedStep(trace_for(plan(name), step, MODEL.abstract_args(), (1,)), plan(name))
+    found = autopar.simulate(planned, A100, fidelity="analytic", tokens=MODEL.batch_size * MODEL.sequence_length)
+    assert found.seconds == predicted(name).makespan
+    width, rows = MODEL.hidden_size, MODEL.batch_size * MODEL.sequence_length
+    weights = MODEL.num_layers * 12 * width**2 + width * MODEL.vocab_size
+    attention = MODEL.num_layers * 2 * width * MODEL.sequence_length
+    assert found.model_flops == pytest.approx(6 * rows * (weights + attention), rel=0.01)
+    assert 0 < found.mfu <= found.hfu * (1 + 1e-9) < 1
+    assert (found.examples, found.examples_per_s) == (MODEL.batch_size, MODEL.batch_size / found.seconds)
+    program = autopar.compile_step(step, MODEL.abstract_args(), plan(name), A100, fidelity="analytic")
+    assert autopar.simulate(program, "dgx_a100_80").row()["mfu"] == found.mfu
 
 
 def test_what_can_not_be_predicted_so_is_refused():

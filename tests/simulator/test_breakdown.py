@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from math import isnan
 
@@ -11,6 +12,7 @@ from simulator.cluster import Cluster
 from simulator.costs import CostModel
 from simulator.engine import simulate
 from simulator.memory import MemoryUse
+from simulator.prediction_table import prediction_json
 from simulator.program import Program, Recv, Run, Send
 from simulator.work import Body, Done, Kernel, Loop, Op, Part, Start
 from tests.simulator.bodies import COSTS, Slowed, TwoLinks, compute, far, programs, start
@@ -107,6 +109,26 @@ def test_what_a_program_does_not_know_is_not_made_up() -> None:
     assert isnan(prediction.hardware_flops)
     with pytest.raises(ValueError, match="nothing is known of the memory"):
         assert prediction.memory.fits
+
+
+@pytest.mark.parametrize("bodies", [{}, {"0S": ()}])
+def test_a_step_of_nothing_takes_no_time(bodies: dict[str, tuple[()]]) -> None:
+    program = Program(((0,),), (tuple(Run(0, "S") for _ in bodies),), bodies)
+    prediction = predict(program, CLUSTER, model_flops=1e9, tokens=10)
+    assert (prediction.seconds, prediction.quantile(0.9)) == (0, 0)
+    row = prediction.row()
+    assert all(isnan(row[rate]) for rate in ("tokens_per_s", "tflop_per_s_per_device", "mfu", "hfu"))
+
+
+def test_nobody_makes_up_how_many_tokens_there_are() -> None:
+    prediction = predict(PIPELINE, CLUSTER, COSTS)
+    assert isnan(prediction.row()["tokens_per_s"])
+    assert json.loads(prediction_json({"it": prediction}))["it"]["tokens_per_s"] is None
+
+
+def test_a_program_without_meshes_is_refused() -> None:
+    with pytest.raises(ValueError, match="a program without meshes; expected at least one"):
+        predict(Program((), ()), CLUSTER)
 
 
 def test_kernels_of_unknown_cost_are_named_and_counted() -> None:

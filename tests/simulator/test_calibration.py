@@ -82,7 +82,8 @@ def test_a_calibrated_cluster_is_one_host_with_the_links_that_were_measured(tmp_
     rows = [(n, 4.0 * 4**i) for n in (2, 4, 8) for i in range(4, 14)]
     seconds = [curve.seconds("all_reduce", num_bytes, n) for n, num_bytes in rows]
     all_reduces = MeasuredCollectives.of("all_reduce", *zip(*rows, strict=True), seconds)
-    measured = MeasuredDevice((), {}, all_reduces, Overlap(computed=2.0, moved=3.0, both=4.0))
+    overlap = Overlap(computed=2.0, moved=3.0, both=4.0)
+    measured = MeasuredDevice((), {}, {}, {"all_reduce": all_reduces}, (overlap,))
     cluster = fit_cluster(H100.with_size(4), H100.device, measured, 8)
     assert (cluster.hosts, cluster.devices_per_host, cluster.inter_host) == (1, 8, None)
     assert cluster.collective_launch_us == pytest.approx(20, rel=0.05)

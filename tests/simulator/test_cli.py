@@ -78,7 +78,11 @@ def test_a_timeline_is_drawn_and_written(program: Path, tmp_path: Path) -> None:
         (["--what-if", "cluster.inter_host.latency_ms=1"], "unknown field"),
         (["--backend", "eager"], "--backend is for formulas"),
         (["--cluster", "dgx_h100", "--cluster", "h200", "--gantt", "g.svg"], "of one timeline; given 2 clusters"),
-        (["--what-if", "cluster.devices_per_host=2"], "mesh 1 has devices (2, 3); cluster"),
+        (
+            ["--what-if", "cluster.devices_per_host=2", "--what-if", "cluster.hosts=1"],
+            "mesh 1 has devices (2, 3); cluster",
+        ),
+        (["--cluster", "h200"], "4 devices are needed, 'h200' has 1 and no inter_host"),
     ],
 )
 def test_what_a_program_can_not_have_is_explained(program: Path, options: list[str], message: str) -> None:

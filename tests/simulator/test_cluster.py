@@ -1,14 +1,16 @@
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from simulator.cluster import Cluster, Device, Link, cluster_names, device_names
 from simulator.collective_profile import SizeCurve
+from simulator.collectives import Network
 from simulator.description import ClusterError
 
-DEVICE = {
+DEVICE: dict[str, Any] = {
     "name": "toy",
     "kind": "gpu",
     "source": "made up",
@@ -46,6 +48,35 @@ def test_every_shipped_cluster_loads_and_is_called_like_its_file(name: str) -> N
     cluster = Cluster.load(name)
     assert cluster.name == name
     assert (cluster.device.xla_target is None) == (cluster.device.kind == "cpu")
+
+
+def test_a_dozen_clusters_of_gpus_are_shipped() -> None:
+    gpus = [cluster for cluster in map(Cluster.load, cluster_names()) if cluster.device.kind == "gpu"]
+    assert len(gpus) >= 12
+    assert all(cluster.source and cluster.device.source for cluster in gpus)
+    line_rates = {  # Gb/s of a host, of which clusters reach 0.9 to 0.97
+        "dgx_h200": 3200,
+        "p4d.24xlarge": 400,
+        "p4de.24xlarge": 400,
+        "p5.48xlarge": 3200,
+        "p5en.48xlarge": 3200,
+        "a3-highgpu-8g": 800,
+        "a100_pcie_4": 100,
+        "gb200_nvl72": 72 * 400,
+    }
+    for name, rate in line_rates.items():
+        cluster = Cluster.load(name)
+        assert cluster.inter_host is not None
+        assert 0.89 < 8 * cluster.nics_per_host * cluster.inter_host.bandwidth_gb_per_s / rate < 0.97
+
+
+def test_links_of_newer_hosts_are_faster() -> None:
+    seconds = {
+        name: Network(cluster).seconds("all_reduce", 2**30, Network(cluster).ring(4))
+        for name in ("a100_pcie_4", "dgx_a100_80", "gb200_nvl72")
+        for cluster in [Cluster.load(name)]
+    }
+    assert seconds["a100_pcie_4"] > 5 * seconds["dgx_a100_80"] > 10 * seconds["gb200_nvl72"]
 
 
 def test_the_clusters_of_the_sweep_are_shipped() -> None:
@@ -127,6 +158,18 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
             "intra_host.bandwith_gb_per_s: unknown field (given 5); did you mean 'bandwidth_gb_per_s'? "
             "valid: bandwidth_gb_per_s, group_bandwidth_gb_per_s, latency_us, half_size_mb",
         ),
+        (
+            {"device": DEVICE | {"peak_tflop_per_s": {"bfloat16": 989}}},
+            "peak_tflop_per_s: unknown type 'bfloat16'; did you mean 'bf16'? expected HLO's names: pred, ",
+        ),
+        (
+            {"device": DEVICE | {"peak_tflop_per_s": {"fp8": 989}}},
+            "peak_tflop_per_s: unknown type 'fp8'; ",
+        ),
+        (
+            {"device": DEVICE | {"kernels": DEVICE["kernels"] | {"efficiency_by_dtype": {"Float32": 0.5}}}},
+            "efficiency_by_dtype: unknown type 'Float32'; did you mean 'f32'?",
+        ),
         (  # wrong units
             {"intra_host": {"bandwidth_gbit_per_s": 200, "latency_us": 0}},
             "intra_host.bandwidth_gbit_per_s: unknown field (given 200); did you mean 'bandwidth_gb_per_s'?",
@@ -150,7 +193,7 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
         ),
         (
             {"collectives": "v1000"},
-            "collectives: unknown profile 'v1000'; expected one of a100, b200, h100, h200, a path to a .yaml file, or the fields themselves",
+            "collectives: unknown profile 'v1000'; expected one of a100, b200, gb200, h100, h200, a path to a .yaml file, or the fields themselves",
         ),
         (
             {"device": DEVICE | {"peak_tflop_per_s": {"f32": "fast"}}},

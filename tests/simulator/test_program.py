@@ -79,6 +79,14 @@ def test_a_value_sent_to_one_mesh_is_not_received_by_another() -> None:
         list(walk(program("send x>1", "recv x<0", "recv x<0")))
 
 
+@pytest.mark.parametrize("devices", [(-1,), (3, -2), ()])
+def test_devices_of_a_mesh_are_numbered_from_0(devices: tuple[int, ...]) -> None:
+    with pytest.raises(
+        ValueError, match=rf"mesh 1 has devices {re.escape(str(devices))}; expected at least one, by numbers"
+    ):
+        Program(((0,), devices), ((), ()))
+
+
 def test_every_mesh_needs_instructions_and_memory_if_any_has_it() -> None:
     with pytest.raises(ValueError, match="2 meshes but 1 instruction lists"):
         Program(((0,), (1,)), ((),))

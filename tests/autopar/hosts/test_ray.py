@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -14,8 +15,8 @@ from numpy.testing import assert_allclose
 
 import autopar
 from autopar.hosts import session
-from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError
-from tests.autopar.hosts.workers import is_alive, joined, pids, pipeline, until
+from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
+from tests.autopar.hosts.workers import disturbed, is_alive, joined, pids, pipeline, until
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 
 
@@ -91,16 +92,31 @@ def test_hosts_that_share_another_mesh_start_anew(hosts):
     assert_trained(autopar.parallelize(stack_step, method=autopar.ShardParallel(devices=(2, 4), num_micro_batches=2)))
 
 
-@pytest.mark.hosts(2, 4)
-def test_a_killed_worker_is_told_by_its_host(hosts):
+def compiled(hosts: Any, host: int, name: str, disturb: Any) -> tuple[Any, Any]:
+    """A pipeline of two hosts that has run once and is disturbed from now on, and its parameters."""
     function = autopar.parallelize(stack_step, method=pipeline(2))
-    params, _ = function(stack_params(), stack_batch())
-    params["w0"].block_until_ready()
-    os.kill(pids()[1], signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(HostLostError, match=r"host 1 \(.*\), mesh 1 of the step, is lost"):
+    params, loss = function(stack_params(), stack_batch())
+    autopar.prefetch((params, loss))
+    disturbed(hosts, host, name, disturb)
+    return function, params
+
+
+@pytest.mark.hosts(2, 4)
+def test_a_killed_worker_is_told_by_its_host_and_what_it_was_at(hosts):
+    function, params = compiled(hosts, 1, "1B1", lambda: time.sleep(600))
+    killed: list[float] = []
+
+    def kill(pid: int) -> None:
+        killed.append(time.monotonic())
+        os.kill(pid, signal.SIGKILL)
+
+    threading.Timer(4, kill, [pids()[1]]).start()
+    with pytest.raises(
+        HostLostError, match=r"host 1 \(.*\), mesh 1 of the step, last heard of at 1B1, is lost"
+    ) as caught:
         np.array(function(params, stack_batch())[1])
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - killed[0] < 10
+    assert (caught.value.host, caught.value.meshes, caught.value.instruction) == (1, (1,), "1B1")
     with pytest.raises(HostsError, match=r"autopar\.init"):
         function(stack_params(), stack_batch())
     joined(2, 4)
@@ -108,14 +124,38 @@ def test_a_killed_worker_is_told_by_its_host(hosts):
 
 
 @pytest.mark.hosts(2, 4)
-def test_a_worker_that_hangs_is_told_with_its_instruction(hosts):
-    function = autopar.parallelize(stack_step, method=pipeline(2))
-    params, _ = function(stack_params(), stack_batch())
-    params["w0"].block_until_ready()
-    os.kill(pids()[0], signal.SIGSTOP)
+def test_an_instruction_that_fails_is_told_with_where_it_is(hosts):
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    function, params = compiled(hosts, 1, "1F2", fail)
+    start = time.monotonic()
+    with pytest.raises(StepFailedError, match=r"host 1, mesh 1, instruction '1F2': MemoryError: no room") as caught:
+        function(params, stack_batch())[0]["w0"].block_until_ready()  # on the other host
+    assert time.monotonic() - start < 10
+    assert (caught.value.host, caught.value.mesh, caught.value.instruction) == (1, 1, "1F2")
+
+
+@pytest.mark.hosts(2, 4)
+def test_a_worker_that_hangs_is_told_with_its_instruction_and_not_who_waits_for_it(hosts):
+    function, params = compiled(hosts, 0, "0F1", lambda: time.sleep(600))
     hosts.timeout = 5
-    with pytest.raises(HostTimeoutError, match=r"host [01].*not answered within 5 s"):
+    said = r"host 0 .*, mesh 0 .* within 5 s: it has been at 0F1 of mesh 0 .* Meanwhile host 1 has been at recv .*larger timeout"
+    with pytest.raises(HostTimeoutError, match=said) as caught:
+        np.array(function(params, stack_batch())[1])  # on host 1
+    error = caught.value
+    assert (error.host, error.meshes, error.mesh, error.instruction) == (0, (0,), 0, "0F1")
+
+
+@pytest.mark.hosts(2, 4)
+def test_a_worker_that_is_stopped_is_told_whatever_the_timeout(hosts):
+    function, params = compiled(hosts, 0, "0F1", lambda: None)
+    os.kill(pids()[0], signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(HostTimeoutError, match=r"host 0 .* has not said for [89] s what it is doing") as caught:
         np.array(function(params, stack_batch())[1])
+    assert time.monotonic() - start < 12
+    assert (caught.value.host, caught.value.meshes) == (0, (0,))
 
 
 @pytest.mark.usefixtures("raylets")

@@ -1,0 +1,60 @@
+"""The README's own command lines work."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import simulator
+import simulator.cli
+from simulator.cli import app
+from simulator.memory import MemoryUse
+from simulator.program import Program, Run
+from simulator.program_file import save_program
+from simulator.validation.measurements import DATA
+from simulator.validation.published import published_sets
+from simulator.work import Collective, Done, Gemm, Kernel, Start
+
+ROOT = Path(simulator.__file__).parent.parent
+COMMANDS = re.findall(r"^    python -m simulator (.*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the README speaks of; fits and comparisons that take long are left out."""
+    (tmp_path / "simulator").symlink_to(ROOT / "simulator")
+    product = Kernel("", "gemm", 2 * 4096**3, 1e8, "bf16", Gemm(4096, 4096, 4096))
+    body = (product, Start(Collective("c", "all_reduce", 2**28, (tuple(range(8)),))), Done("c"))
+    program = Program((tuple(range(8)),), ((Run(0, "S"),),), {"0S": body}, (MemoryUse(10**9),))
+    save_program(program, tmp_path / "step.json")
+    header, *rows = (DATA / "collectives.csv").read_text().splitlines()
+    (tmp_path / "collectives.csv").write_text("\n".join([header, *(row for row in rows if "H200" in row)]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(simulator.cli, "fit_profiles", lambda: ())
+    monkeypatch.setattr(simulator.cli, "published_sets", lambda: published_sets()[:1])
+    return tmp_path
+
+
+def run(command: str) -> str:
+    result = CliRunner().invoke(app, shlex.split(command), env={"COLUMNS": "300"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_there_are_some() -> None:
+    assert {command.split()[0] for command in COMMANDS} >= {"predict", "validate", "calibrate"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_readme_works(workplace: Path, command: str) -> None:
+    run(command)
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "--what-if" in command])
+def test_a_what_if_of_the_readme_makes_a_difference(workplace: Path, command: str) -> None:
+    without = re.sub(r" --what-if \S+", "", command)
+    before, after = (json.loads(run(f"{each.replace(' --json', '')} --json")) for each in (without, command))
+    assert [row["seconds"] for row in after.values()] < [row["seconds"] for row in before.values()]
