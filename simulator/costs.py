@@ -178,7 +178,7 @@ def _cards(cluster: AnyCluster, pairs: Groups) -> Mapping[Hashable, float]:
                 pool = cluster.pools[number]
                 nic = pool.nic_of(device - cluster.pool_starts[number])
                 assert pool.inter_host is not None  # else there were no other hosts
-                busy[number, way, nic] += 1 / pool.inter_host.bandwidth_gb_per_s
+                busy[number, way, nic] += 1 / (pool.inter_host.bandwidth_gb_per_s * pool.cards_per_device)
     most = max(busy.values(), default=1.0)
     return {card: each / most for card, each in busy.items()}
 

@@ -10,6 +10,7 @@ from collections import deque
 from typing import assert_never
 
 from simulator.cards import Cards, Message, Parts, Way, meetings
+from simulator.costed import check_costed
 from simulator.costs import CostModel, costs_of
 from simulator.mixed import AnyCluster
 from simulator.program import Free, Instruction, Program, Recv, Run, Send, walk
@@ -29,6 +30,7 @@ def simulate(
 
     Raises:
         DeadlockError: the meshes wait for one another.
+        ClusterError: the program has the seconds of another cluster.
         ValueError: a mesh has devices that the cluster lacks, a task has no body, or there is no mesh at all.
     """
     costs = costs or costs_of(cluster)
@@ -41,6 +43,7 @@ def simulate(
             raise ValueError(
                 f"mesh {mesh} has devices {devices}; cluster {cluster.name!r} has devices 0 to {cluster.num_devices - 1}"
             )
+    check_costed(program, cluster)
     of_mesh, arrows = play(program, costs, dispatch)
     spans = tuple(span for streams in of_mesh for span in streams.spans)
     levels = tuple(tuple(streams.levels) for streams in of_mesh) if program.levels else ()
