@@ -173,14 +173,27 @@ def _cards(cluster: AnyCluster, pairs: Groups) -> Mapping[Hashable, float]:
     busy: defaultdict[Hashable, float] = defaultdict(float)
     for source, target in pairs:
         if cluster.host_of(source) != cluster.host_of(target):
+            upward = _goes_up(cluster, source, target)
             for way, device in (("out", source), ("in", target)):
                 number = cluster.pool_of((device,))
                 pool = cluster.pools[number]
                 nic = pool.nic_of(device - cluster.pool_starts[number])
                 assert pool.inter_host is not None  # else there were no other hosts
-                busy[number, way, nic] += 1 / (pool.inter_host.bandwidth_gb_per_s * pool.cards_per_device)
+                seconds = 1 / (pool.inter_host.bandwidth_gb_per_s * pool.cards_per_device)
+                busy[number, way, nic] += seconds
+                if upward:
+                    busy[number, f"{way} of the switch", nic] += pool.oversubscription * seconds
     most = max(busy.values(), default=1.0)
     return {card: each / most for card, each in busy.items()}
+
+
+def _goes_up(cluster: AnyCluster, source: int, target: int) -> bool:
+    """Whether a message goes between leaf switches that have less bandwidth upwards; pools are not taken to."""
+    number = cluster.pool_of((source,))
+    if number != cluster.pool_of((target,)) or cluster.pools[number].oversubscription == 1:
+        return False
+    start = cluster.pool_starts[number]
+    return cluster.pools[number].leaf_of(source - start) != cluster.pools[number].leaf_of(target - start)
 
 
 def costs_of(cluster: AnyCluster) -> ClusterCosts | MixedCosts:

@@ -21,7 +21,7 @@ class Backend:
         kernel_us: of the host for a kernel; a device that computes faster than that waits for the host.
         step_us: of the host for a step, beside its kernels.
         update_bytes: read and written per parameter by the optimizer, clipping and unscaling included.
-        rails: network cards of a host that a group spreads over, at most; None for as many as there are.
+        cards: network cards of a host that a group spreads over, at most; None for as many as there are.
         regathers: whether parameters divided over the data axis are gathered once more to recompute activations.
     """
 
@@ -29,14 +29,14 @@ class Backend:
     kernel_us: float
     step_us: float
     update_bytes: float
-    rails: int | None = None
+    cards: int | None = None
     regathers: bool = False
 
 
 EAGER = Backend("eager", kernel_us=54.4, step_us=5.1e3, update_bytes=60.0)
 """PyTorch as Megatron-LM uses it, kernel by kernel. Both times of the host are fitted to 40 rows of vTrain's single-node table."""
 
-ZERO_2021 = replace(EAGER, name="zero-2021", rails=1, regathers=True)
+ZERO_2021 = replace(EAGER, name="zero-2021", cards=1, regathers=True)
 """The first ZeRO-3 of DeepSpeed: a gather is one ring, through one card of each host."""
 
 JITTED = Backend("jitted", kernel_us=1.0, step_us=200.0, update_bytes=32.0)
@@ -77,8 +77,8 @@ class Machine:
     def data_ring(self, size: int, stride: int) -> Ring:
         """The ring of a data group, through as many network cards as the backend uses."""
         ring = self.network.ring(size, stride)
-        rails = self.backend.rails
-        return ring if rails is None else replace(ring, nics=min(ring.nics, rails))
+        cards = self.backend.cards
+        return ring if cards is None else replace(ring, nics=min(ring.nics, cards))
 
     @cached_property
     def linear_f8(self) -> GemmModel:
