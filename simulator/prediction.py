@@ -88,6 +88,11 @@ class Prediction:
         return self.seconds * exp(deviation * NormalDist().inv_cdf(probability))
 
     @property
+    def examples_per_s(self) -> float:
+        """nan if the program does not say how many there are."""
+        return self._rate(self.examples or nan)
+
+    @property
     def tokens_per_s(self) -> float:
         """nan if the program does not say how many there are."""
         return self._rate(self.tokens or nan)
@@ -95,10 +100,6 @@ class Prediction:
     def _rate(self, amount: float) -> float:
         """How much of it a second; nan of a step that takes no time."""
         return amount / self.seconds if self.seconds else nan
-
-    @property
-    def examples_per_s(self) -> float:
-        return self.examples / self.seconds
 
     def row(self) -> dict[str, float | int | bool]:
         """Everything as one row of a table: `pandas.DataFrame([prediction.row(), ...])`."""
