@@ -28,6 +28,7 @@ from autopar.trace import StepGraph, trace
 from autopar.work import kernel_of
 from simulator.breakdown import predict as prediction_of_program
 from simulator.cluster import Cluster
+from simulator.costed import costed_on
 from simulator.description import ClusterError
 from simulator.engine import simulate as timeline_of
 from simulator.hlo.passes import part_of
@@ -147,7 +148,9 @@ def _program(planned: Planned, cluster: AnyCluster, donate_argnums: Argnums, fid
         whole, pool = PlannedStep(step, plan), single_pool(cluster, f"a plan of {plan.method}")
         program = analytic_program(whole, pool) if analytic else compile_program(step, plan, pool, donated)[0]
     rows = [jax.tree.leaves(step.in_avals)[i].shape[0] for i in step.batch]
-    return replace(program, model_flops=_needed_flops(step), examples=max(rows, default=0))
+    costed_for = costed_on(program, cluster) if analytic else ""
+    needed, examples = _needed_flops(step), max(rows, default=0)
+    return replace(program, model_flops=needed, examples=examples, costed_for=costed_for)
 
 
 def _needed_flops(step: StepGraph) -> float:

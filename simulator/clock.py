@@ -69,9 +69,11 @@ class Clock:
     def makespan(self, costs: CostModel, dispatch: float = 0.0) -> float:
         """Seconds of the step, as `simulate` finds them with these arguments.
 
-        Where tasks compute beside collectives that slow them, it is the engine that finds them, in more time.
+        Where tasks compute beside collectives that slow them, or several meshes send through one network card, it is the engine that
+        finds them, in more time.
         """
-        if any(self._contends(mesh, instruction, costs) for mesh, instruction in self.kinds):
+        contends = any(self._contends(mesh, instruction, costs) for mesh, instruction in self.kinds)
+        if contends or engine.meetings_of(self.program, costs):
             of_mesh, _ = engine.play(self.program, costs, dispatch)
             return max((each.end for each in of_mesh), default=0.0)
         return self.play(lambda mesh, instruction: self._effect(mesh, instruction, costs), dispatch)

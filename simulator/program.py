@@ -97,6 +97,8 @@ class Program:
         model_flops: FLOP of the products and convolutions that the step needs, nothing computed twice, of all devices; None if nobody
             says.
         examples: that the step learns from; 0 if nobody says.
+        costed_for: the cluster whose seconds the bodies have, as `simulator.costed` writes it; nothing where they leave that to a cost
+            model, so that any cluster can time them.
     """
 
     meshes: tuple[tuple[int, ...], ...]
@@ -106,6 +108,7 @@ class Program:
     levels: tuple[tuple[tuple[Level, Level], ...], ...] = ()
     model_flops: float | None = None
     examples: int = 0
+    costed_for: str = ""
 
     def __post_init__(self) -> None:
         for mesh, devices in enumerate(self.meshes):

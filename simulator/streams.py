@@ -131,6 +131,18 @@ class Streams:
             self.links[groups] = self.costs.link(groups)
         return self.links[groups]
 
+    def uses(self, link: Link, body: Body) -> bool:
+        """Whether a body communicates over a link."""
+        for op in body:
+            match op:
+                case Start(collective) if self.link(self._global(collective)) == link:
+                    return True
+                case Loop(_, inner) if self.uses(link, inner):
+                    return True
+                case _:
+                    pass
+        return False
+
     def record_levels(self, start: float, levels: tuple[tuple[Level, Level], ...]) -> None:
         """What the mesh holds from `start` on while its next instruction runs, and from now on after it."""
         during, after = levels[self.num_levels]

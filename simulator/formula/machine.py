@@ -48,8 +48,8 @@ class Machine:
     def data_ring(self, size: int, stride: int) -> Ring:
         """The ring of a data group, through as many network cards as the backend uses."""
         ring = self.network.ring(size, stride)
-        rails = self.backend.rails
-        return ring if rails is None else replace(ring, nics=min(ring.nics, rails))
+        cards = self.backend.cards
+        return ring if cards is None else replace(ring, nics=min(ring.nics, cards))
 
     @cached_property
     def linear_f8(self) -> GemmModel:

@@ -103,6 +103,10 @@ def test_a_plan_from_a_file_will_do_and_the_program_goes_into_one(tmp_path):
     program = autopar.compile_step(step, MODEL.abstract_args(), loaded, A100, fidelity="analytic")
     save_program(program, tmp_path / "program.json")
     assert simulate(load_program(tmp_path / "program.json"), A100).makespan == again.makespan
+    with pytest.raises(
+        ClusterError, match=r"on cluster 'dgx_a100_80', which are not those of 'dgx_h100'.*fidelity='compiled'"
+    ):
+        simulate(load_program(tmp_path / "program.json"), Cluster.load("dgx_h100"))
 
 
 @pytest.mark.parametrize("name", ["accumulated", "1f1b"])

@@ -25,6 +25,7 @@ PROGRAM = Program(
         "1F": (),
     },
     memory=(MemoryUse(3, roles={"parameters": 2, "inputs": 1}), MemoryUse(temporaries=5)),
+    costed_for="dgx_a100_80 0123456789ab",
     levels=((({"inputs": 3}, {}),) * 3, (({"inputs": 3}, {}),) * 2),
 )
 
