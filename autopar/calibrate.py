@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
 import jax
-import jaxlib
 
 from autopar import microbenchmarks
 from autopar.devices import cluster_of, device_mesh
@@ -103,7 +103,7 @@ def calibrate(
         devices=len(here),
         driver=driver_version() if here[0].platform == "gpu" else None,
         jax=jax.__version__,
-        jaxlib=jaxlib.__version__,
+        jaxlib=version("jaxlib"),
         seconds=clock.spent,
         rows={},
     )
@@ -207,7 +207,7 @@ class _Measuring:
         count = len(self.devices)
         counts = [each for each in (2, 4, 8, 16) if each < count] + [count]
         rows: list[tuple[int, float, float]] = []
-        for size, elements in self.clock.within(list(product(counts, self.effort.elements)), until, 9):
+        for size, elements in self.clock.within(list(product(counts, self.effort.elements)), until, 6):
             self.clock.tell(f"{kind}, {size} devices, {elements:,} elements")
             num_bytes = 4 * size * -(-elements // size)
             seconds = self._seconds(microbenchmarks.collective(kind, self.devices[:size], num_bytes))

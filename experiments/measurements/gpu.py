@@ -116,7 +116,7 @@ def measure(model: Timed, clusters: Clusters, repeat: int, least: float) -> Row:
     seconds = benchmark_func(
         run, lambda: jax.block_until_ready(state), warmup=2, repeat=repeat, number=1, min_repeat_second=least
     )
-    memory, body = memory_of(step), parse_hlo(step.as_text())
+    memory, body = memory_of(step), parse_hlo(step.as_text() or "")
     program = Program(meshes=((0,),), instructions=((Run(0, "S"),),), bodies={"0S": body}, memory=(memory,))
     args = model.abstract_args()
     plan = autopar.plan_step(model.train_step, args, cluster=clusters.shipped, mesh_shape=(1,))
@@ -227,10 +227,12 @@ def _commit() -> str | None:
 def table_of(rows: pd.DataFrame) -> Table:
     """Measured milliseconds, and the errors of the predictions."""
     table = Table("step", "dtype", "measured", *(name.replace("_", ", ") for name in PREDICTED), "memory", "analytic")
-    for row in rows.itertuples():
-        errors = (f"{getattr(row, f'{name}_error'):+.1%}" for name in PREDICTED)
-        memory = f"{row.memory_bytes / 1e9:.2f} GB", f"{row.analytic_memory_bytes / row.memory_bytes - 1:+.1%}"
-        table.add_row(f"{row.model}, {row.size}", row.dtype, f"{1e3 * row.measured:.3g} ms", *errors, *memory)
+    for row in rows.to_dict("records"):
+        errors = (f"{row[f'{name}_error']:+.1%}" for name in PREDICTED)
+        memory = f"{row['memory_bytes'] / 1e9:.2f} GB", f"{row['analytic_memory_bytes'] / row['memory_bytes'] - 1:+.1%}"
+        table.add_row(
+            f"{row['model']}, {row['size']}", row["dtype"], f"{1e3 * row['measured']:.3g} ms", *errors, *memory
+        )
     table.add_section()
     means = (f"{rows[f'{name}_error'].abs().mean():.1%}" for name in PREDICTED)
     table.add_row("mean absolute error", "", "", *means, "", "")
