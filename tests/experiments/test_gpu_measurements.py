@@ -12,7 +12,7 @@ from simulator.calibration.devices import Convolution
 from simulator.cluster import Cluster
 
 EFFORT = Effort(
-    (16, 256, 4096, 65536), (8, 16), (32, 64), (Convolution(1, 4, 4), Convolution(1, 8, 8)), ("float32",), 1e-3
+    (16, 256, 4096, 65536), (8,), (32, 64), (Convolution(1, 4, 4), Convolution(1, 8, 8)), ("float32",), 1e-3
 )
 TINY = GPT(1, 32, 2, sequence_length=16, vocab_size=64, batch_size=4)
 
