@@ -45,7 +45,7 @@ class Effort:
         seconds: how long a measurement takes at least, three of which are made.
     """
 
-    elements: tuple[int, ...] = tuple(4**i for i in range(6, 14))
+    elements: tuple[int, ...] = tuple(4**i for i in range(6, 15))
     rows: tuple[int, ...] = (256, 1024, 4096)
     widths: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
     convolutions: tuple[Convolution, ...] = (

@@ -12,7 +12,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -144,6 +144,10 @@ def _size(model: Timed) -> str:
     return f"{model.num_layers} x {width}, batch {model.batch_size}"
 
 
+def _name(model: Timed) -> str:
+    return f"{type(model).__name__}, {_size(model)}, {model.dtype}"
+
+
 def run(
     out: Path,
     sizes: Sequence[Timed],
@@ -151,9 +155,13 @@ def run(
     repeat: int,
     budget: float,
     effort: Effort | None = None,
+    calibrated: Cluster | None = None,
     console: Console | None = None,
 ) -> pd.DataFrame:
-    """Calibrate, measure and predict, within a budget of seconds: steps that there is no time for are left out, and named beside the table."""
+    """Calibrate unless that was done, measure and predict, within a budget of seconds.
+
+    Steps that there is no time for are left out, and named beside the table, as are those that fail, with the reason.
+    """
     console, begun = console or Console(stderr=True), time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     device = jax.devices()[0]
@@ -162,30 +170,32 @@ def run(
     cases = [replace(model, compute_dtype=dtype) for model in sizes for dtype in dtypes]  # pyright: ignore[reportArgumentType]
     with Progress(BarColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
         task = bar.add_task("calibrating", total=1.0 + len(cases))
-        calibrated = calibrate(
+        calibrated = calibrated or calibrate(
             [device], effort, lambda what, spent: bar.update(task, completed=spent, description=what), 0.3 * budget
         )
         clusters = Clusters(calibrated, cluster_of(device_mesh([device])))
-        _replace(out / "gpu_cluster.yaml", lambda path: write_profile(path, calibrated))
-        left, longest = list(cases), 0.0
+        _replace(out / "gpu_cluster.yaml", lambda path: write_profile(path, clusters.calibrated))
+        left, longest, failed = list(cases), 0.0, dict[str, str]()
         while left and time.perf_counter() - begun + longest < budget:
             model, start = left.pop(0), time.perf_counter()
-            bar.update(
-                task, completed=1.0 + len(rows), description=f"{type(model).__name__}, {_size(model)}, {model.dtype}"
-            )
-            rows.append(measure(model, clusters, repeat, least=0.05 if device.platform == "cpu" else 0.2))
+            bar.update(task, completed=1.0 + len(rows), description=_name(model))
+            try:
+                rows.append(measure(model, clusters, repeat, least=0.05 if device.platform == "cpu" else 0.2))
+            except Exception as error:  # one step's failure is that step's result
+                failed[_name(model)] = f"{type(error).__name__}: {error}"[:2000]
             jax.clear_caches()
             longest = max(longest, time.perf_counter() - start)
-            _write(out, rows, left, repeat)
-    return _write(out, rows, left, repeat)
+            _write(out, rows, left, failed, repeat)
+    return _write(out, rows, left, failed, repeat)
 
 
-def _write(out: Path, rows: Sequence[Row], left: Sequence[Timed], repeat: int) -> pd.DataFrame:
+def _write(
+    out: Path, rows: Sequence[Row], left: Sequence[Timed], failed: Mapping[str, str], repeat: int
+) -> pd.DataFrame:
     table = pd.DataFrame([asdict(row) for row in rows], columns=list(Row.__dataclass_fields__))
     for name in PREDICTED:
         table[f"{name}_error"] = table[name] / table["measured"] - 1
-    missing = [f"{type(model).__name__}, {_size(model)}, {model.dtype}" for model in left]
-    beside = circumstances(repeat) | {"complete": not left, "not_measured": missing}
+    beside = circumstances(repeat) | {"complete": not left, "not_measured": list(map(_name, left)), "failed": failed}
     _replace(out / "gpu.csv", lambda path: table.to_csv(path, index=False, float_format="%.6g"))
     _replace(out / "gpu.json", lambda path: path.write_text(json.dumps(beside, indent=1) + "\n"))
     return table
@@ -243,11 +253,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--sizes", choices=list(SIZES), help="tiny ones on a CPU, by default")
+    parser.add_argument("--models", nargs="+", choices=("MLP", "GPT", "ViT"), help="all by default")
+    parser.add_argument(
+        "--calibrated", type=Path, help="the gpu_cluster.yaml of an earlier run, in place of calibrating again"
+    )
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--budget", type=float, default=540.0, help="seconds")
     flags = parser.parse_args()
     sizes = SIZES[flags.sizes or ("tiny" if jax.devices()[0].platform == "cpu" else "gpu")]
-    rows = run(flags.out, sizes, DTYPES, flags.repeat, flags.budget)
+    chosen = [model for model in sizes if type(model).__name__ in (flags.models or ("MLP", "GPT", "ViT"))]
+    calibrated = Cluster.load(flags.calibrated) if flags.calibrated else None
+    rows = run(flags.out, chosen, DTYPES, flags.repeat, flags.budget, calibrated=calibrated)
     console = Console()
     console.width = max(console.width, 160)  # room for the table where nobody reads it on a terminal
     console.print(table_of(rows))

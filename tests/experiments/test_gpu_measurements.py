@@ -58,13 +58,27 @@ def test_results_are_printed(measured):
     assert "GPT, 1 x 32, batch 4" in console.file.getvalue()
 
 
-def test_steps_that_there_is_no_time_for_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "calibrate", lambda *_: Cluster.load("cpu-virtual"))
-    table = gpu.run(tmp_path, [TINY], ["float32", "float16"], repeat=1, budget=0.0, effort=EFFORT, console=quiet())
+def test_steps_that_there_is_no_time_for_are_named(tmp_path):
+    here, dtypes = Cluster.load("cpu-virtual"), ["float32", "float16"]
+    table = gpu.run(tmp_path, [TINY], dtypes, repeat=1, budget=0.0, calibrated=here, console=quiet())
     beside = json.loads((tmp_path / "gpu.json").read_text())
     assert table.empty
     assert not beside["complete"]
     assert beside["not_measured"] == ["GPT, 1 x 32, batch 4, float32", "GPT, 1 x 32, batch 4, float16"]
+
+
+def test_a_step_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch):
+    def measure(model, *_, least):
+        if model.dtype == "float32":
+            raise ValueError("no room")
+        return gpu.Row("GPT", "1", model.dtype, 1, 1.0, 0.0, 1.1, 1.2, 0.9, 0.8, 10, 10, 0, 1.0)
+
+    monkeypatch.setattr(gpu, "measure", measure)
+    here, dtypes = Cluster.load("cpu-virtual"), ["float32", "float16"]
+    table = gpu.run(tmp_path, [TINY], dtypes, repeat=1, budget=1000, calibrated=here, console=quiet())
+    beside = json.loads((tmp_path / "gpu.json").read_text())
+    assert list(table["dtype"]) == ["float16"]
+    assert beside["failed"] == {"GPT, 1 x 32, batch 4, float32": "ValueError: no room"}
 
 
 def test_a_result_that_is_not_finished_does_not_replace_one_that_is(tmp_path):
