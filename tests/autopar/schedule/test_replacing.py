@@ -178,6 +178,7 @@ def test_state_that_a_call_changes_is_not_lost_in_silence() -> None:
 def test_what_changes_is_handed_out_beside_the_result() -> None:
     sch = nnx_schedule(X, updates=True)
     shard_layers(sch)
+    Verify(sch, [X]).check()
     run, model = build(sch).apply, Dropping(nnx.Rngs(0))
     state = nnx.state(model)
     first, updates = run(state, X)
@@ -199,5 +200,11 @@ def test_nnx_models_run_on_every_backend(backend: Any) -> None:
     model = Dropping(nnx.Rngs(0), use_running_average=True)
     found = jax.jit(build(sch, backend).apply)(nnx.state(model), X, key)
     np.testing.assert_allclose(found, model(X, key), atol=1e-5)
+    with pytest.raises(
+        ScheduleError, match=r"of the model itself, without the schedule, is not finite: .* Give params="
+    ):
+        Verify(sch, [X, key], backend=backend).check()
+    if backend == "auto":
+        Verify(sch, [X, key], nnx.state(model), backend=backend).check()
     sch["drop"].fork_rng()
     assert build(sch, backend).same_draws == (backend != "manual")
