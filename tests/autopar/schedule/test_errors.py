@@ -41,6 +41,17 @@ def test_a_parameter_is_not_sharded_twice() -> None:
         sch["linear1"].shard("kernel", axis=0)
 
 
+def test_a_dim_is_split_over_one_mesh_axis_and_two_dims_over_two() -> None:
+    sch = mlp_schedule(mesh=(2, 2))
+    sch["linear1"].shard("kernel", axis=1, mesh_axis="y")
+    with pytest.raises(ScheduleError, match=r"linear1/kernel is sharded twice: .*mesh_axis=y\) and .*mesh_axis=x\)"):
+        sch["linear1"].shard("kernel", axis=1, mesh_axis="x")
+    sch["linear1"].shard("kernel", axis=0, mesh_axis="x").shard("bias", axis=0, mesh_axis="y")
+    sch["linear1"].sync("fwd_post", "all_reduce", mesh_axis="x")
+    sch["linear2"].shard("kernel", axis=0, mesh_axis="y").sync("fwd_post", "all_reduce", mesh_axis="y")
+    Verify(sch, [X]).check()
+
+
 @pytest.mark.parametrize(
     ("module", "op", "told"),
     [
