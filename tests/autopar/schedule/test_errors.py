@@ -173,6 +173,20 @@ class Gated(nn.Module):
         return (x * scale) * gate if self.product_first else (x * gate) * scale
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_what_is_fused_is_known_again_whatever_the_batch(rows: int) -> None:
+    """Of a batch of one changes of shape are none, and broadcasts are not needed."""
+
+    def model(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x.reshape(-1, 16) * params["scale"]) @ params["kernel"]
+
+    params = {"scale": jnp.ones(16), "kernel": jnp.ones((16, 16))}
+    sch = create_schedule(model, params, [jnp.ones((rows, 2, 16))], 2)
+    sch.fuse(sch.find("tanh") + sch.find("mul"))
+    for other in (1, 2, 4):
+        Verify(sch, [jnp.ones((other, 2, 16))], params).check()
+
+
 @pytest.mark.parametrize("how", ["fuse", "replace"])
 def test_equations_of_the_same_name_that_are_others_are_not_taken_for_them(how: str) -> None:
     def made(product_first: bool, rows: int, **options: Any) -> Any:
