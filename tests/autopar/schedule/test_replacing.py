@@ -176,6 +176,22 @@ def test_state_that_a_call_changes_is_not_lost_in_silence() -> None:
         create_schedule(nn.Dense(3), {}, [X], updates=True)
 
 
+@pytest.mark.parametrize("called", [nnx.jit, nnx.remat])
+def test_what_flax_hands_back_as_it_was_is_no_change(called: Any) -> None:
+    class Layers(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear1, self.linear2 = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            run = called(lambda layer, x: layer(x))
+            return run(self.linear2, jnp.tanh(run(self.linear1, x)))
+
+    model = Layers(nnx.Rngs(0))
+    sch = create_schedule(model, nnx.state(model), [X], 4)
+    tensor_parallel(sch)
+    Verify(sch, [X]).check()
+
+
 def test_what_changes_is_handed_out_beside_the_result() -> None:
     sch = nnx_schedule(X, updates=True)
     shard_layers(sch)
