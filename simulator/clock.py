@@ -1,12 +1,13 @@
 """The makespan of a program, exactly as `simulator.engine.simulate` finds it but without a timeline: fast enough to search with.
 
 A program is turned into arrays once; any costs then play it in a loop over integers, which numba compiles where it is installed and
-the program is long (64 stages with 512 microbatches take a millisecond then).
+the program is long (64 stages with 512 microbatches take a millisecond then). What a task does to its mesh is found once for all its
+microbatches: four numbers (`simulator.effect`), or a few lines where computation and collectives slow each other (`simulator.lag`).
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,8 +20,12 @@ from numpy.typing import NDArray
 from simulator import engine
 from simulator.costs import CostModel
 from simulator.effect import Effect, contends, effect_of
+from simulator.lag import Lagged, lagged_of
 from simulator.program import Free, Instruction, Program, Recv, Run, Send, walk
 from simulator.work import Done, Start
+
+type _Table = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]
+"""The effect of each kind, where its pieces begin if it has any, and the pieces of all of them."""
 
 _WORTH_COMPILING = 100_000  # instructions; loading numba takes a second, and so many in Python a tenth of it
 
@@ -34,6 +39,7 @@ class Clock:
         source: for each instruction, the send that it waits for; -1 if it waits for none.
         kind: for each instruction, which of `kinds` it is.
         kinds: (mesh, instruction) that differ in more than the microbatch.
+        known: the last costs that were asked for, and what all kinds take at them, if the clock has the means.
     """
 
     program: Program
@@ -41,6 +47,7 @@ class Clock:
     source: NDArray[np.int64]
     kind: NDArray[np.int64]
     kinds: tuple[tuple[int, Instruction], ...]
+    known: list[tuple[CostModel, _Table | None]] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def of(cls, program: Program) -> Self:
@@ -69,12 +76,19 @@ class Clock:
     def makespan(self, costs: CostModel, dispatch: float = 0.0) -> float:
         """Seconds of the step, as `simulate` finds them with these arguments.
 
-        Where tasks compute beside collectives that slow them, it is the engine that finds them, in more time.
+        It is the same number in the same model, sharing included, whatever is on its way between meshes. What the kinds of instruction take
+        at the last costs is remembered: costs must not change, and others take some 50 ms more where tasks have many kernels. A task that slows collectives
+        that it does not wait for itself slows the next one too, whichever that is: such programs the engine plays, in far more time.
         """
-        if any(self._contends(mesh, instruction, costs) for mesh, instruction in self.kinds):
+        if not self.known or self.known[0][0] is not costs:
+            effects = [self._effect(mesh, instruction, costs) for mesh, instruction in self.kinds]
+            known = [effect for effect in effects if effect is not None]
+            self.known[:] = [(costs, _table(known) if len(known) == len(effects) else None)]
+        table = self.known[0][1]
+        if table is None:
             of_mesh, _ = engine.play(self.program, costs, lambda _: "within hosts", dispatch)
             return max((max(each.compute, each.communication) for each in of_mesh), default=0.0)
-        return self.play(lambda mesh, instruction: self._effect(mesh, instruction, costs), dispatch)
+        return self._played(table, dispatch)
 
     def play(self, effect: Callable[[int, Instruction], Effect], dispatch: float = 0.0) -> float:
         """Seconds of the step where an instruction of a mesh has the effect given; it is asked once for each of `kinds`.
@@ -82,11 +96,12 @@ class Clock:
         Raises:
             DeadlockError: the meshes wait for one another.
         """
-        effects = [effect(mesh, instruction) for mesh, instruction in self.kinds]
-        table = np.array([(*each.compute, *each.communication) for each in effects], np.float64).reshape(-1, 4)
+        return self._played(_table([effect(mesh, instruction) for mesh, instruction in self.kinds]), dispatch)
+
+    def _played(self, table: _Table, dispatch: float) -> float:
         count = len(self.rows) - 1
         scratch = self.rows[:-1].copy(), np.zeros(count), np.zeros(count), np.zeros(count), np.full(len(self.kind), nan)
-        arrays = self.rows, self.source, self.kind, table, *scratch
+        arrays = self.rows, self.source, self.kind, *table, *scratch
         if len(self.kind) >= _WORTH_COMPILING and find_spec("numba"):
             end = _compiled()(dispatch, *arrays)
         else:
@@ -97,16 +112,12 @@ class Clock:
             raise AssertionError("the clock is stuck where the walk is not")
         return float(end)
 
-    def _contends(self, mesh: int, instruction: Instruction, costs: CostModel) -> bool:
-        return isinstance(instruction, Run) and contends(
-            self.program.body(instruction), costs, self.program.meshes[mesh]
-        )
-
-    def _effect(self, mesh: int, instruction: Instruction, costs: CostModel) -> Effect:
+    def _effect(self, mesh: int, instruction: Instruction, costs: CostModel) -> Effect | Lagged | None:
         devices = self.program.meshes[mesh]
         match instruction:
             case Run():
-                return effect_of(self.program.body(instruction), costs, devices)
+                body = self.program.body(instruction)
+                return (lagged_of if contends(body, costs, devices) else effect_of)(body, costs, devices)
             case Send(_, to, num_bytes):
                 pairs = self.program.pairs(mesh, to)
                 return Effect.transfer(costs.collective("permute", num_bytes / len(pairs), pairs))
@@ -129,6 +140,15 @@ def _kind_of(instruction: Instruction) -> Hashable:
             return None
 
 
+def _table(effects: Sequence[Effect | Lagged]) -> _Table:
+    """Effects as arrays, those without pieces and those with them side by side."""
+    rows = [(0.0,) * 4 if isinstance(each, Lagged) else (*each.compute, *each.communication) for each in effects]
+    pieces = [each.pieces if isinstance(each, Lagged) else () for each in effects]
+    begins = np.cumsum([0, *map(len, pieces)])
+    joined = [row for each in pieces for row in each]
+    return np.array(rows, np.float64).reshape(-1, 4), begins, np.array(joined, np.float64).reshape(-1, 5)
+
+
 type _Numbers = Any
 """An array or a list."""
 
@@ -139,6 +159,8 @@ def _play(
     source: _Numbers,
     kind: _Numbers,
     effects: _Numbers,
+    begins: _Numbers,
+    pieces: _Numbers,
     at: _Numbers,
     compute: _Numbers,
     communication: _Numbers,
@@ -162,8 +184,17 @@ def _play(
                 c = max(c, h)
                 if awaited >= 0:
                     c = max(c, sent[awaited])
-                effect = effects[kind[i]]
-                c, k = max(c + effect[0], k + effect[1]), max(c + effect[2], k + effect[3])
+                piece = begins[kind[i] + 1] - 1
+                if piece < begins[kind[i]]:
+                    effect = effects[kind[i]]
+                    c, k = max(c + effect[0], k + effect[1]), max(c + effect[2], k + effect[3])
+                else:
+                    lag = max(0.0, k - c)
+                    while pieces[piece][0] > lag:
+                        piece -= 1
+                    line = pieces[piece]
+                    beyond = lag - line[0]
+                    c, k = c + line[1] + beyond * line[3], c + line[2] + beyond * line[4]
                 sent[i] = k
                 i += 1
                 progressed = True
