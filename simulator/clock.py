@@ -1,12 +1,13 @@
 """The makespan of a program, exactly as `simulator.engine.simulate` finds it but without a timeline: fast enough to search with.
 
 A program is turned into arrays once; any costs then play it in a loop over integers, which numba compiles where it is installed and
-the program is long (64 stages with 512 microbatches take a millisecond then).
+the program is long (64 stages with 512 microbatches take a millisecond then). What a task does to its mesh is found once for all its
+microbatches: nine numbers (`simulator.effect`), or a few lines where computation and collectives slow each other (`simulator.lag`).
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,8 +20,12 @@ from numpy.typing import NDArray
 from simulator import engine
 from simulator.costs import CostModel
 from simulator.effect import Effect, contends, effect_of
+from simulator.lag import Lagged, lagged_of
 from simulator.program import Free, Instruction, Program, Recv, Run, Send, walk
 from simulator.work import Done, Start
+
+type _Table = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]
+"""The effect of each kind, where its pieces begin if it has any, and the pieces of all of them."""
 
 _WORTH_COMPILING = 100_000  # instructions; loading numba takes a second, and so many in Python a tenth of it
 
@@ -34,6 +39,7 @@ class Clock:
         source: for each instruction, the send that it waits for; -1 if it waits for none.
         kind: for each instruction, which of `kinds` it is.
         kinds: (mesh, instruction) that differ in more than the microbatch.
+        known: the last costs that were asked for, and what all kinds take at them, if the clock has the means.
     """
 
     program: Program
@@ -41,6 +47,7 @@ class Clock:
     source: NDArray[np.int64]
     kind: NDArray[np.int64]
     kinds: tuple[tuple[int, Instruction], ...]
+    known: list[tuple[CostModel, _Table | None]] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def of(cls, program: Program) -> Self:
@@ -66,17 +73,26 @@ class Clock:
         kinds = tuple(examples[number] for number in range(len(numbers)))
         return cls(program, rows, source, np.array(kind, np.int64), kinds)
 
-    def makespan(self, costs: CostModel, dispatch: float = 0.0) -> float:
+    def makespan(self, costs: CostModel, dispatch: float = 0.0, shared: bool = True) -> float:
         """Seconds of the step, as `simulate` finds them with these arguments.
 
-        Where tasks compute beside collectives that slow them, or several meshes send through one network card, it is the engine that
-        finds them, in more time.
+        What the kinds of instruction take at the last costs is remembered: costs must not change, and others take some 50 ms more where tasks
+        have many kernels. Two sorts of programs the engine plays, in far more time: those of which a task slows collectives that it does not
+        wait for itself, or uses both classes of links; and those whose messages meet, if that is to count.
+
+        Args:
+            shared: whether messages of several meshes share the network cards at which they meet, as `simulate` has it; else each has them
+                to itself.
         """
-        contends = any(self._contends(mesh, instruction, costs) for mesh, instruction in self.kinds)
-        if contends or engine.meetings_of(self.program, costs):
+        if not self.known or self.known[0][0] is not costs:
+            effects = [self._effect(mesh, instruction, costs) for mesh, instruction in self.kinds]
+            known = [effect for effect in effects if effect is not None]
+            self.known[:] = [(costs, _table(known) if len(known) == len(effects) else None)]
+        table = self.known[0][1]
+        if table is None or (shared and engine.meetings_of(self.program, costs)):
             of_mesh, _ = engine.play(self.program, costs, dispatch)
             return max((each.end for each in of_mesh), default=0.0)
-        return self.play(lambda mesh, instruction: self._effect(mesh, instruction, costs), dispatch)
+        return self._played(table, dispatch)
 
     def play(self, effect: Callable[[int, Instruction], Effect], dispatch: float = 0.0) -> float:
         """Seconds of the step where an instruction of a mesh has the effect given; it is asked once for each of `kinds`.
@@ -84,14 +100,12 @@ class Clock:
         Raises:
             DeadlockError: the meshes wait for one another.
         """
-        effects = [effect(mesh, instruction) for mesh, instruction in self.kinds]
-        # a transfer is there when its link is free again; what goes over the one between hosts tells it from waiting for nothing
-        table = np.array(
-            [(*each.compute, *each.within, *each.between, each.between[0] > -inf) for each in effects], np.float64
-        ).reshape(-1, 10)
+        return self._played(_table([effect(mesh, instruction) for mesh, instruction in self.kinds]), dispatch)
+
+    def _played(self, table: _Table, dispatch: float) -> float:
         count = len(self.rows) - 1
         scratch = self.rows[:-1].copy(), *(np.zeros(count) for _ in range(4)), np.full(len(self.kind), nan)
-        arrays = self.rows, self.source, self.kind, table, *scratch
+        arrays = self.rows, self.source, self.kind, *table, *scratch
         if len(self.kind) >= _WORTH_COMPILING and find_spec("numba"):
             end = _compiled()(dispatch, *arrays)
         else:
@@ -102,16 +116,12 @@ class Clock:
             raise AssertionError("the clock is stuck where the walk is not")
         return float(end)
 
-    def _contends(self, mesh: int, instruction: Instruction, costs: CostModel) -> bool:
-        return isinstance(instruction, Run) and contends(
-            self.program.body(instruction), costs, self.program.meshes[mesh]
-        )
-
-    def _effect(self, mesh: int, instruction: Instruction, costs: CostModel) -> Effect:
+    def _effect(self, mesh: int, instruction: Instruction, costs: CostModel) -> Effect | Lagged | None:
         devices = self.program.meshes[mesh]
         match instruction:
             case Run():
-                return effect_of(self.program.body(instruction), costs, devices)
+                body = self.program.body(instruction)
+                return (lagged_of if contends(body, costs, devices) else effect_of)(body, costs, devices)
             case Send(_, to, num_bytes):
                 pairs = self.program.pairs(mesh, to)
                 return Effect.transfer(costs.collective("permute", num_bytes / len(pairs), pairs), costs.link(pairs))
@@ -134,6 +144,23 @@ def _kind_of(instruction: Instruction) -> Hashable:
             return None
 
 
+def _table(effects: Sequence[Effect | Lagged]) -> _Table:
+    """Effects as arrays, those without pieces and those with them side by side.
+
+    The last number of a row says whether it is the link between hosts that the instruction keeps busy.
+    """
+    rows = [
+        (*(0.0,) * 9, each.link == "between hosts")
+        if isinstance(each, Lagged)
+        else (*each.compute, *each.within, *each.between, each.between[0] > -inf)
+        for each in effects
+    ]
+    pieces = [each.pieces if isinstance(each, Lagged) else () for each in effects]
+    begins = np.cumsum([0, *map(len, pieces)])
+    joined = [row for each in pieces for row in each]
+    return np.array(rows, np.float64).reshape(-1, 10), begins, np.array(joined, np.float64).reshape(-1, 5)
+
+
 type _Numbers = Any
 """An array or a list."""
 
@@ -144,6 +171,8 @@ def _play(
     source: _Numbers,
     kind: _Numbers,
     effects: _Numbers,
+    begins: _Numbers,
+    pieces: _Numbers,
     at: _Numbers,
     compute: _Numbers,
     within: _Numbers,
@@ -169,11 +198,25 @@ def _play(
                 if awaited >= 0:
                     c = max(c, sent[awaited])
                 effect = effects[kind[i]]
-                c, near, far = (
-                    max(c + effect[0], near + effect[1], far + effect[2]),
-                    max(c + effect[3], near + effect[4], far + effect[5]),
-                    max(c + effect[6], near + effect[7], far + effect[8]),
-                )
+                piece = begins[kind[i] + 1] - 1
+                if piece < begins[kind[i]]:
+                    c, near, far = (
+                        max(c + effect[0], near + effect[1], far + effect[2]),
+                        max(c + effect[3], near + effect[4], far + effect[5]),
+                        max(c + effect[6], near + effect[7], far + effect[8]),
+                    )
+                else:
+                    lag = max(0.0, (far if effect[9] else near) - c)
+                    while pieces[piece][0] > lag:
+                        piece -= 1
+                    line = pieces[piece]
+                    beyond = lag - line[0]
+                    link = c + line[2] + beyond * line[4]
+                    c += line[1] + beyond * line[3]
+                    if effect[9]:
+                        far = link
+                    else:
+                        near = link
                 sent[i] = far if effect[9] else near
                 i += 1
                 progressed = True

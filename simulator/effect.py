@@ -57,7 +57,7 @@ class Effect:
 
 def contends(body: Body, costs: CostModel, devices: tuple[int, ...]) -> bool:
     """Whether something is computed beside a collective that slows it: how much depends on what else is under way, so a body like this
-    has no `Effect`.
+    has no `Effect`, but maybe a `simulator.lag.Lagged`.
     """
     running: set[str] = set()
     for op in body:

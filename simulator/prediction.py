@@ -22,8 +22,8 @@ class Prediction:
     """One training step, in seconds; the parts, `exposed` among them, sum up to `seconds`.
 
     Attributes:
-        forward, backward, recompute: computation of all microbatches on the busiest device; a compiled program does not tell what it
-            computes again, which is then part of `backward`.
+        forward, backward, recompute: computation of all microbatches on the busiest device. A compiled program tells what it computes again
+            by the names that JAX gives operations (`jax.checkpoint`); without them it is part of `backward`.
         update: the optimizer.
         whole: computation of a program that is not cut into phases.
         bubble: waiting for other stages.

@@ -25,13 +25,14 @@ from autopar.sharding.spec import LogicalMesh, Spec, Specs, local_shape
 from autopar.sharding.storage import is_relaid, is_view, lifetimes, readings
 from autopar.trace import StepGraph
 from autopar.work import array_bytes
+from simulator.memory import Role
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Lifetime:
     """A value that takes memory from moment `start` to moment `end`, both included; `sizes` in bytes per option.
 
-    `var` is None for what other microbatches hold.
+    `var` is None for what other microbatches hold and for gradients that wait to be reduce_scattered; then `role` says what it is.
     """
 
     decision: int
@@ -39,6 +40,7 @@ class Lifetime:
     end: int
     sizes: np.ndarray
     var: Var | None = None
+    role: Role | None = None
 
 
 class Memory:
@@ -141,7 +143,9 @@ def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list
     lives += [(var, start, end) for var, (start, end) in alive.items() if var not in reused or not start]
     whole = {step.jaxpr.invars[i] for i in step.batch}  # all microbatches of it
     others = step.in_flight - 1
-    found = [Lifetime(d, 0, len(step.jaxpr.eqns), others * s) for d, s in _held(step, decisions, mesh) if others]
+    end = len(step.jaxpr.eqns)
+    held = _held(step, decisions, mesh) if others else ()
+    found = [Lifetime(d, 0, end, others * s, role="activations") for d, s in held]
     for var, start, end in lives:
         if (placement := decisions.placements.get(var)) is not None:
             sizes = _sizes(var, placement.specs, mesh) * (step.num_micro_batches if var in whole else 1)
@@ -188,7 +192,7 @@ def _base(var: Var, shown_by: Mapping[Var, Atom]) -> Var:
 def _waiting(
     step: StepGraph, decisions: Decisions, mesh: LogicalMesh, alive: Mapping[Var, tuple[int, int]]
 ) -> Iterator[Lifetime]:
-    """What is reduce_scattered, before that: each waits for the last of those that it is combined with."""
+    """Gradients that are reduce_scattered, before that: each waits for the last of those that it is combined with."""
     groups: list[list[tuple[int, int, int, np.ndarray]]] = []
     room = 0.0
     for number, decision, sizes in decisions.scattered:
@@ -204,7 +208,7 @@ def _waiting(
         last = (min if late else max)(start for _, start, _, _ in group)
         for _, start, decision, sizes in group:
             if sizes.any():
-                yield Lifetime(decision, min(start, last), last, sizes)
+                yield Lifetime(decision, min(start, last), last, sizes, role="gradients")
 
 
 def _held(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list[tuple[int, np.ndarray]]:

@@ -49,8 +49,9 @@ class _Roles:
         self._outputs = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
 
     def of(self, life: Lifetime) -> Role:
-        if life.var is None:  # what other microbatches hold
-            return "activations"
+        if life.var is None:
+            assert life.role is not None
+            return life.role
         if life.var in self._inputs:
             return self._inputs[life.var]
         maker, reader = self._passes[self._makers.get(life.var, -1)], self._passes[life.end]

@@ -1,6 +1,6 @@
 """Faster hardware is never slower, also where computation and collectives slow each other."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -12,6 +12,7 @@ from simulator.cluster import Cluster, Link
 from simulator.costs import CostModel
 from simulator.engine import simulate
 from simulator.program import Program, Recv, Run, Send
+from simulator.timeline import Link as LinkClass
 from simulator.work import Body, Collective, Done, Groups, Kernel, KernelKind, Op, Start
 from tests.simulator.bodies import compute, programs, start
 
@@ -36,6 +37,12 @@ class Hardware:
 
     def slowdown(self, groups: Groups) -> float:
         return self.factor.get(groups, self.factor.get(NEAR, 1.0))
+
+    def link(self, groups: Groups) -> LinkClass:
+        return "within hosts"
+
+    def cards(self, pairs: Groups) -> Mapping[Hashable, float]:
+        return {}
 
 
 @st.composite

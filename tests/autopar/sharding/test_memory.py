@@ -56,6 +56,22 @@ def test_a_loop_over_layers_holds_all_their_residuals():
     assert 0.97 * compiled <= estimate <= 1.25 * compiled
 
 
+def test_gradients_that_wait_to_be_reduce_scattered_are_gradients():
+    def loss(params, x):
+        for w in params:
+            x = jax.nn.relu(x @ w)
+        return (x**2).mean()
+
+    array, layers, width = jax.ShapeDtypeStruct, 4, 1024
+    args = [array((width, width), "float32")] * layers, array((8 * 16, width), "float32")
+    plan = autopar.plan_step(descent(loss), args, cluster=A100, mesh_shape=(8,), method=autopar.Zero3Parallel())
+    roles = plan.predicted_memory.model_dump()
+    one = 4 * 16 * width  # what a layer gives, on one device
+    assert roles["activations"] <= 2 * layers * one
+    assert roles["gradients"] >= 4 * width**2  # one at least is whole
+    assert sum(roles.values()) == plan.predicted_bytes
+
+
 def test_memory_is_for_the_same_in_a_plan_and_in_the_program():
     def loss(params, x):
         for w in params:
