@@ -126,8 +126,11 @@ class _Engine:
         """
         rows = self._program.instructions
         at, awake = [0] * len(rows), deque(range(len(rows)))
-        while awake or (message := self._cards.arrival()):
+        while True:
             if not awake:
+                message = self._cards.arrival()
+                if message is None:
+                    break
                 self._arrive(message, self._cards.time)
                 awake.extend((message.mesh, message.value[2]))
             mesh = awake.popleft()

@@ -159,11 +159,17 @@ class Streams:
     def _compute(self, seconds: float) -> None:
         """Compute for so long, or longer where a collective goes on meanwhile."""
         while seconds and any(self.under_way.values()):
-            waiting = [link for link, queue in self.under_way.items() if queue and self.free[link] > self.compute]
-            going = [link for link, queue in self.under_way.items() if queue and self.free[link] <= self.compute]
+            waiting: list[Link] = [
+                link for link, queue in self.under_way.items() if queue and self.free[link] > self.compute
+            ]
+            going: list[Link] = [
+                link for link, queue in self.under_way.items() if queue and self.free[link] <= self.compute
+            ]
             slowdown = max((self.under_way[link][0].slowdown for link in going), default=1.0)
             # what happens next: this ends, a collective ends, or what was sent before one has arrived, which then begins
-            ends = {link: self.under_way[link][0].left * self.under_way[link][0].slowdown for link in going}
+            ends: dict[Link, float] = {
+                link: self.under_way[link][0].left * self.under_way[link][0].slowdown for link in going
+            }
             passed = min(seconds * slowdown, *ends.values(), *(self.free[link] - self.compute for link in waiting))
             start = self.compute
             self.compute += passed
