@@ -122,7 +122,8 @@ class _Engine:
         """Carry out everything where messages of several meshes meet at network cards.
 
         Meshes go on as far as they can without knowing when a message arrives that is still on its way; then the first of these arrives. A
-        task that communicates between hosts waits until what its mesh sent before has arrived, after which its link takes it anyway.
+        task that communicates between hosts waits until what its mesh sent before has arrived, after which its link takes it anyway. (This is
+        exact unless it computes, and sends, without waiting for that communication.)
         """
         rows = self._program.instructions
         at, awake = [0] * len(rows), deque(range(len(rows)))
