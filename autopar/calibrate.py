@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
 import jax
-import jaxlib
 
 from autopar import microbenchmarks
 from autopar.devices import cluster_of, device_mesh
+from autopar.microbenchmarks import Benchmark
 from simulator.calibration.collectives import MeasuredCollectives
 from simulator.calibration.devices import Convolution, MeasuredDevice, Overlap, fit_cluster, fit_device
 from simulator.cluster import Cluster, Provenance
@@ -44,7 +45,7 @@ class Effort:
         seconds: how long a measurement takes at least, three of which are made.
     """
 
-    elements: tuple[int, ...] = tuple(4**i for i in range(6, 14))
+    elements: tuple[int, ...] = tuple(4**i for i in range(6, 15))
     rows: tuple[int, ...] = (256, 1024, 4096)
     widths: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
     convolutions: tuple[Convolution, ...] = (
@@ -102,7 +103,7 @@ def calibrate(
         devices=len(here),
         driver=driver_version() if here[0].platform == "gpu" else None,
         jax=jax.__version__,
-        jaxlib=jaxlib.__version__,
+        jaxlib=version("jaxlib"),
         seconds=clock.spent,
         rows={},
     )
@@ -187,57 +188,55 @@ class _Measuring:
     def _transfers(self, until: float) -> Iterator[tuple[float, float]]:
         for size in self.clock.within(self.effort.elements, until, 4):
             self.clock.tell(f"elementwise, {size:,} elements")
-            yield 8.0 * size, self._seconds(*microbenchmarks.elementwise(self.devices[0], size))
+            yield 8.0 * size, self._seconds(microbenchmarks.elementwise(self.devices[0], size))
 
     def _products(self, dtype: str, until: float) -> Iterator[tuple[Gemm, float]]:
         sizes = list(product(self.effort.rows, self.effort.widths))
         for rows, width in self.clock.within(sizes, until, 4):
             self.clock.tell(f"products, {dtype}, {rows} x {width} x {width}")
-            kernel = microbenchmarks.matrix_product(self.devices[0], dtype, rows, width)
-            yield Gemm(rows, width, width), self._seconds(*kernel)
+            benchmark = microbenchmarks.matrix_product(self.devices[0], dtype, rows, width)
+            yield Gemm(rows, width, width), self._seconds(benchmark)
 
     def _convolutions(self, dtype: str, until: float) -> Iterator[tuple[Convolution, float]]:
         for sizes in self.clock.within(self.effort.convolutions, until, 2):
             self.clock.tell(f"convolutions, {dtype}, {sizes.batch} x {sizes.side} x {sizes.side} x {sizes.channels}")
-            kernel = microbenchmarks.convolution(self.devices[0], dtype, sizes.batch, sizes.side, sizes.channels)
-            yield sizes, self._seconds(*kernel)
+            benchmark = microbenchmarks.convolution(self.devices[0], dtype, sizes.batch, sizes.side, sizes.channels)
+            yield sizes, self._seconds(benchmark)
 
     def _collectives(self, kind: CollectiveKind, until: float) -> MeasuredCollectives:
         count = len(self.devices)
         counts = [each for each in (2, 4, 8, 16) if each < count] + [count]
         rows: list[tuple[int, float, float]] = []
-        for size, elements in self.clock.within(list(product(counts, self.effort.elements)), until, 9):
+        for size, elements in self.clock.within(list(product(counts, self.effort.elements)), until, 6):
             self.clock.tell(f"{kind}, {size} devices, {elements:,} elements")
             num_bytes = 4 * size * -(-elements // size)
-            seconds = self._seconds(*microbenchmarks.collective(kind, self.devices[:size], num_bytes))
+            seconds = self._seconds(microbenchmarks.collective(kind, self.devices[:size], num_bytes))
             rows.append((size, float(num_bytes), seconds))
         return MeasuredCollectives.of(kind, *zip(*sorted(rows), strict=True))
 
     def _overlap(self, dtype: str) -> Overlap:
         """Products and an all_reduce that take about as long, by themselves and in one program."""
         self.clock.tell(f"an all_reduce beside products, {dtype}")
-        reduce, x = microbenchmarks.collective("all_reduce", self.devices, 4 * len(self.devices) * self._longest())
-        multiply, y = microbenchmarks.matrix_product(None, dtype, self.effort.rows[-1], self.effort.widths[-1])
-        y = microbenchmarks.on_each(self.devices, y)
+        reduce = microbenchmarks.collective("all_reduce", self.devices, 4 * len(self.devices) * self._longest())
+        multiply = microbenchmarks.matrix_product(None, dtype, self.effort.rows[-1], self.effort.widths[-1])
+        y = jax.tree.map(partial(microbenchmarks.on_each, self.devices), multiply.x)
 
-        def products(y: jax.Array, count: int) -> jax.Array:
-            for _ in range(count):
-                y = multiply(y)
-            return y
+        def products(count: int) -> Benchmark:
+            def kernel(y: Any) -> Any:
+                for _ in range(count):
+                    y = multiply.kernel(y)
+                return y
 
-        def side_by_side(count: int) -> microbenchmarks.Kernel:
-            compute = microbenchmarks.on_all(self.devices, partial(products, count=count))
-            return lambda each: (reduce(each[0]), compute(each[1]))
+            return Benchmark(microbenchmarks.on_all(self.devices, kernel), y)
 
-        moved = self._seconds(reduce, x)
-        one = self._seconds(microbenchmarks.on_all(self.devices, multiply), y)
-        count = max(1, min(64, round(moved / one)))
-        computed = self._seconds(microbenchmarks.on_all(self.devices, partial(products, count=count)), y)
-        return Overlap(computed, moved, self._seconds(side_by_side(count), (x, y)))
+        moved = self._seconds(reduce)
+        compute = products(max(1, min(64, round(moved / self._seconds(products(1))))))
+        both = Benchmark(lambda each: (reduce.kernel(each[0]), compute.kernel(each[1])), (reduce.x, compute.x))
+        return Overlap(self._seconds(compute), moved, self._seconds(both))
 
     def _longest(self) -> int:
         """Elements of each of as many parts as there are devices of the longest array."""
         return max(1, max(self.effort.elements) // len(self.devices))
 
-    def _seconds(self, kernel: microbenchmarks.Kernel, x: Any) -> float:
-        return microbenchmarks.kernel_seconds(kernel, x, self.least)
+    def _seconds(self, benchmark: Benchmark) -> float:
+        return microbenchmarks.kernel_seconds(benchmark, self.least)

@@ -7,6 +7,7 @@ reflection, so that results stay as large as they are however often.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -26,32 +27,48 @@ AXIS = "x"
 """Of the mesh that collectives and kernels on several devices run on."""
 
 
-def elementwise(device: Any, size: int) -> tuple[Kernel, jax.Array]:
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A kernel, and what it starts from.
+
+    Attributes:
+        count: how often the kernel does what is measured.
+    """
+
+    kernel: Kernel
+    x: Any
+    count: int = 1
+
+
+def elementwise(device: Any, size: int) -> Benchmark:
     """A multiply-add of so many f32, which are read and written once."""
-    return lambda x: x * 0.999 + 0.001, jax.device_put(jnp.ones(size, jnp.float32), device)
+    return Benchmark(lambda x: x * 0.999 + 0.001, jax.device_put(jnp.ones(size, jnp.float32), device))
 
 
-def matrix_product(device: Any, dtype: str, rows: int, width: int) -> tuple[Kernel, jax.Array]:
+def matrix_product(device: Any, dtype: str, rows: int, width: int) -> Benchmark:
     """(rows, width) by (width, width); on no device in particular if that is None."""
-    x, w = jax.device_put((_random((rows, width), dtype), _reflection(width, dtype)), device)
-    return lambda x: x @ w, x
+    return _twice(jnp.matmul, device, _random((rows, width), dtype), _reflection(width, dtype))
 
 
-def convolution(device: Any, dtype: str, batch: int, side: int, channels: int) -> tuple[Kernel, jax.Array]:
+def convolution(device: Any, dtype: str, batch: int, side: int, channels: int) -> Benchmark:
     """Of 3 x 3, over a batch of square images, as many channels out as in."""
+    convolve = partial(
+        jax.lax.conv_general_dilated,
+        window_strides=(1, 1),
+        padding="SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
     window = jnp.zeros((3, 3, channels, channels), dtype).at[1, 1].set(_reflection(channels, dtype))
-    x, window = jax.device_put((_random((batch, side, side, channels), dtype), window), device)
-    layout = ("NHWC", "HWIO", "NHWC")
-    return lambda x: jax.lax.conv_general_dilated(x, window, (1, 1), "SAME", dimension_numbers=layout), x
+    return _twice(convolve, device, _random((batch, side, side, channels), dtype), window)
 
 
-def collective(kind: CollectiveKind, devices: Sequence[Any], num_bytes: int) -> tuple[Kernel, jax.Array]:
-    """A collective between devices, and what each of them has: the whole array of `num_bytes`, as in `simulator.work.Collective`."""
+def collective(kind: CollectiveKind, devices: Sequence[Any], num_bytes: int) -> Benchmark:
+    """A collective between devices, each of which has the whole array of `num_bytes`, as in `simulator.work.Collective`."""
     if num_bytes % (4 * len(devices)):
         raise ValueError(
             f"{num_bytes} bytes can't be split into float32 shards for {len(devices)} devices; use a multiple"
         )
-    return on_all(devices, _ONCE[kind]), on_each(devices, np.zeros(num_bytes // 4, np.float32))
+    return Benchmark(on_all(devices, _ONCE[kind]), on_each(devices, np.zeros(num_bytes // 4, np.float32)))
 
 
 def on_each(devices: Sequence[Any], x: Any) -> jax.Array:
@@ -66,33 +83,37 @@ def on_all(devices: Sequence[Any], kernel: Kernel) -> Kernel:
     return jax.shard_map(kernel, mesh=_line(devices), in_specs=along, out_specs=along)
 
 
-def repeated(kernel: Kernel, x: Any) -> Callable[[Any, int], Any]:
-    """One program of so many of a kernel, on `x` and that number. GPUs compile one for each number: else each turn waits for the host."""
+def repeated(benchmark: Benchmark) -> Callable[[Any, int], Any]:
+    """One program of so many of a kernel, on a value and that number. GPUs compile one for each number: else each turn waits for the host."""
 
     def row(x: Any, count: int) -> Any:
-        return jax.lax.fori_loop(0, count, lambda _, x: kernel(x), x)
+        return jax.lax.fori_loop(0, count, lambda _, x: benchmark.kernel(x), x)
 
-    (platform,) = {device.platform for leaf in jax.tree.leaves(x) for device in leaf.devices()}
+    (platform,) = {device.platform for leaf in jax.tree.leaves(benchmark.x) for device in leaf.devices()}
     return jax.jit(row, static_argnums=1 if platform == "gpu" else ())
 
 
-def kernel_seconds(kernel: Kernel, x: Any, least: float) -> float:
-    """Seconds of one kernel: so many in a row that they take `least` seconds, less a row of one."""
-    row = repeated(kernel, x)
+def kernel_seconds(benchmark: Benchmark, least: float) -> float:
+    """Seconds of what is measured: so many kernels in a row that they take `least` seconds, less a row of one.
+
+    The fastest of three rows counts: whatever disturbs one only adds to it.
+    """
+    row = repeated(benchmark)
 
     def run(count: int) -> float:
-        jax.block_until_ready(row(x, count))
+        jax.block_until_ready(row(benchmark.x, count))
         times = []
         for _ in range(3):
             begin = time.perf_counter()
-            jax.block_until_ready(row(x, count))
+            jax.block_until_ready(row(benchmark.x, count))
             times.append(time.perf_counter() - begin)
-        return median(times)
+        return min(times)
 
     count, single = 16, run(1)
     while (together := run(count)) < least:
         count *= max(2, min(64, round(least / together)))
-    return max(1e-9, (together - single) / (count - 1))
+    each = (together - single) / (count - 1) if together > single else together / count
+    return each / benchmark.count
 
 
 def launch_seconds(device: Any, least: float) -> float:
@@ -111,6 +132,13 @@ def launch_seconds(device: Any, least: float) -> float:
 
     count = max(10, round(least / run(10)))
     return median(run(count) for _ in range(3))
+
+
+def _twice(
+    operation: Callable[[jax.Array, jax.Array], jax.Array], device: Any, x: jax.Array, w: jax.Array
+) -> Benchmark:
+    """An operation and another on its result, which takes the place of what they started from: one alone would have to be copied there."""
+    return Benchmark(lambda of: (operation(operation(of[0], of[1]), of[1]), of[1]), jax.device_put((x, w), device), 2)
 
 
 def _line(devices: Sequence[Any]) -> Mesh:

@@ -13,6 +13,7 @@ It knows nothing of JAX: `simulator.hlo` reads compiled programs as text, everyt
 transformers by their sizes, `python -m simulator` does so from files and compares with published numbers.
 """
 
+from simulator.backend import BACKENDS, Backend
 from simulator.breakdown import predict, prediction_of
 from simulator.clock import Clock
 from simulator.cluster import Cluster, Device, Link, cluster_names
@@ -28,6 +29,8 @@ from simulator.timeline import Span, Timeline
 from simulator.work import Collective, Done, Gemm, Kernel, Loop, Start, Work, work_of
 
 __all__ = [
+    "BACKENDS",
+    "Backend",
     "BandwidthOnly",
     "Clock",
     "Cluster",

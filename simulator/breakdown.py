@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from functools import cache
 from math import nan
 
+from simulator.backend import Backend
 from simulator.cluster import Device
 from simulator.costs import CostModel
 from simulator.engine import simulate
@@ -31,15 +32,16 @@ def predict(
     dispatch: float | None = None,
     model_flops: float | None = None,
     tokens: int = 0,
+    backend: Backend | None = None,
 ) -> Prediction:
     """What one step of `program` takes on `cluster`; `simulator.formula.predict` answers the same for a transformer's sizes.
 
     Args:
-        program, cluster, costs, dispatch: as for `simulator.engine.simulate`, which also says what may be wrong with them.
+        program, cluster, costs, dispatch, backend: as for `simulator.engine.simulate`, which also says what may be wrong with them.
         model_flops: FLOP that the step needs, nothing computed twice, of all devices; by default what the program says.
         tokens: that the step learns from.
     """
-    return prediction_of(simulate(program, cluster, costs, dispatch), cluster, model_flops, tokens)
+    return prediction_of(simulate(program, cluster, costs, dispatch, backend), cluster, model_flops, tokens)
 
 
 def prediction_of(

@@ -9,12 +9,13 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
+from simulator.backend import BACKENDS, Backend, backend_named
 from simulator.breakdown import prediction_of
 from simulator.calibration.profiles import fit_profiles, write_profile
 from simulator.calibration.tables import COLUMNS, fit_collectives
 from simulator.engine import simulate
 from simulator.formula import predict
-from simulator.formula.files import BACKENDS, Formula, load_for_program, load_machine
+from simulator.formula.files import Formula, load_for_program, load_machine
 from simulator.formula.what_if import Change
 from simulator.gantt import save_gantt
 from simulator.prediction import Prediction
@@ -22,7 +23,7 @@ from simulator.prediction_table import prediction_json, prediction_table
 from simulator.program_file import load_program
 from simulator.schema import SCHEMAS
 from simulator.validation.published import published_sets
-from simulator.validation.report import Comparison, as_json, summary, write_report
+from simulator.validation.report import Comparison, NothingPredictedError, as_json, summary, write_report
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Predicts training steps on clusters that need not be here."
@@ -48,7 +49,10 @@ def predict_file(
         list[str] | None, typer.Option(help="A shipped cluster or a YAML file; several to compare.")
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help=f"The software that runs a formula: {', '.join(BACKENDS)}; eager by default.")
+        str | None,
+        typer.Option(
+            help=f"The software that runs it: {', '.join(BACKENDS)}. Formulas: eager by default; programs: devices alone by default."
+        ),
     ] = None,
     change: Annotated[
         list[str] | None,
@@ -69,9 +73,8 @@ def predict_file(
     try:
         changes = [Change.parse(text) for text in change or []]
         if file.suffix == ".json":
-            if backend is not None:
-                raise ValueError("--backend is for formulas; a program has its own kernels")
-            predictions = _of_program(file, names, changes, gantt, trace)
+            driver = None if backend is None else backend_named(backend)
+            predictions = _of_program(file, names, changes, driver, gantt, trace)
         else:
             if gantt is not None or trace is not None:
                 raise ValueError("a formula has no timeline; --gantt and --trace are for programs (.json)")
@@ -95,7 +98,12 @@ def _of_formula(file: Path, names: list[str], changes: list[Change], backend: st
 
 
 def _of_program(
-    file: Path, names: list[str], changes: list[Change], gantt: Path | None, trace: Path | None
+    file: Path,
+    names: list[str],
+    changes: list[Change],
+    backend: Backend | None,
+    gantt: Path | None,
+    trace: Path | None,
 ) -> dict[str, Prediction]:
     if elsewhere := [each.text for each in changes if each.path[0] != "cluster"]:
         raise ValueError(f"{elsewhere[0]!r}: a program can't be changed, only its cluster: cluster.field=value")
@@ -106,7 +114,7 @@ def _of_program(
     predictions = {}
     for name in names:
         where = load_for_program(name, devices, changes)
-        timeline = simulate(program, where)
+        timeline = simulate(program, where, backend=backend)
         predictions[name] = prediction_of(timeline, where)
         if gantt is not None:
             save_gantt(timeline, gantt)
@@ -118,7 +126,18 @@ def _of_program(
 @app.command()
 def validate(
     sets: Annotated[list[str] | None, typer.Argument(help="Names of published sets; all by default.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder for tables and figures.")] = Path("results/validation"),
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder with other rows of these sets, as CSV files of the same names and columns; sets without a file there are left out.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder for tables and figures; results/validation by default, none with --data."),
+    ] = None,
     write: Annotated[bool, typer.Option(help="Write tables and figures.")] = True,
     as_text: Annotated[bool, typer.Option("--json", help="Print everything as JSON instead of a table.")] = False,
     worst: Annotated[int, typer.Option(help="Also show so many rows of each set with the largest errors.")] = 0,
@@ -128,24 +147,43 @@ def validate(
     if unknown := [name for name in sets or [] if name not in known]:
         raise typer.BadParameter(f"unknown set {unknown[0]!r}; expected some of {', '.join(known)}")
     chosen = [known[name] for name in sets or known]
+    if data is not None:
+        chosen = [published for published in chosen if any((data / f"{name}.csv").exists() for name in published.files)]
     console, errors = Console(), Console(stderr=True)
-    console.width = max(console.width, 100)  # room for the table where nobody reads it on a terminal
+    console.width = max(console.width, 105)  # room for the table where nobody reads it on a terminal
     comparisons = []
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=errors, transient=True) as progress:
         task = progress.add_task("", total=len(chosen))
         for published in chosen:
             progress.update(task, description=published.title)
-            comparisons.append(Comparison.of(published))
+            try:
+                comparisons.append(Comparison.of(published, data))
+            except NothingPredictedError as error:
+                errors.print(str(error), highlight=False, soft_wrap=True)
+            except ValueError as error:
+                raise typer.BadParameter(f"{published.name}: {error}") from None
             progress.advance(task)
+    if not comparisons:
+        names = ", ".join(f"{name}.csv" for published in known.values() for name in published.files)
+        raise typer.BadParameter(f"{data}: no rows to compare; expected some of {names}")
     if as_text:
         typer.echo(json.dumps(as_json(comparisons), indent=1))
     else:
         console.print(summary(comparisons))
         for comparison in comparisons:
+            _print_unpredicted(console, comparison)
             _print_worst(console, comparison, worst)
-    if write:
-        paths = write_report(comparisons, output)
+    folder = output or (Path("results/validation") if data is None else None)
+    if write and folder is not None:
+        paths = write_report(comparisons, folder)
         errors.print(f"written: {', '.join(map(str, paths))}", highlight=False, soft_wrap=True)
+
+
+def _print_unpredicted(console: Console, comparison: Comparison) -> None:
+    for why in dict.fromkeys(row.why for row in comparison.unpredicted):
+        names = [row.name for row in comparison.unpredicted if row.why == why]
+        text = f"{comparison.published.name}: {len(names)} not predicted, {why}: {', '.join(names)}"
+        console.print(text, highlight=False, soft_wrap=True)
 
 
 def _print_worst(console: Console, comparison: Comparison, count: int) -> None:

@@ -1,6 +1,6 @@
 """How long collectives of the devices of one host take, by kind and size: curves with few parameters, fitted to measured times."""
 
-from math import sqrt
+from math import pow, sqrt
 from pathlib import Path
 from typing import Self, assert_never
 
@@ -39,7 +39,7 @@ class SizeCurve(Description):
 
     def bandwidth(self, size: int) -> float:
         """Bytes that each of `size` devices sends per second."""
-        usual = self.bandwidth_gb_per_s * (1 - self.small_group_loss / size) * (2 / size) ** self.sharing
+        usual = self.bandwidth_gb_per_s * (1 - self.small_group_loss / size) * pow(2 / size, self.sharing)
         return self.group_bandwidth_gb_per_s.get(size, usual) * 1e9
 
     def start(self, size: int) -> float:

@@ -9,6 +9,7 @@ collectives are not taken to meet. Computation and collectives may slow each oth
 from collections import deque
 from typing import assert_never
 
+from simulator.backend import Backend
 from simulator.cards import Cards, Message, Parts, Way, meetings
 from simulator.costed import check_costed
 from simulator.costs import CostModel, costs_of
@@ -20,19 +21,29 @@ from simulator.work import Body, Done, Start
 
 
 def simulate(
-    program: Program, cluster: AnyCluster, costs: CostModel | None = None, dispatch: float | None = None
+    program: Program,
+    cluster: AnyCluster,
+    costs: CostModel | None = None,
+    dispatch: float | None = None,
+    backend: Backend | None = None,
 ) -> Timeline:
     """The timeline of one step of `program` on `cluster`, by default at the costs that `cluster` implies.
 
     A send moves `num_bytes` in equal parts from each device of its mesh to its partner in the other mesh. Gathers of what arrives are
     communication of the mesh that receives, which waits for them. `dispatch` are the seconds that the host of a mesh takes for each
-    instruction, `host_launch_us` of the cluster by default; it runs ahead of the devices, which wait where it is late.
+    instruction, `host_launch_us` of the cluster by default; it runs ahead of the devices, which wait where it is late. A `backend` says so
+    instead, and what the host takes for a step and for each kernel and collective, none of which starts before it is launched.
 
     Raises:
         DeadlockError: the meshes wait for one another.
         ClusterError: the program has the seconds of another cluster.
-        ValueError: a mesh has devices that the cluster lacks, a task has no body, or there is no mesh at all.
+        ValueError: a mesh has devices that the cluster lacks, a task has no body, there is no mesh at all, or both `dispatch` and a
+            `backend` say what instructions cost.
     """
+    if dispatch is not None and backend is not None:
+        raise ValueError(
+            f"dispatch={dispatch} and backend {backend.name!r}; expected one of them: a backend has its own instruction_us"
+        )
     costs = costs or costs_of(cluster)
     if not program.meshes:
         raise ValueError("a program without meshes; expected at least one, with its devices and instructions")
@@ -44,7 +55,7 @@ def simulate(
                 f"mesh {mesh} has devices {devices}; cluster {cluster.name!r} has devices 0 to {cluster.num_devices - 1}"
             )
     check_costed(program, cluster)
-    of_mesh, arrows = play(program, costs, dispatch)
+    of_mesh, arrows = play(program, costs, dispatch, backend)
     spans = tuple(span for streams in of_mesh for span in streams.spans)
     levels = tuple(tuple(streams.levels) for streams in of_mesh) if program.levels else ()
     return Timeline(
@@ -60,9 +71,11 @@ def simulate(
     )
 
 
-def play(program: Program, costs: CostModel, dispatch: float = 0.0) -> tuple[list[Streams], list[Arrow]]:
+def play(
+    program: Program, costs: CostModel, dispatch: float = 0.0, backend: Backend | None = None
+) -> tuple[list[Streams], list[Arrow]]:
     """The streams of every mesh once all has happened, and the values on their way."""
-    engine = _Engine(program, costs, dispatch)
+    engine = _Engine(program, costs, dispatch, backend)
     if engine.meetings:
         engine.play_in_time()
     else:
@@ -84,13 +97,18 @@ def meetings_of(program: Program, costs: CostModel) -> dict[Way, Parts]:
 
 
 class _Engine:
-    def __init__(self, program: Program, costs: CostModel, dispatch: float) -> None:
-        self._program, self._costs, self._dispatch = program, costs, dispatch
+    def __init__(self, program: Program, costs: CostModel, dispatch: float, backend: Backend | None) -> None:
+        self._program, self._costs = program, costs
+        self._dispatch = dispatch if backend is None else 1e-6 * backend.instruction_us
         self.of_mesh = [Streams(mesh, devices, costs) for mesh, devices in enumerate(program.meshes)]
         self.arrows: list[Arrow] = []
         self.meetings = meetings_of(program, costs)
         self._sent: dict[tuple[str, int, int], Span] = {}
         self._cards = Cards()
+        if backend is not None:
+            for streams in self.of_mesh:
+                streams.launch = 1e-6 * backend.kernel_us
+                streams.dispatch("step", 1e-6 * backend.step_us)
 
     def carry_out(self, mesh: int, instruction: Instruction) -> None:
         """Let a mesh carry out its next instruction."""
@@ -98,7 +116,7 @@ class _Engine:
         streams.task = str(instruction)
         if self._dispatch and not isinstance(instruction, Free):
             streams.dispatch(str(instruction), self._dispatch)
-        start = streams.compute
+        start, handed_over = streams.compute, streams.host
         match instruction:
             case Run():
                 streams.play(program.body(instruction))
@@ -115,6 +133,7 @@ class _Engine:
                 pass
             case _:
                 assert_never(instruction)
+        streams.record_launches(str(instruction), handed_over)
         if program.levels:
             streams.record_levels(start, program.levels[mesh])
 

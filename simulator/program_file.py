@@ -1,5 +1,6 @@
 """Programs as files: JSON with all that is needed to simulate them, so that they are made in one place and simulated in another."""
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -26,13 +27,39 @@ def save_program(program: Program, path: str | Path) -> None:
 
 def load_program(path: str | Path) -> Program:
     """The program that `save_program` wrote; for anything else `ProgramError`, which says what is wrong where."""
+    text = ""
     try:
-        return _File.model_validate_json(Path(path).read_text(encoding="utf-8")).program
+        text = Path(path).read_text(encoding="utf-8")
+        return _File.model_validate_json(text).program
     except OSError as error:
         raise ProgramError(
             f"{path}: can't be read ({error.strerror}); expected a program that save_program wrote"
         ) from None
     except ValidationError as error:
+        if plan := _of_plan(text, path):
+            raise ProgramError(f"{path}: {plan}") from None
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ProgramError(f"{path}: {where}: {first['msg']}; expected a program that save_program wrote") from None
+
+
+def _of_plan(text: str, path: str | Path) -> str:
+    """Where the text is a plan of autopar: how to make a program of it, and what it predicts itself; nothing for any other text."""
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return ""
+    if not isinstance(data, dict) or not {"fingerprint", "stages"} <= data.keys():
+        return ""
+    step, cluster = data.get("step", "step"), data.get("cluster", "a cluster")
+    seconds, num_bytes = data.get("predicted_seconds"), data.get("predicted_bytes")
+    known = (
+        f" The planner's own estimate of the step on {cluster} is {seconds * 1e3:.4g} ms and {num_bytes / 1e9:.3g} GB a device."
+        if isinstance(seconds, int | float) and isinstance(num_bytes, int | float)
+        else ""
+    )
+    return (
+        f"is a plan of autopar for {step!r}, which holds no program; expected one that save_program wrote. To make it, where the step and the shapes of its arguments are: "
+        f'simulator.save_program(autopar.compile_step(step, args, autopar.Plan.load("{path}"), "{cluster}", fidelity="analytic"), '
+        f'"step.json") (or fidelity="compiled").{known}'
+    )

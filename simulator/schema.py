@@ -73,12 +73,11 @@ def _explain(kind: type[Description], section: dict[str, Any]) -> None:
     """Say what fields mean, and what a file may have in their place."""
     name, meanings = kind.__name__, _meanings(kind)
     section["description"] = (kind.__doc__ or "").split("\n\n")[0].strip()
-    for field, schema in section["properties"].items():
+    fields: dict[str, dict[str, Any]] = section["properties"]
+    for field, schema in fields.items():
         schema.pop("title", None)
         if field in _NAMED.get(name, ()):
-            schema = section["properties"][field] = {
-                "anyOf": [*schema.pop("anyOf", [dict(schema)]), {"type": "string"}]
-            }
+            schema = fields[field] = {"anyOf": [*schema.pop("anyOf", [dict(schema)]), {"type": "string"}]}
         if field in _BY_DTYPE.get(name, ()):
             schema["propertyNames"] = {"enum": list(DTYPES)}
         if field in meanings:

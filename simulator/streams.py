@@ -7,12 +7,16 @@ gives two that share a link no more than one after the other. A ring over severa
 Where computation and collectives slow each other (`Link.slowdown`), both go on at a part of their speed while they share a device, so
 when a collective ends depends on what is computed beside it; computation is as slow as the worst of what goes on beside it. It is known when the compute stream has come so far, or waits; once a
 value is sent to another mesh, what is still under way goes on at full speed.
+
+So faster hardware is never slower on one mesh, nor in pipelines whose tasks wait for the collectives that they start, as compiled ones do.
+In other pipelines more of a collective may come before a send, and slow what is beside it, the earlier it starts: there faster hardware
+takes at most `slowdown` times as long, as sharing never takes longer than that (all this for slowdowns up to 2, which `Link` asserts).
 """
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from math import inf, isclose
-from typing import assert_never
+from typing import Literal, assert_never
 
 from simulator.costs import CostModel, collective_seconds, kernel_seconds
 from simulator.memory import Level
@@ -40,9 +44,16 @@ class Transfer:
         self.start, self.left = min(self.start, time), self.left - seconds
 
 
+type _Clock = Literal["compute", "host"] | Link
+
+
 @dataclass(slots=True)
 class Streams:
-    """The streams of one mesh: `compute`, `host` and each class of links of `free` say until when they are busy."""
+    """The streams of one mesh: `compute`, `host` and each class of links of `free` say until when they are busy.
+
+    Attributes:
+        launch: seconds of the host for each kernel and collective, none of which starts before it is launched.
+    """
 
     mesh: int
     devices: tuple[int, ...]
@@ -51,9 +62,8 @@ class Streams:
     compute: float = 0.0
     free: dict[Link, float] = field(default_factory=lambda: dict.fromkeys(LINKS, 0.0))
     host: float = 0.0
-    running: dict[str, tuple[float, Collective]] = field(
-        default_factory=dict
-    )  # started, not waited for: when each ends
+    launch: float = 0.0
+    running: dict[str, tuple[float, Collective]] = field(default_factory=dict)  # not waited for yet: when each ends
     under_way: dict[Link, deque[Transfer]] = field(default_factory=lambda: {link: deque() for link in LINKS})
     spans: list[Span] = field(default_factory=list)
     levels: list[tuple[float, Level]] = field(default_factory=list)
@@ -72,14 +82,21 @@ class Streams:
         self._record(name, "host", start, self.host, "dispatch")
         self.wait_until(self.host, name, "host")
 
+    def record_launches(self, name: str, since: float) -> None:
+        """That the host was busy with launches since then."""
+        if self.host > since:
+            self._record(name, "host", since, self.host, "dispatch")
+
     def play(self, body: Body) -> None:
         for op in body:
             match op:
                 case Kernel():
+                    self._launch(op.name)
                     start = self.compute
                     self._compute(kernel_seconds(self.costs, op, self.devices[0]))
                     self._record(op.name, "compute", start, self.compute, op.kind, part=op.part)
                 case Start(collective):
+                    self._launch(collective.name)
                     self._start(collective)
                 case Done(name):
                     for link in LINKS:
@@ -145,6 +162,11 @@ class Streams:
             self._record(name, "compute", self.compute, time, category, kind, axis=axis)
             self.compute = time
 
+    def _launch(self, name: str) -> None:
+        if self.launch:
+            self.host += self.launch
+            self.wait_until(self.host, name, "host")
+
     def _start(self, collective: Collective) -> None:
         """Hand a collective to its link now."""
         groups = self._global(collective)
@@ -200,33 +222,38 @@ class Streams:
         """Play iterations until they repeat one another, then skip ahead."""
         last = None
         for iteration in range(1, loop.count + 1):
-            first_span, before = len(self.spans), {None: self.compute, **self.free}
-            running = dict(self.running)
+            first_span, before, running = len(self.spans), self._clocks(), dict(self.running)
             self.play(loop.body)
             if any(self.under_way.values()):
                 last = None
                 continue
-            steps = {link: time - before[link] for link, time in {None: self.compute, **self.free}.items()}
-            backlog = [max(0.0, time - self.compute) for time in self.free.values()]
-            if last is not None and _steady(*last, steps, backlog):
+            steps: dict[_Clock, float] = {clock: time - before[clock] for clock, time in self._clocks().items()}
+            lags = [max(0.0, time - self.compute) for time in self.free.values()]
+            lags.append(self.compute - self.host if self.launch else 0.0)
+            if last is not None and _steady(*last, steps, lags):
                 started = {name for name, end in self.running.items() if running.get(name) != end}
                 self._skip(loop.count - iteration, steps, self.spans[first_span:], started)
                 return
-            last = steps, backlog
+            last = steps, lags
 
-    def _skip(self, count: int, steps: dict[Link | None, float], pattern: list[Span], started: set[str]) -> None:
-        """Add `count` more iterations that advance computation (None) and the links by `steps`, as `pattern` did."""
+    def _clocks(self) -> dict[_Clock, float]:
+        return {"compute": self.compute, "host": self.host, **self.free}
+
+    def _skip(self, count: int, steps: dict[_Clock, float], pattern: list[Span], started: set[str]) -> None:
+        """Add `count` more iterations that advance the clocks by `steps`, as `pattern` did."""
         if not count:
             return
-        begins: dict[Link | None, float] = {None: self.compute, **self.free}
+        begins = self._clocks()
         busy: defaultdict[tuple[Stream, Category, Category | None, Link | None, Part, str], float] = defaultdict(float)
         for span in pattern:
             busy[span.stream, span.category, span.awaited, span.link, span.part, span.axis] += count * span.seconds
         for (stream, category, awaited, link, part, axis), seconds in busy.items():
-            name, begin, end = f"{count} x {category}", begins[link], begins[link] + count * steps[link]
+            name, clock = f"{count} x {category}", link or ("host" if stream == "host" else "compute")
+            begin, end = begins[clock], begins[clock] + count * steps[clock]
             span = Span(name, self.mesh, stream, begin, end, category, self.task, seconds, awaited, link, part, axis)
             self.spans.append(span)
-        self.compute += count * steps[None]
+        self.compute += count * steps["compute"]
+        self.host += count * steps["host"]
         for link in LINKS:
             self.free[link] += count * steps[link]
         for name in started:
@@ -256,9 +283,8 @@ class Streams:
         )
 
 
-def _steady(
-    last: dict[Link | None, float], lagged: list[float], now: dict[Link | None, float], lag: list[float]
-) -> bool:
-    """All streams advanced as in the iteration before, and communication that lags behind is not about to be caught up."""
-    same = all(isclose(last[link], now[link], rel_tol=1e-6, abs_tol=1e-12) for link in now)
+def _steady(last: dict[_Clock, float], lagged: list[float], now: dict[_Clock, float], lag: list[float]) -> bool:
+    """The clocks advanced as in the iteration before, and neither communication that lags behind nor a host that is ahead is about to be
+    caught up."""
+    same = all(isclose(last[clock], now[clock], rel_tol=1e-6, abs_tol=1e-12) for clock in now)
     return same and all(b >= a * (1 - 1e-6) - 1e-12 for a, b in zip(lagged, lag, strict=True))

@@ -138,9 +138,9 @@ def leave() -> None:
 
 def _end_workers() -> None:
     global _hosts
-    if _hosts is not None:
-        _hosts.close()
-        _hosts = None
+    joined, _hosts = _hosts, None
+    if joined is not None:
+        joined.close()
 
 
 atexit.register(leave)

@@ -107,7 +107,7 @@ def _check_region(model: "ModelSchedule", directive: Fuse | Replace) -> None:
             f"{describe(directive)}: {', '.join(sorted(taken)[:3])} is fused or replaced already; keep one"
         )
     for name, wrote, reads in zip(directive.nodes, directive.reads, model.reads(directive.nodes), strict=False):
-        if wrote != reads:
+        if len(wrote) != len(reads) or any(set(one).isdisjoint(other) for one, other in zip(wrote, reads, strict=True)):
             raise ScheduleError(
                 f"{describe(directive)}: {name} reads {_listed(reads)} in this model, and {_listed(wrote)} in the one that the"
                 " schedule was written for; find what is to be fused or replaced in this one"
@@ -127,8 +127,8 @@ def _check_region(model: "ModelSchedule", directive: Fuse | Replace) -> None:
         check_whole(model.graph, directive, model.functions)
 
 
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(names) or "nothing"
+def _listed(operands: Sequence[Sequence[str]]) -> str:
+    return " and ".join(names[-1] for names in operands) or "nothing"
 
 
 def _check_once(

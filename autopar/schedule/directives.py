@@ -67,6 +67,10 @@ class Trace:
     leaf_modules: tuple[str, ...]
 
 
+type Reads = tuple[tuple[tuple[str, ...], ...], ...]
+"""For each of some equations, for each operand, what it is called: as it is, and before broadcasts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fuse:
     """Equations run as one compiled function.
@@ -80,7 +84,7 @@ class Fuse:
     nodes: tuple[str, ...]
     compiler: str
     name: str
-    reads: tuple[tuple[str, ...], ...] = ()
+    reads: Reads = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class Replace:
     function: str
     name: str
     params_first: bool = False
-    reads: tuple[tuple[str, ...], ...] = ()
+    reads: Reads = ()
 
 
 type Policy = str | tuple[str | Policy, ...]

@@ -199,7 +199,7 @@ class Handle:
             make: a module, for all of them; or a function from the handle of each to what stands in for it, as `replace` takes it.
                 One function for all is `lambda _: function`.
         """
-        modules = [module for path in self.named_schedules() for module in [self._owner.modules.by_path[path]]]
+        modules = [self._owner.modules.by_path[path] for path in self.named_schedules()]
         matched = [module.path for module in modules if module.is_a(type)]
         if not matched:
             known = sorted({module.type_name for module in modules if module.type_name})

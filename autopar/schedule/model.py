@@ -9,6 +9,7 @@ from flax import nnx
 from jax.extend.core import Var
 
 from autopar.devices import Devices, planned_mesh
+from autopar.graph import Atom
 from autopar.schedule import directives as d
 from autopar.schedule import nnx_scopes
 from autopar.schedule.checks import check
@@ -161,10 +162,18 @@ class ModelSchedule(Handle):
         names = (self.graph.value_names[var] for var in self.graph.inputs_of(nodes))
         return Subgraph(tuple(node.name for node in nodes), tuple(names))
 
-    def reads(self, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-        """What each of some nodes reads, behind broadcasts, by name; numbers are left out, which may depend on the batch."""
-        operands = ([look_through(self.graph, a).source for a in self.graph.by_name[name].eqn.invars] for name in names)
-        return tuple(tuple(self.graph.value_names[a] for a in each if isinstance(a, Var)) for each in operands)
+    def reads(self, names: Sequence[str]) -> d.Reads:
+        """What each of some nodes reads, for each operand the names that the value has as it is and behind broadcasts.
+
+        Which of these there are depends on the batch, where that may be one. So may numbers, which are left out.
+        """
+        operands = (map(self._aliases, self.graph.by_name[name].eqn.invars) for name in names)
+        return tuple(tuple(aliases for aliases in each if aliases) for each in operands)
+
+    def _aliases(self, atom: Atom) -> tuple[str, ...]:
+        seen = look_through(self.graph, atom)
+        names = self.graph.value_names
+        return (*(node.name for node in seen.nodes), names[seen.source]) if isinstance(seen.source, Var) else ()
 
     def module(self, *paths: str) -> Subgraph:
         """All equations of a module, or of several."""

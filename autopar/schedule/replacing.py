@@ -16,7 +16,7 @@ from jax.extend.core import Var
 from autopar.graph import aval_of
 from autopar.schedule.directives import Replace, ScheduleError, describe
 from autopar.schedule.graph import ModelGraph, Node, joined, trace_at, within
-from autopar.schedule.nnx_scopes import unchanged
+from autopar.schedule.nnx_scopes import call_unchanged
 from autopar.schedule.regions import Unit
 
 type Functions = Mapping[str, Callable[..., Any]]
@@ -35,8 +35,7 @@ class ModuleFunction:
             return self.module.apply({"params": params}, *inputs)
         graphdef, state = nnx.split(self.module)
         filled = [(path, _filled(path, variable, params)) for path, variable in nnx.to_flat_state(state)]
-        with unchanged(nnx.merge(graphdef, nnx.from_flat_state(filled))) as merged:
-            return merged(*inputs)
+        return call_unchanged(graphdef, nnx.from_flat_state(filled), inputs)
 
 
 def as_function(new: Any) -> Callable[..., Any]:

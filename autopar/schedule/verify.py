@@ -81,6 +81,11 @@ class Verify:
         schedule = Schedule(tuple(each for each in given if not isinstance(each, CutPipelineStage | ForkRng)))
         params = _random(self.model.params) if self.params is None else self.params
         wanted = self._values(self.model.fun, params, _compiled)
+        if strange := [name for name, value in wanted.items() if not np.isfinite(value).all()]:
+            raise ScheduleError(
+                f"{strange[0]} of the model itself, without the schedule, is not finite: nothing can be compared with it. Give params= "
+                "(those drawn at random may be negative where variances are meant), or other example_inputs"
+            )
         worst = self._worst(schedule, params, wanted)
         if worst is None:
             return
@@ -160,7 +165,9 @@ def _random(avals: Any) -> Any:
     """Parameters to compare with: small, so that nothing saturates, and each different from all others."""
     draw = np.random.default_rng(0)
 
-    def values(aval: Any) -> np.ndarray:
+    def values(aval: Any) -> Any:
+        if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+            return jnp.zeros(aval.shape, aval.dtype)
         if not jnp.issubdtype(aval.dtype, jnp.inexact):
             return np.zeros(aval.shape, aval.dtype)
         return (draw.standard_normal(aval.shape) / max(1, *aval.shape[:1]) ** 0.5).astype(aval.dtype)

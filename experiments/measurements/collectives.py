@@ -40,11 +40,11 @@ def measure_collectives(
 
 
 def _seconds(kind: CollectiveKind, size: int, num_bytes: int, repeat: int, number: int) -> float:
-    kernel, x = collective(kind, jax.devices()[:size], num_bytes)
-    row = repeated(kernel, x)
+    benchmark = collective(kind, jax.devices()[:size], num_bytes)
+    row = repeated(benchmark)
 
     def run() -> None:
         # on CPUs two programs in flight may wait for each other's threads; on GPUs a launch is short beside ten collectives
-        jax.block_until_ready(row(x, IN_A_ROW))
+        jax.block_until_ready(row(benchmark.x, IN_A_ROW))
 
     return float(np.median(benchmark_func(run, warmup=2, repeat=repeat, number=number))) / IN_A_ROW

@@ -49,9 +49,10 @@ class MeasuredCollectives:
         return MeasuredCollectives(self.kind, self.size[rows], self.num_bytes[rows], self.seconds[rows])
 
     def held_out(self) -> NDArray[np.bool_]:
-        """Which rows are for checking only: a fifth, by the CRC of kind, size and bytes."""
+        """Which rows are for checking only: a fifth, by the CRC of kind, size and bytes; none, where too few to fit would be left."""
         rows = zip(self.size, self.num_bytes, strict=True)
-        return np.array([zlib.crc32(f"{self.kind},{size},{moved:.0f}".encode()) % 5 == 0 for size, moved in rows])
+        held = np.array([zlib.crc32(f"{self.kind},{size},{moved:.0f}".encode()) % 5 == 0 for size, moved in rows])
+        return held if (~held).sum() >= len(_USUAL) else np.zeros_like(held)
 
     def errors(self, curve: SizeCurve) -> NDArray[np.float64]:
         """Predicted over measured, minus one."""

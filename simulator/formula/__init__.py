@@ -9,12 +9,14 @@
 '16.7 s, 61 GB, MFU 42%'
 """
 
+from simulator.backend import CUDA_GRAPH, EAGER, JITTED, ZERO_2021, Backend
 from simulator.formula.description import Execution, Transformer
-from simulator.formula.machine import EAGER, JITTED, ZERO_2021, Backend, Machine
+from simulator.formula.machine import Machine
 from simulator.formula.memory import Memory, memory_of
 from simulator.formula.step import predict
 
 __all__ = [
+    "CUDA_GRAPH",
     "EAGER",
     "JITTED",
     "ZERO_2021",

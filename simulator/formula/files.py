@@ -1,19 +1,18 @@
 """Formula files: a model and how it is run, in YAML, with changes from the command line."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+from simulator.backend import backend_named
 from simulator.cluster import Cluster, load_device
 from simulator.description import ClusterError, Description, read, validate
 from simulator.formula.description import Execution, Transformer
-from simulator.formula.machine import EAGER, JITTED, ZERO_2021, Backend, Machine
+from simulator.formula.machine import Machine
 from simulator.formula.what_if import READ_BY_FORMULAS, READ_BY_PROGRAMS, Change, changed
 from simulator.mixed import AnyCluster, MixedCluster, load_cluster
-
-BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in (EAGER, JITTED, ZERO_2021)}
 
 
 class Formula(Description):
@@ -33,11 +32,9 @@ class Formula(Description):
 
 def load_machine(cluster: str, devices: int, backend: str, changes: Iterable[Change] = ()) -> Machine:
     """A shipped cluster or a cluster file with changes, and with as many hosts as `devices` need; another device comes first."""
-    if backend not in BACKENDS:
-        raise ClusterError(f"unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}")
-    changes = tuple(changes)
+    driver, changes = backend_named(backend), tuple(changes)
     where = _changed(Cluster.load(cluster), changes, cluster, READ_BY_FORMULAS)
-    return Machine(_grown(where, devices, changes), BACKENDS[backend])
+    return Machine(_grown(where, devices, changes), driver)
 
 
 def load_for_program(cluster: str, devices: int, changes: Iterable[Change] = ()) -> AnyCluster:

@@ -1,46 +1,17 @@
-"""What the formulas know of the hardware and of the software that drives it."""
+"""What the formulas know of the hardware, driven by a backend."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log, sqrt
 from typing import Literal
 
+from simulator.backend import EAGER, Backend
 from simulator.cluster import Cluster
 from simulator.collectives import Network
 from simulator.compute import KernelModel
 from simulator.description import ClusterError
 from simulator.gemm import GemmModel
 from simulator.network import Ring
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """The software: what a launch costs the host, how well things are fused, and how it uses the network.
-
-    Attributes:
-        kernel_us: of the host for a kernel; a device that computes faster than that waits for the host.
-        step_us: of the host for a step, beside its kernels.
-        update_bytes: read and written per parameter by the optimizer, clipping and unscaling included.
-        cards: network cards of a host that a group spreads over, at most; None for as many as there are.
-        regathers: whether parameters divided over the data axis are gathered once more to recompute activations.
-    """
-
-    name: str
-    kernel_us: float
-    step_us: float
-    update_bytes: float
-    cards: int | None = None
-    regathers: bool = False
-
-
-EAGER = Backend("eager", kernel_us=54.4, step_us=5.1e3, update_bytes=60.0)
-"""PyTorch as Megatron-LM uses it, kernel by kernel. Both times of the host are fitted to 40 rows of vTrain's single-node table."""
-
-ZERO_2021 = replace(EAGER, name="zero-2021", cards=1, regathers=True)
-"""The first ZeRO-3 of DeepSpeed: a gather is one ring, through one card of each host."""
-
-JITTED = Backend("jitted", kernel_us=1.0, step_us=200.0, update_bytes=32.0)
-"""A compiled step: launches are cheap, the update is one fusion."""
 
 
 @dataclass(frozen=True)

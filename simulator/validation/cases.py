@@ -40,6 +40,14 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
+class Unpredicted:
+    """One row of a published table without a prediction, and why."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class PublishedSet:
     """Rows of one published table.
 
@@ -48,7 +56,8 @@ class PublishedSet:
         unit: of what is predicted.
         source: where the rows are from.
         target: mean absolute error that we want at most, a fraction; None where there is no target.
-        cases: predicts all rows.
+        cases: predicts all rows; given a folder, those of its files in place of the tables that come along.
+        files: the names of these files, without .csv.
         note: what was assumed, or why a target is missed.
     """
 
@@ -56,6 +65,7 @@ class PublishedSet:
     title: str
     unit: str
     source: str
-    cases: Callable[[], Iterable[Case]]
+    cases: Callable[..., Iterable[Case | Unpredicted]]
     target: float | None = None
     note: str = ""
+    files: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ def published_sets() -> tuple[PublishedSet, ...]:
             korthikanti.korthikanti_table5,
             0.030,
             "both columns: full recomputation, and selective with sequence parallelism",
+            files=("korthikanti_table5",),
         ),
         PublishedSet(
             "korthikanti-table4",
@@ -28,6 +29,7 @@ def published_sets() -> tuple[PublishedSet, ...]:
             "arXiv 2205.05198, A100-80",
             korthikanti.korthikanti_table4,
             note="collectives of the backward pass run beside the products of weight gradients",
+            files=("korthikanti_table4_layer22B",),
         ),
         PublishedSet(
             "sc21-ptd",
@@ -37,6 +39,10 @@ def published_sets() -> tuple[PublishedSet, ...]:
             megatron.sc21_ptd,
             0.08,
             "microbatch and interleaving are not given in table 1: the best of those that fit",
+            files=(
+                "megatron_sc21_table1",
+                "megatron_sc21_table2",
+            ),
         ),
         PublishedSet(
             "sc21-zero3",
@@ -46,6 +52,7 @@ def published_sets() -> tuple[PublishedSet, ...]:
             megatron.sc21_zero3,
             0.15,
             "the contention of computation and collectives, which all backends share, is fitted to both rows; one network card a ring",
+            files=("megatron_sc21_table2",),
         ),
         PublishedSet(
             "vtrain-multi-node",
@@ -56,6 +63,7 @@ def published_sets() -> tuple[PublishedSet, ...]:
             0.09,
             "nothing fitted. Two rows (tensor 2, data 16, pipeline 16) take 10 s longer than their neighbours and one "
             "(tensor 8, microbatch 2) 3 s, which nothing here explains",
+            files=("vtrain_multi_node",),
         ),
         PublishedSet(
             "vtrain-single-node",
@@ -66,6 +74,7 @@ def published_sets() -> tuple[PublishedSet, ...]:
             0.075,
             "the host's times of the eager backend are fitted to 40 rows, chosen by hash; gradients are sent in 16 bits, as in vTrain's model of "
             "these steps (several nodes: 32 bits); recomputation is not given: selective fits",
+            files=("vtrain_single_node",),
         ),
         PublishedSet(
             "llm-foundry",
@@ -76,6 +85,7 @@ def published_sets() -> tuple[PublishedSet, ...]:
             0.12,
             "fused attention of the first generation, whose speed two rows with long sequences tell; H100 is predicted 10 % too fast, likely because "
             "its products ran slower with the libraries of 2023 than in the microbenchmarks of 2026",
+            files=("llm_foundry_fsdp",),
         ),
         PublishedSet(
             "megatron-core-h100",
@@ -85,12 +95,25 @@ def published_sets() -> tuple[PublishedSet, ...]:
             megatron.megatron_core,
             0.10,
             "microbatch and interleaving are not given: the best of those that fit; all communication overlapped, as its README says",
+            files=("megatron_core_h100_weak",),
         ),
         PublishedSet(
-            "mt-nlg", "MT-NLG 530B", "s", "llm-analysis README, A100-40 (Selene)", megatron.mt_nlg, None, _MT_NLG_NOTE
+            "mt-nlg",
+            "MT-NLG 530B",
+            "s",
+            "llm-analysis README, A100-40 (Selene)",
+            megatron.mt_nlg,
+            None,
+            _MT_NLG_NOTE,
+            files=("mtnlg_530B_a100_40",),
         ),
         PublishedSet(
-            "simumax-time", "SimuMax, Llama 3 on B200", "s", "SimuMax (Apache-2.0), B200", others.simumax_time
+            "simumax-time",
+            "SimuMax, Llama 3 on B200",
+            "s",
+            "SimuMax (Apache-2.0), B200",
+            others.simumax_time,
+            files=("simumax_b200",),
         ),
         PublishedSet(
             "alpa-figure7",
@@ -101,6 +124,7 @@ def published_sets() -> tuple[PublishedSet, ...]:
             None,
             "its plans, unequal stages taken as equal ones; no GEMM was measured on V100. As programs, unequal stages and MoE too: "
             "python -m experiments.validation.alpa_figure7",
+            files=("alpa_fig7_digitised_pflops",),
         ),
         PublishedSet(
             "korthikanti-figure1",
@@ -110,6 +134,7 @@ def published_sets() -> tuple[PublishedSet, ...]:
             korthikanti.korthikanti_figure1,
             0.02,
             "the figure counts the matrices of the layers only, so embeddings are left out here",
+            files=("korthikanti_fig1_memory_gib",),
         ),
         PublishedSet(
             "korthikanti-figure7",
@@ -118,6 +143,7 @@ def published_sets() -> tuple[PublishedSet, ...]:
             "arXiv 2205.05198",
             korthikanti.korthikanti_figure7,
             0.02,
+            files=("korthikanti_fig7_act_pct",),
         ),
         PublishedSet(
             "simumax-memory",
@@ -127,5 +153,6 @@ def published_sets() -> tuple[PublishedSet, ...]:
             others.simumax_memory,
             0.02,
             "what is alive beside activations was found on these rows; no number is fitted. Not expressible: mixtures of experts",
+            files=("simumax_b200",),
         ),
     )

@@ -10,22 +10,33 @@ from rich import box
 from rich.table import Table
 
 from simulator.figures import pyplot, save_figure
-from simulator.validation.cases import Case, PublishedSet
+from simulator.validation.cases import Case, PublishedSet, Unpredicted
 from simulator.validation.statistics import Statistics, coverage, statistics
+
+
+class NothingPredictedError(ValueError):
+    """A set without a row that can be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A published set with its cases predicted."""
+    """A published set with its cases predicted, and the rows for which that was not possible."""
 
     published: PublishedSet
     cases: tuple[Case, ...]
     statistics: Statistics
+    unpredicted: tuple[Unpredicted, ...] = ()
 
     @classmethod
-    def of(cls, published: PublishedSet) -> "Comparison":
-        cases = tuple(published.cases())
-        return cls(published, cases, statistics(cases))
+    def of(cls, published: PublishedSet, folder: Path | None = None) -> "Comparison":
+        """The comparison, with rows of a folder's files where one is given."""
+        rows = tuple(published.cases() if folder is None else published.cases(folder))
+        cases = tuple(row for row in rows if isinstance(row, Case))
+        without = tuple(row for row in rows if isinstance(row, Unpredicted))
+        if not cases:
+            reasons = "; ".join(f"{row.name}: {row.why}" for row in without) or "there is none"
+            raise NothingPredictedError(f"{published.name}: no row to compare: {reasons}")
+        return cls(published, cases, statistics(cases, len(without)), without)
 
     @property
     def met(self) -> bool | None:
@@ -37,7 +48,7 @@ class Comparison:
 
 
 def summary(comparisons: Sequence[Comparison]) -> Table:
-    """One line per set: rows, how many were fitted, errors in % (on the unseen rows too), rank correlation, regret, and the
+    """One line per set: rows, how many more could not be predicted and how many were fitted, errors in % (on the unseen rows too), rank correlation, regret, and the
     part of the rows between P10 and P90."""
     table = Table(
         title="Predicted and published, errors in %",
@@ -46,13 +57,28 @@ def summary(comparisons: Sequence[Comparison]) -> Table:
         padding=(0, 0, 0, 1),
     )
     table.add_column("set", no_wrap=True)
-    for column in ("n", "fit", "MAPE", "goal", "unseen", "med", "P90", "max", "bias", "rho", "regret", "P10-90"):
+    for column in (
+        "n",
+        "none",
+        "fit",
+        "MAPE",
+        "goal",
+        "unseen",
+        "med",
+        "P90",
+        "max",
+        "bias",
+        "rho",
+        "regret",
+        "P10-90",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     for comparison in comparisons:
         found, target = comparison.statistics, comparison.published.target
         table.add_row(
             comparison.published.name,
             str(found.count),
+            str(found.unpredicted or ""),
             str(found.fitted or ""),
             _percent(found.mape),
             "" if target is None else f"[{'green' if comparison.met else 'red'}]{_percent(target)}[/]",
@@ -91,6 +117,7 @@ def as_json(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
             "note": comparison.published.note,
             **asdict(comparison.statistics),
             "cases": [asdict(case) | {"error": case.error} for case in comparison.cases],
+            "rows_without_prediction": [asdict(row) for row in comparison.unpredicted],
         }
         for comparison in comparisons
     ]

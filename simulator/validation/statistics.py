@@ -24,6 +24,7 @@ class Statistics:
         spearman: rank correlation of predicted and measured; None for fewer than three rows.
         covered: part of the rows with an interval, and not fitted to, whose measurement is in it; None without such a row. Four fifths
             are aimed at.
+        unpredicted: rows that are not among them, as nothing could be predicted.
         regret: by how much the plan that is predicted to be the fastest is slower than the fastest, mean over the groups of at
             least three alternatives; None without such a group.
     """
@@ -39,9 +40,10 @@ class Statistics:
     spearman: float | None
     regret: float | None
     covered: float | None
+    unpredicted: int = 0
 
 
-def statistics(cases: Sequence[Case]) -> Statistics:
+def statistics(cases: Sequence[Case], unpredicted: int = 0) -> Statistics:
     """The statistics of at least one case; none: `ValueError`."""
     if not cases:
         raise ValueError("no cases; expected at least one")
@@ -61,6 +63,7 @@ def statistics(cases: Sequence[Case]) -> Statistics:
         spearman([case.predicted for case in cases], [case.measured for case in cases]),
         regret(cases),
         float(np.mean(inside)) if inside else None,
+        unpredicted,
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 
 import autopar
 from autopar.plan import Plan, PlanError
+from simulator import ProgramError, load_program
 from tests.steps import mlp_args, mlp_step
 
 
@@ -17,6 +18,12 @@ def plan():
 
 def test_a_plan_survives_json(plan):
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_saved_plan_is_no_program_and_says_so(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(ProgramError, match=f"is a plan of autopar for {plan.step!r}.*own estimate of the step on"):
+        load_program(tmp_path / "plan.json")
 
 
 def test_a_plan_survives_a_file(plan, tmp_path):

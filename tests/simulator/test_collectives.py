@@ -195,6 +195,16 @@ def test_faster_networks_are_never_slower(
     assert 0 <= fast.seconds(kind, num_bytes, fast.ring(size)) <= slow.seconds(kind, num_bytes, slow.ring(size))
 
 
+def test_nothing_is_held_out_where_the_rest_would_be_too_little() -> None:
+    moved = 2.0 ** np.arange(10, 30)
+    rows = MeasuredCollectives.of("permute", np.full(len(moved), 2), moved, moved * 1e-9)
+    held = rows.held_out()
+    assert 0 < held.sum() < len(moved) - 5
+    few = rows[np.concatenate([np.flatnonzero(~held)[:4], np.flatnonzero(held)[:1]])]
+    assert not few.held_out().any()
+    assert fit_curve(few).held_out_error is None
+
+
 def test_too_little_to_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="1 collectives to fit; expected at least 5"):
         fit_curve(MeasuredCollectives.of("all_reduce", [2], [1e6], [1e-3]))

@@ -33,6 +33,13 @@ def gemm(m: int, n: int, k: int, dtype: str = "f32", width: int = 4, batch: int 
     return Kernel("gemm", "gemm", sizes.flops, batch * width * (m * k + k * n + m * n), dtype, sizes)
 
 
+def test_convolutions_have_a_speed_of_their_own_where_it_was_measured() -> None:
+    kernels = TOY.kernels.model_copy(update={"conv_efficiency_by_dtype": {"bf16": 0.2}})
+    device = TOY.model_copy(update={"kernels": kernels})
+    assert kernel_seconds(device, Kernel("c", "conv", 20e12, 0, "bf16")) == pytest.approx(1 + 3e-6)
+    assert kernel_seconds(device, Kernel("c", "conv", 8e12, 0, "f32")) == pytest.approx(1 + 3e-6)  # as products
+
+
 def test_a_memory_kernel_takes_its_traffic_or_its_arithmetic() -> None:
     assert kernel_seconds(TOY, Kernel("copy", "memory", 0, 1e9)) == pytest.approx(3e-6 + 1e9 / 500e9)
     assert kernel_seconds(TOY, Kernel("exp", "memory", 1e12, 1e9)) == pytest.approx(3e-6 + 1e12 / 1e12)

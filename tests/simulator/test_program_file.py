@@ -74,3 +74,32 @@ def test_text_and_missing_files_are_refused(tmp_path: Path) -> None:
         load_program(tmp_path / "program.json")
     with pytest.raises(ProgramError, match="can't be read"):
         load_program(tmp_path / "nothing.json")
+
+
+PLAN = {
+    "version": 2,
+    "step": "train_step",
+    "fingerprint": "0a1b",
+    "cluster": "dgx_h100",
+    "stages": [],
+    "predicted_seconds": 0.0125,
+    "predicted_bytes": 3_200_000_000,
+}
+
+
+@pytest.mark.parametrize("left_out", ["", "predicted_seconds"])
+def test_a_plan_of_autopar_is_told_how_to_become_a_program(tmp_path: Path, left_out: str) -> None:
+    fields = {name: value for name, value in PLAN.items() if name != left_out}
+    (tmp_path / "plan.json").write_text(json.dumps(fields))
+    with pytest.raises(ProgramError) as caught:
+        load_program(tmp_path / "plan.json")
+    message = str(caught.value)
+    assert "is a plan of autopar for 'train_step', which holds no program" in message
+    assert f'compile_step(step, args, autopar.Plan.load("{tmp_path / "plan.json"}"), "dgx_h100"' in message
+    assert ("on dgx_h100 is 12.5 ms and 3.2 GB a device" in message) == (not left_out)
+
+
+def test_other_json_is_no_plan(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ProgramError, match=r"the file: .*expected a program that save_program wrote"):
+        load_program(tmp_path / "list.json")

@@ -31,6 +31,10 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = Program((tuple(range(8)),), ((Run(0, "S"),),), {"0S": body}, (MemoryUse(10**9),))
     save_program(program, tmp_path / "step.json")
     header, *rows = (DATA / "collectives.csv").read_text().splitlines()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "korthikanti_table5.csv").write_text(
+        (DATA / "published" / "korthikanti_table5.csv").read_text()
+    )
     (tmp_path / "collectives.csv").write_text("\n".join([header, *(row for row in rows if "H200" in row)]))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(simulator.cli, "fit_profiles", lambda: ())

@@ -1,6 +1,9 @@
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +15,11 @@ from simulator.formula import EAGER, Backend
 from simulator.validation.cases import Case, PublishedSet
 from simulator.validation.published import published_sets
 from simulator.validation.report import Comparison, as_json, write_report
+from simulator.validation.sets.common import PUBLISHED
 from simulator.validation.sets.vtrain import vtrain_single_node_case, vtrain_single_node_rows
 from simulator.validation.statistics import Coverage, coverage, regret, spearman, statistics
 
+ROOT = Path(__file__).parents[2]
 SETS = {published.name: published for published in published_sets()}
 
 
@@ -72,7 +77,7 @@ def test_statistics_of_three_rows_by_hand() -> None:
 
 
 def test_the_measurements_are_in_the_interval_about_as_often_as_it_says() -> None:
-    found = coverage([tuple(published.cases()) for published in SETS.values()])
+    found = coverage([Comparison.of(published).cases for published in SETS.values()])
     assert found is not None
     assert found.count > 500
     assert 0.7 < found.covered < 0.9
@@ -133,6 +138,102 @@ def test_the_command_line_prints_a_table_or_json(tmp_path: Path) -> None:
     (only,) = json.loads(data.stdout)
     assert only["met"] is True
     assert len(only["cases"]) == only["count"]
+
+
+# Rows of one's own
+
+
+def own(folder: Path, name: str, edit: Callable[[pd.DataFrame], pd.DataFrame]) -> Path:
+    """A folder with a published table, edited."""
+    folder.mkdir(exist_ok=True)
+    edit(pd.read_csv(PUBLISHED / f"{name}.csv")).to_csv(folder / f"{name}.csv", index=False)
+    return folder
+
+
+def validate(*args: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["validate", *map(str, args)], env={"COLUMNS": "300"})
+    assert result.exit_code == code, result.output
+    return result.stdout if not code else " ".join(result.output.split())
+
+
+def test_other_rows_are_compared_where_there_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    twice = own(tmp_path / "mine", "vtrain_multi_node", lambda rows: rows.head(5).assign(**{rows.columns[-1]: 1e3}))
+    own(twice, "korthikanti_table5", lambda rows: rows.head(1)[list(reversed(rows.columns))])
+    found = json.loads(validate("--data", twice, "--json"))
+    assert {each["name"]: each["count"] for each in found} == {"korthikanti-table5": 2, "vtrain-multi-node": 5}
+    assert [case["measured"] for case in found[1]["cases"]] == [1.0] * 5
+    shipped = Comparison.of(SETS["korthikanti-table5"])
+    assert found[0]["cases"][0]["predicted"] == shipped.cases[0].predicted
+    assert not (tmp_path / "results").exists()
+
+
+def test_only_the_rows_that_were_fitted_to_count_as_fitted(tmp_path: Path) -> None:
+    folder = own(tmp_path, "vtrain_single_node", lambda rows: rows.head(60))
+    rows = vtrain_single_node_rows()
+    assert vtrain_single_node_rows(folder).fitted.sum() == rows.fitted.head(60).sum() < 40
+    own(tmp_path, "vtrain_single_node", lambda rows: rows.head(60).assign(**{"global batch": 4096}))
+    assert not vtrain_single_node_rows(folder).fitted.any()
+    own(tmp_path, "megatron_sc21_table2", lambda rows: rows.assign(derived_iter_s=2 * rows.derived_iter_s))
+    assert Comparison.of(SETS["sc21-zero3"], tmp_path).statistics.fitted == 0
+    assert {name: Comparison.of(SETS[name]).statistics.fitted for name in ("sc21-zero3", "llm-foundry")} == {
+        "sc21-zero3": 2,
+        "llm-foundry": 2,
+    }
+
+
+def test_rows_on_which_nothing_fits_are_counted_and_named(tmp_path: Path) -> None:
+    one, two = (lambda rows: rows.assign(pp=1).head(2), lambda rows: rows.tail(1))
+    huge = own(
+        tmp_path / "mine",
+        "megatron_sc21_table1",
+        lambda rows: pd.concat([one(rows).assign(tp=1, dp=rows.gpus, hidden=24576, layers=999), two(rows)]),
+    )
+    comparison = Comparison.of(SETS["sc21-ptd"], huge)
+    assert (comparison.statistics.count, comparison.statistics.unpredicted) == (1, 2)
+    assert [row.name for row in comparison.unpredicted] == ["1.7B on 32", "7.5B on 128"]
+    assert as_json([comparison])[0]["unpredicted"] == 2
+    table = validate("sc21-ptd", "--data", huge)
+    assert (
+        "sc21-ptd: 2 not predicted, as no microbatch and interleave divides the model and fits in memory: 1.7B on 32, 7.5B on 128"
+        in table
+    )
+    assert Comparison.of(SETS["simumax-memory"]).statistics.unpredicted == 6
+
+
+def test_rows_that_can_not_be_compared_are_explained(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "no rows to compare; expected some of korthikanti_table5.csv, " in validate(
+        "--data", tmp_path / "empty", code=2
+    )
+    less = own(tmp_path / "less", "korthikanti_table5", lambda rows: rows.drop(columns="mbs"))
+    assert "korthikanti_table5.csv: no column 'mbs'; expected model, heads" in validate("--data", less, code=2)
+    other = own(tmp_path / "other", "korthikanti_table5", lambda rows: rows.assign(model="3B"))
+    assert "korthikanti-table5: unknown model '3B' in the table; expected one of 22B, 175B" in validate(
+        "--data", other, code=2
+    )
+    only = own(tmp_path / "only", "megatron_sc21_table2", lambda rows: rows[rows.scheme == "ZeRO-3"])
+    assert [each["name"] for each in json.loads(validate("--data", only, "--json"))] == ["sc21-zero3"]
+
+
+def test_the_readme_says_what_the_results_say() -> None:
+    summary = pd.read_csv(ROOT / "results/validation/summary.csv", index_col="set")
+    text = (ROOT / "README.md").read_text()
+    of_row = {
+        "Korthikanti et al., table 5": ("korthikanti-table5", "mape"),
+        "Megatron-LM 2021": ("sc21-ptd", "mape"),
+        "its ZeRO-3 rows": ("sc21-zero3", "mape"),
+        "vTrain, 64 to 512 A100": ("vtrain-multi-node", "unseen"),
+        "vTrain, 2 to 8 A100": ("vtrain-single-node", "unseen"),
+        "MosaicML llm-foundry": ("llm-foundry", "unseen"),
+        "Megatron-Core on": ("megatron-core-h100", "unseen"),
+        "SimuMax, Llama 3": ("simumax-time", "mape"),
+        "Alpa's GPT plans": ("alpa-figure7", "mape"),
+    }
+    for start, (name, statistic) in of_row.items():
+        (cells,) = re.findall(rf"^\| {re.escape(start)}[^|]*\| (\d+) \| ([\d.]+) %", text, re.MULTILINE)
+        assert int(cells[0]) == summary["count"][name]
+        assert float(cells[1]) == pytest.approx(100 * summary[statistic][name], abs=0.051)
 
 
 def test_an_unknown_set_lists_the_known_ones() -> None:

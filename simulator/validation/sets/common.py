@@ -1,8 +1,9 @@
 """What the published sets share: models, machines, tables, and the choice of what a table doesn't say."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -10,6 +11,7 @@ import pandas as pd
 from simulator.cluster import Cluster
 from simulator.formula import EAGER, Backend, Execution, Machine, Transformer, predict
 from simulator.prediction import Prediction
+from simulator.validation.cases import Case, Unpredicted
 from simulator.validation.measurements import DATA
 
 GIB = 2**30
@@ -29,28 +31,60 @@ def machine(cluster: str, devices: int, backend: Backend = EAGER, nics: int = 8)
     return Machine(hosts.model_copy(update={"nics_per_host": nics}), backend)
 
 
-def table(name: str, columns: list[str] | None = None) -> pd.DataFrame:
-    """One published table; `columns` replace the names in the file."""
-    return pd.read_csv(DATA / "published" / f"{name}.csv", names=columns, header=0)
+PUBLISHED = DATA / "published"
+"""The tables that come with the package."""
 
 
-def records(name: str, columns: list[str] | None = None) -> list[Any]:
-    """The rows of a table, with a column to an attribute."""
-    return list(table(name, columns).itertuples(index=False))
+def table(name: str, columns: list[str] | None = None, folder: Path = PUBLISHED) -> pd.DataFrame:
+    """One published table, or rows of the same columns in another folder; `columns` replace the names in the file.
+
+    Raises:
+        ValueError: the other file lacks a column that the table has.
+    """
+    path = folder / f"{name}.csv"
+    found = pd.read_csv(path)
+    expected = list(pd.read_csv(PUBLISHED / f"{name}.csv", nrows=0).columns)
+    if missing := [column for column in expected if column not in found]:
+        raise ValueError(f"{path}: no column {missing[0]!r}; expected {', '.join(expected)}")
+    names = dict(zip(expected, columns or expected, strict=True))
+    return found.reindex(columns=expected).rename(columns=names)
+
+
+def records(name: str, columns: list[str] | None = None, folder: Path = PUBLISHED) -> list[Any]:
+    """The rows of a table, with a column to an attribute; none where another folder doesn't have it."""
+    if folder != PUBLISHED and not (folder / f"{name}.csv").exists():
+        return []
+    return list(table(name, columns, folder).itertuples(index=False))
+
+
+def chosen[Known](name: str, known: Mapping[str, Known], what: str) -> Known:
+    """What is known of a name in a table; an unknown one: `ValueError`."""
+    if name not in known:
+        raise ValueError(f"unknown {what} {name!r} in the table; expected one of {', '.join(known)}")
+    return known[name]
 
 
 def gpt(size: str, **changes: object) -> Transformer:
     """One of Megatron-LM's models, by its size."""
-    layers, hidden, heads = GPT[size]
+    layers, hidden, heads = chosen(size, GPT, "model")
     return Transformer.model_validate(
         {"layers": layers, "hidden": hidden, "heads": heads, "seq": 2048, "vocab": 51200} | changes
     )
 
 
-def fastest(
-    model: Transformer, where: Machine, plan: dict[str, object], choices: dict[str, Iterable[object]]
-) -> Prediction | None:
-    """The fastest of all combinations of `choices` that divide the model and fit in memory."""
+def fastest_case(
+    name: str,
+    measured: Callable[[Prediction], float],
+    model: Transformer,
+    where: Machine,
+    plan: dict[str, object],
+    choices: dict[str, Iterable[object]],
+) -> Case | Unpredicted:
+    """The row of a table that doesn't tell `choices`: the fastest of all combinations that divide the model and fit in memory.
+
+    Args:
+        measured: its seconds, which may depend on what is predicted of the model.
+    """
     found: list[Prediction] = []
     for values in product(*choices.values()):
         try:
@@ -59,4 +93,7 @@ def fastest(
             continue
         if candidate.memory.fits:
             found.append(candidate)
-    return min(found, key=lambda prediction: prediction.seconds, default=None)
+    if not found:
+        return Unpredicted(name, f"as no {' and '.join(choices)} divides the model and fits in memory")
+    best = min(found, key=lambda prediction: prediction.seconds)
+    return Case.of_step(name, measured(best), best)

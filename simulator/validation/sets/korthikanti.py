@@ -1,17 +1,18 @@
 """Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198): 8 to 512 A100-80 of Selene."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from simulator.formula import Execution, Transformer, memory_of, predict
 from simulator.formula.description import Recompute
 from simulator.formula.layer import layer_phases
 from simulator.formula.memory import kept_activations
 from simulator.validation.cases import Case
-from simulator.validation.sets.common import GIB, gpt, machine, records
+from simulator.validation.sets.common import GIB, PUBLISHED, gpt, machine, records
 
 
-def korthikanti_table5() -> Iterator[Case]:
-    for row in records("korthikanti_table5"):
+def korthikanti_table5(folder: Path = PUBLISHED) -> Iterator[Case]:
+    for row in records("korthikanti_table5", folder=folder):
         plan = {
             "tensor": row.tp,
             "pipeline": row.pp,
@@ -35,7 +36,7 @@ def korthikanti_table5() -> Iterator[Case]:
             )
 
 
-def korthikanti_table4() -> Iterator[Case]:
+def korthikanti_table4(folder: Path = PUBLISHED) -> Iterator[Case]:
     model = Transformer(layers=1, hidden=6144, heads=64, seq=2048, vocab=51200, precision="f16")
     modes: dict[str, tuple[Recompute, bool]] = {
         "baseline": ("none", False),
@@ -44,7 +45,7 @@ def korthikanti_table4() -> Iterator[Case]:
         "selective": ("selective", False),
         "selective+seq": ("selective", True),
     }
-    for row in records("korthikanti_table4_layer22B"):
+    for row in records("korthikanti_table4_layer22B", folder=folder):
         recompute, sequence = modes[row.experiment]
         plan = Execution(
             tensor=8,
@@ -61,9 +62,9 @@ def korthikanti_table4() -> Iterator[Case]:
         yield Case(f"{row.experiment} backward", row.bwd_ms / 1e3, backward)
 
 
-def korthikanti_figure1() -> Iterator[Case]:
+def korthikanti_figure1(folder: Path = PUBLISHED) -> Iterator[Case]:
     shapes = {"22B": (1, 4, 1, 4), "175B": (8, 1, 3, 64), "530B": (35, 1, 3, 280), "1T": (64, 1, 1, 512)}
-    for row in records("korthikanti_fig1_memory_gib"):
+    for row in records("korthikanti_fig1_memory_gib", folder=folder):
         pipeline, micro, interleave, batch = shapes[row.model]
         sequence = row.mode == "seqsel"
         plan = Execution(
@@ -81,7 +82,7 @@ def korthikanti_figure1() -> Iterator[Case]:
         yield Case(f"{row.model} {row.mode} activations", row.act_gib, memory.activations / GIB)
 
 
-def korthikanti_figure7() -> Iterator[Case]:
+def korthikanti_figure7(folder: Path = PUBLISHED) -> Iterator[Case]:
     def kept(model: Transformer, recompute: str, sequence: bool) -> float:
         plan = Execution.model_validate(
             {"tensor": 8, "global_batch": 1, "recompute": recompute, "sequence_parallel": sequence}
@@ -89,7 +90,7 @@ def korthikanti_figure7() -> Iterator[Case]:
         return kept_activations(model, plan)
 
     modes = {"seq": ("none", True), "sel": ("selective", False), "seqsel": ("selective", True), "full": ("full", False)}
-    for row in records("korthikanti_fig7_act_pct"):
+    for row in records("korthikanti_fig7_act_pct", folder=folder):
         model = gpt(row.model)
         for mode, (recompute, sequence) in modes.items():
             share = 100 * kept(model, recompute, sequence) / kept(model, "none", False)

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from simulator.formula import JITTED, Execution, Transformer, memory_of, predict
-from simulator.validation.cases import Case
-from simulator.validation.sets.common import GIB, machine, records
+from simulator.validation.cases import Case, Unpredicted
+from simulator.validation.sets.common import GIB, PUBLISHED, chosen, machine, records
 
 _MPT = {
     "125m": (12, 768, 12),
@@ -20,10 +21,11 @@ _MPT = {
 }
 
 
-def llm_foundry() -> Iterator[Case]:
+def llm_foundry(folder: Path = PUBLISHED) -> Iterator[Case]:
     clusters = {"h100_80gb": "dgx_h100", "a100_80gb": "dgx_a100_80", "a100_40gb": "dgx_a100_40"}
-    for row in records("llm_foundry_fsdp"):
-        layers, hidden, heads = _MPT[row.model]
+    shipped = records("llm_foundry_fsdp")
+    for row in records("llm_foundry_fsdp", folder=folder):
+        layers, hidden, heads = chosen(row.model, _MPT, "model")
         model = Transformer(
             layers=layers,
             hidden=hidden,
@@ -45,12 +47,12 @@ def llm_foundry() -> Iterator[Case]:
             communicated_gradient_bytes=2,
             overlap_gradients=True,
         )
-        where = machine(clusters[row.gpu], row.gpus)
+        where = machine(chosen(row.gpu, clusters, "GPU"), row.gpus)
         yield Case.of_step(
             f"{row.model} seq {row.seqlen} on {row.gpus} {row.gpu} {row.precision}",
             row.gbs * row.seqlen / row.tok_s,
             predict(model, plan, where),
-            fitted=(row.gpu, row.model, row.seqlen) in _ATTENTION_ROWS,
+            fitted=(row.gpu, row.model, row.seqlen) in _ATTENTION_ROWS and row in shipped,
         )
 
 
@@ -62,13 +64,14 @@ _LLAMA = {"70b": (8192, 64, 8, 28672), "405b": (16384, 128, 16, 53248)}  # hidde
 _SIMUMAX_FIELD = re.compile(r"(l|tp|cp|pp|dp|seq|mbc)(\d+)")
 
 
-def _simumax() -> Iterator[tuple[str, Transformer, Execution, float, float]]:
-    """Cases are named by their sizes; those of other models than Llama have experts, which the formulas don't know."""
-    for row in records("simumax_b200"):
+def _simumax(folder: Path) -> Iterator[tuple[str, Transformer, Execution, float, float] | Unpredicted]:
+    """Cases are named by their sizes; those of other models than Llama have experts."""
+    for row in records("simumax_b200", folder=folder):
         name, size, *fields = row.case.split("_")
         found = [_SIMUMAX_FIELD.fullmatch(field) for field in fields]
         given = {match[1]: int(match[2]) for match in found if match is not None}
         if name != "llama3" or size not in _LLAMA:
+            yield Unpredicted(row.case, "as formulas know no experts, nor sizes of Llama 3 other than 70b and 405b")
             continue
         hidden, heads, kv_heads, ffn = _LLAMA[size]
         model = Transformer(
@@ -99,14 +102,22 @@ def _simumax() -> Iterator[tuple[str, Transformer, Execution, float, float]]:
         yield row.case, model, plan, row.real_ms / 1e3, row.real_alloc_gib
 
 
-def simumax_time() -> Iterator[Case]:
-    for name, model, plan, seconds, _ in _simumax():
-        yield Case.of_step(name, seconds, predict(model, plan, machine("dgx_b200", 8)))
+def simumax_time(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
+    for row in _simumax(folder):
+        if isinstance(row, Unpredicted):
+            yield row
+        else:
+            name, model, plan, seconds, _ = row
+            yield Case.of_step(name, seconds, predict(model, plan, machine("dgx_b200", 8)))
 
 
-def simumax_memory() -> Iterator[Case]:
-    for name, model, plan, _, gib in _simumax():
-        yield Case(name, gib, memory_of(model, plan).total / GIB)
+def simumax_memory(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
+    for row in _simumax(folder):
+        if isinstance(row, Unpredicted):
+            yield row
+        else:
+            name, model, plan, _, gib = row
+            yield Case(name, gib, memory_of(model, plan).total / GIB)
 
 
 _ALPA_PLANS = {  # devices: layers, hidden, heads, tensor, pipeline, data, microbatches
@@ -118,9 +129,12 @@ _ALPA_PLANS = {  # devices: layers, hidden, heads, tensor, pipeline, data, micro
 }
 
 
-def alpa_figure7() -> Iterator[Case]:
-    for row in records("alpa_fig7_digitised_pflops"):
-        if row.model != "GPT" or row.gpus not in _ALPA_PLANS:
+def alpa_figure7(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
+    for row in records("alpa_fig7_digitised_pflops", folder=folder):
+        if row.model != "GPT":
+            continue
+        if row.gpus not in _ALPA_PLANS:
+            yield Unpredicted(f"GPT on {row.gpus}", "as Alpa's plan is not known")
             continue
         layers, hidden, heads, tensor, pipeline, data, microbatches = _ALPA_PLANS[row.gpus]
         model = Transformer(layers=layers, hidden=hidden, heads=heads, seq=1024, vocab=51200, precision="f16")

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -9,12 +10,12 @@ import pandas as pd
 from simulator.formula import EAGER, Backend, Execution, Transformer, predict
 from simulator.formula.description import Recompute
 from simulator.validation.cases import Case
-from simulator.validation.sets.common import machine, records, table
+from simulator.validation.sets.common import PUBLISHED, machine, records, table
 
 
-def vtrain_multi_node() -> Iterator[Case]:
+def vtrain_multi_node(folder: Path = PUBLISHED) -> Iterator[Case]:
     columns = ["params", "gpus", "batch", "micro", "hidden", "heads", "layers", "seq", "t", "d", "p", "ms"]
-    for row in records("vtrain_multi_node", columns):
+    for row in records("vtrain_multi_node", columns, folder):
         model, plan = _described(row, "full")
         where = machine("dgx_a100_80", row.gpus, nics=4)
         yield Case.of_step(
@@ -25,13 +26,20 @@ def vtrain_multi_node() -> Iterator[Case]:
         )
 
 
-def vtrain_single_node_rows() -> pd.DataFrame:
-    """The table, with a column that says which 40 rows are for fitting: those with the smallest CRC of their plan."""
+def vtrain_single_node_rows(folder: Path = PUBLISHED) -> pd.DataFrame:
+    """The table, with a column that says which 40 rows are for fitting: those with the smallest CRC of their plan. Of another folder, none
+    but the same plans."""
+    fitted = _single_node(PUBLISHED).sort_values("crc", kind="stable").head(40)
+    plans = _single_node(folder)
+    return plans.assign(fitted=plans.plan.isin(fitted.plan)).drop(columns=["plan", "crc"])
+
+
+def _single_node(folder: Path) -> pd.DataFrame:
+    """The table, with each row's plan as a text and the CRC of that."""
     columns = ["gpus", "batch", "micro", "hidden", "heads", "layers", "seq", "t", "d", "p", "ms"]
-    plans = table("vtrain_single_node", columns)
-    names = plans[columns[:-1]].astype(str).agg(",".join, axis=1)
-    order = names.map(lambda plan: zlib.crc32(plan.encode())).rank(method="first")
-    return plans.assign(fitted=order <= 40)
+    rows = table("vtrain_single_node", columns, folder)
+    plans = rows[columns[:-1]].astype(str).agg(",".join, axis=1)
+    return rows.assign(plan=plans, crc=plans.map(lambda plan: zlib.crc32(plan.encode())))
 
 
 def vtrain_single_node_case(row: Any, backend: Backend) -> Case:
@@ -47,8 +55,8 @@ def vtrain_single_node_case(row: Any, backend: Backend) -> Case:
     )
 
 
-def vtrain_single_node() -> Iterator[Case]:
-    for row in vtrain_single_node_rows().itertuples():
+def vtrain_single_node(folder: Path = PUBLISHED) -> Iterator[Case]:
+    for row in vtrain_single_node_rows(folder).itertuples():
         yield vtrain_single_node_case(row, EAGER)
 
 

@@ -101,4 +101,3 @@ def test_a_step_is_one_call_of_each_worker_and_the_driver_runs_ahead(hosts, monk
     assert calls == [(0, "run"), (1, "run")] * 2
     hosts.wait()
     assert asked < 4 < 8 < time.monotonic() - start
-    autopar.shutdown()  # of the workers that sleep

@@ -16,8 +16,8 @@ from numpy.testing import assert_allclose
 import autopar
 from autopar.hosts import session
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
-from tests.autopar.hosts.workers import disturbed, is_alive, joined, pids, pipeline, until
-from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+from tests.autopar.hosts.workers import disturbed, is_alive, joined, joined_hosts, pids, pipeline, until
+from tests.autopar.pipeline.steps import stack, stack_batch, stack_params, stack_step
 
 
 def expected(count: int) -> tuple[Any, Any]:
@@ -207,3 +207,32 @@ def test_shutdown_leaves_nothing_behind(hosts):
     assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}
     function = autopar.parallelize(stack_step, method=pipeline(2))
     assert_trained(function, 1)  # in this process again
+
+
+def test_a_pipeline_on_unequal_hosts_trains_as_one_device_does(raylets):
+    autopar.init(cluster="ray", num_devices_per_node=(4, 2), timeout=120)
+    assert list(map(len, joined_hosts().numbers)) == [4, 2]
+    stages = autopar.ManualStageOption([[0, 1, 2], [3]], [(1, 4), (1, 2)], [(2, 2), (2,)])
+    function = autopar.parallelize(
+        stack_step, method=autopar.PipeshardParallel(num_micro_batches=4, stage_option=stages)
+    )
+    params, _ = assert_trained(function)
+    assert [params[name].array.place.mesh.devices for name in ("w2", "w3")] == [(0, 1, 2, 3), (4, 5)]
+
+
+def loss_of(params: Any, batch: Any) -> jax.Array:
+    return jax.numpy.mean((stack(params, batch["x"]) - batch["y"]) ** 2)
+
+
+@pytest.mark.hosts(2, 4)
+@pytest.mark.parametrize(
+    ("method", "count"), [(pipeline(2), 4), (autopar.ShardParallel(devices=(4,)), None)], ids=["pipeline", "one mesh"]
+)
+def test_an_evaluation_follows_a_step_to_its_hosts(hosts, method, count):
+    step = autopar.parallelize(stack_step, method=method)
+    params, _ = step(stack_params(), stack_batch())
+    evaluate = autopar.parallelize(loss_of, method=autopar.FollowParallel(step, num_micro_batches=count))
+    assert_allclose(np.array(evaluate(params, stack_batch())), loss_of(expected(1)[0], stack_batch()), rtol=1e-5)
+    assert len(evaluate.get_last_executable().plan.stages) == (1 if count is None else 2)
+    _, loss = step(params, stack_batch())  # which was not donated
+    assert_allclose(np.array(loss), expected(2)[1], rtol=1e-5)

@@ -147,6 +147,24 @@ def test_what_verify_checks_of_auto_is_the_plan_that_runs(monkeypatch: pytest.Mo
     assert specs["0/params/linear1/kernel"] == specs["0/params/linear2/kernel"] == ((), ("x",))
 
 
+@pytest.mark.parametrize(
+    ("op", "axis", "spec"),
+    [("all_reduce", None, ((), ())), ("reduce_scatter", 0, (("x",), ())), ("reduce_scatter", 1, ((), ("x",)))],
+)
+def test_the_planner_keeps_what_is_synchronised_where_the_schedule_says(op: str, axis: int | None, spec: Any) -> None:
+    model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 32))
+    params = model.init(jax.random.key(0), x)
+    sch = scheduled(model, x)
+    sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0).sync("fwd_post", "all_gather")
+    sch["linear2"].shard("kernel", axis=0).sync("fwd_post", op, axis=axis)
+    built = build(sch, "auto")
+    step = autopar.parallelize(lambda params, x: built.apply(params, x), method=built.method)
+    assert_allclose(step(params, x), model.apply(params, x), atol=1e-5)
+    (stage,) = step.get_executable(params, x).plan.stages
+    synchronised = [each.spec for each in stage.constraints if each.name == "name"]
+    assert synchronised == [((), ()), spec]
+
+
 def test_two_axes_split_the_batch_and_the_layers() -> None:
     sch = scheduled(Transformer(layers=1), TOKENS, mesh=(2, 4))
     megatron(sch, "y")

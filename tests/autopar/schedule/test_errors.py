@@ -41,6 +41,17 @@ def test_a_parameter_is_not_sharded_twice() -> None:
         sch["linear1"].shard("kernel", axis=0)
 
 
+def test_a_dim_is_split_over_one_mesh_axis_and_two_dims_over_two() -> None:
+    sch = mlp_schedule(mesh=(2, 2))
+    sch["linear1"].shard("kernel", axis=1, mesh_axis="y")
+    with pytest.raises(ScheduleError, match=r"linear1/kernel is sharded twice: .*mesh_axis=y\) and .*mesh_axis=x\)"):
+        sch["linear1"].shard("kernel", axis=1, mesh_axis="x")
+    sch["linear1"].shard("kernel", axis=0, mesh_axis="x").shard("bias", axis=0, mesh_axis="y")
+    sch["linear1"].sync("fwd_post", "all_reduce", mesh_axis="x")
+    sch["linear2"].shard("kernel", axis=0, mesh_axis="y").sync("fwd_post", "all_reduce", mesh_axis="y")
+    Verify(sch, [X]).check()
+
+
 @pytest.mark.parametrize(
     ("module", "op", "told"),
     [
@@ -160,6 +171,20 @@ class Gated(nn.Module):
         x = nn.Dense(16, name="layer")(x)
         gate, scale = jnp.tanh(x), self.param("scale", nn.initializers.ones, (16,))
         return (x * scale) * gate if self.product_first else (x * gate) * scale
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_what_is_fused_is_known_again_whatever_the_batch(rows: int) -> None:
+    """Of a batch of one changes of shape are none, and broadcasts are not needed."""
+
+    def model(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x.reshape(-1, 16) * params["scale"]) @ params["kernel"]
+
+    params = {"scale": jnp.ones(16), "kernel": jnp.ones((16, 16))}
+    sch = create_schedule(model, params, [jnp.ones((rows, 2, 16))], 2)
+    sch.fuse(sch.find("tanh") + sch.find("mul"))
+    for other in (1, 2, 4):
+        Verify(sch, [jnp.ones((other, 2, 16))], params).check()
 
 
 @pytest.mark.parametrize("how", ["fuse", "replace"])

@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+import autopar
 from autopar.schedule import ModelSchedule, ScheduleError, Verify, build, create_schedule
 from tests.autopar.schedule.models import (
     Transformer,
@@ -175,9 +176,26 @@ def test_state_that_a_call_changes_is_not_lost_in_silence() -> None:
         create_schedule(nn.Dense(3), {}, [X], updates=True)
 
 
+@pytest.mark.parametrize("called", [nnx.jit, nnx.remat])
+def test_what_flax_hands_back_as_it_was_is_no_change(called: Any) -> None:
+    class Layers(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear1, self.linear2 = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            run = called(lambda layer, x: layer(x))
+            return run(self.linear2, jnp.tanh(run(self.linear1, x)))
+
+    model = Layers(nnx.Rngs(0))
+    sch = create_schedule(model, nnx.state(model), [X], 4)
+    tensor_parallel(sch)
+    Verify(sch, [X]).check()
+
+
 def test_what_changes_is_handed_out_beside_the_result() -> None:
     sch = nnx_schedule(X, updates=True)
     shard_layers(sch)
+    Verify(sch, [X]).check()
     run, model = build(sch).apply, Dropping(nnx.Rngs(0))
     state = nnx.state(model)
     first, updates = run(state, X)
@@ -199,5 +217,48 @@ def test_nnx_models_run_on_every_backend(backend: Any) -> None:
     model = Dropping(nnx.Rngs(0), use_running_average=True)
     found = jax.jit(build(sch, backend).apply)(nnx.state(model), X, key)
     np.testing.assert_allclose(found, model(X, key), atol=1e-5)
+    with pytest.raises(
+        ScheduleError, match=r"of the model itself, without the schedule, is not finite: .* Give params="
+    ):
+        Verify(sch, [X, key], backend=backend).check()
+    if backend == "auto":
+        Verify(sch, [X, key], nnx.state(model), backend=backend).check()
     sch["drop"].fork_rng()
     assert build(sch, backend).same_draws == (backend != "manual")
+
+
+def test_shards_of_an_nnx_model_draw_masks_of_their_own() -> None:
+    key, sch = jax.random.key(3), nnx_schedule(X, jax.random.key(3), use_running_average=True)
+    sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
+    for name in ("scale", "bias", "mean", "var"):
+        sch["norm"].shard(name, axis=0)
+    sch["linear2"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
+    sch["drop"].fork_rng()
+    run = build(sch).apply
+    state = nnx.state(Dropping(nnx.Rngs(0), use_running_average=True))
+    assert "u32[2,8,8]" in (text := str(jax.make_jaxpr(run)(state, X, key)))
+    assert "u32[2,8,32]" not in text
+    assert not np.allclose(run(state, X, key), sch.fun(state, X, key))
+
+
+def test_an_nnx_model_is_cut_into_stages() -> None:
+    x, key = X[0], jax.random.key(3)
+    sch = nnx_schedule(x, key, use_running_average=True)
+    sch["drop"].cut_pipeline_stage()
+    sch["linear2"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
+    built = build(sch, "auto")
+    params, rest = nnx.split_state(nnx.state(Dropping(nnx.Rngs(0), use_running_average=True)), nnx.Param, ...)
+
+    def step(params: Any, x: Any, key: Any, rest: Any, run: Any = built.apply) -> Any:
+        loss = lambda params: jnp.mean(run(nnx.merge_state(params, rest), x, key) ** 2)  # noqa: E731
+        value, found = autopar.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, found), value
+
+    parallel = autopar.parallelize(step, method=built.method)
+    updated, value = parallel(params, x, key, rest)
+    expected, loss = step(params, x, key, rest, sch.fun)
+    np.testing.assert_allclose(value, loss, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), updated, expected)
+    first, second = parallel.get_executable(params, x, key, rest).plan.stages
+    assert not any("linear2" in each.path for each in first.inputs)
+    assert {each.spec for each in second.inputs if "linear2/kernel" in each.path} == {(("x",), ())}
