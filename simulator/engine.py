@@ -141,12 +141,16 @@ class _Engine:
         """Carry out everything where messages of several meshes meet at network cards.
 
         Meshes go on as far as they can without knowing when a message arrives that is still on its way; then the first of these arrives. A
-        task that communicates between hosts waits until what its mesh sent before has arrived, after which its link takes it anyway.
+        task that communicates between hosts waits until what its mesh sent before has arrived, after which its link takes it anyway. (This is
+        exact unless it computes, and sends, without waiting for that communication.)
         """
         rows = self._program.instructions
         at, awake = [0] * len(rows), deque(range(len(rows)))
-        while awake or (message := self._cards.arrival()):
+        while True:
             if not awake:
+                message = self._cards.arrival()
+                if message is None:
+                    break
                 self._arrive(message, self._cards.time)
                 awake.extend((message.mesh, message.value[2]))
             mesh = awake.popleft()

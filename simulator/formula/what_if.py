@@ -158,6 +158,11 @@ def _check_counts(change: Change, after: Cluster, source: str, read: tuple[str, 
     around = field != "device" and any(_is_part(known, field) for known in read)
     if change.path[-1] in _NOTES or not (inside or around):
         raise ClusterError(f"{change.text!r}: nothing here depends on {field!r}, but on {', '.join(read)}")
+    if field in ("rails", "hosts_per_switch") and after.oversubscription == 1:
+        raise ClusterError(
+            f"{change.text!r}: between the leaf switches of {source} there is as much bandwidth as within, so {field} would change nothing; "
+            "also say how much less there is, e.g. cluster.oversubscription=2"
+        )
     if after.collectives is not None and any(_is_part(field, known) for known in _MEASURED):
         raise ClusterError(
             f"{change.text!r}: the collectives of {source} are measured, so {field} would change next to nothing; change "

@@ -228,6 +228,8 @@ def test_what_ifs_reach_the_network() -> None:
     changes = [Change.parse("cluster.hosts_per_switch=4"), Change.parse("cluster.oversubscription=2")]
     found = load_for_program("dgx_h100", 64, changes)
     assert (found.hosts_per_switch, found.oversubscription) == (4, 2)
+    with pytest.raises(ClusterError, match=r"hosts_per_switch would change nothing.*cluster\.oversubscription=2"):
+        load_for_program("dgx_h100", 64, changes[:1])
     with pytest.raises(ValueError, match="all network cards are on one switch"):
         load_for_program("dgx_h100", 64, changes[1:])
 
