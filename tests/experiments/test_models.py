@@ -84,7 +84,7 @@ def test_an_unknown_model_lists_the_known_ones() -> None:
 
 def test_a_misspelt_size_lists_the_valid_ones() -> None:
     with pytest.raises(
-        ValueError, match=r"unknown size of mlp 'dims'; did you mean 'dim'\? \(valid: batch_size, dim, "
+        ValueError, match=r"unknown size of mlp 'dims'; did you mean 'dim'\? \(valid: batch_size, compute_dtype, dim, "
     ):
         build_model("mlp", {"dims": 3, "num_layers": 2, "batch_size": 4})
 
