@@ -29,6 +29,24 @@ def marking() -> Iterator[None]:
         _marking.reset(token)
 
 
+_telling: ContextVar[bool] = ContextVar("telling", default=False)
+
+
+@contextmanager
+def telling_examples() -> Iterator[None]:
+    """While it lasts, a step is traced to see what depends on which examples of the batch, and not to be run."""
+    token = _telling.set(True)
+    try:
+        yield
+    finally:
+        _telling.reset(token)
+
+
+def tells_examples() -> bool:
+    """Whether whole arrays are wanted where a step runs on shards, in which examples can't be told apart."""
+    return _telling.get()
+
+
 def value_and_grad(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """`jax.value_and_grad`, with the same arguments, for steps that may run in microbatches.
 

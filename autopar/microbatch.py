@@ -116,7 +116,8 @@ def _divided_afterwards(
     scalars = [[not aval_of(eqn.invars[1]).shape for _, eqn in each] for each in (ours, theirs)]
     if scalars[0] != scalars[1] or len(_named(micro, accumulate_p.name)) != len(weights):
         raise MicrobatchError(
-            "a masked mean is computed otherwise when a microbatch has a single example; use fewer microbatches"
+            "a masked mean is computed otherwise when a microbatch has a single example, or a model runs on shards; use fewer"
+            " microbatches, or for a scheduled model another backend than 'manual'"
         )
     pairs = list(zip(theirs, ours, strict=True))
     by: dict[Atom, Var] = {}

@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar import graph
 from autopar.flatten import flatten
-from autopar.gradients import marking, marking_results
+from autopar.gradients import marking, marking_results, telling_examples
 from autopar.graph import aval_of
 from autopar.hosts.arrays import DistributedArray
 from autopar.interpreter import builds_graphs
@@ -131,10 +131,10 @@ def trace(
     batch = frozenset(i for i, key in enumerate(in_keys) if key[0].idx in batch_argnums and avals[i].ndim > 0)
 
     @cache
-    def sized(scale: Fraction, marked: bool) -> tuple[Jaxpr, list, Any]:
-        """The step for a batch that is larger by `scale`."""
+    def sized(scale: Fraction, marked: bool, telling: bool) -> tuple[Jaxpr, list, Any]:
+        """The step for a batch that is larger by `scale`; `telling` whole arrays where it runs on shards."""
         scaled = [_with_rows(a, int(a.shape[0] * scale)) if i in batch else a for i, a in enumerate(avals)]
-        with layering(layers):
+        with layering(layers), telling_examples() if telling else nullcontext():
             return _flat_jaxpr(fun, in_tree, scaled, marked)
 
     @cache
@@ -142,10 +142,11 @@ def trace(
         microbatching, whole, part = None, Fraction(1), Fraction(1, count)
         for i in batch:
             _check_divisible(avals[i], count, _text(in_keys[i]))
-        jaxpr, out_keys, out_tree = sized(part, marked or count > 1)
+        jaxpr, out_keys, out_tree = sized(part, marked or count > 1, False)
         if marked or count > 1:
             single = any(avals[i].shape[0] == count for i in batch)
-            sizes = [sized(scale * 2 if single else scale, True)[0] for scale in (part, whole)]
+            on_shards = any(eqn.primitive.name == "shard_map" for eqn in jaxpr.eqns)
+            sizes = [sized(scale * 2 if single else scale, True, on_shards)[0] for scale in (part, whole)]
             jaxpr, microbatching = split(
                 jaxpr, (sizes[0], sizes[1]), batch, count, tuple(map(_text, out_keys)), forward
             )

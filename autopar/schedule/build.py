@@ -9,6 +9,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.devices import AXIS_NAMES, device_mesh, planned_mesh
+from autopar.gradients import tells_examples
 from autopar.layers import ManualLayerOption
 from autopar.methods import Devices, ManualShardParallel, PipeshardParallel, PlanningMethod, ShardParallel
 from autopar.pipeline.stage_options import UniformStageOption
@@ -86,11 +87,6 @@ def build(
         raise ScheduleError("cut_pipeline_stage: pipelines are built with backend='auto'")
     if devices is not None and not cuts:
         raise ScheduleError("devices are those of a pipeline, and the schedule has no cut_pipeline_stage; give a mesh")
-    if num_micro_batches != 1 and backend == "manual":
-        raise ScheduleError(
-            f"num_micro_batches={num_micro_batches} and backend 'manual': what a model on shards keeps for its backward pass has no dim of"
-            " examples; use 'gspmd' or 'auto'"
-        )
     used = {each.mesh_axis for each in (*model.of_kind(Shard), *model.of_kind(Sync))}
     if cuts and (unknown := used.difference(AXIS_NAMES)):
         raise ScheduleError(
@@ -133,9 +129,10 @@ def _apply(model: ModelSchedule, backend: Backend, batch_axis: str | None) -> Ca
         if (tree := jax.tree.structure((params, *args))) != model.graph.in_tree:
             raise ScheduleError(f"the model was scheduled for {model.graph.in_tree}, and is called with {tree}")
         leaves = jax.tree.leaves((params, *args))
-        key = tuple((jax.typeof(leaf).shape, jax.typeof(leaf).dtype) for leaf in leaves)
+        how: Backend = "auto" if tells_examples() else backend  # the same function, of whole arrays
+        key = (how, *((jax.typeof(leaf).shape, jax.typeof(leaf).dtype) for leaf in leaves))
         if key not in known:
-            known[key] = _runner(model.for_args(args), backend, batch_axis)
+            known[key] = _runner(model.for_args(args), how, batch_axis)
         return jax.tree.unflatten(model.graph.out_tree, known[key](*leaves))
 
     return apply

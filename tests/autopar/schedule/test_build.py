@@ -1,5 +1,6 @@
 """What runs computes what the model does, with the collectives that the schedule names, whatever the backend."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -432,9 +433,31 @@ def test_each_stage_of_a_pipeline_is_on_a_mesh_of_the_schedule_s_shape() -> None
     ]
 
 
-def test_microbatches_and_devices_of_a_pipeline_need_what_takes_them() -> None:
-    with pytest.raises(ScheduleError, match=r"num_micro_batches=2 and backend 'manual': .*; use 'gspmd' or 'auto'"):
-        build(mlp_schedule(), num_micro_batches=2)
+@pytest.mark.parametrize("masked", [False, True], ids=["mean", "masked mean"])
+@pytest.mark.parametrize(("mesh", "count"), [((2, 2), 2), ((1, 4), 8)])
+def test_on_shards_gradients_are_accumulated_over_microbatches(mesh: tuple[int, int], count: int, masked: bool) -> None:
+    """Of several examples over two axes, and of one each over one."""
+    model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 4, 32))
+    params = model.init(jax.random.key(0), x)
+    sch = scheduled(model, x, mesh=mesh)
+    tensor_parallel(sch)
+    sch["linear1"].checkpoint()
+    built = build(sch, batch_axis="x", num_micro_batches=count)
+
+    def step(params: Any, x: Any, apply: Any = built.apply) -> Any:
+        def loss(params: Any) -> jax.Array:
+            errors, mask = apply(params, x) ** 2, x > 0
+            return jnp.sum(errors * mask) / jnp.sum(mask) if masked else jnp.mean(errors)
+
+        return autopar.value_and_grad(loss)(params)
+
+    parallel = autopar.parallelize(step, method=built.method)
+    assert_allclose(parallel(params, x), jax.jit(partial(step, apply=model.apply))(params, x), rtol=1e-4, atol=1e-6)
+    assert parallel.get_executable(params, x).plan.num_micro_batches == count
+    assert "shard_map" in str(jax.make_jaxpr(step)(params, x))
+
+
+def test_devices_of_a_pipeline_need_one() -> None:
     with pytest.raises(ScheduleError, match="the schedule has no cut_pipeline_stage; give a mesh"):
         build(mlp_schedule(), "auto", devices=8)
 
