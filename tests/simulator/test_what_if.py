@@ -179,6 +179,16 @@ def test_what_was_measured_is_not_changed_by_what_the_link_implies(load: Any, fi
     load("dgx_h100", 8, [Change.parse(f"cluster.{field}=1000"), Change.parse("cluster.collectives=null")])
 
 
+def test_profiles_are_changed_by_their_names() -> None:
+    changes = [Change.parse("cluster.collectives=h100"), Change.parse("cluster.device.kernels=h100_sxm5_80gb")]
+    h100, mixed = Cluster.load("dgx_h100"), load_for_program("dgx_a100_80", 8, changes)
+    assert isinstance(mixed, Cluster)
+    assert (mixed.collectives, mixed.device.kernels) == (h100.collectives, h100.device.kernels)
+    assert mixed.device.name == Cluster.load("dgx_a100_80").device.name
+    with pytest.raises(ClusterError, match="collectives: unknown profile 'h1000'; expected one of a100, b200"):
+        load_for_program("dgx_a100_80", 8, [Change.parse("cluster.collectives=h1000")])
+
+
 def test_a_faster_link_halves_the_bytes_of_programs_too() -> None:
     body = (Start(Collective("c", "all_reduce", 2**30, (tuple(range(8)),))), Done("c"))
     program = Program((tuple(range(8)),), ((Run(0, "S"),),), {"0S": body})
