@@ -6,8 +6,10 @@
 """
 
 from autopar._plugins import silence_idle_plugin
+from autopar.hosts.ray_private import share_environment
 
 silence_idle_plugin()
+share_environment()
 
 from autopar import inspect, manual, model_schedules, schedule, testing, util  # noqa: E402 (nothing may start JAX's backends before)
 from autopar.api import ParallelizedFunction, init, parallelize, shutdown  # noqa: E402
@@ -49,7 +51,7 @@ from autopar.pipeline.stage_options import (  # noqa: E402
     UniformStageOption,
 )
 from autopar.plan import Plan, PlanError  # noqa: E402
-from autopar.predicting import compile_step, plan_step, predict  # noqa: E402
+from autopar.predicting import compile_step, plan_step, predict, simulate  # noqa: E402
 from autopar.runtime.executable import Executable  # noqa: E402
 from autopar.runtime.pipeline import PipelineExecutable  # noqa: E402
 from autopar.runtime.reading import DataLoaderError  # noqa: E402
@@ -130,6 +132,7 @@ __all__ = [
     "save_checkpoint",
     "schedule",
     "shutdown",
+    "simulate",
     "testing",
     "train",
     "tune",

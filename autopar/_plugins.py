@@ -33,6 +33,13 @@ def silence_idle_plugin() -> None:
         vars(_plugin())["initialize"] = lambda: None
 
 
+def backends_started() -> bool:
+    """Whether JAX has looked for devices, after which it can't be told any more which ones to use."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
 @functools.cache
 def compile_only_devices(target_config: str, hosts: int, devices_per_host: int) -> tuple[Device, ...]:
     """Stand-ins for `hosts` x `devices_per_host` GPUs that programs can be compiled for but not run on, in order of their ids.

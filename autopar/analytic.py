@@ -167,7 +167,7 @@ class _Told:
         if not kind:
             yield Kernel(name, "memory", 0.0, 0.0, seconds=seconds, part=part)
             return
-        yield Start(Collective(name, kind, 0.0, self._mesh.groups(axes), seconds))
+        yield Start(Collective(name, kind, 0.0, self._mesh.groups(axes), seconds, axis=self._mesh.joined(axes)))
         yield Done(name)
 
 

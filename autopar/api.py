@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from autopar.arguments import Argnums, check_hashable, donated_arguments, leaves_of, static_arguments, without
 from autopar.checkpoint.saving import finish_saving
 from autopar.devices import cluster_of, device_mesh, logical_mesh, submeshes
+from autopar.facts import forget_facts
 from autopar.follow import follow_pipeline, follow_plan
 from autopar.hosts import session
 from autopar.interpreter import builds_graphs
@@ -150,11 +151,11 @@ class ParallelizedFunction:
             """Numbers of arguments among those that are not static."""
             return tuple(kept.index(i % len(args)) for i in argnums if i % len(args) in kept)
 
+        count, static_args, function = len(args), {i: args[i] for i in static}, self.fun
+
         def fun(*dynamic: Any) -> Any:
-            full = list(args)
-            for i, arg in zip(kept, dynamic, strict=True):
-                full[i] = arg
-            return self.fun(*full)
+            given = iter(dynamic)
+            return function(*(static_args[i] if i in static_args else next(given) for i in range(count)))
 
         wraps(self.fun)(fun)
         dynamic = [args[i] for i in kept]
@@ -206,7 +207,7 @@ def init(
     cluster: str = "local",
     cluster_address: str | None = None,
     num_nodes: int | None = None,
-    num_devices_per_node: int | None = None,
+    num_devices_per_node: int | Sequence[int] | None = None,
     namespace: str | None = None,
     timeout: float = 600.0,
 ) -> None:
@@ -218,7 +219,7 @@ def init(
         cluster_address: of the Ray cluster, unless `ray.init` has been called; by default the one that Ray finds.
         num_nodes: hosts to take; all by default.
         num_devices_per_node: GPUs to take of each host, all by default; on hosts without GPUs, virtual CPU devices, by default as many
-            as XLA_FLAGS asks for here.
+            as XLA_FLAGS asks for here. A sequence such as (4, 2) has a number for each host.
         namespace: of the driver in the Ray cluster, if it is joined here.
         timeout: seconds that a host may take for what it is asked, to compile for instance, before it is taken for hung.
 
@@ -245,6 +246,7 @@ def shutdown() -> None:
     finally:
         session.leave()
         jax.clear_caches()
+        forget_facts()
         gc.collect()  # steps and what was compiled for them refer to one another
 
 
@@ -296,14 +298,15 @@ def _remote_executable(
     start: float,
 ) -> AnyExecutable:
     """What runs on other hosts."""
-    from autopar.hosts.cluster import cluster_of_hosts, mesh_shape
+    from autopar.hosts.cluster import check_plan, cluster_of_hosts, mesh_shape
     from autopar.hosts.create_state import RemoteCreateState
     from autopar.hosts.executable import RemoteExecutable, RemotePipeline, remote_executable
 
     given = method.cluster if isinstance(method, PlanningMethod) else None
     cluster = cluster_of_hosts(hosts) if given is None else any_cluster(given)
     match method:
-        case PlanMethod(plan, _):
+        case PlanMethod(plan, devices):
+            check_plan(hosts, plan, devices)
             step = trace_for(plan, fun, args, batch)
             planned = PlannedStep(step, plan) if plan.pipeline is None else PlannedPipeline(step, plan)
         case PipeshardParallel():

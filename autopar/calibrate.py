@@ -1,6 +1,6 @@
 """Measures the devices that are here and describes them as a cluster file: `autopar calibrate`.
 
-Kernels are repeated in a loop inside one program, each on the result of the one before, so that what the host does does not count.
+What is measured is in `autopar.microbenchmarks`, how it becomes a description in `simulator.calibration.devices`.
 """
 
 import time
@@ -8,148 +8,235 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import version
 from itertools import product
-from statistics import median
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autopar import microbenchmarks
 from autopar.devices import cluster_of, device_mesh
+from autopar.microbenchmarks import Benchmark
 from simulator.calibration.collectives import MeasuredCollectives
-from simulator.calibration.devices import MeasuredDevice, Overlap, fit_cluster, fit_device
-from simulator.cluster import Cluster
-from simulator.work import Gemm
+from simulator.calibration.devices import Convolution, MeasuredDevice, Overlap, fit_cluster, fit_device
+from simulator.cluster import Cluster, Provenance
+from simulator.work import CollectiveKind, Gemm
 
 _HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_DRIVER = Path("/sys/module/nvidia/version")
+
+BUDGET = 240.0
+"""Seconds that measuring takes at most, by default."""
+
+type Progress = Callable[[str, float], None]
+"""Told of what is measured next, and which part of the budget is spent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What is measured.
+    """What is measured, if there is time for all of it.
 
     Attributes:
-        elements: of f32 arrays that elementwise kernels and all_reduces go over.
+        elements: of f32 arrays that elementwise kernels and collectives go over.
         rows, widths: of products (rows, width) by (width, width).
-        dtypes: of products.
+        convolutions: of 3 x 3.
+        dtypes: of products and convolutions.
         seconds: how long a measurement takes at least, three of which are made.
     """
 
-    elements: tuple[int, ...] = tuple(4**i for i in range(6, 14))
+    elements: tuple[int, ...] = tuple(4**i for i in range(6, 15))
     rows: tuple[int, ...] = (256, 1024, 4096)
     widths: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
+    convolutions: tuple[Convolution, ...] = (
+        Convolution(32, 56, 64),
+        Convolution(32, 28, 128),
+        Convolution(32, 14, 256),
+        Convolution(64, 28, 256),
+        Convolution(16, 56, 256),
+        Convolution(64, 14, 512),
+    )
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     seconds: float = 0.05
 
 
 GPU = Effort()
-CPU = Effort(tuple(4**i for i in range(5, 12)), (64, 256), (128, 256, 512), ("float32", "bfloat16"), 0.02)
+CPU = Effort(
+    tuple(4**i for i in range(5, 12)),
+    (64, 256),
+    (128, 256, 512),
+    (Convolution(4, 16, 32), Convolution(8, 16, 32), Convolution(4, 32, 32), Convolution(4, 16, 64)),
+    ("float32", "bfloat16"),
+    0.02,
+)
 
 
 def calibrate(
     devices: Sequence[Any] | None = None,
     effort: Effort | None = None,
-    progress: Callable[[str], None] = lambda what: None,
+    progress: Progress = lambda what, spent: None,
+    budget: float = BUDGET,
 ) -> Cluster:
     """The devices, all of this process by default, as a cluster of one host whose numbers were measured just now.
 
-    What a minute or two on an idle machine can't tell (memory size, peaks of a GPU, links to other hosts) is as in the shipped file of
+    What a few minutes on an idle machine can't tell (memory size, peaks of a GPU, links to other hosts) is as in the shipped file of
     the same kind of device, or of an A100, with a warning.
+
+    Args:
+        budget: seconds in which to measure. Where they are short, fewer sizes are measured, each for a shorter time; what it takes to
+            fit the description at all is measured in any case.
     """
+    if budget <= 0:
+        raise ValueError(f"a budget of {budget} seconds; expected more than 0, {BUDGET:.0f} by default")
     mesh = device_mesh(devices)
     here = list(mesh.devices.flat)
-    effort = effort or (CPU if here[0].platform == "cpu" else GPU)
     base = cluster_of(mesh)
-    measured = MeasuredDevice(
-        tuple(_transfers(here[0], effort, progress)),
-        {_HLO_DTYPES[dtype]: tuple(_products(here[0], dtype, effort, progress)) for dtype in effort.dtypes},
-        _all_reduces(here, effort, progress) if len(here) > 1 else None,
-        _overlap(here, effort, progress) if len(here) > 1 else None,
-    )
-    source = f"measured by autopar calibrate on {len(here)} x {here[0].device_kind}, {datetime.now(UTC):%Y-%m-%d}, jax {jax.__version__}"
+    clock = _Clock(budget, progress)
+    effort = effort or (CPU if here[0].platform == "cpu" else GPU)
+    measured = _Measuring(here, effort, effort.seconds * min(1.0, budget / BUDGET), clock).device()
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    source = f"measured by autopar calibrate on {len(here)} x {here[0].device_kind}, {today}, jax {jax.__version__}"
     device = fit_device(base.device, measured, f"{here[0].device_kind}, calibrated", source)
-    return fit_cluster(base, device, measured, len(here))
+    provenance = Provenance(
+        date=today,
+        device_kind=here[0].device_kind,
+        devices=len(here),
+        driver=driver_version() if here[0].platform == "gpu" else None,
+        jax=jax.__version__,
+        jaxlib=version("jaxlib"),
+        seconds=clock.spent,
+        rows={},
+    )
+    return fit_cluster(base, device, measured, len(here), provenance)
 
 
-def _transfers(device: Any, effort: Effort, progress: Callable[[str], None]) -> Iterator[tuple[float, float]]:
-    for size in effort.elements:
-        progress(f"elementwise, {size:,} elements")
-        x = jax.device_put(jnp.ones(size, jnp.float32), device)
-        yield 8.0 * size, _seconds(lambda x: x * 0.999 + 0.001, x, effort)
+def driver_version() -> str | None:
+    """The version of NVIDIA's driver on this machine, where it has one."""
+    return _DRIVER.read_text().strip() if _DRIVER.exists() else None
 
 
-def _products(device: Any, dtype: str, effort: Effort, progress: Callable[[str], None]) -> Iterator[tuple[Gemm, float]]:
-    for rows, width in product(effort.rows, effort.widths):
-        progress(f"products, {dtype}, {rows} x {width} x {width}")
-        x = jax.device_put(jnp.ones((rows, width), dtype), device)
-        w = jax.device_put(jnp.full((width, width), 1 / width, dtype), device)
-        yield Gemm(rows, width, width), _seconds(lambda x, w=w: x @ w, x, effort)
+class _Clock:
+    """Seconds of a budget, parts of which are given to one kind of measurement after the other."""
+
+    def __init__(self, budget: float, progress: Progress, now: Callable[[], float] = time.perf_counter) -> None:
+        self.budget, self.progress, self.now = budget, progress, now
+        self.begun = now()
+
+    @property
+    def spent(self) -> float:
+        return self.now() - self.begun
+
+    def tell(self, what: str) -> None:
+        self.progress(what, min(1.0, self.spent / self.budget))
+
+    def within[T](self, items: Sequence[T], until: float, least: int) -> Iterator[T]:
+        """Of the items those that there is time for, until a part of the budget is spent; `least` of them in any case.
+
+        The first and the last come first, and then those between, so that fewer of them still go as far.
+        """
+        longest = 0.0
+        for number, item in enumerate(spread(items)):
+            begun = self.spent
+            if number >= least and begun + longest > until * self.budget:
+                return
+            yield item
+            longest = max(longest, self.spent - begun)
 
 
-def _all_reduces(devices: Sequence[Any], effort: Effort, progress: Callable[[str], None]) -> MeasuredCollectives:
-    rows: list[tuple[int, float, float]] = []
-    counts = [count for count in (2, 4, 8, 16) if count < len(devices)] + [len(devices)]
-    for count, size in product(counts, effort.elements):
-        progress(f"all_reduce, {count} devices, {size:,} elements")
-        x = _on_each(devices[:count], (size,))
-        rows.append((count, 4.0 * size, _seconds(_on_all(devices[:count], _mean), x, effort)))
-    return MeasuredCollectives.of("all_reduce", *zip(*rows, strict=True))
+def spread[T](items: Sequence[T]) -> list[T]:
+    """The items in an order whose beginnings are spread over all of them: both ends, the middle, the middles between."""
+    order = [0, len(items) - 1]
+    gaps = [(0, len(items) - 1)]
+    while gaps:
+        low, high = gaps.pop(0)
+        if high - low > 1:
+            order.append((low + high) // 2)
+            gaps += [(low, order[-1]), (order[-1], high)]
+    return [items[i] for i in dict.fromkeys(order) if 0 <= i < len(items)]
 
 
-def _overlap(devices: Sequence[Any], effort: Effort, progress: Callable[[str], None]) -> Overlap:
-    """Products and an all_reduce that take about as long, by themselves and in one program."""
-    width, x = effort.widths[-1], _on_each(devices, (effort.elements[-1],))
-    y = _on_each(devices, (effort.rows[-1], width))
+@dataclass(frozen=True, slots=True)
+class _Measuring:
+    """The measurements on devices, each of which takes `least` seconds at least."""
 
-    def products(y: jax.Array, count: int) -> jax.Array:
-        for _ in range(count):
-            y = y @ jnp.full((width, width), 1 / width)
-        return y
+    devices: Sequence[Any]
+    effort: Effort
+    least: float
+    clock: _Clock
 
-    progress("an all_reduce beside products")
-    moved = _seconds(_on_all(devices, _mean), x, effort)
-    one = _seconds(_on_all(devices, partial(products, count=1)), y, effort)
-    count = max(1, min(64, round(moved / one)))
-    computed = _seconds(_on_all(devices, partial(products, count=count)), y, effort)
-    both = _on_all(devices, lambda each: (_mean(each[0]), products(each[1], count)))
-    return Overlap(computed, moved, _seconds(both, (x, y), effort))
+    def device(self) -> MeasuredDevice:
+        several = len(self.devices) > 1
+        share = 0.4 if several else 0.9  # of the budget, for what a device does alone; products take half of it
+        self.clock.tell("launches")
+        launch = microbenchmarks.launch_seconds(self.devices[0], self.least)
+        transfers = tuple(self._transfers(0.15 * share))
+        products, convolutions = {}, {}
+        for number, dtype in enumerate(self.effort.dtypes, start=1):
+            until = share * (0.15 + 0.85 * number / len(self.effort.dtypes))
+            begun = self.clock.spent / self.clock.budget
+            products[_HLO_DTYPES[dtype]] = tuple(self._products(dtype, begun + 0.6 * (until - begun)))
+            convolutions[_HLO_DTYPES[dtype]] = tuple(self._convolutions(dtype, until))
+        if not several:
+            return MeasuredDevice(transfers, products, convolutions, launch=launch)
+        overlaps = tuple(map(self._overlap, self.clock.within(self.effort.dtypes, 0.5, 1)))
+        collectives: dict[CollectiveKind, MeasuredCollectives] = {}
+        kinds = get_args(CollectiveKind)
+        for number, kind in enumerate(kinds, start=1):
+            collectives[kind] = self._collectives(kind, 0.5 + 0.5 * number / len(kinds))
+        return MeasuredDevice(transfers, products, convolutions, collectives, overlaps, launch)
 
+    def _transfers(self, until: float) -> Iterator[tuple[float, float]]:
+        for size in self.clock.within(self.effort.elements, until, 4):
+            self.clock.tell(f"elementwise, {size:,} elements")
+            yield 8.0 * size, self._seconds(microbenchmarks.elementwise(self.devices[0], size))
 
-def _on_each(devices: Sequence[Any], shape: tuple[int, ...]) -> jax.Array:
-    """Ones of a shape on each of the devices."""
-    across = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec("x"))
-    return jax.device_put(jnp.ones((len(devices), *shape), jnp.float32), across)
+    def _products(self, dtype: str, until: float) -> Iterator[tuple[Gemm, float]]:
+        sizes = list(product(self.effort.rows, self.effort.widths))
+        for rows, width in self.clock.within(sizes, until, 4):
+            self.clock.tell(f"products, {dtype}, {rows} x {width} x {width}")
+            benchmark = microbenchmarks.matrix_product(self.devices[0], dtype, rows, width)
+            yield Gemm(rows, width, width), self._seconds(benchmark)
 
+    def _convolutions(self, dtype: str, until: float) -> Iterator[tuple[Convolution, float]]:
+        for sizes in self.clock.within(self.effort.convolutions, until, 2):
+            self.clock.tell(f"convolutions, {dtype}, {sizes.batch} x {sizes.side} x {sizes.side} x {sizes.channels}")
+            benchmark = microbenchmarks.convolution(self.devices[0], dtype, sizes.batch, sizes.side, sizes.channels)
+            yield sizes, self._seconds(benchmark)
 
-def _on_all(devices: Sequence[Any], kernel: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The kernel on what each of the devices has."""
-    spec = PartitionSpec("x")
-    return jax.shard_map(kernel, mesh=Mesh(np.array(devices), ("x",)), in_specs=spec, out_specs=spec)
+    def _collectives(self, kind: CollectiveKind, until: float) -> MeasuredCollectives:
+        count = len(self.devices)
+        counts = [each for each in (2, 4, 8, 16) if each < count] + [count]
+        rows: list[tuple[int, float, float]] = []
+        for size, elements in self.clock.within(list(product(counts, self.effort.elements)), until, 6):
+            self.clock.tell(f"{kind}, {size} devices, {elements:,} elements")
+            num_bytes = 4 * size * -(-elements // size)
+            seconds = self._seconds(microbenchmarks.collective(kind, self.devices[:size], num_bytes))
+            rows.append((size, float(num_bytes), seconds))
+        return MeasuredCollectives.of(kind, *zip(*sorted(rows), strict=True))
 
+    def _overlap(self, dtype: str) -> Overlap:
+        """Products and an all_reduce that take about as long, by themselves and in one program."""
+        self.clock.tell(f"an all_reduce beside products, {dtype}")
+        reduce = microbenchmarks.collective("all_reduce", self.devices, 4 * len(self.devices) * self._longest())
+        multiply = microbenchmarks.matrix_product(None, dtype, self.effort.rows[-1], self.effort.widths[-1])
+        y = jax.tree.map(partial(microbenchmarks.on_each, self.devices), multiply.x)
 
-def _mean(x: jax.Array) -> jax.Array:
-    return jax.lax.pcast(jax.lax.pmean(x, "x"), "x", to="varying")
+        def products(count: int) -> Benchmark:
+            def kernel(y: Any) -> Any:
+                for _ in range(count):
+                    y = multiply.kernel(y)
+                return y
 
+            return Benchmark(microbenchmarks.on_all(self.devices, kernel), y)
 
-def _seconds(kernel: Callable[[Any], Any], x: Any, effort: Effort) -> float:
-    """Seconds of one kernel: so many in a row that they take long enough, less a row of one."""
+        moved = self._seconds(reduce)
+        compute = products(max(1, min(64, round(moved / self._seconds(products(1))))))
+        both = Benchmark(lambda each: (reduce.kernel(each[0]), compute.kernel(each[1])), (reduce.x, compute.x))
+        return Overlap(self._seconds(compute), moved, self._seconds(both))
 
-    @partial(jax.jit, static_argnums=1)
-    def row(x: Any, count: int) -> Any:
-        return jax.lax.fori_loop(0, count, lambda _, x: kernel(x), x)
+    def _longest(self) -> int:
+        """Elements of each of as many parts as there are devices of the longest array."""
+        return max(1, max(self.effort.elements) // len(self.devices))
 
-    def run(count: int) -> float:
-        jax.block_until_ready(row(x, count))
-        times = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            jax.block_until_ready(row(x, count))
-            times.append(time.perf_counter() - begin)
-        return median(times)
-
-    count, single = 16, run(1)
-    while (together := run(count)) < effort.seconds:
-        count *= max(2, min(64, round(effort.seconds / together)))
-    return max(1e-9, (together - single) / (count - 1))
+    def _seconds(self, benchmark: Benchmark) -> float:
+        return microbenchmarks.kernel_seconds(benchmark, self.least)

@@ -5,10 +5,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from autopar.plan import Plan, PlanError
-from simulator.cluster import cluster_names, mixed_cluster_names
+from simulator.cluster import Cluster, cluster_names, mixed_cluster_names
 from simulator.mixed import load_cluster
 
 app = typer.Typer(help="Plans, runs and predicts parallel training of JAX steps.", no_args_is_help=True)
@@ -39,6 +40,7 @@ def clusters() -> None:
 @app.command()
 def calibrate(
     output: Annotated[Path, typer.Argument(help="The cluster file to write, .yaml.", dir_okay=False)],
+    budget: Annotated[float, typer.Option(min=1.0, help="Seconds in which to measure.")] = 240.0,
 ) -> None:
     """Measure the devices of this machine, in a few minutes, and write them as a cluster file for `cluster=`."""
     if output.suffix not in (".yaml", ".yml"):
@@ -46,7 +48,21 @@ def calibrate(
     from autopar.calibrate import calibrate  # starts JAX, which the other commands do without
     from simulator.calibration.profiles import write_profile
 
-    with Console(stderr=True).status("calibrating") as status:
-        cluster = calibrate(progress=lambda what: status.update(f"calibrating: {what}"))
+    with Progress(BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("calibrating", total=1.0)
+        cluster = calibrate(
+            progress=lambda what, spent: bar.update(task, completed=spent, description=what), budget=budget
+        )
     write_profile(output, cluster)
+    Console().print(_errors_table(cluster))
     typer.echo(f"{output}: {cluster.description}; {cluster.source}")
+
+
+def _errors_table(cluster: Cluster) -> Table:
+    """What was measured of a cluster, and how well its description fits."""
+    table = Table("measured", "rows", "error", "held out")
+    if (found := cluster.provenance) is not None:
+        for what, rows in found.rows.items():
+            errors = (of.get(what) for of in (found.fitted_error, found.held_out_error))
+            table.add_row(what, str(rows), *("" if error is None else f"{error:.1%}" for error in errors))
+    return table

@@ -22,6 +22,7 @@ from simulator.cluster import Cluster
 from simulator.hlo import held_at_peak, parse_hlo
 from simulator.memory import Role, added, with_roles
 from simulator.program import Program, Run
+from simulator.work import with_axes
 
 WHOLE_STEP = Run(0, "S")
 """The one instruction of a plan without a pipeline."""
@@ -61,7 +62,7 @@ def compile_program(
     jitted = jit_step(step, plan, target_mesh(cluster, stage.mesh_shape, stage.axis_names), donate_argnums)
     compiled = compile_for(jitted, step.in_avals, cluster)
     program = program_of(plan)
-    bodies = {WHOLE_STEP.task: parse_hlo(compiled.hlo_text)}
+    bodies = {WHOLE_STEP.task: with_axes(parse_hlo(compiled.hlo_text), stage.mesh.along)}
     memory = with_roles(compiled.memory, _arguments_by_role(step, stage), held_at_peak(compiled.hlo_text))
     return Program(program.meshes, program.instructions, bodies, (memory,)), compiled.compile_seconds
 

@@ -235,7 +235,8 @@ class PlanMethod:
     """Runs a plan that is there already, without solving.
 
     Attributes:
-        devices: where to run; must be as many as the plan's mesh has, by default the first ones that are there.
+        devices: where to run; must be as many as the plan's mesh has, by default the first ones that are there. On other hosts it is
+            always the first ones, and only their number may be given.
     """
 
     plan: Plan

@@ -1,6 +1,7 @@
-"""Plans and predictions for a cluster that need not be here: `plan_step`, `compile_step`, `predict`."""
+"""Plans and predictions for a cluster that need not be here: `plan_step`, `compile_step`, `predict`, `simulate`."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import jax
@@ -9,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from autopar.analytic import analytic_pipeline, analytic_program
 from autopar.arguments import Argnums, donated_arguments, leaves_of
 from autopar.devices import Device, logical_mesh
+from autopar.graph import aval_of
 from autopar.interpreter import builds_graphs
 from autopar.layers import LayerOption
 from autopar.lower import compile_program
@@ -18,14 +20,20 @@ from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.planning import PipelinePlanner
 from autopar.pipeline.search import layer_options, micro_batch_counts, schedules, search
 from autopar.plan import Plan
-from autopar.planned import PlannedStep
+from autopar.planned import Planned, PlannedStep
 from autopar.planning import make_plan
+from autopar.regions import MARKERS, repeats
 from autopar.sharding.spec import LogicalMesh
 from autopar.trace import StepGraph, trace
+from autopar.work import kernel_of
+from simulator.breakdown import predict as prediction_of_program
 from simulator.cluster import Cluster
+from simulator.costed import costed_on
 from simulator.description import ClusterError
-from simulator.engine import simulate
+from simulator.engine import simulate as timeline_of
+from simulator.hlo.passes import part_of
 from simulator.mixed import AnyCluster, MixedCluster, load_cluster
+from simulator.prediction import Prediction
 from simulator.program import Program
 from simulator.timeline import Timeline
 
@@ -74,12 +82,15 @@ def predict(
     batch_argnums: Sequence[int] = (1,),
     fidelity: Fidelity = "compiled",
 ) -> Timeline:
-    """Step time and per-device memory of a plan on a cluster that need not be here: `compile_step`, simulated."""
+    """What happens when in a step, and per-device memory, on a cluster that need not be here: `compile_step`, simulated.
+
+    `simulate` says where the time goes.
+    """
     cluster = any_cluster(cluster)
     program = compile_step(
         fun, args, plan, cluster, donate_argnums=donate_argnums, batch_argnums=batch_argnums, fidelity=fidelity
     )
-    return simulate(program, cluster)
+    return timeline_of(program, cluster)
 
 
 def compile_step(
@@ -100,21 +111,59 @@ def compile_step(
         fidelity: "compiled": as XLA compiles it, on this machine; memory is the compiler's buffer assignment. "analytic": as the
             planner counts, in little more than it takes to trace; what is donated is then what a step carries on.
     """
+    step = trace_for(plan, fun, args, batch_argnums)
+    return _program(PlannedStep(step, plan), any_cluster(cluster), donate_argnums, fidelity)
+
+
+def simulate(
+    planned: Planned | Program,
+    cluster: AnyCluster | str,
+    *,
+    donate_argnums: Argnums = "auto",
+    fidelity: Fidelity = "compiled",
+    tokens: int = 0,
+) -> Prediction:
+    """What one step takes on a cluster that need not be here, and where its time and its memory go.
+
+    Args:
+        planned: a step and its plan, as `parallelize(...).get_executable(...)` gives them; or a program of them.
+        donate_argnums, fidelity: as of `compile_step`, which this does for a plan.
+        tokens: that the step learns from, for the throughput.
+    """
     cluster = any_cluster(cluster)
+    if not isinstance(planned, Program):
+        planned = _program(planned, cluster, donate_argnums, fidelity)
+    return prediction_of_program(planned, cluster, tokens=tokens)
+
+
+def _program(planned: Planned, cluster: AnyCluster, donate_argnums: Argnums, fidelity: Fidelity) -> Program:
     if fidelity not in get_args(Fidelity):
         raise ValueError(f"fidelity {fidelity!r}, expected 'compiled' or 'analytic'")
-    step = trace_for(plan, fun, args, batch_argnums)
-    donated = donated_arguments(donate_argnums, args)
-    analytic = fidelity == "analytic"
+    step, plan, analytic = planned.step, planned.plan, fidelity == "analytic"
+    donated = donated_arguments(donate_argnums, step.in_avals)
     if plan.pipeline is not None:
-        planned = PlannedPipeline(step, plan)
-        if analytic:
-            return analytic_pipeline(planned, cluster)
-        return compile_pipeline(planned, cluster, leaves_of(args, donated))[0]
-    pool = single_pool(cluster, f"a plan of {plan.method}")
-    return (
-        analytic_program(PlannedStep(step, plan), pool) if analytic else compile_program(step, plan, pool, donated)[0]
-    )
+        pipeline, leaves = PlannedPipeline(step, plan), leaves_of(step.in_avals, donated)
+        program = analytic_pipeline(pipeline, cluster) if analytic else compile_pipeline(pipeline, cluster, leaves)[0]
+    else:
+        whole, pool = PlannedStep(step, plan), single_pool(cluster, f"a plan of {plan.method}")
+        program = analytic_program(whole, pool) if analytic else compile_program(step, plan, pool, donated)[0]
+    rows = [jax.tree.leaves(step.in_avals)[i].shape[0] for i in step.batch]
+    costed_for = costed_on(program, cluster) if analytic else ""
+    needed, examples = _needed_flops(step), max(rows, default=0)
+    return replace(program, model_flops=needed, examples=examples, costed_for=costed_for)
+
+
+def _needed_flops(step: StepGraph) -> float:
+    """FLOP of the products and convolutions that a step needs, on however many devices, nothing computed twice."""
+    body = {number for number, _ in step.microbatching.body} if step.microbatching else set()
+    total = 0.0
+    for number, (eqn, times) in enumerate(zip(step.jaxpr.eqns, repeats(step.jaxpr.eqns), strict=True)):
+        if eqn.primitive in MARKERS or not eqn.outvars or part_of(str(eqn.source_info.name_stack)) == "recompute":
+            continue
+        kernel = kernel_of(eqn, [aval_of(atom).shape for atom in eqn.invars], 0.0)
+        if kernel.kind != "memory":
+            total += kernel.flops * times * (step.num_micro_batches if number in body else 1)
+    return total
 
 
 def plan_sharded(step: StepGraph, mesh: LogicalMesh, cluster: Cluster, method: PlanningMethod) -> Plan:

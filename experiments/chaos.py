@@ -157,6 +157,7 @@ class _Killer:
 
     def _kill(self, step: int) -> None:
         if self._victim is Victim.HOST and not self.done:
+            _family()  # the workers of that host are nobody's children afterwards
             self._cluster.remove_node(
                 self._random.choice(sorted(self._cluster.worker_nodes, key=id)), allow_graceful=False
             )
@@ -178,6 +179,7 @@ def _hosts(count: int) -> Iterator[Cluster]:
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
     finally:
+        _family()
         autopar.shutdown()
         ray.shutdown()
         cluster.shutdown()
@@ -186,9 +188,20 @@ def _hosts(count: int) -> Iterator[Cluster]:
         sys.exit(f"ports are still listened on: {_ports() - ports}")
 
 
+_seen: set[psutil.Process] = set()
+
+
 def _family() -> list[psutil.Process]:
-    """The processes that this one has started, and those that they have."""
-    return [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+    """The processes that this one has started, those that they have, and of these also those whose parents are gone by now."""
+    _seen.update(psutil.Process().children(recursive=True))
+    return [each for each in _seen if _runs(each)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _workers() -> list[psutil.Process]:

@@ -33,6 +33,19 @@ PREDICT = (
     "simulator/timeline.py",
 )
 
+# What single collectives are timed with, and what their curves are fitted with.
+COLLECTIVES = (
+    "autopar/manual/collectives.py",
+    "autopar/microbenchmarks.py",
+    "autopar/util.py",
+    "experiments/measurements/collectives.py",
+    "simulator/calibration/collectives.py",
+    "simulator/calibration/profiles.py",
+    "simulator/calibration/tables.py",
+    "simulator/collective_profile.py",
+    "simulator/work.py",
+)
+
 CELLS = ("experiments/cells.py", "experiments/isolate.py", "experiments/job.py")
 STEPS = ("by_hand/*", "models/*", "planned", "schedules", "strategies", "strategy")
 MODELS = tuple(f"experiments/{name}.py" for name in STEPS)
@@ -50,8 +63,7 @@ def sources(rule: str) -> list[str]:
         case "simulate":
             return _paths([own, *PREDICT])
         case "collectives":
-            fitted = ("autopar/manual/collectives.py", "simulator/calibration/*.py", "simulator/collectives.py")
-            return _paths([own, "experiments/measurements/collectives.py", "experiments/scripts/measure.py", *fitted])
+            return _paths([own, "experiments/scripts/measure.py", *COLLECTIVES])
         case _:
             return _paths([own, f"experiments/report/{rule}.py"])
 

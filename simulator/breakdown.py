@@ -29,8 +29,8 @@ def predict(
     program: Program,
     cluster: AnyCluster,
     costs: CostModel | None = None,
-    dispatch: float = 0.0,
-    model_flops: float = nan,
+    dispatch: float | None = None,
+    model_flops: float | None = None,
     tokens: int = 0,
     backend: Backend | None = None,
 ) -> Prediction:
@@ -38,13 +38,15 @@ def predict(
 
     Args:
         program, cluster, costs, dispatch, backend: as for `simulator.engine.simulate`, which also says what may be wrong with them.
-        model_flops: FLOP that the step needs, nothing computed twice, of all devices; a program doesn't know.
+        model_flops: FLOP that the step needs, nothing computed twice, of all devices; by default what the program says.
         tokens: that the step learns from.
     """
     return prediction_of(simulate(program, cluster, costs, dispatch, backend), cluster, model_flops, tokens)
 
 
-def prediction_of(timeline: Timeline, cluster: AnyCluster, model_flops: float = nan, tokens: int = 0) -> Prediction:
+def prediction_of(
+    timeline: Timeline, cluster: AnyCluster, model_flops: float | None = None, tokens: int = 0
+) -> Prediction:
     """Where the seconds of a timeline go, on the mesh that computes longest; arguments as of `predict`."""
     mesh = max(range(len(timeline.meshes)), key=lambda mesh: timeline.busy(mesh, "compute"))
     own = [span for span in timeline.spans if span.mesh == mesh]
@@ -52,17 +54,24 @@ def prediction_of(timeline: Timeline, cluster: AnyCluster, model_flops: float = 
     computed = max((span.end for span in own if span.stream == "compute"), default=0.0)
     parts["bubble"] += timeline.makespan - computed
     moved: defaultdict[str, float] = defaultdict(float)
+    late: defaultdict[str, float] = defaultdict(float)  # nobody waits for it, except for the end of the step
     for span in own:
         if span.stream == "communication":
-            moved[span.category] += span.seconds
-            late = span.seconds * max(0.0, span.end - max(span.start, computed)) / (span.end - span.start or 1.0)
-            if late:  # nobody waits for it, except for the end of the step
-                exposed[span.category] += late
-                parts["bubble"] -= late
+            moved[_axis(span)] += span.seconds
+            part = max(0.0, span.end - max(span.start, computed)) / (span.end - span.start or 1.0)
+            late[_axis(span)] += part * span.seconds
+    # over different links it goes on at the same time, which counts once
+    total = sum(late.values())
+    once = min(1.0, max((span.end - computed for span in own), default=0.0) / total) if total else 0.0
+    for axis, seconds in late.items():
+        if seconds:
+            exposed[axis] += once * seconds
+            parts["bubble"] -= once * seconds
     of_mesh = [cluster.pools[cluster.pool_of(devices)].device for devices in timeline.meshes]
     used = [(use.parts(), device) for use, device in zip(timeline.memory, of_mesh, strict=False)]
     held, device = max(used, key=lambda each: sum(each[0].values()) / each[1].memory_bytes, default=({}, of_mesh[mesh]))
     sizes = list(map(len, timeline.meshes))
+    needed = timeline.model_flops if model_flops is None else model_flops
     return Prediction(
         seconds=timeline.makespan,
         forward=parts["forward"],
@@ -74,11 +83,12 @@ def prediction_of(timeline: Timeline, cluster: AnyCluster, model_flops: float = 
         exposed=dict(exposed),
         communication=dict(moved),
         memory=Footprint(held, 1e9 * device.reserve_gb, device.memory_bytes),
-        model_flops=model_flops,
+        model_flops=nan if needed is None else needed,
         hardware_flops=sum(timeline.flops.values()) or nan,
         peak_flop_per_s=sum(_peak(timeline.flops, each) * size for each, size in zip(of_mesh, sizes, strict=True)),
         devices=sum(sizes),
         tokens=tokens,
+        examples=timeline.examples,
         whole=parts["whole"],
         unknown=timeline.unknown,
     )
@@ -94,7 +104,7 @@ def _compute_seconds(own: list[Span]) -> tuple[defaultdict[str, float], defaultd
             continue
         match span.category:
             case "wait":
-                exposed[span.awaited or "wait"] += span.seconds
+                exposed[_axis(span)] += span.seconds
             case "bubble" | "host":
                 parts[span.category] += span.seconds
             case _:
@@ -103,6 +113,12 @@ def _compute_seconds(own: list[Span]) -> tuple[defaultdict[str, float], defaultd
                     part = span.part
                 parts[part] += span.seconds
     return parts, exposed
+
+
+def _axis(span: Span) -> str:
+    """What communication counts for, or waiting for it: the axes it lies along, or else its kind."""
+    kind = span.category if span.stream == "communication" else span.awaited or "wait"
+    return "pipeline" if kind == "send" else span.axis or kind
 
 
 @cache

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from math import isnan, nan
+from math import inf, isnan, nan
 from typing import Any, Self
 
 import numpy as np
@@ -69,11 +69,13 @@ class Clock:
     def makespan(self, costs: CostModel, dispatch: float = 0.0) -> float:
         """Seconds of the step, as `simulate` finds them with these arguments.
 
-        Where tasks compute beside collectives that slow them, it is the engine that finds them, in more time.
+        Where tasks compute beside collectives that slow them, or several meshes send through one network card, it is the engine that
+        finds them, in more time.
         """
-        if any(self._contends(mesh, instruction, costs) for mesh, instruction in self.kinds):
-            of_mesh, _ = engine.play(self.program, costs, lambda _: "within hosts", dispatch)
-            return max((max(each.compute, each.communication) for each in of_mesh), default=0.0)
+        contends = any(self._contends(mesh, instruction, costs) for mesh, instruction in self.kinds)
+        if contends or engine.meetings_of(self.program, costs):
+            of_mesh, _ = engine.play(self.program, costs, dispatch)
+            return max((each.end for each in of_mesh), default=0.0)
         return self.play(lambda mesh, instruction: self._effect(mesh, instruction, costs), dispatch)
 
     def play(self, effect: Callable[[int, Instruction], Effect], dispatch: float = 0.0) -> float:
@@ -83,9 +85,12 @@ class Clock:
             DeadlockError: the meshes wait for one another.
         """
         effects = [effect(mesh, instruction) for mesh, instruction in self.kinds]
-        table = np.array([(*each.compute, *each.communication) for each in effects], np.float64).reshape(-1, 4)
+        # a transfer is there when its link is free again; what goes over the one between hosts tells it from waiting for nothing
+        table = np.array(
+            [(*each.compute, *each.within, *each.between, each.between[0] > -inf) for each in effects], np.float64
+        ).reshape(-1, 10)
         count = len(self.rows) - 1
-        scratch = self.rows[:-1].copy(), np.zeros(count), np.zeros(count), np.zeros(count), np.full(len(self.kind), nan)
+        scratch = self.rows[:-1].copy(), *(np.zeros(count) for _ in range(4)), np.full(len(self.kind), nan)
         arrays = self.rows, self.source, self.kind, table, *scratch
         if len(self.kind) >= _WORTH_COMPILING and find_spec("numba"):
             end = _compiled()(dispatch, *arrays)
@@ -109,7 +114,7 @@ class Clock:
                 return effect_of(self.program.body(instruction), costs, devices)
             case Send(_, to, num_bytes):
                 pairs = self.program.pairs(mesh, to)
-                return Effect.transfer(costs.collective("permute", num_bytes / len(pairs), pairs))
+                return Effect.transfer(costs.collective("permute", num_bytes / len(pairs), pairs), costs.link(pairs))
             case Recv(_, _, gather) if gather is not None:
                 return effect_of((Start(gather), Done(gather.name)), costs, devices)
             case _:
@@ -141,7 +146,8 @@ def _play(
     effects: _Numbers,
     at: _Numbers,
     compute: _Numbers,
-    communication: _Numbers,
+    within: _Numbers,
+    between: _Numbers,
     host: _Numbers,
     sent: _Numbers,
 ) -> float:
@@ -153,7 +159,7 @@ def _play(
     while progressed:
         progressed = False
         for mesh in range(len(at)):
-            c, k, h, i = compute[mesh], communication[mesh], host[mesh], at[mesh]
+            c, near, far, h, i = compute[mesh], within[mesh], between[mesh], host[mesh], at[mesh]
             while i < rows[mesh + 1]:
                 awaited = source[i]
                 if awaited >= 0 and isnan(sent[awaited]):
@@ -163,16 +169,20 @@ def _play(
                 if awaited >= 0:
                     c = max(c, sent[awaited])
                 effect = effects[kind[i]]
-                c, k = max(c + effect[0], k + effect[1]), max(c + effect[2], k + effect[3])
-                sent[i] = k
+                c, near, far = (
+                    max(c + effect[0], near + effect[1], far + effect[2]),
+                    max(c + effect[3], near + effect[4], far + effect[5]),
+                    max(c + effect[6], near + effect[7], far + effect[8]),
+                )
+                sent[i] = far if effect[9] else near
                 i += 1
                 progressed = True
-            compute[mesh], communication[mesh], host[mesh], at[mesh] = c, k, h, i
+            compute[mesh], within[mesh], between[mesh], host[mesh], at[mesh] = c, near, far, h, i
     end = 0.0
     for mesh in range(len(at)):
         if at[mesh] < rows[mesh + 1]:
             return nan
-        end = max(end, compute[mesh], communication[mesh])
+        end = max(end, compute[mesh], within[mesh], between[mesh])
     return end
 
 

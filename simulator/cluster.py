@@ -123,6 +123,28 @@ class Processes(Description):
     at_once: float = Field(default=1.0, ge=1)
 
 
+class Provenance(Description):
+    """How a description was measured: when, on what, and how well it fits. Rows and errors are by what was measured.
+
+    Attributes:
+        driver: version of the driver of the devices, where there is one.
+        seconds: that measuring took.
+        rows: how many measurements there are, those held out of the fit included.
+        fitted_error, held_out_error: mean absolute relative error on the rows that were fitted to, and on the others.
+    """
+
+    date: str
+    device_kind: str
+    devices: PositiveInt
+    driver: str | None = None
+    jax: str
+    jaxlib: str
+    seconds: NonNegativeFloat
+    rows: dict[str, PositiveInt]
+    fitted_error: dict[str, NonNegativeFloat] = Field(default_factory=dict)
+    held_out_error: dict[str, NonNegativeFloat] = Field(default_factory=dict)
+
+
 class Cluster(Description):
     """Hosts with the same number of the same devices, and the network between them.
 
@@ -132,11 +154,19 @@ class Cluster(Description):
         source: where the numbers come from.
         nics_per_host: network cards of a host; its devices are spread evenly over them, or they over the devices.
         collective_launch_us: what a collective costs beside its hops and bytes.
+        hosts_per_switch: hosts whose network cards are on the same leaf switch; None: all of them.
+        oversubscription: how many times less bandwidth what leaves a leaf switch gets, whoever else sends.
+        rails: whether the first network cards of these hosts are on a leaf switch of their own, the second ones on another, and so on; else
+            all cards of a host are on the same one.
+        bridges_per_host: ports, such as PCIe root ports, over which the devices of a host are spread evenly: devices at different ports
+            share the one link of each port (`intra_host`). None: each device has its own.
         intra_host: the link between two devices of a host.
         collectives: collectives within a host as measured; in a file, the curves, the name of a profile in
             `simulator/profiles/collectives`, or the path of another. What `intra_host` implies if there are none.
         inter_host: the link between two network cards of different hosts; None for a single host.
         processes: what hosts cost that are processes of one machine; None: each has a machine of its own.
+        host_launch_us: of a host, to start a program on its devices: what a jitted call takes.
+        provenance: of a description that was measured as a whole, by `autopar calibrate`.
     """
 
     name: str
@@ -146,16 +176,40 @@ class Cluster(Description):
     hosts: PositiveInt
     devices_per_host: PositiveInt
     nics_per_host: PositiveInt = 1
+    hosts_per_switch: PositiveInt | None = None
+    oversubscription: float = Field(default=1.0, ge=1, allow_inf_nan=False)
+    rails: bool = False
+    bridges_per_host: PositiveInt | None = None
     collective_launch_us: NonNegativeFloat
     intra_host: Link
     collectives: CollectiveProfile | None = None
     inter_host: Link | None = None
     processes: Processes | None = None
+    host_launch_us: NonNegativeFloat = 0.0
+    provenance: Provenance | None = None
 
     @model_validator(mode="after")
     def _hosts_are_linked(self) -> Self:
         if self.hosts > 1 and self.inter_host is None:
             raise ValueError(f"inter_host: missing, but there are {self.hosts} hosts; describe the link between them")
+        return self
+
+    @model_validator(mode="after")
+    def _something_leaves_a_switch(self) -> Self:
+        if self.oversubscription > 1 and self.hosts_per_switch is None and not self.rails:
+            raise ValueError(
+                f"oversubscription: given {self.oversubscription:g}, but all network cards are on one switch, which nothing leaves; "
+                "say how many hosts are on each (hosts_per_switch), or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bridges_have_devices(self) -> Self:
+        if self.bridges_per_host is not None and self.devices_per_host % self.bridges_per_host:
+            raise ValueError(
+                f"bridges_per_host: given {self.bridges_per_host}, expected a divisor of devices_per_host, which is "
+                f"{self.devices_per_host}: devices are spread evenly over them"
+            )
         return self
 
     @property
@@ -173,14 +227,21 @@ class Cluster(Description):
             bandwidth_gb_per_s=link.bandwidth_gb_per_s,
             group_bandwidth_gb_per_s=link.group_bandwidth_gb_per_s,
         )
+        pair = {"bandwidth_gb_per_s": link.bandwidth(2) / 1e9, "group_bandwidth_gb_per_s": {}}
+        permute = implied.model_copy(update=pair)  # whoever else sends, a message has the links between two devices
         if self.collectives is None:
-            return CollectiveProfile(gpu=self.device.name, source=self.source, all_reduce=implied)
-        return self.collectives.model_copy(update={"permute": self.collectives.permute or implied})
+            return CollectiveProfile(gpu=self.device.name, source=self.source, all_reduce=implied, permute=permute)
+        return self.collectives.model_copy(update={"permute": self.collectives.permute or permute})
 
     @property
     def pools(self) -> "tuple[Cluster, ...]":
         """The cluster itself: its hosts are one pool (`MixedCluster` has several)."""
         return (self,)
+
+    @property
+    def pool_starts(self) -> tuple[int, ...]:
+        """The number of the first device of each pool, which is 0."""
+        return (0,)
 
     def pool_of(self, devices: Sequence[int]) -> int:
         """The number of the pool that devices are in, which is 0."""
@@ -198,6 +259,22 @@ class Cluster(Description):
         """The (first) network card that device `device_id` talks to other hosts through, counted over the whole cluster."""
         host, local = self.host_of(device_id), device_id % self.devices_per_host
         return host * self.nics_per_host + local * self.nics_per_host // self.devices_per_host
+
+    def leaf_of(self, device_id: int) -> tuple[int, int]:
+        """The leaf switch that the (first) network card of a device is on: which hosts, and which rail; rail 0 if there are none."""
+        nic, pod = self.nic_of(device_id), self.pod_of(self.host_of(device_id))
+        return pod, nic % self.nics_per_host if self.rails else 0
+
+    def pod_of(self, host: int) -> int:
+        """The hosts of a leaf switch (of one per rail) that a host is among."""
+        return 0 if self.hosts_per_switch is None else host // self.hosts_per_switch
+
+    def bridge_of(self, device_id: int) -> int:
+        """The port of its host that a device is at, counted over the whole cluster; its own number where each has a link of its own."""
+        if self.bridges_per_host is None:
+            return device_id
+        host, local = self.host_of(device_id), device_id % self.devices_per_host
+        return host * self.bridges_per_host + local * self.bridges_per_host // self.devices_per_host
 
     @property
     def cards_per_device(self) -> float:
@@ -235,7 +312,16 @@ class Cluster(Description):
             raise ClusterError(f"{self.name!r} has {self.devices_per_host} devices per host, not {local}")
         nics = max(1, self.nics_per_host * local // self.devices_per_host)
         fields = {name: getattr(self, name) for name in type(self).model_fields}
-        return validate(Cluster, fields | {"hosts": hosts, "devices_per_host": local, "nics_per_host": nics}, self.name)
+        fields |= {"hosts": hosts, "devices_per_host": local, "nics_per_host": nics}
+        if self.bridges_per_host is not None:  # the first devices are at the first ports
+            at_each = self.devices_per_host // self.bridges_per_host
+            if local > at_each and local % at_each:
+                raise ClusterError(
+                    f"{self.name!r} has {at_each} devices at each of its {self.bridges_per_host} bridges_per_host; {local} devices per host "
+                    "would be spread unevenly"
+                )
+            fields["bridges_per_host"] = max(1, local // at_each)
+        return validate(Cluster, fields, self.name)
 
     def first_devices(self, count: int) -> "Cluster":
         """The cluster of the first `count` devices: part of one host, or whole hosts."""

@@ -1,6 +1,6 @@
 """How long collectives of the devices of one host take, by kind and size: curves with few parameters, fitted to measured times."""
 
-from math import sqrt
+from math import pow, sqrt
 from pathlib import Path
 from typing import Self, assert_never
 
@@ -15,32 +15,40 @@ PROFILES = Path(__file__).parent / "profiles" / "collectives"
 class SizeCurve(Description):
     """Time of one kind of collective within a host by the bytes S that each of n members sends round a ring:
 
-        launch + hops * hop + (S + sqrt(S * half_size)) / (bandwidth * (1 - small_group_loss / n))
+        launch + (n - 1) * member + hops * hop + (S + sqrt(S * half_size)) / (bandwidth * (1 - small_group_loss / n) * (2 / n)^sharing)
 
     Attributes:
+        member_us: of each member beside the first, where they share what starts them: virtual devices and their cores.
         hop_us: of one step of a ring; there are n - 1, twice as many of an all_reduce, one of an all_to_all.
         half_size_mb: S for which the square root costs as much as the bytes themselves.
-        bandwidth_gb_per_s: bytes that a member of a large group sends per second.
+        bandwidth_gb_per_s: bytes that a member of a large group sends per second; of a group of two, where they share it.
         small_group_loss: what a group of n loses of it, times n.
+        sharing: 0 where each member has a link of its own, 1 where all of them share one memory.
         group_bandwidth_gb_per_s: by group size, where links without a switch make it another number altogether.
     """
 
     launch_us: NonNegativeFloat
+    member_us: NonNegativeFloat = 0.0
     hop_us: NonNegativeFloat
     half_size_mb: NonNegativeFloat
     bandwidth_gb_per_s: PositiveFloat
     small_group_loss: float = Field(default=0.0, ge=0, lt=2)
+    sharing: NonNegativeFloat = 0.0
     group_bandwidth_gb_per_s: dict[PositiveInt, PositiveFloat] = Field(default_factory=dict)
     held_out_error: NonNegativeFloat | None = None
 
     def bandwidth(self, size: int) -> float:
         """Bytes that each of `size` devices sends per second."""
-        usual = self.bandwidth_gb_per_s * (1 - self.small_group_loss / size)
+        usual = self.bandwidth_gb_per_s * (1 - self.small_group_loss / size) * pow(2 / size, self.sharing)
         return self.group_bandwidth_gb_per_s.get(size, usual) * 1e9
+
+    def start(self, size: int) -> float:
+        """Microseconds until `size` devices have started."""
+        return self.launch_us + (size - 1) * self.member_us
 
     def latency(self, kind: CollectiveKind, size: int) -> float:
         """Seconds of a collective of nothing by `size` devices."""
-        return (self.launch_us + hops(kind, size) * self.hop_us) * 1e-6
+        return (self.start(size) + hops(kind, size) * self.hop_us) * 1e-6
 
     def transfer(self, sent: float, size: int) -> float:
         """Seconds in which each of `size` devices sends so many bytes to the next one."""

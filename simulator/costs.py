@@ -1,6 +1,7 @@
 """Cost models: what turns work into seconds. The planner and the engine ask the same one."""
 
 from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
@@ -12,6 +13,7 @@ from simulator.collectives import Network
 from simulator.compute import KernelModel
 from simulator.mixed import AnyCluster, MixedCluster
 from simulator.network import Flows, find_routes
+from simulator.timeline import Link
 from simulator.work import Collective, CollectiveKind, Groups, Kernel
 
 
@@ -31,6 +33,17 @@ class CostModel(Protocol):
 
     def slowdown(self, groups: Groups) -> float:
         """How many times longer a collective of these groups, and computation beside it, take while both go on."""
+        ...
+
+    def link(self, groups: Groups) -> Link:
+        """What these groups communicate over, one collective after the other."""
+        ...
+
+    def cards(self, pairs: Groups) -> Mapping[Hashable, float]:
+        """The network cards that messages along these pairs pass, in and out, and what part of the time of each they take.
+
+        It is 1 for the card that sets the pace. Empty where they pass none, or where cards are not taken to be shared.
+        """
         ...
 
 
@@ -66,12 +79,16 @@ class ClusterCosts:
             return network.collective_seconds(kind, num_bytes, routes(kind, groups))
 
         @lru_cache(maxsize=1 << 12)
-        def slowdown(groups: Groups) -> float:
-            far = any(len(set(map(cluster.host_of, group))) > 1 for group in groups)
-            return network.link(far).slowdown
+        def link(groups: Groups) -> Link:
+            return _link(cluster, groups)
+
+        @lru_cache(maxsize=1 << 12)
+        def cards(pairs: Groups) -> Mapping[Hashable, float]:
+            return _cards(cluster, pairs)
 
         self._kernel = kernel_like
-        self._slowdown = slowdown
+        self._link = link
+        self._cards = cards
         self._collective = collective
 
     @property
@@ -86,7 +103,13 @@ class ClusterCosts:
         return self._collective(kind, num_bytes, groups)
 
     def slowdown(self, groups: Groups) -> float:
-        return self._slowdown(groups)
+        return self.network.link(self._link(groups) == "between hosts").slowdown
+
+    def link(self, groups: Groups) -> Link:
+        return self._link(groups)
+
+    def cards(self, pairs: Groups) -> Mapping[Hashable, float]:
+        return self._cards(pairs)
 
 
 class MixedCosts:
@@ -117,6 +140,12 @@ class MixedCosts:
         start = self.cluster.pool_starts[pool]
         return self.pools[pool].slowdown(tuple(tuple(device - start for device in group) for group in groups))
 
+    def link(self, groups: Groups) -> Link:
+        return _link(self.cluster, groups)
+
+    def cards(self, pairs: Groups) -> Mapping[Hashable, float]:
+        return _cards(self.cluster, pairs)
+
     def _collective_anew(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         inside: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # groups of each pool
         cards: Counter[tuple[int, str, int]] = Counter()  # messages out of and into each network card of each pool
@@ -133,6 +162,38 @@ class MixedCosts:
             of_card = Flows(0, messages / self.cluster.pools[pool].cards_per_device)
             seconds.append(self.pools[pool].network.collective_seconds(kind, num_bytes, of_card))
         return max(seconds)
+
+
+def _link(cluster: AnyCluster, groups: Groups) -> Link:
+    far = any(len(set(map(cluster.host_of, group))) > 1 for group in groups)
+    return "between hosts" if far else "within hosts"
+
+
+def _cards(cluster: AnyCluster, pairs: Groups) -> Mapping[Hashable, float]:
+    busy: defaultdict[Hashable, float] = defaultdict(float)
+    for source, target in pairs:
+        if cluster.host_of(source) != cluster.host_of(target):
+            upward = _goes_up(cluster, source, target)
+            for way, device in (("out", source), ("in", target)):
+                number = cluster.pool_of((device,))
+                pool = cluster.pools[number]
+                nic = pool.nic_of(device - cluster.pool_starts[number])
+                assert pool.inter_host is not None  # else there were no other hosts
+                seconds = 1 / (pool.inter_host.bandwidth_gb_per_s * pool.cards_per_device)
+                busy[number, way, nic] += seconds
+                if upward:
+                    busy[number, f"{way} of the switch", nic] += pool.oversubscription * seconds
+    most = max(busy.values(), default=1.0)
+    return {card: each / most for card, each in busy.items()}
+
+
+def _goes_up(cluster: AnyCluster, source: int, target: int) -> bool:
+    """Whether a message goes between leaf switches that have less bandwidth upwards; pools are not taken to."""
+    number = cluster.pool_of((source,))
+    if number != cluster.pool_of((target,)) or cluster.pools[number].oversubscription == 1:
+        return False
+    start = cluster.pool_starts[number]
+    return cluster.pools[number].leaf_of(source - start) != cluster.pools[number].leaf_of(target - start)
 
 
 def costs_of(cluster: AnyCluster) -> ClusterCosts | MixedCosts:
@@ -161,3 +222,9 @@ class BandwidthOnly:
 
     def slowdown(self, groups: Groups) -> float:
         return 1.0
+
+    def link(self, groups: Groups) -> Link:
+        return "within hosts"
+
+    def cards(self, pairs: Groups) -> Mapping[Hashable, float]:
+        return {}

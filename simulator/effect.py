@@ -1,45 +1,49 @@
-"""What a task does to the streams of its mesh, in four numbers.
+"""What a task does to the streams of its mesh, in nine numbers.
 
-A mesh whose compute stream is free at c and whose communication stream is free at k when a task begins has them free at
+A mesh whose compute stream is free at c and whose links within and between hosts are free at k and l when a task begins has them free at
 
-    max(c + a, k + b)  and  max(c + d, k + e)
+    max(c + a, k + b, l + d),  max(c + e, k + f, l + g)  and  max(c + h, k + i, l + j)
 
 when it ends: working is a sum, queueing and waiting are maxima (the max-plus algebra of Baccelli, Cohen, Olsder and Quadrat,
-Synchronization and Linearity, 1992). So a task of ten thousand kernels is four numbers, found once; tasks that follow one another
+Synchronization and Linearity, 1992). So a task of ten thousand kernels is nine numbers, found once; tasks that follow one another
 are a product of such maps, and a loop is a power of its body.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import assert_never
 
 from simulator.costs import CostModel, collective_seconds, kernel_seconds
+from simulator.timeline import Link
 from simulator.work import Body, Done, Kernel, Loop, Start, on_devices
 
-Row = tuple[float, float]
-"""Seconds after c and after k, the later of which is meant; -inf where one of them doesn't matter."""
+Row = tuple[float, float, float]
+"""Seconds after c, k and l, the latest of which is meant; -inf where one of them doesn't matter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """When the two streams of a mesh are free after a task, as seconds after each was free before it."""
+    """When the three streams of a mesh are free after a task, as seconds after each was free before it."""
 
-    compute: Row = (0.0, -inf)
-    communication: Row = (-inf, 0.0)
+    compute: Row = (0.0, -inf, -inf)
+    within: Row = (-inf, 0.0, -inf)
+    between: Row = (-inf, -inf, 0.0)
 
     @classmethod
     def task(cls, seconds: float) -> "Effect":
         """Of a task that only computes."""
-        return cls(compute=(seconds, -inf))
+        return cls(compute=(seconds, -inf, -inf))
 
     @classmethod
-    def transfer(cls, seconds: float) -> "Effect":
-        """Of a transfer that nobody waits for: it starts when both streams have come so far."""
-        return cls(communication=(seconds, seconds))
+    def transfer(cls, seconds: float, link: Link = "between hosts") -> "Effect":
+        """Of a transfer that nobody waits for: it starts when computation and the link have come so far."""
+        if link == "within hosts":
+            return cls(within=(seconds, seconds, -inf))
+        return cls(between=(seconds, -inf, seconds))
 
     def then(self, later: "Effect") -> "Effect":
         """Of this task and a later one."""
-        return Effect(_after(self, later.compute), _after(self, later.communication))
+        return Effect(_after(self, later.compute), _after(self, later.within), _after(self, later.between))
 
     def times(self, count: int) -> "Effect":
         """Of this task so many times, by squaring."""
@@ -80,36 +84,36 @@ def effect_of(body: Body, costs: CostModel, devices: tuple[int, ...]) -> Effect:
     Raises:
         ValueError: it waits for a collective that another task or another turn of a loop started.
     """
-    compute, communication = Effect().compute, Effect().communication
+    now = Effect()
     running: dict[str, Row] = {}
     for op in body:
         match op:
             case Kernel():
-                compute = _shifted(compute, kernel_seconds(costs, op, devices[0]))
+                now = replace(now, compute=_shifted(now.compute, kernel_seconds(costs, op, devices[0])))
             case Start(each):
-                seconds = collective_seconds(costs, each, on_devices(each, devices))
-                communication = running[each.name] = _shifted(_later(compute, communication), seconds)
+                groups = on_devices(each, devices)
+                now = now.then(Effect.transfer(collective_seconds(costs, each, groups), costs.link(groups)))
+                running[each.name] = now.within if costs.link(groups) == "within hosts" else now.between
             case Done(name):
                 if name not in running:
                     raise ValueError(f"waits for collective {name!r}, which the same task has not started just before")
-                compute = _later(compute, running.pop(name))
+                now = replace(now, compute=_later(now.compute, running.pop(name)))
             case Loop(count, inner):
-                turns = effect_of(inner, costs, devices).times(count)
-                before = Effect(compute, communication)
-                compute, communication = _after(before, turns.compute), _after(before, turns.communication)
+                now = now.then(effect_of(inner, costs, devices).times(count))
             case _:
                 assert_never(op)
-    return Effect(compute, communication)
+    return now
 
 
 def _after(effect: Effect, row: Row) -> Row:
     """`row` in terms of what was before `effect`."""
-    return _later(_shifted(effect.compute, row[0]), _shifted(effect.communication, row[1]))
+    before = _shifted(effect.compute, row[0]), _shifted(effect.within, row[1]), _shifted(effect.between, row[2])
+    return _later(_later(before[0], before[1]), before[2])
 
 
 def _later(one: Row, other: Row) -> Row:
-    return max(one[0], other[0]), max(one[1], other[1])
+    return max(one[0], other[0]), max(one[1], other[1]), max(one[2], other[2])
 
 
 def _shifted(row: Row, seconds: float) -> Row:
-    return row[0] + seconds, row[1] + seconds
+    return row[0] + seconds, row[1] + seconds, row[2] + seconds

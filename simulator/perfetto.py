@@ -55,7 +55,7 @@ def _event(span: "Span", thread: int) -> dict[str, Any]:
         "tid": thread,
         "ts": span.start * 1e6,
         "dur": (span.end - span.start) * 1e6,
-        "args": {"task": span.task, "busy_us": span.seconds * 1e6},
+        "args": {"task": span.task, "busy_us": span.seconds * 1e6} | ({"axis": span.axis} if span.axis else {}),
     }
 
 

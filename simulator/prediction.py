@@ -28,13 +28,14 @@ class Prediction:
         whole: computation of a program that is not cut into phases.
         bubble: waiting for other stages.
         host: waiting for the host to launch kernels or to hand over instructions.
-        exposed: communication that nothing hides, by axis ("tensor", "pipeline", "data") or, of a program, by kind.
+        exposed: communication that nothing hides, by axis: "tensor", "pipeline" and "data" of a formula; the axes of the mesh of a program
+            ("x", or "x,y" along both; the kind of a collective that doesn't say), and "pipeline" for sends between stages.
         communication: all of it, likewise.
         memory: bytes on the device that needs most; without parts if the program does not say.
         model_flops, hardware_flops: of all devices, without and with what is computed twice; nan if the program does not say.
         peak_flop_per_s: of all devices, in the precisions that are used.
         devices: how many.
-        tokens: of the step; 0 if the program does not say.
+        tokens, examples: of the step; 0 if the program does not say.
         unknown: how many kernels of each sort were priced by the bytes they must move, as nobody knows what they cost.
     """
 
@@ -53,6 +54,7 @@ class Prediction:
     peak_flop_per_s: float
     devices: int
     tokens: int
+    examples: int = 0
     whole: float = 0.0
     unknown: Mapping[str, int] = field(default_factory=dict)
 
@@ -86,6 +88,11 @@ class Prediction:
         return self.seconds * exp(deviation * NormalDist().inv_cdf(probability))
 
     @property
+    def examples_per_s(self) -> float:
+        """nan if the program does not say how many there are."""
+        return self._rate(self.examples or nan)
+
+    @property
     def tokens_per_s(self) -> float:
         """nan if the program does not say how many there are."""
         return self._rate(self.tokens or nan)
@@ -104,6 +111,6 @@ class Prediction:
         if self.memory.parts:
             row |= {f"memory {name}": num_bytes for name, num_bytes in self.memory.parts.items()}
             row |= {"allocated": self.memory.total, "reserved": self.memory.reserved, "fits": self.memory.fits}
-        rates = ("devices", "tokens_per_s", "tflop_per_s_per_device", "mfu", "hfu")
+        rates = ("devices", "examples_per_s", "tokens_per_s", "tflop_per_s_per_device", "mfu", "hfu")
         row |= {f"unknown {name}": count for name, count in self.unknown.items()}
         return row | {name: getattr(self, name) for name in rates}

@@ -33,6 +33,7 @@ def prediction_table(predictions: Mapping[str, Prediction]) -> Table:
     for part in _keys(one.memory.parts for one in several):
         row(f"  {part}", lambda one, part=part: f"{one.memory.parts.get(part, 0) / 1e9:.3g}")
     row("  fits, with reserve", _fits, lambda one: one.memory.parts)
+    row("examples per s", lambda one: f"{one.examples_per_s:,.0f}", lambda one: one.examples)
     row("tokens per s", lambda one: f"{one.tokens_per_s:,.0f}", lambda one: one.tokens)
     row("TFLOP/s a device", lambda one: f"{one.tflop_per_s_per_device:.1f}", lambda one: not isnan(one.mfu))
     row("MFU", lambda one: f"{one.mfu:.1%}", lambda one: not isnan(one.mfu))

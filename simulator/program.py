@@ -94,6 +94,11 @@ class Program:
         bodies: what one device launches for a task (`Run.task`); needed to simulate, not to run.
         memory: for each mesh, the memory of one of its devices.
         levels: for each mesh, what one of its devices holds while each instruction runs, and after it.
+        model_flops: FLOP of the products and convolutions that the step needs, nothing computed twice, of all devices; None if nobody
+            says.
+        examples: that the step learns from; 0 if nobody says.
+        costed_for: the cluster whose seconds the bodies have, as `simulator.costed` writes it; nothing where they leave that to a cost
+            model, so that any cluster can time them.
     """
 
     meshes: tuple[tuple[int, ...], ...]
@@ -101,6 +106,9 @@ class Program:
     bodies: Mapping[str, Body] = field(default_factory=dict)
     memory: tuple[MemoryUse, ...] = ()
     levels: tuple[tuple[tuple[Level, Level], ...], ...] = ()
+    model_flops: float | None = None
+    examples: int = 0
+    costed_for: str = ""
 
     def __post_init__(self) -> None:
         for mesh, devices in enumerate(self.meshes):

@@ -18,6 +18,8 @@ STREAMS: tuple[Stream, ...] = ("compute", "communication", "host")
 Category = Literal[
     "gemm",
     "conv",
+    "attention",
+    "attention backward",
     "memory",
     "all_reduce",
     "all_gather",
@@ -49,6 +51,7 @@ class Span:
         busy: seconds it stands for, where that is less than its length: the iterations of a loop are summed up as one span per
             category.
         awaited: the kind of the collective that a `wait` waits for.
+        axis: the mesh axes that communication lies along, or that of the collective that a `wait` waits for; nothing if nobody says.
         link: what communication goes over.
         part: of a kernel, the part of the training step.
     """
@@ -64,6 +67,7 @@ class Span:
     awaited: Category | None = None
     link: Link | None = None
     part: Part = ""
+    axis: str = ""
 
     @property
     def seconds(self) -> float:
@@ -92,6 +96,7 @@ class Timeline:
         levels: for each mesh, from when on (seconds) one of its devices holds what; empty if the program does not say.
         flops: of products and convolutions on all devices, by what they compute in; empty if nobody says.
         unknown: how many kernels of each sort were priced by their bytes alone, as nobody knows what they cost.
+        model_flops, examples: as of a `Program`.
     """
 
     spans: tuple[Span, ...]
@@ -101,6 +106,8 @@ class Timeline:
     levels: tuple[tuple[tuple[float, Level], ...], ...] = ()
     flops: Mapping[str, float] = field(default_factory=dict)
     unknown: Mapping[str, int] = field(default_factory=dict)
+    model_flops: float | None = None
+    examples: int = 0
 
     @property
     def makespan(self) -> float:

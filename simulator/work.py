@@ -5,12 +5,13 @@ loops of them. Both front ends produce it: the compiled one from scheduled HLO (
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
-KernelKind = Literal["gemm", "conv", "memory"]
-"""What bounds a kernel: matrix units fed by a GEMM, by a convolution, or memory (fusions, copies, gathers, reductions)."""
+KernelKind = Literal["gemm", "conv", "attention", "attention backward", "memory"]
+"""What bounds a kernel: matrix units fed by a GEMM, by a convolution, by fused attention, or memory (fusions, copies, gathers,
+reductions)."""
 
 Part = Literal["", "forward", "recompute", "backward", "update"]
 """What a kernel is for in a training step; nothing where nobody says."""
@@ -68,6 +69,7 @@ class Collective:
         num_bytes: bytes per device of the *whole* array of the group: operand of an all_reduce, result of an all_gather,
             operand of a reduce_scatter, operand of an all_to_all, message of a permute.
         seconds: what it takes, if that is known, and not for a cost model to say.
+        axis: the mesh axes that its groups lie along, `x` or `x,y`; nothing where nobody says.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Collective:
     num_bytes: float
     groups: Groups
     seconds: float | None = None
+    axis: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,22 @@ class Work:
         scaled = {dtype: flops * times for dtype, flops in self.flops.items()}
         moved = {kind: num_bytes * times for kind, num_bytes in self.collectives.items()}
         return Work(scaled, self.bytes * times, moved)
+
+
+def with_axes(body: Body, along: Callable[[Groups], str]) -> Body:
+    """The same body, whose collectives say which mesh axes they lie `along`."""
+    found: list[Op] = []
+    for op in body:
+        match op:
+            case Start(collective):
+                found.append(Start(replace(collective, axis=along(collective.groups))))
+            case Loop(count, inner):
+                found.append(Loop(count, with_axes(inner, along)))
+            case Kernel() | Done():
+                found.append(op)
+            case _:
+                assert_never(op)
+    return tuple(found)
 
 
 def on_devices(collective: Collective, devices: tuple[int, ...]) -> Groups:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class DistributedArray:
     """A handle on an array whose parts are in the memory of devices of other hosts.
 
-    `np.array(x)` brings it here; so does any JAX function that is given it. When the last handle goes, the array does.
+    `np.array(x)` brings it here; so does any JAX function that is given it. When the handle goes, the workers forget the array with the
+    next thing that they are asked; `delete` has them do so at once.
 
     Attributes:
         shape, dtype: those of the whole. Random keys can't be numpy arrays: `key_data` brings here what they consist of.
@@ -28,7 +29,7 @@ class DistributedArray:
     def __init__(self, hosts: "RayHosts", key: int, array: Array) -> None:
         self.hosts, self.key, self.array = hosts, key, array
         self.shape, self.dtype, self.weak_type = array.aval.shape, array.aval.dtype, False
-        self.is_donated = False
+        self.is_donated, self._is_deleted = False, False
         self._here: np.ndarray | None = None
 
     @property
@@ -49,14 +50,26 @@ class DistributedArray:
         self.hosts.wait(self.array.place.mesh.devices)
         return self
 
+    def delete(self) -> None:
+        """Free what it takes on the workers, now; steps that were asked for before still have it."""
+        self._is_deleted, self._here = True, None
+        self.hosts.release(self.key)
+        self.hosts.free()
+
+    def is_deleted(self) -> bool:
+        """Whether there is nothing to read any more: it was deleted, or donated to a step."""
+        return self._is_deleted or self.is_donated
+
     def prefetch(self) -> None:
-        """Bring it here. One that a step has used up: `RuntimeError`."""
+        """Bring it here. One that a step has used up, or that was deleted: `RuntimeError`."""
         if self._here is None:
             self.check()
             self._here = self.hosts.fetch([self])[0]
 
     def check(self) -> None:
         """Raise RuntimeError if there is nothing to read any more."""
+        if self._is_deleted:
+            raise RuntimeError(f"{self!r} was deleted; keep the handle and don't call its delete while it is needed")
         if self.is_donated:
             raise RuntimeError(f"{self!r} was donated to a step, which has used its memory; use what the step returned")
 
@@ -91,6 +104,9 @@ class DistributedArray:
     def item(self) -> Any:
         """The one number that it is."""
         return np.asarray(self).item()
+
+    def __format__(self, spec: str) -> str:
+        return format(np.asarray(self)[()], spec) if spec else str(self)
 
     def __repr__(self) -> str:
         return f"DistributedArray(shape={self.shape}, dtype={self.dtype}, sharding={self.array.place.spec})"

@@ -1,7 +1,7 @@
 """The hosts of a Ray cluster, as the driver has them: steps that run there, and arrays that are there."""
 
 import itertools
-from collections import deque
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -10,18 +10,19 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from autopar.checkpoint.manifest import SavedArray, SavedPiece
 from autopar.devices import Devices, cluster_of_kind
 from autopar.hosts.arrays import DistributedArray, plain
 from autopar.hosts.checkpoints import part_of, saved_pieces
 from autopar.hosts.clocks import offset
-from autopar.hosts.errors import HostLostError, HostsError
+from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError
 from autopar.hosts.job import Array, Job, Place, groups_of
 from autopar.hosts.timelines import Note, aligned
 from autopar.hosts.workers import Workers, reason
 from autopar.pipeline.resharding import tiles
+from autopar.plan import Plan
 from simulator.cluster import Cluster
 from simulator.mixed import AnyCluster, MixedCluster
 
@@ -45,10 +46,9 @@ class RayHosts(Workers):
         load_seconds: for each host, what compiling its part of the last job took.
     """
 
-    def __init__(self, num_nodes: int | None, num_devices_per_node: int | None, timeout: float) -> None:
+    def __init__(self, num_nodes: int | None, num_devices_per_node: int | Sequence[int] | None, timeout: float) -> None:
         self.load_seconds: tuple[float, ...] = ()
         self._keys, self._jobs, self._letter = itertools.count(), itertools.count(), 0
-        self._freed: deque[int] = deque()
         self._loaded: dict[int, _Loaded] = {}
         super().__init__(num_nodes, num_devices_per_node, timeout)
 
@@ -105,7 +105,6 @@ class RayHosts(Workers):
         kept = {i: leaf.key for i, leaf in enumerate(inputs) if isinstance(leaf, DistributedArray)}
         given = [i for i, leaf in enumerate(inputs) if i not in kept]
         arrays = [ray.put(plain(inputs[i])) for i in given]
-        freed = [self._freed.popleft() for _ in range(len(self._freed))]
         for host, wanted in enumerate(loaded.inputs):
             here = [(i, ref) for i, ref in zip(given, arrays, strict=True) if i in wanted]
             ref = self._call(
@@ -115,7 +114,6 @@ class RayHosts(Workers):
                 self._letter,
                 {i: key for i, key in kept.items() if i in wanted},
                 {o: each.key for o, each in made.items()},
-                freed,
                 [i for i, _ in here],
                 *(ref for _, ref in here),
             )
@@ -198,9 +196,12 @@ class RayHosts(Workers):
             failures: list[Exception] = []
             for host, ref in writes:  # all of them: afterwards nobody writes any more
                 try:
-                    ray.get(ref)
+                    ray.get(ref, timeout=self.timeout)
                 except RayActorError as error:
                     failures.append(HostLostError(host, self.addresses[host], reason(error)))
+                except GetTimeoutError:
+                    said = f"has been writing a checkpoint for {self.timeout:.0f} s"
+                    failures.append(HostTimeoutError(host, self.addresses[host], said))
                 except RayError as error:
                     failures.append(error)
             if failures:
@@ -226,19 +227,24 @@ class RayHosts(Workers):
             ]
             if mine:
                 refs.append((host, self._call(host, "restore", folder, mine)))
-        self._answers(refs)
+        self._answers(refs, is_slow=True)
         return handles
 
     def release(self, key: int) -> None:
-        """Forget an array, with the next step."""
+        """Have an array forgotten, by each worker with the next thing that it is asked; in any thread."""
         if key in self._live:
             self._live.discard(key)
-            self._freed.append(key)
+            for freed in self._freed:
+                freed.append(key)
+
+    def free(self) -> None:
+        """Have the workers forget at once what is released."""
+        for host, freed in enumerate(self._freed):
+            if freed:
+                self._pending.append((host, self._call(host, "free", ())))
 
     def num_arrays(self) -> list[int]:
         """How many arrays each worker keeps."""
-        freed = [self._freed.popleft() for _ in range(len(self._freed))]
-        self._ask("free", [(freed,)] * len(self._actors))
         return self._ask("num_arrays")
 
     # -- reading batches
@@ -264,7 +270,12 @@ class RayHosts(Workers):
 
     def ask_reader(self, host: int, method: str, *args: Any) -> Any:
         """Ask the thread of a worker that reads; it does one thing after the other, beside the steps."""
-        return self._actor(host).do.options(concurrency_group="reading").remote(None, method, *args)
+        match method:
+            case "open_reader":
+                self._readers.add((host, args[0]))
+            case "close_reader":
+                self._readers.discard((host, args[0]))
+        return self._actor(host).do.options(concurrency_group="reading").remote(None, (), method, *args)
 
     def answer(self, ref: Any, host: int) -> Any:
         """What a worker that was asked has said.
@@ -282,9 +293,11 @@ class RayHosts(Workers):
 
 def cluster_of_hosts(hosts: RayHosts) -> AnyCluster:
     """The hardware of the hosts as the cost model knows it."""
-    name = "cpu-hosts" if hosts.platform == "cpu" else cluster_of_kind(hosts.kind)
+    name_of = {kind: "cpu-hosts" if hosts.platform == "cpu" else cluster_of_kind(kind) for kind in hosts.kinds}
     pools = []
-    for count, same in itertools.groupby(map(len, hosts.numbers)):
+    for (name, count), same in itertools.groupby(
+        (name_of[k], len(n)) for k, n in zip(hosts.kinds, hosts.numbers, strict=True)
+    ):
         pools.append(Cluster.load(name).with_size(len(list(same)), count))
     if len(pools) == 1:
         return pools[0]
@@ -308,3 +321,29 @@ def mesh_shape(hosts: RayHosts, devices: Devices) -> tuple[int, ...]:
     if prod(sizes) > hosts.num_devices:
         raise ValueError(f"a mesh of shape {sizes} needs {prod(sizes)} devices, the hosts have {hosts.num_devices}")
     return tuple(map(int, sizes))
+
+
+def check_plan(hosts: RayHosts, plan: Plan, devices: Devices) -> None:
+    """Look whether a plan that was made elsewhere suits the hosts; a stage that they tear apart is warned of.
+
+    Raises:
+        ValueError: `devices` are not as many as the plan has.
+    """
+    stages = [stage.devices or tuple(range(stage.mesh.num_devices)) for stage in plan.stages]
+    needed = max(device for members in stages for device in members) + 1
+    if devices is not None and prod(mesh_shape(hosts, devices)) != needed:
+        raise ValueError(
+            f"devices={devices!r}, but the plan has {needed}; leave them out, it runs on the first of the hosts'"
+        )
+    if needed > hosts.num_devices:
+        return  # an error when it is compiled
+    most = max(map(len, hosts.numbers))
+    torn = [
+        number for number, members in enumerate(stages) if len(members) <= most and len(hosts.hosts_of(members)) > 1
+    ]
+    if torn:
+        warnings.warn(
+            f"the plan was made for other hosts: on these, stage {' and '.join(map(str, torn))} spans several although one would hold it,"
+            " so its collectives go between hosts; plan again for these",
+            stacklevel=2,
+        )

@@ -2,11 +2,13 @@
 
 import socket
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import jax
 
+from autopar._plugins import backends_started
 from autopar.devices import Device
 from autopar.hosts.errors import HostsError, PortTakenError
 
@@ -41,6 +43,22 @@ def check_versions(host: int, address: str, here: Mapping[str, str], there: Mapp
     todo = [f"run it with Python {here['Python']}"] if "Python" in different else []
     todo += [f"pip install {packages}"] if packages else []
     raise HostsError(f"host {host} ({address}) has {found}; {' and '.join(todo)} there")
+
+
+def leave_gpus() -> None:
+    """Have this process, the driver, use no GPU: workers want all that their hosts have, and it may be on one of these.
+
+    Afterwards JAX has only the CPU here, also when the hosts are left. A driver that uses a GPU already is warned.
+    """
+    first = (jax.config.jax_platforms or "cpu").split(",")[0]  # pyright: ignore[reportAttributeAccessIssue]
+    if not backends_started() and first == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    elif (jax.default_backend() if backends_started() else first) != "cpu":
+        warnings.warn(
+            "this process has JAX on a GPU, whose memory it takes from a worker on this host: set JAX_PLATFORMS=cpu for it, or call"
+            " autopar.init(cluster='ray') before anything that uses a device",
+            stacklevel=2,
+        )
 
 
 def devices_of(members: Sequence[int], wanted: Sequence[Sequence[int]], host: int, address: str) -> dict[int, Device]:

@@ -74,18 +74,13 @@ class RemoteExecutable(ABC):
     # -- running
 
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
-        """`args` on the workers, as the plan wants them; what is in place already stays, and batches go with the step itself."""
+        """`args` on the workers, as the plan wants them; what is in place already stays."""
         leaves, tree = jax.tree.flatten(args)
-        placed = [self._place(i, leaf) for i, leaf in enumerate(leaves)]
+        placed = [
+            leaf if _is_at(leaf, wanted) else self.hosts.put(leaf, wanted)
+            for leaf, wanted in zip(leaves, self._prepared.inputs, strict=True)
+        ]
         return jax.tree.unflatten(tree, placed)
-
-    def _place(self, i: int, leaf: Any) -> Any:
-        wanted = self._prepared.inputs[i]
-        if _is_at(leaf, wanted):
-            return leaf
-        if i not in self.step.batch:
-            return self.hosts.put(leaf, wanted)
-        return leaf if wanted.impl else np.asarray(leaf)
 
     def __call__(self, *args: Any) -> Any:
         """Run the step on arguments that are in place; numpy arrays are sent where they should be.

@@ -3,16 +3,20 @@
 import atexit
 import os
 import socket
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autopar.hosts.errors import HostsError
+from autopar.hosts.ray_private import found_address
 from autopar.progress import tell
 
 if TYPE_CHECKING:
     from autopar.hosts.cluster import RayHosts
 
 _hosts: "RayHosts | None" = None
-_asked: tuple[int | None, int | None, float] | None = None
+_asked: tuple[int | None, int | Sequence[int] | None, float] | None = None
+_job: str | None = None  # the driver's in Ray, if it has been connected here
+_PROBE_SECONDS = 5.0
 
 
 def hosts() -> "RayHosts | None":
@@ -23,12 +27,12 @@ def hosts() -> "RayHosts | None":
 def join(
     address: str | None,
     num_nodes: int | None,
-    num_devices_per_node: int | None,
+    num_devices_per_node: int | Sequence[int] | None,
     namespace: str | None,
     timeout: float,
 ) -> None:
     """Join a Ray cluster and start workers; what was joined before is left."""
-    global _hosts, _asked
+    global _hosts, _asked, _job
     leave()
     try:
         import ray
@@ -36,10 +40,16 @@ def join(
         raise HostsError("cluster='ray' needs Ray: install autopar[ray]") from error
     from autopar.hosts.cluster import RayHosts
 
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # else workers build the environment anew
-    if not ray.is_initialized():
+    if ray.is_initialized():
+        _check_address(address)
+    else:
         _connect(address, namespace)
-    _hosts = RayHosts(num_nodes, num_devices_per_node, timeout)
+        _job = ray.get_runtime_context().get_job_id()
+    try:
+        _hosts = RayHosts(num_nodes, num_devices_per_node, timeout)
+    except BaseException:
+        leave()
+        raise
     _asked = num_nodes, num_devices_per_node, timeout
     tell(f"joined Ray at {ray.get_runtime_context().gcs_address}")
 
@@ -56,41 +66,81 @@ def rejoin() -> None:
     global _hosts
     assert _asked is not None
     num_nodes, num_devices_per_node, timeout = _asked
-    leave()
+    _end_workers()
     while _hosts is None:
         count = len(alive_nodes())
         try:
-            _hosts = RayHosts(num_nodes and min(num_nodes, count), num_devices_per_node, timeout)
+            if isinstance(num_devices_per_node, Sequence):
+                _hosts = RayHosts(None, num_devices_per_node[:count], timeout)
+            else:
+                _hosts = RayHosts(num_nodes and min(num_nodes, count), num_devices_per_node, timeout)
         except HostsError:
             if len(alive_nodes()) >= count:
                 raise
             # Ray takes a while to notice that a host is gone.
 
 
+def _check_address(address: str | None) -> None:
+    """Raise ValueError if the cluster that has been joined already is another one than that at `address`."""
+    import ray
+
+    here = ray.get_runtime_context().gcs_address
+    if address in (None, "auto", "local") or "://" in address or _split(address) == _split(here):
+        return
+    raise ValueError(
+        f"cluster_address={address!r}, but this process has joined the Ray cluster at {here} by ray.init: leave one of the two out, or"
+        " call ray.shutdown() first"
+    )
+
+
 def _connect(address: str | None, namespace: str | None) -> None:
     import ray
 
-    error: Exception | None = None
+    if address in (None, "auto"):
+        address = os.environ.get("RAY_ADDRESS") or "auto"
+    named = "the default address" if address == "auto" else address
     try:
-        if address not in (None, "auto", "local") and "//" not in address:
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host, int(port)), timeout=5).close()  # Ray ends this process if it can't connect
-        ray.init(address=address or "auto", namespace=namespace, log_to_driver=False)
-    except (ConnectionError, OSError, ValueError) as found:
-        error = found
-    if error is not None:
+        if address == "auto":
+            address = found_address()
+        if address != "local" and "://" not in address:
+            socket.create_connection(
+                _split(address), _PROBE_SECONDS
+            ).close()  # Ray ends this process if it can't connect
+        ray.init(address=address, namespace=namespace, log_to_driver=False)
+    except (OSError, ValueError) as error:
         raise HostsError(
-            f"there is no Ray cluster at {address or 'the default address'} ({error}): start one with `ray start --head`, or call"
-            " ray.init() before autopar.init to have one on this machine"
-        )
+            f"there is no Ray cluster at {named} ({error}): start one with `ray start --head`, or call ray.init() before autopar.init to"
+            " have one on this machine"
+        ) from None
+
+
+def _split(address: str) -> tuple[str, int]:
+    """The host, by number, and the port of an address; ValueError if it has none."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"{address!r} is no address, expected host:port, such as 10.0.0.1:6379, 'auto' or 'local'")
+    return socket.gethostbyname(host), int(port)
 
 
 def leave() -> None:
-    """End the workers and leave the cluster, which goes on."""
+    """End the workers and leave the cluster, which goes on; one that this process had joined before stays joined."""
+    global _job
+    try:
+        _end_workers()
+    finally:
+        if _job is not None:
+            import ray
+
+            if ray.is_initialized() and ray.get_runtime_context().get_job_id() == _job:
+                ray.shutdown()
+            _job = None
+
+
+def _end_workers() -> None:
     global _hosts
-    if _hosts is not None:
-        _hosts.close()
-        _hosts = None
+    joined, _hosts = _hosts, None
+    if joined is not None:
+        joined.close()
 
 
 atexit.register(leave)

@@ -78,12 +78,13 @@ class Worker:
         self._arrays: dict[int, jax.Array] = {}
         self._jobs: dict[int, Loaded] = {}
         self._copies: dict[Path, dict[str, np.ndarray]] = {}
-        self._now: tuple[int, str, float] | None = None
+        self._now: tuple[int | None, str, float] | None = None
         self._records, self._notes = False, list[Note]()
         self._readers: dict[int, Reader] = {}
 
-    def do(self, after: None, method: str, *args: Any) -> Any:
-        """Call a method, `after` another call has ended."""
+    def do(self, after: None, freed: Sequence[int], method: str, *args: Any) -> Any:
+        """Call a method, `after` another call has ended and arrays that nobody needs any more are forgotten."""
+        self.free(freed)
         return getattr(self, method)(*args)
 
     def start(self, group: Group | None = None) -> str:
@@ -180,7 +181,11 @@ class Worker:
     def load(self, number: int, job: Job) -> float:
         """Compile what this worker runs of a job; the seconds that took."""
         start = time.perf_counter()
-        self._jobs[number] = Loaded(job, self.number, self._owner, self._devices, self._mailbox)
+        self._now = None, "compiling", time.time()
+        try:
+            self._jobs[number] = Loaded(job, self.number, self._owner, self._devices, self._mailbox)
+        finally:
+            self._now = None
         return time.perf_counter() - start
 
     def run(
@@ -189,7 +194,6 @@ class Worker:
         letter: int,
         kept: Mapping[int, int],
         results: Mapping[int, int],
-        freed: Sequence[int],
         given: Sequence[int],
         *arrays: np.ndarray,
     ) -> None:
@@ -199,13 +203,11 @@ class Worker:
             letter: the first of the numbers that its deliveries have.
             kept: inputs that are in place already, on this worker or on others, with their keys.
             results: for each output the key that it gets.
-            freed: keys of arrays that nobody needs any more.
             given: inputs that are not, which `arrays` are.
 
         Raises:
             InstructionError: an instruction failed.
         """
-        self.free(freed)
         loaded = self._jobs[number]
         try:
             here = {i: self._arrays[key] for i, key in kept.items() if key in self._arrays}
@@ -221,8 +223,10 @@ class Worker:
                 if output.number in results:
                     self._arrays[results[output.number]] = loaded.take(output, values)
         except Exception as error:
-            mesh, instruction, _ = self._now or (-1, "the arguments", 0.0)
-            raise InstructionError(self.number, mesh, instruction, f"{type(error).__name__}: {error}") from None
+            mesh, instruction, _ = self._now or (None, "the arguments", 0.0)
+            raise InstructionError(
+                self.number, -1 if mesh is None else mesh, instruction, f"{type(error).__name__}: {error}"
+            ) from None
         finally:
             self._now = None
 
@@ -254,8 +258,8 @@ class Worker:
         """Bytes on one device for each task of a job, by the compiler's buffer assignment."""
         return {run.task: memory_of(call.compiled) for run, call in self._jobs[number].calls.items()}
 
-    def doing(self) -> tuple[int, str, float] | None:
-        """The mesh and the instruction that is being carried out, and for how many seconds."""
+    def doing(self) -> tuple[int | None, str, float] | None:
+        """The mesh and the instruction that is being carried out, or what else, and for how many seconds."""
         now = self._now
         return None if now is None else (now[0], now[1], time.time() - now[2])
 

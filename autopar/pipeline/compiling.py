@@ -15,7 +15,7 @@ from simulator.hlo import held_at_peak, parse_hlo
 from simulator.memory import MemoryUse, Role
 from simulator.mixed import AnyCluster
 from simulator.program import Program
-from simulator.work import Body
+from simulator.work import Body, with_axes
 
 
 def lower_stage(
@@ -47,7 +47,8 @@ def compile_pipeline(planned: PlannedPipeline, cluster: AnyCluster, donated: fro
             key = function.jitted.lower(*function.in_avals).as_text(), mesh
             if key not in compiled:
                 target = compile_for(function.jitted, function.in_avals, pool)
-                compiled[key] = parse_hlo(target.hlo_text), target.memory, held_at_peak(target.hlo_text)
+                found = with_axes(parse_hlo(target.hlo_text), stage.mesh.along)
+                compiled[key] = found, target.memory, held_at_peak(target.hlo_text)
             body, used, temporaries = compiled[key]
             bodies[function.task.name] = body
             memory.add_task(function.task, used, temporaries)

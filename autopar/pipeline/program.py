@@ -197,4 +197,5 @@ class _Builder:
         if not resharding.gathers:
             return None
         num_bytes = resharding.gathered_bytes(array_bytes((), aval_of(crossing.var).dtype))
-        return Collective(f"gather {name}", "all_gather", num_bytes, resharding.gather_groups)
+        groups = resharding.gather_groups
+        return Collective(f"gather {name}", "all_gather", num_bytes, groups, axis=resharding.mesh.along(groups))

@@ -146,7 +146,7 @@ def _runner(model: ModelSchedule, backend: Backend, batch_axis: str | None) -> C
     placed = model.placed(batch_axis, lenient=backend == "auto")
 
     def on(machine: Machine) -> Callable[..., list[Any]]:
-        return lambda *leaves: run_model(model.graph, placed, machine, model.functions, leaves)
+        return lambda *leaves: run_model(placed, machine, model.functions, leaves)
 
     match backend:
         case "manual":

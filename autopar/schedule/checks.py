@@ -1,8 +1,7 @@
 """Whether a directive is for a model, and agrees with those before it."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, assert_never
-
-import jax
 
 from autopar.schedule.compilers import compiler
 from autopar.schedule.directives import (
@@ -22,6 +21,8 @@ from autopar.schedule.directives import (
 )
 from autopar.schedule.forking import draws_of
 from autopar.schedule.graph import joined
+from autopar.schedule.policies import policy_of
+from autopar.schedule.replacing import ModuleFunction, check_whole
 from autopar.schedule.syncs import check_sync
 
 if TYPE_CHECKING:
@@ -50,9 +51,7 @@ def check(model: "ModelSchedule", directive: Directive) -> None:
         case Fuse() | Replace():
             _check_region(model, directive)
         case Checkpoint(_, policy):
-            if policy is not None and not hasattr(jax.checkpoint_policies, policy):
-                known = ", ".join(name for name in dir(jax.checkpoint_policies) if not name.startswith("_"))
-                raise ScheduleError(f"checkpoint policy {policy!r} is none of jax.checkpoint_policies: {known}")
+            policy_of(policy, model.functions)
             _check_once(model, directive, ("path",))
         case CutPipelineStage(path):
             _check_once(model, directive, ("path",))
@@ -107,6 +106,12 @@ def _check_region(model: "ModelSchedule", directive: Fuse | Replace) -> None:
         raise ScheduleError(
             f"{describe(directive)}: {', '.join(sorted(taken)[:3])} is fused or replaced already; keep one"
         )
+    for name, wrote, reads in zip(directive.nodes, directive.reads, model.reads(directive.nodes), strict=False):
+        if len(wrote) != len(reads) or any(set(one).isdisjoint(other) for one, other in zip(wrote, reads, strict=True)):
+            raise ScheduleError(
+                f"{describe(directive)}: {name} reads {_listed(reads)} in this model, and {_listed(wrote)} in the one that the"
+                " schedule was written for; find what is to be fused or replaced in this one"
+            )
     if isinstance(directive, Fuse):
         compiler(directive.compiler)
         return
@@ -118,6 +123,12 @@ def _check_region(model: "ModelSchedule", directive: Fuse | Replace) -> None:
     read = {model.graph.value_names[var] for var in model.graph.inputs_of(nodes)}
     if foreign := set(directive.inputs) - read:
         raise ScheduleError(f"{describe(directive)}: what is replaced does not read {', '.join(sorted(foreign))}")
+    if isinstance(model.functions[directive.function], ModuleFunction):
+        check_whole(model.graph, directive, model.functions)
+
+
+def _listed(operands: Sequence[Sequence[str]]) -> str:
+    return " and ".join(names[-1] for names in operands) or "nothing"
 
 
 def _check_once(

@@ -6,8 +6,10 @@ that `autopar.schedule.graph` gives them (`linear1/dot_general`), and functions 
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, ClassVar, Literal, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 type Mode = Literal["fwd_pre", "fwd_post", "bwd_post"]
 """Where a sync stands: before a module, after it, or on the gradients of its inputs."""
@@ -65,20 +67,35 @@ class Trace:
     leaf_modules: tuple[str, ...]
 
 
+type Reads = tuple[tuple[tuple[str, ...], ...], ...]
+"""For each of some equations, for each operand, what it is called: as it is, and before broadcasts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fuse:
-    """Equations run as one compiled function."""
+    """Equations run as one compiled function.
+
+    Attributes:
+        reads: what each of `nodes` reads, by which they are known again in another model: names are counted, `mul:2`.
+    """
 
     kind: ClassVar[str] = "fuse"
     path: str
     nodes: tuple[str, ...]
     compiler: str
     name: str
+    reads: Reads = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """A function, given the values named `inputs`, stands in for equations; for a module's, it gets the parameters first."""
+    """A function, given the values named `inputs`, stands in for equations.
+
+    With `params_first` those of its inputs that are parameters in the module at `path` come first, as a dict.
+
+    Attributes:
+        reads: as of Fuse.
+    """
 
     kind: ClassVar[str] = "replace"
     path: str
@@ -86,16 +103,21 @@ class Replace:
     inputs: tuple[str, ...]
     function: str
     name: str
-    whole_module: bool = False
+    params_first: bool = False
+    reads: Reads = ()
+
+
+type Policy = str | tuple[str | Policy, ...]
+"""What is kept: one of `jax.checkpoint_policies`, a tuple of what makes one and its arguments, or a function."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A module is recomputed in the backward pass, but for what `policy`, of `jax.checkpoint_policies`, keeps."""
+    """A module is recomputed in the backward pass, but for what `policy` keeps."""
 
     kind: ClassVar[str] = "checkpoint"
     path: str
-    policy: str | None
+    policy: Policy | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +163,7 @@ def describe(directive: Directive) -> str:
     """A directive as one would write it: `shard(kernel, axis=1, mesh_axis=tp)`, without its path."""
     given = asdict(directive)
     del given["path"]
+    given.pop("reads", None)  # long, and told by the nodes
     words = ", ".join(
         f"{key}={_text(value)}" for key, value in given.items() if value is not None and value is not False
     )
@@ -175,7 +198,10 @@ class Schedule:
     @classmethod
     def from_json(cls, text: str) -> "Schedule":
         """What `to_json` wrote. Raises ScheduleError for anything else."""
-        given = json.loads(text)
+        try:
+            given = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ScheduleError(f"a schedule is a JSON list of directives, and this is no JSON: {error}") from error
         if not isinstance(given, list):
             raise ScheduleError(f"a schedule is a JSON list of directives, not {type(given).__name__}")
         return cls(tuple(map(_directive, given)))
@@ -184,14 +210,22 @@ class Schedule:
 def _directive(given: Any) -> Directive:
     entries = dict(given) if isinstance(given, dict) else {}
     kind = entries.pop("do", None)
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ScheduleError(f"{given!r} is no directive: 'do' is {kind!r}, expected one of {', '.join(_KINDS)}")
     cls = _KINDS[kind]
-    try:
-        return cls(**{key: _frozen(value) for key, value in entries.items()})
-    except TypeError as error:
-        known = ", ".join(field.name for field in fields(cls))
-        raise ScheduleError(f"{given!r}: {kind} takes {known}") from error
+    types = get_type_hints(cls)
+    known = {field.name: field for field in fields(cls)}
+    missing = {name for name, field in known.items() if field.default is MISSING} - entries.keys()
+    if missing or not entries.keys() <= known.keys():
+        raise ScheduleError(f"{given!r}: {kind} takes {', '.join(known)}")
+    values = {key: _frozen(value) for key, value in entries.items()}
+    for key, value in values.items():
+        try:
+            TypeAdapter(types[key]).validate_python(value, strict=True)
+        except ValidationError as error:
+            why = error.errors()[0]["msg"]
+            raise ScheduleError(f"{key} of {kind} is {entries[key]!r} in {given!r}: {why}") from error
+    return cls(**values)
 
 
 def _frozen(value: Any) -> Any:

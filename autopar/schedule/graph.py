@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
-from jax.extend.core.primitives import closed_call_p, jit_p, remat_p
+from jax.extend.core.primitives import closed_call_p, copy_p, jit_p, remat_p
 
-from autopar.graph import Atom, needed
+from autopar.graph import Atom, aval_of, needed
 from autopar.schedule.nnx_scopes import MARK
 
 _CALLS = {jit_p: "jaxpr", closed_call_p: "call_jaxpr"}
@@ -144,18 +144,33 @@ def trace_model(
     )
 
 
+def trace_at(
+    fun: Callable[..., Sequence[Any]], inputs: Sequence[Var], path: str, taken: Sequence[str]
+) -> tuple[list[Node], list[Atom], dict[Var, Any]]:
+    """The equations of `fun` of some values, in a scope of their own; what it returns, each made by a copy; and its constants.
+
+    Args:
+        taken: names that nodes have already.
+    """
+    avals = [jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype) for var in inputs]
+    jaxpr = jax.make_jaxpr(lambda *values: list(map(copy_p.bind, fun(*values))))(*avals)
+    builder = _Builder(None, taken)
+    outvars = builder.inline(jaxpr, inputs, path, ())
+    return builder.nodes, outvars, builder.constants
+
+
 def _arg_path(path: Any) -> str:
     inner = jax.tree_util.keystr(path[1:], simple=True, separator="/")
     return f"arg{path[0].idx - 1}/{inner}".removesuffix("/")
 
 
 class _Builder:
-    def __init__(self, root: str | None) -> None:
+    def __init__(self, root: str | None, taken: Sequence[str] = ()) -> None:
         self.root = root
         self.nodes: list[Node] = []
         self.constants: dict[Var, Any] = {}
         self.recomputed: list[tuple[set[str], Any, Any]] = []
-        self._count: Counter[str] = Counter()
+        self._count: Counter[str] = Counter(name.partition(":")[0] for name in taken)
 
     def inline(self, jaxpr: Jaxpr, args: Sequence[Atom], stack: str, groups: tuple[set[str], ...]) -> list[Atom]:
         env: dict[Var, Atom] = dict(zip(jaxpr.invars, args, strict=True))

@@ -1,21 +1,25 @@
 """What one calls on the modules of a model: each call becomes directives."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
 from flax import linen as nn
+from flax import nnx
 
 from autopar.schedule import directives as d
-from autopar.schedule.directives import Directive, ScheduleError
+from autopar.schedule.directives import Directive, ScheduleError, primitives
 from autopar.schedule.graph import Node, within
 from autopar.schedule.matcher import Subgraph
 from autopar.schedule.matching import find_pattern
+from autopar.schedule.replacing import as_function, common_module
 
 if TYPE_CHECKING:
     from autopar.schedule.model import ModelSchedule
 
 type Found = Subgraph | Sequence[Subgraph]
+type Replacement = nn.Module | nnx.Module | Callable[..., Any]
 
 
 class Handle:
@@ -32,6 +36,31 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"Handle({', '.join(path or '(model)' for path in self.paths)})"
+
+    def __str__(self) -> str:
+        return self.mod
+
+    @property
+    def mod(self) -> str:
+        """The modules with their parameters and directives, and once there is a `trace`, the equations."""
+        text = self._owner.modules.text(self._owner.schedule.directives, self.paths)
+        if self._owner.of_kind(d.Trace):
+            text += "\n\n" + "\n".join(self._owner.lines(self.paths))
+        return text
+
+    def named_schedules(self) -> "dict[str, Handle]":
+        """A handle for each module, and each inside it, by path in the model."""
+        inside = (p for p in self._owner.modules.by_path if any(within(p, at) for at in self.paths))
+        return {path: Handle(self._owner, (path,)) for path in inside}
+
+    def list_primitives(self) -> tuple[str, ...]:
+        """The names of what can be called here to schedule modules: directives, and what finds and makes several."""
+        return (*primitives(), "find", "replace_all")
+
+    @property
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the module's own parameters, by name; of the first, if there are several modules."""
+        return dict(self._owner.modules.by_path[self.paths[0]].params)
 
     def shard(self, param: str, axis: int, mesh_axis: str | None = None) -> "Handle":
         """Split a parameter along its dim `axis` over a mesh axis, the last one by default.
@@ -58,7 +87,8 @@ class Handle:
 
         Args:
             sync_op_or_fn: "all_reduce", "all_gather", "reduce_scatter", "scatter"; a change of layout of the last dims, "RS->SR"
-                (R whole, S split); or a function from a device's value to the whole one, with collectives over the mesh axis.
+                (R whole, S split); or a function from a device's value, of gradients its part of a sum, to the whole one, with
+                collectives over the mesh axis. Of gradients "all_reduce", or a function; functions are for backend="manual".
             axis: the array dim that is gathered or scattered.
             backward: whether gradients of an all_gather are added up and scattered ("reduce_scatter": what follows computes on
                 shards; the default before a module) or only scattered ("scatter", the default after one).
@@ -84,17 +114,45 @@ class Handle:
         where: Callable[[Node], bool] | None = None,
         like: Sequence[Any] | None = None,
     ) -> list[Subgraph]:
-        """Equations: those whose name matches a regular expression, or `where` holds, or that compute what a function does.
+        """Equations whose name matches a regular expression, and modules whose path does; or that compute what a function does.
 
         Args:
+            pattern: a module that a regular expression matches is found as one, unless equations in it are matched themselves. Without
+                a pattern all equations are found.
+            where: only among equations for which this holds.
             like: shapes and dtypes of the function's arguments, where they differ from that of its result.
         """
-        nodes = self._owner.visible(self.paths)
+        owner = self._owner
+        nodes = [node for node in owner.visible(self.paths) if where is None or where(node)]
         if callable(pattern):
-            return find_pattern(self._owner.graph, nodes, pattern, like)
-        wanted = re.compile(pattern if pattern is not None else ".*")
-        found = [n for n in nodes if wanted.fullmatch(n.name) and (where is None or where(n))]
-        return [self._owner.region([node]) for node in found]
+            return find_pattern(owner.graph, nodes, pattern, like)
+        if like is not None:
+            raise ScheduleError(
+                f"find({pattern!r}, like=...): like= is for a function that is to be found; leave it out"
+            )
+        try:
+            wanted = re.compile(".*" if pattern is None else pattern)
+        except re.error as error:
+            raise ScheduleError(f"find({pattern!r}): no regular expression: {error}") from error
+        found = [[node] for node in nodes if wanted.fullmatch(node.name)]
+        if pattern is not None:
+            found += self._modules(wanted, {node.name for (node,) in found}, where)
+        position = {node.name: k for k, node in enumerate(owner.graph.nodes)}
+        return [owner.region(each) for each in sorted(found, key=lambda each: position[each[0].name])]
+
+    def _modules(
+        self, wanted: re.Pattern[str], taken: set[str], where: Callable[[Node], bool] | None
+    ) -> Iterator[list[Node]]:
+        """The equations of modules whose path is wanted, the outermost first, that are seen, or seen as one; none twice."""
+        owner = self._owner
+        taken = taken | owner.claimed()
+        for path in sorted(self.named_schedules(), key=lambda path: path.count("/")):
+            nodes = owner.nodes_of(path)
+            if path and nodes and wanted.fullmatch(path) and owner.shows(path):
+                names = {node.name for node in nodes}
+                if names.isdisjoint(taken) and (where is None or all(map(where, nodes))):
+                    taken |= names
+                    yield nodes
 
     def subgraph(self) -> Subgraph:
         """All equations of the modules, as one: what projects queries, keys and values, say, to be replaced together."""
@@ -102,45 +160,67 @@ class Handle:
 
     def fuse(self, subgraph: Found, compiler: str = "xla", name: str = "fused") -> "Handle":
         """Run equations as one compiled function: a region of its own in the program, with its name."""
-        for number, each in enumerate(_several(subgraph)):
-            self._owner.append(d.Fuse(self.paths[0], each.nodes, compiler, f"{name}_{number}"))
+        for number, each in enumerate(_several(subgraph, "fuse")):
+            self._owner.append(
+                d.Fuse(self.paths[0], each.nodes, compiler, f"{name}_{number}", self._owner.reads(each.nodes))
+            )
         return self
 
-    def replace(
-        self, new: nn.Module | Callable[..., Any], subgraph: Found | None = None, name: str | None = None
-    ) -> "Handle":
-        """Run a function in place of the equations of a subgraph, or of a whole module.
+    def replace(self, new: Replacement, subgraph: Found | None = None, name: str | None = None) -> "Handle":
+        """Run a function, or a module, in place of the equations of a subgraph, or of a whole module.
 
         Args:
             new: called with what stands for the pattern's arguments, or what the subgraph reads, in order of first use; for a whole
-                module with a dict of its parameters and then what it reads. A linen module is applied to them. With
-                backend="manual" these are a device's shards. Returns what is used outside, in the order in which it was made.
+                module with a dict of its parameters and then what it reads. Returns what is used outside, in the order in which it
+                was made. A module, linen or nnx, gets the parameters that are among these by name, and brings none of its own.
+                With backend="manual" a function is called with a device's shards. A module, and a function in which a sync is due, are
+                of whole arrays: their equations are split like those of the model.
         """
-        function = _applied(new) if isinstance(new, nn.Module) else new
-        label, owner = self._owner.name_of(function), self._owner
-        whole = subgraph is None
-        for path in self.paths if whole else self.paths[:1]:
-            regions = [owner.module(path)] if whole else _several(subgraph)
+        function, owner = as_function(new), self._owner
+        label, called = owner.name_of(function), name or getattr(function, "__name__", "function")
+        for path in self.paths if subgraph is None else self.paths[:1]:
+            regions = [owner.module(path)] if subgraph is None else _several(subgraph, "replace")
             for number, each in enumerate(regions):
-                called = name or getattr(function, "__name__", "function")
-                called = f"{called}_{number}" if len(regions) > 1 else called
-                owner.append(d.Replace(path, each.nodes, each.inputs, label, called, whole))
+                at, params_first = path, subgraph is None
+                if function is not new and subgraph is not None:
+                    params = [name for name in each.inputs if owner.graph.values[name] in owner.graph.params]
+                    at, params_first = common_module(params) or path, True
+                numbered = f"{called}_{number}" if len(regions) > 1 else called
+                reads = owner.reads(each.nodes)
+                owner.append(d.Replace(at, each.nodes, each.inputs, label, numbered, params_first, reads))
         return self
 
-    def replace_all(self, type_name: str, new: nn.Module | Callable[..., Any]) -> "Handle":
-        """Replace every module inside of a class, given by its name."""
-        modules = self._owner.modules.by_path
-        inside = [p for p, m in modules.items() if m.type_name == type_name and any(within(p, at) for at in self.paths)]
-        if not inside:
-            known = sorted({module.type_name for module in modules.values() if module.type_name})
-            raise ScheduleError(f"no module of class {type_name!r} inside; there are {', '.join(known) or 'none'}")
-        Handle(self._owner, tuple(inside)).replace(new)
+    def replace_all(
+        self, type: type | str, make: Callable[["Handle"], Replacement] | nn.Module | nnx.Module
+    ) -> "Handle":
+        """Replace every module inside of a class, given as such or by its name; of two inside one another, the outer one.
+
+        Args:
+            make: a module, for all of them; or a function from the handle of each to what stands in for it, as `replace` takes it.
+                One function for all is `lambda _: function`.
+        """
+        modules = [self._owner.modules.by_path[path] for path in self.named_schedules()]
+        matched = [module.path for module in modules if module.is_a(type)]
+        if not matched:
+            known = sorted({module.type_name for module in modules if module.type_name})
+            called = repr(type) if isinstance(type, str) else type.__qualname__
+            raise ScheduleError(f"no module of class {called} inside; there are {', '.join(known) or 'none'}")
+        for path in matched:
+            if not any(path != other and within(path, other) for other in matched):
+                handle = Handle(self._owner, (path,))
+                handle.replace(make if isinstance(make, nn.Module | nnx.Module) else _made(make, handle))
         return self
 
-    def checkpoint(self, policy: str | None = None) -> "Handle":
-        """Recompute a module in the backward pass, but for what a policy, by name of `jax.checkpoint_policies`, keeps."""
+    def checkpoint(self, policy: d.Policy | Callable[..., bool] | None = None) -> "Handle":
+        """Recompute a module in the backward pass, but for what a policy keeps.
+
+        Args:
+            policy: the name of one of `jax.checkpoint_policies`; a tuple of the name of what makes one and its arguments,
+                ("save_only_these_names", "scores"); or a function, as `jax.checkpoint` takes it. None keeps nothing.
+        """
+        named = self._owner.name_of(policy) if callable(policy) else policy
         for path in self.paths:
-            self._owner.append(d.Checkpoint(path, policy))
+            self._owner.append(d.Checkpoint(path, named))
         return self
 
     def cut_pipeline_stage(self) -> "Handle":
@@ -168,14 +248,22 @@ class Handle:
         return self
 
 
-def _several(found: Found) -> Sequence[Subgraph]:
+def _made(make: Callable[[Handle], Replacement], handle: Handle) -> Replacement:
+    try:
+        new = make(handle)
+    except TypeError as error:
+        raise ScheduleError(
+            f"replace_all: {make} fails for {handle!r}: {error}. It is given the handle of each module, and returns what stands in for"
+            " it; one function for all is `lambda _: function`"
+        ) from error
+    if not callable(new):
+        raise ScheduleError(f"replace_all: {make} returns {new!r} for {handle!r}, expected a module or a function")
+    return new
+
+
+def _several(found: Found, what: str) -> Sequence[Subgraph]:
+    if not isinstance(found, Subgraph) and not found:
+        raise ScheduleError(
+            f"{what}: no subgraph was given, as of a find without a match; sch.trace() and print(sch) show what there is to find"
+        )
     return [found] if isinstance(found, Subgraph) else found
-
-
-def _applied(module: nn.Module) -> Callable[..., Any]:
-    def apply(params: Any, *inputs: Any) -> Any:
-        return module.apply({"params": params}, *inputs)
-
-    apply.__module__, apply.__qualname__ = type(module).__module__, type(module).__qualname__
-    apply.__name__ = type(module).__name__
-    return apply

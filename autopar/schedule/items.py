@@ -8,6 +8,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from autopar.graph import Atom
 from autopar.schedule.directives import Replace, Sync
+from autopar.schedule.graph import ModelGraph
 from autopar.schedule.layouts import Layout
 from autopar.schedule.regions import Region
 from autopar.sharding.spec import Spec
@@ -58,6 +59,7 @@ type Item = Compute | Synced | Boundary | Group
 class Placed:
     """What runs, and where its arguments and results are."""
 
+    graph: ModelGraph
     items: tuple[Item, ...]
     arguments: tuple[Layout, ...]
     outvars: tuple[Atom, ...]

@@ -108,11 +108,20 @@ def follow(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> Follo
 
 def follow_jaxpr(jaxpr: Jaxpr, layouts: Sequence[Layout], mesh: LogicalMesh) -> list[Layout]:
     """Where the results of `jaxpr` are; partial sums inside must not arise."""
+    return steps_of(jaxpr, layouts, mesh)[1]
+
+
+def steps_of(
+    jaxpr: Jaxpr, layouts: Sequence[Layout], mesh: LogicalMesh
+) -> tuple[list[tuple[JaxprEqn, Followed]], list[Layout]]:
+    """The equations of `jaxpr` on shards, and where its results are."""
     env = dict(zip(jaxpr.invars, layouts, strict=True))
     env.update((var, whole(aval_of(var).ndim)) for var in jaxpr.constvars)
+    steps: list[tuple[JaxprEqn, Followed]] = []
     for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, follow(eqn, [layout_of(a, env) for a in eqn.invars], mesh).results, strict=True))
-    return [layout_of(atom, env) for atom in jaxpr.outvars]
+        steps.append((eqn, follow(eqn, [layout_of(a, env) for a in eqn.invars], mesh)))
+        env.update(zip(eqn.outvars, steps[-1][1].results, strict=True))
+    return steps, [layout_of(atom, env) for atom in jaxpr.outvars]
 
 
 def layout_of(atom: Atom, env: dict[Var, Layout]) -> Layout:

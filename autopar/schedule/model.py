@@ -6,19 +6,23 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax import nnx
+from jax.extend.core import Var
 
 from autopar.devices import Devices, planned_mesh
+from autopar.graph import Atom
 from autopar.schedule import directives as d
 from autopar.schedule import nnx_scopes
 from autopar.schedule.checks import check
-from autopar.schedule.directives import Directive, Schedule, ScheduleError, primitives
+from autopar.schedule.directives import Directive, Schedule, ScheduleError
 from autopar.schedule.forking import draws_of
-from autopar.schedule.graph import Node, joined, trace_model
+from autopar.schedule.graph import Node, joined, trace_model, within
 from autopar.schedule.handle import Handle
 from autopar.schedule.items import Placed
+from autopar.schedule.looking import look_through
 from autopar.schedule.matcher import Subgraph
-from autopar.schedule.placing import place
+from autopar.schedule.placing import SyncInside, place
 from autopar.schedule.regions import Region, Unit, arrange
+from autopar.schedule.replacing import ModuleFunction, as_function, unfolded, unfolded_for_sync
 from autopar.schedule.tree import Modules, classes_of
 from autopar.sharding.spec import AnyMesh, LogicalMesh
 from autopar.trace import abstract
@@ -31,6 +35,7 @@ def create_schedule(
     mesh: Devices = None,
     schedule: Schedule | None = None,
     functions: dict[str, Callable[..., Any]] | None = None,
+    updates: bool = False,
 ) -> "ModelSchedule":
     """An empty schedule for a model, to which directives are added, or one that is replayed on it.
 
@@ -40,21 +45,26 @@ def create_schedule(
         mesh: where to run, see `autopar.devices.Devices`; one axis "x" over all devices by default. An abstract mesh is enough to plan
             and to predict for a cluster that is not here: `jax.sharding.AbstractMesh((8,), ("x",))`.
         schedule: directives to begin with.
-        functions: those that `schedule` names.
+        functions: those that `schedule` names, and modules that it names.
+        updates: of an nnx module that changes its state when called: return what is no parameter as it is then beside the result.
 
     Raises:
-        ScheduleError: a directive of `schedule` is not for this model.
+        ScheduleError: a directive of `schedule` is not for this model; or an nnx module changes its state, and the change would be lost.
     """
+    if updates and not isinstance(model, nnx.Module):
+        raise ScheduleError(
+            "updates=True is for nnx modules; others return what they change, linen's by apply(mutable=...)"
+        )
     params, args = jax.tree.map(abstract, (params, tuple(example_args)))
     match model:
         case nn.Module():
             fun, classes = model.apply, classes_of(model.apply, params, args)
         case nnx.Module():
-            fun, classes = nnx_scopes.as_function(model), nnx_scopes.classes(model)
+            fun, classes = nnx_scopes.as_function(model, updates), nnx_scopes.classes(model)
         case _:
             fun, classes = model, classes_of(model, params, args)
     made = ModelSchedule(fun, classes, params, args, planned_mesh(mesh))
-    made.functions.update(functions or {})
+    made.functions.update({name: as_function(function) for name, function in (functions or {}).items()})
     return made.replayed(schedule, made.args) if schedule is not None else made
 
 
@@ -68,13 +78,15 @@ class ModelSchedule(Handle):
     """
 
     def __init__(
-        self, fun: Callable[..., Any], classes: dict[str, str], params: Any, args: tuple[Any, ...], mesh: AnyMesh
+        self, fun: Callable[..., Any], classes: dict[str, type], params: Any, args: tuple[Any, ...], mesh: AnyMesh
     ) -> None:
         super().__init__(self, ("",))
         self.fun, self.classes, self.params, self.args, self.mesh = fun, classes, params, args, mesh
         self.functions: dict[str, Callable[..., Any]] = {}
         self._directives: list[Directive] = []
-        self.graph = trace_model(fun, self.params, self.args, classes.get(""), self._param_path)
+        self.graph = trace_model(
+            fun, self.params, self.args, root.__name__ if (root := classes.get("")) else None, self._param_path
+        )
         leaves = jax.tree.leaves(self.params)
         self.modules = Modules.of(self.graph, classes, dict(zip(self.graph.params.values(), leaves, strict=True)))
 
@@ -94,22 +106,6 @@ class ModelSchedule(Handle):
     @property
     def logical_mesh(self) -> LogicalMesh:
         return LogicalMesh(self.mesh.axis_sizes, self.mesh.axis_names)
-
-    @property
-    def mod(self) -> str:
-        """The modules with their parameters and directives, and once there is a `trace`, the equations."""
-        text = self.modules.text(self._directives)
-        if any(isinstance(each, d.Trace) for each in self._directives):
-            text += "\n\n" + "\n".join(self._lines())
-        return text
-
-    def named_schedules(self) -> dict[str, Handle]:
-        """A handle for each module, by path."""
-        return {path: Handle(self, (path,)) for path in self.modules.by_path}
-
-    def list_primitives(self) -> tuple[str, ...]:
-        """The names of the directives there are."""
-        return primitives()
 
     # -- for handles
 
@@ -141,18 +137,43 @@ class ModelSchedule(Handle):
 
     def visible(self, paths: Sequence[str]) -> list[Node]:
         """The nodes of modules that `find` sees."""
-        hidden = {path for path, module in self.modules.by_path.items() if module.is_linear}
-        hidden -= {each.path for each in self.of_kind(d.Decompose)}
-        nodes = [n for n in self.graph.nodes if any(n.within(p) for p in paths) and n.name not in self.claimed()]
+        hidden, claimed = self._hidden(), self.claimed()
+        nodes = [n for n in self.graph.nodes if any(n.within(p) for p in paths) and n.name not in claimed]
         for trace in self.of_kind(d.Trace):
-            hidden.update(joined(trace.path, leaf) for leaf in trace.leaf_modules)
             if not trace.flatten:
                 nodes = [n for n in nodes if n.scope == trace.path or not n.within(trace.path)]
         return [node for node in nodes if not any(node.within(path) for path in hidden)]
 
+    def shows(self, path: str) -> bool:
+        """Whether `find` sees a module: it is inside none that is one thing."""
+        parent = path.rpartition("/")[0]
+        closed = [each.path for each in self.of_kind(d.Trace) if not each.flatten]
+        return not any(within(parent, each) for each in self._hidden()) and not any(
+            parent != each and within(parent, each) for each in closed
+        )
+
+    def _hidden(self) -> set[str]:
+        """The modules that are one thing."""
+        hidden = {path for path, module in self.modules.by_path.items() if module.is_linear}
+        hidden -= {each.path for each in self.of_kind(d.Decompose)}
+        return hidden.union(joined(t.path, leaf) for t in self.of_kind(d.Trace) for leaf in t.leaf_modules)
+
     def region(self, nodes: Sequence[Node]) -> Subgraph:
         names = (self.graph.value_names[var] for var in self.graph.inputs_of(nodes))
         return Subgraph(tuple(node.name for node in nodes), tuple(names))
+
+    def reads(self, names: Sequence[str]) -> d.Reads:
+        """What each of some nodes reads, for each operand the names that the value has as it is and behind broadcasts.
+
+        Which of these there are depends on the batch, where that may be one. So may numbers, which are left out.
+        """
+        operands = (map(self._aliases, self.graph.by_name[name].eqn.invars) for name in names)
+        return tuple(tuple(aliases for aliases in each if aliases) for each in operands)
+
+    def _aliases(self, atom: Atom) -> tuple[str, ...]:
+        seen = look_through(self.graph, atom)
+        names = self.graph.value_names
+        return (*(node.name for node in seen.nodes), names[seen.source]) if isinstance(seen.source, Var) else ()
 
     def module(self, *paths: str) -> Subgraph:
         """All equations of a module, or of several."""
@@ -173,17 +194,29 @@ class ModelSchedule(Handle):
 
     def placed(self, batch_axis: str | None = None, lenient: bool = False) -> Placed:
         """Every value where the directives put it; see `place`. Raises ScheduleError where they don't fit together."""
-        return place(
-            self.graph,
-            self.units(),
-            self.of_kind(d.Shard),
-            self.of_kind(d.Sync),
-            self.of_kind(d.CutPipelineStage),
-            draws_of(self.nodes_of(*(each.path for each in self.of_kind(d.ForkRng)))),
-            self.logical_mesh,
-            batch_axis,
-            lenient,
-        )
+        graph, units = self.graph, self.units()
+        for region in self.of_kind(d.Replace):
+            if isinstance(self.functions[region.function], ModuleFunction):
+                graph, units = unfolded(graph, units, region, self.functions)
+        while True:
+            try:
+                return place(
+                    graph,
+                    units,
+                    self.of_kind(d.Shard),
+                    self.of_kind(d.Sync),
+                    self.of_kind(d.CutPipelineStage),
+                    [node for node in self._forked() if node.name in graph.by_name],
+                    self.logical_mesh,
+                    batch_axis,
+                    lenient,
+                )
+            except SyncInside as inside:
+                graph, units = unfolded_for_sync(graph, units, inside.region, self.functions)
+
+    def _forked(self) -> list[Node]:
+        """What draws random numbers that each device draws for its own shards."""
+        return draws_of(self.nodes_of(*(each.path for each in self.of_kind(d.ForkRng))))
 
     def for_args(self, args: Sequence[Any]) -> "ModelSchedule":
         """The same schedule for arguments of other shapes."""
@@ -206,14 +239,16 @@ class ModelSchedule(Handle):
             made.append(directive)
         return made
 
-    def _lines(self) -> Iterator[str]:
-        """The equations that are seen, those of a hidden module or a region in one line."""
+    def lines(self, paths: Sequence[str]) -> Iterator[str]:
+        """The equations of modules that are seen, those of a hidden module or a region in one line."""
         seen = {node.name for node in self.visible(("",))}
         names, shown = self.graph.value_names, set[str]()
-        for unit in self.units():
+        for unit in self._fused_or_not(self.units()):
             nodes = unit.nodes if isinstance(unit, Unit) else (unit,)
-            inputs = [names[var] for var in self.graph.inputs_of(nodes)]
+            if not any(node.within(path) for node in nodes for path in paths):
+                continue
             if isinstance(unit, Unit) and isinstance(unit.region, d.Fuse | d.Replace):
+                inputs = [names[var] for var in self.graph.inputs_of(nodes)]
                 yield f"{names[self.graph.outputs_of(nodes)[0]]} = {unit.region.name}({', '.join(inputs)})"
                 continue
             for node in nodes:
@@ -222,6 +257,14 @@ class ModelSchedule(Handle):
                 elif node.scope not in shown:
                     shown.add(node.scope)
                     yield f"{node.scope or 'model'}(...)"
+
+    def _fused_or_not(self, units: Sequence[Node | Unit]) -> Iterator[Node | Unit]:
+        """Equations, and those that run as one function, also where they are recomputed."""
+        for unit in units:
+            if isinstance(unit, Unit) and not isinstance(unit.region, d.Fuse | d.Replace):
+                yield from self._fused_or_not(unit.inside)
+            else:
+                yield unit
 
     def _name(self, atom: Any) -> str:
         return str(atom.val) if hasattr(atom, "val") else self.graph.value_names[atom]

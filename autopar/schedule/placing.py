@@ -43,6 +43,7 @@ def place(
 
     Raises:
         ScheduleError: a sync is missing or has nothing to do, or something can't be computed where it is.
+        SyncInside: a sync is due inside of what a function stands in for.
     """
 
     def placer(forked: Mapping[Var, Spec]) -> _Placer:
@@ -52,6 +53,13 @@ def place(
     placed = first.place(units)
     forked = splits(graph, draws, first.followed, mesh) if draws else {}
     return placer(forked).place(units) if forked else placed
+
+
+@dataclass
+class SyncInside(Exception):
+    """A sync is due inside of what a function stands in for."""
+
+    region: Replace
 
 
 @dataclass
@@ -109,7 +117,7 @@ class _Placer:
                 why = self.passed.get(k, "no value passes there")
                 raise ScheduleError(f"{describe(sync)} of {sync.path or 'the model'} has nothing to do: {why}")
         items = closed(self.frames[0].items, {atom for atom in outvars if isinstance(atom, Var)})
-        return Placed(items, tuple(self.layouts[var] for var in self.graph.invars), outvars, results)
+        return Placed(self.graph, items, tuple(self.layouts[var] for var in self.graph.invars), outvars, results)
 
     # -- what runs
 
@@ -132,9 +140,7 @@ class _Placer:
         if not isinstance(region, Replace):
             return Group(region, tuple(frame.items), (), ())
         if any(isinstance(item, Synced) for item in frame.items):
-            raise ScheduleError(
-                f"{describe(region)}: a sync would fall inside what is replaced; replace what is before or after it only"
-            )
+            raise SyncInside(region)
         inputs = [frame.read[self.graph.values[name]] for name in region.inputs]
         wanted = tuple((self.layouts[var], frame.wanted[var]) for var in inputs)
         outputs = self.graph.outputs_of([self.graph.by_name[name] for name in region.nodes])

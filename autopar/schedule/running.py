@@ -4,7 +4,7 @@ On `Shards` it is what one device has, inside `jax.shard_map`, and syncs are col
 whole array, and where a sync puts it is a constraint to XLA's partitioner, or a name that the planner has a pin for.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
@@ -18,14 +18,14 @@ from autopar.graph import read
 from autopar.layers import mark_pipeline_boundary
 from autopar.schedule.compilers import compiler
 from autopar.schedule.directives import Checkpoint, Fuse, Replace, ScheduleError
-from autopar.schedule.graph import ModelGraph, Recomputed, within
+from autopar.schedule.graph import ModelGraph, Recomputed
 from autopar.schedule.items import Boundary, Compute, Group, Item, Placed, Synced
 from autopar.schedule.layouts import Layout, LayoutError
 from autopar.schedule.local import draw_shards, run_eqn, shard
+from autopar.schedule.policies import policy_of
+from autopar.schedule.replacing import Functions, call
 from autopar.schedule.syncs import OPS, apply
 from autopar.sharding.spec import AnyMesh, LogicalMesh, partition_spec
-
-type Functions = Mapping[str, Callable[..., Any]]
 
 
 class Machine(Protocol):
@@ -109,10 +109,9 @@ def check_functions(items: Iterable[Item]) -> None:
             raise ScheduleError(f"{item.sync.op}, a sync function, runs on shards: build with backend='manual'")
 
 
-def run_model(
-    graph: ModelGraph, placed: Placed, machine: Machine, functions: Functions, leaves: Sequence[Any]
-) -> list[Any]:
+def run_model(placed: Placed, machine: Machine, functions: Functions, leaves: Sequence[Any]) -> list[Any]:
     """The results of the model, from its parameters and arguments as a flat list."""
+    graph = placed.graph
     env: dict[Var, Any] = {**graph.constants, **dict(zip(graph.invars, leaves, strict=True))}
     _Run(graph, machine, functions).all(placed.items, env)
     return [read(atom, env) for atom in placed.outvars]
@@ -144,7 +143,7 @@ class _Run:
                             inside.__name__ = inside.__qualname__ = region.name
                             results = compiler(region.compiler)(inside)(*values)
                         case Checkpoint():
-                            policy = getattr(jax.checkpoint_policies, region.policy) if region.policy else None
+                            policy = policy_of(region.policy, self.functions)
                             results = jax.checkpoint(self._inside(item), policy=policy)(*values)
                         case Recomputed():
                             # What goes in is not what the model's own jax.checkpoint got: the marks, one per input, don't fit.
@@ -169,35 +168,7 @@ class _Run:
         return region
 
     def _replaced(self, group: Group, region: Replace, values: Sequence[Any]) -> list[Any]:
-        """What the user's function makes of its inputs; those of a whole module start with its parameters, as a dict."""
+        """What the user's function makes of its inputs."""
         pairs = zip(values, group.wanted, strict=True)
         given = [self.machine.prepare(value, have, want) for value, (have, want) in pairs]
-        if region.whole_module:
-            params: dict[str, Any] = {}
-            rest = []
-            for name, value in zip(region.inputs, given, strict=True):
-                if self.graph.values[name] in self.graph.params and within(name, region.path):
-                    _insert(params, name.removeprefix(f"{region.path}/").split("/"), value)
-                else:
-                    rest.append(value)
-            given = [params, *rest]
-        try:
-            results = jax.tree.leaves(self.functions[region.function](*given))
-        except (TypeError, ValueError) as error:
-            shapes = ", ".join(str(jax.typeof(value)) for value in jax.tree.leaves(given))
-            raise ScheduleError(f"{region.function}, in place of {region.name}, fails for {shapes}: {error}") from error
-        self._check(group, region, results)
-        return results
-
-    def _check(self, group: Group, region: Replace, results: Sequence[Any]) -> None:
-        if len(results) != len(group.outputs):
-            raise ScheduleError(
-                f"{region.function} returns {len(results)} arrays in place of {region.name}, which makes {len(group.outputs)}:"
-                f" {', '.join(self.graph.value_names[var] for var in group.outputs)}"
-            )
-
-
-def _insert(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    for part in path[:-1]:
-        tree = tree.setdefault(part, {})
-    tree[path[-1]] = value
+        return call(self.graph, region, self.functions, given)

@@ -26,10 +26,10 @@ def check_sync(sync: Sync, functions: Mapping[str, Any]) -> None:
     """Raise ScheduleError for a sync that can't be meant."""
     if sync.mode not in ("fwd_pre", "fwd_post", "bwd_post"):
         raise ScheduleError(f"sync mode {sync.mode!r}, expected 'fwd_pre', 'fwd_post' or 'bwd_post'")
-    if sync.mode == "bwd_post" and sync.op != "all_reduce":
+    if sync.mode == "bwd_post" and sync.op != "all_reduce" and sync.op not in functions:
         raise ScheduleError(
-            f"sync {sync.op!r} of gradients: only 'all_reduce' is written by itself; that of an all_gather or a scatter follows"
-            " from the forward sync (see backward=)"
+            f"sync {sync.op!r} of gradients: expected 'all_reduce', or a function; how gradients of what is gathered or scattered go is"
+            " said where that is done (backward=)"
         )
     if sync.mode == "fwd_pre" and sync.op in ("all_reduce", "reduce_scatter"):
         raise ScheduleError(f"sync {sync.op!r} before a module: put it after the module that makes the partial sum")
@@ -89,7 +89,8 @@ def apply(
     """The sync of this device's `value`, inside `jax.shard_map`."""
     axis, wanted = sync.mesh_axis, after(sync, before)
     if sync.mode == "bwd_post":
-        return lax.pcast(value, axis, to="varying")
+        hook = functions.get(sync.op)
+        return lax.pcast(value, axis, to="varying") if hook is None else _with_gradient(value, sync, hook)
     gathered = next((dim for dim, axes in enumerate(before.dims) if axis in axes and not wanted.dims[dim]), None)
     scattered = next((dim for dim, axes in enumerate(wanted.dims) if axis in axes and not before.dims[dim]), None)
     match sync.op:
@@ -99,10 +100,7 @@ def apply(
             return lax.psum_scatter(value, axis, scatter_dimension=scattered or 0, tiled=True)
         case op if op in functions:
             made = functions[op](value)
-            if not jax.typeof(made).manual_axis_type.varying <= wanted.varying:
-                raise ScheduleError(
-                    f"{op}, the sync function of {sync.path!r}, returns values that still differ between the devices of {axis!r}"
-                )
+            _check_whole(sync, made, wanted.varying)
             return made
     if gathered is not None and scattered is not None:
         return lax.all_to_all(value, axis, split_axis=scattered, concat_axis=gathered, tiled=True)
@@ -113,6 +111,35 @@ def apply(
     if axis in before.varying:  # gradients are partial sums, whose own part is all that a device adds
         return shard(value, before.dims, wanted.dims, mesh)
     return _scatter(value, axis, scattered)
+
+
+def _check_whole(sync: Sync, made: Any, allowed: frozenset[str]) -> None:
+    if not jax.typeof(made).manual_axis_type.varying <= allowed:
+        raise ScheduleError(
+            f"{sync.op}, the sync function of {sync.path!r}, returns values that still differ between the devices of {sync.mesh_axis!r}"
+        )
+
+
+def _with_gradient(value: Any, sync: Sync, function: Callable[..., Any]) -> Any:
+    """`value`; `function` makes its gradient of what each device has of it."""
+    allowed = jax.typeof(value).manual_axis_type.varying
+
+    @jax.custom_vjp
+    def same(value: Any) -> Any:
+        return lax.pcast(value, sync.mesh_axis, to="varying")
+
+    def backward(_: None, gradient: Any) -> tuple[Any]:
+        made = function(gradient)
+        if (made.shape, made.dtype) != (gradient.shape, gradient.dtype):
+            raise ScheduleError(
+                f"{sync.op}, the sync function of {sync.path!r}, makes {made.dtype}{list(made.shape)} of a gradient that is"
+                f" {gradient.dtype}{list(gradient.shape)}"
+            )
+        _check_whole(sync, made, allowed)
+        return (made,)
+
+    same.defvjp(lambda value: (same(value), None), backward)
+    return same(value)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -18,8 +18,18 @@ class Module:
     """A module, or a named scope: its class, if it has one, and the shapes of its own parameters."""
 
     path: str
-    type_name: str
+    type: type | None
     params: dict[str, jax.ShapeDtypeStruct]
+
+    @property
+    def type_name(self) -> str:
+        return self.type.__name__ if self.type else ""
+
+    def is_a(self, wanted: "type | str") -> bool:
+        """Whether it is of a class, or of one of that name."""
+        if isinstance(wanted, str):
+            return bool(wanted) and self.type_name == wanted
+        return self.type is not None and issubclass(self.type, wanted)
 
     @property
     def is_linear(self) -> bool:
@@ -27,13 +37,13 @@ class Module:
         return {"kernel", "bias"} <= self.params.keys()
 
 
-def classes_of(fun: Callable[..., Any], params: Any, args: Sequence[Any]) -> dict[str, str]:
+def classes_of(fun: Callable[..., Any], params: Any, args: Sequence[Any]) -> dict[str, type]:
     """The class of each linen module that `fun(params, *args)` calls, by path, in the order of their first call."""
-    found: dict[str, str] = {}
+    found: dict[str, type] = {}
 
     def watch(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         if context.method_name != "setup":
-            found.setdefault("/".join(context.module.path), type(context.module).__name__)
+            found.setdefault("/".join(context.module.path), type(context.module))
         return next_fun(*args, **kwargs)
 
     with nn.intercept_methods(watch):
@@ -48,7 +58,7 @@ class Modules:
     by_path: dict[str, Module]
 
     @classmethod
-    def of(cls, graph: ModelGraph, classes: dict[str, str], shapes: dict[str, jax.ShapeDtypeStruct]) -> "Modules":
+    def of(cls, graph: ModelGraph, classes: dict[str, type], shapes: dict[str, jax.ShapeDtypeStruct]) -> "Modules":
         paths = {"": None}
         for scope in (*classes, *(node.scope for node in graph.nodes), *(name.rpartition("/")[0] for name in shapes)):
             paths.update(dict.fromkeys(_parents(scope)))
@@ -56,7 +66,7 @@ class Modules:
         for name, aval in shapes.items():
             path, _, param = name.rpartition("/")
             own[path][param] = aval
-        return cls({path: Module(path, classes.get(path, ""), own[path]) for path in _nested(paths)})
+        return cls({path: Module(path, classes.get(path), own[path]) for path in _nested(paths)})
 
     def find(self, pattern: str) -> list[str]:
         """The paths that `pattern` names: itself, or with `*` all that match. Raises ScheduleError when there is none."""
@@ -79,12 +89,15 @@ class Modules:
             )
         return params[name]
 
-    def text(self, directives: Iterable[Directive]) -> str:
-        """The tree with shapes, and under each module its directives."""
+    def text(self, directives: Iterable[Directive], roots: Sequence[str] = ("",)) -> str:
+        """The modules at `roots` and inside them, with shapes, and under each its directives."""
         directives = list(directives)
         lines = []
         for path, module in self.by_path.items():
-            indent = "  " * (path.count("/") + 1 if path else 0)
+            root = next((root for root in roots if within(path, root)), None)
+            if root is None:
+                continue
+            indent = "  " * (_depth(path) - _depth(root))
             params = ", ".join(f"{name}={each.dtype}{list(each.shape)}" for name, each in module.params.items())
             name = path.rpartition("/")[2]
             label = f"({name}): {module.type_name or 'scope'}" if name else module.type_name or "function"
@@ -98,6 +111,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = [each for each in known if each]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
     return f"near it: {', '.join(close) or 'nothing'}"
+
+
+def _depth(path: str) -> int:
+    return path.count("/") + 1 if path else 0
 
 
 def _parents(scope: str) -> list[str]:

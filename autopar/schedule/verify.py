@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.schedule.build import Backend, build
+from autopar.api import parallelize
+from autopar.schedule.build import Backend, Built, build
 from autopar.schedule.directives import (
     CutPipelineStage,
     Directive,
@@ -43,7 +45,8 @@ class Verify:
             sch["linear1"].shard("kernel", axis=1)
             ...
 
-    Stages of a pipeline are left out of it, and so is `fork_rng`: shards that draw their own numbers can't give the model's.
+    What is checked is what runs: with backend "auto" the loss and its gradients are a step that is planned, by the method that `build`
+    gives. Stages of a pipeline are left out of it, and so is `fork_rng`: shards that draw their own numbers can't give the model's.
 
     Attributes:
         model: the schedule.
@@ -77,7 +80,12 @@ class Verify:
         given = self.model.schedule.directives
         schedule = Schedule(tuple(each for each in given if not isinstance(each, CutPipelineStage | ForkRng)))
         params = _random(self.model.params) if self.params is None else self.params
-        wanted = self._values(self.model.fun, params)
+        wanted = self._values(self.model.fun, params, _compiled)
+        if strange := [name for name, value in wanted.items() if not np.isfinite(value).all()]:
+            raise ScheduleError(
+                f"{strange[0]} of the model itself, without the schedule, is not finite: nothing can be compared with it. Give params= "
+                "(those drawn at random may be negative where variances are meant), or other example_inputs"
+            )
         worst = self._worst(schedule, params, wanted)
         if worst is None:
             return
@@ -85,8 +93,10 @@ class Verify:
         blamed = f"{describe(directive)} of {directive.path or 'the model'}" if directive else "no single directive"
         raise VerificationError(f"{worst}; at fault is {blamed}")
 
-    def _values(self, fun: Callable[..., Any], params: Any) -> dict[str, np.ndarray]:
-        """The loss, and the gradients of all parameters and inputs that have any, by name."""
+    def _values(
+        self, fun: Callable[..., Any], params: Any, run: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> dict[str, np.ndarray]:
+        """The loss, and the gradients of all parameters and inputs that have any, by name; computed by `run` of them."""
         args = tuple(self.example_inputs)
 
         def loss(smooth: Any, rest: Any) -> jax.Array:
@@ -95,7 +105,7 @@ class Verify:
             return self.loss(result) if self.loss is not None else _weighted(result)
 
         smooth, rest = _parted((params, *args))
-        value, gradients = jax.jit(jax.value_and_grad(loss), compiler_options=_FAST)(smooth, rest)
+        value, gradients = run(jax.value_and_grad(loss))(smooth, rest)
         leaves, _ = jax.tree.flatten_with_path(gradients)
         named = {f"the gradient of {self._name(path)}": np.asarray(leaf) for path, leaf in leaves}
         return {_LOSS: np.asarray(value), **named}
@@ -107,7 +117,8 @@ class Verify:
     def _worst(self, schedule: Schedule, params: Any, wanted: dict[str, np.ndarray]) -> str | None:
         """What a schedule gets most wrong, in words; None when all is well. Raises ScheduleError if it can't be built."""
         model = self.model.replayed(schedule, jax.tree.map(abstract, tuple(self.example_inputs)))
-        found = self._values(build(model, self.backend, self.batch_axis).apply, params)
+        built = build(model, self.backend, self.batch_axis)
+        found = self._values(built.apply, params, _compiled if self.backend != "auto" else partial(_planned, built))
         # Gradients that are zero but for rounding are compared with the others.
         floor = 1e-2 * max(_largest(value) for name, value in wanted.items() if name != _LOSS)
         differences = {
@@ -129,6 +140,14 @@ class Verify:
         return None
 
 
+def _compiled(step: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(step, compiler_options=_FAST)
+
+
+def _planned(built: Built, step: Callable[..., Any]) -> Callable[..., Any]:
+    return parallelize(step, method=built.method, static_argnums=(), donate_argnums=(), batch_argnums=())
+
+
 def _alternatives(schedule: Schedule) -> Iterator[tuple[Directive, Schedule]]:
     given = schedule.directives
     # What runs functions of the user is tried first.
@@ -146,7 +165,9 @@ def _random(avals: Any) -> Any:
     """Parameters to compare with: small, so that nothing saturates, and each different from all others."""
     draw = np.random.default_rng(0)
 
-    def values(aval: Any) -> np.ndarray:
+    def values(aval: Any) -> Any:
+        if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+            return jnp.zeros(aval.shape, aval.dtype)
         if not jnp.issubdtype(aval.dtype, jnp.inexact):
             return np.zeros(aval.shape, aval.dtype)
         return (draw.standard_normal(aval.shape) / max(1, *aval.shape[:1]) ** 0.5).astype(aval.dtype)

@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal as OneOf
 
 from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar import regions
+from autopar.facts import fact
 from autopar.graph import Atom
 from autopar.sharding.factors import OpFactors
 from autopar.sharding.rules import PASS_THROUGH, op_factors
@@ -40,7 +40,7 @@ class Dataflow:
     readers: Counter[Var]
 
 
-@lru_cache(maxsize=16)  # a stage is planned on many meshes
+@fact
 def analyse(step: StepGraph) -> Dataflow:
     """The facts about `step`. Raises MissingRuleError when an equation has no sharding rule."""
     eqns = step.jaxpr.eqns
@@ -63,7 +63,7 @@ def step_factors(step: StepGraph) -> tuple[OpFactors | None, ...]:
     return _factors(step.jaxpr)
 
 
-@lru_cache(maxsize=16)  # a stage is planned on many meshes
+@fact
 def _factors(jaxpr: Jaxpr) -> tuple[OpFactors | None, ...]:
     passing = [eqn.primitive.name in PASS_THROUGH or not eqn.outvars for eqn in jaxpr.eqns]
     return tuple(None if passes else op_factors(eqn) for eqn, passes in zip(jaxpr.eqns, passing, strict=True))

@@ -15,13 +15,13 @@ Checked against compiled programs by `experiments.validation.fidelity`. It looks
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import combinations
 from math import prod
 
 from jax.extend.core import JaxprEqn, Var
 
 from autopar import regions
+from autopar.facts import fact
 from autopar.graph import aval_of
 from autopar.sharding.epilogues import Values, find_epilogues, find_scattered
 from autopar.sharding.layouts import GRADIENT, ORDER, PRODUCTS, Layout, layouts
@@ -110,7 +110,7 @@ class Traffic:
     leaders: Mapping[int, int]
 
 
-@lru_cache(maxsize=16)
+@fact
 def traffic(step: StepGraph, fuses_rows: bool = True) -> Traffic:
     """What `step` moves; without `fuses_rows` each reduction is a kernel of its own."""
     fused = _Fusion(step, fuses_rows)

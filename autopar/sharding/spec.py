@@ -1,6 +1,6 @@
 """Sharding specs as plain values, and the logical mesh they speak of."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -71,6 +71,27 @@ class LogicalMesh:
             return [sum(p * strides[n] for p, n in zip(position, names, strict=True)) for position in positions]
 
         return tuple(tuple(base + offset for offset in offsets(inner)) for base in offsets(outer))
+
+    def along(self, groups: Groups) -> str:
+        """The axes along which members of a group differ, `x,y`; nothing if all are alone."""
+        found: set[str] = set()
+        for first, *others in groups:
+            for other in others:
+                positions = zip(self.axis_names, self._position(first), self._position(other), strict=True)
+                found.update(axis for axis, one, another in positions if one != another)
+        return self.joined(found)
+
+    def joined(self, axes: Collection[str]) -> str:
+        """Names of axes as `Collective.axis` has them: `x,y`."""
+        return ",".join(axis for axis in self.axis_names if axis in axes)
+
+    def _position(self, device: int) -> list[int]:
+        """Where a device is along each axis."""
+        position = []
+        for size in reversed(self.shape):
+            device, at = divmod(device, size)
+            position.append(at)
+        return position[::-1]
 
 
 def replicated(rank: int) -> Spec:

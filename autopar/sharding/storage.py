@@ -6,11 +6,11 @@ half-precision products to multiples of eight, workspaces of cuBLAS (4 MB), and 
 
 from collections import Counter
 from collections.abc import Mapping
-from functools import lru_cache
 
 from jax.extend.core import JaxprEqn, Var
 
 from autopar import regions
+from autopar.facts import fact
 from autopar.graph import aval_of
 from autopar.sharding.rules import PASS_THROUGH, POINTWISE
 from autopar.trace import StepGraph
@@ -33,7 +33,7 @@ def is_fusible(name: str) -> bool:
     return name in FUSIBLE or name in PASS_THROUGH
 
 
-@lru_cache(maxsize=16)
+@fact
 def stored_values(step: StepGraph) -> frozenset[Var]:
     """The values that are written to memory: inputs, outputs, what the tasks of a stage hand on to one another, and what a kernel other
     than a fusion writes or reads."""
@@ -73,7 +73,7 @@ def is_relaid(eqn: JaxprEqn, operand: int) -> bool:
     return any(size > 1 for size in (*window, *eqn.params["window_strides"], *eqn.params["lhs_dilation"]))
 
 
-@lru_cache(maxsize=16)
+@fact
 def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
     """The first and the last moment (number of an equation) at which each stored value that is no view must be in memory.
 
@@ -120,7 +120,7 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
     return {var: (first[var], last.get(var, first[var])) for var in stored - views}
 
 
-@lru_cache(maxsize=16)
+@fact
 def readings(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
     """The first and the last equation whose kernel reads each value from memory, itself or a view of it."""
     stored, found = stored_values(step), {}

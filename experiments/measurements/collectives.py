@@ -1,15 +1,13 @@
 """Seconds of single collectives; `simulator.calibration.tables` fits the simulator's size curves to them."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import get_args
 
 import jax
 import numpy as np
 import pandas as pd
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autopar import manual
+from autopar.microbenchmarks import collective, repeated
 from autopar.util import benchmark_func
 from simulator.calibration.tables import COLUMNS
 from simulator.work import CollectiveKind
@@ -42,39 +40,11 @@ def measure_collectives(
 
 
 def _seconds(kind: CollectiveKind, size: int, num_bytes: int, repeat: int, number: int) -> float:
-    length = num_bytes // 4
-    if num_bytes % (4 * size):
-        raise ValueError(f"{num_bytes} bytes can't be split into float32 shards for {size} devices; use a multiple")
-    mesh = Mesh(np.array(jax.devices()[:size]), ("i",), axis_types=(AxisType.Auto,))
-    along = PartitionSpec("i")
-    step = jax.jit(jax.shard_map(partial(_in_a_row, _ONCE[kind]), mesh=mesh, in_specs=along, out_specs=along))
-    x = jax.device_put(np.zeros(size * length, np.float32), NamedSharding(mesh, along))
+    benchmark = collective(kind, jax.devices()[:size], num_bytes)
+    row = repeated(benchmark)
 
-    def run() -> (
-        None
-    ):  # on CPUs two programs in flight may wait for each other's threads; on GPUs a launch is short beside ten
-        jax.block_until_ready(step(x))
+    def run() -> None:
+        # on CPUs two programs in flight may wait for each other's threads; on GPUs a launch is short beside ten collectives
+        jax.block_until_ready(row(benchmark.x, IN_A_ROW))
 
     return float(np.median(benchmark_func(run, warmup=2, repeat=repeat, number=number))) / IN_A_ROW
-
-
-def _in_a_row(once: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    return jax.lax.fori_loop(0, IN_A_ROW, lambda _, x: once(x), x)
-
-
-def _all_gather(x: jax.Array) -> jax.Array:
-    return manual.all_gather(x[: len(x) // jax.lax.axis_size("i")], "i", dim=0)
-
-
-def _reduce_scatter(x: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice(x, manual.reduce_scatter(x, "i", dim=0), (0,))
-
-
-# Each takes and leaves the whole array, so that one can follow on the other with nothing but a slice in between.
-_ONCE: dict[CollectiveKind, Callable[[jax.Array], jax.Array]] = {
-    "all_reduce": lambda x: jax.lax.pcast(manual.all_reduce(x, "i"), "i", to="varying"),
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": lambda x: manual.all_to_all(x, "i", split_dim=0, concat_dim=0),
-    "permute": lambda x: manual.shift(x, "i"),
-}

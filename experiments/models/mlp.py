@@ -1,6 +1,7 @@
 """The MLP of the Alpa quickstart."""
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,25 +16,31 @@ class MLPModule(nn.Module):
 
     hidden_dim: int
     num_layers: int
+    dtype: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for i in range(self.num_layers):
             features = self.hidden_dim * 4 if i % 2 == 0 else self.hidden_dim
-            x = nn.relu(nn.Dense(features)(x))
+            x = nn.relu(nn.Dense(features, dtype=self.dtype)(x))
         return x
 
 
 @dataclass(frozen=True, slots=True)
 class MLP(Model):
-    """Learns y = W x + b in float32. `dim` is the width of x and y."""
+    """Learns y = W x + b. `dim` is the width of x and y, `compute_dtype` as in `GPT`."""
 
     dim: int
     num_layers: int
     batch_size: int
+    compute_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+
+    @property
+    def dtype(self) -> str:
+        return self.compute_dtype
 
     def init_state(self, key: jax.Array) -> TrainState:
-        module = MLPModule(self.dim, self.num_layers)
+        module = MLPModule(self.dim, self.num_layers, jnp.dtype(self.compute_dtype))
         params = module.init(key, jnp.zeros((1, self.dim)))
         return adam_state(module.apply, params)
 

@@ -2,6 +2,7 @@
 
 import zlib
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -10,13 +11,19 @@ from scipy.optimize import least_squares
 from simulator.collective_profile import SizeCurve, SwitchCurve, hops, sent_fraction
 from simulator.work import CollectiveKind
 
-_PARAMETERS = {  # start and bounds
+_BOUNDS = {  # start and bounds
     "launch_us": (8.0, 0.1, 1e3),
+    "member_us": (1.0, 1e-3, 1e3),
     "hop_us": (1.0, 1e-3, 1e2),
     "half_size_mb": (5.0, 1e-4, 1e3),
     "bandwidth_gb_per_s": (250.0, 0.1, 1e4),
     "small_group_loss": (0.3, 1e-3, 1.5),
+    "sharing": (0.5, 1e-3, 1.5),
 }
+_USUAL = ("launch_us", "hop_us", "half_size_mb", "bandwidth_gb_per_s", "small_group_loss")
+_OFF = 0.1  # mean error of the usual curve above which others are tried
+_BETTER = 0.9  # of its error on rows left out of its fit, which another one's must stay under
+_FOLDS = 5
 _OUTLIER = 0.05
 
 
@@ -42,9 +49,10 @@ class MeasuredCollectives:
         return MeasuredCollectives(self.kind, self.size[rows], self.num_bytes[rows], self.seconds[rows])
 
     def held_out(self) -> NDArray[np.bool_]:
-        """Which rows are for checking only: a fifth, by the CRC of kind, size and bytes."""
+        """Which rows are for checking only: a fifth, by the CRC of kind, size and bytes; none, where too few to fit would be left."""
         rows = zip(self.size, self.num_bytes, strict=True)
-        return np.array([zlib.crc32(f"{self.kind},{size},{moved:.0f}".encode()) % 5 == 0 for size, moved in rows])
+        held = np.array([zlib.crc32(f"{self.kind},{size},{moved:.0f}".encode()) % 5 == 0 for size, moved in rows])
+        return held if (~held).sum() >= len(_USUAL) else np.zeros_like(held)
 
     def errors(self, curve: SizeCurve) -> NDArray[np.float64]:
         """Predicted over measured, minus one."""
@@ -53,27 +61,88 @@ class MeasuredCollectives:
 
 
 def fit_curve(measured: MeasuredCollectives) -> SizeCurve:
-    """The curve of one kind of collective, with its mean absolute error on the rows that were held out."""
+    """The curve of one kind of collective, with its mean absolute error on the rows that were held out.
+
+    It is that of links to a switch. Where that is off by more than a tenth, members may share what starts them or their bandwidth, or
+    each group size may have a bandwidth of its own, if that is better on rows that are left out of the fit in turn; those that were
+    held out have no say in it.
+    """
     held = measured.held_out()
-    if (~held).sum() < len(_PARAMETERS):
-        raise ValueError(f"{(~held).sum()} collectives to fit; expected at least {len(_PARAMETERS)}, one per parameter")
-    size, seconds = measured.size, measured.seconds
-    sent = np.array([sent_fraction(measured.kind, int(n)) for n in size]) * measured.num_bytes
-    steps = np.array([hops(measured.kind, int(n)) for n in size])
-    groups = len(set(size.tolist()))
-    starts, low, high = np.log(np.array(list(_PARAMETERS.values()))).T
-    if groups < 2:  # one group size doesn't tell hops from the launch, nor the loss of small groups from the bandwidth
-        starts[[1, 4]] = low[[1, 4]] + 1e-6
-
-    def residuals(values: NDArray) -> NDArray:
-        launch, hop, half, bandwidth, loss = np.exp(values)
-        moved = (sent + np.sqrt(sent * half * 1e6)) / (bandwidth * 1e9 * (1 - loss / size))
-        return np.log(((launch + steps * hop) * 1e-6 + moved) / seconds)[~held]
-
-    solution = least_squares(residuals, starts, bounds=(low, high), loss="soft_l1", f_scale=_OUTLIER, max_nfev=300)
-    curve = SizeCurve(**dict(zip(_PARAMETERS, np.exp(solution.x).tolist(), strict=True)))
+    fitted = measured[~held]
+    if len(fitted.size) < len(_USUAL):
+        raise ValueError(f"{len(fitted.size)} collectives to fit; expected at least {len(_USUAL)}, one per parameter")
+    usual = _Form(_USUAL)
+    curve = usual.fit(fitted)
+    if len(set(fitted.size.tolist())) > 1 and np.abs(fitted.errors(curve)).mean() > _OFF:
+        chosen, error = usual, usual.left_out_error(fitted)
+        for _, forms in groupby(_other_forms(fitted), key=lambda form: len(form.parameters)):
+            found, best = min(((form.left_out_error(fitted), form) for form in forms), key=lambda pair: pair[0])
+            if found < _BETTER * error:
+                chosen, error = best, found
+        curve = chosen.fit(fitted)
     error = float(np.abs(measured.errors(curve)[held]).mean()) if held.any() else None
     return curve.model_copy(update={"held_out_error": error})
+
+
+def _other_forms(measured: MeasuredCollectives) -> "list[_Form]":
+    """Curves that need not be those of a switch, those of few parameters first.
+
+    Of a kind with a single hop that is part of the launch, so members may cost instead.
+    """
+    groups = tuple(sorted(set(measured.size.tolist())))
+    steps = ("hop_us", "member_us") if hops(measured.kind, 2) == hops(measured.kind, 4) else ("hop_us",)
+    forms = (
+        _Form(("launch_us", step, "half_size_mb", *bandwidth), sizes)
+        for step in steps
+        for bandwidth, sizes in (
+            (("bandwidth_gb_per_s", "small_group_loss"), ()),
+            (("bandwidth_gb_per_s", "sharing"), ()),
+            (("bandwidth_gb_per_s",) * len(groups), groups),
+        )
+        if (step, sizes, bandwidth[-1]) != ("hop_us", (), "small_group_loss")
+    )
+    enough = len(measured.size) * (1 - 1 / _FOLDS)  # rows that are left where a fifth is left out
+    return sorted((form for form in forms if len(form.parameters) < enough), key=lambda form: len(form.parameters))
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Which parameters of a curve are fitted; the bandwidths those of `groups` where there are some."""
+
+    parameters: tuple[str, ...]
+    groups: tuple[int, ...] = ()
+
+    def curve(self, values: NDArray) -> SizeCurve:
+        fields = {"hop_us": 0.0} | dict(zip(self.parameters, values.tolist(), strict=True))
+        bandwidths = dict(zip(self.groups, values[len(values) - len(self.groups) :].tolist(), strict=True))
+        return SizeCurve(**fields, group_bandwidth_gb_per_s=bandwidths)  # pyright: ignore[reportArgumentType]
+
+    def fit(self, measured: MeasuredCollectives) -> SizeCurve:
+        """With the parameters that come nearest to what was measured."""
+        starts, low, high = np.log(np.array([_BOUNDS[name] for name in self.parameters])).T
+        if (
+            len(set(measured.size.tolist())) < 2
+        ):  # one group size doesn't tell hops from launch, nor losses from bandwidth
+            fixed = np.isin(self.parameters, ["member_us", "hop_us", "small_group_loss", "sharing"])
+            starts = np.where(fixed, low + 1e-6, starts)
+        sent = np.array([sent_fraction(measured.kind, n) for n in measured.size.tolist()]) * measured.num_bytes
+        steps = np.array([hops(measured.kind, n) for n in measured.size.tolist()])
+
+        def residuals(values: NDArray) -> NDArray:
+            curve = self.curve(np.exp(values))
+            bandwidth = np.array([curve.bandwidth(n) for n in measured.size.tolist()])
+            latency = (curve.launch_us + (measured.size - 1) * curve.member_us + steps * curve.hop_us) * 1e-6
+            moved = (sent + np.sqrt(sent * curve.half_size_mb * 1e6)) / bandwidth
+            return np.log((latency + moved) / measured.seconds)
+
+        solution = least_squares(residuals, starts, bounds=(low, high), loss="soft_l1", f_scale=_OUTLIER, max_nfev=300)
+        return self.curve(np.exp(solution.x))
+
+    def left_out_error(self, measured: MeasuredCollectives) -> float:
+        """The mean absolute error on each fifth of the rows after a fit to the others."""
+        fold = np.arange(len(measured.size)) % _FOLDS
+        errors = [measured[fold == k].errors(self.fit(measured[fold != k])) for k in range(_FOLDS)]
+        return float(np.abs(np.concatenate(errors)).mean())
 
 
 _SWITCH_PARAMETERS = {  # start and bounds

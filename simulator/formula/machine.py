@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log, sqrt
+from typing import Literal
 
 from simulator.backend import EAGER, Backend
 from simulator.cluster import Cluster
@@ -11,18 +12,6 @@ from simulator.compute import KernelModel
 from simulator.description import ClusterError
 from simulator.gemm import GemmModel
 from simulator.network import Ring
-
-# Fractions of the peak that fused attention reaches on long causal sequences, forward and backward, by generation of its kernels.
-# Second: Dao, FlashAttention-2 (arXiv 2307.08691), figures for head size 128. First: about 0.6 of that, as in the same paper; the exact values
-# are those of two rows of llm-foundry's table with long sequences, 125m at 32768 tokens on A100 and 1b at 65536 on H100. V100 and B200 are
-# guesses in proportion.
-_FLASH = {
-    "V100": {"flash": (0.25, 0.20), "flash2": (0.25, 0.20)},
-    "A100": {"flash": (0.36, 0.31), "flash2": (0.57, 0.50)},
-    "H100": {"flash": (0.21, 0.17), "flash2": (0.36, 0.30)},
-    "H200": {"flash": (0.21, 0.17), "flash2": (0.36, 0.30)},
-    "B200": {"flash": (0.25, 0.20), "flash2": (0.45, 0.35)},
-}
 
 
 @dataclass(frozen=True)
@@ -59,8 +48,8 @@ class Machine:
     def data_ring(self, size: int, stride: int) -> Ring:
         """The ring of a data group, through as many network cards as the backend uses."""
         ring = self.network.ring(size, stride)
-        rails = self.backend.rails
-        return ring if rails is None else replace(ring, nics=min(ring.nics, rails))
+        cards = self.backend.cards
+        return ring if cards is None else replace(ring, nics=min(ring.nics, cards))
 
     @cached_property
     def linear_f8(self) -> GemmModel:
@@ -77,11 +66,11 @@ class Machine:
         """From the end of a kernel to the start of the next."""
         return self.cluster.device.kernel_launch_us * 1e-6
 
-    def flash(self, generation: str) -> tuple[float, float]:
-        """FLOP/s of fused attention, forward and backward, of "flash" or "flash2"."""
-        gpu = next((gpu for gpu in _FLASH if gpu in self.cluster.device.name), "V100")
-        forward, backward = _FLASH[gpu][generation]
-        return self.gemms.peak * forward, self.gemms.peak * backward
+    def flash(self, generation: Literal["flash", "flash2"]) -> tuple[float, float]:
+        """FLOP/s of fused attention, forward and backward."""
+        attention = self.cluster.device.kernels.attention
+        reached = attention.flash if generation == "flash" else attention.flash2
+        return self.gemms.peak * reached.forward, self.gemms.peak * reached.backward
 
     def slowest_of(self, devices: int) -> float:
         """By how much the slowest of so many devices is slower than the usual one: the expected maximum of normal deviates, about."""

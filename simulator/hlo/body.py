@@ -7,7 +7,7 @@ from dataclasses import replace
 from simulator.hlo.groups import groups_of
 from simulator.hlo.kernels import kernel_of
 from simulator.hlo.passes import name_of, part_of
-from simulator.hlo.text import Computation, Instruction, Module, read_module
+from simulator.hlo.text import Computation, Instruction, Module, blamed, read_module
 from simulator.work import Body, Collective, CollectiveKind, Done, Loop, Op, Part, Start, work_of
 
 _COLLECTIVES: Mapping[str, CollectiveKind] = {
@@ -22,7 +22,7 @@ _COLLECTIVES: Mapping[str, CollectiveKind] = {
 
 _FREE = frozenset((
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier", "domain",
-    "partition-id", "replica-id",
+    "partition-id", "replica-id", "send-done", "recv-done",  # what is sent is counted where it is handed over
 ))  # fmt: skip
 
 _FLOP_PER_BYTE = 50
@@ -47,27 +47,29 @@ def _ops(module: Module, computation: Computation) -> Iterator[Op]:
         name = name_of(instruction)
         part = part if name is None else part_of(name)  # copies that the compiler adds go with what was before
         opcode, moment = _split_async(instruction.opcode)
-        if opcode in _FREE or moment == "update":
+        if instruction.opcode in _FREE or moment == "update":
             continue
-        if moment == "done":
-            start = _start_of(computation, instruction)
-            if start.name not in waited and _collective(module, computation, start):
-                yield Done(start.name)
-        elif collective := _collective(module, computation, instruction):
-            yield Start(collective)
-            if moment != "start" or '"is_sync":true' in instruction.attributes:
-                waited.add(instruction.name)
-                yield Done(instruction.name)
-        elif moment == "start" and opcode != "copy":  # on another stream, but it needs the same cores: taken in order
-            yield from _ops(module, module.called(instruction, "calls"))
-        elif opcode == "while":
-            yield Loop(_trip_count(module, instruction), tuple(_ops(module, module.called(instruction, "body"))))
-        elif opcode == "conditional":
-            yield from max((tuple(_ops(module, branch)) for branch in branches(module, instruction)), key=_length)
-        elif opcode == "call":
-            yield from _ops(module, module.called(instruction, "to_apply"))
-        else:
-            yield replace(kernel_of(module, computation, instruction), part=part)
+        with blamed(instruction):
+            if moment == "done":
+                start = _start_of(computation, instruction)
+                if start.name not in waited and _collective(module, computation, start):
+                    yield Done(start.name)
+            elif collective := _collective(module, computation, instruction):
+                yield Start(collective)
+                if moment != "start" or '"is_sync":true' in instruction.attributes:
+                    waited.add(instruction.name)
+                    yield Done(instruction.name)
+            elif moment == "start" and "calls=" in instruction.attributes:
+                # on another stream, but it needs the same cores: taken in order
+                yield from _ops(module, module.called(instruction, "calls"))
+            elif opcode == "while":
+                yield Loop(_trip_count(module, instruction), tuple(_ops(module, module.called(instruction, "body"))))
+            elif opcode == "conditional":
+                yield from max((tuple(_ops(module, branch)) for branch in branches(module, instruction)), key=_length)
+            elif opcode == "call":
+                yield from _ops(module, module.called(instruction, "to_apply"))
+            else:
+                yield replace(kernel_of(module, computation, instruction), part=part)
 
 
 def _collective(module: Module, computation: Computation, instruction: Instruction) -> Collective | None:
@@ -110,9 +112,9 @@ def _start_of(computation: Computation, done: Instruction) -> Instruction:
 
 def branches(module: Module, conditional: Instruction) -> Iterator[Computation]:
     """The computations of which a conditional runs one."""
-    found = re.search(r"branch_computations=\{([^}]*)\}", conditional.attributes)
-    if found:
-        yield from (module.computations[name.strip().lstrip("%")] for name in found[1].split(","))
+    key = "branch_computations"
+    if found := re.search(rf"{key}=\{{([^}}]*)\}}", conditional.attributes):
+        yield from (module.computation(conditional, key, name.strip().lstrip("%")) for name in found[1].split(","))
     else:
         yield module.called(conditional, "true_computation")
         yield module.called(conditional, "false_computation")
@@ -139,7 +141,7 @@ def _trip_count(module: Module, loop: Instruction) -> int:
     if compared.opcode == "compare" and "direction=LT" in compared.attributes:
         counter, bound = sides
         if counter.opcode == "get-tuple-element" and bound.opcode == "constant" and bound.array.dtype[0] in "su":
-            return int(bound.arguments)
+            return max(0, int(bound.arguments))
     raise loop.error(
         "a loop without a known trip count has no known duration; use jax.lax.scan or a fori_loop with fixed bounds"
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from simulator.hlo.body import branches
 from simulator.hlo.passes import Pass, instruction_pass
-from simulator.hlo.text import Array, Computation, Instruction, Module, read_module
+from simulator.hlo.text import Array, Computation, Instruction, Module, blamed, read_module
 from simulator.memory import Role, added
 
 _SAME = frozenset(("bitcast", "opt-barrier", "add-dependency", "domain", "while", "get-tuple-element", "tuple"))
@@ -61,7 +61,8 @@ def held_at_peak(text: str) -> dict[Role, float]:
 def _held(module: Module, computation: Computation) -> dict[Role, float]:
     scan = _Scan(module, computation)
     for number, instruction in enumerate(computation.instructions):
-        scan.visit(number, instruction)
+        with blamed(instruction):
+            scan.visit(number, instruction)
     return scan.fullest()
 
 
@@ -143,13 +144,15 @@ def _fullest(buffers: list[_Buffer], inside: Mapping[int, Mapping[Role, float]],
 def _result(computation: Computation, instruction: Instruction, operands: _Values) -> tuple[_Buffer, ...] | None:
     """The buffers of an instruction that makes none of its own."""
     if instruction.opcode == "get-tuple-element":
-        (source,) = computation.operands(instruction)
-        index = int(re.search(r"\bindex=(\d+)", instruction.attributes)[1])  # pyright: ignore[reportOptionalSubscript]
+        source = computation.operands(instruction, least=1)[0]
+        if (found := re.search(r"\bindex=(\d+)", instruction.attributes)) is None:
+            raise instruction.error("does not say which element; expected e.g. index=0")
+        index = int(found[1])
         if len(source.shape) == len(operands[0]) > index and source.shape[index] == instruction.array:
             return (operands[0][index],)
         return _run(source.shape, operands[0], instruction.shape)
     if instruction.opcode.endswith("-done"):
-        source = computation.operands(instruction)[0]
+        source = computation.operands(instruction, least=1)[0]
         return _run(source.shape, operands[0], instruction.shape)
     if instruction.opcode == "tuple":
         return tuple(_flat(operands))

@@ -3,7 +3,18 @@
 import re
 from dataclasses import replace
 
-from simulator.hlo.matrix import conv_call, conv_flops, dot_of, gemm_call, is_conv_call, is_gemm_call
+from simulator.hlo.attention import attention_call, is_attention_call
+from simulator.hlo.matrix import (
+    conv_call,
+    conv_flops,
+    dot_of,
+    gemm_call,
+    grouped_call,
+    is_conv_call,
+    is_gemm_call,
+    is_grouped_call,
+    ragged_flops,
+)
 from simulator.hlo.text import Computation, Instruction, Module
 from simulator.hlo.traffic import fusion_bytes, kernel_bytes
 from simulator.work import Kernel
@@ -19,6 +30,7 @@ _OTHERS = (
     "rng-bit-generator rng-get-and-update-state scatter select-and-scatter slice transpose"
 )
 _MEMORY = frozenset(f"{_ELEMENTWISE} {_OTHERS}".split())
+_PRODUCTS = ("dot", "ragged-dot", "convolution")
 _MEMORY_CALLS = frozenset(("__gpu$TopK", "__cudnn$norm", "__cudnn$softmax"))
 
 
@@ -29,7 +41,7 @@ def kernel_of(module: Module, computation: Computation, instruction: Instruction
             return _fusion(instruction, module.called(instruction, "calls"))
         case "custom-call":
             return _custom_call(computation, instruction)
-        case "dot" | "convolution":
+        case opcode if opcode in _PRODUCTS:
             return _matrix(instruction.name, computation, [instruction], kernel_bytes(computation, instruction))
         case "sort":
             return _memory(instruction, kernel_bytes(computation, instruction) * _passes(computation, instruction))
@@ -46,7 +58,7 @@ def _fusion(instruction: Instruction, fused: Computation) -> Kernel:
         # A library call fused with the slices that it reads or updates: they only offset its pointers.
         return replace(_custom_call(fused, call), name=instruction.name)
     moved = fusion_bytes(fused)
-    if products := [inner for inner in fused.instructions if inner.opcode in ("dot", "convolution")]:
+    if products := [inner for inner in fused.instructions if inner.opcode in _PRODUCTS]:
         return _matrix(instruction.name, fused, products, moved)
     for sort in (inner for inner in fused.instructions if inner.opcode == "sort"):
         moved *= _passes(fused, sort)
@@ -58,8 +70,12 @@ def _custom_call(computation: Computation, call: Instruction) -> Kernel:
     target = found[1] if found else ""
     if is_gemm_call(target):
         return gemm_call(computation, call)
+    if is_grouped_call(target):
+        return grouped_call(computation, call)
     if is_conv_call(target):
         return conv_call(computation, call, target)
+    if is_attention_call(target):
+        return attention_call(computation, call, target)
     if target in _MEMORY_CALLS:
         return _memory(call, kernel_bytes(computation, call))
     return _unknown(computation, call, f"custom-call {target}")
@@ -67,16 +83,17 @@ def _custom_call(computation: Computation, call: Instruction) -> Kernel:
 
 def _matrix(name: str, computation: Computation, products: list[Instruction], moved: float) -> Kernel:
     """One kernel that computes HLO's own matrix products or convolutions, usually one."""
-    operands = [computation.operands(product) for product in products]
+    operands = [computation.operands(product, least=2) for product in products]
     gemms = [dot_of(computation, product) for product in products if product.opcode == "dot"]
     convs = [
         conv_flops(product, inputs[1].array, product.array)
         for product, inputs in zip(products, operands, strict=True)
         if product.opcode == "convolution"
     ]
-    flops = sum(gemm.flops for gemm in gemms) + sum(convs)
+    ragged = [ragged_flops(computation, product) for product in products if product.opcode == "ragged-dot"]
+    flops = sum(gemm.flops for gemm in gemms) + sum(convs) + sum(ragged)
     sizes = gemms[0] if len(products) == len(gemms) == 1 else None
-    return Kernel(name, "gemm" if gemms else "conv", flops, moved, operands[0][0].array.dtype, sizes)
+    return Kernel(name, "gemm" if gemms or ragged else "conv", flops, moved, operands[0][0].array.dtype, sizes)
 
 
 def _memory(instruction: Instruction, moved: float) -> Kernel:
@@ -91,4 +108,4 @@ def _unknown(computation: Computation, instruction: Instruction, kind: str) -> K
 
 def _passes(computation: Computation, sort: Instruction) -> float:
     """A radix sort reads and writes everything once for each byte of the key."""
-    return computation.operands(sort)[0].array.item_bytes
+    return computation.operands(sort, least=1)[0].array.item_bytes

@@ -4,6 +4,7 @@ import math
 import re
 
 from simulator.hlo.text import Array, Computation, Instruction
+from simulator.hlo.traffic import call_bytes
 from simulator.work import Gemm, Kernel
 
 _CONTRACTED = ("lhs_contracting_dim", "rhs_contracting_dim")
@@ -15,33 +16,59 @@ def is_gemm_call(target: str) -> bool:
     return target.startswith("__cublas$") and "grouped" not in target
 
 
+def is_grouped_call(target: str) -> bool:
+    """Whether the custom call is a grouped product of cuBLASLt, `__cublas$lt$groupedMatmul`, which `ragged-dot` becomes."""
+    return target.startswith("__cublas$") and "grouped" in target
+
+
 def is_conv_call(target: str) -> bool:
     """Whether the custom call is a convolution of cuDNN."""
     return target.startswith("__cudnn$conv")
 
 
 def gemm_call(computation: Computation, call: Instruction) -> Kernel:
-    """The kernel of a cuBLAS call: `beta` adds a third operand, an epilogue a bias; the last result is its workspace."""
-    operands = computation.operands(call)
-    lhs, rhs = operands[0].array, operands[1].array
+    """The kernel of a cuBLAS call: `beta` adds a third operand, an epilogue a bias."""
+    lhs, rhs = (operand.array for operand in computation.operands(call, least=2)[:2])
     dims = [_json_numbers(call, key + "ensions") for key in (*_CONTRACTED, *_BATCHED)]
-    gemm = gemm_of(lhs, rhs, *dims)
-    results = [call.shape[0], *(array for array in call.shape[1:] if not _is_workspace(array))]
-    moved = sum(operand.num_bytes for operand in operands) + sum(array.num_bytes for array in results)
-    return Kernel(call.name, "gemm", gemm.flops, moved, lhs.dtype, gemm)
+    gemm = _gemm_of(call, lhs, rhs, *dims)
+    return Kernel(call.name, "gemm", gemm.flops, call_bytes(computation, call), lhs.dtype, gemm)
+
+
+def grouped_call(computation: Computation, call: Instruction) -> Kernel:
+    """The kernel of such a call: the third operand are the sizes of its groups."""
+    lhs, rhs = (operand.array for operand in computation.operands(call, least=3)[:2])
+    dims = [_json_numbers(call, key + "ensions") for key in (*_CONTRACTED, *_BATCHED)]
+    groups = _json_numbers(call, "rhs_group_dimensions")
+    flops = _ragged_flops(call, lhs, rhs, dims, groups)
+    return Kernel(call.name, "gemm", flops, call_bytes(computation, call), lhs.dtype)
+
+
+def ragged_flops(computation: Computation, dot: Instruction) -> float:
+    """FLOP of HLO's own `ragged-dot`."""
+    lhs, rhs = (operand.array for operand in computation.operands(dot, least=3)[:2])
+    dims = [dot.numbers(key + "s") for key in (*_CONTRACTED, *_BATCHED)]
+    return _ragged_flops(dot, lhs, rhs, dims, dot.numbers("rhs_group_dims"))
+
+
+def _ragged_flops(
+    product: Instruction, lhs: Array, rhs: Array, dims: list[tuple[int, ...]], groups: tuple[int, ...]
+) -> float:
+    """As a product in which each row (or inner element) meets the one group that it belongs to."""
+    _, contracted, _, batch = dims
+    _check_dims(product, rhs, (*contracted, *batch, *groups))
+    taken = {*contracted, *batch, *groups}
+    return 2.0 * lhs.size * math.prod(size for dim, size in enumerate(rhs.dims) if dim not in taken)
 
 
 def conv_call(computation: Computation, call: Instruction, target: str) -> Kernel:
     """The kernel of a cuDNN convolution, forward or backward: every element of y takes (elements of w / features of y) multiply-adds."""
-    operands = computation.operands(call)
-    x, w, y = operands[0].array, operands[1].array, call.shape[0]
+    operands = computation.operands(call, least=2)
+    x, w, y = operands[0].array, operands[1].array, call.array
     if "BackwardInput" in target:  # (dy, w) -> dx
         x, y = y, x
     elif "BackwardFilter" in target:  # (x, dy) -> dw
         w, y = y, w
-    moved = sum(operand.num_bytes for operand in operands)
-    moved += sum(array.num_bytes for array in call.shape if not _is_workspace(array))
-    return Kernel(call.name, "conv", conv_flops(call, w, y), moved, operands[0].array.dtype)
+    return Kernel(call.name, "conv", conv_flops(call, w, y), call_bytes(computation, call), operands[0].array.dtype)
 
 
 def conv_flops(instruction: Instruction, w: Array, y: Array) -> float:
@@ -49,16 +76,19 @@ def conv_flops(instruction: Instruction, w: Array, y: Array) -> float:
     labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
     if labels is None:
         raise instruction.error("a convolution without dim_labels; expected e.g. dim_labels=bf01_oi01->bf01")
+    if len(labels[1]) != len(w.dims) or "o" not in labels[1] or not w.size:
+        raise instruction.error(f"dim_labels call the filter's dims {labels[1]!r}; its shape is {w.dims}")
     return 2.0 * y.size * w.size / w.dims[labels[1].index("o")]
 
 
 def dot_of(computation: Computation, dot: Instruction) -> Gemm:
     """Sizes of HLO's own `dot`."""
-    lhs, rhs = (operand.array for operand in computation.operands(dot)[:2])
-    return gemm_of(lhs, rhs, *(dot.numbers(key + "s") for key in (*_CONTRACTED, *_BATCHED)))
+    lhs, rhs = (operand.array for operand in computation.operands(dot, least=2)[:2])
+    return _gemm_of(dot, lhs, rhs, *(dot.numbers(key + "s") for key in (*_CONTRACTED, *_BATCHED)))
 
 
-def gemm_of(
+def _gemm_of(
+    product: Instruction,
     lhs: Array,
     rhs: Array,
     lhs_contracted: tuple[int, ...],
@@ -67,6 +97,8 @@ def gemm_of(
     rhs_batch: tuple[int, ...] = (),
 ) -> Gemm:
     """Sizes of a matrix product from the shapes of its operands and the dims that are summed over or kept apart."""
+    _check_dims(product, lhs, (*lhs_contracted, *lhs_batch))
+    _check_dims(product, rhs, (*rhs_contracted, *rhs_batch))
     k = math.prod(lhs.dims[dim] for dim in lhs_contracted)
     batch = math.prod(lhs.dims[dim] for dim in lhs_batch)
     taken = {*rhs_contracted, *rhs_batch}
@@ -74,12 +106,13 @@ def gemm_of(
     return Gemm(lhs.size // max(k * batch, 1), n, k, batch)
 
 
-def _is_workspace(array: Array) -> bool:
-    return array.dtype in ("s8", "u8") and len(array.dims) == 1
+def _check_dims(product: Instruction, array: Array, dims: tuple[int, ...]) -> None:
+    if dims and max(dims) >= len(array.dims):
+        raise product.error(f"contracts or batches dims {dims} of an operand of shape {array.dims}; they count from 0")
 
 
 def _json_numbers(call: Instruction, key: str) -> tuple[int, ...]:
-    found = re.search(rf'"{key}":\[([^\]]*)\]', call.attributes)
+    found = re.search(rf'"{key}": ?\[([^\]]*)\]', call.attributes)
     if found is None:
         raise call.error(f"no {key!r} in its backend_config; expected the gemm_backend_config that XLA:GPU writes")
     return tuple(int(number) for number in re.findall(r"\d+", found[1]))

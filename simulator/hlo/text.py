@@ -3,11 +3,14 @@
 Reads what `compiled.as_text()` of JAX 0.11 prints (grammar: openxla.org/xla, "HLO text", and xla/hlo/parser/hlo_parser.cc).
 """
 
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 
 class HloError(ValueError):
@@ -34,10 +37,7 @@ class Array:
     @property
     def item_bytes(self) -> float:
         """Bytes of an element."""
-        bits = 8 if self.dtype.startswith("f8") else _BITS.get(self.dtype)
-        if bits is None:
-            raise HloError(f"unknown element type {self.dtype!r}; its size goes into simulator/hlo/text.py")
-        return bits / 8
+        return (8 if self.dtype.startswith("f8") else _BITS[self.dtype]) / 8
 
     @property
     def num_bytes(self) -> float:
@@ -64,6 +64,8 @@ class Instruction:
     @property
     def array(self) -> Array:
         """The shape of a result that is an array."""
+        if not self.shape:
+            raise self.error("its result has no array; expected one, such as f32[4]{0}")
         return self.shape[0]
 
     @property
@@ -73,7 +75,18 @@ class Instruction:
     def numbers(self, key: str) -> tuple[int, ...]:
         """The integers of an attribute such as `dimensions={0,2}`; empty if it isn't there."""
         found = re.search(rf"\b{key}=\{{([\d,]*)\}}", self.attributes)
-        return tuple(map(int, found[1].split(","))) if found and found[1] else ()
+        return tuple(map(int, re.findall(r"\d+", found[1]))) if found else ()
+
+    def backend_config(self) -> Mapping[str, Any]:
+        """What the compiler passes to the backend; `HloError` if there is nothing like that."""
+        _, _, text = self.attributes.partition("backend_config=")
+        try:
+            config, _ = json.JSONDecoder().raw_decode(text)
+        except json.JSONDecodeError:
+            config = None
+        if not isinstance(config, dict):
+            raise self.error(f"backend_config is {text[:40]!r}; expected a JSON object")
+        return config
 
     def error(self, problem: str) -> HloError:
         return HloError(f"HLO line {self.line}, %{self.name} = {self.opcode}(...): {problem}")
@@ -91,8 +104,11 @@ class Computation:
     def by_name(self) -> Mapping[str, Instruction]:
         return {instruction.name: instruction for instruction in self.instructions}
 
-    def operands(self, instruction: Instruction) -> tuple[Instruction, ...]:
-        """The instructions that compute the operands."""
+    def operands(self, instruction: Instruction, least: int = 0) -> tuple[Instruction, ...]:
+        """The instructions that compute the operands; `HloError` if there are fewer than `least`."""
+        if len(instruction.operands) < least:
+            given = ", ".join(instruction.operands) or "none"
+            raise instruction.error(f"its operands are {given}; expected {least} or more")
         return tuple(self.by_name[name] for name in instruction.operands)
 
 
@@ -107,11 +123,16 @@ class Module:
     def called(self, instruction: Instruction, key: str) -> Computation:
         """The computation that attribute `key` of `instruction` names (calls, body, condition, to_apply, ...)."""
         found = re.search(rf"\b{key}=%?([\w.\-]+)", instruction.attributes)
-        if found is None or found[1] not in self.computations:
+        return self.computation(instruction, key, found[1] if found else "")
+
+    def computation(self, instruction: Instruction, key: str, name: str) -> Computation:
+        """The computation of that name, which `instruction` calls; those that are called come before those that call them."""
+        called = self.computations.get(name)
+        if called is None or called.instructions[-1].line >= instruction.line:
             raise instruction.error(
-                f"attribute {key}= names no computation of the text; expected the text of a whole module"
+                f"attribute {key}= names no computation above it, but {name!r}; expected the text of a whole module"
             )
-        return self.computations[found[1]]
+        return called
 
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
@@ -128,25 +149,75 @@ def read_module(text: str) -> Module:
         raise HloError(f"expected HLO text, which starts with 'HloModule', got {header[:80]!r}")
     computations: dict[str, Computation] = {}
     entry: str | None = None
-    name, root, instructions = "", "", []
+    reading: _Reading | None = None
     for number, line in enumerate(text.splitlines(), start=1):
         if line[:1] == " ":
             if (instruction := _read_line(line.strip(), number)) is None:
                 continue
-            instructions.append(instruction)
-            if line.lstrip().startswith("ROOT "):
-                root = instruction.name
-        elif line == "}":
-            computations[name] = Computation(name, tuple(instructions), root or instructions[-1].name)
+            if reading is None:
+                raise instruction.error("is in no computation; expected a line such as 'ENTRY %main {' before it")
+            reading.add(instruction, is_root=line.lstrip().startswith("ROOT "))
+        elif line == "}" and reading is not None:
+            computations[reading.name], reading = reading.finished(), None
         elif found := _HEADER.match(line):
-            name, root, instructions = found[2], "", []
-            entry = name if found[1] else entry
+            if reading is not None:
+                raise reading.error(f"goes on where line {number} begins another one; expected a line '}}' before that")
+            reading = _Reading(found[2], number)
+            if reading.name in computations:
+                raise reading.error("was there before; expected a name of its own")
+            entry = reading.name if found[1] else entry
+    if reading is not None:
+        raise reading.error("does not end; expected a line '}', the text seems to be cut off")
     if entry is None:
         raise HloError(
             "no ENTRY computation in the HLO text; expected the text of a whole module, as compiled.as_text() gives"
         )
     counts = (re.search(rf"\b{key}=(\d+)", header) for key in ("num_partitions", "replica_count"))
     return Module(computations, computations[entry], math.prod(int(found[1]) for found in counts if found))
+
+
+class _Reading:
+    """A computation of which some lines were read."""
+
+    def __init__(self, name: str, line: int) -> None:
+        self.name, self._line = name, line
+        self._instructions: dict[str, Instruction] = {}
+        self._root = ""
+
+    def add(self, instruction: Instruction, is_root: bool) -> None:
+        if instruction.name in self._instructions:
+            raise instruction.error(f"line {self._instructions[instruction.name].line} has the same name")
+        for name in instruction.operands:
+            if name not in self._instructions:
+                raise instruction.error(
+                    f"operand %{name} is nothing that %{self.name} computes above it; expected a name from there"
+                )
+        self._instructions[instruction.name] = instruction
+        if is_root:
+            self._root = instruction.name
+
+    def finished(self) -> Computation:
+        if not self._instructions:
+            raise self.error("has no instructions; expected one at least")
+        instructions = tuple(self._instructions.values())
+        return Computation(self.name, instructions, self._root or instructions[-1].name)
+
+    def error(self, problem: str) -> HloError:
+        return HloError(f"HLO line {self._line}, computation %{self.name}: {problem}")
+
+
+@contextmanager
+def blamed(instruction: Instruction) -> Iterator[None]:
+    """What goes wrong inside and is no `HloError` yet is said of `instruction`."""
+    try:
+        yield
+    except HloError:
+        raise
+    except (LookupError, ValueError, TypeError, ArithmeticError) as error:
+        raise instruction.error(
+            f"its operands or attributes are not those of its kind ({type(error).__name__}: {error}); expected what"
+            " compiled.as_text() prints"
+        ) from error
 
 
 def _read_line(line: str, number: int) -> Instruction | None:
@@ -159,14 +230,21 @@ def _read_line(line: str, number: int) -> Instruction | None:
     end = _closing(rest)
     arguments = rest[:end]
     operands = () if opcode in ("constant", "parameter") else tuple(_NAME.findall(arguments))
-    return Instruction(name, _read_shape(shape), opcode, operands, arguments, rest[end + 1 :], number)
+    return Instruction(name, _read_shape(shape, number), opcode, operands, arguments, rest[end + 1 :], number)
 
 
-def _read_shape(text: str) -> tuple[Array, ...]:
-    return tuple(
-        Array(dtype, tuple(int(dim.removeprefix("<=")) for dim in dims.split(",") if dim))
-        for dtype, dims in _ARRAY.findall(text)
-    )
+def _read_shape(text: str, line: int) -> tuple[Array, ...]:
+    arrays = []
+    for dtype, dims in _ARRAY.findall(text):
+        if dtype not in _BITS and not dtype.startswith("f8"):
+            raise HloError(f"HLO line {line}: unknown element type {dtype!r}; its size goes into simulator/hlo/text.py")
+        sizes = [dim.removeprefix("<=") for dim in dims.split(",") if dim]
+        if not all(map(str.isdecimal, sizes)):
+            raise HloError(
+                f"HLO line {line}: shape {dtype}[{dims}] is not understood; expected e.g. f32[2,3] or f32[<=2]"
+            )
+        arrays.append(Array(dtype, tuple(map(int, sizes))))
+    return tuple(arrays)
 
 
 def _closing(text: str) -> int:

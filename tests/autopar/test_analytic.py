@@ -8,6 +8,8 @@ import jax
 import pytest
 
 import autopar
+from autopar.planned import PlannedStep
+from autopar.predicting import trace_for
 from experiments.models import GPT
 from simulator import Cluster, load_program, prediction_of, save_program, simulate
 from simulator.description import ClusterError
@@ -83,6 +85,16 @@ def test_it_agrees_with_what_xla_compiles(name, seconds):
     assert max(a.whole, b.whole) < 1e-3 * b.seconds  # of no part
 
 
+@pytest.mark.parametrize("fidelity", ["analytic", "compiled"])
+def test_communication_is_told_by_mesh_axis(fidelity):
+    timeline = predicted("shard", fidelity)
+    found = prediction_of(timeline, A100)
+    assert {"x", "y"} <= set(found.communication) <= {"x", "y", "x,y"}
+    of_kinds = [s.seconds for s in timeline.spans if s.stream == "communication"]
+    assert sum(found.communication.values()) == pytest.approx(sum(of_kinds))
+    assert set(prediction_of(predicted("1f1b", fidelity), A100).communication) >= {"x", "pipeline"}
+
+
 def test_a_plan_from_a_file_will_do_and_the_program_goes_into_one(tmp_path):
     plan("1f1b").save(tmp_path / "plan.json")
     loaded = autopar.Plan.load(tmp_path / "plan.json")
@@ -91,6 +103,10 @@ def test_a_plan_from_a_file_will_do_and_the_program_goes_into_one(tmp_path):
     program = autopar.compile_step(step, MODEL.abstract_args(), loaded, A100, fidelity="analytic")
     save_program(program, tmp_path / "program.json")
     assert simulate(load_program(tmp_path / "program.json"), A100).makespan == again.makespan
+    with pytest.raises(
+        ClusterError, match=r"on cluster 'dgx_a100_80', which are not those of 'dgx_h100'.*fidelity='compiled'"
+    ):
+        simulate(load_program(tmp_path / "program.json"), Cluster.load("dgx_h100"))
 
 
 @pytest.mark.parametrize("name", ["accumulated", "1f1b"])
@@ -102,8 +118,24 @@ def test_what_is_computed_again_counts_by_itself(name):
 
     made = autopar.plan_step(step, model.abstract_args(), method=method, cluster=A100, mesh_shape=shape)
     found = prediction_of(autopar.predict(step, model.abstract_args(), made, A100, fidelity="analytic"), A100)
+    assert found.mfu < 0.9 * found.hfu
     assert 0.3 * found.forward < found.recompute < found.forward
     assert found.backward > found.forward
+
+
+@pytest.mark.parametrize("name", ["data", "zero2", "1f1b"])
+def test_what_the_model_needs_is_the_same_on_every_plan(name):
+    planned = PlannedStep(trace_for(plan(name), step, MODEL.abstract_args(), (1,)), plan(name))
+    found = autopar.simulate(planned, A100, fidelity="analytic", tokens=MODEL.batch_size * MODEL.sequence_length)
+    assert found.seconds == predicted(name).makespan
+    width, rows = MODEL.hidden_size, MODEL.batch_size * MODEL.sequence_length
+    weights = MODEL.num_layers * 12 * width**2 + width * MODEL.vocab_size
+    attention = MODEL.num_layers * 2 * width * MODEL.sequence_length
+    assert found.model_flops == pytest.approx(6 * rows * (weights + attention), rel=0.01)
+    assert 0 < found.mfu <= found.hfu * (1 + 1e-9) < 1
+    assert (found.examples, found.examples_per_s) == (MODEL.batch_size, MODEL.batch_size / found.seconds)
+    program = autopar.compile_step(step, MODEL.abstract_args(), plan(name), A100, fidelity="analytic")
+    assert autopar.simulate(program, "dgx_a100_80").row()["mfu"] == found.mfu
 
 
 def test_what_can_not_be_predicted_so_is_refused():

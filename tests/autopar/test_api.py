@@ -16,7 +16,7 @@ METHODS = [autopar.ShardParallel, autopar.DataParallel, autopar.Zero2Parallel, a
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}  # Adam's first step divides by tiny second moments
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     method=st.sampled_from(METHODS),
     devices=st.sampled_from([1, 2, 4, 8, (2, 2), (2, 4), (4, 2), (1, 8)]),

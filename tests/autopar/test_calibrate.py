@@ -1,23 +1,38 @@
+from importlib.metadata import version
+
 import jax
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import autopar.calibrate
-from autopar.calibrate import Effort, calibrate
+from autopar import microbenchmarks
+from autopar.calibrate import Effort, calibrate, spread
 from autopar.cli import app
 from autopar.devices import device_mesh
+from autopar.microbenchmarks import Benchmark
+from simulator.calibration.devices import Convolution
 from simulator.cluster import Cluster
 
-TINY = Effort(tuple(4**i for i in range(2, 9)), (8, 16), (64,), ("float32",), 1e-3)
+CONVOLUTIONS = (Convolution(1, 4, 4), Convolution(1, 8, 4), Convolution(1, 8, 8))
+TINY = Effort(tuple(4**i for i in range(2, 9)), (8, 16), (64,), CONVOLUTIONS, ("float32",), 1e-3)
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
 
 
-def test_virtual_devices_become_a_cluster_file_that_plans_are_made_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(autopar.calibrate, "CPU", TINY)
-    monkeypatch.setattr(autopar.calibrate, "device_mesh", lambda _: device_mesh(2))
-    path = tmp_path / "mine.yaml"
-    result = CliRunner().invoke(app, ["calibrate", str(path)])
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    """What the command line writes of two devices in a budget that is no more than what has to be, and the file."""
+    path = tmp_path_factory.mktemp("calibrated") / "mine.yaml"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autopar.calibrate, "CPU", TINY)
+        patch.setattr(autopar.calibrate, "device_mesh", lambda _: device_mesh(2))
+        result = CliRunner().invoke(app, ["calibrate", str(path), "--budget", "1"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    cluster = Cluster.load(path)
+    return result, path
+
+
+def test_virtual_devices_become_a_cluster_file_that_plans_are_made_for(calibrated):
+    cluster = Cluster.load(calibrated[1])
     assert (cluster.hosts, cluster.devices_per_host) == (1, 2)
     assert cluster.source.startswith("measured by autopar calibrate on 2 x cpu")
     assert f"jax {jax.__version__}" in cluster.source
@@ -25,28 +40,106 @@ def test_virtual_devices_become_a_cluster_file_that_plans_are_made_for(tmp_path,
     assert plan.predicted_seconds > 0
 
 
+def test_every_kind_of_collective_has_a_curve_of_its_own(calibrated):
+    collectives = Cluster.load(calibrated[1]).collectives
+    assert collectives is not None
+    assert all(getattr(collectives, kind) is not None for kind in KINDS)
+
+
+def test_convolutions_and_launches_are_measured(calibrated):
+    cluster = Cluster.load(calibrated[1])
+    assert set(cluster.device.kernels.conv_efficiency_by_dtype) == {"f32"}
+    assert 0 < cluster.host_launch_us < 1e5
+
+
+def test_a_calibration_says_how_it_came_about(calibrated):
+    result, path = calibrated
+    provenance = Cluster.load(path).provenance
+    assert provenance is not None
+    assert (provenance.device_kind, provenance.devices, provenance.driver) == ("cpu", 2, None)
+    assert (provenance.jax, provenance.jaxlib) == (jax.__version__, version("jaxlib"))
+    assert set(provenance.rows) == {"elementwise", "products f32", "convolutions f32", *KINDS}
+    assert set(provenance.fitted_error) == set(provenance.rows)
+    assert set(provenance.held_out_error) <= set(provenance.rows)
+    assert all(what in result.output for what in provenance.rows)
+
+
+def test_what_there_is_no_time_for_is_left_out(calibrated):
+    provenance = Cluster.load(calibrated[1]).provenance
+    assert provenance is not None
+    assert provenance.seconds > 1  # the least that can be fitted takes longer than the budget
+    assert provenance.rows["elementwise"] == 4
+    assert provenance.rows["all_reduce"] == 6
+
+
 def test_what_is_measured_is_told_and_one_device_has_no_collectives():
     told = []
-    cluster = calibrate(jax.devices()[:1], TINY, told.append)
+    cluster = calibrate(jax.devices()[:1], TINY, lambda what, spent: told.append((what, spent)), budget=600)
     assert cluster.intra_host == Cluster.load("cpu-virtual").intra_host
-    assert [what for what in told if what.startswith("elementwise")] == [
+    assert cluster.collectives is None
+    names, spent = zip(*told, strict=True)
+    assert {what for what in names if what.startswith("elementwise")} == {
         f"elementwise, {size:,} elements" for size in TINY.elements
-    ]
-    assert "products, float32, 16 x 64 x 64" in told
-    assert not [what for what in told if "all_reduce" in what]
+    }
+    assert {"products, float32, 16 x 64 x 64", "convolutions, float32, 1 x 8 x 8 x 8"} <= set(names)
+    assert not [what for what in names if "all_reduce" in what]
+    assert list(spent) == sorted(spent)
+    assert spent[-1] <= 1
+
+
+def test_a_budget_is_kept_by_measuring_less():
+    """Each measurement takes a second of this clock, and half of 20 are given to these."""
+    seconds = iter(range(1000))
+    clock = autopar.calibrate._Clock(20.0, lambda what, spent: None, lambda: 0.5 * next(seconds))
+    assert len(list(clock.within(range(100), 0.5, 2))) == 10
+    assert len(list(clock.within(range(100), 0.0, 2))) == 2
+
+
+@pytest.mark.parametrize("count", range(10))
+def test_the_beginning_of_an_order_is_spread_over_all(count):
+    assert sorted(spread(range(count))) == list(range(count))
+    assert spread(range(9)) == [0, 8, 4, 2, 6, 1, 3, 5, 7]
 
 
 def test_an_all_reduce_is_measured_beside_products_that_take_about_as_long():
     told = []
-    overlap = autopar.calibrate._overlap(jax.devices()[:2], TINY, told.append)
-    assert told == ["an all_reduce beside products"]
+    clock = autopar.calibrate._Clock(60.0, lambda what, spent: told.append(what))
+    overlap = autopar.calibrate._Measuring(jax.devices()[:2], TINY, 1e-3, clock)._overlap("bfloat16")
+    assert told == ["an all_reduce beside products, bfloat16"]
     assert 1 <= overlap.slowdown <= 2
 
 
 def test_a_longer_kernel_takes_longer():
     x = jax.numpy.ones(4**10)  # 8 MB through memory, against nothing
-    short, long = (autopar.calibrate._seconds(lambda x: x * 0.5 + 1, x[:size], TINY) for size in (16, 4**10))
+    kernels = (Benchmark(lambda x: x * 0.5 + 1, x[:size]) for size in (16, 4**10))
+    short, long = (microbenchmarks.kernel_seconds(kernel, 1e-3) for kernel in kernels)
     assert 0 < short < long
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_results_stay_as_large_as_they_are_however_often(dtype):
+    device = jax.devices()[0]
+    for benchmark in (
+        microbenchmarks.matrix_product(device, dtype, 8, 64),
+        microbenchmarks.convolution(device, dtype, 2, 4, 8),
+    ):
+        x, _ = benchmark.x
+        y, _ = microbenchmarks.repeated(benchmark)(benchmark.x, 100)
+        assert np.std(np.float32(y)) == pytest.approx(np.std(np.float32(x)), rel=0.5)
+
+
+def test_seconds_are_of_one_of_what_is_measured_without_the_start(monkeypatch):
+    """On a clock on which a program takes 5 ms to start, and a kernel, which does it twice, 2 ms."""
+    now = [0.0]
+
+    def row(x, count):
+        now[0] += 5e-3 + 2e-3 * count
+        return x
+
+    monkeypatch.setattr(microbenchmarks, "repeated", lambda benchmark: row)
+    monkeypatch.setattr(microbenchmarks.time, "perf_counter", lambda: now[0])
+    benchmark = Benchmark(lambda x: x, jax.numpy.zeros(()), count=2)
+    assert microbenchmarks.kernel_seconds(benchmark, least=1.0) == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("name", ["mine", "mine.json"])
@@ -54,3 +147,8 @@ def test_only_cluster_files_are_written(name, tmp_path):
     result = CliRunner().invoke(app, ["calibrate", str(tmp_path / name)], env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert "expected a path that ends in .yaml" in result.output
+
+
+def test_a_budget_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="a budget of 0 seconds; expected more than 0, 240 by default"):
+        calibrate(budget=0)

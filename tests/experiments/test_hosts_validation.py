@@ -1,10 +1,28 @@
 """What hosts cost is fitted to some models and predicts others; what is fitted is a cluster file."""
 
+from pathlib import Path
+
+import pandas as pd
 import pytest
 
 from experiments.measurements.hosts import Seconds, middle
 from experiments.validation.hosts import CASES, SHAPES, Compiled, Measured, calibrated, rows_of, write_calibrated
 from simulator.cluster import Cluster
+
+TABLE = Path(__file__).parents[2] / "results/tables/hosts.csv"
+
+
+def test_what_was_held_out_is_predicted_to_a_fifth():
+    table = pd.read_csv(TABLE)
+    held_out = table[table["case"].str.endswith("(held out)")]
+    errors = held_out[held_out["quantity"].str.startswith("error_")]
+    assert {"GPT, 4 stages, 4 microbatches (held out)", "GPT, 2 stages, 4 microbatches (held out)"} <= {*errors["case"]}
+    assert set(zip(errors["hosts"], errors["devices_per_host"], strict=True)) == {(2, 4), (4, 2)}
+    assert errors["value"].abs().max() < 0.2
+    steps = held_out.pivot_table(index=["case", "hosts"], columns="quantity", values="value")
+    for role in ("shipped", "fitted_here"):
+        found = steps[f"predicted_seconds_{role}"] / steps["seconds"] - 1
+        assert found.values == pytest.approx(steps[f"error_{role}"].values, abs=2e-3)
 
 
 def test_nothing_is_fitted_to_what_is_predicted():

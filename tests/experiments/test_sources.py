@@ -1,12 +1,20 @@
+import ast
 from pathlib import Path
 
 import pytest
 
-from experiments.sources import PREDICT, ROOT, RUN, cluster_files, sources
+from experiments.sources import COLLECTIVES, PREDICT, ROOT, RUN, cluster_files, sources
 
 
 def names(rule: str) -> set[str]:
     return {str(Path(path).relative_to(ROOT)) for path in sources(rule)}
+
+
+def imports(path: str) -> set[str]:
+    """Paths of the project's modules that one imports."""
+    tree = ast.parse((ROOT / path).read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    return {f"{name.replace('.', '/')}.py" for name in modules if (ROOT / f"{name.replace('.', '/')}.py").exists()}
 
 
 def test_editing_the_clock_reruns_simulations_but_neither_plans_nor_measurements() -> None:
@@ -29,7 +37,14 @@ def test_every_module_is_a_source_of_some_rule() -> None:
     assert modules <= names("plan") | names("measure") | names("simulate")
 
 
-@pytest.mark.parametrize("pattern", [*RUN, *PREDICT])
+def test_collectives_are_timed_again_when_what_they_are_timed_and_fitted_with_changes() -> None:
+    timed, fitted = "experiments/measurements/collectives.py", "simulator/calibration/collectives.py"
+    needed = imports(timed) | imports(fitted) | imports("simulator/calibration/tables.py") | {timed, fitted}
+    assert "simulator/collective_profile.py" in needed
+    assert needed <= names("collectives")
+
+
+@pytest.mark.parametrize("pattern", [*RUN, *PREDICT, *COLLECTIVES])
 def test_every_named_source_exists(pattern: str) -> None:
     assert list(ROOT.glob(pattern))
 

@@ -4,25 +4,52 @@ from hypothesis import strategies as st
 
 from simulator.costs import BandwidthOnly
 from simulator.program import Free, Instruction, Program, Recv, Run, Send
-from simulator.work import Collective, Done, Kernel, Loop, Start
+from simulator.timeline import Link
+from simulator.work import Collective, Done, Groups, Kernel, Loop, Start
 
 COSTS = BandwidthOnly(bandwidth=1.0, flop_per_s=1.0)  # a FLOP or a sent byte takes a second
 PAIR = ((0, 1),)
+
+
+class Slowed(BandwidthOnly):
+    """As `COSTS`, but whatever goes on together takes so many times longer."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(bandwidth=1.0, flop_per_s=1.0)
+        object.__setattr__(self, "factor", factor)
+
+    def slowdown(self, groups: Groups) -> float:
+        return self.factor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class TwoLinks(Slowed):
+    """As `Slowed`, but groups whose first two devices are given in falling order communicate over another class of links."""
+
+    def link(self, groups: Groups) -> Link:
+        return "between hosts" if groups[0][0] > groups[0][1] else "within hosts"
 
 
 def compute(seconds: float, name: str = "dot") -> Kernel:
     return Kernel(name, "gemm", seconds, 0)
 
 
-def start(seconds: float, name: str = "gather") -> Start:
-    return Start(Collective(name, "all_gather", 2 * seconds, PAIR))  # each of two devices sends half
+def start(seconds: float, name: str = "gather", groups: Groups = PAIR) -> Start:
+    return Start(Collective(name, "all_gather", 2 * seconds, groups))  # each of two devices sends half
+
+
+def far(seconds: float, name: str = "far") -> Start:
+    """What `TwoLinks` has go over the other class of links."""
+    return start(seconds, name, ((1, 0),))
 
 
 seconds = st.integers(0, 20)
 kernels = seconds.map(compute)
 synchronous = seconds.map(lambda time: (start(time), Done("gather")))
 overlapped = st.tuples(seconds, seconds).map(lambda times: (start(times[0]), compute(times[1]), Done("gather")))
-flat = st.lists(kernels.map(lambda kernel: (kernel,)) | synchronous | overlapped, max_size=4).map(
+both = st.tuples(seconds, seconds, seconds).map(
+    lambda times: (far(times[0]), start(times[1]), compute(times[2]), Done("far"), Done("gather"))
+)
+flat = st.lists(kernels.map(lambda kernel: (kernel,)) | synchronous | overlapped | both, max_size=4).map(
     lambda parts: tuple(op for part in parts for op in part)
 )
 loops = st.builds(Loop, st.integers(0, 6), flat)

@@ -5,15 +5,17 @@ from math import isnan
 import pandas
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from simulator.breakdown import predict
 from simulator.cluster import Cluster
+from simulator.costs import CostModel
 from simulator.engine import simulate
 from simulator.memory import MemoryUse
 from simulator.prediction_table import prediction_json
 from simulator.program import Program, Recv, Run, Send
-from simulator.work import Done, Kernel, Loop, Part
-from tests.simulator.bodies import COSTS, compute, programs, start
+from simulator.work import Body, Done, Kernel, Loop, Op, Part, Start
+from tests.simulator.bodies import COSTS, Slowed, TwoLinks, compute, far, programs, start
 
 CLUSTER = Cluster.load("cpu-virtual")
 
@@ -41,8 +43,8 @@ def test_the_seconds_of_the_busiest_mesh_by_hand() -> None:
     prediction = predict(PIPELINE, CLUSTER, COSTS, model_flops=40, tokens=10)
     assert prediction.seconds == 20
     assert (prediction.forward, prediction.backward, prediction.update, prediction.whole) == (3, 5, 1, 0)
-    assert prediction.exposed == {"all_gather": 3, "send": 2}
-    assert prediction.communication == {"all_gather": 6, "send": 2}
+    assert prediction.exposed == {"all_gather": 3, "pipeline": 2}
+    assert prediction.communication == {"all_gather": 6, "pipeline": 2}
     assert prediction.bubble == 3 + 3
     # two devices of each mesh: 2 * (1 + 2 + 1 + 3 + 5 + 1)
     assert (prediction.hardware_flops, prediction.model_flops) == (26, 40)
@@ -57,6 +59,26 @@ def test_waiting_is_told_by_what_is_waited_for_in_loops_too() -> None:
     prediction = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, COSTS, dispatch=4)
     assert prediction.exposed == {"all_gather": pytest.approx(2000)}
     assert (prediction.whole, prediction.host) == (pytest.approx(1001), 4)
+
+
+def test_communication_counts_for_the_axes_it_lies_along_and_otherwise_for_its_kind() -> None:
+    along = {"x": start(3, "a"), "y": start(5, "b"), "x,y": start(7, "c"), "": start(11, "d")}
+    each = tuple(op for axis, one in along.items() for op in _waited(one, axis))
+    # each is waited for at once, in the loop 10 times more; the send at the end goes on when nobody computes any more
+    rows = (Run(0, "S"), Send("v", 1, 2)), (Recv("v", 0),)
+    found = predict(Program(((0, 1), (2, 3)), rows, {"0S": (compute(1), *each, Loop(10, each))}), CLUSTER, COSTS)
+    assert found.exposed == found.communication
+    assert found.communication == pytest.approx({"x": 33, "y": 55, "x,y": 77, "all_gather": 121, "pipeline": 1})
+
+
+def test_collectives_that_are_slowed_keep_their_axes() -> None:
+    body = (*_waited(start(4), "x", compute(2)),)
+    found = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, Slowed(1.5))
+    assert (found.communication, found.exposed) == ({"x": 5}, {"x": 2})  # 3 s beside the product's 2, and 2 more
+
+
+def _waited(one: Start, axis: str, *meanwhile: Op) -> Body:
+    return Start(replace(one.collective, axis=axis)), *meanwhile, Done(one.collective.name)
 
 
 def test_kernels_of_a_whole_step_count_for_the_part_that_they_say_they_are_of() -> None:
@@ -74,7 +96,7 @@ def test_kernels_of_a_whole_step_count_for_the_part_that_they_say_they_are_of() 
 def test_predictions_are_rows_of_a_table() -> None:
     table = pandas.DataFrame([predict(PIPELINE, CLUSTER, COSTS, tokens=10).row(), predict(PIPELINE, CLUSTER).row()])
     assert table["seconds"][0] == table["p50"][0] == 20
-    assert table["exposed send"][0] == 2
+    assert table["exposed pipeline"][0] == 2
     assert (table["allocated"] == 9).all()
     assert (table["reserved"] == 9 + 1e9 * CLUSTER.device.reserve_gb).all()
     assert table["fits"].all()
@@ -119,10 +141,18 @@ def test_kernels_of_unknown_cost_are_named_and_counted() -> None:
     assert "12 x frobnicate: cost unknown" in str(simulate(program, CLUSTER, COSTS))
 
 
-@given(programs())
-def test_the_parts_sum_up_to_the_step(program: Program) -> None:
-    prediction = predict(program, CLUSTER, COSTS, dispatch=0.5)
+def test_what_is_late_on_two_links_at_the_same_time_counts_once() -> None:
+    body = compute(1), *(Start(replace(one.collective, axis=axis)) for one, axis in ((start(6), "x"), (far(2), "y")))
+    found = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, TwoLinks(1.0))
+    assert (found.seconds, found.whole, found.bubble) == (7, 1, pytest.approx(0))
+    assert found.communication == {"x": 6, "y": 2}
+    assert found.exposed == pytest.approx({"x": 6 * 6 / 8, "y": 2 * 6 / 8})
+
+
+@given(programs(), st.sampled_from([COSTS, TwoLinks(1.0), TwoLinks(1.5)]))
+def test_the_parts_sum_up_to_the_step(program: Program, costs: CostModel) -> None:
+    prediction = predict(program, CLUSTER, costs, dispatch=0.5)
     parts = prediction.forward + prediction.bubble + prediction.host + sum(prediction.exposed.values())
     assert parts == pytest.approx(prediction.seconds)
-    assert prediction.seconds == simulate(program, CLUSTER, COSTS, dispatch=0.5).makespan
+    assert prediction.seconds == simulate(program, CLUSTER, costs, dispatch=0.5).makespan
     assert prediction.bubble >= -1e-9

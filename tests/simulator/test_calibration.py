@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.calibration.collectives import MeasuredCollectives
-from simulator.calibration.devices import MeasuredDevice, Overlap, fit_cluster, fit_device
+from simulator.calibration.devices import Convolution, MeasuredDevice, Overlap, fit_cluster, fit_device
 from simulator.calibration.profiles import write_profile
-from simulator.cluster import Cluster
+from simulator.cluster import Cluster, Device, Provenance
 from simulator.collective_profile import SizeCurve
 from simulator.compute import KernelModel
 from simulator.work import Gemm, Kernel
@@ -82,7 +82,8 @@ def test_a_calibrated_cluster_is_one_host_with_the_links_that_were_measured(tmp_
     rows = [(n, 4.0 * 4**i) for n in (2, 4, 8) for i in range(4, 14)]
     seconds = [curve.seconds("all_reduce", num_bytes, n) for n, num_bytes in rows]
     all_reduces = MeasuredCollectives.of("all_reduce", *zip(*rows, strict=True), seconds)
-    measured = MeasuredDevice((), {}, all_reduces, Overlap(computed=2.0, moved=3.0, both=4.0))
+    overlap = Overlap(computed=2.0, moved=3.0, both=4.0)
+    measured = MeasuredDevice((), {}, {}, {"all_reduce": all_reduces}, (overlap,))
     cluster = fit_cluster(H100.with_size(4), H100.device, measured, 8)
     assert (cluster.hosts, cluster.devices_per_host, cluster.inter_host) == (1, 8, None)
     assert cluster.collective_launch_us == pytest.approx(20, rel=0.05)
@@ -94,6 +95,65 @@ def test_a_calibrated_cluster_is_one_host_with_the_links_that_were_measured(tmp_
     loaded = Cluster.load(tmp_path / "mine.yaml")
     assert loaded.intra_host.bandwidth_gb_per_s == pytest.approx(cluster.intra_host.bandwidth_gb_per_s, rel=1e-3)
     assert loaded.device.xla_target == cluster.device.xla_target
+
+
+def convolutions_on(device: Device, dtypes: tuple[str, ...]) -> dict[str, tuple[tuple[Convolution, float], ...]]:
+    sizes = [Convolution(32, side, channels) for side in (14, 28, 56) for channels in (64, 256)]
+    model = KernelModel(device)
+    return {dtype: tuple((each, model.seconds(each.kernel(dtype))) for each in sizes) for dtype in dtypes}
+
+
+def test_the_speed_of_convolutions_is_found_again_beside_that_of_products() -> None:
+    speeds = {"f32": 0.3, "bf16": 0.55}
+    kernels = H100.device.kernels.model_copy(update={"launch_us": None, "conv_efficiency_by_dtype": speeds})
+    planted = H100.device.model_copy(update={"kernels": kernels})
+    of_products = measured_on(H100.model_copy(update={"device": planted}))
+    measured = MeasuredDevice(of_products.transfers, of_products.products, convolutions_on(planted, ("f32", "bf16")))
+    found = fit_device(H100.device, measured, "mine", "measured")
+    assert found.kernels.conv_efficiency_by_dtype == pytest.approx(speeds, rel=0.05)
+    without = fit_device(H100.device, of_products, "mine", "measured")
+    assert without.kernels == found.kernels.model_copy(update={"conv_efficiency_by_dtype": {}})
+
+
+def test_a_convolution_is_as_much_work_as_its_sizes_say() -> None:
+    kernel = Convolution(batch=2, side=8, channels=16).kernel("bf16")
+    assert kernel.flops == 2 * (2 * 8 * 8 * 16) * (3 * 3 * 16)  # a multiply-add for each result and each input it has
+    assert kernel.bytes == 2 * (2 * (2 * 8 * 8 * 16) + 3 * 3 * 16 * 16)  # images in and out, and the window
+
+
+def test_a_description_says_how_many_rows_there_were_and_the_errors_on_them() -> None:
+    curve = SizeCurve(launch_us=20, hop_us=2, half_size_mb=3, bandwidth_gb_per_s=80)
+    rows = [(n, 4.0 * 4**i) for n in (2, 4, 8) for i in range(4, 14)]
+    seconds = [curve.seconds("permute", num_bytes, n) for n, num_bytes in rows]
+    reduces = [curve.seconds("all_reduce", num_bytes, n) for n, num_bytes in rows]
+    device = measured_on(H100)
+    measured = MeasuredDevice(
+        device.transfers,
+        device.products,
+        convolutions_on(H100.device, ("bf16",)),
+        {
+            "all_reduce": MeasuredCollectives.of("all_reduce", *zip(*rows, strict=True), reduces),
+            "permute": MeasuredCollectives.of("permute", *zip(*rows, strict=True), seconds),
+        },
+        launch=25e-6,
+    )
+    here = Provenance(date="2026-01-01", device_kind="toy", devices=8, jax="1", jaxlib="1", seconds=9.0, rows={})
+    cluster = fit_cluster(H100.with_size(4), H100.device, measured, 8, here)
+    assert cluster.host_launch_us == pytest.approx(25)
+    assert cluster.provenance is not None
+    assert cluster.provenance.rows == {
+        "elementwise": 8,
+        "products f32": 12,
+        "products bf16": 12,
+        "convolutions bf16": 6,
+        "all_reduce": 30,
+        "permute": 30,
+    }
+    assert cluster.provenance.held_out_error["permute"] < 0.02
+    assert set(cluster.provenance.fitted_error) == set(cluster.provenance.rows)
+    assert cluster.curves.curve("permute").seconds("permute", 1e6, 2) == pytest.approx(
+        curve.seconds("permute", 1e6, 2), rel=0.05
+    )
 
 
 @pytest.mark.parametrize(("both", "slowdown"), [(2.9, 1.0), (3.0, 1.0), (4.0, 1.5), (5.0, 2.0), (9.0, 2.0)])

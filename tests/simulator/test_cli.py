@@ -52,7 +52,7 @@ def test_a_change_of_the_cluster_changes_the_prediction(program: Path) -> None:
 def test_the_table_tells_what_is_known(program: Path) -> None:
     table = run("predict", program, "--cluster", "dgx_h100")
     assert all(
-        label in table for label in ("step, s", "bubble", "send, exposed (of)", "memory, GB", "fits, with reserve")
+        label in table for label in ("step, s", "bubble", "pipeline, exposed (of)", "memory, GB", "fits, with reserve")
     )
     assert not any(label in table for label in ("tokens per s", "MFU", "cost unknown"))
 

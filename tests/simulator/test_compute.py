@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from simulator.cluster import Cluster, Device, cluster_names
 from simulator.compute import KernelModel
-from simulator.kernel_profile import KernelProfile
+from simulator.kernel_profile import FusedAttention, KernelProfile, Passes
 from simulator.work import Gemm, Kernel
 
 TOY = Device(
@@ -33,9 +33,24 @@ def gemm(m: int, n: int, k: int, dtype: str = "f32", width: int = 4, batch: int 
     return Kernel("gemm", "gemm", sizes.flops, batch * width * (m * k + k * n + m * n), dtype, sizes)
 
 
+def test_convolutions_have_a_speed_of_their_own_where_it_was_measured() -> None:
+    kernels = TOY.kernels.model_copy(update={"conv_efficiency_by_dtype": {"bf16": 0.2}})
+    device = TOY.model_copy(update={"kernels": kernels})
+    assert kernel_seconds(device, Kernel("c", "conv", 20e12, 0, "bf16")) == pytest.approx(1 + 3e-6)
+    assert kernel_seconds(device, Kernel("c", "conv", 8e12, 0, "f32")) == pytest.approx(1 + 3e-6)  # as products
+
+
 def test_a_memory_kernel_takes_its_traffic_or_its_arithmetic() -> None:
     assert kernel_seconds(TOY, Kernel("copy", "memory", 0, 1e9)) == pytest.approx(3e-6 + 1e9 / 500e9)
     assert kernel_seconds(TOY, Kernel("exp", "memory", 1e12, 1e9)) == pytest.approx(3e-6 + 1e12 / 1e12)
+
+
+def test_fused_attention_reaches_its_part_of_the_peak_in_one_kernel_or_three() -> None:
+    attention = FusedAttention(flash2=Passes(forward=0.5, backward=0.25))
+    device = TOY.model_copy(update={"kernels": TOY.kernels.model_copy(update={"attention": attention})})
+    assert kernel_seconds(device, Kernel("a", "attention", 50e12, 1e9, "bf16")) == pytest.approx(3e-6 + 1)
+    assert kernel_seconds(device, Kernel("a", "attention backward", 50e12, 1e9, "bf16")) == pytest.approx(9e-6 + 2)
+    assert kernel_seconds(device, Kernel("a", "attention", 1e6, 500e9, "bf16")) == pytest.approx(3e-6 + 1)
 
 
 def test_an_empty_kernel_costs_its_launch() -> None:

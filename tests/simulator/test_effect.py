@@ -12,17 +12,18 @@ from tests.simulator.bodies import COSTS, compute, start
 def test_a_collective_beside_a_kernel_by_hand() -> None:
     # computes 1; gathers for 5 when both streams are free; computes 2 meanwhile, then waits for the gather
     effect = effect_of((compute(1), start(5), compute(2), Done("gather")), COSTS, (0, 1))
-    assert effect == Effect(compute=(6, 5), communication=(6, 5))
+    assert effect == Effect(compute=(6, 5, -inf), within=(6, 5, -inf))
 
 
 def test_nothing_has_no_effect() -> None:
     assert effect_of((), COSTS, (0,)) == Effect() == Effect.task(0)
-    assert Effect.transfer(0).then(Effect.transfer(2)) == Effect(communication=(2, 2))
-    assert Effect().compute == (0, -inf)
+    assert Effect.transfer(0).then(Effect.transfer(2)) == Effect(between=(2, -inf, 2))
+    assert Effect().compute == (0, -inf, -inf)
 
 
 entries = st.integers(-9, 9).map(float) | st.just(-inf)
-effects = st.builds(Effect, st.tuples(entries, entries), st.tuples(entries, entries))
+rows = st.tuples(entries, entries, entries)
+effects = st.builds(Effect, rows, rows, rows)
 
 
 @given(effects, effects, effects)

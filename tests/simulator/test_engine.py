@@ -128,10 +128,16 @@ def test_devices_wait_for_a_host_that_is_late_and_only_then() -> None:
     assert timeline.busy(1, "compute") == 10
 
 
+def test_the_host_takes_what_its_cluster_says_to_start_a_program() -> None:
+    calibrated = CLUSTER.model_copy(update={"host_launch_us": 3e6})
+    assert simulate(TWO_STAGES, calibrated, COSTS) == simulate(TWO_STAGES, CLUSTER, COSTS, dispatch=3.0)
+    assert simulate(TWO_STAGES, calibrated, COSTS, dispatch=0.0) == simulate(TWO_STAGES, CLUSTER, COSTS)
+
+
 def test_communication_goes_over_the_links_of_its_devices() -> None:
     cluster = Cluster.load("dgx_a100_80").with_size(hosts=2)
     body = (Start(Collective("near", "all_gather", 1, ((0, 1),))), Start(Collective("far", "all_gather", 1, ((0, 2),))))
-    timeline = simulate(Program(((6, 7, 8),), ((Run(0, "S"),),), {"0S": body}), cluster, COSTS)
+    timeline = simulate(Program(((6, 7, 8),), ((Run(0, "S"),),), {"0S": body}), cluster)
     assert {span.name: span.link for span in timeline.spans} == {"near": "within hosts", "far": "between hosts"}
 
 

@@ -274,6 +274,74 @@ def test_a_product_that_is_not_fused_is_a_gemm():
     assert kernel == Kernel("d", "gemm", 2 * 5 * 3 * 7 * 4, 2 * 5 * (12 + 28 + 21), "bf16", Gemm(3, 7, 4, batch=5))
 
 
+def test_a_product_in_a_fusion_of_triton_is_a_gemm() -> None:
+    fused = """
+%halves (a: bf16[64,2,32], b: bf16[2,32,16]) -> f32[2,64,16] {
+  %a = bf16[64,2,32]{2,1,0} parameter(0)
+  %b = bf16[2,32,16]{2,1,0} parameter(1)
+  ROOT %d = f32[2,64,16]{2,1,0} dot(%a, %b), lhs_batch_dims={1}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}
+}
+"""
+    (kernel,) = parse(
+        "%a = bf16[64,2,32]{2,1,0} parameter(0)",
+        "%b = bf16[2,32,16]{2,1,0} parameter(1)",
+        "ROOT %f = f32[2,64,16]{2,1,0} fusion(%a, %b), kind=kCustom, calls=%halves, "
+        'backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}',
+        computations=fused,
+    )
+    moved = 2 * (64 * 64 + 64 * 16) + 4 * 2 * 64 * 16
+    assert kernel == Kernel("f", "gemm", 2 * 64 * 64 * 16, moved, "bf16", Gemm(64, 16, 32, batch=2))
+
+
+RAGGED = "lhs_contracting_dims={%s}, rhs_contracting_dims={%s}, lhs_ragged_dims={%s}, rhs_group_dims={%s}"
+
+
+def test_a_ragged_product_counts_the_group_of_each_row() -> None:
+    operands = "%a = bf16[64,32]{1,0} parameter(0)", "%n = s32[4]{0} parameter(1)"
+    rows = RAGGED % (1, 1, 0, 0)
+    expert = "%b = bf16[4,32,16]{2,1,0} parameter(2)", f"%r = bf16[64,16]{{1,0}} ragged-dot(%a, %b, %n), {rows}"
+    moved = 2 * (64 * 32 + 4 * 32 * 16 + 64 * 16) + 4 * 4
+    assert parse(*operands, *expert) == (Kernel("r", "gemm", 2 * 64 * 32 * 16, moved, "bf16"),)
+    inner = RAGGED % (0, 0, 0, "")  # gradients of the experts: rows are summed, each into one of four results
+    gradient = "%b = bf16[64,16]{1,0} parameter(2)", f"%r = bf16[4,32,16]{{2,1,0}} ragged-dot(%a, %b, %n), {inner}"
+    (kernel,) = parse(*operands, *gradient)
+    assert kernel.flops == 2 * 64 * 32 * 16
+
+
+def test_a_ragged_product_in_a_fusion_or_by_cublas_is_the_same() -> None:
+    shapes = (
+        "%a = bf16[64,32]{1,0} parameter(0)",
+        "%b = bf16[4,32,16]{2,1,0} parameter(1)",
+        "%n = s32[4]{0} parameter(2)",
+    )
+    lines = "".join(
+        f"  {x}\n" for x in (*shapes, f"ROOT %r = bf16[64,16]{{1,0}} ragged-dot(%a, %b, %n), {RAGGED % (1, 1, 0, 0)}")
+    )
+    (fused,) = parse(
+        *shapes,
+        "ROOT %k = bf16[64,16]{1,0} fusion(%a, %b, %n), kind=kCustom, calls=%experts",
+        computations=f"%experts (a: bf16[64,32], b: bf16[4,32,16], n: s32[4]) -> bf16[64,16] {{\n{lines}}}\n",
+    )
+    config = DIMENSIONS % ("1", "1", "", "")
+    (called,) = parse(
+        *shapes,
+        '%k = (bf16[64,16]{1,0}, s8[784]{0}) custom-call(%a, %b, %n), custom_call_target="__cublas$lt$groupedMatmul", '
+        f'backend_config={{"grouped_gemm_backend_config":{{"gemm_backend_config":{{{config}}},"ragged_dot_dimension_numbers":{{{config},'
+        '"lhs_ragged_dimensions":["0"],"rhs_group_dimensions":["0"]}}}',
+    )
+    moved = 2 * (64 * 32 + 4 * 32 * 16 + 64 * 16) + 4 * 4
+    assert fused == called == Kernel("k", "gemm", 2 * 64 * 32 * 16, moved, "bf16")
+
+
+def test_a_kernel_written_in_triton_tells_nothing_but_its_bytes() -> None:
+    line = (
+        'ROOT %r = f32[4]{0} custom-call(%p), custom_call_target="__gpu$xla.gpu.triton", backend_config="{grid_x = 1}"'
+    )
+    assert parse("%p = f32[4]{0} parameter(0)", line) == (
+        Kernel("r", "memory", 0.0, 32, unknown="custom-call __gpu$xla.gpu.triton"),
+    )
+
+
 def test_an_asynchronous_copy_is_one_kernel():
     assert parse(
         "%p = f32[4]{0} parameter(0)",

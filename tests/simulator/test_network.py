@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.cluster import Cluster, Link, cluster_names
-from simulator.collective_profile import sent_fraction
+from simulator.collective_profile import CollectiveProfile, SizeCurve, sent_fraction
 from simulator.costs import ClusterCosts
 from simulator.network import Flows, Ring, find_routes
 from simulator.work import CollectiveKind, Groups
@@ -98,11 +98,25 @@ def test_the_half_size_halves_the_bandwidth() -> None:
 
 def test_a_permute_is_as_slow_as_its_fullest_link() -> None:
     ring = tuple((i, (i + 1) % 8) for i in range(8))
-    assert find_routes(toy().cluster, "permute", ring) == Flows(within=1, across=1)
+    assert find_routes(toy().cluster, "permute", ring) == Flows(within=1, across=1, members=4)
     assert toy().collective("permute", 1e9, ring) == pytest.approx(1 / 10)
     assert toy().collective("permute", 1e9, ((0, 1), (1, 2))) == pytest.approx(1 / 100)
     swap = tuple((i, (i + 4) % 8) for i in range(8))  # two devices send through each card
     assert toy().collective("permute", 1e9, swap) == pytest.approx(2 / 10)
+
+
+def test_a_permute_costs_what_all_who_share_memory_cost() -> None:
+    shared = SizeCurve(launch_us=0.0, member_us=10.0, hop_us=0.0, half_size_mb=0.0, bandwidth_gb_per_s=8.0, sharing=1.0)
+    costs = toy(collectives=CollectiveProfile(gpu="toy", source="", all_reduce=shared, permute=shared))
+    assert costs.collective("permute", 1e9, ((0, 1), (1, 0))) == pytest.approx(10e-6 + 1 / 8)
+    assert costs.collective("permute", 1e9, tuple((i, (i + 1) % 4) for i in range(4))) == pytest.approx(30e-6 + 1 / 4)
+
+
+def test_a_message_between_two_devices_has_their_links_whoever_else_sends() -> None:
+    v100 = ClusterCosts(Cluster.load("p3.16xlarge"))  # more links between neighbours in rings of more
+    ring = tuple((i, (i + 1) % 8) for i in range(8))
+    assert v100.collective("permute", 1e9, ring) == v100.collective("permute", 1e9, ring[:1])
+    assert v100.collective("permute", 1e12, ring) == pytest.approx(1e12 / 22.5e9, rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ from simulator.program_file import ProgramError, load_program, save_program
 from simulator.work import Collective, Done, Gemm, Kernel, Loop, Start
 from tests.simulator.bodies import programs
 
-GATHER = Collective("gather", "all_gather", 3.5, ((0, 1),))
+GATHER = Collective("gather", "all_gather", 3.5, ((0, 1),), axis="x")
 KERNEL = Kernel("dot", "gemm", 2e12, 1e9, "f16", Gemm(1, 2, 3, 4))
 PROGRAM = Program(
     meshes=((0, 1), (2, 3)),
@@ -25,6 +25,7 @@ PROGRAM = Program(
         "1F": (),
     },
     memory=(MemoryUse(3, roles={"parameters": 2, "inputs": 1}), MemoryUse(temporaries=5)),
+    costed_for="dgx_a100_80 0123456789ab",
     levels=((({"inputs": 3}, {}),) * 3, (({"inputs": 3}, {}),) * 2),
 )
 

@@ -1,31 +1,22 @@
 """Computation and collectives that slow each other."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.clock import Clock
 from simulator.cluster import Cluster
-from simulator.costs import BandwidthOnly, ClusterCosts, MixedCosts
+from simulator.costs import ClusterCosts, MixedCosts
 from simulator.engine import simulate
 from simulator.mixed import MixedCluster
 from simulator.program import Program, Recv, Run, Send
 from simulator.timeline import Timeline
-from simulator.work import Body, Done, Groups, Loop
-from tests.simulator.bodies import COSTS, bodies, compute, flat, programs, start
+from simulator.work import Body, Collective, Done, Groups, Loop, Start
+from tests.simulator.bodies import COSTS, Slowed, TwoLinks, bodies, compute, far, flat, programs, start
 
 CLUSTER = Cluster.load("cpu-virtual")
-
-
-class Slowed(BandwidthOnly):
-    """As `COSTS`, but whatever goes on together takes so many times longer."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__(bandwidth=1.0, flop_per_s=1.0)
-        object.__setattr__(self, "factor", factor)
-
-    def slowdown(self, groups: Groups) -> float:
-        return self.factor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def one_task(*ops) -> Program:
@@ -110,6 +101,67 @@ def test_a_loop_is_its_iterations_one_by_one(body: Body, count: int, factor: flo
 def test_a_loop_waits_for_what_was_under_way_before_it() -> None:
     body = (start(40), Loop(30, (compute(1),)), Done("gather"))
     assert played(*body).makespan == pytest.approx(30 * 1.5 + 10)
+
+
+def both(*ops, factor: float = 1.0) -> Timeline:
+    return simulate(one_task(*ops), CLUSTER, TwoLinks(factor))
+
+
+def test_what_goes_over_different_links_goes_on_at_the_same_time_and_over_one_link_in_turn() -> None:
+    body = (start(4), far(3), compute(1), start(2, "next"), Done("gather"), Done("far"), Done("next"))
+    timeline = both(*body)
+    assert stretches(timeline) == {"dot": (0, 1), "gather": (0, 4), "far": (0, 3), "next": (4, 6), "wait": (4, 6)}
+    assert timeline.exposed_communication(0) == 5
+
+
+def test_computation_is_as_slow_as_the_worst_beside_it_each_collective_as_its_own_link_has_it() -> None:
+    class Uneven(TwoLinks):
+        def slowdown(self, groups: Groups) -> float:
+            return 2.0 if self.link(groups) == "between hosts" else 1.25
+
+    # until 4 the far one does its 2 s, the near one 3.2 and the product 2; until 5 the near one its last 0.8, the product 0.8; 0.2 are left
+    body = (far(2), start(4), compute(3), Done("far"), Done("gather"))
+    timeline = simulate(one_task(*body), CLUSTER, Uneven(1.0))
+    assert stretches(timeline) == {"dot": (0, pytest.approx(5.2)), "far": (0, 4), "gather": (0, pytest.approx(5))}
+
+
+def test_a_send_does_not_wait_for_a_collective_on_another_link() -> None:
+    cluster = Cluster.load("dgx_a100_80").with_size(2)
+    near = Collective("near", "all_reduce", 1e9, (tuple(range(8)),))
+    rows = (Run(0, "F"), Send("x", 1, 8 * 10**8)), (Recv("x", 0),)
+    program = Program((tuple(range(8)), tuple(range(8, 16))), rows, {"0F": (Start(near),)})
+    timeline = simulate(program, cluster)
+    assert {span.link: span.start for span in timeline.spans if span.mesh == 0} == {
+        "within hosts": 0,
+        "between hosts": 0,
+    }
+    assert Clock.of(program).makespan(ClusterCosts(cluster)) == pytest.approx(timeline.makespan)
+
+
+@given(programs(), st.floats(1, 2), st.sampled_from([0.0, 0.5]))
+def test_the_clock_agrees_with_the_engine_on_two_links(program: Program, factor: float, dispatch: float) -> None:
+    costs = TwoLinks(factor)
+    timeline = simulate(program, CLUSTER, costs, dispatch)
+    assert Clock.of(program).makespan(costs, dispatch) == pytest.approx(timeline.makespan)
+    busy: Counter[tuple[int, str, str | None]] = Counter()
+    for span in timeline.spans:
+        if span.category not in ("wait", "bubble", "host"):
+            busy[span.mesh, span.stream, span.link] += span.seconds  # pyright: ignore[reportArgumentType]
+    longest = max(busy.values(), default=0)
+    assert longest <= timeline.makespan * (1 + 1e-9) <= (sum(busy.values()) + 1e-9) * (1 + 1e-9)
+
+
+@given(bodies, st.floats(1, 2))
+def test_a_second_link_makes_nothing_slower_than_one(body: Body, factor: float) -> None:
+    two, one = both(*body, factor=factor), played(*body, factor=factor)
+    assert two.makespan <= one.makespan * (1 + 1e-9)
+
+
+@given(flat, st.integers(1, 12), st.floats(1, 2))
+def test_a_loop_over_two_links_is_its_iterations_one_by_one(body: Body, count: int, factor: float) -> None:
+    looped, unrolled = both(Loop(count, body), factor=factor), both(*body * count, factor=factor)
+    assert looped.makespan == pytest.approx(unrolled.makespan)
+    assert looped.busy(0, "communication") == pytest.approx(unrolled.busy(0, "communication"))
 
 
 def test_the_link_says_how_much() -> None:

@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.work import Collective, Done, Gemm, Kernel, Loop, Start, Work, work_of
+from simulator.work import Collective, Done, Gemm, Kernel, Loop, Start, Work, with_axes, work_of
 
 ADD = Kernel("add", "memory", flops=3, bytes=12)
 DOT = Kernel("dot", "gemm", flops=2 * 4 * 5 * 6, bytes=100, dtype="bf16", gemm=Gemm(4, 5, 6))
@@ -15,6 +17,13 @@ def test_a_batched_product_counts_a_multiply_add_as_two() -> None:
 def test_work_of_a_body_sums_kernels_and_collectives_with_loops_multiplied_out() -> None:
     body = (ADD, Start(SUM), Done("sum"), Loop(10, (DOT, Loop(2, (ADD, Start(SUM), Done("sum"))))))
     assert work_of(body) == Work({"f32": 3 + 60, "bf16": 2400}, 12 + 240 + 1000, {"all_reduce": 64 + 1280})
+
+
+def test_collectives_are_told_their_axes_in_loops_too() -> None:
+    body = (ADD, Start(SUM), Loop(2, (Start(SUM), Done("sum"))), Done("sum"))
+    told = Start(replace(SUM, axis="x"))
+    expected = (ADD, told, Loop(2, (told, Done("sum"))), Done("sum"))
+    assert with_axes(body, {SUM.groups: "x"}.__getitem__) == expected
 
 
 def test_a_kernel_without_arithmetic_adds_no_dtype() -> None:

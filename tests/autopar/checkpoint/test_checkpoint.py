@@ -1,5 +1,6 @@
 """What is saved under one plan is restored under any other, bit for bit, and a checkpoint is there whole or not at all."""
 
+import itertools
 import os
 import random
 import signal
@@ -218,6 +219,64 @@ def test_a_saver_that_is_killed_leaves_a_whole_latest(tmp_path):
         state = autopar.restore_checkpoint(tmp_path)
         assert set(state["['x']"]) == set(state["['y']"]) == {step}
         last = step
+
+
+STOPS = """
+import itertools, os, sys
+import numpy as np, autopar
+import orbax.checkpoint
+from autopar.checkpoint import parts, saving
+
+def files(kill_at):
+    '''End this process before that call which touches the directory.'''
+    count = itertools.count()
+    def hook(event, args):
+        if event.split(".")[0] in ("open", "os", "shutil") and args and str(args[0]).startswith(sys.argv[1]):
+            if next(count) == kill_at:
+                os._exit(9)
+    sys.addaudithook(hook)
+
+def check_and_save(kill_at):
+    last = autopar.latest_step(sys.argv[1])
+    state = autopar.restore_checkpoint(sys.argv[1])
+    assert {*state["['x']"].tolist(), *state["['y']"].tolist()} == {last}, (last, state)
+    files(kill_at)
+    autopar.save_checkpoint(sys.argv[1], {"x": np.full(5, last + 1), "y": np.full(3, last + 1)}, last + 1, keep=2)
+
+for kill_at in itertools.count(-1):
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if kill_at < 0:
+                for step in range(2):
+                    autopar.save_checkpoint(sys.argv[1], {"x": np.full(5, step), "y": np.full(3, step)}, step)
+            else:
+                check_and_save(kill_at)
+            code = 0
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code not in (0, 9):
+        sys.exit(f"call {kill_at}: exit status {code}")
+    print(kill_at, code, autopar.latest_step(sys.argv[1]), flush=True)
+    if code == 0 and kill_at >= 0:
+        break
+"""
+
+
+def test_a_saver_that_is_killed_before_any_of_its_calls_leaves_a_whole_latest(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", STOPS, str(tmp_path / "saved")]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert run.returncode == 0, run.stderr
+    steps = [int(line.split()[2]) for line in run.stdout.splitlines()]
+    assert len(steps) > 10  # calls of making the folder, of writing to it, of naming it and of removing old ones
+    assert all(after - before in (0, 1) for before, after in itertools.pairwise(steps))
+    assert 2 < len(set(steps)) < len(steps)  # killed before it was there, and after
 
 
 def test_what_is_not_there_is_said(tmp_path, functions):

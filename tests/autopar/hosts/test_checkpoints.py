@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 import jax
@@ -11,8 +12,8 @@ import pytest
 
 import autopar
 from autopar.checkpoint import saved_steps
-from autopar.hosts.errors import HostsError
-from tests.autopar.hosts.workers import joined, joined_hosts, pids, pipeline
+from autopar.hosts.errors import HostsError, HostTimeoutError
+from tests.autopar.hosts.workers import is_alive, joined, joined_hosts, pids, pipeline, until
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 from tests.autopar.test_training import assert_close, batches, expected
 
@@ -61,6 +62,29 @@ def test_a_worker_that_is_killed_while_it_writes_leaves_what_was_there(hosts, tm
     last = autopar.latest_step(tmp_path)
     assert last in (0, 1)
     assert len(autopar.restore_checkpoint(tmp_path)) == len(jax.tree.leaves(params))
+
+
+@pytest.mark.hosts(2, 4)
+def test_a_worker_that_never_has_written_keeps_nobody_for_ever(hosts, tmp_path):
+    import ray
+
+    def stall(worker: Any) -> None:
+        from autopar.hosts import worker as module
+
+        module.write = lambda *_: time.sleep(600)
+
+    params, _ = autopar.parallelize(stack_step, method=pipeline(2))(stack_params(), stack_batch())
+    autopar.save_checkpoint(tmp_path, params, 0)
+    there = pids()
+    ray.get(hosts._actors[1].__ray_call__.remote(stall))
+    hosts.timeout = 3
+    autopar.save_checkpoint(tmp_path, params, 1, wait=False)
+    start = time.monotonic()
+    with pytest.raises(HostTimeoutError, match=r"host 1 \(.*\) has been writing a checkpoint for 3 s"):
+        autopar.shutdown()
+    assert time.monotonic() - start < 20
+    assert until(lambda: not any(map(is_alive, there)))
+    assert autopar.latest_step(tmp_path) == 0
 
 
 @pytest.mark.hosts(2, 4)

@@ -1,6 +1,6 @@
 """Errors of hosts say where, and what to do."""
 
-from autopar.hosts.errors import HostLostError
+from autopar.hosts.errors import HostLostError, HostTimeoutError
 
 
 def test_a_lost_host_is_told_with_its_meshes_and_what_others_were_at():
@@ -11,3 +11,11 @@ def test_a_lost_host_is_told_with_its_meshes_and_what_others_were_at():
     )
     assert (error.host, error.meshes) == (1, (1, 3))
     assert str(HostLostError(1, "10.0.0.2", "it died")).startswith("host 1 (10.0.0.2) is lost: it died. What it held")
+
+
+def test_a_host_that_hangs_is_told_with_what_it_is_at():
+    error = HostTimeoutError(0, "10.0.0.1", "is slow", [0], ["host 1 does not answer"], 0, "0F1", "Wait longer")
+    assert str(error) == (
+        "host 0 (10.0.0.1), mesh 0 of the step, is slow. Meanwhile host 1 does not answer. Wait longer"
+    )
+    assert (error.host, error.meshes, error.mesh, error.instruction) == (0, (0,), 0, "0F1")

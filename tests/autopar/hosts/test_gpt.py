@@ -1,6 +1,7 @@
 """A GPT of which one stage spans two hosts, and the tutorials, on the hosts of a Ray cluster."""
 
 import os
+import runpy
 import subprocess
 import sys
 from typing import Any
@@ -8,12 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax.training.train_state import TrainState
 
 import autopar
 from experiments.models import GPT
 from simulator.cluster import Cluster
 from tests.autopar.hosts.workers import joined
-from tests.autopar.pipeline.steps import sgd_args
+from tests.autopar.pipeline.steps import SGD, sgd_args
 
 pytestmark = pytest.mark.usefixtures("raylets")
 
@@ -56,17 +58,57 @@ def test_the_plan_of_a_gpt_runs_in_one_process_and_where_a_stage_spans_two_hosts
             np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize(("name", "hosts", "devices"), [("pipeshard", 2, 4), ("quickstart", 4, 2)])
-def test_a_tutorial_runs_on_hosts(raylets, name, hosts, devices):
-    flags = ["--dim", "32", "--batch-size", "32", "--cluster", "ray"]
-    flags += ["--num-nodes", str(hosts), "--num-devices-per-node", str(devices)]
-    command = [sys.executable, "-m", f"experiments.tutorials.{name}", *flags]
+SMALL = ["--dim", "32", "--batch-size", "32", "--cluster", "ray"]
+
+
+def test_a_tutorial_runs_as_it_is_written(raylets):
+    nodes = ["--num-nodes", "2", "--num-devices-per-node", "4"]
+    command = [sys.executable, "-m", "experiments.tutorials.pipeshard", *SMALL, *nodes]
     environment = {**os.environ, "RAY_ADDRESS": raylets.address}
     run = subprocess.run(command, text=True, capture_output=True, timeout=240, env=environment)
     assert run.returncode == 0, run.stderr
-    if name == "pipeshard":
-        assert "Manual assignment: equal to the single device" in run.stdout
-        assert "Automatic assignment: equal to the single device" in run.stdout
-    else:
-        assert "Output parameter type: <class 'autopar.hosts.arrays.DistributedArray'>" in run.stdout
-        assert "Alpa execution per GPU memory usage" in run.stdout
+    assert "Manual assignment: equal to the single device" in run.stdout
+    assert "Automatic assignment: equal to the single device" in run.stdout
+
+
+def on_workers(name: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, Any]:
+    """What is left of a tutorial that ran in this process, on the workers that are there and stay."""
+    import ray
+
+    monkeypatch.setattr(sys, "argv", [name, *SMALL, *flags])
+    monkeypatch.setattr(ray, "init", lambda: None)
+    monkeypatch.setattr(autopar, "init", lambda **_: None)
+    monkeypatch.setattr(autopar, "shutdown", lambda: None)
+    return runpy.run_module(f"experiments.tutorials.{name}", run_name="__main__")
+
+
+@pytest.mark.hosts(4, 2)
+def test_the_pipeline_tutorial_runs_on_more_hosts(hosts, monkeypatch, capsys):
+    on_workers("pipeshard", monkeypatch)
+    printed = capsys.readouterr().out
+    assert "Manual assignment: equal to the single device" in printed
+    assert "Automatic assignment: equal to the single device" in printed
+
+
+@pytest.mark.parametrize(
+    "count", [pytest.param(n, marks=pytest.mark.hosts(n, 8 // n), id=f"{n} hosts") for n in (2, 4)]
+)
+def test_the_quickstart_trains_as_one_device_does(hosts, count, monkeypatch, capsys):
+    def once(run: Any, sync: Any, **_: Any) -> np.ndarray:
+        run()
+        sync()
+        return np.ones(1)
+
+    monkeypatch.setattr(autopar.util, "benchmark_func", once)
+    found = on_workers("quickstart", monkeypatch, "--num-layers", "2")
+    printed = capsys.readouterr().out
+    assert "Output parameter type: <class 'autopar.hosts.arrays.DistributedArray'>" in printed
+    assert "Alpa execution per GPU memory usage" in printed
+    batch = {"x": found["x"], "y": found["y"]}
+    states = [TrainState.create(apply_fn=found["model"].apply, params=found["params"], tx=SGD) for _ in range(2)]
+    steps = [jax.jit(found["train_step"]), found["alpa_train_step"]]
+    for _ in range(3):
+        states = [step(state, batch) for step, state in zip(steps, states, strict=True)]
+    autopar.prefetch(states[1].params)
+    for one, other in zip(*(jax.tree.leaves(state.params) for state in states), strict=True):
+        np.testing.assert_allclose(np.array(other), one, rtol=1e-4, atol=1e-6)

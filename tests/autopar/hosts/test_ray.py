@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -14,9 +15,9 @@ from numpy.testing import assert_allclose
 
 import autopar
 from autopar.hosts import session
-from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError
-from tests.autopar.hosts.workers import is_alive, joined, pids, pipeline, until
-from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
+from tests.autopar.hosts.workers import disturbed, is_alive, joined, joined_hosts, pids, pipeline, until
+from tests.autopar.pipeline.steps import stack, stack_batch, stack_params, stack_step
 
 
 def expected(count: int) -> tuple[Any, Any]:
@@ -91,16 +92,31 @@ def test_hosts_that_share_another_mesh_start_anew(hosts):
     assert_trained(autopar.parallelize(stack_step, method=autopar.ShardParallel(devices=(2, 4), num_micro_batches=2)))
 
 
-@pytest.mark.hosts(2, 4)
-def test_a_killed_worker_is_told_by_its_host(hosts):
+def compiled(hosts: Any, host: int, name: str, disturb: Any) -> tuple[Any, Any]:
+    """A pipeline of two hosts that has run once and is disturbed from now on, and its parameters."""
     function = autopar.parallelize(stack_step, method=pipeline(2))
-    params, _ = function(stack_params(), stack_batch())
-    params["w0"].block_until_ready()
-    os.kill(pids()[1], signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(HostLostError, match=r"host 1 \(.*\), mesh 1 of the step, is lost"):
+    params, loss = function(stack_params(), stack_batch())
+    autopar.prefetch((params, loss))
+    disturbed(hosts, host, name, disturb)
+    return function, params
+
+
+@pytest.mark.hosts(2, 4)
+def test_a_killed_worker_is_told_by_its_host_and_what_it_was_at(hosts):
+    function, params = compiled(hosts, 1, "1B1", lambda: time.sleep(600))
+    killed: list[float] = []
+
+    def kill(pid: int) -> None:
+        killed.append(time.monotonic())
+        os.kill(pid, signal.SIGKILL)
+
+    threading.Timer(4, kill, [pids()[1]]).start()
+    with pytest.raises(
+        HostLostError, match=r"host 1 \(.*\), mesh 1 of the step, last heard of at 1B1, is lost"
+    ) as caught:
         np.array(function(params, stack_batch())[1])
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - killed[0] < 10
+    assert (caught.value.host, caught.value.meshes, caught.value.instruction) == (1, (1,), "1B1")
     with pytest.raises(HostsError, match=r"autopar\.init"):
         function(stack_params(), stack_batch())
     joined(2, 4)
@@ -108,14 +124,38 @@ def test_a_killed_worker_is_told_by_its_host(hosts):
 
 
 @pytest.mark.hosts(2, 4)
-def test_a_worker_that_hangs_is_told_with_its_instruction(hosts):
-    function = autopar.parallelize(stack_step, method=pipeline(2))
-    params, _ = function(stack_params(), stack_batch())
-    params["w0"].block_until_ready()
-    os.kill(pids()[0], signal.SIGSTOP)
+def test_an_instruction_that_fails_is_told_with_where_it_is(hosts):
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    function, params = compiled(hosts, 1, "1F2", fail)
+    start = time.monotonic()
+    with pytest.raises(StepFailedError, match=r"host 1, mesh 1, instruction '1F2': MemoryError: no room") as caught:
+        function(params, stack_batch())[0]["w0"].block_until_ready()  # on the other host
+    assert time.monotonic() - start < 10
+    assert (caught.value.host, caught.value.mesh, caught.value.instruction) == (1, 1, "1F2")
+
+
+@pytest.mark.hosts(2, 4)
+def test_a_worker_that_hangs_is_told_with_its_instruction_and_not_who_waits_for_it(hosts):
+    function, params = compiled(hosts, 0, "0F1", lambda: time.sleep(600))
     hosts.timeout = 5
-    with pytest.raises(HostTimeoutError, match=r"host [01].*not answered within 5 s"):
+    said = r"host 0 .*, mesh 0 .* within 5 s: it has been at 0F1 of mesh 0 .* Meanwhile host 1 has been at recv .*larger timeout"
+    with pytest.raises(HostTimeoutError, match=said) as caught:
+        np.array(function(params, stack_batch())[1])  # on host 1
+    error = caught.value
+    assert (error.host, error.meshes, error.mesh, error.instruction) == (0, (0,), 0, "0F1")
+
+
+@pytest.mark.hosts(2, 4)
+def test_a_worker_that_is_stopped_is_told_whatever_the_timeout(hosts):
+    function, params = compiled(hosts, 0, "0F1", lambda: None)
+    os.kill(pids()[0], signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(HostTimeoutError, match=r"host 0 .* has not said for [89] s what it is doing") as caught:
         np.array(function(params, stack_batch())[1])
+    assert time.monotonic() - start < 12
+    assert (caught.value.host, caught.value.meshes) == (0, (0,))
 
 
 @pytest.mark.usefixtures("raylets")
@@ -167,3 +207,32 @@ def test_shutdown_leaves_nothing_behind(hosts):
     assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}
     function = autopar.parallelize(stack_step, method=pipeline(2))
     assert_trained(function, 1)  # in this process again
+
+
+def test_a_pipeline_on_unequal_hosts_trains_as_one_device_does(raylets):
+    autopar.init(cluster="ray", num_devices_per_node=(4, 2), timeout=120)
+    assert list(map(len, joined_hosts().numbers)) == [4, 2]
+    stages = autopar.ManualStageOption([[0, 1, 2], [3]], [(1, 4), (1, 2)], [(2, 2), (2,)])
+    function = autopar.parallelize(
+        stack_step, method=autopar.PipeshardParallel(num_micro_batches=4, stage_option=stages)
+    )
+    params, _ = assert_trained(function)
+    assert [params[name].array.place.mesh.devices for name in ("w2", "w3")] == [(0, 1, 2, 3), (4, 5)]
+
+
+def loss_of(params: Any, batch: Any) -> jax.Array:
+    return jax.numpy.mean((stack(params, batch["x"]) - batch["y"]) ** 2)
+
+
+@pytest.mark.hosts(2, 4)
+@pytest.mark.parametrize(
+    ("method", "count"), [(pipeline(2), 4), (autopar.ShardParallel(devices=(4,)), None)], ids=["pipeline", "one mesh"]
+)
+def test_an_evaluation_follows_a_step_to_its_hosts(hosts, method, count):
+    step = autopar.parallelize(stack_step, method=method)
+    params, _ = step(stack_params(), stack_batch())
+    evaluate = autopar.parallelize(loss_of, method=autopar.FollowParallel(step, num_micro_batches=count))
+    assert_allclose(np.array(evaluate(params, stack_batch())), loss_of(expected(1)[0], stack_batch()), rtol=1e-5)
+    assert len(evaluate.get_last_executable().plan.stages) == (1 if count is None else 2)
+    _, loss = step(params, stack_batch())  # which was not donated
+    assert_allclose(np.array(loss), expected(2)[1], rtol=1e-5)

@@ -54,7 +54,8 @@ class Driver:
             old, made = made, {o: next(self._keys) for o in range(len(self.found.outputs))}
             kept = {i: old.get(i, keys[i]) for i in range(num_state)}
             freed = [key for o, key in old.items() if o >= num_state]
-            self.worker.run(0, self._letter, kept, made, freed, batch, *(np.asarray(leaves[i]) for i in batch))
+            given = [np.asarray(leaves[i]) for i in batch]
+            self.worker.do(None, freed, "run", 0, self._letter, kept, made, batch, *given)
             self._letter += len(self.found.job.deliveries)
         return [self.whole(key, each) for key, each in zip(made.values(), self.found.outputs, strict=True)]
 

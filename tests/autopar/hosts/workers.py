@@ -37,6 +37,24 @@ def pids() -> list[int]:
     return [each["pid"] for each in joined_hosts()._ask("environment")]
 
 
+def disturbed(hosts: "RayHosts", host: int, name: str, disturb: Callable[[], None]) -> None:
+    """From now on the worker does something else before an instruction."""
+    import ray
+
+    def insert(worker: Any) -> None:
+        for loaded in worker._jobs.values():
+            execute = loaded.execute
+
+            def instead(mesh: int, instruction: Any, values: Any, letter: int, execute: Any = execute) -> None:
+                if str(instruction) == name:
+                    disturb()
+                execute(mesh, instruction, values, letter)
+
+            loaded.execute = instead
+
+    ray.get(hosts._actors[host].__ray_call__.remote(insert))
+
+
 def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)

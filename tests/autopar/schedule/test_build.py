@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.schedule import Built, ModelSchedule, ScheduleError, Verify, build, create_schedule
+from autopar.schedule import Built, ModelSchedule, Schedule, ScheduleError, Verify, build, create_schedule
 from autopar.target import target_mesh
 from autopar.testing import assert_allclose
 from autopar.trace import trace
@@ -37,17 +38,14 @@ def abstract(sch: ModelSchedule, built: Built) -> Any:
     )
 
 
-@pytest.mark.parametrize(("ways", "decompose_first"), [(1, True), (2, False), (4, True), (8, False)])
-def test_the_tutorials_schedule_is_right_on_any_number_of_devices(ways: int, decompose_first: bool) -> None:
+@pytest.mark.parametrize("ways", [1, 2, 4, 8])
+def test_the_tutorials_schedule_is_right_on_any_number_of_devices_if_decomposed_first_too(ways: int) -> None:
+    """The tutorial itself, `experiments/tutorials/slapo_mlp.py`, shards before it decomposes."""
     sch = mlp_schedule(mesh=ways)
     x = jax.random.normal(jax.random.key(1), (2, 8, 32))
     with Verify(sch, [x]):
-        if decompose_first:
-            sch["linear1"].decompose()
-            tensor_parallel(sch)
-        else:
-            tensor_parallel(sch)
-            sch["linear1"].decompose()
+        sch["linear1"].decompose()
+        tensor_parallel(sch)
         sch.trace(flatten=True)
         found = sch.find(lambda x, bias: jax.nn.gelu(bias + x, approximate=False))
         assert len(found) == 1
@@ -129,6 +127,44 @@ def test_the_planner_decides_what_a_schedule_leaves_open() -> None:
     assert specs["0/params/linear1/kernel"] == (("x",), ())
 
 
+def test_what_verify_checks_of_auto_is_the_plan_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unsharded model passes whatever is pinned: the loss and its gradients are planned, compiled and run."""
+    x = jax.random.normal(jax.random.key(1), (8, 32))
+    sch = scheduled(MLP(32), x)
+    sch["linear1"].shard("kernel", axis=1)
+    sch["linear2"].shard("kernel", axis=1)
+    made = []
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        step = autopar.parallelize(*args, **options)
+        made.append(step)
+        return step
+
+    monkeypatch.setattr("autopar.schedule.verify.parallelize", recorded)
+    Verify(sch, [x], backend="auto").check()
+    executable = made[0].get_last_executable()
+    specs = {value.path.partition("/")[2]: value.spec for value in executable.plan.stages[0].inputs}
+    assert specs["0/params/linear1/kernel"] == specs["0/params/linear2/kernel"] == ((), ("x",))
+
+
+@pytest.mark.parametrize(
+    ("op", "axis", "spec"),
+    [("all_reduce", None, ((), ())), ("reduce_scatter", 0, (("x",), ())), ("reduce_scatter", 1, ((), ("x",)))],
+)
+def test_the_planner_keeps_what_is_synchronised_where_the_schedule_says(op: str, axis: int | None, spec: Any) -> None:
+    model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 32))
+    params = model.init(jax.random.key(0), x)
+    sch = scheduled(model, x)
+    sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0).sync("fwd_post", "all_gather")
+    sch["linear2"].shard("kernel", axis=0).sync("fwd_post", op, axis=axis)
+    built = build(sch, "auto")
+    step = autopar.parallelize(lambda params, x: built.apply(params, x), method=built.method)
+    assert_allclose(step(params, x), model.apply(params, x), atol=1e-5)
+    (stage,) = step.get_executable(params, x).plan.stages
+    synchronised = [each.spec for each in stage.constraints if each.name == "name"]
+    assert synchronised == [((), ()), spec]
+
+
 def test_two_axes_split_the_batch_and_the_layers() -> None:
     sch = scheduled(Transformer(layers=1), TOKENS, mesh=(2, 4))
     megatron(sch, "y")
@@ -179,6 +215,58 @@ def test_checkpointed_modules_are_computed_again(remat: bool) -> None:
         sch["block_*"].checkpoint("nothing_saveable")
     Verify(sch, [TOKENS]).check()
     assert products(sch) > products(plain)
+
+
+def named_layers(params: Any, x: jax.Array) -> jax.Array:
+    with jax.named_scope("layers"):
+        x = checkpoint_name(jnp.sin(x @ params["first"]), "first")
+        return checkpoint_name(jnp.sin(x @ params["second"]), "second")
+
+
+@pytest.mark.parametrize(
+    ("policy", "recomputes"),
+    [
+        (None, True),
+        ("everything_saveable", False),
+        (("save_only_these_names", "first", "second"), True),
+        (("save_any_names_but_these", "first"), True),
+        (("save_from_both_policies", "nothing_saveable", ("save_anything_except_these_names", "first")), False),
+        (lambda *_, **__: True, False),
+    ],
+    ids=str,
+)
+def test_checkpoint_policies_are_named_made_by_name_or_functions(policy: Any, recomputes: bool) -> None:
+    """Where all is kept nothing is computed twice; the policy goes to JSON and back."""
+    params, x = {"first": jnp.ones((8, 8)), "second": jnp.ones((8, 8))}, jnp.ones((4, 8))
+    sch = create_schedule(named_layers, params, [x], mesh=2)
+    sch["layers"].checkpoint(policy)
+    again = create_schedule(
+        named_layers, params, [x], 2, Schedule.from_json(sch.schedule.to_json()), functions=sch.functions
+    )
+    assert again.schedule == sch.schedule
+    apply = build(again).apply
+    text = str(jax.make_jaxpr(jax.grad(lambda p: jnp.sum(apply(p, x))))(params))
+    # Two products forward, and backward one for each gradient but that of x.
+    assert (text.count("dot_general[") > 5) == recomputes
+    Verify(again, [x], params=params).check()
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("save_only_these_names", r"is made from names: give it as a tuple with them, \('save_only_these_names', ...\)"),
+        (("save_only_these_names",), "is made from names"),
+        (("save_only_these_names", ("a",)), "save_only_these_names takes names, as strings"),
+        (("save_from_both_policies", "dots_saveable"), "save_from_both_policies takes two policies"),
+        (("offload_dot_with_no_batch_dims", "device"), "takes the memory kinds to offload from and to"),
+        (("everything_saveable", "a"), "is none of jax.checkpoint_policies: expected everything_saveable"),
+        ("SaveOnlyTheseNames", "is none of jax.checkpoint_policies"),
+        ("module:policy", "is a function that is not known here; give it by functions="),
+    ],
+)  # fmt: skip
+def test_what_is_no_checkpoint_policy_is_refused_at_once(policy: Any, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        mlp_schedule()["linear1"].checkpoint(policy)
 
 
 def test_sequence_parallel_regions_gather_and_reduce_scatter() -> None:

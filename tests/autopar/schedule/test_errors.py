@@ -1,9 +1,12 @@
 """What a schedule gets wrong is told with a way out; what computes something else is told with the directive at fault."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from autopar.schedule import Schedule, ScheduleError, VerificationError, Verify, build, create_schedule
 from tests.autopar.schedule.models import MLP, Transformer, mlp_schedule, scheduled, tensor_parallel
@@ -36,6 +39,17 @@ def test_a_parameter_is_not_sharded_twice() -> None:
     sch["linear1"].shard("kernel", axis=1)
     with pytest.raises(ScheduleError, match="linear1/kernel is sharded twice"):
         sch["linear1"].shard("kernel", axis=0)
+
+
+def test_a_dim_is_split_over_one_mesh_axis_and_two_dims_over_two() -> None:
+    sch = mlp_schedule(mesh=(2, 2))
+    sch["linear1"].shard("kernel", axis=1, mesh_axis="y")
+    with pytest.raises(ScheduleError, match=r"linear1/kernel is sharded twice: .*mesh_axis=y\) and .*mesh_axis=x\)"):
+        sch["linear1"].shard("kernel", axis=1, mesh_axis="x")
+    sch["linear1"].shard("kernel", axis=0, mesh_axis="x").shard("bias", axis=0, mesh_axis="y")
+    sch["linear1"].sync("fwd_post", "all_reduce", mesh_axis="x")
+    sch["linear2"].shard("kernel", axis=0, mesh_axis="y").sync("fwd_post", "all_reduce", mesh_axis="y")
+    Verify(sch, [X]).check()
 
 
 @pytest.mark.parametrize(
@@ -115,12 +129,24 @@ def test_a_function_that_computes_something_else_is_found_by_verify() -> None:
         pass
 
 
-def test_a_sync_inside_what_is_replaced_is_refused() -> None:
+def test_a_function_of_shards_in_which_a_sync_is_due_is_told_what_to_replace_instead() -> None:
+    def on_shards(params: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x @ params["kernel"], "x") + params["bias"]
+
     sch = mlp_schedule()
     tensor_parallel(sch)
-    sch["linear2"].replace(lambda params, x: x @ params["kernel"] + params["bias"])
-    with pytest.raises(ScheduleError, match="a sync would fall inside what is replaced"):
+    sch["linear2"].replace(on_shards)
+    with pytest.raises(
+        ScheduleError, match=r"a sync is due inside of what is replaced, so that the function must be one of whole"
+    ):
         build(sch)
+    with pytest.raises(ScheduleError, match=r"unbound axis name: x(.|\n)*find\('linear2/dot_general'\)"):
+        build(sch)
+    sch = mlp_schedule()  # what it says works
+    tensor_parallel(sch)
+    sch["linear2"].decompose()
+    sch["linear2"].replace(jnp.dot, sch["linear2"].find("linear2/dot_general"))
+    Verify(sch, [X]).check()
 
 
 def test_a_schedule_for_another_model_is_refused_where_it_does_not_fit() -> None:
@@ -133,6 +159,51 @@ def test_a_schedule_for_another_model_is_refused_where_it_does_not_fit() -> None
             [np.zeros((2, 8), int)],
             schedule=sch.schedule,
         )
+
+
+class Gated(nn.Module):
+    """The same modules, and equations of the same names."""
+
+    product_first: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(16, name="layer")(x)
+        gate, scale = jnp.tanh(x), self.param("scale", nn.initializers.ones, (16,))
+        return (x * scale) * gate if self.product_first else (x * gate) * scale
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_what_is_fused_is_known_again_whatever_the_batch(rows: int) -> None:
+    """Of a batch of one changes of shape are none, and broadcasts are not needed."""
+
+    def model(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x.reshape(-1, 16) * params["scale"]) @ params["kernel"]
+
+    params = {"scale": jnp.ones(16), "kernel": jnp.ones((16, 16))}
+    sch = create_schedule(model, params, [jnp.ones((rows, 2, 16))], 2)
+    sch.fuse(sch.find("tanh") + sch.find("mul"))
+    for other in (1, 2, 4):
+        Verify(sch, [jnp.ones((other, 2, 16))], params).check()
+
+
+@pytest.mark.parametrize("how", ["fuse", "replace"])
+def test_equations_of_the_same_name_that_are_others_are_not_taken_for_them(how: str) -> None:
+    def made(product_first: bool, rows: int, **options: Any) -> Any:
+        x = jnp.zeros((rows, 16))
+        params = jax.eval_shape(Gated(product_first).init, jax.random.key(0), x)
+        return create_schedule(Gated(product_first), params, [x], 2, **options)
+
+    sch = made(True, 4)
+    (found,) = sch.find("mul")
+    (sch.fuse(found) if how == "fuse" else sch.replace(lambda x, scale: x * scale, found))
+    schedule = Schedule.from_json(sch.schedule.to_json())
+    for rows in (4, 1):  # a batch of one needs no broadcast
+        Verify(made(True, rows, schedule=schedule, functions=sch.functions), [jnp.ones((rows, 16))]).check()
+    with pytest.raises(
+        ScheduleError, match="mul reads layer/add and tanh in this model, and layer/add and scale in the"
+    ):
+        made(False, 4, schedule=schedule, functions=sch.functions)
 
 
 def test_schedules_are_values_that_go_to_json_and_back() -> None:
@@ -187,3 +258,24 @@ def test_regions_must_nest_and_be_runnable_as_one() -> None:
     sch["block_0/norm1"].checkpoint()
     with pytest.raises(ScheduleError, match="both claim block_0/norm1/rsqrt"):
         build(sch)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{nope", "a schedule is a JSON list of directives, and this is no JSON: Expecting property name"),
+        ('{"do": "shard"}', "a schedule is a JSON list of directives, not dict"),
+        ("[3]", "3 is no directive: 'do' is None, expected one of shard"),
+        ('[{"do": ["shard"], "path": ""}]', r"'do' is \['shard'\], expected one of shard"),
+        ('[{"do": "shard", "path": "", "param": "w", "axis": "1", "mesh_axis": "x"}]', "axis of shard is '1' in .* integer"),
+        ('[{"do": "shard", "path": "", "param": "w", "axis": true, "mesh_axis": "x"}]', "axis of shard is True in"),
+        ('[{"do": "decompose", "path": 5}]', "path of decompose is 5 in .*: Input should be a valid string"),
+        ('[{"do": "decompose", "path": "", "to": 5}]', "decompose takes path"),
+        ('[{"do": "decompose"}]', "decompose takes path"),
+        ('[{"do": "fuse", "path": "", "nodes": "mul", "compiler": "xla", "name": "f"}]', "nodes of fuse is 'mul' in .* tuple"),
+        ('[{"do": "sync", "path": "", "mode": "fwd", "op": "all_reduce", "axis": null, "mesh_axis": "x"}]', "mode of sync is 'fwd'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_schedule_in_json_is_told_where_and_why(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Schedule.from_json(text)

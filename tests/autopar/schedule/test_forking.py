@@ -101,17 +101,34 @@ def test_a_draw_that_is_read_whole_and_split_stays_whole() -> None:
     def model(params: Any, x: jax.Array, key: jax.Array) -> Any:
         noise = jax.random.normal(key, (8, 16))
         with jax.named_scope("up"):
-            return (
-                (x @ params["w"]) * noise,
-                jnp.max(noise),
-                (x @ params["w"]) * jax.nn.relu(jax.random.normal(key, (8, 16))),
-            )
+            return (x @ params["w"]) * noise, jnp.max(noise)
 
     x, params = jnp.ones((8, 4)), {"w": jnp.ones((4, 16))}
     sch = create_schedule(model, params, [x, KEY], mesh=WAYS)
     sch.shard("w", axis=1).fork_rng()
     for found, expected in zip(build(sch).apply(params, x, KEY), model(params, x, KEY), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "positive",
+    [jax.nn.relu, jax.nn.relu6, lambda x: jax.nn.relu(jax.nn.silu(x) + 1), jax.checkpoint(lambda x: jax.nn.relu(x))],
+    ids=["relu", "relu6", "nested", "recomputed"],
+)
+def test_a_draw_is_split_through_what_has_a_derivative_of_its_own(positive: Any) -> None:
+    def model(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+        return (x @ params["w"]) * positive(jax.random.normal(key, (8, 16)))
+
+    x, params = jnp.ones((8, 4)), {"w": jnp.ones((4, 16))}
+    sch = create_schedule(model, params, [x, KEY], mesh=WAYS)
+    sch.shard("w", axis=1).fork_rng()
+    run = build(sch).apply
+    found = np.asarray(run(params, x, KEY)) / 4
+    drawn = parts(found)
+    assert not any(np.allclose(one, other) for k, one in enumerate(drawn) for other in drawn[:k])
+    assert "u32[8,16]" not in str(jax.make_jaxpr(run)(params, x, KEY))
+    gradient = jax.grad(lambda p: jnp.sum(run(p, x, KEY)))(params)["w"]
+    np.testing.assert_allclose(gradient, np.broadcast_to(found.sum(0), (4, 16)), rtol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["gspmd", "auto"])

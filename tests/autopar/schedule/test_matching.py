@@ -115,7 +115,8 @@ def test_a_broadcast_that_changes_the_result_is_not_looked_through(
     sch = create_schedule(fun, b, [x], mesh=1)
     found = sch.find(pattern)
     assert all("" not in each.inputs for each in found)
-    sch.replace(pattern, found)
+    if found:
+        sch.replace(pattern, found)
     Verify(sch, [x], params=b).check()
 
 
@@ -235,9 +236,98 @@ def test_several_modules_are_replaced_at_once() -> None:
 
 def test_every_module_of_a_class_is_replaced() -> None:
     sch = scheduled(nn.Sequential([nn.LayerNorm(), nn.Dense(16), nn.LayerNorm()]), X, mesh=1)
-    sch.replace_all("LayerNorm", lambda params, x: layer_norm(x, **params))
+    sch.replace_all("LayerNorm", lambda _: lambda params, x: layer_norm(x, **params))
     Verify(sch, [X]).check()
     assert sch.find(".*rsqrt") == []
+
+
+class Scaled(nn.Module):
+    """A layer, twice its result; or two of them, one inside the other."""
+
+    inner: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = Scaled(inner=False, name="within")(x) if self.inner else x
+        return 2 * nn.Dense(x.shape[-1], name="layer")(x)
+
+
+@pytest.mark.parametrize("type", [Scaled, "Scaled"])
+def test_a_class_is_replaced_by_what_is_made_for_each_and_the_outermost_wins(type: Any) -> None:
+    sch = scheduled(nn.Sequential([Scaled(), nn.Dense(16), Scaled(inner=False)]), X, mesh=1)
+    made = []
+
+    def make(handle: Any) -> Any:
+        made.append((handle.paths, sorted(handle["layer"].shapes)))
+        outer = "within" in {path.rpartition("/")[2] for path in handle.named_schedules()}
+
+        def twice(params: Any, x: jax.Array) -> jax.Array:
+            x = twice(params["within"], x) if "within" in params else x
+            return 2 * (x @ params["layer"]["kernel"] + params["layer"]["bias"])
+
+        assert outer == (handle.paths == ("layers_0",))
+        return twice
+
+    sch.replace_all(type, make)
+    assert made == [(("layers_0",), ["bias", "kernel"]), (("layers_2",), ["bias", "kernel"])]
+    Verify(sch, [X]).check()
+
+
+def test_one_module_stands_in_for_all_of_a_class() -> None:
+    sch = scheduled(nn.Sequential([nn.LayerNorm(), nn.Dense(16), nn.LayerNorm()]), X, mesh=1)
+    sch.replace_all(nn.LayerNorm, nn.LayerNorm(use_fast_variance=False))
+    Verify(sch, [X]).check()
+    assert "replace" in sch["layers_0"].mod
+    with pytest.raises(ScheduleError, match="no module of class Conv inside; there are Dense, LayerNorm, Sequential"):
+        sch.replace_all(nn.Conv, nn.Conv(3, (1,)))
+    with pytest.raises(ScheduleError, match=r"given the handle of each module.*; one function for all is `lambda _: f"):
+        sch.replace_all("Dense", lambda params, x: x @ params["kernel"])
+    with pytest.raises(ScheduleError, match=r"returns None for Handle\(layers_1\), expected a module or a function"):
+        sch.replace_all("Dense", lambda _: None)  # type: ignore[arg-type, return-value]
+
+
+def test_a_regular_expression_finds_modules_too() -> None:
+    """As one thing, unless equations in them are found; those inside something that is one thing are not seen."""
+    sch = scheduled(Transformer(layers=2), np.zeros((2, 8), int), mesh=1)
+    (attention,) = sch.find("block_0/attention")
+    assert attention == sch["block_0/attention"].subgraph()
+    assert [each.nodes[0].rpartition("/")[0] for each in sch.find("block_./(up|down)")] == [
+        *("block_0/up", "block_0/down", "block_1/up", "block_1/down")
+    ]
+    assert {"block_0/up/dot_general", "block_0/up/add"} <= {
+        name for each in sch.find("block_0/up") for name in each.nodes
+    }
+    sch["block_0/up"].decompose()
+    assert [len(each.nodes) for each in sch.find("block_0/up/add|block_0/up")] == [1]
+    sch.trace(leaf_modules=["block_1"])
+    assert sch.find("block_1/up") == []
+    sch["block_0"].trace(flatten=False)
+    assert len(sch.find("block_0/attention")) == 1
+    assert sch.find("block_0/attention/q") == []
+    sch.fuse(sch.find("block_0/attention"))
+    assert sch.find("block_0/attention") == []
+
+
+def test_what_is_found_is_limited_by_where() -> None:
+    sch = scheduled(Transformer(layers=2), np.zeros((2, 8), int), mesh=1)
+    assert len(sch.find(layer_norm)) == 5
+    assert len(sch.find(layer_norm, where=lambda node: node.within("block_1"))) == 2
+    assert len(sch.find("block_./up", where=lambda node: node.within("block_1"))) == 1
+    with pytest.raises(ScheduleError, match="like= is for a function that is to be found"):
+        sch.find(".*add", like=[X])
+    with pytest.raises(ScheduleError, match="no regular expression"):
+        sch.find("(")
+
+
+def test_nothing_found_is_no_error_and_nothing_to_fuse_is() -> None:
+    sch = mlp_schedule(mesh=1)
+    found = sch.find("tanh")
+    assert found == []
+    with pytest.raises(ScheduleError, match="fuse: no subgraph was given, as of a find without a match"):
+        sch.fuse(found)
+    with pytest.raises(ScheduleError, match="replace: no subgraph was given, as of a find without a match"):
+        sch.replace(jnp.tanh, found)
+    assert sch.schedule.directives == ()
 
 
 def test_a_fused_region_is_a_function_of_its_own_in_the_program() -> None:

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.schedule import ModelSchedule, ScheduleError, Verify, build, create_schedule
+from autopar.schedule import ModelSchedule, ScheduleError, VerificationError, Verify, build, create_schedule
 from tests.autopar.schedule.models import collectives, mlp_schedule
 
 FIRST = {  # how what the first layer hands out, split by features, is put together; the second layer's kernel is split or not
     ("all_gather", None, "scatter"): False,
     ("all_gather", 1, "reduce_scatter"): True,
     ("all_gather", -1, None): False,
-    ("RS->RR", None, None): False,
+    ("RS->RR", None, "scatter"): False,
+    ("RS->RR", None, "reduce_scatter"): True,
     ("RS->SR", None, None): False,
     (None, None, None): True,
 }
@@ -24,6 +25,7 @@ SECOND = {  # how the second layer's partial sums are
     True: [("all_reduce", None), ("reduce_scatter", 0), ("reduce_scatter", -1)],
     False: [(None, None), ("scatter", 0), ("RR->SR", None), ("RR->RS", None)],
 }
+SPLIT_BY_ROWS = [(None, None), ("SR->RS", None), ("SR->RR", None), ("all_gather", 0)]
 
 
 def layers(params: Any, x: jax.Array) -> jax.Array:
@@ -33,7 +35,7 @@ def layers(params: Any, x: jax.Array) -> jax.Array:
         return x @ params["second"]
 
 
-def layers_schedule(rows: int, hidden: int, out: int, ways: int) -> tuple[ModelSchedule, jax.Array]:
+def layers_schedule(rows: int, hidden: int, out: int, ways: Any) -> tuple[ModelSchedule, jax.Array]:
     params = {"first": jnp.ones((8, hidden)), "second": jnp.ones((hidden, out))}
     x = jax.random.normal(jax.random.key(0), (rows, 8))
     return create_schedule(layers, params, [x], mesh=ways), x
@@ -47,12 +49,13 @@ def test_any_sync_that_fits_keeps_the_value_and_every_gradient(data: st.DataObje
     sch.shard("first", axis=1)
     op, axis, backward = data.draw(st.sampled_from(list(FIRST)))
     contracts = FIRST[op, axis, backward]
+    # After the first layer, or before the second: the same value, the same collective.
+    at, mode = data.draw(st.sampled_from([("first", "fwd_post"), ("second", "fwd_pre")]))
     if op is not None:
-        sch["first"].sync("fwd_post", op, axis=axis, backward=backward)
+        sch[at].sync(mode, op, axis=axis, backward=backward or ("scatter" if not contracts else None))
     if contracts:  # rows of what is split, or of what was gathered: each device takes its own
         sch.shard("second", axis=0)
-    choices = [(None, None)] if op == "RS->SR" else SECOND[contracts]
-    op, axis = data.draw(st.sampled_from(choices))
+    op, axis = data.draw(st.sampled_from(SPLIT_BY_ROWS if op == "RS->SR" else SECOND[contracts]))
     if op is not None:
         sch["second"].sync("fwd_post", op, axis=axis)
     Verify(sch, [x]).check()
@@ -93,7 +96,8 @@ def test_an_all_gather_hands_back_gradients_as_it_is_told(backward: Any) -> None
     ("mode", "op", "options", "message"),
     [
         ("fwd_mid", "all_reduce", {}, "sync mode 'fwd_mid', expected 'fwd_pre', 'fwd_post' or 'bwd_post'"),
-        ("bwd_post", "all_gather", {}, "of gradients: only 'all_reduce' is written by itself"),
+        ("bwd_post", "all_gather", {}, "of gradients: expected 'all_reduce', or a function"),
+        ("bwd_post", "SR->RS", {}, "of gradients: expected 'all_reduce', or a function"),
         ("fwd_pre", "all_reduce", {}, "before a module: put it after the module that makes the partial sum"),
         ("fwd_post", "reduce_scatter", {}, "needs axis=, the array dim to scatter along"),
         ("fwd_post", "scatter", {}, "needs axis="),
@@ -129,3 +133,42 @@ def test_a_function_that_leaves_values_different_is_refused() -> None:
     sch["second"].sync("fwd_post", lambda value: value * 2)
     with pytest.raises(ScheduleError, match="returns values that still differ between the devices of 'x'"):
         build(sch).apply(sch.params, np.asarray(x))
+
+
+@pytest.mark.parametrize("mesh", [4, (2, 2)])
+def test_a_function_makes_gradients_whole(mesh: Any) -> None:
+    """Slapo's hook on the backward pass: an all_reduce by hand is one, and anything else is what Verify finds."""
+    axis = {"mesh_axis": "y"} if mesh == (2, 2) else {}
+
+    def made(function: Any) -> tuple[ModelSchedule, jax.Array]:
+        sch, x = layers_schedule(8, 16, 8, mesh)
+        sch["first"].sync("bwd_post", function, **axis)
+        sch.shard("first", axis=1, **axis).shard("second", axis=0, **axis)
+        sch["second"].sync("fwd_post", "all_reduce", **axis)
+        return sch, x
+
+    name = axis.get("mesh_axis", "x")
+    sch, x = made(lambda gradient: jax.lax.psum(gradient, name))
+    Verify(sch, [x], batch_axis="x" if axis else None).check()
+    run = build(sch).apply
+    gradient = jax.jit(jax.grad(lambda x, params: jnp.sum(run(params, x) ** 2)))
+    assert collectives(gradient.lower(x, sch.params).compile()) == {"all-reduce": 2}
+    sch, x = made(lambda gradient: 2 * jax.lax.psum(gradient, name))
+    with pytest.raises(VerificationError, match=r"gradient of argument 0 differs .* at fault is sync\(mode=bwd_post"):
+        Verify(sch, [x]).check()
+    sch, x = made(lambda gradient: gradient)
+    with pytest.raises(ScheduleError, match=f"returns values that still differ between the devices of '{name}'"):
+        Verify(sch, [x]).check()
+    sch, x = made(lambda gradient: jax.lax.psum(gradient.sum(), name))
+    with pytest.raises(ScheduleError, match=r"makes float32\[\] of a gradient that is float32\[8, 8\]"):
+        Verify(sch, [x]).check()
+    with pytest.raises(ScheduleError, match="a sync function, runs on shards: build with backend='manual'"):
+        build(sch, "gspmd")
+
+
+def test_a_function_of_gradients_is_refused_where_they_are_no_sums() -> None:
+    sch, _ = layers_schedule(8, 16, 8, 4)
+    sch.shard("first", axis=1).shard("second", axis=0)
+    sch["second"].sync("fwd_post", "all_reduce").sync("bwd_post", lambda gradient: jax.lax.psum(gradient, "x"))
+    with pytest.raises(ScheduleError, match="its gradients are no partial sums over 'x'"):
+        build(sch)

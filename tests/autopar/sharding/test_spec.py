@@ -63,3 +63,17 @@ def test_groups_cut_the_devices_into_equal_parts(mesh, data):
 def test_meshes_that_make_no_sense_are_refused(shape, names):
     with pytest.raises(ValueError, match="mesh shape"):
         LogicalMesh(shape, names)
+
+
+@given(meshes(), st.data())
+def test_groups_lie_along_the_axes_that_they_are_made_of(mesh, data):
+    axes = data.draw(st.sets(st.sampled_from(mesh.axis_names)))
+    assert mesh.along(mesh.groups(tuple(axes))) == mesh.joined({axis for axis in axes if mesh.sizes[axis] > 1})
+
+
+def test_groups_that_are_part_of_an_axis_lie_along_it_and_pairs_along_what_they_cross():
+    mesh = LogicalMesh((2, 4), ("x", "y"))  # 0 1 2 3 / 4 5 6 7
+    assert mesh.along(((0, 1), (2, 3), (4, 5), (6, 7))) == "y"
+    assert mesh.along(((0, 4), (1, 5))) == "x"  # of a permute
+    assert mesh.along(((1, 6),)) == "x,y"
+    assert mesh.along(((3, 3), (5,))) == ""

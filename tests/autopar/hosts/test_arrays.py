@@ -1,0 +1,103 @@
+"""Handles on arrays of other hosts: when these are forgotten, how numbers are printed, and what a step costs in calls."""
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+import autopar
+from tests.autopar.hosts.workers import disturbed, pipeline
+from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+
+
+def kept(hosts: Any) -> list[set[int]]:
+    """The keys of what each worker keeps, when it has done what it was asked; it is told of no others."""
+    import ray
+
+    ray.wait([ref for _, ref in hosts._pending], num_returns=len(hosts._pending) or 1, timeout=60)
+    return ray.get([actor.__ray_call__.remote(lambda worker: set(worker._arrays)) for actor in hosts._actors])
+
+
+@pytest.mark.hosts(2, 4)
+def test_what_nobody_has_a_handle_on_is_forgotten_with_whatever_is_asked_next(hosts, tmp_path):
+    function = autopar.parallelize(stack_step, method=pipeline(2))
+    executable = function.get_executable(stack_params(), stack_batch())
+    home = executable.places[0]  # pyright: ignore[reportAttributeAccessIssue]
+    placements = executable.get_input_placement_specs()[0]
+    autopar.save_checkpoint(tmp_path, stack_params(), 0)
+    asked = {
+        "wait": lambda: hosts.wait(),
+        "put": lambda: hosts.put(np.zeros(home.shape, home.dtype), home),
+        "zeros": lambda: hosts.zeros(home),
+        "restore": lambda: autopar.restore_checkpoint(tmp_path, 0, placements),
+        "load": lambda: autopar.parallelize(stack_step, method=pipeline(2, pipeline_schedule="gpipe")).get_executable(
+            stack_params(), stack_batch()
+        ),
+    }
+    for name, ask in asked.items():
+        array = hosts.zeros(home)
+        key = array.key
+        assert key in kept(hosts)[0]
+        del array
+        assert key in kept(hosts)[0]
+        ask()
+        assert key not in kept(hosts)[0], name
+
+
+@pytest.mark.hosts(2, 4)
+def test_what_is_deleted_is_forgotten_at_once(hosts):
+    function = autopar.parallelize(stack_step, method=pipeline(2))
+    params, loss = function(stack_params(), stack_batch())
+    autopar.prefetch((params, loss))
+    assert f"{loss:.3f}" == f"{float(loss):.3f}"
+    assert f"{loss}" == repr(loss)
+    with pytest.raises(TypeError, match="format"):
+        f"{params['w0']:.3f}"
+    key = params["w0"].key
+    assert key in kept(hosts)[0]
+    params["w0"].delete()
+    assert key not in kept(hosts)[0]
+    assert params["w0"].is_deleted()
+    assert not loss.is_deleted()
+    for use in (np.array, lambda each: function({**params, "w0": each}, stack_batch())):
+        with pytest.raises(RuntimeError, match="was deleted"):
+            use(params["w0"])
+
+
+@pytest.mark.hosts(2, 4)
+def test_arguments_that_are_placed_are_not_sent_again(hosts, monkeypatch):
+    import ray
+
+    function = autopar.parallelize(stack_step, method=pipeline(2))
+    args = function.preshard_dynamic_args(stack_params(), stack_batch())
+    assert all(isinstance(leaf, autopar.DistributedArray) for leaf in jax.tree.leaves(args))
+    monkeypatch.setattr(ray, "put", None)
+    params, loss = function(*args)
+    expected, value = jax.jit(stack_step)(stack_params(), stack_batch())
+    assert_allclose(np.array(loss), value, rtol=1e-5)
+    assert_allclose(np.array(params["w3"]), expected["w3"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.hosts(2, 4)
+def test_a_step_is_one_call_of_each_worker_and_the_driver_runs_ahead(hosts, monkeypatch):
+    function = autopar.parallelize(stack_step, method=pipeline(2))
+    params, loss = function(stack_params(), stack_batch())
+    autopar.prefetch((params, loss))
+    disturbed(hosts, 0, "0F0", lambda: time.sleep(4))
+    calls, call = [], hosts._call
+
+    def spy(host: int, method: str, *args: Any) -> Any:
+        calls.append((host, method))
+        return call(host, method, *args)
+
+    monkeypatch.setattr(hosts, "_call", spy)
+    start = time.monotonic()
+    for _ in range(2):
+        params, loss = function(params, stack_batch())
+    asked = time.monotonic() - start
+    assert calls == [(0, "run"), (1, "run")] * 2
+    hosts.wait()
+    assert asked < 4 < 8 < time.monotonic() - start

@@ -1,0 +1,197 @@
+"""Joining a Ray cluster and leaving it: addresses, who had joined before, `uv run`, tokens."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.hosts import session
+from autopar.hosts.environment import free_port
+from autopar.hosts.errors import HostsError
+from autopar.hosts.ray_private import python_of_workers, share_environment
+from tests.autopar.hosts.workers import is_alive, until
+
+ray = pytest.importorskip("ray")
+
+# --- without a cluster
+
+
+@pytest.fixture
+def nowhere(monkeypatch) -> Iterator[list[Any]]:
+    """A process that has joined no cluster; what it joins."""
+    joined: list[Any] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: joined.append(options))
+    yield joined
+    assert session.hosts() is None
+
+
+def test_nobody_at_an_address_is_told(nowhere):
+    port = free_port()
+    with pytest.raises(HostsError, match=rf"no Ray cluster at 127\.0\.0\.1:{port} \(.*refused\): start one with `ray"):
+        autopar.init(cluster="ray", cluster_address=f"127.0.0.1:{port}")
+    assert not nowhere
+
+
+@pytest.mark.parametrize("address", ["6379", "somewhere", "10.0.0.1:", "10.0.0.1:port"])
+def test_what_is_no_address_is_told(nowhere, address):
+    with pytest.raises(HostsError, match=rf"no Ray cluster at {address} \(.* is no address, expected host:port, such"):
+        autopar.init(cluster="ray", cluster_address=address)
+    assert not nowhere
+
+
+def test_no_cluster_to_be_found_is_told(nowhere, monkeypatch):
+    from ray._private import services
+
+    monkeypatch.setattr(services, "find_gcs_addresses", set)
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda _: None)
+    for address in (None, "auto"):
+        with pytest.raises(HostsError, match=r"no Ray cluster at the default address \(Could not find any running Ray"):
+            autopar.init(cluster="ray", cluster_address=address)
+    assert not nowhere
+
+
+def test_a_cluster_that_ray_remembers_but_that_is_gone_is_told(nowhere, monkeypatch):
+    from ray._private import services
+
+    port = free_port()
+    monkeypatch.setattr(services, "find_gcs_addresses", set)
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda _: f"127.0.0.1:{port}")
+    with pytest.raises(HostsError, match=r"no Ray cluster at the default address \(.*refused\)"):
+        autopar.init(cluster="ray")
+    assert not nowhere
+
+
+def test_an_address_of_the_environment_where_nobody_is_is_told(nowhere, monkeypatch):
+    port = free_port()
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    with pytest.raises(HostsError, match=rf"no Ray cluster at 127\.0\.0\.1:{port} "):
+        autopar.init(cluster="ray")
+    assert not nowhere
+
+
+def test_what_is_joined_here_is_left_unless_somebody_else_has_joined_since(monkeypatch):
+    jobs, ended = ["01", "01", "02"], []
+
+    class Context:
+        gcs_address = "127.0.0.1:6379"
+
+        def get_job_id(self) -> str:
+            return jobs.pop(0)
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", Context)
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
+    monkeypatch.setattr(session, "_job", "01")
+    session.leave()
+    assert ended == [True]
+    session.leave()
+    assert ended == [True]
+    monkeypatch.setattr(session, "_job", "00")
+    session.leave()
+    assert ended == [True]
+
+
+def test_ray_is_told_not_to_build_environments_unless_one_wants_it(monkeypatch):
+    from ray._private import ray_constants
+
+    monkeypatch.setattr(ray_constants, "RAY_ENABLE_UV_RUN_RUNTIME_ENV", True)
+    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "1")
+    share_environment()
+    job = {"py_executable": "/opt/uv run --python 3.12 python"}
+    assert (ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV, python_of_workers(job)) == (True, {})
+    monkeypatch.delenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV")
+    share_environment()
+    assert os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == "0"
+    assert not ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
+    assert python_of_workers(job) == {"py_executable": sys.executable}
+    assert python_of_workers({}) == python_of_workers({"py_executable": "python3.12"}) == {}
+
+
+# --- on a Ray cluster
+
+
+def test_another_cluster_than_the_one_that_was_joined_is_refused(raylets):
+    with pytest.raises(
+        ValueError, match=r"cluster_address='127\.0\.0\.1:1', but this process has joined the Ray cluster"
+    ):
+        autopar.init(cluster="ray", cluster_address="127.0.0.1:1")
+    session._check_address(raylets.address)
+    host, port = raylets.address.split(":")
+    session._check_address(f"{socket.getfqdn(host)}:{port}")
+
+
+def run(program: str, folder: Path, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+    """A program that `uv run` starts in a folder, and the words of each line that it prints."""
+    uv = shutil.which("uv")
+    if uv is None:
+        pytest.skip("needs uv")
+    root = Path(autopar.__file__).parents[1]
+    there: Mapping[str, str] = {
+        **{name: value for name, value in os.environ.items() if name != "RAY_ENABLE_UV_RUN_RUNTIME_ENV"},
+        "XLA_FLAGS": "",
+        "PYTHONPATH": str(root),
+        **environment,
+    }
+    shutil.copy(root / ".python-version", folder)  # where uv is one of pyenv's, it is that Python's
+    command = [uv, "run", "--no-project", sys.executable, "-W", "ignore", "-c", program]
+    found = subprocess.run(command, cwd=folder, env=there, text=True, capture_output=True, timeout=400)
+    return found, [line.split() for line in found.stdout.splitlines()]
+
+
+FAILS = """
+import sys, ray
+ray.init(address="{address}", log_to_driver=False)  # which has it by now that uv run is to start workers
+import jax, autopar
+from autopar.hosts import session
+autopar.init(cluster="ray", num_nodes=2, num_devices_per_node=1)
+print(*(each["pid"] for each in session.hosts()._ask("environment")), flush=True)
+there = [actor.__ray_call__.remote(lambda _: __import__("sys").executable) for actor in session.hosts()._actors]
+print(*ray.get(there), flush=True)
+step = autopar.parallelize(lambda state, batch: state + batch.sum(), method=autopar.ShardParallel(devices=2))
+print(session.hosts()._group.id.hex(), f"{{step(1.0, jax.numpy.arange(4.0)):.1f}}", flush=True)
+raise ValueError("of the user")
+"""
+
+
+def test_a_program_of_uv_run_that_raises_leaves_no_workers_behind(raylets, tmp_path):
+    from ray.util import placement_group_table
+
+    autopar.shutdown()
+    found, lines = run(FAILS.format(address=raylets.address), tmp_path)
+    assert "ValueError: of the user" in found.stderr, found.stderr
+    assert found.returncode == 1
+    there, pythons, (group, value) = lines
+    assert len(there) == 2
+    assert set(pythons) == {sys.executable}
+    assert value == "7.0"
+    assert until(lambda: not any(map(is_alive, map(int, there))))
+    assert until(lambda: placement_group_table()[group]["state"] == "REMOVED")
+
+
+TOKENS = """
+import sys, ray, autopar, jax
+ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+autopar.init(cluster="ray", num_devices_per_node=2)
+print(ray.get(ray.remote(lambda: sys.executable).remote()))
+step = autopar.parallelize(lambda state, batch: state + batch.sum(), method=autopar.ShardParallel())
+print(f"{step(1.0, jax.numpy.arange(4.0)):.1f}")
+autopar.shutdown()
+print(ray.is_initialized())
+ray.shutdown()
+"""
+
+
+def test_the_tutorial_runs_by_uv_run_with_tokens(tmp_path):
+    found, lines = run(TOKENS, tmp_path, HOME=str(tmp_path), RAY_AUTH_MODE="token", RAY_ADDRESS="")
+    assert found.returncode == 0, found.stderr
+    assert lines == [[sys.executable], ["7.0"], ["True"]]
+    assert (tmp_path / ".ray" / "auth_token").read_text()

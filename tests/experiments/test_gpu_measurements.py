@@ -1,0 +1,94 @@
+import io
+import json
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from autopar.calibrate import Effort
+from experiments.measurements import gpu
+from experiments.models import GPT
+from simulator.calibration.devices import Convolution
+from simulator.cluster import Cluster
+
+EFFORT = Effort(
+    (16, 256, 4096, 65536), (8,), (32, 64), (Convolution(1, 4, 4), Convolution(1, 8, 8)), ("float32",), 1e-3
+)
+TINY = GPT(1, 32, 2, sequence_length=16, vocab_size=64, batch_size=4)
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    out = tmp_path_factory.mktemp("gpu")
+    return gpu.run(out, [TINY], ["bfloat16"], repeat=2, budget=1000, effort=EFFORT, console=quiet()), out
+
+
+def test_a_step_is_timed_and_predicted_with_either_device_and_from_either_program(measured):
+    table, out = measured
+    (row,) = table.to_dict("records")
+    assert (row["model"], row["size"], row["dtype"]) == ("GPT", "1 x 32, batch 4", "bfloat16")
+    assert row["parameters"] == TINY.num_parameters
+    for name in gpu.PREDICTED:
+        assert row[name] > 0
+        assert row[f"{name}_error"] == pytest.approx(row[name] / row["measured"] - 1)
+    assert row["compiled_calibrated"] != row["compiled_shipped"]
+    assert row["analytic_memory_bytes"] == pytest.approx(row["memory_bytes"], rel=0.5)
+    pd.testing.assert_frame_equal(pd.read_csv(out / "gpu.csv"), table, rtol=1e-4)
+
+
+def test_what_there_is_to_know_is_beside_the_table(measured):
+    _, out = measured
+    beside = json.loads((out / "gpu.json").read_text())
+    assert (beside["device"], beside["driver"], beside["repeats"]) == ("cpu", None, 2)
+    assert beside["complete"]
+    assert beside["not_measured"] == []
+    assert {"jax", "jaxlib", "flax", "optax", "python"} <= set(beside["versions"])
+    assert Cluster.load(out / "gpu_cluster.yaml").provenance is not None
+    assert sorted(path.name for path in out.iterdir()) == ["gpu.csv", "gpu.json", "gpu_cluster.yaml"]
+
+
+def test_results_are_printed(measured):
+    console = Console(file=io.StringIO(), width=220)
+    console.print(gpu.table_of(measured[0]))
+    assert isinstance(console.file, io.StringIO)
+    assert "GPT, 1 x 32, batch 4" in console.file.getvalue()
+
+
+def test_steps_that_there_is_no_time_for_are_named(tmp_path):
+    here, dtypes = Cluster.load("cpu-virtual"), ["float32", "float16"]
+    table = gpu.run(tmp_path, [TINY], dtypes, repeat=1, budget=0.0, calibrated=here, console=quiet())
+    beside = json.loads((tmp_path / "gpu.json").read_text())
+    assert table.empty
+    assert not beside["complete"]
+    assert beside["not_measured"] == ["GPT, 1 x 32, batch 4, float32", "GPT, 1 x 32, batch 4, float16"]
+
+
+def test_a_step_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch):
+    def measure(model, *_, least):
+        if model.dtype == "float32":
+            raise ValueError("no room")
+        return gpu.Row("GPT", "1", model.dtype, 1, 1.0, 0.0, 1.1, 1.2, 0.9, 0.8, 10, 10, 0, 1.0)
+
+    monkeypatch.setattr(gpu, "measure", measure)
+    here, dtypes = Cluster.load("cpu-virtual"), ["float32", "float16"]
+    table = gpu.run(tmp_path, [TINY], dtypes, repeat=1, budget=1000, calibrated=here, console=quiet())
+    beside = json.loads((tmp_path / "gpu.json").read_text())
+    assert list(table["dtype"]) == ["float16"]
+    assert beside["failed"] == {"GPT, 1 x 32, batch 4, float32": "ValueError: no room"}
+
+
+def test_a_result_that_is_not_finished_does_not_replace_one_that_is(tmp_path):
+    path = tmp_path / "gpu.csv"
+    path.write_text("whole")
+
+    def interrupted(part):
+        part.write_text("ha")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gpu._replace(path, interrupted)
+    assert path.read_text() == "whole"

@@ -1,0 +1,250 @@
+"""Leaf switches, rails, and the ports that devices of a host share."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.cluster import Cluster, Link
+from simulator.collectives import Network
+from simulator.costs import ClusterCosts
+from simulator.description import ClusterError
+from simulator.engine import simulate
+from simulator.formula import Execution, Transformer, predict
+from simulator.formula.files import load_for_program
+from simulator.formula.machine import Machine
+from simulator.formula.what_if import Change
+from simulator.network import find_routes, strided_ring
+from simulator.program import Program, Recv, Send
+from simulator.work import CollectiveKind, Groups
+
+BASE = Cluster.load("dgx_h100")
+
+
+def toy(**changes: object) -> Cluster:
+    """Four hosts of two devices at 100 GB/s, each with a card of 10 GB/s of its own; nothing else costs anything."""
+    fields = {name: getattr(BASE, name) for name in Cluster.model_fields}
+    fields |= {
+        "hosts": 4,
+        "devices_per_host": 2,
+        "nics_per_host": 2,
+        "collective_launch_us": 0.0,
+        "collectives": None,
+        "intra_host": Link(bandwidth_gb_per_s=100, latency_us=0),
+        "inter_host": Link(bandwidth_gb_per_s=10, latency_us=0),
+    }
+    return Cluster.model_validate(fields | changes)
+
+
+LEAVES = toy(hosts_per_switch=2, oversubscription=4)
+RAILS = toy(rails=True, oversubscription=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "seconds"),
+    [
+        ("all_gather", ((0, 2),), 1 / 2 / 10),  # hosts 0 and 1 are on one switch
+        ("all_gather", ((0, 4),), 1 / 2 / 2.5),  # hosts 0 and 2 are not
+        ("all_gather", ((0, 2), (1, 5)), 1 / 2 / 2.5),  # the slower group counts
+        ("all_reduce", ((0, 2, 4, 6),), 2 * 3 / 4 / 2.5),
+        ("all_gather", ((0, 1, 2, 3),), 3 / 4 / 20),  # over both cards
+        ("all_gather", ((0, 1, 4, 5),), 3 / 4 / 5),
+        ("permute", ((0, 2),), 1 / 10),
+        ("permute", ((0, 4),), 1 / 2.5),
+        # each has 3/4 GB for the others, which takes 0.075 s, and 1/2 GB for those of the other switch, which takes longer
+        ("all_to_all", ((0, 2, 4, 6),), 1 / 2 / 2.5),
+    ],
+)
+def test_what_leaves_a_leaf_switch_gets_less_bandwidth(kind: CollectiveKind, groups: Groups, seconds: float) -> None:
+    assert ClusterCosts(LEAVES).collective(kind, 1e9, groups) == pytest.approx(seconds)
+
+
+def test_an_all_to_all_mostly_on_one_switch_is_as_slow_as_its_cards() -> None:
+    # of 8 parts each device sends 7 over its card; 4 of these leave the switch at 10 / 1.1 GB/s
+    slightly = toy(hosts=8, devices_per_host=1, nics_per_host=1, hosts_per_switch=4, oversubscription=1.1)
+    assert ClusterCosts(slightly).collective("all_to_all", 1e9, (tuple(range(8)),)) == pytest.approx(7 / 8 / 10)
+
+
+def test_messages_that_leave_count_beside_those_that_share_a_card() -> None:
+    costs = ClusterCosts(LEAVES.model_copy(update={"nics_per_host": 1}))
+    assert costs.collective("permute", 1e9, ((0, 2), (1, 3))) == pytest.approx(2 / 10)
+    assert costs.collective("permute", 1e9, ((0, 2), (1, 4))) == pytest.approx(4 / 10)
+    assert costs.collective("permute", 1e9, ((0, 5), (1, 4))) == pytest.approx(8 / 10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "seconds"),
+    [
+        ("all_gather", ((0, 2, 4, 6),), 3 / 4 / 10),  # the first cards of all hosts are on one switch
+        ("all_gather", ((0, 1, 2, 3),), 3 / 4 / 20),  # a ring goes from each card to the same one of the next host
+        ("all_gather", ((0, 3),), 1 / 2 / 2.5),  # the first card of one host, the second one of the other
+        ("permute", ((0, 2),), 1 / 10),
+        ("permute", ((0, 3),), 1 / 2.5),
+        ("all_to_all", ((0, 1, 2, 3),), 2 * 2 / 4 / 20),  # what is for the other card goes there within the host
+    ],
+)
+def test_what_goes_along_a_rail_stays_on_its_switch(kind: CollectiveKind, groups: Groups, seconds: float) -> None:
+    assert ClusterCosts(RAILS).collective(kind, 1e9, groups) == pytest.approx(seconds)
+
+
+def test_rails_end_where_their_switches_do() -> None:
+    costs = ClusterCosts(toy(rails=True, hosts_per_switch=2, oversubscription=4))
+    assert costs.collective("permute", 1e9, ((0, 2),)) == pytest.approx(1 / 10)
+    assert costs.collective("permute", 1e9, ((0, 4),)) == pytest.approx(1 / 2.5)
+
+
+PORTS = toy(hosts=1, devices_per_host=4, nics_per_host=1, bridges_per_host=2)
+CROSSING, APART = ((0, 2), (1, 3)), ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "seconds"),
+    [
+        ("all_gather", ((0, 1, 2, 3),), 3 / 4 / 100),  # one ring, once through each port
+        ("all_gather", APART, 1 / 2 / 100),  # below the ports
+        ("all_gather", CROSSING, 2 * 1 / 2 / 100),  # two rings through each
+        ("all_gather", CROSSING[:1], 1 / 2 / 100),
+        ("all_reduce", CROSSING, 2 * 1 / 100),
+        ("permute", APART, 1 / 100),
+        ("permute", CROSSING, 2 / 100),
+        ("permute", ((0, 2), (2, 0)), 1 / 100),  # in and out
+        ("all_to_all", ((0, 1, 2, 3),), 2 * 2 / 4 / 100),  # two devices have half of their arrays for the other port
+    ],
+)
+def test_devices_share_the_link_of_their_port(kind: CollectiveKind, groups: Groups, seconds: float) -> None:
+    assert ClusterCosts(PORTS).collective(kind, 1e9, groups) == pytest.approx(seconds)
+
+
+def test_rings_over_hosts_share_ports_too() -> None:
+    # fast cards: within each host the two rings go through each port; a quarter of 4 parts stays with each device
+    costs = ClusterCosts(
+        toy(
+            hosts=2,
+            devices_per_host=4,
+            nics_per_host=4,
+            bridges_per_host=2,
+            inter_host=Link(bandwidth_gb_per_s=1e3, latency_us=0),
+        )
+    )
+    groups = ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert costs.collective("all_gather", 1e9, groups) == pytest.approx(2 * 3 / 4 / 100)
+    assert costs.collective("all_gather", 1e9, groups[:1]) == pytest.approx(3 / 4 / 100)
+
+
+@pytest.mark.parametrize("rails", [False, True])
+@pytest.mark.parametrize(
+    ("size", "stride"),
+    [(2, 1), (4, 1), (2, 2), (2, 4), (8, 1), (2, 8), (4, 4), (8, 2), (16, 1), (4, 8), (8, 8), (2, 32), (64, 1)],
+)
+def test_strided_rings_are_those_of_the_groups_one_by_one(size: int, stride: int, rails: bool) -> None:
+    cluster = toy(
+        hosts=8,
+        devices_per_host=8,
+        nics_per_host=4,
+        hosts_per_switch=4,
+        oversubscription=3,
+        bridges_per_host=2,
+        rails=rails,
+    )
+    groups = tuple(
+        tuple(first + offset + stride * i for i in range(size))
+        for first in range(0, 64, size * stride)
+        for offset in range(stride)
+    )
+    assert {strided_ring(cluster, size, stride)} == find_routes(cluster, "all_reduce", groups)
+
+
+def test_formulas_and_programs_see_the_same_network() -> None:
+    message = 10**9
+    for cluster, stride, alone in (
+        (LEAVES, 2, 0.4),
+        (RAILS, 2, 0.1),
+        (RAILS, 3, 0.4),
+        (PORTS, 2, 0.02),
+        (PORTS, 1, 0.01),
+    ):
+        assert Network(cluster).send_seconds(message, stride) == pytest.approx(alone)
+        count = cluster.num_devices
+        pairs = tuple((i, i + stride) for i in range(count - stride))
+        assert ClusterCosts(cluster).collective("permute", message, pairs) == pytest.approx(alone)
+
+
+def test_formulas_are_slower_for_data_that_leaves_switches() -> None:
+    model = Transformer(layers=4, hidden=1024, heads=16, seq=1024, vocab=32000)
+    plan = Execution(tensor=8, data=8, global_batch=64)
+    fabric = {"hosts_per_switch": 4}
+    machines = [
+        Machine(BASE.with_size(8).model_copy(update=fabric | {"oversubscription": each})) for each in (1.0, 2.0, 4.0)
+    ]
+    exposed = [predict(model, plan, machine).exposed["data"] for machine in machines]
+    assert exposed[2] - exposed[1] == pytest.approx(
+        2 * (exposed[1] - exposed[0])
+    )  # beside latency, it is in proportion
+    assert exposed[1] > 1.7 * exposed[0]
+
+
+def test_messages_of_two_meshes_share_what_a_card_has_upwards() -> None:
+    one_card = LEAVES.model_copy(update={"nics_per_host": 1})
+
+    def seconds(to: int, other: int) -> float:
+        rows = (Send("x", 2, 10**9),), (Send("y", 3, 10**9),), (Recv("x", 0),), (Recv("y", 1),)
+        return simulate(Program(((0,), (1,), (to,), (other,)), rows), one_card).makespan
+
+    assert seconds(2, 3) == pytest.approx(2 / 10)
+    assert seconds(4, 6) == pytest.approx(8 / 10)
+    # x takes all of the card, y a quarter of it: at 0.8 of their speed x has arrived after 0.125 s; y, of which 0.3 s are left, at 0.425
+    assert seconds(2, 4) == pytest.approx(0.425)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"oversubscription": 0.5, "hosts_per_switch": 2}, "oversubscription.*greater than or equal to 1"),
+        ({"oversubscription": float("inf"), "hosts_per_switch": 2}, "oversubscription.*finite"),
+        (
+            {"oversubscription": 2},
+            r"oversubscription: given 2, but all network cards are on one switch.*hosts_per_switch",
+        ),
+        ({"hosts_per_switch": 0}, "hosts_per_switch.*greater than 0"),
+        ({"rails": 2}, "rails.*valid boolean"),
+        ({"bridges_per_host": 3}, "bridges_per_host: given 3, expected a divisor of devices_per_host, which is 2"),
+    ],
+)
+def test_networks_that_can_not_be_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        toy(**changes)
+
+
+def test_fewer_devices_leave_ports_free() -> None:
+    four = toy(hosts=1, devices_per_host=8, nics_per_host=8, bridges_per_host=4)
+    assert four.with_size(1, 4).bridges_per_host == 2
+    assert four.with_size(1, 1).bridges_per_host == 1
+    with pytest.raises(
+        ClusterError, match="2 devices at each of its 4 bridges_per_host; 3 devices per host would be spread unevenly"
+    ):
+        four.with_size(1, 3)
+
+
+def test_what_ifs_reach_the_network() -> None:
+    changes = [Change.parse("cluster.hosts_per_switch=4"), Change.parse("cluster.oversubscription=2")]
+    found = load_for_program("dgx_h100", 64, changes)
+    assert (found.hosts_per_switch, found.oversubscription) == (4, 2)
+    with pytest.raises(ValueError, match="all network cards are on one switch"):
+        load_for_program("dgx_h100", 64, changes[1:])
+
+
+@given(
+    st.integers(1, 4),
+    st.floats(1, 8),
+    st.booleans(),
+    st.sampled_from(["all_reduce", "all_gather", "all_to_all", "permute"]),
+)
+def test_oversubscription_never_makes_anything_faster(
+    per_switch: int, factor: float, rails: bool, kind: CollectiveKind
+) -> None:
+    groups: Groups = ((0, 3), (1, 6), (2, 5)) if kind == "permute" else ((0, 2, 4), (1, 3, 6, 7))
+    plain, slower = (
+        ClusterCosts(toy(hosts_per_switch=per_switch, rails=rails, oversubscription=each)).collective(kind, 1e9, groups)
+        for each in (1.0, factor)
+    )
+    assert plain <= slower * (1 + 1e-9)
+    assert slower <= factor * plain * (1 + 1e-9)
