@@ -3,12 +3,13 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import yaml
 
 from simulator.cluster import Cluster
-from simulator.description import ClusterError, validate
+from simulator.description import ClusterError
 
 _READ = (
     "hosts",
@@ -132,7 +133,7 @@ def changed(before: Cluster, changes: Iterable[Change], source: str, read: Itera
     fields: dict[str, Any] = before.model_dump()
     for change in changes:
         fields = change.apply(fields, 1)
-    after = validate(Cluster, fields, source)
+    after = Cluster.of_fields(fields, Path(source))
     for change in changes:
         _check_counts(change, after, source, tuple(read))
     links = {name: (getattr(before, name), getattr(after, name)) for name in ("intra_host", "inter_host")}
