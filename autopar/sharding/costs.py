@@ -1,7 +1,7 @@
 """Seconds on a logical mesh: kernels, collectives along mesh axes, and changes of spec."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import numpy as np
 from autopar.sharding.once import each_once
 from autopar.sharding.spec import LogicalMesh, Spec, axes_of
 from simulator.costs import CostModel
+from simulator.timeline import Link
 from simulator.work import CollectiveKind, Groups, Kernel
 
 
@@ -116,6 +117,12 @@ class Combined:
 
     def slowdown(self, groups: Groups) -> float:
         return self.model.slowdown(groups)
+
+    def link(self, groups: Groups) -> Link:
+        return self.model.link(groups)
+
+    def cards(self, pairs: Groups) -> Mapping[Hashable, float]:
+        return self.model.cards(pairs)
 
 
 def reshard_steps(num_bytes: float, source: Spec, target: Spec, mesh: LogicalMesh) -> Iterator[Step]:

@@ -43,10 +43,10 @@ def test_it_is_what_the_engine_finds_behind_something_that_was_sent(body: Body, 
     costs = Hardware(factor=factor)
     rows = ((Send("x", 1, 2 * lag), Run(0, "F")), (Recv("x", 0),))
     program = Program(((0, 1), (2, 3)), rows, {"0F": body})
-    streams = play(program, costs, lambda _: "within hosts")[0][0]
+    streams = play(program, costs)[0][0]
     lagged = lagged_of(body, costs, (0, 1))
     assert lagged is not None
-    assert lagged.at(lag) == pytest.approx((streams.compute, streams.communication))
+    assert lagged.at(lag) == pytest.approx((streams.compute, streams.free["within hosts"]))
 
 
 @given(st.lists(waiting(), min_size=3, max_size=3), factors, st.sampled_from([0.0, 0.5]), st.data())
