@@ -152,9 +152,9 @@ def test_a_worker_that_is_stopped_is_told_whatever_the_timeout(hosts):
     function, params = compiled(hosts, 0, "0F1", lambda: None)
     os.kill(pids()[0], signal.SIGSTOP)
     start = time.monotonic()
-    with pytest.raises(HostTimeoutError, match=r"host 0 .* has not said for [89] s what it is doing") as caught:
+    with pytest.raises(HostTimeoutError, match=r"host 0 .* has not said for \d+ s what it is doing") as caught:
         np.array(function(params, stack_batch())[1])
-    assert time.monotonic() - start < 12
+    assert time.monotonic() - start < 15  # 8, and what a busy machine takes
     assert (caught.value.host, caught.value.meshes) == (0, (0,))
 
 
