@@ -3,6 +3,7 @@
 A test that is marked `hosts(number, devices of each)` has the fixture of that name; those that want as many run one after the other.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def raylets():
     for _ in range(3):
         cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address, log_to_driver=False)
+    os.environ.setdefault("AUTOPAR_SILENCE_SECONDS", "60")  # workers are nice, and machines busy
     yield cluster
     session.leave()
     ray.shutdown()

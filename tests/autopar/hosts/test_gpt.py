@@ -12,6 +12,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 import autopar
+from autopar.hosts import session
+from autopar.hosts.cluster import RayHosts
 from experiments.models import GPT
 from simulator.cluster import Cluster
 from tests.autopar.hosts.workers import joined
@@ -71,20 +73,25 @@ def test_a_tutorial_runs_as_it_is_written(raylets):
     assert "Automatic assignment: equal to the single device" in run.stdout
 
 
-def on_workers(name: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, Any]:
-    """What is left of a tutorial that ran in this process, on the workers that are there and stay."""
+def on_workers(name: str, hosts: RayHosts, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, Any]:
+    """What is left of a tutorial that ran in this process, on the workers that are there until it ends them."""
     import ray
+
+    init, shape = autopar.init, {"num_nodes": len(hosts.numbers), "num_devices_per_node": len(hosts.numbers[0])}
+
+    def join(**_: Any) -> None:
+        if session.hosts() is None:
+            init(cluster="ray", **shape)
 
     monkeypatch.setattr(sys, "argv", [name, *SMALL, *flags])
     monkeypatch.setattr(ray, "init", lambda: None)
-    monkeypatch.setattr(autopar, "init", lambda **_: None)
-    monkeypatch.setattr(autopar, "shutdown", lambda: None)
+    monkeypatch.setattr(autopar, "init", join)
     return runpy.run_module(f"experiments.tutorials.{name}", run_name="__main__")
 
 
 @pytest.mark.hosts(4, 2)
 def test_the_pipeline_tutorial_runs_on_more_hosts(hosts, monkeypatch, capsys):
-    on_workers("pipeshard", monkeypatch)
+    on_workers("pipeshard", hosts, monkeypatch)
     printed = capsys.readouterr().out
     assert "Manual assignment: equal to the single device" in printed
     assert "Automatic assignment: equal to the single device" in printed
@@ -100,7 +107,7 @@ def test_the_quickstart_trains_as_one_device_does(hosts, count, monkeypatch, cap
         return np.ones(1)
 
     monkeypatch.setattr(autopar.util, "benchmark_func", once)
-    found = on_workers("quickstart", monkeypatch, "--num-layers", "2")
+    found = on_workers("quickstart", hosts, monkeypatch, "--num-layers", "2")
     printed = capsys.readouterr().out
     assert "Output parameter type: <class 'autopar.hosts.arrays.DistributedArray'>" in printed
     assert "Alpa execution per GPU memory usage" in printed

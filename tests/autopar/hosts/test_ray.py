@@ -16,6 +16,7 @@ from numpy.testing import assert_allclose
 import autopar
 from autopar.hosts import session
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
+from autopar.hosts.watching import silence_seconds
 from tests.autopar.hosts.workers import disturbed, is_alive, joined, joined_hosts, pids, pipeline, until
 from tests.autopar.pipeline.steps import stack, stack_batch, stack_params, stack_step
 
@@ -150,11 +151,12 @@ def test_a_worker_that_hangs_is_told_with_its_instruction_and_not_who_waits_for_
 @pytest.mark.hosts(2, 4)
 def test_a_worker_that_is_stopped_is_told_whatever_the_timeout(hosts):
     function, params = compiled(hosts, 0, "0F1", lambda: None)
+    hosts.silence = silence_seconds({})
     os.kill(pids()[0], signal.SIGSTOP)
     start = time.monotonic()
-    with pytest.raises(HostTimeoutError, match=r"host 0 .* has not said for [89] s what it is doing") as caught:
+    with pytest.raises(HostTimeoutError, match=r"host 0 .* has not said for \d+ s what it is doing") as caught:
         np.array(function(params, stack_batch())[1])
-    assert time.monotonic() - start < 12
+    assert time.monotonic() - start < 15  # 8, and what a busy machine takes
     assert (caught.value.host, caught.value.meshes) == (0, (0,))
 
 
