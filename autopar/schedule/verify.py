@@ -1,7 +1,7 @@
 """`Verify`: that a scheduled model computes what the model does, and when not, which directive is to blame."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -53,7 +53,7 @@ class Verify:
         example_inputs: the model's arguments, as values.
         params: values of the parameters; drawn at random by default.
         loss: from the model's result to a number; by default a sum with random weights of all that it returns.
-        rtol: largest difference, relative to the largest number in the array.
+        rtol: largest difference, relative to the largest number in the array; of the default loss, to the norm of what it adds up.
 
     Raises:
         VerificationError: at the end, naming what differs and the directive at fault.
@@ -67,6 +67,7 @@ class Verify:
     rtol: float = 1e-4
     backend: Backend = "manual"
     batch_axis: str | None = None
+    _size: float = field(default=0.0, init=False, repr=False)
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +81,7 @@ class Verify:
         given = self.model.schedule.directives
         schedule = Schedule(tuple(each for each in given if not isinstance(each, CutPipelineStage | ForkRng)))
         params = _random(self.model.params) if self.params is None else self.params
-        wanted = self._values(self.model.fun, params, _compiled)
+        wanted, self._size = self._values(self.model.fun, params, _compiled)
         if strange := [name for name, value in wanted.items() if not np.isfinite(value).all()]:
             raise ScheduleError(
                 f"{strange[0]} of the model itself, without the schedule, is not finite: nothing can be compared with it. Give params= "
@@ -95,20 +96,23 @@ class Verify:
 
     def _values(
         self, fun: Callable[..., Any], params: Any, run: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> dict[str, np.ndarray]:
-        """The loss, and the gradients of all parameters and inputs that have any, by name; computed by `run` of them."""
+    ) -> tuple[dict[str, np.ndarray], float]:
+        """The loss, and the gradients of all parameters and inputs that have any, by name; computed by `run` of them.
+
+        And how large the numbers are that were added up to the loss.
+        """
         args = tuple(self.example_inputs)
 
-        def loss(smooth: Any, rest: Any) -> jax.Array:
+        def loss(smooth: Any, rest: Any) -> tuple[jax.Array, jax.Array]:
             given = jax.tree.map(lambda a, b: b if a is None else a, smooth, rest, is_leaf=lambda x: x is None)
             result = fun(*given)
-            return self.loss(result) if self.loss is not None else _weighted(result)
+            return _weighted(result) if self.loss is None else (self.loss(result), jnp.zeros(()))
 
         smooth, rest = _parted((params, *args))
-        value, gradients = run(jax.value_and_grad(loss))(smooth, rest)
+        (value, size), gradients = run(jax.value_and_grad(loss, has_aux=True))(smooth, rest)
         leaves, _ = jax.tree.flatten_with_path(gradients)
         named = {f"the gradient of {self._name(path)}": np.asarray(leaf) for path, leaf in leaves}
-        return {_LOSS: np.asarray(value), **named}
+        return {_LOSS: np.asarray(value), **named}, float(size)
 
     def _name(self, path: Any) -> str:
         inner = jax.tree_util.keystr(path[1:], simple=True, separator="/")
@@ -118,11 +122,12 @@ class Verify:
         """What a schedule gets most wrong, in words; None when all is well. Raises ScheduleError if it can't be built."""
         model = self.model.replayed(schedule, jax.tree.map(abstract, tuple(self.example_inputs)))
         built = build(model, self.backend, self.batch_axis)
-        found = self._values(built.apply, params, _compiled if self.backend != "auto" else partial(_planned, built))
-        # Gradients that are zero but for rounding are compared with the others.
+        found, _ = self._values(built.apply, params, _compiled if self.backend != "auto" else partial(_planned, built))
+        # Gradients that are zero but for rounding are compared with the others; a loss, with the numbers that may cancel in it.
         floor = 1e-2 * max(_largest(value) for name, value in wanted.items() if name != _LOSS)
         differences = {
-            name: _difference(found[name], value, 0.0 if name == _LOSS else floor) for name, value in wanted.items()
+            name: _difference(found[name], value, self._size if name == _LOSS else floor)
+            for name, value in wanted.items()
         }
         name = max(differences, key=lambda name: differences[name])
         if differences[name] <= self.rtol:
@@ -175,11 +180,13 @@ def _random(avals: Any) -> Any:
     return jax.tree.map(values, avals)
 
 
-def _weighted(result: Any) -> jax.Array:
-    """A sum of everything, with weights that no mistake leaves unchanged."""
+def _weighted(result: Any) -> tuple[jax.Array, jax.Array]:
+    """A sum of everything, with weights that no mistake leaves unchanged; and the norm of what was added up."""
     draw = np.random.default_rng(1)
     leaves = [leaf for leaf in jax.tree.leaves(result) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return sum((jnp.sum(draw.standard_normal(leaf.shape).astype(leaf.dtype) * leaf) for leaf in leaves), jnp.zeros(()))
+    terms = [draw.standard_normal(leaf.shape).astype(leaf.dtype) * leaf for leaf in leaves]
+    squares = sum((jnp.sum(jnp.square(jax.lax.stop_gradient(jnp.abs(each)))) for each in terms), jnp.zeros(()))
+    return sum(map(jnp.sum, terms), jnp.zeros(())), jnp.sqrt(squares)
 
 
 def _parted(tree: Any) -> tuple[Any, Any]:

@@ -187,6 +187,25 @@ def test_what_has_a_derivative_of_its_own_runs_on_one_mesh_after_another() -> No
         Verify(sch, [x]).check()
 
 
+def test_a_loss_in_which_numbers_cancel_is_compared_with_them() -> None:
+    """What is left of the loss is rounding, which is another one on shards."""
+
+    def model(params: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope("up"):
+            x = x @ params["up"]["w"]
+        with jax.named_scope("down"):
+            return x @ params["down"]["w"]
+
+    draw = np.random.default_rng(0)
+    x, up, down = (draw.standard_normal(shape).astype(np.float32) for shape in ((4, 8), (8, 16), (16, 32)))
+    slope = (x @ up).T @ np.random.default_rng(1).standard_normal((4, 32))
+    down -= (slope * np.sum(slope * down) / np.sum(slope**2)).astype(np.float32)
+    sch = create_schedule(model, {"up": {"w": up}, "down": {"w": down}}, [x], 4)
+    sch["up"].shard("w", axis=1)
+    sch["down"].shard("w", axis=0).sync("fwd_post", "all_reduce")
+    Verify(sch, [x], params={"up": {"w": up}, "down": {"w": down}}).check()
+
+
 def test_a_model_runs_with_other_batch_sizes_than_the_examples() -> None:
     model = MLP(32)
     x = jax.random.normal(jax.random.key(1), (6, 32))
