@@ -23,7 +23,14 @@ An abstract mesh is enough to plan and to predict; what runs needs devices.
 AXIS_NAMES = ("x", "y", "z", "w")
 """Names of mesh axes where the user gives none."""
 
-_CLUSTER_OF_KIND = {"V100": "p3.16xlarge", "A100": "dgx_a100_80", "H100": "dgx_h100", "H200": "h200"}
+_CLUSTER_OF_KIND = {
+    "V100": "p3.16xlarge",
+    "A100": "dgx_a100_80",
+    "H100": "dgx_h100",
+    "H200": "dgx_h200",
+    "GB200": "gb200_nvl72",
+    "B200": "dgx_b200",
+}
 
 
 def logical_mesh(shape: Sequence[int]) -> LogicalMesh:
@@ -153,4 +160,6 @@ def _sized(name: str, count: int) -> Cluster:
     cluster = Cluster.load(name)
     if count <= cluster.devices_per_host:
         return cluster.first_devices(count)
+    if cluster.inter_host is None:  # one machine, however many virtual devices it has
+        return cluster.model_copy(update={"devices_per_host": count})
     return cluster.with_size(hosts=-(-count // cluster.devices_per_host))
