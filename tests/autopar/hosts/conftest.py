@@ -3,6 +3,7 @@
 A test that is marked `hosts(number, devices of each)` has the fixture of that name; those that want as many run one after the other.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -49,9 +50,10 @@ def raylets():
 
 @pytest.fixture
 def hosts(request, raylets):
-    """The hosts that the test is marked with; workers that are there are kept."""
+    """The hosts that the test is marked with; workers that are there are kept, without what other tests left there."""
     from tests.autopar.hosts.workers import joined
 
+    gc.collect()
     return joined(*request.node.get_closest_marker("hosts").args)
 
 

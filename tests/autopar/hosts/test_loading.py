@@ -172,7 +172,7 @@ def test_a_worker_reads_only_for_the_stages_that_take_something(hosts, tmp_path)
 @pytest.mark.hosts(2, 4)
 def test_reading_is_so_far_ahead_and_what_is_dropped_is_freed(hosts, tmp_path):
     _, specs = compiled(by_rows(2))
-    before = hosts.num_arrays()
+    before, live = hosts.num_arrays(), set(hosts._live)
     batches = iter(MeshDriverDataLoader(ROWS, 20 * ROWS, recorded(tmp_path), specs, prefetch_size=2))
     first = next(batches)
     ahead = {0: [(0, 16), (16, 16), (32, 16)], 1: [(0, 16), (16, 16), (32, 16)]}
@@ -183,7 +183,7 @@ def test_reading_is_so_far_ahead_and_what_is_dropped_is_freed(hosts, tmp_path):
     assert_array_equal(np.array(first["x"]), batch(0, 16)["x"])
     del first
     assert until(lambda: hosts.num_arrays() == before)
-    assert not hosts._live
+    assert hosts._live <= live
 
 
 @pytest.mark.hosts(2, 4)
@@ -236,7 +236,7 @@ def test_placements_of_other_hosts_are_refused(hosts):
     far = jax.tree.map(lambda spec: replace(spec, devices=((6, 7, 8, 9),)), specs)
     with pytest.raises(ValueError, match="the plan needs 10 devices, the 2 hosts have 8"):
         next(iter(loader(far, lambda *_: [])))
-    across = jax.tree.map(lambda spec: replace(spec, devices=((2, 3, 4, 5),)), specs)
+    across = jax.tree.map(lambda spec: replace(spec, devices=((1, 3, 4, 6),)), specs)  # nobody has these together
     with pytest.raises(ValueError, match=r"of hosts \[0, 1\], but no step that has them as a mesh has been compiled"):
         next(iter(loader(across, lambda *_: [])))
 
