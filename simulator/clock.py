@@ -76,7 +76,7 @@ class Clock:
     def makespan(self, costs: CostModel, dispatch: float = 0.0, shared: bool = True) -> float:
         """Seconds of the step, as `simulate` finds them with these arguments.
 
-        What the kinds of instruction take at the last costs is remembered: costs must not change, and others take some 50 ms more where tasks
+        What the kinds of instruction take at the last costs is remembered: costs must not change, and others take some 20 ms more where tasks
         have many kernels. Two sorts of programs the engine plays, in far more time: those of which a task slows collectives that it does not
         wait for itself, or uses both classes of links; and those whose messages meet, if that is to count.
 

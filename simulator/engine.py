@@ -90,10 +90,8 @@ def play(
 def meetings_of(program: Program, costs: CostModel) -> dict[Way, Parts]:
     """Where messages of several meshes may meet at network cards, so that when they arrive depends on what they all do."""
     rows = enumerate(program.instructions)
-    ways = {
-        (mesh, each.to): program.pairs(mesh, each.to) for mesh, row in rows for each in row if isinstance(each, Send)
-    }
-    return meetings({way: costs.cards(pairs) for way, pairs in ways.items()})
+    ways = dict.fromkeys((mesh, each.to) for mesh, row in rows for each in row if isinstance(each, Send))
+    return meetings({way: costs.cards(program.pairs(*way)) for way in ways})
 
 
 class _Engine:
