@@ -21,7 +21,6 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import psutil
-import ray
 import typer
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
@@ -29,6 +28,7 @@ from rich import print
 
 import autopar
 from experiments.models import GPT
+from experiments.raylets import raylets
 
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -174,17 +174,11 @@ class _Killer:
 def _hosts(count: int) -> Iterator[Cluster]:
     """Raylets on this machine; afterwards nothing of them may be left."""
     ports = _ports()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    try:
-        for _ in range(count - 1):
-            cluster.add_node(num_cpus=2)
-        ray.init(address=cluster.address, log_to_driver=False)
-        yield cluster
-    finally:
-        _family()
-        autopar.shutdown()
-        ray.shutdown()
-        cluster.shutdown()
+    with raylets(count) as cluster:
+        try:
+            yield cluster
+        finally:
+            _family()
     _wait(lambda: not _family(), "processes")
     if _ports() - ports:
         sys.exit(f"ports are still listened on: {_ports() - ports}")

@@ -12,7 +12,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from math import inf, isnan, nan
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,15 @@ from simulator.work import Done, Start
 type _Table = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]
 """The effect of each kind, where its pieces begin if it has any, and the pieces of all of them."""
 
+
+class _Known(NamedTuple):
+    """What is remembered of costs: what all kinds take, if the clock has the means, and whether messages meet at network cards."""
+
+    costs: CostModel
+    table: _Table | None
+    meet: bool
+
+
 _WORTH_COMPILING = 100_000  # instructions; loading numba takes a second, and so many in Python a tenth of it
 
 
@@ -39,7 +48,7 @@ class Clock:
         source: for each instruction, the send that it waits for; -1 if it waits for none.
         kind: for each instruction, which of `kinds` it is.
         kinds: (mesh, instruction) that differ in more than the microbatch.
-        known: the last costs that were asked for, and what all kinds take at them, if the clock has the means.
+        known: the last costs that were asked for, if any.
     """
 
     program: Program
@@ -47,7 +56,7 @@ class Clock:
     source: NDArray[np.int64]
     kind: NDArray[np.int64]
     kinds: tuple[tuple[int, Instruction], ...]
-    known: list[tuple[CostModel, _Table | None]] = field(default_factory=list, repr=False, compare=False)
+    known: list[_Known] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def of(cls, program: Program) -> Self:
@@ -84,12 +93,13 @@ class Clock:
             shared: whether messages of several meshes share the network cards at which they meet, as `simulate` has it; else each has them
                 to itself.
         """
-        if not self.known or self.known[0][0] is not costs:
+        if not self.known or self.known[0].costs is not costs:
             effects = [self._effect(mesh, instruction, costs) for mesh, instruction in self.kinds]
             known = [effect for effect in effects if effect is not None]
-            self.known[:] = [(costs, _table(known) if len(known) == len(effects) else None)]
-        table = self.known[0][1]
-        if table is None or (shared and engine.meetings_of(self.program, costs)):
+            table = _table(known) if len(known) == len(effects) else None
+            self.known[:] = [_Known(costs, table, bool(engine.meetings_of(self.program, self.kinds, costs)))]
+        _, table, meet = self.known[0]
+        if table is None or (shared and meet):
             of_mesh, _ = engine.play(self.program, costs, dispatch)
             return max((each.end for each in of_mesh), default=0.0)
         return self._played(table, dispatch)

@@ -7,6 +7,7 @@ collectives are not taken to meet. Computation and collectives may slow each oth
 """
 
 from collections import deque
+from collections.abc import Iterable
 from typing import assert_never
 
 from simulator.backend import Backend
@@ -87,10 +88,12 @@ def play(
     return engine.of_mesh, engine.arrows
 
 
-def meetings_of(program: Program, costs: CostModel) -> dict[Way, Parts]:
-    """Where messages of several meshes may meet at network cards, so that when they arrive depends on what they all do."""
-    rows = enumerate(program.instructions)
-    ways = dict.fromkeys((mesh, each.to) for mesh, row in rows for each in row if isinstance(each, Send))
+def meetings_of(program: Program, played: Iterable[tuple[int, Instruction]], costs: CostModel) -> dict[Way, Parts]:
+    """Where messages of several meshes may meet at network cards, so that when they arrive depends on what they all do.
+
+    `played` are the instructions, each with its mesh; of those that send the same way, one is enough.
+    """
+    ways = dict.fromkeys((mesh, each.to) for mesh, each in played if isinstance(each, Send))
     return meetings({way: costs.cards(program.pairs(*way)) for way in ways})
 
 
@@ -100,7 +103,8 @@ class _Engine:
         self._dispatch = dispatch if backend is None else 1e-6 * backend.instruction_us
         self.of_mesh = [Streams(mesh, devices, costs) for mesh, devices in enumerate(program.meshes)]
         self.arrows: list[Arrow] = []
-        self.meetings = meetings_of(program, costs)
+        played = ((mesh, each) for mesh, row in enumerate(program.instructions) for each in row)
+        self.meetings = meetings_of(program, played, costs)
         self._sent: dict[tuple[str, int, int], Span] = {}
         self._cards = Cards()
         if backend is not None:

@@ -9,7 +9,23 @@ os.environ["XLA_FLAGS"] = " ".join([
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",  # on a busy machine a device may come late to a collective
 ])  # fmt: skip
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("autopar", deadline=None, derandomize=True)  # shared machines are slow, and tests repeatable
 settings.load_profile("autopar")
+
+
+WITH_RAY = "tests/autopar/hosts/", "tests/experiments/test_chaos.py"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `-n`, the tests of a file run in one process, which compiles what they share once; those with Ray all in one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if nodeid.startswith(WITH_RAY) else super()._split_scope(nodeid)
+
+    return ByFile(config, log)

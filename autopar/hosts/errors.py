@@ -11,13 +11,24 @@ class PortTakenError(HostsError):
     """Somebody else listens on a port that was free when it was asked for."""
 
 
-class HostLostError(HostsError):
-    """A worker has died, or its host.
+class HostError(HostsError):
+    """Something is wrong with one host.
 
     Attributes:
         host: its number.
         meshes: those that it has devices of, in the step that ran last.
-        instruction: the one that it was at when it was heard of last; None if that is not known.
+        instruction: the one that it is at, or was when it was heard of last; None if that is not known.
+    """
+
+    def __init__(self, host: int, message: str, meshes: Sequence[int] = (), instruction: str | None = None) -> None:
+        super().__init__(message)
+        self.host, self.meshes, self.instruction = host, tuple(meshes), instruction
+
+
+class HostLostError(HostError):
+    """A worker has died, or its host.
+
+    Attributes:
         cause: what Ray says of it.
     """
 
@@ -31,20 +42,20 @@ class HostLostError(HostsError):
         instruction: str | None = None,
     ) -> None:
         """`others`: what the other hosts were doing."""
-        super().__init__(
-            f"{_named(host, address, meshes)}{f' last heard of at {instruction},' if instruction else ''} is lost: {cause}."
-            f"{_meanwhile(others)} What it held is gone; restore a checkpoint, on the hosts that remain or with the host back"
+        last = f" last heard of at {instruction}," if instruction else ""
+        message = (
+            f"{_named(host, address, meshes)}{last} is lost: {cause}.{_meanwhile(others)}"
+            " What it held is gone; restore a checkpoint, on the hosts that remain or with the host back"
         )
-        self.host, self.cause, self.meshes, self.instruction = host, cause, tuple(meshes), instruction
+        super().__init__(host, message, meshes, instruction)
+        self.cause = cause
 
 
-class HostTimeoutError(HostsError):
+class HostTimeoutError(HostError):
     """A worker has not finished what it was asked for in time, or does not even say what it is doing.
 
     Attributes:
-        host: its number.
-        meshes: those that it has devices of, in the step that ran last.
-        mesh, instruction: what it is at, as far as it has said; else None.
+        mesh: that of the instruction.
     """
 
     def __init__(
@@ -59,8 +70,21 @@ class HostTimeoutError(HostsError):
         todo: str = "",
     ) -> None:
         """`others`: what the other hosts were doing."""
-        super().__init__(f"{_named(host, address, meshes)} {cause}.{_meanwhile(others)} {todo}".rstrip())
-        self.host, self.meshes, self.mesh, self.instruction = host, tuple(meshes), mesh, instruction
+        message = f"{_named(host, address, meshes)} {cause}.{_meanwhile(others)} {todo}".rstrip()
+        super().__init__(host, message, meshes, instruction)
+        self.mesh = mesh
+
+
+class StepFailedError(HostError):
+    """An instruction has failed on a worker.
+
+    Attributes:
+        mesh: that of the instruction.
+    """
+
+    def __init__(self, host: int, mesh: int, instruction: str, cause: str) -> None:
+        super().__init__(host, f"host {host}, mesh {mesh}, instruction {instruction!r}: {cause}", (mesh,), instruction)
+        self.mesh = mesh
 
 
 def _named(host: int, address: str, meshes: Sequence[int]) -> str:
@@ -70,15 +94,3 @@ def _named(host: int, address: str, meshes: Sequence[int]) -> str:
 
 def _meanwhile(others: Sequence[str]) -> str:
     return f" Meanwhile {'; '.join(others)}." if others else ""
-
-
-class StepFailedError(HostsError):
-    """An instruction has failed on a worker.
-
-    Attributes:
-        host, mesh, instruction: where, and which one.
-    """
-
-    def __init__(self, host: int, mesh: int, instruction: str, cause: str) -> None:
-        super().__init__(f"host {host}, mesh {mesh}, instruction {instruction!r}: {cause}")
-        self.host, self.mesh, self.instruction = host, mesh, instruction

@@ -4,8 +4,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -28,24 +27,6 @@ from simulator.program import Instruction, Recv, Run, Send, parse_instruction
 
 type Shape = tuple[int, int]
 """Hosts, and devices of each."""
-
-
-@contextmanager
-def raylets(count: int) -> Iterator[None]:
-    """So many nodes of a Ray cluster on this machine, which this process has joined."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    try:
-        for _ in range(count - 1):
-            cluster.add_node(num_cpus=2)
-        ray.init(address=cluster.address, log_to_driver=False)
-        yield
-    finally:
-        autopar.shutdown()
-        ray.shutdown()
-        cluster.shutdown()
 
 
 def start_hosts(shape: Shape) -> tuple[RayHosts, float]:

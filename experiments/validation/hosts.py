@@ -32,6 +32,7 @@ from autopar.runtime.pipeline import PipelineExecutable
 from experiments.measurements import hosts as measurements
 from experiments.measurements.hosts import Running, Seconds, Shape, middle
 from experiments.models import GPT, MLP, Model
+from experiments.raylets import raylets
 from experiments.scripts.measure import initial_args, use_devices_like
 from simulator.calibration.hosts import MeasuredStep, fit_links, fit_processes
 from simulator.cluster import Cluster, cluster_path
@@ -277,7 +278,7 @@ def main() -> None:
     use_devices_like(Cluster.load("cpu-virtual"), 8)
     tell("compiling for one process")
     cases = [Compiled(case) for case in CASES]
-    with measurements.raylets(max(count for count, _ in SHAPES)):
+    with raylets(max(count for count, _ in SHAPES)):
         rows = list(measure_start(next(each for each in cases if each.case.role == "held out"), SHAPES[0]))
         tell("transfers")
         transfers = measure_transfers(flags.repeat)

@@ -77,7 +77,7 @@ def test_latency_is_not_shared() -> None:
 def test_a_card_goes_both_ways_at_full_speed() -> None:
     rows = (Send("x", 1, 10**9), Recv("y", 1)), (Send("y", 0, 10**9), Recv("x", 0))
     program = Program(((0,), (2,)), rows)
-    assert not meetings_of(program, ClusterCosts(toy()))
+    assert not meetings_of(program, enumerate(row[0] for row in rows), ClusterCosts(toy()))
     assert simulate(program, toy()).makespan == pytest.approx(1)
 
 

@@ -60,9 +60,9 @@ def test_programs_of_such_tasks_need_no_engine(
     program = Program(((0, 1), (2, 3)), tuple(map(tuple, rows)), {f"{i}F": body for i, body in enumerate(bodies)})
     costs, clock = Hardware(factor=factor), Clock.of(program)
     assert clock.makespan(costs, dispatch) == pytest.approx(makespan(program, costs, dispatch))
-    ((known, table),) = clock.known
-    assert known is costs
-    assert table is not None
+    (known,) = clock.known
+    assert known.costs is costs
+    assert known.table is not None
 
 
 def test_a_loop_is_turned_only_until_all_turns_are_alike() -> None:

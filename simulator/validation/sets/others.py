@@ -104,20 +104,20 @@ def _simumax(folder: Path) -> Iterator[tuple[str, Transformer, Execution, float,
 
 def simumax_time(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
     for row in _simumax(folder):
-        if isinstance(row, Unpredicted):
-            yield row
-        else:
-            name, model, plan, seconds, _ = row
-            yield Case.of_step(name, seconds, predict(model, plan, machine("dgx_b200", 8)))
+        match row:
+            case Unpredicted():
+                yield row
+            case name, model, plan, seconds, _:
+                yield Case.of_step(name, seconds, predict(model, plan, machine("dgx_b200", 8)))
 
 
 def simumax_memory(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
     for row in _simumax(folder):
-        if isinstance(row, Unpredicted):
-            yield row
-        else:
-            name, model, plan, _, gib = row
-            yield Case(name, gib, memory_of(model, plan).total / GIB)
+        match row:
+            case Unpredicted():
+                yield row
+            case name, model, plan, _, gib:
+                yield Case(name, gib, memory_of(model, plan).total / GIB)
 
 
 _ALPA_PLANS = {  # devices: layers, hidden, heads, tensor, pipeline, data, microbatches

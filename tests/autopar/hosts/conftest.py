@@ -34,18 +34,12 @@ def pytest_runtest_teardown(item, nextitem):
 @pytest.fixture(scope="session")
 def raylets():
     """The cluster, which this process has joined."""
-    ray = pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
+    pytest.importorskip("ray")
+    from experiments.raylets import raylets
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    for _ in range(3):
-        cluster.add_node(num_cpus=2)
-    ray.init(address=cluster.address, log_to_driver=False)
-    os.environ.setdefault("AUTOPAR_SILENCE_SECONDS", "60")  # workers are nice, and machines busy
-    yield cluster
-    session.leave()
-    ray.shutdown()
-    cluster.shutdown()
+    os.environ.setdefault("AUTOPAR_SILENCE_SECONDS", "60")  # machines are busy
+    with raylets(4) as cluster:
+        yield cluster
 
 
 @pytest.fixture

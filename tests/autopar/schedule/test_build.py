@@ -253,7 +253,7 @@ def named_layers(params: Any, x: jax.Array) -> jax.Array:
         (("save_from_both_policies", "nothing_saveable", ("save_anything_except_these_names", "first")), False),
         (lambda *_, **__: True, False),
     ],
-    ids=str,
+    ids=lambda given: "function" if callable(given) else str(given),
 )
 def test_checkpoint_policies_are_named_made_by_name_or_functions(policy: Any, recomputes: bool) -> None:
     """Where all is kept nothing is computed twice; the policy goes to JSON and back."""
