@@ -6,6 +6,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""),
     "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",  # most of the time is XLA's compilation
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",  # on a busy machine a device may come late to a collective
 ])  # fmt: skip
 

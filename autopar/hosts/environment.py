@@ -1,5 +1,7 @@
 """What hosts must have in common with the driver, and what a host must have to take part."""
 
+import os
+import re
 import socket
 import sys
 import warnings
@@ -14,6 +16,29 @@ from autopar.hosts.errors import HostsError, PortTakenError
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "autopar")
 """Programs are serialised by the driver's JAX and read by a worker's, arrays likewise by numpy; workers run our own code, which uses flax."""
+
+
+_SPARE_THREADS = 8
+"""Threads of a worker beside those of its virtual devices, by the variable that XLA has for that. There are as many as cores otherwise,
+and while all wait for a collective nobody is left to send others what they need before they can join in."""
+
+_VIRTUAL_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+
+
+def virtual_devices() -> int | None:
+    """How many virtual CPU devices XLA_FLAGS asks for in this process, if it does."""
+    asked = _VIRTUAL_DEVICES.search(os.environ.get("XLA_FLAGS", ""))
+    return int(asked[1]) if asked else None
+
+
+def variables_of_worker(platform: str, num_devices: int) -> dict[str, str]:
+    """The environment variables of a worker: XLA gets the flags that it has here, but for the number of virtual devices."""
+    flags = _VIRTUAL_DEVICES.sub("", os.environ.get("XLA_FLAGS", "")).split()
+    found = {"JAX_PLATFORMS": platform}
+    if platform == "cpu":
+        flags.append(f"--xla_force_host_platform_device_count={num_devices}")
+        found["NPROC"] = str(num_devices + _SPARE_THREADS)
+    return found | ({"XLA_FLAGS": " ".join(flags)} if flags else {})
 
 
 def versions() -> dict[str, str]:

@@ -1,8 +1,6 @@
 """The workers on the hosts of a Ray cluster, as the driver has them: started, asked, watched and ended together."""
 
 import itertools
-import os
-import re
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +11,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from autopar.hosts.environment import check_versions, leave_gpus, versions
+from autopar.hosts.environment import check_versions, leave_gpus, variables_of_worker, versions, virtual_devices
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, PortTakenError, StepFailedError
 from autopar.hosts.ray_private import python_of_workers
 from autopar.hosts.watching import Doing, Silent, State, Watch, culprit, silence_seconds
@@ -29,10 +27,6 @@ _SLOW = frozenset({"environment", "start", "meet", "load", "restore", "program_t
 
 _ANSWER_SECONDS = 5.0
 """How long a worker may take to say what it is doing."""
-
-_SPARE_THREADS = 8
-"""Threads of a worker beside those of its virtual devices, by the variable that XLA has for that. There are as many as cores otherwise,
-and while all wait for a collective nobody is left to send others what they need before they can join in."""
 
 _PORTS = 5
 """How many ports to try, if others take them before they are used."""
@@ -125,10 +119,7 @@ class Workers:
         assert self._group is not None
         python = python_of_workers(ray.get_runtime_context().runtime_env)
         for host, devices in enumerate(self.numbers):
-            environment = {"JAX_PLATFORMS": self.platform}
-            if self.platform == "cpu":
-                environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={len(devices)}"
-                environment["NPROC"] = str(len(devices) + _SPARE_THREADS)
+            environment = variables_of_worker(self.platform, len(devices))
             options: dict[str, Any] = {
                 "num_cpus": 1,
                 "num_gpus": len(devices) if self.platform == "cuda" else 0,
@@ -391,8 +382,7 @@ def _choose(
         counts = [per_node or count for count in counts]
         what = f"with {per_node or 1} GPUs or more"
     else:
-        asked = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-        counts = [per_node or (int(asked[1]) if asked else 1)] * len(nodes)
+        counts = [per_node or virtual_devices() or 1] * len(nodes)
         what = "(none with GPUs)"
     wanted = len(counts) if num_nodes is None else num_nodes
     if not 1 <= wanted <= len(counts):

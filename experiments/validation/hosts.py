@@ -248,10 +248,9 @@ def write_calibrated(path: Path, cluster: Cluster, source: str) -> None:
 
 
 def measure_steps(cases: Sequence[Compiled], repeat: int) -> Iterator[Measured]:
-    """Every case on the first of the shapes; on the others those whose stages are within hosts. Stages that span hosts want other
-    workers."""
+    """Every case on every shape; stages that span hosts want other workers."""
     within = [(shape, [each for each in cases if not each.case.spans(shape)]) for shape in SHAPES]
-    across = [(SHAPES[0], [each for each in cases if each.case.spans(SHAPES[0])])]
+    across = [(shape, [each for each in cases if each.case.spans(shape)]) for shape in SHAPES]
     for shape, group in within + across:
         tell(f"steps on {shape[0]} x {shape[1]}: {'; '.join(str(each.case) for each in group)}")
         yield from measure(group, shape, repeat)

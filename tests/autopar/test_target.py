@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import autopar
 from autopar import _plugins
 from autopar.target import TargetExecutable, compile_for, target_devices, target_mesh
+from experiments.models import MLP
 from simulator.cluster import Cluster, ClusterError, cluster_names
 from simulator.hlo import parse_hlo
 from simulator.work import Kernel, Loop, Work, work_of
@@ -219,3 +221,19 @@ def test_importing_autopar_and_compiling_for_a_cluster_print_nothing(platforms, 
     code = f"import autopar, jax; jax.devices()\n{then}"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""
+
+
+def predicted_seconds() -> float:
+    model = MLP(dim=1024, num_layers=3, batch_size=1024)
+    args = model.abstract_args()
+    plan = autopar.plan_step(
+        model.train_step, args, method=autopar.DataParallel(), cluster="p3.16xlarge", mesh_shape=(8,)
+    )
+    return autopar.predict(model.train_step, args, plan, "p3.16xlarge").makespan
+
+
+def test_flags_of_xla_count_where_a_step_is_compiled_for_a_cluster():
+    code = "from tests.autopar.test_target import predicted_seconds; print(predicted_seconds())"
+    env = {**os.environ, "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.9 * predicted_seconds()

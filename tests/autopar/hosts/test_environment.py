@@ -1,6 +1,7 @@
 """What is looked at before hosts are used: versions, devices, ports."""
 
 import importlib
+import os
 import shutil
 import socket
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 import autopar
 from autopar.hosts import session, workers
 from autopar.hosts.cluster import RayHosts
-from autopar.hosts.environment import check_versions, free_port, versions
+from autopar.hosts.environment import check_versions, free_port, variables_of_worker, versions
 from autopar.hosts.errors import HostsError, PortTakenError
 from autopar.hosts.worker import Group, Worker
 
@@ -105,6 +106,36 @@ def test_a_port_in_use_is_replaced_by_another(hosts, taken, monkeypatch):
     hosts._join(frozenset({(0, 1)}))  # workers that wait for a coordinator are ended and started anew
     assert list(ports) == []
     assert hosts.ask(hosts.owner, "num_arrays") == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "platform", "expected"),
+    [
+        ("", "cuda", {}),
+        ("", "cpu", {"NPROC": "12", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}),
+        ("--xla_force_host_platform_device_count=8", "cuda", {}),
+        (
+            "--xla_a=1 --xla_force_host_platform_device_count=8 --xla_b=2",
+            "cpu",
+            {"NPROC": "12", "XLA_FLAGS": "--xla_a=1 --xla_b=2 --xla_force_host_platform_device_count=4"},
+        ),
+        ("--xla_a=1", "cuda", {"XLA_FLAGS": "--xla_a=1"}),
+    ],
+)
+def test_workers_have_the_flags_of_xla_that_the_driver_has(monkeypatch, flags, platform, expected):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert variables_of_worker(platform, 4) == {"JAX_PLATFORMS": platform} | expected
+
+
+@pytest.mark.hosts(2, 1)
+def test_flags_of_xla_arrive_at_workers(hosts):
+    import ray
+
+    find = hosts._actors[1].__ray_call__
+    flags = ray.get(find.remote(lambda worker: __import__("os").environ["XLA_FLAGS"])).split()
+    here = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1").split()
+    assert len(here) > 1
+    assert sorted(flags) == sorted(here)
 
 
 @pytest.mark.usefixtures("raylets")
