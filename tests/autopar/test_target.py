@@ -224,7 +224,7 @@ def test_importing_autopar_and_compiling_for_a_cluster_print_nothing(platforms, 
 
 
 def predicted_seconds() -> float:
-    model = MLP(dim=1024, num_layers=3, batch_size=1024)
+    model = MLP(dim=1024, num_layers=2, batch_size=1024)
     args = model.abstract_args()
     plan = autopar.plan_step(
         model.train_step, args, method=autopar.DataParallel(), cluster="p3.16xlarge", mesh_shape=(8,)
