@@ -5,13 +5,16 @@
 `parallelize` does all of it for the devices that are here; `plan_step` and `predict` for a cluster that is not.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from autopar._plugins import silence_idle_plugin
 from autopar.hosts.ray_private import share_environment
 
 silence_idle_plugin()
 share_environment()
 
-from autopar import inspect, manual, model_schedules, schedule, testing, util  # noqa: E402 (nothing may start JAX's backends before)
+from autopar import inspect, manual, testing, util  # noqa: E402 (nothing may start JAX's backends before)
 from autopar.api import ParallelizedFunction, init, parallelize, shutdown  # noqa: E402
 from autopar.checkpoint import CheckpointError, Saving, latest_step, restore_checkpoint, save_checkpoint  # noqa: E402
 from autopar.data_loader import DataLoader, MeshDriverDataLoader  # noqa: E402
@@ -55,7 +58,6 @@ from autopar.predicting import compile_step, plan_step, predict, simulate  # noq
 from autopar.runtime.executable import Executable  # noqa: E402
 from autopar.runtime.pipeline import PipelineExecutable  # noqa: E402
 from autopar.runtime.reading import DataLoaderError  # noqa: E402
-from autopar.schedule import Verify, build, create_schedule  # noqa: E402
 from autopar.sharding.options import ShardingOptions  # noqa: E402
 from autopar.sharding.pins import ShardingError  # noqa: E402
 from autopar.sharding.planner import MemoryBudgetError  # noqa: E402
@@ -64,6 +66,24 @@ from autopar.sharding.rules import MissingRuleError  # noqa: E402
 from autopar.trace import TraceError  # noqa: E402
 from autopar.training import train  # noqa: E402
 from autopar.tuning import Tuned, tune  # noqa: E402
+
+if TYPE_CHECKING:
+    from autopar import model_schedules, schedule
+    from autopar.schedule import Verify, build, create_schedule
+
+
+def __getattr__(name: str) -> Any:
+    """Schedules, once they are asked for: they want all of Flax, whose import takes almost as long as JAX's."""
+    if name in ("model_schedules", "schedule"):
+        return import_module(f"autopar.{name}")
+    if name in ("Verify", "build", "create_schedule"):
+        return getattr(import_module("autopar.schedule"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "AutoLayerOption",

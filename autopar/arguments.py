@@ -1,11 +1,11 @@
 """The arguments of a step: which are constants of it, which it may reuse, and which leaves they have."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from flax.training.train_state import TrainState
 
 from autopar.hosts.arrays import DistributedArray
 
@@ -24,8 +24,14 @@ def static_arguments(argnums: Argnums, args: Sequence[Any]) -> tuple[int, ...]:
 
 def donated_arguments(argnums: Argnums, args: Sequence[Any]) -> tuple[int, ...]:
     if argnums == "auto":
-        return tuple(i for i, arg in enumerate(args) if isinstance(arg, TrainState))
+        return tuple(i for i, arg in enumerate(args) if _is_train_state(arg))
     return _as_tuple(argnums, len(args))
+
+
+def _is_train_state(arg: Any) -> bool:
+    """Whether it is Flax's `TrainState`, which nobody has without its module."""
+    module = sys.modules.get("flax.training.train_state")
+    return module is not None and isinstance(arg, module.TrainState)
 
 
 def _as_tuple(argnums: Any, count: int) -> tuple[int, ...]:
@@ -46,7 +52,7 @@ def check_hashable(i: int, arg: Any) -> None:
 
 
 def _is_static(arg: Any) -> bool:
-    if isinstance(arg, TrainState):
+    if _is_train_state(arg):
         return False
     if isinstance(arg, bool | int | float | complex | str):
         return True

@@ -1,9 +1,13 @@
 """Imports go experiments -> autopar -> simulator, and the simulator knows no JAX."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import autopar
 
 ROOT = Path(__file__).parent.parent
 FORBIDDEN = {
@@ -34,3 +38,24 @@ def test_imports_go_one_way(path):
 def test_only_one_module_uses_private_jax():
     private = [p.name for p in FILES if "jax._src" in p.read_text() or "jaxlib" in imported(p)]
     assert private == ["_plugins.py"]
+
+
+IMPORT = """
+import sys, autopar
+slow = {"flax", "optax", "orbax", "pandas", "ray", "scipy"}
+print(sorted(slow & sys.modules.keys()))
+from autopar import Verify, schedule
+assert autopar.create_schedule is schedule.create_schedule
+assert "build" in dir(autopar)
+print(sorted({"flax"} & sys.modules.keys()))
+"""
+
+
+def test_what_only_a_few_want_is_imported_when_they_do():
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n['flax']\n"
+
+
+def test_a_name_that_autopar_lacks_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'autopar' has no attribute 'paralelize'"):
+        autopar.paralelize  # noqa: B018 # pyright: ignore[reportAttributeAccessIssue]
