@@ -15,9 +15,11 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -78,9 +80,9 @@ class Case:
             plan.save(Path(folder) / "plan.json")
             return autopar.Plan.load(Path(folder) / "plan.json")
 
-    def spans(self, shape: Shape) -> bool:
-        """Whether stages span hosts."""
-        return self.stages < shape[0]
+    def hosts_per_stage(self, shape: Shape) -> int:
+        """Over how many hosts a stage spans."""
+        return max(1, shape[0] // self.stages)
 
 
 _GPT = GPT(num_layers=4, hidden_size=128, num_heads=4, sequence_length=64, vocab_size=512, batch_size=32)
@@ -195,7 +197,7 @@ def calibrated(transfers: dict[str, list[tuple[float, float]]], found: Sequence[
 
 
 def _is_predicted(found: Measured, *roles: str) -> bool:
-    return found.compiled.case.role in roles and not found.compiled.case.spans(found.shape)
+    return found.compiled.case.role in roles and found.compiled.case.hosts_per_stage(found.shape) == 1
 
 
 def rows_of(found: Measured, clusters: dict[str, Cluster]) -> Iterator[Row]:
@@ -248,10 +250,11 @@ def write_calibrated(path: Path, cluster: Cluster, source: str) -> None:
 
 
 def measure_steps(cases: Sequence[Compiled], repeat: int) -> Iterator[Measured]:
-    """Every case on every shape; stages that span hosts want other workers."""
-    within = [(shape, [each for each in cases if not each.case.spans(shape)]) for shape in SHAPES]
-    across = [(shape, [each for each in cases if each.case.spans(shape)]) for shape in SHAPES]
-    for shape, group in within + across:
+    """Every case on every shape; stages that span other hosts want other workers."""
+    groups: defaultdict[tuple[int, Shape], list[Compiled]] = defaultdict(list)
+    for shape, each in product(SHAPES, cases):
+        groups[each.case.hosts_per_stage(shape), shape].append(each)
+    for (_, shape), group in sorted(groups.items(), key=lambda item: item[0]):
         tell(f"steps on {shape[0]} x {shape[1]}: {'; '.join(str(each.case) for each in group)}")
         yield from measure(group, shape, repeat)
 
