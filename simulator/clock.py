@@ -12,7 +12,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from math import inf, isnan, nan
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +28,13 @@ type _Table = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]
 """The effect of each kind, where its pieces begin if it has any, and the pieces of all of them."""
 
 
-class _Known(NamedTuple):
-    """What is remembered of costs: what all kinds take, if the clock has the means, and whether messages meet at network cards."""
+@dataclass(slots=True)
+class _Known:
+    """What is remembered of costs: what all kinds take, if the clock has the means; whether messages meet, once that was asked for."""
 
     costs: CostModel
     table: _Table | None
-    meet: bool
+    meet: bool | None = None
 
 
 _WORTH_COMPILING = 100_000  # instructions; loading numba takes a second, and so many in Python a tenth of it
@@ -95,14 +96,16 @@ class Clock:
         """
         if not self.known or self.known[0].costs is not costs:
             effects = [self._effect(mesh, instruction, costs) for mesh, instruction in self.kinds]
-            known = [effect for effect in effects if effect is not None]
-            table = _table(known) if len(known) == len(effects) else None
-            self.known[:] = [_Known(costs, table, bool(engine.meetings_of(self.program, self.kinds, costs)))]
-        _, table, meet = self.known[0]
-        if table is None or (shared and meet):
+            found = [effect for effect in effects if effect is not None]
+            table = _table(found) if len(found) == len(effects) else None
+            self.known[:] = [_Known(costs, table)]
+        known = self.known[0]
+        if shared and known.meet is None:
+            known.meet = bool(engine.meetings_of(self.program, self.kinds, costs))
+        if known.table is None or (shared and known.meet):
             of_mesh, _ = engine.play(self.program, costs, dispatch)
             return max((each.end for each in of_mesh), default=0.0)
-        return self._played(table, dispatch)
+        return self._played(known.table, dispatch)
 
     def play(self, effect: Callable[[int, Instruction], Effect], dispatch: float = 0.0) -> float:
         """Seconds of the step where an instruction of a mesh has the effect given; it is asked once for each of `kinds`.
