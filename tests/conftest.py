@@ -1,8 +1,8 @@
-"""Eight virtual CPU devices stand in for eight GPUs; set before JAX starts."""
+"""Eight virtual CPU devices stand in for eight GPUs, unless JAX_PLATFORMS asks for these; set before JAX starts."""
 
 import os
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""),
     "--xla_force_host_platform_device_count=8",

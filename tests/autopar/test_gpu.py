@@ -1,0 +1,87 @@
+"""What a GPU may do otherwise than a CPU: `JAX_PLATFORMS=cuda,cpu uv run --extra cuda13 pytest -m gpu`. A CPU runs it, too."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+from flax.training.train_state import TrainState
+
+import autopar
+from autopar.calibrate import CPU, Effort, calibrate
+from autopar.devices import cluster_of, device_mesh
+from autopar.testing import assert_allclose
+from experiments.measurements import gpu
+from experiments.models import GPT, MLP, ViT
+
+MLP_, GPT_, VIT_ = (
+    MLP(dim=64, num_layers=2, batch_size=32),
+    GPT(2, 32, 2, sequence_length=16, vocab_size=64, batch_size=8),
+    ViT(1, 32, 2, patch_size=8, image_size=16, num_classes=10, batch_size=8),
+)
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request):
+    return jax.devices(request.param)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        (MLP_, autopar.ShardParallel()),
+        (VIT_, autopar.ShardParallel(num_micro_batches=2)),
+        (
+            GPT_,
+            autopar.PipeshardParallel(
+                num_micro_batches=2, layer_option=autopar.AutoLayerOption(2), stage_option=autopar.UniformStageOption(1)
+            ),
+        ),
+    ],
+    ids=["MLP", "ViT in microbatches", "GPT as a pipeline"],
+)
+def test_losses_and_gradients_are_those_of_a_cpu(model, method, device):
+    with jax.default_matmul_precision("highest"):  # a GPU rounds the operands of products in float32 otherwise
+        with jax.default_device(jax.devices("cpu")[0]):
+            args = model.init_state(jax.random.key(0)), model.make_batch(jax.random.key(1))
+            expected = jax.jit(model.train_step)(*args)
+
+        @autopar.parallelize(method=replace(method, devices=[device]), donate_argnums=())
+        def step(state, batch):
+            return model.train_step(state, batch, autopar.value_and_grad)
+
+        found = step(*args)
+    assert {leaf.device for leaf in jax.tree.leaves(found)} == {device}
+    assert_allclose(without_update(found), without_update(expected), rtol=1e-4, atol=1e-6)
+
+
+def without_update(results):
+    """Adam's first steps are as large for gradients that are rounding: its first moments are a tenth of the gradients."""
+
+    def is_state(each):
+        return isinstance(each, TrainState)
+
+    return jax.tree.map(lambda each: each.opt_state[0].mu if is_state(each) else each, results, is_leaf=is_state)
+
+
+def test_a_state_is_made_where_the_step_runs_and_comes_back_from_a_checkpoint(device, tmp_path):
+    step = autopar.parallelize(GPT_.train_step, method=autopar.ShardParallel(devices=[device]))
+    batch = GPT_.make_batch(jax.random.key(1))
+    create = autopar.parallelize(GPT_.init_state, method=autopar.CreateStateParallel(step, [batch]))
+    state = create(jax.random.key(0))
+    autopar.save_checkpoint(tmp_path, state, step=1)
+    placements, _ = step.get_executable(state, batch).get_input_placement_specs()
+    restored = autopar.restore_checkpoint(tmp_path, placement_specs=placements)
+    assert {leaf.device for leaf in jax.tree.leaves((state, restored))} == {device}
+    assert_allclose(restored, state, rtol=0, atol=0)
+
+
+def test_a_device_is_calibrated_as_what_it_is_and_its_steps_are_predicted(device):
+    """Whether seconds are right is told by `experiments.measurements.gpu`."""
+    tiny = Effort(tuple(4**i for i in range(2, 9)), (8, 16), (64,), CPU.convolutions[:2], ("float32",), 1e-3)
+    shipped = cluster_of(device_mesh([device]))
+    clusters = gpu.Clusters(calibrate([device], tiny, budget=30), shipped)
+    assert clusters.calibrated.device.kind == device.platform
+    row = gpu.measure(GPT_, clusters, repeat=2, least=1e-3)
+    assert row.unknown_kernels == 0
+    assert row.analytic_memory_bytes == pytest.approx(row.memory_bytes, rel=0.5)
+    assert min(getattr(row, name) for name in gpu.PREDICTED) > 0
