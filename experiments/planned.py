@@ -4,6 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -64,6 +65,25 @@ class Planned(ByPlan):
 
     def step(self, model: Model, mesh: Shape) -> tuple[Callable[..., Any], PlanningMethod]:
         return model.train_step, self.method()
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelined(ByPlan):
+    """A pipeline (1F1B) of as many stages as the mesh has rows, equal in work: of one device each on (8,), of four on (2, 4).
+
+    Stages are planned one by one, and so many microbatches taken as are predicted to be fastest.
+    """
+
+    def runs_on(self, model: Model, mesh: Shape) -> bool:
+        return mesh[0] > 1
+
+    def step(self, model: Model, mesh: Shape) -> tuple[Callable[..., Any], PlanningMethod]:
+        method = autopar.PipeshardParallel(
+            num_micro_batches="auto",
+            layer_option=autopar.AutoLayerOption(layer_num=mesh[0]),
+            stage_option=autopar.UniformStageOption(mesh[0]),
+        )
+        return partial(model.train_step, value_and_grad=autopar.value_and_grad), method
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import autopar
 from autopar.target import compile_for, memory_of, target_devices, target_mesh
 from experiments.by_hand import BY_HAND
 from experiments.models.model import Model, ValueAndGrad
-from experiments.planned import SCHEDULED, Planned
+from experiments.planned import SCHEDULED, Pipelined, Planned
 from experiments.strategy import Prediction, Runnable, Shape, Strategy, compile_here, simulated
 from simulator.cluster import Cluster
 
@@ -76,6 +76,7 @@ STRATEGIES: dict[str, Strategy] = {
     "zero3": Planned(autopar.Zero3Parallel),
     "shard": Planned(autopar.ShardParallel),
     "heuristic": Planned(partial(autopar.ShardParallel, options=autopar.ShardingOptions(mode="heuristic"))),
+    "pipeline": Pipelined(),
     **BY_HAND,
     **SCHEDULED,
 }

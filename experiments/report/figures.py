@@ -15,9 +15,9 @@ from matplotlib.patches import Patch
 
 type Row = Mapping[str, Any]
 
-# Told apart by colour-blind readers too (Okabe and Ito, 2008; the last three are Tol's). In the order of the table's strategies.
+# Told apart by colour-blind readers too (Okabe and Ito, 2008; the last six are Tol's). In the order of the table's strategies.
 COLOURS = ["#4D4D4D", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#F0E442"]
-COLOURS += ["#882255", "#332288", "#999933"]
+COLOURS += ["#882255", "#332288", "#999933", "#44AA99", "#DDCC77", "#AA4499"]
 
 WIDTH = 0.14  # of a bar, where there is room; meshes are 1 apart
 DIAMOND: dict[str, Any] = {

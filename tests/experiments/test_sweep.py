@@ -30,6 +30,7 @@ def test_the_default_sweep_covers_models_meshes_and_strategies(config: Any) -> N
         "zero2",
         "zero3",
         "shard",
+        "pipeline",
         "manual_tensor_2d",
         "manual_megatron",
         "schedule_megatron",
