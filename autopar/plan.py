@@ -185,7 +185,7 @@ class Plan(_Model):
         predicted_seconds: the planner's estimate of one step; predicted_split: what that time goes to.
         predicted_bytes: its estimate of the memory that one device needs; predicted_memory: what that is for.
         gap: proven relative distance of that estimate from the best one; None where nothing was proven.
-        planning_seconds: what planning took.
+        planning_seconds: what planning took, tracing aside; where several were compared, all of them.
         warnings: what a reader should know, e.g. primitives that every device computes whole for want of a better rule.
     """
 

@@ -104,6 +104,7 @@ def search(
     """
     _last.clear()
     best: tuple[StepGraph, Plan] | None = None
+    spent = 0.0
     first: ValueError | None = None
     several = len(counts) * len(layers) * len(kinds) > 1
     for count, layer_option in product(counts, layers):
@@ -118,6 +119,7 @@ def search(
                 _last.append(Choice(count, schedule, None, str(error)))
             else:
                 _last.append(Choice(count, schedule, plan.predicted_seconds))
+                spent += plan.planning_seconds
                 if best is None or plan.predicted_seconds < best[1].predicted_seconds:
                     best = known.step, plan
             if several:
@@ -125,7 +127,8 @@ def search(
     if best is None:
         assert first is not None
         raise first
-    return best
+    step, plan = best
+    return step, plan.model_copy(update={"planning_seconds": spent})
 
 
 def _cheapest(planner: PipelinePlanner, stage_option: StageOption, schedule: PipelineSchedule, method: str) -> Plan:
@@ -149,4 +152,5 @@ def _cheapest(planner: PipelinePlanner, stage_option: StageOption, schedule: Pip
                 f"{layers} layer(s) are too few for {chunks} stages on each of several submeshes of {devices} device(s)"
             )
         )
-    return min(plans, key=lambda plan: plan.predicted_seconds)
+    spent = sum(plan.planning_seconds for plan in plans)
+    return min(plans, key=lambda plan: plan.predicted_seconds).model_copy(update={"planning_seconds": spent})

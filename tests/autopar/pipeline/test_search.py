@@ -5,6 +5,7 @@ import pytest
 
 import autopar
 from autopar import AutoLayerOption, UniformStageOption
+from autopar.pipeline.planning import PipelinePlanner
 from autopar.pipeline.schedules import schedule_names
 from autopar.pipeline.search import CHUNKS, layer_options, micro_batch_counts, schedules
 from experiments.models import build_model
@@ -51,6 +52,15 @@ def test_the_fastest_of_all_that_was_tried_is_the_plan():
     best = min((each for each in tried if each.seconds is not None), key=lambda each: each.seconds)
     assert plan.predicted_seconds == best.seconds
     assert (plan.num_micro_batches, plan.pipeline) == (best.num_micro_batches, best.schedule)
+
+
+def test_planning_takes_what_all_that_is_compared_takes(monkeypatch):
+    def plan_in_a_second(*args, plan=PipelinePlanner.plan):
+        return plan(*args).model_copy(update={"planning_seconds": 1.0})
+
+    monkeypatch.setattr(PipelinePlanner, "plan", plan_in_a_second)
+    plan = planned(num_micro_batches="auto", pipeline_schedule="auto")
+    assert plan.planning_seconds == sum(each.seconds is not None for each in autopar.get_last_search_result()) > 1
 
 
 def test_a_choice_alone_is_planned_as_if_it_was_given():
