@@ -51,14 +51,12 @@ class Cards:
     """The network cards of a cluster, and the messages on their way over them until `time`."""
 
     time: float = 0.0
-    _queues: defaultdict[int, deque[Message]] = field(
-        default_factory=lambda: defaultdict(deque)
-    )  # by mesh; the first has begun
+    # by mesh; the first has begun
+    _queues: defaultdict[int, deque[Message]] = field(default_factory=lambda: defaultdict(deque))
     _carried: defaultdict[Hashable, list[Message]] = field(default_factory=lambda: defaultdict(list))  # by card
     _coming: list[tuple[float, int, Message]] = field(default_factory=list)  # when they get to the cards, a heap
-    _ends: list[tuple[float, int, Message]] = field(
-        default_factory=list
-    )  # when they arrive, a heap; some have become outdated
+    # when they arrive, a heap; some have become outdated
+    _ends: list[tuple[float, int, Message]] = field(default_factory=list)
     _numbers: "count[int]" = field(default_factory=count)
 
     def busy(self, mesh: int) -> bool:

@@ -263,9 +263,8 @@ class Workers:
         """
         self._watch.poll(is_slow)
         for host, seconds in enumerate(self._watch.silence()):
-            reads = any(
-                host == reader for reader, _ in self._readers
-            )  # by a function that may keep everything else waiting
+            # one that reads does so by a user's function, which may keep everything else waiting
+            reads = any(host == reader for reader, _ in self._readers)
             if seconds > self.silence and not is_slow and not reads:
                 states = self._watch.states(_POLL_SECONDS)
                 if states[host] is Silent.MUTE:

@@ -127,9 +127,8 @@ class _Windows:
         first = np.minimum(np.searchsorted(work, work - most_work), np.searchsorted(heavies, heavies - least))
         after = np.searchsorted(heavies, heavies - least, side="right")
         size = len(work)
-        last = (
-            np.searchsorted(first, np.arange(size), side="right") - 1
-        )  # the furthest stop of a layer that starts here
+        # the furthest stop of a layer that starts here
+        last = np.searchsorted(first, np.arange(size), side="right") - 1
         before, behind = np.zeros(size, int), np.zeros(size, int)
         for stop in range(1, size):
             before[stop] = before[first[stop]] + 1

@@ -504,9 +504,8 @@ class _Builder:
             return
         matrix = matrix / alike
         if eqn is not None and self.step.jaxpr.eqns[eqn].primitive is regions.loop_slice_p:
-            matrix = matrix * (
-                1 + 1e-6
-            )  # at the same price slices are brought where they are wanted, and not all of them before
+            # at the same price slices are brought where they are wanted, and not all of them before
+            matrix = matrix * (1 + 1e-6)
         if (
             eqn is not None
             and atom not in self.flow.per_example

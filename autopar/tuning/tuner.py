@@ -85,9 +85,7 @@ def _predicted(make: Make, candidate: Candidate, cluster: Cluster) -> Trial:
     try:
         step, args, method = make(candidate, mesh_of)
         if compiles and isinstance(method, ManualShardParallel):
-            method = replace(
-                method, memory_budget=inf
-            )  # what XLA makes of it is known below, better than by an estimate
+            method = replace(method, memory_budget=inf)  # what XLA makes of it is known below: better than an estimate
         plan = plan_step(step, args, method=method, cluster=cluster, mesh_shape=_shape(method.devices))
         if compiles:
             timeline = predict(step, args, plan, cluster)

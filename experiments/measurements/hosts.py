@@ -136,9 +136,8 @@ class Running:
         result = self.executable(self._state, self._batch)
         self._state = next_state(result)
         if not isinstance(self.executable, RemoteExecutable):
-            jax.block_until_ready(
-                result
-            )  # steps of virtual devices in flight together may wait for each other's threads
+            # steps of virtual devices in flight together may wait for each other's threads
+            jax.block_until_ready(result)
 
     def _wait(self) -> None:
         if isinstance(self.executable, RemoteExecutable):

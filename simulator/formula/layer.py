@@ -188,10 +188,8 @@ def _collectives(model: Transformer, plan: Execution, machine: Machine) -> tuple
         return Phase(), Phase()
     network, ring = machine.network, machine.network.ring(plan.tensor)
     tokens, t, h = plan.tokens(model), plan.tensor, model.hidden
-    wide = (
-        model.qkv_width // t,
-        (2 if model.gated else 1) * model.ffn_width // t,
-    )  # outputs of the layers that are split by column
+    # outputs of the layers that are split by column
+    wide = model.qkv_width // t, (2 if model.gated else 1) * model.ffn_width // t
     narrow = (h // t, model.ffn_width // t)  # inputs of the layers that are split by row
     stream = 2.0 * tokens * h
     if plan.sequence_parallel:

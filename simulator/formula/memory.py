@@ -64,9 +64,8 @@ def _layer_temporaries(model: Transformer, plan: Execution) -> float:
     """What is alive while the backward pass of a layer runs: activations computed again, their gradients, that of the largest matrix."""
     tokens, t, up = plan.tokens(model), plan.tensor, (2 if model.gated else 1) * model.ffn_width
     again = layer_activations(model, plan) - kept_activations(model, plan)
-    gradients = (
-        2.0 * tokens * (up + model.ffn_width) / t + 2 * 2.0 * tokens * model.hidden
-    )  # of the inner width; in and out, whole
+    # of the inner width; in and out, whole
+    gradients = 2.0 * tokens * (up + model.ffn_width) / t + 2 * 2.0 * tokens * model.hidden
     largest = plan.gradient_bytes * model.hidden * up / t
     gathered = 2.0 * 2.0 * (model.layer_matrices + model.layer_vectors) / t if plan.zero == 3 else 0.0
     return again + gradients + largest + gathered
@@ -101,9 +100,8 @@ def _outside(model: Transformer, plan: Execution) -> float:
     stream = tokens * model.hidden
     whole = (8 + (2 if model.dropout else 0)) * stream  # inputs of two norms and of the products behind them; two masks
     qkv = 2.0 * tokens * model.qkv_width
-    inner = (
-        (2 if not model.gated else 3) * 2.0 * tokens * model.ffn_width
-    )  # of the activation, and of the second product
+    # of the activation, and of the second product
+    inner = (2 if not model.gated else 3) * 2.0 * tokens * model.ffn_width
     divided = qkv + 2.0 * stream + inner
     if model.attention != "naive":
         divided += 4.0 * tokens * model.heads  # sums of the softmax

@@ -74,11 +74,8 @@ def _mesh_groups(mesh: str, device_ids: str | None, axes: str, num_devices: int)
     for name, size in sizes.items():
         stride //= size
         strides[name] = stride
-    inside, outside, group_size = (
-        np.zeros(count, int),
-        np.arange(count),
-        1,
-    )  # position within its group, and which group
+    # of each: its position within its group, and which group
+    inside, outside, group_size = np.zeros(count, int), np.arange(count), 1
     for name, before, part in _AXIS.findall(axes):
         if name not in sizes:
             raise ValueError(f"the mesh has no axis {name!r}, but {', '.join(map(repr, sizes)) or 'none'}")
