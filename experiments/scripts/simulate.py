@@ -26,7 +26,7 @@ def main(job_json: str, directory: str, plans: str, timelines: str) -> None:
         plan = autopar.Plan.load(saved) if saved.exists() else None
         prediction = STRATEGIES[strategy].predict(model, job.mesh, plan, cluster)
         prediction.timeline.save_chrome_trace(Path(timelines) / f"{strategy}.json")
-        memory, usable = max(mesh.total for mesh in prediction.timeline.memory), cluster.device.usable_bytes
+        memory, usable = prediction.timeline.peak_bytes, cluster.device.usable_bytes
         cell = Cell(
             step_time_s=prediction.timeline.makespan,
             memory_bytes_per_device=memory,
