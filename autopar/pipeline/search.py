@@ -113,13 +113,14 @@ def search(
             schedule = PipelineSchedule(name=name, num_chunks=chunks, layer_option=layer_option)
             try:
                 known = known or planner(trace(count, layer_option))
-                plan = _cheapest(known, stage_option, schedule, method)
+                plans = _plans(known, stage_option, schedule, method)
             except (MicrobatchError, LayerError, StageError, NoStagesError, ShardingError, InfeasibleError) as error:
                 first = first or error
                 _last.append(Choice(count, schedule, None, str(error)))
             else:
+                plan = min(plans, key=lambda plan: plan.predicted_seconds)
                 _last.append(Choice(count, schedule, plan.predicted_seconds))
-                spent += plan.planning_seconds
+                spent += sum(each.planning_seconds for each in plans)
                 if best is None or plan.predicted_seconds < best[1].predicted_seconds:
                     best = known.step, plan
             if several:
@@ -131,10 +132,10 @@ def search(
     return step, plan.model_copy(update={"planning_seconds": spent})
 
 
-def _cheapest(planner: PipelinePlanner, stage_option: StageOption, schedule: PipelineSchedule, method: str) -> Plan:
-    """The cheapest plan; several stages on each submesh are even ones, of each number that layers and devices allow."""
+def _plans(planner: PipelinePlanner, stage_option: StageOption, schedule: PipelineSchedule, method: str) -> list[Plan]:
+    """The plan; if stages are to be found and several are on each submesh, those of even ones, of each number that layers and devices allow."""
     if not isinstance(stage_option, AutoStageOption) or schedule.num_chunks == 1:
-        return planner.plan(stage_option, schedule, method)
+        return [planner.plan(stage_option, schedule, method)]
     layers, devices, chunks = planner.num_layers, planner.cluster.num_devices, schedule.num_chunks
     meshes = [n for n in range(2, devices + 1) if devices % n == 0 and layers >= n * chunks]
     plans: list[Plan] = []
@@ -152,5 +153,4 @@ def _cheapest(planner: PipelinePlanner, stage_option: StageOption, schedule: Pip
                 f"{layers} layer(s) are too few for {chunks} stages on each of several submeshes of {devices} device(s)"
             )
         )
-    spent = sum(plan.planning_seconds for plan in plans)
-    return min(plans, key=lambda plan: plan.predicted_seconds).model_copy(update={"planning_seconds": spent})
+    return plans
