@@ -1,8 +1,8 @@
-"""Eight virtual CPU devices stand in for eight GPUs, unless JAX_PLATFORMS asks for these; set before JAX starts."""
+"""Eight virtual CPU devices stand in for eight GPUs, but in the tests for one; set before JAX starts."""
 
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""),
     "--xla_force_host_platform_device_count=8",
@@ -15,6 +15,12 @@ from hypothesis import settings
 
 settings.register_profile("autopar", deadline=None, derandomize=True)  # shared machines are slow, and tests repeatable
 settings.load_profile("autopar")
+
+
+def pytest_configure(config):
+    """`-m gpu` leaves JAX the GPUs that are here."""
+    if config.option.markexpr == "gpu":
+        os.environ["JAX_PLATFORMS"] = "cuda,cpu"
 
 
 WITH_RAY = "tests/autopar/hosts/", "tests/experiments/test_chaos.py"

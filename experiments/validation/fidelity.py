@@ -3,8 +3,8 @@
     python -m experiments.validation.fidelity [--only PATTERN] [--output results/tables/fidelity.csv]
 
 Each model is planned automatically for 8 x A100 on a 1-D and a 2-D mesh and compiled for them; then come the models of the default
-sweep at its sizes, on its simulated clusters and meshes, with each of its strategies that autopar plans. A row compares one quantity:
-the bytes of all collectives of one kind (as `simulator.work.Collective` counts them), device memory, or step time.
+sweep at its sizes, on its simulated clusters and meshes, with each of its strategies that autopar plans without stages. A row
+compares one quantity: the bytes of all collectives of one kind (as `simulator.work.Collective` counts them), device memory, or step time.
 """
 
 import argparse

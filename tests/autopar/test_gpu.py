@@ -1,4 +1,4 @@
-"""What a GPU may do otherwise than a CPU: `JAX_PLATFORMS=cuda,cpu uv run --extra cuda13 pytest -m gpu`. A CPU runs most of it, too."""
+"""What a GPU may do otherwise than a CPU: `uv run --extra cuda13 pytest -m gpu`. A CPU runs most of it, too."""
 
 from dataclasses import replace
 
