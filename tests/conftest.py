@@ -13,6 +13,8 @@ os.environ["XLA_FLAGS"] = " ".join([
 import pytest
 from hypothesis import settings
 
+from tests.fuzz.outcomes import as_table
+
 settings.register_profile("autopar", deadline=None, derandomize=True)  # shared machines are slow, and tests repeatable
 settings.load_profile("autopar")
 
@@ -21,6 +23,19 @@ def pytest_configure(config):
     """`-m gpu` leaves JAX the GPUs that are here."""
     if config.option.markexpr == "gpu":
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print what fuzz tests counted (`tests.fuzz.outcomes`): a line for each kind of input, a column for each outcome."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    properties = [
+        each for report in reports if getattr(report, "when", "") == "call" for each in report.user_properties
+    ]
+    counts = {name[len("outcomes of ") :]: found for name, found in properties if name.startswith("outcomes of ")}
+    if counts:
+        terminalreporter.section("outcomes of fuzzed inputs")
+        for line in as_table(counts):
+            terminalreporter.write_line(line)
 
 
 WITH_RAY = "tests/autopar/hosts/", "tests/experiments/test_chaos.py"
