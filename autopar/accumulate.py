@@ -16,6 +16,7 @@ from jax.extend.core import Var
 from autopar import graph
 from autopar.evaluate import Hook
 from autopar.microbatch import Combine
+from autopar.rows import cut_rows
 from autopar.sharding.spec import AnyMesh, Spec, axes_of, partition_spec, replicated
 from autopar.trace import StepGraph
 
@@ -96,7 +97,7 @@ def accumulate_apart(step: StepGraph, apart: Apart, env: Env, evaluate: Callable
 def _loop(step: StepGraph, count: int, env: Env, evaluate: Callable[..., None], pin: Hook) -> list[jax.Array]:
     """What `count` microbatches, each like the batch of `step`, add up to.
 
-    Microbatch i has the examples i, i + count, i + 2 count...: every device finds its part of each in its own shard.
+    Every device finds its part of each microbatch in its own shard (`autopar.rows`).
     """
     micro = step.microbatching
     assert micro is not None
@@ -107,9 +108,6 @@ def _loop(step: StepGraph, count: int, env: Env, evaluate: Callable[..., None], 
         for value in pin(number, [jnp.zeros(graph.aval_of(v).shape, graph.aval_of(v).dtype) for v in eqn.outvars])
     ]
 
-    def rows(whole: jax.Array) -> jax.Array:
-        return whole.reshape(-1, count, *whole.shape[1:]).swapaxes(0, 1)
-
     def add(totals: list[jax.Array], shares: list[jax.Array]) -> tuple[list[jax.Array], None]:
         inner = env | dict(zip(batch, shares, strict=True))
         evaluate(micro.body, inner)
@@ -119,7 +117,7 @@ def _loop(step: StepGraph, count: int, env: Env, evaluate: Callable[..., None], 
         kept = zip(micro.combine, totals, values, strict=True)
         return [value.astype(t.dtype) if how == "same" else t + value for how, t, value in kept], None
 
-    return jax.lax.scan(add, zeros, [rows(env[var]) for var in batch])[0]
+    return jax.lax.scan(add, zeros, [cut_rows(env[var], count, micro.chunks) for var in batch])[0]
 
 
 def _accumulated(step: StepGraph) -> list[Var]:

@@ -62,7 +62,11 @@ def value_and_grad(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Callab
         if not _marking.get():
             return result
         leaves, tree = jax.tree.flatten(result)
-        return jax.tree.unflatten(tree, accumulate_p.bind(*map(jax.numpy.asarray, leaves)))
+        arrays = [k for k, leaf in enumerate(leaves) if not isinstance(leaf, int | float | complex)]
+        made = accumulate_p.bind(*(jax.numpy.asarray(leaves[k]) for k in arrays))
+        for k, value in zip(arrays, made, strict=True):
+            leaves[k] = value
+        return jax.tree.unflatten(tree, leaves)
 
     return marked
 

@@ -2,10 +2,14 @@
 
 import hashlib
 import re
+import sysconfig
 from collections.abc import Collection, Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -36,6 +40,19 @@ def needed(
             return kept[::-1]  # a loop that turned out to be needed needs all its carries
 
 
+def source_line(eqn: JaxprEqn) -> str:
+    """Return where the user's code makes `eqn`, as "FILE:LINE", or the name stack where JAX does not know the line."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(_LIBRARIES):
+            return f"{Path(frame.file_name).name}:{frame.line_num}"
+    return str(eqn.source_info.name_stack) or "the step"
+
+
+_LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<")
+"""Where the code is that is not the user's."""
+
+
 def aval_of(atom: Atom) -> ShapedArray:
     """Shape and dtype of an atom of a flat jaxpr, whose values are all arrays."""
     assert isinstance(atom.aval, ShapedArray), atom.aval
@@ -64,11 +81,22 @@ def fingerprint(jaxpr: Jaxpr) -> str:
     for var in (*jaxpr.constvars, *jaxpr.invars):
         digest.update(name(var).encode())
     for eqn in jaxpr.eqns:
-        params = ", ".join(f"{key}={_text(value)}" for key, value in sorted(eqn.params.items()))
-        line = (*map(name, eqn.outvars), eqn.primitive.name, params, *map(name, eqn.invars))
+        line = (*map(name, eqn.outvars), eqn.primitive.name, params_text(eqn), *map(name, eqn.invars))
         digest.update(" ".join(line).encode())
     digest.update(" ".join(map(name, jaxpr.outvars)).encode())
     return digest.hexdigest()[:16]
+
+
+def params_text(eqn: JaxprEqn) -> str:
+    """Return the parameters of `eqn` as text: equal for equal parameters, whatever trace they come from."""
+    return ", ".join(f"{key}={_text(value)}" for key, value in sorted(eqn.params.items()))
+
+
+def constant(value: Any) -> np.ndarray:
+    """Return a constant of a jaxpr as a numpy array; random keys as their data."""
+    if jax.numpy.issubdtype(getattr(value, "dtype", float), jax.dtypes.extended):
+        value = jax.random.key_data(value)
+    return np.asarray(value)
 
 
 _PLACE = re.compile(r"0x[0-9a-f]+|, device_kind=[^)]*?, num_cores=\w+, platform=\w+")

@@ -12,12 +12,13 @@ class Kind:
     """How the whole batch's value relates to the microbatches'.
 
     Attributes:
-        form: "same" for all microbatches; "rows", one per example along `dim`; or "linear", the mean of the microbatches'.
+        form: "same" for all microbatches; "rows", one per example along `dim`; "linear", the mean of the microbatches'; or
+            "function", a scalar computed of linear ones, which is known only when those are complete.
         power: the whole batch's value is larger by count ** power; None for zeros, which fit any power.
         per: all this is said of the value times this statistic of the batch, a scalar by which something was divided.
     """
 
-    form: OneOf["same", "rows", "linear"]
+    form: OneOf["same", "rows", "linear", "function"]
     power: int | None = 0
     dim: int = 0
     per: Var | None = None
@@ -29,11 +30,11 @@ class Unfit(Exception):
 
 _PRODUCTS = {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"}
 _SCATTERS = {"scatter-add", "scatter-sub"}
-ADDS = {"add", "add_any", "sub", "concatenate", "stack", *_SCATTERS, "dynamic_update_slice", "pad"}
+ADDS = {"add", "add_any", "sub", "concatenate", "stack", *_SCATTERS, "dynamic_update_slice", "pad", "complex"}
 _SCALES = {
     *("neg", "convert_element_type", "copy", "copy_p", "reshape", "transpose", "broadcast_in_dim", "squeeze", "slice"),
     *("reduce_sum", "stop_gradient", "split", "rev", "cumsum", "real", "imag", "optimization_barrier", "accumulate"),
-    *("dynamic_slice", "gather", "name", "tile", "unstack", "reduce_window_sum", "select_and_scatter_add"),
+    *("dynamic_slice", "gather", "name", "tile", "unstack", "reduce_window_sum", "select_and_scatter_add", "fft", "conj"),
 }  # fmt: skip
 _INDEXED = {
     "gather": 1,

@@ -7,14 +7,16 @@ the traces, it is linear with power zero, a mean. What is divided by a statistic
 divided, `per` that statistic. Whatever does not fit has no kind.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import gcd
+from typing import Any
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar import regions
-from autopar.graph import Atom, aval_of
+from autopar.graph import Atom, aval_of, constant, source_line
 from autopar.kind_arithmetic import ADDS, Kind, Unfit, added, is_linear, power_of
 from autopar.sharding.rules import PASS_THROUGH, op_factors
 
@@ -28,7 +30,9 @@ class Kinds:
 
     Attributes:
         kinds: by variable of the smaller trace; what keeps a value from having one, for others.
-        divided: the numbers of equations that divide by a statistic of the batch.
+        divided: the numbers of equations that divide by a statistic of the batch, or by a function of statistics.
+        functions: the equation that makes each scalar that is a function of statistics.
+        copies: for values that repeat a block per example or group of examples, the number of blocks.
     """
 
     def __init__(self, micro: Jaxpr, full: Jaxpr, batch: frozenset[int], count: int) -> None:
@@ -45,6 +49,14 @@ class Kinds:
         self._inside = _inside_of_loops(micro.eqns)
         self.kinds: dict[Var, Kind | Unfit] = dict.fromkeys((*micro.constvars, *micro.invars), Kind("same"))
         self.kinds.update((micro.invars[i], Kind("rows")) for i in batch)
+        if len(micro.consts) != len(full.consts):
+            raise MicrobatchError("the step has other constants for batches of different size; use num_micro_batches=1")
+        for var, value, whole in zip(micro.constvars, micro.consts, full.consts, strict=True):
+            try:
+                self.kinds[var] = self._constant(value, whole)
+            except Unfit as unfit:
+                self.kinds[var] = unfit
+        self.copies: dict[Var, int] = {}
         if [eqn.primitive for eqn in micro.eqns] != [eqn.primitive for eqn in full.eqns]:
             raise MicrobatchError(
                 "the step does different things for batches of different size; that can't run in microbatches"
@@ -56,6 +68,7 @@ class Kinds:
     def _follow(self, eqns: Sequence[JaxprEqn], wholes: Sequence[JaxprEqn]) -> bool:
         """Find the kinds from top to bottom; False when a loop contradicts what was assumed of its carry."""
         self.divided: set[int] = set()
+        self.functions: dict[Var, JaxprEqn] = {}
         for number, (eqn, whole) in enumerate(zip(eqns, wholes, strict=True)):
             try:
                 found = self._of_marker(eqn, whole) if eqn.primitive in regions.MARKERS else self._results(eqn, whole)
@@ -77,7 +90,7 @@ class Kinds:
         match eqn.primitive:
             case regions.loop_p | regions.switch_p:
                 if eqn.params != whole.params:
-                    raise Unfit(f"a loop in {eqn.source_info.name_stack} is longer for a larger batch")
+                    raise Unfit(f"a loop at {source_line(eqn)} is longer for a larger batch")
                 return [self._operand(eqn.invars[0], whole.invars[0]) if eqn.invars else Kind("same")]
             case regions.loop_carry_p:
                 return [self.carries.get(eqn.outvars[0]) or self._operand(eqn.invars[0], whole.invars[0])]
@@ -86,14 +99,14 @@ class Kinds:
             case regions.switch_result_p:
                 token = self._operand(eqn.invars[-1], whole.invars[-1])
                 if token != Kind("same"):
-                    raise Unfit(f"a branch in {eqn.source_info.name_stack} is taken for what is in the batch")
+                    raise Unfit(f"a branch at {source_line(eqn)} is taken for what is in the batch")
                 return [self._joined(eqn, whole, len(eqn.invars) - 1)]
             case regions.loop_slice_p | regions.loop_stack_p:
                 kind = self._operand(eqn.invars[0], whole.invars[0])
                 if kind.form != "rows":
                     return [kind]
                 if eqn.primitive is regions.loop_slice_p and kind.dim == 0:
-                    raise Unfit(f"a loop in {eqn.source_info.name_stack} goes through the examples of the batch")
+                    raise Unfit(f"a loop at {source_line(eqn)} goes through the examples of the batch")
                 return [replace(kind, dim=kind.dim + (1 if eqn.primitive is regions.loop_stack_p else -1))]
             case regions.loop_const_p:
                 return [self._operand(eqn.invars[0], whole.invars[0])]
@@ -101,7 +114,7 @@ class Kinds:
                 kind = self._operand(eqn.invars[0], whole.invars[0])
                 if kind.form != "same" or kind.power or kind.per:
                     raise MicrobatchError(
-                        f"a while_loop in {eqn.source_info.name_stack} runs until the batch meets a condition, so microbatches would"
+                        f"a while_loop at {source_line(eqn)} runs until the batch meets a condition, so microbatches would"
                         " run it for different times; use num_micro_batches=1"
                     )
         return []
@@ -113,13 +126,16 @@ class Kinds:
         forms = [kind for kind in kinds if kind.form != "same"]
         pers = {kind.per for kind in kinds if kind.power is not None}
         if len(powers) > 1 or len(pers) > 1 or len({(kind.form, kind.dim) for kind in forms}) > 1:
-            raise Unfit(f"a loop or branch in {eqn.source_info.name_stack} mixes sums, means or examples of the batch")
+            raise Unfit(f"a loop or branch at {source_line(eqn)} mixes sums, means or examples of the batch")
         power, per = powers.pop() if powers else None, pers.pop() if pers else None
         return replace(forms[0] if forms else kinds[0], power=power, per=per)
 
-    def of(self, atom: Atom) -> Kind:
-        """The kind of what is accumulated over microbatches. Raises MicrobatchError if it has none."""
-        kind = Kind("same") if isinstance(atom, Literal) else self.kinds[atom]
+    def of(self, atom: Atom, whole: Atom) -> Kind:
+        """Return the kind of what is accumulated over microbatches. Raises MicrobatchError if it has none."""
+        try:
+            kind = self._operand(atom, whole)
+        except Unfit as unfit:
+            kind = unfit
         if isinstance(kind, Unfit):
             raise MicrobatchError(
                 f"can't accumulate over microbatches: {kind}. Write the loss as a sum, a mean or one weighted mean over the examples of"
@@ -141,24 +157,49 @@ class Kinds:
                 raise kind
             return kind
         assert isinstance(whole, Literal)
-        value, full = np.asarray(atom.val), np.asarray(whole.val)
-        if not value.any() and not full.any():
-            return Kind("same", None)
+        return self._constant(atom.val, whole.val)
+
+    def _constant(self, value: Any, whole: Any) -> Kind:
+        """Return the kind of a constant of the step, an array or a number."""
+        if value is whole:
+            return Kind("same")
+        small, full = _numbers(value), _numbers(whole)
+        grown = [dim for dim, sizes in enumerate(zip(small.shape, full.shape, strict=False)) if sizes[0] != sizes[1]]
+        form = Kind("same")
+        if small.ndim != full.ndim or len(grown) > 1:
+            raise Unfit(
+                f"a constant of the step has shape {small.shape} for a microbatch and {full.shape} for the batch"
+            )
+        if grown:
+            form = Kind("rows", dim=grown[0])
+            small, full = small.take([0], grown[0]), full
+            if full.shape[grown[0]] != self.count * np.shape(value)[grown[0]] or not _close(_numbers(value), small):
+                raise Unfit(
+                    f"a constant of the step, of shape {np.shape(value)} for a microbatch and {full.shape} for the batch, differs"
+                    " between examples"
+                )
+        if not small.any() and not full.any():
+            return replace(form, power=None)
         for power in (0, 1, -1):
-            if np.allclose(np.float64(value) * float(self.count) ** power, np.float64(full), rtol=1e-6, atol=0):
-                return Kind("same", power)
-        raise Unfit(f"a constant of the step is {value} for a microbatch and {full} for the batch")
+            if _close(small * float(self.count) ** power, full):
+                return replace(form, power=power)
+        raise Unfit(f"a constant of the step is {_shown(value)} for a microbatch and {_shown(whole)} for the batch")
 
     def _results(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[Kind | Unfit]:
         name = eqn.primitive.name
         operands = [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
         if name in PASS_THROUGH:
             return list(operands)
-        where = f"{name} in {eqn.source_info.name_stack}"
+        where = f"{name} at {source_line(eqn)}"
         if name == "div" and self._is_ratio(eqn, whole):
             weight = eqn.invars[1]
             assert isinstance(weight, Var)
             return [replace(operands[0], per=weight)]
+        if self._is_function(eqn, operands):
+            self.functions[eqn.outvars[0]] = eqn
+            return [Kind("function")]
+        if any(kind.form == "function" for kind in operands):
+            raise Unfit(f"{where} uses a function of sums over the batch otherwise than to divide by it")
         if any(kind.per for kind in operands):
             return self._of_ratios(eqn, whole, operands, where)
         return self._plain(eqn, whole, operands, where)
@@ -166,10 +207,26 @@ class Kinds:
     def _is_ratio(self, eqn: JaxprEqn, whole: JaxprEqn) -> bool:
         """Whether a division is by a statistic of the batch that is there for all to see."""
         by = self._operand(eqn.invars[1], whole.invars[1])
-        is_statistic = by.form == "linear" and by.power is not None and not by.per and not aval_of(eqn.invars[1]).shape
+        statistic = by.form == "function" or (by.form == "linear" and by.power is not None and not by.per)
+        is_statistic = statistic and not aval_of(eqn.invars[1]).shape
         return (
             is_statistic and eqn.invars[1] not in self._inside and not self._operand(eqn.invars[0], whole.invars[0]).per
         )
+
+    def _is_function(self, eqn: JaxprEqn, operands: Sequence[Kind]) -> bool:
+        """Whether a scalar is a function of statistics of the batch, and not itself one that can be accumulated."""
+        statistics = [kind for kind in operands if kind.form != "same"]
+        linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
+        if not statistics or any(kind.per or kind.form == "rows" for kind in operands):
+            return False
+        if len(eqn.outvars) != 1 or eqn.outvars[0] in self._inside:
+            return False
+        if len(linear) == len(statistics) and is_linear(eqn.primitive.name, linear) and _adds_alike(eqn, operands):
+            return False
+        scalars = not any(aval_of(atom).shape for atom in (*eqn.invars, *eqn.outvars))
+        others = (atom for atom, kind in zip(eqn.invars, operands, strict=True) if kind.form == "same")
+        known = all(isinstance(atom, Literal) for atom in others)
+        return scalars and known and all(kind.power in (0, None) for kind in operands if kind.form == "same")
 
     def _of_ratios(self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[Kind], where: str) -> list[Kind | Unfit]:
         """The kinds of what is linear in operands that are divided by a statistic of the batch."""
@@ -204,27 +261,76 @@ class Kinds:
         factor = batch_dim[0]
         match factors.kinds[factor]:
             case "sum":
+                if [aval_of(var).shape for var in eqn.outvars] != [aval_of(var).shape for var in whole.outvars]:
+                    raise Unfit(f"{where} makes something whose shape depends on the size of the batch")
                 return [Kind("linear", None if power is None else power + 1)] * len(eqn.outvars)
             case "parallel":
                 dims = [[d for d, of in enumerate(result) if of and of[0] == factor] for result in factors.results]
                 if not all(dims):  # a shard_map keeps values for its backward pass as its devices have them
                     raise Unfit(f"{where} makes something in which the examples of the batch are not told apart")
-                return [Kind("rows", power, found[0]) for found in dims]
+                kinds = [Kind("rows", power, found[0]) for found in dims]
+                for kind, var, big in zip(kinds, eqn.outvars, whole.outvars, strict=True):
+                    self._check_rows(kind.dim, aval_of(var).shape, aval_of(big).shape, where)
+                return list(kinds)
             case _:
                 raise Unfit(f"{where} works across the examples of the batch")
 
+    def _check_rows(self, dim: int, micro: tuple[int, ...], whole: tuple[int, ...], where: str) -> None:
+        """Raise Unfit unless a value of the whole batch has `count` times as many rows as that of a microbatch."""
+        if (*micro[:dim], self.count * micro[dim], *micro[dim + 1 :]) != whole:
+            raise Unfit(
+                f"{where} has a result of shape {micro} for a microbatch and of shape {whole} for the batch: the dims that grow with"
+                " the batch are not one row, or so many rows, per example"
+            )
+
     def _created(self, eqn: JaxprEqn, whole: JaxprEqn, kind: Kind, where: str) -> Kind:
-        """The kind of something made of what is the same for all: repeated per example when its shape says so."""
+        """Return the kind of something made of what is the same for all: repeated per example when its shape says so."""
         shape, full = aval_of(eqn.outvars[0]).shape, aval_of(whole.outvars[0]).shape
         grown = [dim for dim, (a, b) in enumerate(zip(shape, full, strict=True)) if a != b]
         if not grown:
             return kind
-        uniform = eqn.primitive.name == "broadcast_in_dim" or (
-            eqn.primitive.name == "iota" and eqn.params["dimension"] not in grown
-        )
+        name = eqn.primitive.name
+        uniform = name in ("broadcast_in_dim", "tile") or (name == "iota" and eqn.params["dimension"] not in grown)
         if len(grown) > 1 or not uniform:
             raise Unfit(f"{where} depends on the size of the batch or on an example's position in it")
+        self._check_rows(grown[0], shape, full, where)
+        if name == "tile":
+            self.copies[eqn.outvars[0]] = eqn.params["reps"][grown[0]]
         return replace(kind, form="rows", dim=grown[0])
+
+    def chunks(self, eqns: Iterable[JaxprEqn], batch: Sequence[Var]) -> int:
+        """Return into how many runs of neighbouring examples a microbatch of the smaller trace may be cut.
+
+        A run is whole wherever `eqns` put examples together: with pairs of neighbouring examples in the rows of a value there are
+        half as many runs as examples.
+        """
+        sizes = [aval_of(var).shape[0] for var in batch]
+        for var in (var for eqn in eqns for var in eqn.outvars):
+            kind = self.kinds[var]
+            if isinstance(kind, Kind) and kind.form == "rows":
+                sizes.append(self.copies.get(var) or aval_of(var).shape[kind.dim])
+        return gcd(*sizes)
+
+
+def _numbers(value: Any) -> np.ndarray:
+    """Return a constant as an array of float64 or complex128; random keys as their data."""
+    found = constant(value)
+    return found.astype(np.complex128 if np.iscomplexobj(found) else np.float64)
+
+
+def _close(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.allclose(a, b, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def _shown(value: Any) -> str:
+    return str(value) if not np.ndim(value) else f"an array of shape {np.shape(value)}"
+
+
+def _adds_alike(eqn: JaxprEqn, operands: Sequence[Kind]) -> bool:
+    """Whether all that an equation adds up grows alike with the batch: a sum plus a constant does not."""
+    name = eqn.primitive.name
+    powers = {operands[k].power for k in added(name, len(operands))} if name in ADDS | {"select_n"} else set()
+    return len(powers - {None}) <= 1
 
 
 def _inside_of_loops(eqns: Sequence[JaxprEqn]) -> set[Var]:

@@ -5,8 +5,9 @@ averaged, or all the same; what is divided by a sum of weights, as a masked mean
 after the last microbatch (`autopar.ratios`). Whatever does not fit is refused.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Literal as OneOf
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -15,7 +16,9 @@ from autopar.gradients import accumulate_p
 from autopar.graph import Atom, aval_of, needed
 from autopar.kind_arithmetic import Kind
 from autopar.kinds import Kinds, MicrobatchError
-from autopar.ratios import divided_afterwards, unique
+from autopar.ratios import divided_afterwards, statistics
+from autopar.units import dependents
+from autopar.whole_batch import joined, substituted
 
 type Combine = OneOf["sum", "mean", "same", "rows"]
 """How the microbatches' values make that of the batch: added up, averaged, any of them, or put together row by row."""
@@ -34,6 +37,8 @@ class Microbatching:
         marks: the numbered `accumulate` equations: the body ends at their operands, the tail starts at their results.
         combine: how each of their results is put together.
         powers: for values with a row per example, told by (equation, result), the power of the batch's size that they grow with.
+        chunks: runs of neighbouring examples that a microbatch consists of, as many as examples unless the step puts some together,
+            as the pairs of a preference loss.
     """
 
     count: int
@@ -42,28 +47,38 @@ class Microbatching:
     marks: tuple[Numbered, ...]
     combine: tuple[Combine, ...]
     powers: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
+    chunks: int = 1
 
 
 def split(
     micro: Jaxpr,
+    whole: Jaxpr,
     sizes: tuple[Jaxpr, Jaxpr],
     batch: frozenset[int],
     count: int,
     out_paths: Sequence[str],
     rows: bool = False,
 ) -> tuple[Jaxpr, Microbatching]:
-    """Split a flat jaxpr traced for one microbatch; gives it back as it runs.
+    """Split a flat jaxpr into what runs for each microbatch and what runs once.
 
     Args:
+        micro: the step traced for one microbatch.
+        whole: the step traced for the whole batch.
         sizes: the same step traced for two batch sizes above one, the second `count` times the first. (A microbatch of a
             single example won't do: tracing simplifies dims of size one away.)
+        batch: inputs whose first dim is the batch.
+        count: number of microbatches.
+        out_paths: what the user calls each output.
         rows: whether marked values may have a row per example, in dim 0.
+
+    Returns:
+        The jaxpr as it runs, the equations after the marked values from `whole`, and which of its equations run when.
 
     Raises:
         MicrobatchError: nothing is marked, an output depends on the batch other than through marked values, or a marked value
             can't be put together from microbatches.
     """
-    marks, body, tail = _parts(micro)
+    marks, body, tail = _parts(micro, batch)
     if not marks:
         raise MicrobatchError(
             "the step takes no gradient with autopar.grad or autopar.value_and_grad; use one of them in place of jax's, so that"
@@ -71,72 +86,200 @@ def split(
         )
     if any(eqn.primitive is accumulate_p for _, eqn in body):
         raise MicrobatchError("a loss depends on the gradients of another autopar.grad; that can't run in microbatches")
-    accumulated = tuple(var for _, eqn in marks for var in eqn.outvars)
     if count == 1:
-        return micro, Microbatching(1, tuple(body), tuple(tail), tuple(marks), ("same",) * len(accumulated))
-    batch_vars = {micro.invars[i] for i in batch}
+        same: tuple[Combine, ...] = ("same",) * sum(len(eqn.outvars) for _, eqn in marks)
+        examples = gcd(*(aval_of(micro.invars[i]).shape[0] for i in batch))
+        return micro, Microbatching(1, tuple(body), tuple(tail), tuple(marks), same, chunks=examples)
+    found = Kinds(*sizes, batch, count)
+    if (
+        len({tuple(len(eqn.invars) for _, eqn in _named(each, accumulate_p.name)) for each in (micro, whole, *sizes)})
+        > 1
+    ):
+        raise MicrobatchError(
+            "the step takes other gradients when a microbatch has a single example; use fewer microbatches"
+        )
+    contributions = _contributions(micro, sizes, found, batch)
+    computed = {at for at, kind in contributions.items() if kind is None}
+    whole = substituted(whole, computed)
+    _, _, once = _parts(whole, batch)
+    _check_outputs(whole, once, batch, out_paths)
+    powers = {}
+    if [eqn.primitive for eqn in micro.eqns] == [eqn.primitive for eqn in sizes[0].eqns]:
+        powers = found.powers_of_rows(sizes[0].eqns)
+    jaxpr, numbers = joined(micro, whole, {n for n, _ in body}, {n for n, _ in once}, computed)
+    combine: list[Combine] = []
+    weights: list[list[Var | None]] = []
+    for position, (_, eqn) in enumerate(_named(sizes[0], accumulate_p.name)):
+        kept = [
+            (eqn.invars[k], kind) for k in range(len(eqn.invars)) if (kind := contributions[position, k]) is not None
+        ]
+        weights.append([kind.per for _, kind in kept])
+        functions = [atom for atom, kind in kept if kind.form == "function"]
+        combine.extend(_combine(kind, atom, rows) for atom, kind in kept if kind.form != "function")
+        added = statistics([*functions, *weights[-1]], found.functions)
+        combine.extend(_combine(found.of(var, var), var, rows) for var in added)
+    if found.functions or any(map(any, weights)):
+        jaxpr, later = _divided_afterwards(micro, sizes[0], jaxpr, numbers, found, weights)
+        numbers = {number: later[at] for number, at in numbers.items()}
+    powers = {(numbers[n], r): power for (n, r), power in powers.items() if n in numbers}
+    chunks = _chunks(micro, sizes[0], found, batch)
+    marks, body, tail = _parts(jaxpr, batch)
+    return jaxpr, Microbatching(count, tuple(body), tuple(tail), tuple(marks), tuple(combine), powers, chunks)
+
+
+def _contributions(
+    micro: Jaxpr, sizes: tuple[Jaxpr, Jaxpr], found: Kinds, batch: frozenset[int]
+) -> dict[tuple[int, int], Kind | None]:
+    """Return the kind of each operand of the `accumulate` equations, by the positions of both.
+
+    None stands for what depends on the size of the batch and not on its values: it is computed for the whole batch.
+    """
+    depending = dependents(enumerate(micro.eqns), (micro.invars[i] for i in batch))
+    contributions: dict[tuple[int, int], Kind | None] = {}
+    marks = (_named(each, accumulate_p.name) for each in (micro, *sizes))
+    for position, ((_, mine), (_, small), (_, large)) in enumerate(zip(*marks, strict=True)):
+        for k, atom in enumerate(mine.invars):
+            depends = isinstance(atom, Var) and atom in depending
+            try:
+                kind = found.of(small.invars[k], large.invars[k])
+            except MicrobatchError:
+                if depends:
+                    raise
+                kind = None
+            if not depends and kind not in (Kind("same"), Kind("same", None)):
+                kind = None
+            contributions[position, k] = kind
+    return contributions
+
+
+def _check_outputs(whole: Jaxpr, tail: Sequence[Numbered], batch: frozenset[int], out_paths: Sequence[str]) -> None:
+    """Raise MicrobatchError if what runs once reads the batch."""
+    batch_vars = {whole.invars[i] for i in batch}
+    accumulated = tuple(var for _, eqn in _named(whole, accumulate_p.name) for var in eqn.outvars)
 
     def reads_batch(eqns: Sequence[Numbered], results: Sequence[Atom]) -> bool:
         read = [*results, *(operand for _, eqn in eqns for operand in eqn.invars)]
         return any(isinstance(atom, Var) and atom in batch_vars for atom in read)
 
-    for path, atom in zip(out_paths, micro.outvars, strict=True) if reads_batch(tail, micro.outvars) else ():
+    for path, atom in zip(out_paths, whole.outvars, strict=True) if reads_batch(tail, whole.outvars) else ():
         if reads_batch(needed(tail, [atom], given=accumulated), [atom]):
             raise MicrobatchError(
                 f"output {path or 'of the step'} depends on the batch outside autopar.grad / value_and_grad, so it can't be put"
                 " together from microbatches; return it from the loss function with has_aux=True"
             )
-    found = Kinds(*sizes, batch, count)
-    same = [eqn.primitive for eqn in micro.eqns] == [eqn.primitive for eqn in sizes[0].eqns]
-    powers = found.powers_of_rows(sizes[0].eqns) if same else {}
-    combine: list[Combine] = []
-    weights: list[list[Var | None]] = []
-    for _, eqn in _named(sizes[0], accumulate_p.name):
-        weights.append([found.of(atom).per for atom in eqn.invars])
-        combine.extend(_combine(found.of(atom), atom, rows) for atom in (*eqn.invars, *unique(weights[-1])))
-    if any(map(any, weights)):
-        micro, numbers = _divided_afterwards(micro, sizes[0], found.divided, weights)
-        powers = {(numbers[n], r): power for (n, r), power in powers.items()}
-    marks, body, tail = _parts(micro)
-    if len(combine) != sum(len(eqn.invars) for _, eqn in marks):
+
+
+def _chunks(micro: Jaxpr, traced: Jaxpr, found: Kinds, batch: frozenset[int]) -> int:
+    """Return into how many runs of neighbouring examples, which must stay together, a microbatch can be cut.
+
+    Args:
+        traced: the trace that `found` tells the kinds of; it may be larger than `micro`.
+    """
+    if not batch:
+        return 1
+    _, body, _ = _parts(traced, batch)
+    chunks = found.chunks((eqn for _, eqn in body), [traced.invars[i] for i in batch])
+    first = min(batch)
+    rows, larger = (aval_of(each.invars[first]).shape[0] for each in (micro, traced))
+    if chunks * rows % larger:
         raise MicrobatchError(
-            "the step takes other gradients when a microbatch has a single example; use fewer microbatches"
+            f"the step puts {larger // chunks} neighbouring examples together, and a microbatch has {rows}; use fewer microbatches"
         )
-    return micro, Microbatching(count, tuple(body), tuple(tail), tuple(marks), tuple(combine), powers)
+    return chunks * rows // larger
 
 
 def _divided_afterwards(
-    micro: Jaxpr, traced: Jaxpr, divided: Collection[int], weights: Sequence[Sequence[Var | None]]
+    micro: Jaxpr,
+    traced: Jaxpr,
+    jaxpr: Jaxpr,
+    numbers: Mapping[int, int],
+    found: Kinds,
+    weights: Sequence[Sequence[Var | None]],
 ) -> tuple[Jaxpr, list[int]]:
-    """`micro` with divisions left until everything is accumulated; which ones, and by what, is told of another trace of the step.
+    """Leave divisions until everything is accumulated; which ones, and by what, is told of another trace of the step.
 
     The two have the same divisions, if not the same equations: fewer of these are needed for a single example.
+
+    Args:
+        micro: the step for one microbatch.
+        traced: the trace that `found` and `weights` are of.
+        jaxpr: the step as it runs, with equations of `micro` at `numbers`.
     """
     ours, theirs = _named(micro, "div"), _named(traced, "div")
     scalars = [[not aval_of(eqn.invars[1]).shape for _, eqn in each] for each in (ours, theirs)]
-    if scalars[0] != scalars[1] or len(_named(micro, accumulate_p.name)) != len(weights):
-        raise MicrobatchError(
-            "a masked mean is computed otherwise when a microbatch has a single example, or a model runs on shards; use fewer"
-            " microbatches, or for a scheduled model another backend than 'manual'"
-        )
-    pairs = list(zip(theirs, ours, strict=True))
-    by: dict[Atom, Var] = {}
-    for (number, other), (_, mine) in pairs:
-        if number in divided and isinstance(mine.invars[1], Var):
-            by[other.invars[1]] = mine.invars[1]
-    here = {mine for (other, _), (mine, _) in pairs if other in divided}
-    before = here.intersection(number for number, _ in _parts(micro)[1])
-    marks = [number for number, _ in _named(micro, accumulate_p.name)]
-    renamed = [[None if var is None else by[var] for var in row] for row in weights]
-    return divided_afterwards(micro, before, dict(zip(marks, renamed, strict=True)))
+    maker = {eqn.outvars[0]: eqn for eqn in micro.eqns if len(eqn.outvars) == 1}
+    own: dict[Var, Var] = {}
+    functions: dict[Var, JaxprEqn] = {}
+
+    def pair(other: Atom, mine: Atom) -> None:
+        """Find what `micro` calls a statistic, or a function of statistics and these."""
+        if not isinstance(other, Var) or other in own:
+            return
+        if not isinstance(mine, Var):
+            raise _other_divisions()
+        own[other] = mine
+        if other in found.functions:
+            theirs, functions[mine] = found.functions[other], maker[mine]
+            if theirs.primitive is not maker[mine].primitive:
+                raise _other_divisions()
+            for a, b in zip(theirs.invars, maker[mine].invars, strict=True):
+                pair(a, b)
+
+    if scalars[0] != scalars[1]:
+        raise _other_divisions()
+    here = set()
+    for (number, mine), (their_number, other) in zip(ours, theirs, strict=True):
+        if their_number in found.divided:
+            pair(other.invars[1], mine.invars[1])
+            here.add(number)
+    marks = _named(micro, accumulate_p.name), _named(traced, accumulate_p.name)
+    for (_, mine), (_, other) in zip(*marks, strict=True):
+        for a, b in zip(other.invars, mine.invars, strict=True):
+            if isinstance(a, Var) and a in found.functions:
+                pair(a, b)
+    before = {numbers[number] for number in here if number in numbers}
+    before.intersection_update(number for number, _ in _parts(jaxpr, frozenset())[1])
+    renamed = [[None if var is None else own[var] for var in row] for row in weights]
+    at = [numbers[number] for number, _ in marks[0]]
+    return divided_afterwards(jaxpr, before, dict(zip(at, renamed, strict=True)), functions)
 
 
-def _parts(jaxpr: Jaxpr) -> tuple[list[Numbered], list[Numbered], list[Numbered]]:
-    """The marks, and what is needed before and after them."""
+def _other_divisions() -> MicrobatchError:
+    return MicrobatchError(
+        "a masked mean is computed otherwise when a microbatch has a single example, or a model runs on shards; use fewer"
+        " microbatches, or for a scheduled model another backend than 'manual'"
+    )
+
+
+def _parts(jaxpr: Jaxpr, batch: frozenset[int]) -> tuple[list[Numbered], list[Numbered], list[Numbered]]:
+    """Return the marks, and what is needed before and after them.
+
+    What has an effect and no result, such as `jax.debug.print`, comes before them if it depends on the batch otherwise than through
+    them, and runs for each microbatch; else it comes after them, and runs once.
+    """
     numbered, marks = list(enumerate(jaxpr.eqns)), _named(jaxpr, accumulate_p.name)
     accumulated = tuple(var for _, eqn in marks for var in eqn.outvars)
-    body = needed(numbered, [atom for _, eqn in marks for atom in eqn.invars])
-    return marks, body, needed(numbered, jaxpr.outvars, given=accumulated)
+    acts = {number for number, eqn in numbered if eqn.effects and not eqn.outvars}
+    repeated: set[int] = set()
+    if acts:
+        depending = dependents(numbered, (jaxpr.invars[i] for i in batch))
+        completed = dependents(numbered, accumulated)
+        repeated = {
+            n
+            for n in acts
+            if not depending.isdisjoint(_vars(jaxpr.eqns[n])) and completed.isdisjoint(_vars(jaxpr.eqns[n]))
+        }
+    body = [each for each in numbered if each[0] not in acts - repeated]
+    tail = [each for each in numbered if each[0] not in repeated]
+    return (
+        marks,
+        needed(body, [atom for _, eqn in marks for atom in eqn.invars]),
+        needed(tail, jaxpr.outvars, given=accumulated),
+    )
+
+
+def _vars(eqn: JaxprEqn) -> list[Var]:
+    return [atom for atom in eqn.invars if isinstance(atom, Var)]
 
 
 def _named(jaxpr: Jaxpr, primitive: str) -> list[Numbered]:

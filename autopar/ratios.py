@@ -5,7 +5,7 @@ the division up to what is accumulated is linear in it, so the numerators can be
 divided when both are complete.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -15,12 +15,20 @@ from autopar.flatten import flatten
 from autopar.graph import Atom, aval_of
 
 type Weights = Mapping[int, Sequence[Var | None]]
-"""For each `accumulate` equation, by number, the weights by which each of its operands is to be divided."""
+"""For each `accumulate` equation, by number, the scalars by which each of its operands is to be divided."""
+
+type Functions = Mapping[Var, JaxprEqn]
+"""The equation that makes each scalar that is a function of statistics of the batch."""
 
 
-def divided_afterwards(jaxpr: Jaxpr, divided: Collection[int], weights: Weights) -> tuple[Jaxpr, list[int]]:
-    """A flat jaxpr in which the divisions with the numbers `divided` divide by 1, and what is accumulated is divided by the total of
-    its weights; the weights are accumulated after the other operands.
+def divided_afterwards(
+    jaxpr: Jaxpr, divided: Collection[int], weights: Weights, functions: Functions
+) -> tuple[Jaxpr, list[int]]:
+    """Leave divisions by sums over the batch until everything is accumulated.
+
+    In the result the divisions with the numbers `divided` divide by 1. What they divide by is accumulated after the other operands of an
+    `accumulate` equation: a statistic itself, or those that a function is computed of (`statistics`). When they are complete,
+    functions are computed and what was accumulated is divided.
 
     Returns:
         The jaxpr, and for each equation its number there.
@@ -34,28 +42,53 @@ def divided_afterwards(jaxpr: Jaxpr, divided: Collection[int], weights: Weights)
             one = Literal(np.ones((), aval_of(by).dtype), aval_of(by))
             eqns.append(eqn.replace(invars=[top, one]))
         elif number in weights:
-            eqns.extend(_accumulated(eqn, weights[number]))
+            eqns.extend(_accumulated(eqn, weights[number], functions))
         else:
             eqns.append(eqn)
     return jaxpr.replace(eqns=eqns), numbers
 
 
-def unique(weights: Sequence[Var | None]) -> list[Var]:
-    """The weights that a mark accumulates."""
-    return list(dict.fromkeys(var for var in weights if var is not None))
+def statistics(operands: Iterable[Atom | None], functions: Functions) -> list[Var]:
+    """Return the statistics that `operands` are, or are computed of; None and literals have none."""
+    found: dict[Var, None] = {}
+    for atom in operands:
+        if isinstance(atom, Var):
+            if atom in functions:
+                found.update(dict.fromkeys(statistics(functions[atom].invars, functions)))
+            else:
+                found[atom] = None
+    return list(found)
 
 
-def _accumulated(mark: JaxprEqn, weights: Sequence[Var | None]) -> list[JaxprEqn]:
-    total_of = {var: Var(var.aval) for var in unique(weights)}
-    sums = [var if by is None else Var(var.aval) for var, by in zip(mark.outvars, weights, strict=True)]
-    eqns = [mark.replace(invars=[*mark.invars, *total_of], outvars=[*sums, *total_of.values()])]
-    for total, quotient, by in zip(sums, mark.outvars, weights, strict=True):
-        if by is not None:
-            eqns += _division(total, total_of[by], quotient, mark)
+def _accumulated(mark: JaxprEqn, weights: Sequence[Var | None], functions: Functions) -> list[JaxprEqn]:
+    late = [atom if isinstance(atom, Var) and atom in functions else None for atom in mark.invars]
+    totals: dict[Var, Var] = {var: Var(var.aval) for var in statistics([*late, *weights], functions)}
+    added = [k for k, function in enumerate(late) if function is None]
+    sums = {k: mark.outvars[k] if weights[k] is None else Var(mark.outvars[k].aval) for k in added}
+    invars = [*(mark.invars[k] for k in added), *totals]
+    eqns = [mark.replace(invars=invars, outvars=[*sums.values(), *totals.values()])]
+
+    def complete(atom: Atom) -> Atom:
+        """The value of `atom` for the whole batch."""
+        if isinstance(atom, Var) and atom not in totals:
+            eqn = functions[atom]
+            operands = [complete(operand) for operand in eqn.invars]
+            totals[atom] = made = Var(atom.aval)
+            eqns.append(eqn.replace(invars=operands, outvars=[made], source_info=mark.source_info))
+        return totals[atom] if isinstance(atom, Var) else atom
+
+    for k, (function, by) in enumerate(zip(late, weights, strict=True)):
+        result = mark.outvars[k]
+        if function is not None:
+            eqn = functions[function]
+            operands = [complete(operand) for operand in eqn.invars]
+            eqns.append(eqn.replace(invars=operands, outvars=[result], source_info=mark.source_info))
+        elif by is not None:
+            eqns += _division(sums[k], complete(by), result, mark)
     return eqns
 
 
-def _division(total: Var, by: Var, quotient: Var, mark: JaxprEqn) -> list[JaxprEqn]:
+def _division(total: Var, by: Atom, quotient: Var, mark: JaxprEqn) -> list[JaxprEqn]:
     shapes = [jax.ShapeDtypeStruct(aval_of(each).shape, aval_of(each).dtype) for each in (total, by)]
     traced = flatten(jax.make_jaxpr(lambda total, by: (total / by).astype(total.dtype))(*shapes))
     names: dict[Atom, Atom] = dict(zip(traced.invars, (total, by), strict=True))

@@ -69,7 +69,10 @@ class StepGraph:
         Raises:
             MicrobatchError: the parts can't be put together.
         """
-        return self.retrace(self.num_micro_batches * ways)
+        found = self.retrace(self.num_micro_batches * ways)
+        if found.microbatching and self.microbatching and self.run % found.run:
+            raise MicrobatchError(f"runs of {found.run} examples, which stay together, are not in runs of {self.run}")
+        return found
 
     @cached_property
     def fingerprint(self) -> str:
@@ -79,6 +82,16 @@ class StepGraph:
     @property
     def num_micro_batches(self) -> int:
         return self.microbatching.count if self.microbatching else 1
+
+    @property
+    def chunks(self) -> int:
+        """Runs of neighbouring examples that a microbatch consists of (`autopar.rows`)."""
+        return self.microbatching.chunks if self.microbatching else 1
+
+    @property
+    def run(self) -> int:
+        """Neighbouring examples that stay together in a microbatch."""
+        return aval_of(self.jaxpr.invars[min(self.batch)]).shape[0] // self.chunks if self.batch else 1
 
     @property
     def in_avals(self) -> Any:
@@ -137,18 +150,33 @@ def trace(
         with layering(layers), telling_examples() if telling else nullcontext():
             return _flat_jaxpr(fun, in_tree, scaled, marked)
 
+    def for_part(count: int) -> tuple[Jaxpr, list, Any]:
+        """The step for one microbatch of `count`; what fails for it alone is the fault of its size."""
+        try:
+            return sized(Fraction(1, count), True, False)
+        except Exception as error:
+            sized(Fraction(1), True, False)  # raises what has nothing to do with microbatches
+            rows = avals[min(batch)].shape[0]
+            raise MicrobatchError(
+                f"{name} can be traced for the whole batch of {rows} examples, but not for a microbatch of {rows // count}:"
+                f" {type(error).__name__}: {str(error).splitlines()[0]}\n"
+                "Take the size of the batch from the shape of its arrays (x.shape[0], or -1 in a reshape) instead of a number, or use"
+                " num_micro_batches=1."
+            ) from error
+
     @cache
     def graph_for(count: int) -> StepGraph:
         microbatching, whole, part = None, Fraction(1), Fraction(1, count)
         for i in batch:
             _check_divisible(avals[i], count, _text(in_keys[i]))
-        jaxpr, out_keys, out_tree = sized(part, marked or count > 1, False)
+        jaxpr, out_keys, out_tree = for_part(count) if count > 1 else sized(whole, marked, False)
         if marked or count > 1:
             single = any(avals[i].shape[0] == count for i in batch)
             on_shards = any(eqn.primitive.name == "shard_map" for eqn in jaxpr.eqns)
             sizes = [sized(scale * 2 if single else scale, True, on_shards)[0] for scale in (part, whole)]
+            complete = sized(whole, True, False)[0]
             jaxpr, microbatching = split(
-                jaxpr, (sizes[0], sizes[1]), batch, count, tuple(map(_text, out_keys)), forward
+                jaxpr, complete, (sizes[0], sizes[1]), batch, count, tuple(map(_text, out_keys)), forward
             )
         return StepGraph(
             jaxpr=jaxpr,

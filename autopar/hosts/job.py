@@ -143,7 +143,7 @@ class Input:
     Attributes:
         number: of the input.
         home: the whole input, where the step wants it; the mesh may be another one, and gets it by one of the job's `spreads`.
-        parts: what it becomes: itself, or microbatches, of which k has the examples k, k + count ...
+        parts: what it becomes: itself, or microbatches (`autopar.rows`).
     """
 
     number: int
@@ -173,6 +173,7 @@ class Job:
         spreads: deliveries before the first instruction, by input and mesh: of inputs that other meshes read, too, than that which is
             their home.
         zeros: for each mesh the sums that microbatches are added to.
+        chunks: runs of neighbouring examples that a microbatch consists of (`autopar.rows`).
     """
 
     programs: Mapping[str, bytes]
@@ -184,6 +185,7 @@ class Job:
     outputs: tuple[Output, ...]
     zeros: tuple[tuple[Array, ...], ...]
     spreads: Mapping[tuple[int, int], Delivery] = field(default_factory=dict)
+    chunks: int = 1
 
     @property
     def num_deliveries(self) -> int:

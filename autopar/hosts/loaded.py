@@ -13,8 +13,9 @@ from autopar.hosts.carrier import Carrier
 from autopar.hosts.job import Array, Call, Input, Job, Output, Place
 from autopar.hosts.mailbox import Mailbox
 from autopar.inspect.hlo import Status, partitioned
+from autopar.rows import cut_rows, join_rows
 from autopar.runtime import dispatch
-from autopar.runtime.arguments import Values, joined_parts, micro_batches
+from autopar.runtime.arguments import Values, micro_batches
 from simulator.program import Free, Instruction, Recv, Run, Send
 
 
@@ -70,7 +71,8 @@ class Loaded:
         for each in self.job.inputs:
             count = len(each.parts)
             if each.number in given:
-                rows = (given[each.number][k::count] if count > 1 else given[each.number] for k in range(count))
+                whole = given[each.number]
+                rows = cut_rows(whole, count, self.job.chunks) if count > 1 else [whole]
                 parts = [placed(row, part.place, self._devices) for row, part in zip(rows, each.parts, strict=True)]
             else:
                 whole = self._whole(each, kept, letter)
@@ -109,11 +111,13 @@ class Loaded:
 
     def _join(self, output: Output) -> Callable[..., jax.Array]:
         sharding = self._sharding(output.whole)
-        return jax.jit(joined_parts, in_shardings=(sharding,) * len(output.parts), out_shardings=sharding)
+        return jax.jit(
+            partial(join_rows, self.job.chunks), in_shardings=(sharding,) * len(output.parts), out_shardings=sharding
+        )
 
     def _split(self, given: Input) -> Callable[[jax.Array], list[jax.Array]]:
         homes = [self._sharding(part) for part in given.parts]
-        return jax.jit(partial(micro_batches, len(homes)), out_shardings=homes)
+        return jax.jit(partial(micro_batches, len(homes), self.job.chunks), out_shardings=homes)
 
     def _make_zeros(self, sums: Sequence[Array]) -> Callable[[], Values]:
         if not sums:

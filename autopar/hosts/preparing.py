@@ -192,6 +192,7 @@ class _Pipeline:
             inputs=inputs,
             outputs=tuple(each for each in outputs if isinstance(each, Output)),
             zeros=self._zeros(),
+            chunks=self._step.chunks,
         )
         wholes = tuple(each.whole if isinstance(each, Output) else each for each in outputs)
         jitted = {run.task: (functions[task_of(run)].jitted, functions[task_of(run)].in_avals) for run in calls}

@@ -19,8 +19,8 @@ from autopar.graph import Atom, aval_of
 from autopar.layers import layer_of
 from autopar.microbatch import Combine
 from autopar.pipeline.cut import Cut, Task, Total, batch_facts
-from autopar.pipeline.units import Unit, units
 from autopar.trace import StepGraph
+from autopar.units import Unit, units
 from autopar.work import array_bytes
 
 _CASTS = {"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "copy_p"}

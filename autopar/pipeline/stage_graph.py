@@ -16,8 +16,8 @@ from autopar import graph
 from autopar.evaluate import Numbered
 from autopar.microbatch import MicrobatchError, Microbatching
 from autopar.pipeline.cut import Cut, Task
-from autopar.pipeline.units import units
 from autopar.trace import StepGraph
+from autopar.units import units
 
 
 @dataclass(frozen=True)

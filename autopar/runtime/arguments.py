@@ -11,6 +11,7 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.graph import Atom, aval_of
+from autopar.rows import cut_rows, join_rows
 from autopar.runtime.places import Places
 
 type Values = dict[str, jax.Array]
@@ -51,8 +52,10 @@ class Inputs:
 
     def _split(self, i: int) -> Callable[[jax.Array], list[jax.Array]]:
         """What cuts a batch input into microbatches."""
-        count = self._step.num_micro_batches
-        return jax.jit(partial(micro_batches, count), in_shardings=self.homes[i], out_shardings=[self.homes[i]] * count)
+        count, chunks = self._step.num_micro_batches, self._step.chunks
+        return jax.jit(
+            partial(micro_batches, count, chunks), in_shardings=self.homes[i], out_shardings=[self.homes[i]] * count
+        )
 
     def _make_zeros(self, mesh: int) -> Callable[[], Values]:
         """What makes the sums of a mesh, before the first microbatch."""
@@ -111,7 +114,7 @@ def _output(places: Places, atom: Atom) -> Output:
         part = cut.joined[atom]
         stage, count = cut.made_by[part].stage, step.num_micro_batches
         sharding = places.of(stage, part)
-        join = jax.jit(joined_parts, in_shardings=(sharding,) * count, out_shardings=sharding)
+        join = jax.jit(partial(join_rows, step.chunks), in_shardings=(sharding,) * count, out_shardings=sharding)
         return Output(places.mesh_of(stage), tuple(names.of(part, k) for k in range(count)), sharding, join)
     if atom in cut.made_by:
         stage = cut.made_by[atom].stage
@@ -120,12 +123,6 @@ def _output(places: Places, atom: Atom) -> Output:
     return Output(places.mesh_of(cut.input_stages[i][0]), (f"in{i}",), places.home(i))
 
 
-def micro_batches(count: int, whole: jax.Array) -> list[jax.Array]:
-    """A batch in parts, with examples k, k + count ... in part k: each device has some of each."""
-    rows = whole.reshape(-1, count, *whole.shape[1:])
-    return [rows[:, k] for k in range(count)]
-
-
-def joined_parts(*parts: jax.Array) -> jax.Array:
-    """What microbatches have made, example by example: the inverse of cutting them."""
-    return jnp.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
+def micro_batches(count: int, chunks: int, whole: jax.Array) -> list[jax.Array]:
+    """Return the microbatches of a batch."""
+    return list(cut_rows(whole, count, chunks))

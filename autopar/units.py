@@ -36,3 +36,12 @@ def units(eqns: Iterable[Numbered]) -> list[Unit]:
             found.append(Unit(tuple(pending), tuple(reads), tuple(makes)))
             pending = []
     return found
+
+
+def dependents(eqns: Iterable[Numbered], sources: Iterable[Var]) -> set[Var]:
+    """Return the values that depend on `sources`, these included; all that a loop or branch makes depends on all it reads."""
+    reached = set(sources)
+    for unit in units(eqns):
+        if not reached.isdisjoint(unit.reads):
+            reached.update(unit.makes)
+    return reached
