@@ -15,9 +15,9 @@ from jax.extend.core import Var
 
 from autopar import graph
 from autopar.evaluate import Hook
-from autopar.microbatch import Combine
+from autopar.microbatch import Combine, Loop
 from autopar.rows import cut_rows
-from autopar.sharding.spec import AnyMesh, Spec, axes_of, partition_spec, replicated
+from autopar.sharding.spec import AnyMesh, Spec, axes_of, partition_spec
 from autopar.trace import StepGraph
 
 type Env = dict[Var, Any]
@@ -26,9 +26,10 @@ type Env = dict[Var, Any]
 def accumulate(step: StepGraph, env: Env, evaluate: Callable[..., None], pin: Hook) -> None:
     """Run the body for one microbatch after the other and add to `env` what they accumulate."""
     assert step.microbatching is not None
-    totals = _loop(step, step.num_micro_batches, env, evaluate, pin)
-    means = map(_scaled, step.microbatching.combine, totals, [step.num_micro_batches] * len(totals))
-    env.update(zip(_accumulated(step), means, strict=True))
+    combine = _combine(step)
+    for loop in step.microbatching.loops:
+        totals = _loop(step, loop, step.num_micro_batches, env, evaluate, pin)
+        env.update((var, _scaled(combine[var], total, step.num_micro_batches)) for var, total in totals.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +57,17 @@ def accumulate_apart(step: StepGraph, apart: Apart, env: Env, evaluate: Callable
     together was proved by `microbatch.split` for as many microbatches.
     """
     parts = apart.parts
-    assert parts.microbatching is not None
-    combine = parts.microbatching.combine
+    micro = parts.microbatching
+    assert micro is not None
+    combine = _combine(parts)
     inputs = [
         ((*apart.axes,), *spec[1:]) if i in step.batch else _along(spec, apart.axes)
         for i, spec in enumerate(apart.inputs)
     ]
-    inputs += [replicated(graph.aval_of(var).ndim) for var in step.jaxpr.constvars]
     results = [_along(spec, apart.axes) for spec in apart.results]
-    variables = (*parts.jaxpr.invars, *parts.jaxpr.constvars)
     sharded = {
         var: spec
-        for i, (var, spec) in enumerate(zip(variables, inputs, strict=True))
+        for i, (var, spec) in enumerate(zip(parts.jaxpr.invars, inputs, strict=True))
         if i not in step.batch and axes_of(spec)
     }
 
@@ -75,11 +75,17 @@ def accumulate_apart(step: StepGraph, apart: Apart, env: Env, evaluate: Callable
         inner.update((var, gathered(inner[var], spec)) for var, spec in sharded.items())
         evaluate(eqns, inner)
 
+    accumulated = _accumulated(parts)
+    places = dict(zip(accumulated, results, strict=True))
+
     def local(*shards: jax.Array) -> list[jax.Array]:
-        totals = _loop(parts, step.num_micro_batches, dict(zip(variables, shards, strict=True)), one, pin)
-        values = map(_scaled, combine, totals, [parts.num_micro_batches] * len(totals))
-        completed = zip(combine, values, results, strict=True)
-        return [value if how == "same" else _completed(value, spec, apart.axes) for how, value, spec in completed]
+        inner = dict(zip(parts.jaxpr.invars, shards, strict=True))
+        inner.update(zip(parts.jaxpr.constvars, parts.jaxpr.consts, strict=True))
+        for loop in micro.loops:
+            for var, total in _loop(parts, loop, step.num_micro_batches, inner, one, pin).items():
+                value = _scaled(combine[var], total, parts.num_micro_batches)
+                inner[var] = value if combine[var] == "same" else _completed(value, places[var], apart.axes)
+        return [inner[var] for var in accumulated]
 
     ones = (axis for axis, size in apart.mesh.shape.items() if size == 1)
     run = jax.shard_map(
@@ -90,39 +96,49 @@ def accumulate_apart(step: StepGraph, apart: Apart, env: Env, evaluate: Callable
         axis_names={*apart.axes, *ones},
         check_vma=False,  # the equations were traced without a mesh, and nothing is differentiated through this
     )
-    values = run(*(env[var] for var in (*step.jaxpr.invars, *step.jaxpr.constvars)))
+    values = run(*(env[var] for var in step.jaxpr.invars))
     env.update(zip(_accumulated(step), values, strict=True))
 
 
-def _loop(step: StepGraph, count: int, env: Env, evaluate: Callable[..., None], pin: Hook) -> list[jax.Array]:
-    """What `count` microbatches, each like the batch of `step`, add up to.
+def _loop(
+    step: StepGraph, loop: Loop, count: int, env: Env, evaluate: Callable[..., None], pin: Hook
+) -> dict[Var, jax.Array]:
+    """Return what `count` microbatches, each like the batch of `step`, add up to.
 
     Every device finds its part of each microbatch in its own shard (`autopar.rows`).
     """
     micro = step.microbatching
     assert micro is not None
+    combine = _combine(step)
+    results = [var for _, eqn in loop.marks for var in eqn.outvars]
     batch = [step.jaxpr.invars[i] for i in sorted(step.batch)]
     zeros = [
         value
-        for number, eqn in micro.marks
+        for number, eqn in loop.marks
         for value in pin(number, [jnp.zeros(graph.aval_of(v).shape, graph.aval_of(v).dtype) for v in eqn.outvars])
     ]
 
     def add(totals: list[jax.Array], shares: list[jax.Array]) -> tuple[list[jax.Array], None]:
         inner = env | dict(zip(batch, shares, strict=True))
-        evaluate(micro.body, inner)
+        evaluate(loop.body, inner)
         values = [
-            v for number, eqn in micro.marks for v in pin(number, [graph.read(atom, inner) for atom in eqn.invars])
+            v for number, eqn in loop.marks for v in pin(number, [graph.read(atom, inner) for atom in eqn.invars])
         ]
-        kept = zip(micro.combine, totals, values, strict=True)
-        return [value.astype(t.dtype) if how == "same" else t + value for how, t, value in kept], None
+        kept = zip(results, totals, values, strict=True)
+        return [value.astype(t.dtype) if combine[var] == "same" else t + value for var, t, value in kept], None
 
-    return jax.lax.scan(add, zeros, [cut_rows(env[var], count, micro.chunks) for var in batch])[0]
+    totals, _ = jax.lax.scan(add, zeros, [cut_rows(env[var], count, micro.chunks) for var in batch])
+    return dict(zip(results, totals, strict=True))
 
 
 def _accumulated(step: StepGraph) -> list[Var]:
     assert step.microbatching is not None
     return [var for _, eqn in step.microbatching.marks for var in eqn.outvars]
+
+
+def _combine(step: StepGraph) -> dict[Var, Combine]:
+    assert step.microbatching is not None
+    return dict(zip(_accumulated(step), step.microbatching.combine, strict=True))
 
 
 def _scaled(how: Combine, total: jax.Array, parts: int) -> jax.Array:

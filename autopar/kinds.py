@@ -7,8 +7,9 @@ the traces, it is linear with power zero, a mean. What is divided by a statistic
 divided, `per` that statistic. Whatever does not fit has no kind.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -19,10 +20,24 @@ from autopar import regions
 from autopar.graph import Atom, aval_of, constant, source_line
 from autopar.kind_arithmetic import ADDS, Kind, Unfit, added, is_linear, power_of
 from autopar.sharding.rules import PASS_THROUGH, op_factors
+from autopar.units import dependents, units
 
 
 class MicrobatchError(ValueError):
     """The step can't be run in microbatches with the same result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """What an equation reads instead of its operands.
+
+    Attributes:
+        totals: operands that are replaced by the same statistic of the whole batch.
+        scaled: for operands that are divided by a power of the number of microbatches, that power.
+    """
+
+    totals: tuple[int, ...]
+    scaled: Mapping[int, int]
 
 
 class Kinds:
@@ -32,20 +47,34 @@ class Kinds:
         kinds: by variable of the smaller trace; what keeps a value from having one, for others.
         divided: the numbers of equations that divide by a statistic of the batch, or by a function of statistics.
         functions: the equation that makes each scalar that is a function of statistics.
+        repairs: the equations, by number, that fit only with other operands.
         copies: for values that repeat a block per example or group of examples, the number of blocks.
     """
 
-    def __init__(self, micro: Jaxpr, full: Jaxpr, batch: frozenset[int], count: int) -> None:
+    def __init__(
+        self,
+        micro: Jaxpr,
+        full: Jaxpr,
+        batch: frozenset[int],
+        count: int,
+        body: Collection[int] = (),
+        totals: bool = False,
+    ) -> None:
         """Follow a step from top to bottom.
 
         Args:
             micro, full: its flat jaxprs for two batch sizes, the second `count` times the first.
             batch: inputs whose first dim is the batch.
+            body: numbers of equations whose operands may be replaced (`Repair`).
+            totals: whether they may be replaced by statistics of the whole batch, which a loop of their own accumulates before.
 
         Raises:
             MicrobatchError: the step does different things for batches of different size.
         """
         self.count = count
+        self._body = frozenset(body)
+        self._totals = totals
+        self._costly = _costly(micro) if totals else set()
         self._inside = _inside_of_loops(micro.eqns)
         self.kinds: dict[Var, Kind | Unfit] = dict.fromkeys((*micro.constvars, *micro.invars), Kind("same"))
         self.kinds.update((micro.invars[i], Kind("rows")) for i in batch)
@@ -69,9 +98,14 @@ class Kinds:
         """Find the kinds from top to bottom; False when a loop contradicts what was assumed of its carry."""
         self.divided: set[int] = set()
         self.functions: dict[Var, JaxprEqn] = {}
+        self.repairs: dict[int, Repair] = {}
         for number, (eqn, whole) in enumerate(zip(eqns, wholes, strict=True)):
             try:
-                found = self._of_marker(eqn, whole) if eqn.primitive in regions.MARKERS else self._results(eqn, whole)
+                if eqn.primitive in regions.MARKERS:
+                    found = self._of_marker(eqn, whole)
+                else:
+                    repaired = self._repaired(number, eqn, whole) if number in self._body else None
+                    found = repaired or self._results(eqn, whole)
                 if eqn.primitive.name == "div" and isinstance(found[0], Kind) and found[0].per is eqn.invars[1]:
                     self.divided.add(number)
             except Unfit as unfit:
@@ -186,12 +220,11 @@ class Kinds:
         raise Unfit(f"a constant of the step is {_shown(value)} for a microbatch and {_shown(whole)} for the batch")
 
     def _results(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[Kind | Unfit]:
-        name = eqn.primitive.name
         operands = [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
-        if name in PASS_THROUGH:
+        if eqn.primitive.name in PASS_THROUGH:
             return list(operands)
-        where = f"{name} at {source_line(eqn)}"
-        if name == "div" and self._is_ratio(eqn, whole):
+        where = f"{eqn.primitive.name} at {source_line(eqn)}"
+        if eqn.primitive.name == "div" and self._is_ratio(eqn, whole):
             weight = eqn.invars[1]
             assert isinstance(weight, Var)
             return [replace(operands[0], per=weight)]
@@ -203,6 +236,46 @@ class Kinds:
         if any(kind.per for kind in operands):
             return self._of_ratios(eqn, whole, operands, where)
         return self._plain(eqn, whole, operands, where)
+
+    def _repaired(self, number: int, eqn: JaxprEqn, whole: JaxprEqn) -> list[Kind | Unfit] | None:
+        """Return the kinds of the results if operands that don't fit are replaced; None where that is of no use.
+
+        A statistic is replaced by that of the whole batch. What is added to a sum over the batch, and does not grow with it, is scaled.
+        """
+        operands = [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
+        where = f"{eqn.primitive.name} at {source_line(eqn)}"
+        if any(kind.per or kind.form == "function" for kind in operands):
+            return None
+        with suppress(Unfit):
+            return self._plain(eqn, whole, operands, where)
+        early = tuple(
+            k
+            for k, (atom, kind) in enumerate(zip(eqn.invars, operands, strict=True))
+            if self._totals and isinstance(atom, Var) and kind.form == "linear" and not aval_of(atom).shape
+            if atom not in self._inside and atom not in self._costly
+        )
+        for chosen in ((), early):
+            kinds = list(operands)
+            for k in chosen:
+                kinds[k] = Kind("same", None if kinds[k].power is None else 0)
+            scaled = self._scaled(eqn, kinds)
+            with suppress(Unfit):
+                found = self._plain(eqn, whole, kinds, where)
+                self.repairs[number] = Repair(chosen, scaled)
+                return found
+        return None
+
+    def _scaled(self, eqn: JaxprEqn, kinds: list[Kind]) -> dict[int, int]:
+        """Return the powers of `count` by which operands are to be divided so that they can be added; changes their `kinds`."""
+        name = eqn.primitive.name
+        if name not in ADDS | {"select_n"} or not np.issubdtype(aval_of(eqn.outvars[0]).dtype, np.inexact):
+            return {}
+        known = {k: power for k in added(name, len(kinds)) if (power := kinds[k].power) is not None}
+        largest = max(known.values(), default=0)
+        found = {k: largest - power for k, power in known.items() if power < largest}
+        for k in found:
+            kinds[k] = replace(kinds[k], power=largest)
+        return found
 
     def _is_ratio(self, eqn: JaxprEqn, whole: JaxprEqn) -> bool:
         """Whether a division is by a statistic of the batch that is there for all to see."""
@@ -331,6 +404,17 @@ def _adds_alike(eqn: JaxprEqn, operands: Sequence[Kind]) -> bool:
     name = eqn.primitive.name
     powers = {operands[k].power for k in added(name, len(operands))} if name in ADDS | {"select_n"} else set()
     return len(powers - {None}) <= 1
+
+
+_COSTLY = {"dot_general", "conv_general_dilated", "ragged_dot_general", "shard_map", "pallas_call", "loop"}
+"""What is not computed a second time for a statistic."""
+
+
+def _costly(jaxpr: Jaxpr) -> set[Var]:
+    """Values that take more to compute than a pass over the batch."""
+    numbered = list(enumerate(jaxpr.eqns))
+    costly = [unit for unit in units(numbered) if any(eqn.primitive.name in _COSTLY for _, eqn in unit.eqns)]
+    return dependents(numbered, [var for unit in costly for var in unit.makes])
 
 
 def _inside_of_loops(eqns: Sequence[JaxprEqn]) -> set[Var]:

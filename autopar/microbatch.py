@@ -5,18 +5,20 @@ averaged, or all the same; what is divided by a sum of weights, as a masked mean
 after the last microbatch (`autopar.ratios`). Whatever does not fit is refused.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import gcd
 from typing import Literal as OneOf
 
+import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.gradients import accumulate_p
 from autopar.graph import Atom, aval_of, needed
 from autopar.kind_arithmetic import Kind
 from autopar.kinds import Kinds, MicrobatchError
-from autopar.ratios import divided_afterwards, statistics
+from autopar.ratios import divided_afterwards, equations, statistics
 from autopar.units import dependents
 from autopar.whole_batch import joined, substituted
 
@@ -24,6 +26,14 @@ type Combine = OneOf["sum", "mean", "same", "rows"]
 """How the microbatches' values make that of the batch: added up, averaged, any of them, or put together row by row."""
 
 type Numbered = tuple[int, JaxprEqn]
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Equations that run for each microbatch, and the numbered `accumulate` equations at which they end."""
+
+    body: tuple[Numbered, ...]
+    marks: tuple[Numbered, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,8 @@ class Microbatching:
         powers: for values with a row per example, told by (equation, result), the power of the batch's size that they grow with.
         chunks: runs of neighbouring examples that a microbatch consists of, as many as examples unless the step puts some together,
             as the pairs of a preference loss.
+        loops: the body and the marks as they run, one loop over all microbatches after another: first those that accumulate statistics
+            of the batch that a later one reads, such as the sum of a mask that divides a loss.
     """
 
     count: int
@@ -48,6 +60,7 @@ class Microbatching:
     combine: tuple[Combine, ...]
     powers: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
     chunks: int = 1
+    loops: tuple[Loop, ...] = ()
 
 
 def split(
@@ -58,6 +71,7 @@ def split(
     count: int,
     out_paths: Sequence[str],
     rows: bool = False,
+    stages: bool = False,
 ) -> tuple[Jaxpr, Microbatching]:
     """Split a flat jaxpr into what runs for each microbatch and what runs once.
 
@@ -70,6 +84,7 @@ def split(
         count: number of microbatches.
         out_paths: what the user calls each output.
         rows: whether marked values may have a row per example, in dim 0.
+        stages: whether the step is to be cut into stages of a pipeline, which go over the microbatches once.
 
     Returns:
         The jaxpr as it runs, the equations after the marked values from `whole`, and which of its equations run when.
@@ -98,14 +113,23 @@ def split(
         raise MicrobatchError(
             "the step takes other gradients when a microbatch has a single example; use fewer microbatches"
         )
-    contributions = _contributions(micro, sizes, found, batch)
+    aligned = [eqn.primitive for eqn in micro.eqns] == [eqn.primitive for eqn in sizes[0].eqns]
+    found = Kinds(*sizes, batch, count)
+    try:
+        contributions = _contributions(micro, sizes, found, batch)
+    except MicrobatchError as refused:
+        if not aligned:
+            raise
+        found = Kinds(*sizes, batch, count, {number for number, _ in body}, totals=not stages)
+        try:
+            contributions = _contributions(micro, sizes, found, batch)
+        except MicrobatchError:
+            raise refused from None
     computed = {at for at, kind in contributions.items() if kind is None}
     whole = substituted(whole, computed)
     _, _, once = _parts(whole, batch)
     _check_outputs(whole, once, batch, out_paths)
-    powers = {}
-    if [eqn.primitive for eqn in micro.eqns] == [eqn.primitive for eqn in sizes[0].eqns]:
-        powers = found.powers_of_rows(sizes[0].eqns)
+    powers = found.powers_of_rows(sizes[0].eqns) if aligned else {}
     jaxpr, numbers = joined(micro, whole, {n for n, _ in body}, {n for n, _ in once}, computed)
     combine: list[Combine] = []
     weights: list[list[Var | None]] = []
@@ -121,10 +145,84 @@ def split(
     if found.functions or any(map(any, weights)):
         jaxpr, later = _divided_afterwards(micro, sizes[0], jaxpr, numbers, found, weights)
         numbers = {number: later[at] for number, at in numbers.items()}
+    before: dict[Var, Combine] = {}
+    if found.repairs:
+        jaxpr, later, before = _repaired(micro, sizes[0], jaxpr, numbers, found)
+        numbers = {number: later[at] for number, at in numbers.items()}
     powers = {(numbers[n], r): power for (n, r), power in powers.items() if n in numbers}
     chunks = _chunks(micro, sizes[0], found, batch)
-    marks, body, tail = _parts(jaxpr, batch)
-    return jaxpr, Microbatching(count, tuple(body), tuple(tail), tuple(marks), tuple(combine), powers, chunks)
+    loops = _loops(jaxpr, batch, before)
+    marks, _, tail = _parts(jaxpr, batch)
+    others = iter(combine)
+    combined: list[Combine] = [
+        before[var] if var in before else next(others) for _, eqn in marks for var in eqn.outvars
+    ]
+    body = sorted({number: eqn for loop in loops for number, eqn in loop.body}.items())
+    return jaxpr, Microbatching(
+        count, tuple(body), tuple(tail), tuple(marks), tuple(combined), powers, chunks, tuple(loops)
+    )
+
+
+def _repaired(
+    micro: Jaxpr, traced: Jaxpr, jaxpr: Jaxpr, numbers: Mapping[int, int], found: Kinds
+) -> tuple[Jaxpr, list[int], dict[Var, Combine]]:
+    """Replace operands as `found.repairs` says.
+
+    Args:
+        micro: the step for one microbatch, with the equations of `traced`.
+        traced: the trace that `found` is of.
+        jaxpr: the step as it runs, with equations of `micro` at `numbers`.
+
+    Returns:
+        The jaxpr, for each equation its number there, and for each statistic of the whole batch how it is put together.
+    """
+    totals: dict[Var, Var] = {}
+    combine: dict[Var, Combine] = {}
+    repairs = {numbers[number]: repair for number, repair in found.repairs.items() if number in numbers}
+    for number, repair in found.repairs.items():
+        for k in repair.totals:
+            var, known = micro.eqns[number].invars[k], traced.eqns[number].invars[k]
+            assert isinstance(var, Var)
+            total = totals.setdefault(var, Var(var.aval))
+            combine[total] = _combine(found.of(known, known), known, False)
+    eqns: list[JaxprEqn] = []
+    later: list[int] = []
+    for number, eqn in enumerate(jaxpr.eqns):
+        if number in repairs:
+            operands = list(eqn.invars)
+            for k in repairs[number].totals:
+                var = operands[k]
+                assert isinstance(var, Var)
+                operands[k] = totals[var]
+            for k, power in repairs[number].scaled.items():
+                scaled = Var(operands[k].aval)
+                eqns += equations(partial(_divided, found.count**power), [operands[k]], scaled, eqn.source_info)
+                operands[k] = scaled
+            eqn = eqn.replace(invars=operands)
+        later.append(len(eqns))
+        eqns.append(eqn)
+        for var in eqn.outvars:
+            if var in totals:
+                eqns.append(eqn.replace(primitive=accumulate_p, invars=[var], outvars=[totals[var]], params={}))
+    return jaxpr.replace(eqns=eqns), later, combine
+
+
+def _divided(by: int, value: jax.Array) -> jax.Array:
+    return (value / by).astype(value.dtype)
+
+
+def _loops(jaxpr: Jaxpr, batch: frozenset[int], before: Collection[Var]) -> list[Loop]:
+    """Return the loops over the microbatches, in order; `before` are the statistics that a later loop reads."""
+    marks, _, _ = _parts(jaxpr, batch)
+    level: dict[Var, int] = {}
+    for eqn in jaxpr.eqns if before else ():
+        turn = max((level.get(atom, 0) for atom in eqn.invars if isinstance(atom, Var)), default=0)
+        level.update((var, turn + (var in before)) for var in eqn.outvars)
+    early = [(number, eqn) for number, eqn in marks if before and eqn.outvars and eqn.outvars[0] in before]
+    turns = sorted({level[eqn.outvars[0]] for _, eqn in early})
+    groups = [[each for each in early if level[each[1].outvars[0]] == turn] for turn in turns]
+    groups.append([each for each in marks if each not in early])
+    return [Loop(tuple(_parts(jaxpr, batch, group, before)[1]), tuple(group)) for group in groups]
 
 
 def _contributions(
@@ -251,8 +349,14 @@ def _other_divisions() -> MicrobatchError:
     )
 
 
-def _parts(jaxpr: Jaxpr, batch: frozenset[int]) -> tuple[list[Numbered], list[Numbered], list[Numbered]]:
+def _parts(
+    jaxpr: Jaxpr, batch: frozenset[int], ends: Sequence[Numbered] | None = None, given: Collection[Var] = ()
+) -> tuple[list[Numbered], list[Numbered], list[Numbered]]:
     """Return the marks, and what is needed before and after them.
+
+    Args:
+        ends: those of the marks before which the body ends, by default all.
+        given: values that the body need not make.
 
     What has an effect and no result, such as `jax.debug.print`, comes before them if it depends on the batch otherwise than through
     them, and runs for each microbatch; else it comes after them, and runs once.
@@ -271,11 +375,8 @@ def _parts(jaxpr: Jaxpr, batch: frozenset[int]) -> tuple[list[Numbered], list[Nu
         }
     body = [each for each in numbered if each[0] not in acts - repeated]
     tail = [each for each in numbered if each[0] not in repeated]
-    return (
-        marks,
-        needed(body, [atom for _, eqn in marks for atom in eqn.invars]),
-        needed(tail, jaxpr.outvars, given=accumulated),
-    )
+    wanted = [atom for _, eqn in (marks if ends is None else ends) for atom in eqn.invars]
+    return marks, needed(body, wanted, given), needed(tail, jaxpr.outvars, given=accumulated)
 
 
 def _vars(eqn: JaxprEqn) -> list[Var]:

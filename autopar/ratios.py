@@ -5,7 +5,8 @@ the division up to what is accumulated is linear in it, so the numerators can be
 divided when both are complete.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -84,20 +85,25 @@ def _accumulated(mark: JaxprEqn, weights: Sequence[Var | None], functions: Funct
             operands = [complete(operand) for operand in eqn.invars]
             eqns.append(eqn.replace(invars=operands, outvars=[result], source_info=mark.source_info))
         elif by is not None:
-            eqns += _division(sums[k], complete(by), result, mark)
+            eqns += equations(_quotient, [sums[k], complete(by)], result, mark.source_info)
     return eqns
 
 
-def _division(total: Var, by: Atom, quotient: Var, mark: JaxprEqn) -> list[JaxprEqn]:
-    shapes = [jax.ShapeDtypeStruct(aval_of(each).shape, aval_of(each).dtype) for each in (total, by)]
-    traced = flatten(jax.make_jaxpr(lambda total, by: (total / by).astype(total.dtype))(*shapes))
-    names: dict[Atom, Atom] = dict(zip(traced.invars, (total, by), strict=True))
-    names[traced.outvars[0]] = quotient
+def equations(fun: Callable[..., jax.Array], operands: Sequence[Atom], result: Var, source_info: Any) -> list[JaxprEqn]:
+    """Return equations that make `result` of `operands` as `fun` does."""
+    shapes = [jax.ShapeDtypeStruct(aval_of(each).shape, aval_of(each).dtype) for each in operands]
+    traced = flatten(jax.make_jaxpr(fun)(*shapes))
+    names: dict[Atom, Atom] = dict(zip(traced.invars, operands, strict=True))
+    names[traced.outvars[0]] = result
 
     def renamed(atoms: Sequence[Atom]) -> list:
         return [atom if isinstance(atom, Literal) else names.setdefault(atom, Var(atom.aval)) for atom in atoms]
 
     return [
-        eqn.replace(invars=renamed(eqn.invars), outvars=renamed(eqn.outvars), source_info=mark.source_info)
+        eqn.replace(invars=renamed(eqn.invars), outvars=renamed(eqn.outvars), source_info=source_info)
         for eqn in traced.eqns
     ]
+
+
+def _quotient(total: jax.Array, by: jax.Array) -> jax.Array:
+    return (total / by).astype(total.dtype)

@@ -176,7 +176,14 @@ def trace(
             sizes = [sized(scale * 2 if single else scale, True, on_shards)[0] for scale in (part, whole)]
             complete = sized(whole, True, False)[0]
             jaxpr, microbatching = split(
-                jaxpr, complete, (sizes[0], sizes[1]), batch, count, tuple(map(_text, out_keys)), forward
+                jaxpr,
+                complete,
+                (sizes[0], sizes[1]),
+                batch,
+                count,
+                tuple(map(_text, out_keys)),
+                forward,
+                layers is not None,
             )
         return StepGraph(
             jaxpr=jaxpr,
