@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
+from typing import Literal as OneOf
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -212,11 +213,9 @@ class Kinds:
                     f"a constant of the step, of shape {np.shape(value)} for a microbatch and {full.shape} for the batch, differs"
                     " between examples"
                 )
-        if not small.any() and not full.any():
-            return replace(form, power=None)
-        for power in (0, 1, -1):
-            if _close(small * float(self.count) ** power, full):
-                return replace(form, power=power)
+        power = power_of_constant(small, full, self.count)
+        if power != "none":
+            return replace(form, power=power)
         raise Unfit(f"a constant of the step is {_shown(value)} for a microbatch and {_shown(whole)} for the batch")
 
     def _results(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[Kind | Unfit]:
@@ -383,6 +382,17 @@ class Kinds:
             if isinstance(kind, Kind) and kind.form == "rows":
                 sizes.append(self.copies.get(var) or aval_of(var).shape[kind.dim])
         return gcd(*sizes)
+
+
+def power_of_constant(small: Any, large: Any, count: int) -> int | OneOf["none"] | None:
+    """Return the power of `count` by which `large` is larger than `small`; None for zeros, which fit any, "none" if there is none."""
+    a, b = _numbers(small), _numbers(large)
+    if not a.any() and not b.any():
+        return None
+    for power in (0, 1, -1):
+        if _close(a * float(count) ** power, b):
+            return power
+    return "none"
 
 
 def _numbers(value: Any) -> np.ndarray:

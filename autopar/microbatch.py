@@ -12,12 +12,12 @@ from math import gcd
 from typing import Literal as OneOf
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.gradients import accumulate_p
-from autopar.graph import Atom, aval_of, needed
+from autopar.graph import Atom, aval_of, needed, source_line
 from autopar.kind_arithmetic import Kind
-from autopar.kinds import Kinds, MicrobatchError
+from autopar.kinds import Kinds, MicrobatchError, power_of_constant
 from autopar.ratios import divided_afterwards, equations, statistics
 from autopar.units import dependents
 from autopar.whole_batch import joined, substituted
@@ -114,12 +114,16 @@ def split(
             "the step takes other gradients when a microbatch has a single example; use fewer microbatches"
         )
     aligned = [eqn.primitive for eqn in micro.eqns] == [eqn.primitive for eqn in sizes[0].eqns]
+    if aligned:
+        _check_sizes(micro, whole, sizes, count)
     found = Kinds(*sizes, batch, count)
     try:
         contributions = _contributions(micro, sizes, found, batch)
     except MicrobatchError as refused:
         if not aligned:
-            raise
+            raise MicrobatchError(
+                f"{refused}. The step is computed otherwise when a microbatch has a single example: fewer microbatches may do"
+            ) from None
         found = Kinds(*sizes, batch, count, {number for number, _ in body}, totals=not stages)
         try:
             contributions = _contributions(micro, sizes, found, batch)
@@ -223,6 +227,23 @@ def _loops(jaxpr: Jaxpr, batch: frozenset[int], before: Collection[Var]) -> list
     groups = [[each for each in early if level[each[1].outvars[0]] == turn] for turn in turns]
     groups.append([each for each in marks if each not in early])
     return [Loop(tuple(_parts(jaxpr, batch, group, before)[1]), tuple(group)) for group in groups]
+
+
+def _check_sizes(micro: Jaxpr, whole: Jaxpr, sizes: tuple[Jaxpr, Jaxpr], count: int) -> None:
+    """Raise MicrobatchError if constants of `micro` and `whole` are related otherwise than those of `sizes`."""
+    traces = (micro, whole, *sizes)
+    if micro is sizes[0] or len({len(each.eqns) for each in traces}) > 1:
+        return
+    for eqns in zip(*(each.eqns for each in traces), strict=True):
+        for atoms in zip(*(eqn.invars for eqn in eqns), strict=True):
+            values = [atom.val for atom in atoms if isinstance(atom, Literal)]
+            if len(values) == len(traces):
+                small, large, smaller, larger = values
+                if power_of_constant(small, large, count) != power_of_constant(smaller, larger, count):
+                    raise MicrobatchError(
+                        f"a constant at {source_line(eqns[0])} is {small} for a microbatch and {large} for the batch, and depends"
+                        " otherwise on the sizes of larger ones; use fewer microbatches"
+                    )
 
 
 def _contributions(

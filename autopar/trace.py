@@ -171,20 +171,26 @@ def trace(
             _check_divisible(avals[i], count, _text(in_keys[i]))
         jaxpr, out_keys, out_tree = for_part(count) if count > 1 else sized(whole, marked, False)
         if marked or count > 1:
-            single = any(avals[i].shape[0] == count for i in batch)
             on_shards = any(eqn.primitive.name == "shard_map" for eqn in jaxpr.eqns)
-            sizes = [sized(scale * 2 if single else scale, True, on_shards)[0] for scale in (part, whole)]
             complete = sized(whole, True, False)[0]
-            jaxpr, microbatching = split(
-                jaxpr,
-                complete,
-                (sizes[0], sizes[1]),
-                batch,
-                count,
-                tuple(map(_text, out_keys)),
-                forward,
-                layers is not None,
-            )
+            paths = tuple(map(_text, out_keys))
+
+            def split_as(scale: int) -> tuple[Jaxpr, Microbatching]:
+                """The step split as that for a batch that is larger by `scale`."""
+                small, large = (sized(scale * size, True, on_shards)[0] for size in (part, whole))
+                return split(jaxpr, complete, (small, large), batch, count, paths, forward, layers is not None)
+
+            # What a microbatch makes may have a dim of size one, an example or a run of them, that tells nothing of its kind.
+            if any(avals[i].shape[0] == count for i in batch):
+                jaxpr, microbatching = split_as(2)
+            else:
+                try:
+                    jaxpr, microbatching = split_as(1)
+                except MicrobatchError as refused:
+                    try:
+                        jaxpr, microbatching = split_as(2)
+                    except (MicrobatchError, TypeError, ValueError):
+                        raise refused from None
         return StepGraph(
             jaxpr=jaxpr,
             in_paths=tuple(map(_text, in_keys)),

@@ -178,7 +178,9 @@ class _Builder:
         self.found.roles.extend(self.flow.roles)
         inputs = zip(self.step.jaxpr.invars, self.step.in_paths, self.flow.roles, strict=True)
         for i, (var, path, role) in enumerate(inputs):
-            specs = tuple(input_specs(role, path, aval_of(var).shape, self.mesh, self.options))
+            specs = tuple(
+                input_specs(role, path, aval_of(var).shape, self.mesh, self.options, self.step.num_micro_batches)
+            )
             specs = self.pins.restrict(path, specs)
             if self.options.mode != "solve":
                 specs = (input_placed(role, aval_of(var).shape, specs, self.mesh, self.options.mode),)

@@ -29,8 +29,18 @@ class ShardingError(ValueError):
     """The options can't hold for this step on this mesh."""
 
 
-def input_specs(role: Role, path: str, shape: Sequence[int], mesh: LogicalMesh, options: ShardingOptions) -> list[Spec]:
-    """The specs that `options` allow an input, the least sharded first.
+def input_specs(
+    role: Role, path: str, shape: Sequence[int], mesh: LogicalMesh, options: ShardingOptions, num_micro_batches: int = 1
+) -> list[Spec]:
+    """Return the specs that `options` allow an input, the least sharded first.
+
+    Args:
+        role: what the input is to the step.
+        path: what the user calls it.
+        shape: its shape; of a batch input that of one microbatch.
+        mesh: the devices.
+        options: limits on what the planner may choose.
+        num_micro_batches: parts that the batch is cut into.
 
     Raises:
         ShardingError: the batch can't be divided as `options` want it.
@@ -38,10 +48,11 @@ def input_specs(role: Role, path: str, shape: Sequence[int], mesh: LogicalMesh, 
     specs = all_specs(shape, mesh)
     if role == "batch" and options.data_parallel:
         wanted = (tuple(a for a in mesh.axis_names if mesh.sizes[a] > 1), *((),) * (len(shape) - 1))
-        _check_batch(path, shape, wanted, mesh)
+        _check_batch(path, shape, wanted, mesh, num_micro_batches)
         return [wanted]
     if role == "batch" and options.batch_axis is not None:
-        _check_batch(path, shape, ((options.batch_axis,), *((),) * (len(shape) - 1)), mesh)
+        wanted = ((options.batch_axis,), *((),) * (len(shape) - 1))
+        _check_batch(path, shape, wanted, mesh, num_micro_batches)
         if mesh.sizes[options.batch_axis] > 1:
             specs = [spec for spec in specs if options.batch_axis in spec[0]]
     freedom: Freedom = "any"
@@ -65,12 +76,20 @@ def check_batch_axis(options: ShardingOptions, mesh: LogicalMesh) -> None:
         raise ShardingError(f"batch_axis={options.batch_axis!r} is no axis of the mesh, which has {mesh.axis_names}")
 
 
-def _check_batch(path: str, shape: Sequence[int], wanted: Spec, mesh: LogicalMesh) -> None:
-    if not divides(shape, wanted, mesh):
+def _check_batch(path: str, shape: Sequence[int], wanted: Spec, mesh: LogicalMesh, num_micro_batches: int) -> None:
+    if divides(shape, wanted, mesh):
+        return
+    ways = mesh.ways(axes_of(wanted))
+    whole = (shape[0] * num_micro_batches, *shape[1:])
+    if num_micro_batches == 1:
         raise ShardingError(
-            f"batch input {path} has shape {tuple(shape)}: its first dim must divide evenly over"
-            f" {mesh.ways(axes_of(wanted))} devices; pad the batch or use a mesh of another size"
+            f"batch input {path} has shape {whole}: its first dim must divide evenly over {ways} devices; pad the batch or use a mesh"
+            " of another size"
         )
+    raise ShardingError(
+        f"batch input {path} has shape {whole}: in {num_micro_batches} microbatches of {shape[0]} examples, which must divide evenly"
+        f" over {ways} devices; use fewer microbatches, pad the batch or use a mesh of another size"
+    )
 
 
 def specs_by_path(specs: Any, tree: Any, paths: Sequence[str], name: str) -> dict[str, PartitionSpec]:

@@ -81,16 +81,51 @@ def scanned(params, batch):
     return (x.sum(1) * batch["mask"]).sum() / batch["mask"].sum()
 
 
-REFUSED = {
+FITTING |= {
     "masked mean of at least one": lambda p, b: (per_example(p, b) * b["mask"]).sum() / jnp.maximum(b["mask"].sum(), 1),
+    "masked mean of more than none": lambda p, b: (per_example(p, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-8),
+    "a constant per example": lambda p, b: (per_example(p, b) * np.ones(len(b["x"]), np.float32) / len(b["x"])).sum(),
+    "constants that shrink": lambda p, b: (per_example(p, b) * np.full(len(b["x"]), 1 / len(b["x"]), np.float32)).sum(),
+    "an imaginary factor": lambda p, b: jnp.imag(per_example(p, b).astype(jnp.complex64) * (1j / len(b["x"]))).sum(),
+    "layer normalisation by hand": lambda p, b: jnp.var(outputs(p, b), axis=-1).mean(),
+    "nan as a constant": lambda p, b: jnp.nan_to_num(jnp.where(outputs(p, b) > 9, jnp.nan, outputs(p, b))).mean(),
+    "Fourier transform": lambda p, b: (jnp.fft.irfft(jnp.fft.rfft(outputs(p, b)) * 0.5, 4) ** 2).mean(),
+    "tiled token": lambda p, b: ((jnp.tile(p["b"][None], (len(b["x"]), 1)) + outputs(p, b)) ** 2).mean(),
+}
+
+REPAIRED = {
     "masked mean with weight decay": lambda p, b: masked_mean(p, b) + 1e-2 * (p["w"] ** 2).sum(),
     "masked mean beside a mean": lambda p, b: masked_mean(p, b) + mean_loss(p, b),
     "two masked means": lambda p, b: masked_mean(p, b) + per_example(p, b).sum() / (1 - b["mask"]).sum(),
+    "weights scaled by their mean": lambda p, b: (per_example(p, b) * b["mask"] / b["mask"].mean()).mean() ** 1,
+    "normalised weights": lambda p, b: (per_example(p, b) * normalised(b["mask"])).mean() + mean_loss(p, b),
+    "sum with weight decay": lambda p, b: per_example(p, b).sum() + (p["w"] ** 2).sum(),
+}
+
+GROUPED = {
+    "preferences of pairs": lambda p, b: preferences(outputs(p, b).sum(1), 2),
+    "best of four": lambda p, b: outputs(p, b).sum(1).reshape(-1, 4).max(1).mean(),
+    "tokens in groups over examples": lambda p, b: (outputs(p, b).reshape(-1, 6).max(1) ** 2).mean(),
+    "tiles of several examples": lambda p, b: (outputs(p, b).sum(1) * jnp.tile(p["w"][:2, 0], len(b["x"]) // 2)).mean(),
+}
+
+
+def preferences(scores, size):
+    """Of the first of so many neighbouring examples over the second."""
+    groups = scores.reshape(-1, size)
+    return -jax.nn.log_sigmoid(groups[:, 0] - groups[:, 1]).mean()
+
+
+def normalised(weights):
+    """In two steps: the deviation depends on the mean."""
+    return (weights - weights.mean()) / jnp.sqrt(((weights - weights.mean()) ** 2).mean() + 1e-6)
+
+
+REFUSED = {
     "square of a masked mean": lambda p, b: masked_mean(p, b) ** 2,
     "logarithm of a masked mean": lambda p, b: jnp.log(masked_mean(p, b)),
     "weights that are learned": lambda p, b: (outputs(p, b)[:, 0]).sum() / (outputs(p, b)[:, 1] ** 2).sum(),
     "masked means in a loop": lambda p, b: masked_in_a_loop(p, b),
-    "sum with weight decay": lambda p, b: per_example(p, b).sum() + (p["w"] ** 2).sum(),
     "perplexity": lambda p, b: jnp.exp(mean_loss(p, b)),
     "square of the mean": lambda p, b: mean_loss(p, b) ** 2,
     "largest": lambda p, b: per_example(p, b).max(),
@@ -98,6 +133,9 @@ REFUSED = {
     "contrastive": lambda p, b: jax.nn.logsumexp(outputs(p, b) @ outputs(p, b).T, axis=1).mean(),
     "position in the batch": lambda p, b: (per_example(p, b) * jnp.arange(b["x"].shape[0])).mean(),
     "neighbours": lambda p, b: (per_example(p, b)[1:] * per_example(p, b)[:-1]).mean(),
+    "positions as constants": lambda p, b: (per_example(p, b) * np.arange(len(b["x"]), dtype=np.float32)).mean(),
+    "rows of another number": lambda p, b: (outputs(p, b).reshape(2, -1).max(1) ** 2).mean(),
+    "tiled examples": lambda p, b: (jnp.tile(outputs(p, b), (2, 1)).reshape(2, -1, 3).max(0)).mean(),
     "size of the batch": lambda p, b: mean_loss(p, b) * jnp.sqrt(b["x"].shape[0]),
 }
 
@@ -125,6 +163,27 @@ def step_of(loss):
 def test_sums_and_means_over_the_batch_are_exact(loss, count):
     step = step_of(loss)
     micro = autopar.parallelize(step, method=autopar.DataParallel(devices=1, num_micro_batches=count))
+    assert_allclose(micro(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", REPAIRED.values(), ids=REPAIRED.keys())
+@pytest.mark.parametrize("method", [autopar.DataParallel(2, 2), autopar.ShardParallel(1, 4)], ids=["2", "4"])
+def test_sums_beside_means_and_statistics_of_the_batch_are_exact(loss, method):
+    step = step_of(loss)
+    assert_allclose(
+        autopar.parallelize(step, method=method)(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_single_example_per_microbatch_is_told_to_be_the_reason():
+    with pytest.raises(autopar.MicrobatchError, match="has a single example: fewer microbatches may do"):
+        trace(step_of(REPAIRED["masked mean beside a mean"]), (PARAMS, BATCH), (1,), num_micro_batches=8)
+
+
+@pytest.mark.parametrize("loss", GROUPED.values(), ids=GROUPED.keys())
+def test_examples_that_are_put_together_are_neighbours(loss):
+    step = step_of(loss)
+    micro = autopar.parallelize(step, method=autopar.DataParallel(devices=1, num_micro_batches=2))
     assert_allclose(micro(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
 
 
@@ -179,19 +238,22 @@ def test_several_masked_means_are_accumulated_each_with_its_weights():
     assert_allclose(micro(PARAMS, BATCH), step(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
 
 
-def test_other_ratios_are_divided_by_the_user_as_the_refusal_says():
+def test_other_losses_are_made_of_sums_by_the_user_as_the_refusal_says():
+    """A weight that depends on all outputs takes a pass over the model of its own, which microbatches do not make."""
+
     def refused(params, batch):
         def loss(p):
-            return (per_example(p, batch) * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), 1)
+            energy = jax.lax.stop_gradient((outputs(p, batch) ** 2).sum())
+            return per_example(p, batch).sum() * jnp.tanh(energy)
 
         return autopar.value_and_grad(loss)(params)
 
     def allowed(params, batch):
         def sums(p):
-            return (per_example(p, batch) * batch["mask"]).sum(), batch["mask"].sum()
+            return per_example(p, batch).sum(), (outputs(p, batch) ** 2).sum()
 
-        (total, weights), gradients = autopar.value_and_grad(sums, has_aux=True)(params)
-        return jax.tree.map(lambda x: x / jnp.maximum(weights, 1), (total, gradients))
+        (total, energy), gradients = autopar.value_and_grad(sums, has_aux=True)(params)
+        return jax.tree.map(lambda x: x * jnp.tanh(energy), (total, gradients))
 
     method = autopar.DataParallel(devices=2, num_micro_batches=4)
     says = r"return the sums .* with has_aux=True, and divide after .*\(total, weights\), gradients = autopar.value_and_grad\(sums"
@@ -200,6 +262,123 @@ def test_other_ratios_are_divided_by_the_user_as_the_refusal_says():
     assert_allclose(
         autopar.parallelize(allowed, method=method)(PARAMS, BATCH), refused(PARAMS, BATCH), rtol=1e-5, atol=1e-6
     )
+
+
+METHODS = {
+    "shards": autopar.ShardParallel(devices=(2, 2), num_micro_batches=2),
+    "data parallel": autopar.DataParallel(devices=2, num_micro_batches=2),
+    "ZeRO": autopar.Zero3Parallel(devices=2, num_micro_batches=2),
+    "pipeline": autopar.PipeshardParallel(devices=2, num_micro_batches=2, layer_option=autopar.AutoLayerOption(2)),
+}
+over_methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+DEEP = {"w": [RNG.standard_normal((6, 6)).astype(np.float32) for _ in range(2)]}
+
+
+def deep(params, x):
+    return jnp.tanh(x @ params["w"][0]) @ params["w"][1]
+
+
+@over_methods
+def test_the_size_of_the_batch_is_that_of_the_whole_batch_outside_of_the_loss(method):
+    """As a number, an array, a shape, and as auxiliary values of both kinds."""
+
+    def step(params, batch, seen):
+        def loss(p):
+            return (deep(p, batch["x"]) ** 2).sum(), (jnp.float32(batch["x"].shape[0]), len(batch["x"]))
+
+        (total, (examples, number)), gradients = autopar.value_and_grad(loss, has_aux=True)(params)
+        updated = jax.tree.map(lambda p, g: p - 0.1 * g / batch["x"].shape[0], params, gradients)
+        positions = jnp.arange(number) + len(batch["y"])
+        return updated, total / examples, seen + batch["x"].shape[0], positions
+
+    args = DEEP, BATCH, jnp.int32(3)
+    assert_allclose(autopar.parallelize(step, method=method)(*args), jax.jit(step)(*args), rtol=1e-5, atol=1e-5)
+
+
+@over_methods
+def test_neighbouring_examples_stay_together(method):
+    def step(params, batch):
+        def loss(p):
+            return preferences(deep(p, batch["x"]).sum(1), 2), deep(p, batch["x"]).sum()
+
+        (value, total), gradients = autopar.value_and_grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value, total
+
+    assert_allclose(
+        autopar.parallelize(step, method=method)(DEEP, BATCH), jax.jit(step)(DEEP, BATCH), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_more_neighbours_than_a_microbatch_has_are_refused_with_their_number():
+    def step(params, batch):
+        return autopar.grad(lambda p: preferences(outputs(p, batch).sum(1), 4))(params)
+
+    with pytest.raises(autopar.MicrobatchError, match="whole batch of 8 examples, but not for a microbatch of 2"):
+        trace(step, (PARAMS, BATCH), (1,), num_micro_batches=4)
+
+
+def test_rows_come_back_in_order_from_an_evaluation_that_groups_neighbours():
+    def train(params, batch):
+        value, gradients = autopar.value_and_grad(lambda p: (deep(p, batch["x"]) ** 2).mean())(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    def evaluate(params, batch):
+        scores = deep(params, batch["x"])
+        return scores, scores.sum(1).reshape(-1, 2).max(1), scores.reshape(-1), jnp.arange(len(scores)), len(scores)
+
+    trained = autopar.parallelize(train, method=METHODS["pipeline"])
+    trained(DEEP, BATCH)
+    evaluated = autopar.parallelize(evaluate, method=autopar.FollowParallel(trained, num_micro_batches=2))
+    assert_allclose(evaluated(DEEP, BATCH), jax.jit(evaluate)(DEEP, BATCH), rtol=1e-5, atol=1e-5)
+
+
+def test_statistics_that_divide_a_loss_are_accumulated_in_loops_before_it():
+    """Weights are normalised by their mean and then by their deviation; no loop but the last runs the model."""
+
+    def step(params, batch):
+        return autopar.grad(lambda p: (per_example(p, batch) * normalised(batch["mask"])).mean())(params)
+
+    found = trace(step, (PARAMS, BATCH), (1,), num_micro_batches=2).microbatching
+    products = [sum(eqn.primitive.name == "dot_general" for _, eqn in loop.body) for loop in found.loops]
+    assert len(products) == 3
+    assert products[:2] == [0, 0]
+    assert products[2] > 0
+
+
+@over_methods
+def test_what_is_printed_in_a_loss_is_printed_per_microbatch_and_after_it_once(method, capfd):
+    def step(params, batch):
+        def loss(p):
+            hidden = deep(p, batch["x"])
+            jax.debug.print("inside {}", hidden.shape[0])
+            jax.debug.print("sum {}", hidden.sum())
+            return (hidden**2).mean()
+
+        value, gradients = autopar.value_and_grad(loss)(params)
+        jax.debug.print("after {}", value)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    planned = autopar.parallelize(step, method=method)
+    value = jax.block_until_ready(planned(DEEP, BATCH))[1]
+    jax.effects_barrier()
+    lines = capfd.readouterr().out.splitlines()
+    assert sum(line.startswith("sum") for line in lines) >= 2
+    assert [float(line.split()[1]) for line in lines if line.startswith("after")] == [pytest.approx(float(value))]
+    assert_allclose((value,), jax.jit(step)(DEEP, BATCH)[1:], rtol=1e-5)
+
+
+def test_a_model_that_knows_the_size_of_the_batch_is_refused_in_words_of_microbatches():
+    def step(params, batch):
+        return autopar.grad(lambda p: (batch["x"].reshape(8, 6) @ p["w"]).mean())(params)
+
+    with pytest.raises(autopar.MicrobatchError, match=r"not for a microbatch of 4: TypeError: .*\n.*x\.shape\[0\]"):
+        trace(step, (PARAMS, BATCH), (1,), num_micro_batches=2)
+
+
+def test_a_batch_is_named_by_its_own_shape_where_microbatches_do_not_divide():
+    step = step_of(mean_loss)
+    with pytest.raises(ValueError, match=r"has shape \(8,.*\): in 2 microbatches of 4 examples"):
+        autopar.parallelize(step, method=autopar.DataParallel(devices=8, num_micro_batches=2))(PARAMS, BATCH)
 
 
 def test_auxiliary_values_are_put_together():
