@@ -11,7 +11,7 @@ from jax import lax
 
 import autopar
 from autopar.sharding.pins import ShardingError
-from autopar.sharding.planner import InfeasibleError
+from autopar.sharding.problem import InfeasibleError
 from autopar.trace import TraceError
 from tests.fuzz.outcomes import Outcomes
 
@@ -79,31 +79,31 @@ def operations(draw):
 
 
 def random_loss(seed):
-    """A loss of weights and a batch, the same for a seed."""
+    """A loss of weights and a batch, the same for a seed; operations that are not for values of their shape are left out."""
 
-    def loss(w, b):
+    def loss(w, b, left_out=(), failed=None):
         draw = random.Random(seed)
         values = [jnp.tanh(b["x"] @ w[0]) @ w[1], b["mask"], b["x"]]
         for k in range(draw.randrange(1, 5)):
-            a = values[0] if k == 0 else draw.choice(values[-2:])
-            other = draw.choice(values)
-            state = draw.getstate()
-            name, operation = draw.choice(list(operations(draw).items()))
+            a, other = values[0] if k == 0 else draw.choice(values[-2:]), draw.choice(values)
+            operation = draw.choice(list(operations(random.Random(draw.random())).values()))
             try:
-                values.append(operation(a, other, b))
-            except (TypeError, ValueError, IndexError):  # the operation is not for values of this shape
-                draw.setstate(state)
-                draw.random()
+                values.append(jnp.sin(a) if k in left_out else operation(a, other, b))
+            except (TypeError, ValueError, IndexError):
+                if failed is None:
+                    raise
+                failed.add(k)
                 values.append(jnp.sin(a))
-        last = values[-1]
-        reduce = draw.randrange(4)
+        last, reduce = values[-1], draw.randrange(4)
         if reduce == 0 or not last.ndim:
             return last.sum()
-        if reduce == 1 and last.shape[0] == b["mask"].shape[0]:
+        if reduce == 1 and last.shape[0] == b["x"].shape[0]:
             return (last * along(b["mask"], last)).sum() / (b["mask"].sum() * last[0].size)
         return last.mean() + (0 if reduce == 2 else 1e-2 * (w[0] ** 2).sum())
 
-    return loss
+    failed: set[int] = set()
+    jax.eval_shape(lambda w, b: loss(w, b, failed=failed), STATE["w"], BATCH)
+    return lambda w, b: loss(w, b, failed)
 
 
 def random_step(seed):
@@ -149,7 +149,7 @@ def compared(got, wanted):
         if a.shape != b.shape:
             return f"WRONG {jax.tree_util.keystr(path)}: shape {a.shape} for {b.shape}"
         scale = max(1.0, np.abs(b).max(initial=0.0, where=np.isfinite(b)))
-        if not np.allclose(a, b, rtol=2e-3, atol=1e-4 * scale, equal_nan=True):
+        if not np.allclose(a, b, rtol=2e-3, atol=1e-3 * scale, equal_nan=True):
             return f"WRONG {jax.tree_util.keystr(path)}: {a.ravel()[:3]} for {b.ravel()[:3]}"
     return "right"
 
