@@ -20,6 +20,7 @@ from autopar.arguments import (
     NumberWatch,
     batch_arguments,
     check_args,
+    check_arrays,
     check_hashable,
     donated_arguments,
     leaves_of,
@@ -168,7 +169,11 @@ class ParallelizedFunction:
         static = static_arguments(self._static_argnums, args)
         dynamic = tuple(without(args, static))
         leaves, tree = jax.tree.flatten(dynamic)
-        avals = tuple((a.shape, a.dtype, a.weak_type) for a in map(abstract, leaves))
+        try:
+            avals = tuple((a.shape, a.dtype, a.weak_type) for a in map(abstract, leaves))
+        except TypeError:
+            check_arrays(args, static)
+            raise
         for i in static:
             check_hashable(i, args[i])
         static_args = tuple(static_key(args[i]) for i in static)

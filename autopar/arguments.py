@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 import numpy as np
@@ -151,20 +151,38 @@ class NumberWatch:
 def _is_static(i: int, arg: Any) -> bool:
     if _is_train_state(arg):
         return False
-    if isinstance(arg, bool | int | float | complex | str):
+    if isinstance(arg, (*_NUMBERS, str)):
         return True
-    leaves = jax.tree.leaves_with_path(arg)
-    others = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, (*_ARRAYS, bool, int, float, complex))]
-    if others and any(isinstance(leaf, _ARRAYS) for _, leaf in leaves):
-        path, leaf = others[0]
-        raise TypeError(
-            f"argument {i}, a {type(arg).__name__}, holds arrays and, at {jax.tree_util.keystr(path)}, {shown(leaf)}, which is none:"
-            " pass the arrays only, and close the step over the rest (with Equinox by eqx.partition(model, eqx.is_array), and"
-            " eqx.combine in the step)"
-        )
+    others = _others(arg)
+    if others and any(isinstance(leaf, _ARRAYS) for leaf in jax.tree.leaves(arg)):
+        _refuse(i, arg, others[0])
     return bool(others)
 
 
+def check_arrays(args: Sequence[Any], static: Sequence[int] = ()) -> None:
+    """Raise TypeError unless arguments that are not static hold arrays and numbers only."""
+    for i, arg in enumerate(args):
+        if i not in static and (others := _others(arg)):
+            _refuse(i, arg, others[0])
+
+
+def _others(arg: Any) -> list[tuple[Any, Any]]:
+    """The leaves that are neither arrays nor numbers, with their paths."""
+    return [
+        (path, leaf) for path, leaf in jax.tree.leaves_with_path(arg) if not isinstance(leaf, (*_ARRAYS, *_NUMBERS))
+    ]
+
+
+def _refuse(i: int, arg: Any, other: tuple[Any, Any]) -> NoReturn:
+    path, leaf = other
+    raise TypeError(
+        f"argument {i}, a {type(arg).__name__}, holds {shown(leaf)}{' at ' * bool(path)}{jax.tree_util.keystr(path)}, which is no"
+        " array: pass the arrays only, and close the step over the rest (with Equinox by eqx.partition(model, eqx.is_array), and"
+        " eqx.combine in the step)"
+    )
+
+
+_NUMBERS = (bool, int, float, complex)
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, DistributedArray)
 
 

@@ -14,6 +14,7 @@ from autopar.arguments import (
     DEFAULT_BATCH,
     Argnums,
     batch_arguments,
+    check_arrays,
     donated_arguments,
     leaves_of,
 )
@@ -33,7 +34,7 @@ from autopar.planned import Planned, PlannedStep
 from autopar.planning import make_plan
 from autopar.regions import MARKERS, repeats
 from autopar.sharding.spec import LogicalMesh
-from autopar.trace import StepGraph, trace
+from autopar.trace import StepGraph, abstract, trace
 from autopar.work import kernel_of
 from simulator.breakdown import predict as prediction_of_program
 from simulator.cluster import Cluster
@@ -97,6 +98,11 @@ def _checked_step(fun: Callable[..., Any], args: Sequence[Any], batch_argnums: i
     if not callable(fun) or hasattr(fun, "get_last_executable"):
         raise OptionError(f"fun is {shown(fun)}, expected a function of arrays; of a parallelized one take its .fun")
     checked("args", args, _ARGS)
+    try:
+        jax.tree.map(abstract, args)
+    except TypeError:
+        check_arrays(args)
+        raise
     return batch_arguments(checked("batch_argnums", batch_argnums, ARGNUMS), args)
 
 

@@ -232,9 +232,17 @@ def test_a_model_with_functions_in_it_is_refused_with_advice():
         def tree_unflatten(cls, _, children):
             return cls(*children)
 
-    step = autopar.parallelize(lambda model, x: model.activation(x @ model.weight))
-    with pytest.raises(TypeError, match=r"argument 0, a Model, holds arrays and, at .*which is none.*eqx\.partition"):
-        step(Model(np.ones((8, 8)), jnp.tanh), np.ones((8, 8)))
+    def fun(model, x):
+        return model.activation(x @ model.weight)
+
+    args = Model(np.ones((8, 8)), jnp.tanh), np.ones((8, 8))
+    for use in (
+        lambda: autopar.parallelize(fun)(*args),
+        lambda: autopar.parallelize(fun, static_argnums=())(*args),
+        lambda: autopar.plan_step(fun, args, cluster="p3.16xlarge"),
+    ):
+        with pytest.raises(TypeError, match=r"argument 0, a Model, holds .* at .*, which is no array.*eqx\.partition"):
+            use()
 
 
 def test_an_argument_that_cannot_be_static_is_refused():
