@@ -17,6 +17,7 @@ share_environment()
 from autopar import inspect, manual, testing, util  # noqa: E402 (nothing may start JAX's backends before)
 from autopar.api import ParallelizedFunction, init, parallelize, shutdown  # noqa: E402
 from autopar.checkpoint import CheckpointError, Saving, latest_step, restore_checkpoint, save_checkpoint  # noqa: E402
+from autopar.checks import OptionError  # noqa: E402
 from autopar.data_loader import DataLoader, MeshDriverDataLoader  # noqa: E402
 from autopar.gradients import grad, value_and_grad  # noqa: E402
 from autopar.hosts.arrays import DistributedArray, prefetch  # noqa: E402
@@ -109,6 +110,7 @@ __all__ = [
     "MeshDriverDataLoader",
     "MicrobatchError",
     "MissingRuleError",
+    "OptionError",
     "ParallelizedFunction",
     "PipelineExecutable",
     "PipeshardParallel",

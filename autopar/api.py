@@ -2,17 +2,34 @@
 
 import gc
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from autopar.arguments import Argnums, check_hashable, donated_arguments, leaves_of, static_arguments, without
+from autopar.arguments import (
+    ARGNUMS,
+    AUTO_ARGNUMS,
+    DEFAULT_BATCH,
+    Argnums,
+    NumberWatch,
+    batch_arguments,
+    check_args,
+    check_arrays,
+    check_hashable,
+    donated_arguments,
+    leaves_of,
+    static_arguments,
+    static_key,
+    without,
+)
 from autopar.checkpoint.saving import finish_saving
+from autopar.checks import NONE, TEXT, OptionError, checked, items, one_of, real, shown, whole
 from autopar.devices import cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.facts import forget_facts
 from autopar.follow import follow_pipeline, follow_plan
@@ -50,7 +67,7 @@ def parallelize(
     *,
     static_argnums: Argnums = "auto",
     donate_argnums: Argnums = "auto",
-    batch_argnums: int | Sequence[int] = (1,),
+    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
     method: Method | None = None,
 ) -> Any:
     """Parallelize a training step over devices; also a decorator, with or without arguments.
@@ -58,14 +75,25 @@ def parallelize(
     Args:
         fun: a function of arrays (in pytrees), as one would give it to `jax.jit`.
         static_argnums: arguments that are constants of the compiled step. "auto": those with something in them that is not an
-            array, and plain Python numbers and strings; never a flax TrainState.
+            array, and plain Python numbers and strings; never a flax TrainState. A step is planned and compiled for each value of
+            them; a number that changes, a learning rate for instance, is better given as an array: `jnp.float32(0.1)`.
         donate_argnums: arguments whose memory the step may reuse. "auto": flax TrainStates.
         batch_argnums: arguments whose arrays have the batch as their first dim.
         method: how to parallelize (`autopar.methods`); ShardParallel() by default.
 
     Returns:
-        A `ParallelizedFunction`. It compiles once for each structure, shapes and dtypes of its arguments.
+        A `ParallelizedFunction`. It compiles once for each structure, shapes and dtypes of its arguments, and keeps the
+        `MOST_PROGRAMS` programs that were used last.
+
+    Raises:
+        OptionError: an option is of another type.
     """
+    method = ShardParallel() if method is None else method
+    if not isinstance(method, get_args(Method.__value__)):
+        raise OptionError(f"method is {shown(method)}, expected one of autopar.methods, e.g. autopar.ShardParallel()")
+    static_argnums = checked("static_argnums", static_argnums, AUTO_ARGNUMS)
+    donate_argnums = checked("donate_argnums", donate_argnums, AUTO_ARGNUMS)
+    batch_argnums = checked("batch_argnums", batch_argnums, ARGNUMS)
     if fun is None:
         return lambda f: parallelize(
             f,
@@ -74,7 +102,15 @@ def parallelize(
             batch_argnums=batch_argnums,
             method=method,
         )
-    return ParallelizedFunction(fun, static_argnums, donate_argnums, batch_argnums, method or ShardParallel())
+    if not callable(fun) or isinstance(fun, ParallelizedFunction):
+        raise OptionError(
+            f"fun is {shown(fun)}, expected a function of arrays, and not a parallelized one: take its .fun"
+        )
+    return ParallelizedFunction(fun, static_argnums, donate_argnums, batch_argnums, method)
+
+
+MOST_PROGRAMS = 32
+"""Compiled programs that a parallelized function keeps, for other shapes or static values than those of the last call."""
 
 
 class ParallelizedFunction:
@@ -96,15 +132,16 @@ class ParallelizedFunction:
         self.method = method
         self._static_argnums: Argnums = static_argnums
         self._donate_argnums: Argnums = donate_argnums
-        self._batch_argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
-        self._executables: dict[Any, AnyExecutable] = {}
+        self._batch_argnums = batch_argnums
+        self._numbers = NumberWatch(fun)
+        self._executables: OrderedDict[Any, AnyExecutable] = OrderedDict()  # that was used last comes last
         self._last: tuple[tuple[int, ...], tuple[Any, ...], AnyExecutable] | None = None
         self._hosts: RayHosts | None = None  # that the executables are for
 
     def __call__(self, *args: Any) -> Any:
         if self._last is not None and self._hosts is session.hosts():
             static, static_args, executable = self._last
-            if not static or static_args == tuple(args[i] for i in static if i < len(args)):
+            if not static or static_args == tuple(static_key(args[i]) for i in static if i < len(args)):
                 try:
                     return executable(*without(args, static))
                 except (TypeError, ValueError):
@@ -127,17 +164,28 @@ class ParallelizedFunction:
 
     def _prepare(self, args: Sequence[Any]) -> tuple[AnyExecutable, tuple[Any, ...]]:
         if self._hosts is not session.hosts():
-            self._executables, self._last, self._hosts = {}, None, session.hosts()
+            self._executables, self._last, self._hosts = OrderedDict(), None, session.hosts()
+        check_args(getattr(self.fun, "__name__", "the step"), args)
         static = static_arguments(self._static_argnums, args)
         dynamic = tuple(without(args, static))
-        static_args = tuple(args[i] for i in static)
         leaves, tree = jax.tree.flatten(dynamic)
-        avals = tuple((a.shape, a.dtype, a.weak_type) for a in map(abstract, leaves))
-        for i, arg in zip(static, static_args, strict=True):
-            check_hashable(i, arg)
+        try:
+            avals = tuple((a.shape, a.dtype, a.weak_type) for a in map(abstract, leaves))
+        except TypeError:
+            check_arrays(args, static)
+            raise
+        for i in static:
+            check_hashable(i, args[i])
+        static_args = tuple(static_key(args[i]) for i in static)
         key = (static, static_args, tree, avals)
         if key not in self._executables:
+            if self._static_argnums == "auto":
+                for i in static:
+                    self._numbers.add(i, args[i])
             self._executables[key] = self._compile(args, static)
+            if len(self._executables) > MOST_PROGRAMS:
+                self._executables.popitem(last=False)
+        self._executables.move_to_end(key)
         executable = self._executables[key]
         self._last = (static, static_args, executable)
         return executable, dynamic
@@ -149,7 +197,7 @@ class ParallelizedFunction:
 
         def positions(argnums: Collection[int]) -> tuple[int, ...]:
             """Numbers of arguments among those that are not static."""
-            return tuple(kept.index(i % len(args)) for i in argnums if i % len(args) in kept)
+            return tuple(kept.index(i) for i in argnums if i in kept)
 
         count, static_args, function = len(args), {i: args[i] for i in static}, self.fun
 
@@ -159,7 +207,7 @@ class ParallelizedFunction:
 
         wraps(self.fun)(fun)
         dynamic = [args[i] for i in kept]
-        batch = positions([i for i in self._batch_argnums if i < len(args)])
+        batch = positions(batch_arguments(self._batch_argnums, args))
         donated = positions(donated_arguments(self._donate_argnums, args))
         return self._executable(fun, dynamic, batch, donated, start)
 
@@ -226,14 +274,19 @@ def init(
     Raises:
         HostsError: there is no such Ray cluster, or it has fewer hosts or devices, or other versions of JAX.
     """
+    checked("cluster", cluster, one_of("local", "ray"))
+    cluster_address = checked("cluster_address", cluster_address, TEXT | NONE)
+    num_nodes = checked("num_nodes", num_nodes, whole() | NONE)
+    counts = whole() | items(whole(), "such a number for each host", least=1) | NONE
+    num_devices_per_node = checked("num_devices_per_node", num_devices_per_node, counts)
+    namespace = checked("namespace", namespace, TEXT | NONE)
+    timeout = checked("timeout", timeout, real(above=0.0))
     match cluster:
         case "local":
             session.leave()
             jax.devices()
         case "ray":
             session.join(cluster_address, num_nodes, num_devices_per_node, namespace, timeout)
-        case _:
-            raise ValueError(f"cluster={cluster!r}, expected 'local', the devices of this process, or 'ray'")
 
 
 def shutdown() -> None:

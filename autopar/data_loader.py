@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import jax
 
+from autopar.checks import FLAG, checked, whole
 from autopar.hosts import session
 from autopar.inspect.placement import PlacementSpec
 from autopar.keys import is_key
@@ -155,7 +156,11 @@ class MeshDriverDataLoader(_Loader):
         """
         if not callable(input_iter_func):
             raise TypeError(f"input_iter_func is {input_iter_func!r}, expected a function of start, end, batch_size")
-        if not 1 <= batch_size <= num_samples:
+        batch_size, num_samples = (
+            checked("batch_size", batch_size, whole()),
+            checked("num_samples", num_samples, whole()),
+        )
+        if batch_size > num_samples:
             raise ValueError(f"batch_size={batch_size}, expected 1 to num_samples={num_samples}")
         super().__init__(placement_specs, prefetch_size)
         for aval, path in zip(self._form.avals, self._form.paths, strict=True):
@@ -168,7 +173,7 @@ class MeshDriverDataLoader(_Loader):
                     f"the step takes an array of shape {aval.shape} at {path}, expected batch_size={batch_size} rows"
                 )
         self._batches = Batches(input_iter_func, batch_size, num_samples // batch_size, self._form)
-        self._repeat = repeat
+        self._repeat = checked("repeat", repeat, FLAG)
 
     def __len__(self) -> int:
         """How many batches the examples make up, once."""
@@ -254,6 +259,4 @@ def _specs(placement_specs: Any) -> list[PlacementSpec]:
 
 
 def _count(value: int, name: str = "prefetch_size") -> int:
-    if value < 0:
-        raise ValueError(f"{name}={value}, expected 0 or more")
-    return value
+    return checked(name, value, whole(0))

@@ -9,9 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from autopar.checks import NONE, SHAPE, Kind, checked, instance, items, shown, whole
 from autopar.plan import Stage
 from autopar.sharding.spec import AnyMesh, LogicalMesh
 from simulator.cluster import Cluster
+from simulator.mixed import AnyCluster
 
 type Device = Any  # jax.Device, which type checkers can't see
 type Devices = AnyMesh | int | Sequence[int] | Sequence[Device] | None
@@ -19,6 +21,20 @@ type Devices = AnyMesh | int | Sequence[int] | Sequence[Device] | None
 
 An abstract mesh is enough to plan and to predict; what runs needs devices.
 """
+
+
+def _distinct_devices(value: Any) -> tuple[Device, ...]:
+    devices = items(instance("", jax.Device), "", least=1).take(value)
+    if len(set(devices)) < len(devices):
+        raise ValueError
+    return devices
+
+
+DEVICES = Kind(
+    "a jax.sharding.Mesh, a mesh shape such as (2, 4), a number or a list of devices, each once",
+    (NONE | instance("", Mesh, AbstractMesh) | whole() | SHAPE | Kind("", _distinct_devices)).take,
+)
+"""`Devices`, with tuples for other sequences."""
 
 AXIS_NAMES = ("x", "y", "z", "w")
 """Names of mesh axes where the user gives none."""
@@ -79,26 +95,49 @@ def _choose(devices: Devices, count: int | None) -> tuple[list[Device], tuple[in
     present = jax.devices()
     if devices is None:
         devices = len(present) if count is None else count
-    if isinstance(devices, int):
-        devices = (devices,)
-    assert not isinstance(devices, Mesh)
-    given = list(devices)
-    listed = [device for device in given if isinstance(device, jax.Device)]
-    if listed and len(listed) == len(given):
-        return listed, (len(listed),)
-    sizes = [size for size in given if isinstance(size, int | np.integer) and size > 0]
-    if not given or len(sizes) != len(given):
-        raise ValueError(
-            f"devices={devices!r}, expected a jax.sharding.Mesh, a mesh shape such as (2, 4), a number or a list of devices"
-        )
+    given = checked("devices", devices, DEVICES)
+    if isinstance(given, tuple) and not isinstance(given[0], int):
+        return list(given), (len(given),)
+    sizes = (given,) if isinstance(given, int) else given
     wanted = prod(sizes)
     if wanted > len(present):
         raise ValueError(
-            f"a mesh of shape {tuple(sizes)} needs {wanted} devices, but only {len(present)} {present[0].platform} device(s)"
+            f"a mesh of shape {sizes} needs {wanted} devices, but only {len(present)} {present[0].platform} device(s)"
             f" are here; for virtual ones set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} and"
             " JAX_PLATFORMS=cpu before starting Python"
         )
-    return present[:wanted], tuple(int(size) for size in sizes)
+    return present[:wanted], sizes
+
+
+def mesh_on(cluster: AnyCluster, devices: Devices) -> LogicalMesh:
+    """The mesh that the user means, of the first devices of a cluster that need not be here.
+
+    Raises:
+        ValueError: the cluster has fewer devices, or `devices` are some that are here, and another number of them.
+    """
+    mesh, there = mesh_meant(devices, cluster.num_devices), cluster.num_devices
+    are_here = isinstance(devices, Mesh) or (isinstance(devices, tuple) and isinstance(devices[0], jax.Device))
+    if mesh.num_devices > there or (are_here and mesh.num_devices != there):
+        raise ValueError(
+            f"devices is {shown(devices)}, {mesh.num_devices} of them, but cluster {cluster.name!r} has {there}; give the shape of a"
+            f" mesh of its first devices, such as ({there},)"
+        )
+    return mesh
+
+
+def mesh_meant(devices: Devices, count: int) -> LogicalMesh:
+    """The logical mesh that the user means, where all devices are `count`."""
+    match devices:
+        case None:
+            return logical_mesh((count,))
+        case Mesh() | AbstractMesh():
+            return LogicalMesh(devices.axis_sizes, devices.axis_names)
+        case int():
+            return logical_mesh((devices,))
+        case [int(), *_]:
+            return logical_mesh(devices)
+        case _:
+            return logical_mesh((len(devices),))
 
 
 def submeshes(devices: Devices, stages: Sequence[Stage]) -> tuple[Mesh, ...]:

@@ -15,10 +15,12 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 from jax.extend.core import Literal as JaxLiteral
 from jax.extend.core.primitives import jit_p
 
+from autopar.checks import FLAG, NONE, check, items, one_of, real, that, whole
 from autopar.flatten import flatten
 from autopar.graph import Atom, aval_of, read
 from autopar.pipeline.layers import Received, cluster_layers, received_bytes
@@ -54,6 +56,9 @@ class ManualLayerOption:
 
     remat_layer: bool | Literal["auto"] = False
 
+    def __post_init__(self) -> None:
+        check(self, LayerError, remat_layer=FLAG | one_of("auto"))
+
     def cut(self, jaxpr: Jaxpr) -> list[int]:
         """The layer of each equation."""
         found, layer = [], 0
@@ -81,10 +86,14 @@ class AutoLayerOption:
     cost_criteria: Literal["flops", "count"] = "flops"
 
     def __post_init__(self) -> None:
-        if self.layer_num < 1:
-            raise LayerError(f"layer_num is {self.layer_num}, expected at least 1")
-        if self.cost_criteria not in ("flops", "count"):
-            raise LayerError(f"cost_criteria is {self.cost_criteria!r}, expected 'flops' or 'count'")
+        check(
+            self,
+            LayerError,
+            layer_num=whole(),
+            remat_layer=FLAG | one_of("auto"),
+            eps=real(),
+            cost_criteria=one_of("flops", "count"),
+        )
 
     def cut(self, jaxpr: Jaxpr) -> list[int]:
         """The layer of each equation. Raises NoLayersError when there are too few for so many layers."""
@@ -108,6 +117,12 @@ class FollowLayerOption:
     inputs: tuple[int | None, ...]
     num_layers: int
     remat_layer: Literal[False] = False
+
+    def __post_init__(self) -> None:
+        homes = items(whole(0) | NONE, "a sequence of layers, or None, for each input")
+        check(
+            self, LayerError, inputs=homes, num_layers=whole(), remat_layer=that("False", lambda value: value is False)
+        )
 
     @property
     def homes(self) -> dict[int, int]:
@@ -167,10 +182,14 @@ def layered(fun: Callable[..., Any], option: LayerOption) -> Callable[..., Any]:
 
     @wraps(fun)
     def in_layers(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        every, tree = jax.tree.flatten((args, kwargs))
+        traced_at = [i for i, leaf in enumerate(every) if isinstance(leaf, Tracer)]
+        leaves = [every[i] for i in traced_at]
 
         def flat(*leaves: Any) -> Any:
-            args, kwargs = jax.tree.unflatten(tree, leaves)
+            """`fun` closed over what is no tracer: functions, numbers and arrays keep their values, as under `jax.grad`."""
+            given = dict(zip(traced_at, leaves, strict=True))
+            args, kwargs = jax.tree.unflatten(tree, [given.get(i, leaf) for i, leaf in enumerate(every)])
             return fun(*args, **kwargs)
 
         traced, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)

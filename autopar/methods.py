@@ -2,22 +2,39 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from autopar.devices import Devices
+from autopar.checks import (
+    BYTES,
+    FLAG,
+    NONE,
+    PATH,
+    OptionError,
+    check,
+    checked,
+    instance,
+    one_of,
+    that,
+    whole,
+)
+from autopar.devices import DEVICES, Devices, device_mesh, mesh_meant
 from autopar.layers import AutoLayerOption, LayerOption
-from autopar.pipeline.schedules import schedule_kind
+from autopar.pipeline.schedules import Pipeline, schedule_kind, schedule_names
 from autopar.pipeline.stage_options import AutoStageOption, StageOption, UniformStageOption
 from autopar.plan import Plan
-from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3, ShardingOptions
+from autopar.sharding.options import AUTO, DATA_PARALLEL, PINS, ZERO2, ZERO3, ShardingOptions
 from autopar.sharding.pins import specs_by_path
 from autopar.trace import StepGraph
-from simulator.mixed import AnyCluster
+from simulator.cluster import Cluster
+from simulator.mixed import AnyCluster, MixedCluster
+
+CLUSTER = instance("a simulator.Cluster or MixedCluster, the name of one or a path", Cluster, MixedCluster) | PATH
+_COMMON: dict[str, Any] = {"devices": DEVICES, "cluster": CLUSTER | NONE, "memory_budget": BYTES | NONE}
+_SHARDING = instance("an autopar.ShardingOptions", ShardingOptions)
 
 
 @dataclass(frozen=True)
@@ -48,8 +65,7 @@ class PlanningMethod:
         return self.sharding
 
     def __post_init__(self) -> None:
-        if self.num_micro_batches < 1:
-            raise ValueError(f"num_micro_batches is {self.num_micro_batches}, expected at least 1")
+        check(self, num_micro_batches=whole(), **_COMMON)
 
 
 @dataclass(frozen=True)
@@ -61,6 +77,10 @@ class ShardParallel(PlanningMethod):
     """
 
     options: ShardingOptions = AUTO
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self, options=_SHARDING)
 
     @property
     def sharding(self) -> ShardingOptions:
@@ -110,6 +130,10 @@ class ManualShardParallel(PlanningMethod):
     out_specs: Any = None
     pins: Mapping[str, PartitionSpec] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self, pins=PINS)
+
     @property
     def sharding(self) -> ShardingOptions:
         return ShardingOptions(mode="manual", pins=self.pins)
@@ -120,6 +144,13 @@ class ManualShardParallel(PlanningMethod):
         results = [f"result/{path}".removesuffix("/") for path in step.out_paths]
         outputs = specs_by_path(self.out_specs, step.out_tree, results, "out_specs")
         return replace(self.sharding, pins={**inputs, **outputs, **self.pins})
+
+
+_STAGE_OPTIONS: dict[str, Callable[[], StageOption]] = {"uniform": UniformStageOption, "auto": AutoStageOption}
+_LAYERS = NONE | instance("a ManualLayerOption or an AutoLayerOption", *get_args(LayerOption))
+_STAGES = one_of(*_STAGE_OPTIONS) | instance(
+    "a UniformStageOption, a ManualStageOption or an AutoStageOption", *get_args(StageOption.__value__)
+)
 
 
 @dataclass(frozen=True)
@@ -148,16 +179,20 @@ class PipeshardParallel(PlanningMethod):
     num_chunks: int | Literal["auto"] = 1
 
     def __post_init__(self) -> None:
-        for name, number in (("num_micro_batches", self.num_micro_batches), ("num_chunks", self.num_chunks)):
-            if number != "auto" and not (isinstance(number, int) and number >= 1):
-                raise ValueError(f"{name} is {number!r}, expected at least 1, or 'auto'")
-        if self.pipeline_schedule != "auto":
-            schedule_kind(self.pipeline_schedule)
-        if self.layer_option is not None and not isinstance(self.layer_option, LayerOption):
-            raise TypeError(
-                f"layer_option is {self.layer_option!r}, expected a ManualLayerOption or an AutoLayerOption"
-            )
-        _ = self.stages
+        count = whole() | one_of("auto")
+        check(
+            self,
+            num_micro_batches=count,
+            default_auto_sharding_option=_SHARDING,
+            pipeline_schedule=one_of(*schedule_names(), "auto"),
+            layer_option=_LAYERS,
+            stage_option=_STAGES,
+            stage_mode=one_of(*_STAGE_OPTIONS) | NONE,
+            num_chunks=count,
+            **_COMMON,
+        )
+        if self.num_chunks not in (1, "auto") and self.pipeline_schedule != "auto":
+            schedule_kind(self.pipeline_schedule, Pipeline(1, 1, self.num_chunks))
 
     @property
     def sharding(self) -> ShardingOptions:
@@ -167,16 +202,7 @@ class PipeshardParallel(PlanningMethod):
     def stages(self) -> StageOption:
         """The stage option, spelled out."""
         given = self.stage_mode or self.stage_option
-        if isinstance(given, str):
-            if given not in _STAGE_OPTIONS:
-                raise ValueError(
-                    f"stage option {given!r}, expected one of {', '.join(_STAGE_OPTIONS)}, or a stage option"
-                )
-            return _STAGE_OPTIONS[given]()
-        return given
-
-
-_STAGE_OPTIONS: dict[str, Callable[[], StageOption]] = {"uniform": UniformStageOption, "auto": AutoStageOption}
+        return _STAGE_OPTIONS[given]() if isinstance(given, str) else given
 
 
 def get_3d_parallel_method(
@@ -199,35 +225,51 @@ def get_3d_parallel_method(
     Raises:
         ValueError: the degrees don't multiply to the number of devices.
     """
+    degrees = {"operator_parallel": operator_parallel, "pipeline_parallel": pipeline_parallel}
+    operator_parallel, pipeline_parallel = (checked(name, each, whole()) for name, each in degrees.items())
+    data_parallel = checked("data_parallel", data_parallel, whole(-1))
+    degenerates = checked("allow_degenerate_into_shard_parallel", allow_degenerate_into_shard_parallel, FLAG)
+    devices = checked("devices", devices, DEVICES)
     count = device_count(devices)
     if data_parallel == -1:
         data_parallel = max(1, count // (operator_parallel * pipeline_parallel))
     if data_parallel * operator_parallel * pipeline_parallel != count:
-        raise ValueError(
+        raise OptionError(
             f"data_parallel={data_parallel} x operator_parallel={operator_parallel} x pipeline_parallel={pipeline_parallel} is not"
             f" the number of devices, {count}"
         )
     shape = (data_parallel, operator_parallel)
     sharding = ShardingOptions(batch_axis="x") if data_parallel > 1 else AUTO
-    if pipeline_parallel == 1 and allow_degenerate_into_shard_parallel:
-        return ShardParallel(shape, num_micro_batches, options=sharding)
-    stages = UniformStageOption(pipeline_parallel, (1, data_parallel * operator_parallel), shape)
-    options = {"layer_option": AutoLayerOption(pipeline_parallel), **options}
-    return PipeshardParallel(
-        devices, num_micro_batches, default_auto_sharding_option=sharding, stage_option=stages, **options
-    )
+    options = {
+        "layer_option": AutoLayerOption(pipeline_parallel),
+        "stage_option": UniformStageOption(pipeline_parallel, (1, data_parallel * operator_parallel), shape),
+        **options,
+    }
+    method = PipeshardParallel(devices, num_micro_batches, default_auto_sharding_option=sharding, **options)
+    if pipeline_parallel > 1 or not degenerates:
+        return method
+    mesh = reshaped(devices, shape)
+    return ShardParallel(mesh, num_micro_batches, method.cluster, method.memory_budget, sharding)
+
+
+def reshaped(devices: Devices, shape: tuple[int, ...]) -> Devices:
+    """The same devices as a mesh of another shape, with the default axis names."""
+    match devices:
+        case Mesh():
+            return device_mesh(list(devices.devices.flat), shape)
+        case [jax.Device(), *_]:
+            return device_mesh(devices, shape)
+        case _:
+            return shape
 
 
 def device_count(devices: Devices) -> int:
     """How many devices are meant."""
-    if devices is None:
-        return len(jax.devices())
-    if isinstance(devices, Mesh | AbstractMesh):
-        return devices.size
-    if isinstance(devices, int):
-        return devices
-    given = list(devices)
-    return prod(given) if given and all(isinstance(each, int) for each in given) else len(given)
+    return len(jax.devices()) if devices is None else mesh_meant(devices, 0).num_devices
+
+
+PLAN = instance("an autopar.Plan, such as plan_step returns", Plan)
+_PARALLELIZED = that("what autopar.parallelize returns", lambda step: hasattr(step, "get_last_executable"))
 
 
 @dataclass(frozen=True)
@@ -241,6 +283,9 @@ class PlanMethod:
 
     plan: Plan
     devices: Devices = None
+
+    def __post_init__(self) -> None:
+        check(self, plan=PLAN, devices=DEVICES)
 
 
 @dataclass(frozen=True)
@@ -258,6 +303,9 @@ class FollowParallel:
     src_func: Any
     num_micro_batches: int | None = None
 
+    def __post_init__(self) -> None:
+        check(self, src_func=_PARALLELIZED, num_micro_batches=whole() | NONE)
+
 
 @dataclass(frozen=True)
 class CreateStateParallel:
@@ -270,6 +318,9 @@ class CreateStateParallel:
 
     train_step: Any
     other_args: Any
+
+    def __post_init__(self) -> None:
+        check(self, train_step=_PARALLELIZED)
 
 
 type Method = PlanningMethod | PlanMethod | FollowParallel | CreateStateParallel

@@ -2,19 +2,29 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
 
 from autopar.analytic import analytic_pipeline, analytic_program
-from autopar.arguments import Argnums, donated_arguments, leaves_of
-from autopar.devices import Device, logical_mesh
+from autopar.arguments import (
+    ARGNUMS,
+    AUTO_ARGNUMS,
+    DEFAULT_BATCH,
+    Argnums,
+    batch_arguments,
+    check_arrays,
+    donated_arguments,
+    leaves_of,
+)
+from autopar.checks import SHAPE, OptionError, checked, instance, one_of, shown, that, whole
+from autopar.devices import Device, logical_mesh, mesh_meant, mesh_on
 from autopar.graph import aval_of
 from autopar.interpreter import builds_graphs
 from autopar.layers import LayerOption
 from autopar.lower import compile_program
-from autopar.methods import PipeshardParallel, PlanningMethod, ShardParallel
+from autopar.methods import CLUSTER, PLAN, PipeshardParallel, PlanningMethod, ShardParallel
 from autopar.pipeline.compiling import compile_pipeline
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.planning import PipelinePlanner
@@ -24,7 +34,7 @@ from autopar.planned import Planned, PlannedStep
 from autopar.planning import make_plan
 from autopar.regions import MARKERS, repeats
 from autopar.sharding.spec import LogicalMesh
-from autopar.trace import StepGraph, trace
+from autopar.trace import StepGraph, abstract, trace
 from autopar.work import kernel_of
 from simulator.breakdown import predict as prediction_of_program
 from simulator.cluster import Cluster
@@ -47,24 +57,27 @@ def plan_step(
     args: Sequence[Any],
     *,
     method: PlanningMethod | None = None,
-    cluster: AnyCluster | str,
+    cluster: AnyCluster | str | Path,
     mesh_shape: Sequence[int] | None = None,
-    batch_argnums: Sequence[int] = (1,),
+    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
 ) -> Plan:
     """Plan `fun` for arguments like `args` (arrays or ShapeDtypeStructs) on a cluster that need not be here.
 
     Args:
-        mesh_shape: logical mesh over the cluster's first devices. By default that of `method.devices` if these are a mesh, abstract
-            or not, else one axis over all; a pipeline has its own mesh for each stage and takes only the number of devices from it.
+        method: how to parallelize; ShardParallel() by default. Its `devices` mean what they do on devices that are here, but of
+            the first devices of the cluster: a mesh, abstract or not, a shape or a number; all by default.
+        mesh_shape: logical mesh over the cluster's first devices, where `method.devices` leaves it open. A pipeline has its own
+            mesh for each stage and takes only the number of devices from it.
+
+    Raises:
+        OptionError: an option is of another type, or `mesh_shape` and `method.devices` differ.
+        ValueError: `method.devices` are more than the cluster has, or devices that are here, and not as many as it has.
     """
-    method = method or ShardParallel()
+    method = ShardParallel() if method is None else method
+    checked("method", method, _METHOD)
     cluster = any_cluster(cluster)
-    if mesh_shape is not None:
-        mesh = logical_mesh(mesh_shape)
-    elif isinstance(method.devices, Mesh | AbstractMesh):
-        mesh = LogicalMesh(method.devices.axis_sizes, method.devices.axis_names)
-    else:
-        mesh = logical_mesh((cluster.num_devices,))
+    batch_argnums = _checked_step(fun, args, batch_argnums)
+    mesh = _mesh(method, cluster, mesh_shape)
     if isinstance(method, PipeshardParallel):
         return plan_pipelined(fun, args, batch_argnums, method, cluster.first_devices(mesh.num_devices))[1]
     cluster = single_pool(cluster, type(method).__name__)
@@ -72,14 +85,51 @@ def plan_step(
     return plan_sharded(step, mesh, cluster, method)
 
 
+_METHOD = instance("one of autopar.methods that make a plan, e.g. autopar.ShardParallel()", PlanningMethod)
+_PLANNED = that(
+    "a simulator.Program, or a step and its plan, as get_executable gives them",
+    lambda planned: isinstance(planned, Program) or (hasattr(planned, "step") and hasattr(planned, "plan")),
+)
+_ARGS = instance("the arguments of the step, in a tuple or a list", tuple, list)
+
+
+def _checked_step(fun: Callable[..., Any], args: Sequence[Any], batch_argnums: int | Sequence[int]) -> tuple[int, ...]:
+    """The numbers of the batch arguments of a step, which is checked."""
+    if not callable(fun) or hasattr(fun, "get_last_executable"):
+        raise OptionError(f"fun is {shown(fun)}, expected a function of arrays; of a parallelized one take its .fun")
+    checked("args", args, _ARGS)
+    try:
+        jax.tree.map(abstract, args)
+    except TypeError:
+        check_arrays(args)
+        raise
+    return batch_arguments(checked("batch_argnums", batch_argnums, ARGNUMS), args)
+
+
+def _mesh(method: PlanningMethod, cluster: AnyCluster, mesh_shape: Sequence[int] | None) -> LogicalMesh:
+    """The logical mesh that a step is planned for."""
+    if mesh_shape is None:
+        return mesh_on(cluster, method.devices)
+    mesh = logical_mesh(checked("mesh_shape", mesh_shape, SHAPE))
+    if method.devices is None:
+        return mesh
+    own = mesh_meant(method.devices, cluster.num_devices)
+    agree = own.num_devices == mesh.num_devices if isinstance(method, PipeshardParallel) else own.shape == mesh.shape
+    if not agree:
+        raise OptionError(
+            f"mesh_shape is {mesh.shape}, but method.devices make a mesh of shape {own.shape}; leave one out"
+        )
+    return own
+
+
 def predict(
     fun: Callable[..., Any],
     args: Sequence[Any],
     plan: Plan,
-    cluster: AnyCluster | str,
+    cluster: AnyCluster | str | Path,
     *,
     donate_argnums: Argnums = "auto",
-    batch_argnums: Sequence[int] = (1,),
+    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
     fidelity: Fidelity = "compiled",
 ) -> Timeline:
     """What happens when in a step, and per-device memory, on a cluster that need not be here: `compile_step`, simulated.
@@ -97,10 +147,10 @@ def compile_step(
     fun: Callable[..., Any],
     args: Sequence[Any],
     plan: Plan,
-    cluster: AnyCluster | str,
+    cluster: AnyCluster | str | Path,
     *,
     donate_argnums: Argnums = "auto",
-    batch_argnums: Sequence[int] = (1,),
+    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
     fidelity: Fidelity = "compiled",
 ) -> Program:
     """The program of a plan for the GPUs of a cluster that need not be here.
@@ -111,13 +161,14 @@ def compile_step(
         fidelity: "compiled": as XLA compiles it, on this machine; memory is the compiler's buffer assignment. "analytic": as the
             planner counts, in little more than it takes to trace; what is donated is then what a step carries on.
     """
-    step = trace_for(plan, fun, args, batch_argnums)
+    plan = checked("plan", plan, PLAN)
+    step = trace_for(plan, fun, args, _checked_step(fun, args, batch_argnums))
     return _program(PlannedStep(step, plan), any_cluster(cluster), donate_argnums, fidelity)
 
 
 def simulate(
     planned: Planned | Program,
-    cluster: AnyCluster | str,
+    cluster: AnyCluster | str | Path,
     *,
     donate_argnums: Argnums = "auto",
     fidelity: Fidelity = "compiled",
@@ -131,14 +182,16 @@ def simulate(
         tokens: that the step learns from, for the throughput.
     """
     cluster = any_cluster(cluster)
+    tokens = checked("tokens", tokens, whole(0))
+    checked("planned", planned, _PLANNED)
     if not isinstance(planned, Program):
         planned = _program(planned, cluster, donate_argnums, fidelity)
     return prediction_of_program(planned, cluster, tokens=tokens)
 
 
 def _program(planned: Planned, cluster: AnyCluster, donate_argnums: Argnums, fidelity: Fidelity) -> Program:
-    if fidelity not in get_args(Fidelity):
-        raise ValueError(f"fidelity {fidelity!r}, expected 'compiled' or 'analytic'")
+    checked("fidelity", fidelity, one_of(*get_args(Fidelity)))
+    donate_argnums = checked("donate_argnums", donate_argnums, AUTO_ARGNUMS)
     step, plan, analytic = planned.step, planned.plan, fidelity == "analytic"
     donated = donated_arguments(donate_argnums, step.in_avals)
     if plan.pipeline is not None:
@@ -209,6 +262,7 @@ def trace_for(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], batch_ar
 
 
 def any_cluster(cluster: Any) -> AnyCluster:
+    cluster = checked("cluster", cluster, CLUSTER)
     return cluster if isinstance(cluster, Cluster | MixedCluster) else load_cluster(cluster)
 
 

@@ -11,6 +11,7 @@ import jax
 from autopar.api import ParallelizedFunction
 from autopar.checkpoint import CheckpointError, latest_step, restore_checkpoint, save_checkpoint
 from autopar.checkpoint.saving import finish_saving, forget_saving
+from autopar.checks import FUNCTION, NONE, checked, instance, that, whole
 from autopar.data_loader import DataLoader, MeshDriverDataLoader
 from autopar.hosts import session
 from autopar.hosts.errors import HostsError
@@ -57,10 +58,15 @@ def train(
         CheckpointError: `ckpt_dir` has checkpoints of another state, or of more steps.
         ValueError: there are fewer batches than steps, or the step does not return a state.
     """
-    if num_steps < 0 or save_every < 1 or max_failures < 0:
-        raise ValueError(
-            f"num_steps={num_steps}, save_every={save_every}, max_failures={max_failures}, expected numbers from 0, 1 and 0"
-        )
+    checked("step", step, that("what autopar.parallelize returns", lambda step: hasattr(step, "get_executable")))
+    checked(
+        "batches",
+        batches,
+        instance("a loader or a function of a step's number", DataLoader, MeshDriverDataLoader) | FUNCTION,
+    )
+    num_steps, max_failures = checked("num_steps", num_steps, whole(0)), checked("max_failures", max_failures, whole(0))
+    save_every, keep = checked("save_every", save_every, whole()), checked("keep", keep, whole() | NONE)
+    checked("on_step", on_step, FUNCTION | NONE)
     loop = _Loop(step, jax.tree.map(abstract, state), batches, num_steps, Path(ckpt_dir), save_every, keep, on_step)
     forget_saving()  # of a loop before this one
     last = latest_step(ckpt_dir)

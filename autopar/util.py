@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from autopar.checks import NONE, checked, real, whole
 from autopar.keys import is_key
 
 
@@ -28,6 +29,11 @@ def benchmark_func(
     Returns:
         Array of shape (repeat,).
     """
+    warmup, repeat, number = (
+        checked(name, given, whole(least))
+        for name, given, least in (("warmup", warmup, 0), ("repeat", repeat, 1), ("number", number, 1))
+    )
+    min_repeat_second = checked("min_repeat_second", min_repeat_second, real() | NONE)
     sync = sync_func or (lambda: None)
     for _ in range(warmup):
         run_func()

@@ -2,6 +2,8 @@
 
 import itertools
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -50,6 +52,7 @@ class RayHosts(Workers):
         self.load_seconds: tuple[float, ...] = ()
         self._keys, self._jobs, self._letter = itertools.count(), itertools.count(), 0
         self._loaded: dict[int, _Loaded] = {}
+        self._dropped: deque[int] = deque()  # jobs whose executables are gone
         super().__init__(num_nodes, num_devices_per_node, timeout)
 
     def _kill(self) -> None:
@@ -58,14 +61,19 @@ class RayHosts(Workers):
 
     # -- jobs
 
-    def load(self, job: Job) -> int:
+    def load(self, job: Job, executable: object = None) -> int:
         """Compile a job on its workers; its number.
+
+        Args:
+            executable: what runs the job. Once it is garbage, the workers forget the job, before they compile the next one; None:
+                they keep the job.
 
         Raises:
             ValueError: it needs hosts or devices that are not there.
         """
         self._check_devices(job.meshes)
         self.check()
+        self._unload()
         self._join(groups_of(job.meshes, self.owner))
         number = next(self._jobs)
         parts = [job.of(devices) for devices in self.numbers]
@@ -76,7 +84,21 @@ class RayHosts(Workers):
         }
         self._loaded[number] = _Loaded(inputs, meshes, job.num_deliveries * len(self.numbers))
         self.load_seconds = tuple(self._ask("load", [(number, part) for part in parts]))
+        if executable is not None:
+            weakref.finalize(executable, self._dropped.append, number).atexit = False
         return number
+
+    def _unload(self) -> None:
+        """Have the workers forget the jobs that nothing runs any more, after all steps that they have been asked for."""
+        while self._dropped:
+            number = self._dropped.popleft()
+            if self._loaded.pop(number, None) is not None:
+                for host in range(len(self.numbers)):
+                    self._pending.append((host, self._call(host, "unload", number)))
+
+    def num_jobs(self) -> list[int]:
+        """How many jobs each worker keeps."""
+        return self._ask("num_jobs")
 
     def _check_devices(self, meshes: Iterable[Iterable[int]]) -> None:
         needed = max(device for mesh in meshes for device in mesh) + 1

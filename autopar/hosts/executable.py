@@ -66,7 +66,7 @@ class RemoteExecutable(ABC):
         self.plan: Plan = planned.plan
         self.program: Program = prepared.program
         self.hosts, self.plan_seconds, self._prepared = hosts, plan_seconds, prepared
-        self._number = hosts.load(prepared.job)
+        self._number = hosts.load(prepared.job, self)
         self.in_shardings: Any = jax.tree.unflatten(self.step.in_tree, [each.sharding for each in prepared.inputs])
         self.out_shardings: Any = jax.tree.unflatten(self.step.out_tree, [each.sharding for each in self._made])
         self.compile_seconds = time.perf_counter() - start

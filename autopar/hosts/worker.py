@@ -188,6 +188,14 @@ class Worker:
             self._now = None
         return time.perf_counter() - start
 
+    def unload(self, number: int) -> None:
+        """Forget a job."""
+        self._jobs.pop(number, None)
+
+    def num_jobs(self) -> int:
+        """How many jobs are kept for the driver."""
+        return len(self._jobs)
+
     def run(
         self,
         number: int,

@@ -19,7 +19,7 @@ from autopar.hosts.worker import Group, InstructionError, Worker
 from autopar.progress import tell
 from autopar.runtime.reading import DataLoaderError
 
-_CHANGES = frozenset({"run", "put", "zeros", "copy", "restore"})
+_CHANGES = frozenset({"run", "put", "zeros", "copy", "restore", "unload"})
 """What workers do that later calls see."""
 
 _SLOW = frozenset({"environment", "start", "meet", "load", "restore", "program_text"})

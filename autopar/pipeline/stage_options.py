@@ -7,6 +7,7 @@ from math import inf, prod
 from pathlib import Path
 from typing import Literal, get_args
 
+from autopar.checks import FLAG, NONE, PATH, SHAPE, Kind, check, instance, items, one_of, real, whole
 from autopar.sharding.options import AUTO, ShardingOptions
 
 
@@ -31,6 +32,9 @@ class Assignment:
     options: ShardingOptions = AUTO
 
 
+_PHYSICAL = items(whole(), "(hosts, devices per host), such as (1, 4)", least=2, most=2)
+
+
 @dataclass(frozen=True, slots=True)
 class UniformStageOption:
     """Stages with the same number of devices, and of layers as far as possible.
@@ -45,10 +49,21 @@ class UniformStageOption:
     submesh_physical_shape: tuple[int, int] | None = None
     submesh_logical_shape: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        check(
+            self,
+            StageError,
+            num_stages=whole() | NONE,
+            submesh_physical_shape=_PHYSICAL | NONE,
+            submesh_logical_shape=SHAPE | NONE,
+        )
+        if self.submesh_physical_shape is not None and self.submesh_logical_shape is not None:
+            _check_submesh(self.submesh_physical_shape, self.submesh_logical_shape)
+
     def assign(self, num_layers: int, num_devices: int, options: ShardingOptions, num_chunks: int) -> list[Assignment]:
         """The stages, `num_chunks` on each submesh. Raises StageError when there are too few layers or devices."""
         stages = num_layers if self.num_stages is None else self.num_stages
-        if stages < 1 or stages > num_layers:
+        if stages > num_layers:
             raise StageError(f"{stages} stages from {num_layers} layer(s); a stage needs at least one layer")
         if stages % num_chunks:
             raise StageError(f"{stages} stages can't be shared by submeshes with {num_chunks} chunks each")
@@ -85,25 +100,38 @@ class ManualStageOption:
     submesh_autosharding_option_dicts: Sequence[dict] = field(default_factory=tuple)
     submesh_devices: Sequence[Sequence[int]] = ()
 
-    def assign(self, num_layers: int, num_devices: int, options: ShardingOptions, num_chunks: int) -> list[Assignment]:
-        """The stages. Raises StageError when they don't fit together."""
-        if num_chunks != 1:
-            raise StageError("a manual stage option gives each stage a submesh of its own; use a UniformStageOption")
-        stages = [tuple(layers) for layers in self.forward_stage_layer_ids]
-        count = len(stages)
-        if [layer for layers in stages for layer in layers] != list(range(num_layers)):
-            raise StageError(f"stages of layers {stages}, expected each of the {num_layers} layers once, in order")
-        changes = self.submesh_autosharding_option_dicts or [{}] * count
-        given = (self.submesh_physical_shapes, self.submesh_logical_shapes, changes)
+    def __post_init__(self) -> None:
+        numbers = items(whole(0), "whole numbers", least=1)
+        check(
+            self,
+            StageError,
+            forward_stage_layer_ids=items(numbers, "the layers of each stage, such as [[0, 1], [2]]", least=1),
+            submesh_physical_shapes=items(
+                _PHYSICAL, "(hosts, devices per host) of each stage, such as [(1, 4), (1, 4)]"
+            ),
+            submesh_logical_shapes=items(SHAPE, "a mesh shape for each stage, such as [(2, 2), (4,)]"),
+            submesh_autosharding_option_dicts=items(
+                _CHANGES, "a dict of fields of autopar.ShardingOptions for each stage"
+            ),
+            submesh_devices=items(numbers, "the numbers of the devices of each stage, such as [[0, 1], [2, 3]]"),
+        )
+        count, changes = len(self.forward_stage_layer_ids), self.submesh_autosharding_option_dicts
+        given = (self.submesh_physical_shapes, self.submesh_logical_shapes, changes or [{}] * count)
         if any(len(each) != count for each in given):
             raise StageError(
                 f"{count} stages, but {[len(each) for each in given]} physical shapes, logical shapes and options"
             )
         for physical, logical in zip(self.submesh_physical_shapes, self.submesh_logical_shapes, strict=True):
-            if prod(physical) != prod(logical):
-                raise StageError(
-                    f"a submesh of {tuple(physical)} devices can't be seen as a mesh of shape {tuple(logical)}"
-                )
+            _check_submesh(physical, logical)
+
+    def assign(self, num_layers: int, num_devices: int, options: ShardingOptions, num_chunks: int) -> list[Assignment]:
+        """The stages. Raises StageError when they don't fit together."""
+        if num_chunks != 1:
+            raise StageError("a manual stage option gives each stage a submesh of its own; use a UniformStageOption")
+        stages = [tuple(layers) for layers in self.forward_stage_layer_ids]
+        if [layer for layers in stages for layer in layers] != list(range(num_layers)):
+            raise StageError(f"stages of layers {stages}, expected each of the {num_layers} layers once, in order")
+        changes = self.submesh_autosharding_option_dicts or [{}] * len(stages)
         return [
             Assignment(layers, devices, (tuple(logical),), replace(options, **change))
             for layers, devices, logical, change in zip(
@@ -128,6 +156,19 @@ class ManualStageOption:
             )
         return devices
 
+
+def _check_submesh(physical: tuple[int, int], logical: tuple[int, ...]) -> None:
+    if prod(physical) != prod(logical):
+        raise StageError(f"a submesh of {physical} devices can't be seen as a mesh of shape {logical}")
+
+
+def _changes(value: object) -> dict:
+    fields = instance("", dict).take(value)
+    replace(AUTO, **fields)
+    return fields
+
+
+_CHANGES = Kind("", _changes)
 
 PhysicalSpace = Literal["power_of_two", "small_power_of_two", "whole_hosts", "all"]
 """Submeshes that stages may get: powers of two devices of a host and powers of two hosts; the same with at most four hosts; the same
@@ -161,14 +202,16 @@ class AutoStageOption:
     cached_profile_result: str | Path | None = None
 
     def __post_init__(self) -> None:
-        for name, space in (
-            ("submesh_physical_shape_space", PhysicalSpace),
-            ("submesh_logical_shape_space", LogicalSpace),
-        ):
-            if getattr(self, name) not in get_args(space):
-                raise StageError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(space))}")
-        if not self.stage_imbalance_tolerance >= 0:
-            raise StageError(f"stage_imbalance_tolerance is {self.stage_imbalance_tolerance}, expected at least 0")
+        check(
+            self,
+            StageError,
+            submesh_physical_shape_space=one_of(*get_args(PhysicalSpace)),
+            submesh_logical_shape_space=one_of(*get_args(LogicalSpace)),
+            stage_imbalance_tolerance=real(),
+            leave_idle=FLAG,
+            profile=FLAG,
+            cached_profile_result=PATH | NONE,
+        )
         if self.cached_profile_result is not None and not self.profile:
             raise StageError(
                 f"cached_profile_result is {self.cached_profile_result}, which keeps what profile=True measures; give both"

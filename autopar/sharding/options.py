@@ -1,12 +1,13 @@
 """What a plan may choose."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
 from jax.sharding import PartitionSpec
 from pydantic import PlainSerializer, PlainValidator
 
+from autopar.checks import FLAG, NONE, TEXT, Kind, by_name, check, instance, one_of, real
 from simulator.work import CollectiveKind
 
 Freedom = Literal["any", "replicated", "sharded"]
@@ -21,6 +22,18 @@ def _partition_spec(value: Any) -> PartitionSpec:
         return value
     return PartitionSpec(*(tuple(axes) if isinstance(axes, list) else axes for axes in value))
 
+
+def _collectives(value: Any) -> frozenset[CollectiveKind]:
+    if not isinstance(value, Collection) or isinstance(value, str | Mapping):
+        raise TypeError
+    return frozenset(map(one_of(*get_args(CollectiveKind)).take, value))
+
+
+PINS = by_name(
+    instance("", PartitionSpec),
+    "a dict from paths or names to jax.sharding.PartitionSpecs, {'0/w': P('x')} for instance",
+)
+FORBIDDEN = Kind(f"a set of some of {', '.join(map(repr, get_args(CollectiveKind)))}", _collectives)
 
 type _Pin = Annotated[PartitionSpec, PlainValidator(_partition_spec), PlainSerializer(list)]
 type _Kinds = Annotated[frozenset[CollectiveKind], PlainSerializer(sorted)]
@@ -58,14 +71,19 @@ class ShardingOptions:
     tolerance: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, given, known in (
-            ("mode", {self.mode}, get_args(Mode)),
-            ("parameters", {self.parameters}, get_args(Freedom)),
-            ("optimizer_state", {self.optimizer_state}, get_args(Freedom)),
-            ("forbidden", self.forbidden, get_args(CollectiveKind)),
-        ):
-            if unknown := sorted(set(given) - set(known)):
-                raise ValueError(f"{name}: {', '.join(map(repr, unknown))} is none of {', '.join(map(repr, known))}")
+        check(
+            self,
+            mode=one_of(*get_args(Mode)),
+            data_parallel=FLAG,
+            parameters=one_of(*get_args(Freedom)),
+            optimizer_state=one_of(*get_args(Freedom)),
+            batch_axis=TEXT | NONE,
+            forbidden=FORBIDDEN,
+            prefer_reduce_scatter=FLAG,
+            pins=PINS,
+            time_limit=real(above=0.0),
+            tolerance=real(most=1.0),
+        )
 
 
 AUTO = ShardingOptions()

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from autopar.checks import checked, that
+
 type Candidate = dict[str, Any]
 """A value for each knob."""
 
@@ -22,6 +24,10 @@ class Space:
     domains: Mapping[str, Domain]
 
     def __post_init__(self) -> None:
+        known = that(
+            "a dict of knobs by name, such as {'tensor': [1, 2, 4, 8]}", lambda space: isinstance(space, Mapping)
+        )
+        checked("space", self.domains, known)
         if not self.domains:
             raise ValueError("the space has no knobs; expected a dict such as {'tensor': [1, 2, 4, 8]}")
         for name, domain in self.domains.items():

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from autopar.api import parallelize
+from autopar.checks import FUNCTION, PATH, checked, instance, one_of, whole
 from autopar.devices import AXIS_NAMES, Devices, device_mesh, is_here
 from autopar.methods import ManualShardParallel, PlanningMethod
 from autopar.predicting import plan_step, predict
@@ -52,9 +53,11 @@ def tune(
     Raises:
         ValueError, TypeError: the space or an option is not as said above. What is wrong with a candidate is written in its trial.
     """
+    checked("make", make, FUNCTION)
+    checked("cluster", cluster, instance("a simulator.Cluster, the name of one or a path", Cluster) | PATH)
     cluster = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
-    if search_by not in get_args(Search.__value__):
-        raise ValueError(f"search_by is {search_by!r}, expected one of {', '.join(get_args(Search.__value__))}")
+    checked("search_by", search_by, one_of(*get_args(Search.__value__)))
+    measure = checked("measure", measure, whole(0))
     if measure and not is_here(cluster, jax.devices()):
         raise ValueError(
             f"measure is {measure}, but the devices here are {jax.devices()[0].device_kind}, not those of {cluster.name!r};"

@@ -1,5 +1,10 @@
 """`parallelize` computes what one device computes, for every method, mesh and shape; and helps when it can't."""
 
+import gc
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
+from autopar import api
 from autopar.testing import assert_allclose
 from simulator.cluster import Cluster
 from tests.steps import mlp_args, mlp_step, serial
@@ -108,6 +114,135 @@ def test_static_and_donated_arguments_can_be_named():
     (x,) = f.preshard_dynamic_args(np.ones(4, np.float32), 3)
     np.testing.assert_allclose(f(x, 3), 3 * np.ones(4))
     assert x.is_deleted()
+
+
+def test_static_values_are_told_apart_where_they_compute_differently():
+    @dataclass(frozen=True)
+    class Config:
+        value: Any
+
+    @autopar.parallelize(static_argnums=1, batch_argnums=(0,), method=autopar.DataParallel(2))
+    def f(x, k):
+        for _ in range(2):
+            k = k.value if isinstance(k, Config) else k[0] if isinstance(k, tuple) else k
+        return x + (0 if isinstance(k, int) else 1) + 2 * isinstance(k, bool) + 4 * (str(k)[0] == "-")
+
+    x = np.zeros(4, np.float32)
+    nan = float("nan")
+    numbers = [1, 1.0, True, 0.0, -0.0, 0, False, nan, np.float32(1), complex(0.0, -0.0), complex(0.0, 0.0)]
+    for value in [wrap(number) for wrap in (lambda v: v, lambda v: (v,), Config) for number in numbers]:
+        np.testing.assert_array_equal(f(x, value), f.fun(x, value))
+        np.testing.assert_array_equal(f(x, value), f.fun(x, value))  # as the last one again
+    assert len(f._executables) == 32
+    assert f.get_executable(x, nan) is f.get_executable(x, float("nan"))
+    assert f.get_executable(x, Config(nan)) is f.get_executable(x, Config(nan))
+    assert f.get_executable(x, (1, "a")) is f.get_executable(x, (1, "a"))
+
+
+def test_a_number_in_the_place_of_an_array_of_the_same_value_has_its_own_program():
+    f = autopar.parallelize(lambda x, k: x * k, batch_argnums=(0,), method=autopar.DataParallel(2))
+    x = jnp.ones(4, jnp.int32)
+    for k in (2, np.float32(2), jnp.float32(2), 2, 2.0):
+        assert f(x, k).dtype == f.fun(x, k).dtype
+
+
+def test_a_number_that_changes_is_warned_of_at_its_third_value():
+    def f(x, rate):
+        return x * rate
+
+    changing = autopar.parallelize(f, batch_argnums=(0,), method=autopar.DataParallel(2))
+    x = np.ones(4, np.float32)
+    for rate in (0.1, 0.2, 0.1, 0.2):
+        changing(x, rate)
+    with pytest.warns(UserWarning, match=r"argument 1 \(rate\) has been 0.1, 0.2, 0.3.*jnp.float32\(rate\)") as caught:
+        changing(x, 0.3)
+    assert caught[0].filename == __file__
+    changing(x, 0.4)
+    meant = autopar.parallelize(f, static_argnums=1, batch_argnums=(0,), method=autopar.DataParallel(2))
+    for rate in (0.1, 0.2, 0.3, jnp.float32(0.4).item()):
+        meant(x, rate)
+    arrays = autopar.parallelize(f, batch_argnums=(0,), method=autopar.DataParallel(2))
+    for rate in (0.1, 0.2, 0.3):
+        arrays(x, jnp.float32(rate))
+    assert len(arrays._executables) == 1
+
+
+def test_only_the_programs_that_were_used_last_are_kept(monkeypatch):
+    monkeypatch.setattr(api, "MOST_PROGRAMS", 2)
+    f = autopar.parallelize(lambda x, k: x * k, static_argnums=1, batch_argnums=(0,), method=autopar.DataParallel(2))
+    x = np.ones(4, np.float32)
+    first, second = (weakref.ref(f.get_executable(x, k)) for k in (1, 2))
+    compiled = weakref.ref(second().compiled)
+    f(x, 1)
+    f(x, 3)  # in the place of 2
+    gc.collect()
+    assert second() is None
+    assert compiled() is None
+    assert f.get_executable(x, 1) is first()
+    np.testing.assert_array_equal(f(x, 2), 2 * x)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        jax.jit,
+        jax.vmap,
+        jax.grad,
+        jax.make_jaxpr,
+        jax.checkpoint,
+        lambda f: lambda x: jax.eval_shape(f, x),
+        lambda f: autopar.parallelize(f, batch_argnums=(0,)),
+    ],
+)
+def test_a_parallelized_step_that_is_transformed_says_to_take_its_fun(transform):
+    @autopar.parallelize(batch_argnums=(0,), method=autopar.DataParallel(2))
+    def loss(x):
+        return jnp.sum(x**2)
+
+    x = np.ones((8, 8), np.float32)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"loss is parallelized.*loss\.fun"):
+            transform(lambda x: jnp.sum(loss(x)))(x)
+        loss(x)  # a program that is there is not called with tracers either
+
+
+def test_a_parallelized_step_is_not_planned_as_a_step():
+    step = autopar.parallelize(mlp_step)
+    plan = autopar.plan_step(mlp_step, mlp_args(), cluster="p3.16xlarge")
+    for use in (
+        lambda: autopar.parallelize(step),
+        lambda: autopar.plan_step(step, mlp_args(), cluster="p3.16xlarge"),
+        lambda: autopar.predict(step, mlp_args(), plan, "p3.16xlarge"),
+        lambda: autopar.compile_step(step, mlp_args(), plan, "p3.16xlarge"),
+    ):
+        with pytest.raises(TypeError, match=r"fun is .*\.fun"):
+            use()
+
+
+def test_a_model_with_functions_in_it_is_refused_with_advice():
+    @jax.tree_util.register_pytree_node_class
+    class Model:
+        def __init__(self, weight, activation):
+            self.weight, self.activation = weight, activation
+
+        def tree_flatten(self):
+            return (self.weight, self.activation), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*children)
+
+    def fun(model, x):
+        return model.activation(x @ model.weight)
+
+    args = Model(np.ones((8, 8)), jnp.tanh), np.ones((8, 8))
+    for use in (
+        lambda: autopar.parallelize(fun)(*args),
+        lambda: autopar.parallelize(fun, static_argnums=())(*args),
+        lambda: autopar.plan_step(fun, args, cluster="p3.16xlarge"),
+    ):
+        with pytest.raises(TypeError, match=r"argument 0, a Model, holds .* at .*, which is no array.*eqx\.partition"):
+            use()
 
 
 def test_an_argument_that_cannot_be_static_is_refused():

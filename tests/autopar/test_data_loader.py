@@ -280,7 +280,7 @@ def test_arguments_are_checked():
         made(3)
     with pytest.raises(TypeError, match="input_iter_func is"):
         mesh_loader([examples(0, 16)])
-    with pytest.raises(ValueError, match="prefetch_size=-1"):
+    with pytest.raises(ValueError, match="prefetch_size is -1, expected a whole number"):
         made([], prefetch_size=-1)
     with pytest.raises(ValueError, match="step=4, but there are 3 batches"):
         mesh_loader(Recorded()).from_step(4)

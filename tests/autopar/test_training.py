@@ -89,7 +89,7 @@ def test_what_a_loop_can_not_do_is_said(function, tmp_path):
     autopar.save_checkpoint(tmp_path, stack_params(), 7)
     with pytest.raises(autopar.CheckpointError, match="checkpoint of step 7, which is after num_steps=5"):
         autopar.train(function, stack_params(), batches, 5, tmp_path)
-    with pytest.raises(ValueError, match="expected numbers from 0, 1 and 0"):
+    with pytest.raises(ValueError, match="expected a whole number of at least"):
         autopar.train(function, stack_params(), batches, 5, tmp_path / "other", save_every=0)
     loss_only = autopar.parallelize(
         lambda params, batch: stack_step(params, batch)[1], method=autopar.ShardParallel((8,))

@@ -1,5 +1,6 @@
 """Plans on the hosts of a Ray cluster: several on this machine, each with virtual devices."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 import autopar
+from autopar import api
 from autopar.hosts import session
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
 from autopar.hosts.watching import silence_seconds
@@ -220,6 +222,20 @@ def test_a_pipeline_on_unequal_hosts_trains_as_one_device_does(raylets):
     )
     params, _ = assert_trained(function)
     assert [params[name].array.place.mesh.devices for name in ("w2", "w3")] == [(0, 1, 2, 3), (4, 5)]
+
+
+@pytest.mark.hosts(2, 4)
+def test_workers_forget_the_programs_that_the_driver_has_dropped(hosts, monkeypatch):
+    monkeypatch.setattr(api, "MOST_PROGRAMS", 1)
+    function = autopar.parallelize(stack_step, method=pipeline(2))
+    function.get_executable(stack_params(), stack_batch(8))
+    before = hosts.num_jobs()
+    for rows in (16, 24, 32):
+        function.get_executable(stack_params(), stack_batch(rows))
+        gc.collect()
+    for now, then in zip(hosts.num_jobs(), before, strict=True):
+        assert now <= then + 1  # the last, and the one that was dropped for it
+    assert_trained(function, 1)
 
 
 def loss_of(params: Any, batch: Any) -> jax.Array:

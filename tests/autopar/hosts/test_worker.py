@@ -1,5 +1,7 @@
 """Jobs on a worker of this process: what it runs, that it is what one device computes, and what it keeps."""
 
+import gc
+import weakref
 from collections import defaultdict
 from typing import Any
 
@@ -139,6 +141,17 @@ def test_nothing_is_kept_but_what_the_step_returned():
     driver = Driver(prepared(pipeline(2), stack_step, args))
     driver.steps(args, 3)
     assert driver.worker.num_arrays() == len(driver.found.outputs)
+
+
+def test_a_job_that_is_unloaded_is_garbage():
+    args = stack_params(), stack_batch()
+    driver = Driver(prepared(pipeline(2), stack_step, args))
+    driver.steps(args, 1)
+    loaded = weakref.ref(driver.worker._jobs[0])
+    driver.worker.do(None, [], "unload", 0)
+    gc.collect()
+    assert driver.worker.num_jobs() == 0
+    assert loaded() is None
 
 
 def test_what_is_sent_outlives_what_uses_up_its_memory(monkeypatch):

@@ -52,7 +52,7 @@ def descend(params: Any, value_and_grad: tuple[Any, Any]) -> tuple[Any, Any]:
     return jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients), value
 
 
-def pipeline(num_micro_batches: int = 4, devices: int = 4, **options: Any) -> autopar.PipeshardParallel:
+def pipeline(num_micro_batches: int = 4, devices: int | None = 4, **options: Any) -> autopar.PipeshardParallel:
     """A pipeline with as many stages as there are layers."""
     return autopar.PipeshardParallel(devices, num_micro_batches, **options)
 

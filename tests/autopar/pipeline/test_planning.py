@@ -308,10 +308,10 @@ def test_the_objective_of_found_stages_is_the_least_of_all(mlp):
     [
         (
             {"submesh_physical_shape_space": "some"},
-            "submesh_physical_shape_space is 'some', expected one of power_of_two",
+            "submesh_physical_shape_space is 'some', expected one of 'power_of_two'",
         ),
         ({"submesh_logical_shape_space": "any"}, "submesh_logical_shape_space is 'any', expected one of"),
-        ({"stage_imbalance_tolerance": -1.0}, "expected at least 0"),
+        ({"stage_imbalance_tolerance": -1.0}, "expected a number of at least 0"),
     ],
 )
 def test_unknown_options_are_refused(change, message):

@@ -22,7 +22,7 @@ PROFILE = AutoStageOption(profile=True)
 
 def planned(option: AutoStageOption = PROFILE, layers: int = 2, cluster: Cluster | str = HERE) -> autopar.Plan:
     args = stack_params(layers), stack_batch()
-    return autopar.plan_step(stack_step, args, method=pipeline(stage_option=option), cluster=cluster)
+    return autopar.plan_step(stack_step, args, method=pipeline(devices=None, stage_option=option), cluster=cluster)
 
 
 def takes(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> list[TaskFunction]:

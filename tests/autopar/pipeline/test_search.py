@@ -108,10 +108,10 @@ def test_the_first_refusal_is_told_where_nothing_can_be_planned():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_micro_batches": 0}, "num_micro_batches is 0, expected at least 1, or 'auto'"),
+        ({"num_micro_batches": 0}, "num_micro_batches is 0, expected a whole number of at least 1 or 'auto'"),
         ({"num_micro_batches": "many"}, "num_micro_batches is 'many', expected"),
         ({"num_chunks": "auto?"}, "num_chunks is 'auto\\?', expected"),
-        ({"pipeline_schedule": "automatic"}, "unknown pipeline schedule 'automatic'"),
+        ({"pipeline_schedule": "automatic"}, "pipeline_schedule is 'automatic', expected one of"),
     ],
 )
 def test_other_words_are_refused(options, message):

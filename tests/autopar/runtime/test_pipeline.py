@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -23,7 +24,15 @@ from autopar.runtime.dispatch import Dispatcher
 from autopar.runtime.pipeline import PipelineExecutable
 from simulator.program import Instruction, Run, walk
 from simulator.timeline import Timeline
-from tests.autopar.pipeline.steps import descend, pipeline, stack, stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.steps import (
+    assert_as_serial,
+    descend,
+    pipeline,
+    stack,
+    stack_batch,
+    stack_params,
+    stack_step,
+)
 
 
 @cache
@@ -159,7 +168,7 @@ def test_the_executed_timeline_has_every_task_once(tmp_path: Any) -> None:
 
 def test_the_memory_of_a_predicted_pipeline_grows_and_returns_to_where_it_was() -> None:
     args = jax.eval_shape(lambda: (stack_params(width=256), stack_batch(64, 256)))
-    plan = autopar.plan_step(stack_step, args, method=pipeline(), cluster="p3.16xlarge")
+    plan = autopar.plan_step(stack_step, args, method=pipeline(devices=8), cluster="p3.16xlarge")
     timeline = autopar.predict(stack_step, args, plan, "p3.16xlarge")
     for levels, most in zip(timeline.levels, timeline.memory, strict=True):
         held = [sum(level.values()) for _, level in levels]
@@ -246,6 +255,22 @@ def run(step: Any = stack_step, batch: int = 16, **options: Any) -> None:
     autopar.parallelize(step, method=pipeline(**options)).get_executable(stack_params(), stack_batch(batch))
 
 
+@pytest.mark.parametrize("layers", [autopar.AutoLayerOption(2), autopar.ManualLayerOption(remat_layer=True)])
+def test_a_loss_may_take_functions_numbers_and_constants(layers: Any) -> None:
+    """What is no traced array keeps its value in layers, as it does under `jax.value_and_grad`."""
+    constant = np.linspace(0, 1, 16, dtype=np.float32)
+
+    def loss(params: Any, apply: Any, x: jax.Array, power: int, options: dict[str, Any], *, weights: np.ndarray) -> Any:
+        scale = options["scale"] if options["name"] == "scaled" and weights.all() is np.False_ else 1.0
+        return jnp.mean((apply(params, x) ** int(power)) * scale * weights)
+
+    def step(params: Any, batch: Any) -> Any:
+        options = {"name": "scaled", "scale": 3.0, "act": jnp.tanh}
+        return descend(params, autopar.value_and_grad(loss)(params, stack, batch["x"], 2, options, weights=constant))
+
+    assert_as_serial(step, pipeline(devices=2, layer_option=layers), stack_params(2), stack_batch())
+
+
 def test_more_stages_than_layers() -> None:
     with pytest.raises(StageError, match="5 stages from 4 layer"):
         run(stage_option=UniformStageOption(5), devices=5)
@@ -308,9 +333,9 @@ def test_a_plan_for_another_step() -> None:
 
 
 def test_an_unknown_schedule_or_stage_option() -> None:
-    with pytest.raises(ValueError, match="unknown pipeline schedule '1b1f'"):
+    with pytest.raises(ValueError, match="pipeline_schedule is '1b1f', expected one of"):
         pipeline(pipeline_schedule="1b1f")
-    with pytest.raises(ValueError, match="stage option 'even'"):
+    with pytest.raises(ValueError, match="stage_option is 'even', expected"):
         pipeline(stage_option="even")
 
 

@@ -87,7 +87,7 @@ def test_the_best_few_are_measured_where_the_devices_are() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"search_by": "random"}, r"search_by is 'random', expected one of exhaustive, coordinate"),
+        ({"search_by": "random"}, r"search_by is 'random', expected 'exhaustive' or 'coordinate'"),
         ({"measure": 1}, r"the devices here are cpu, not those of 'dgx_a100_80'"),
         ({"space": {"data": [1], "tensor": []}}, r"the space has no candidate"),
         ({"cluster": "dgx_a1000"}, r"dgx_a1000"),

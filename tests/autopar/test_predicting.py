@@ -1,0 +1,73 @@
+"""`devices` of a method mean the same for a cluster that is not here as on devices that are."""
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, Mesh
+
+import autopar
+from simulator.cluster import Cluster
+from tests.steps import mlp_args, mlp_step
+
+CLUSTER = Cluster.load("cpu-virtual").model_copy(update={"devices_per_host": 8})
+CASES = [
+    None,
+    8,
+    4,
+    (2, 4),
+    (2, 2),
+    (8, 1),
+    [4, 2],
+    jax.make_mesh((2, 4), ("rows", "columns")),
+    jax.devices(),
+]
+
+
+def mesh_of(plan):
+    return plan.stages[0].mesh
+
+
+@pytest.mark.parametrize("devices", CASES, ids=str)
+@pytest.mark.parametrize("kind", [autopar.ShardParallel, autopar.Zero2Parallel])
+def test_plan_step_and_parallelize_take_devices_for_the_same_mesh(kind, devices):
+    method = kind(devices=devices)
+    args = mlp_args((16,))
+    plan = autopar.plan_step(mlp_step, args, method=method, cluster=CLUSTER)
+    here = autopar.parallelize(mlp_step, method=method).get_executable(*args).plan
+    assert mesh_of(plan) == mesh_of(here)
+    again = autopar.parallelize(mlp_step, method=autopar.PlanMethod(plan)).get_executable(*args)
+    assert again.mesh.devices.shape == mesh_of(plan).shape
+
+
+@pytest.mark.parametrize("devices", [4, (2, 2), AbstractMesh((4,), ("i",))])
+def test_a_pipeline_takes_the_number_of_devices(devices):
+    option = autopar.AutoLayerOption(layer_num=2)
+    method = autopar.PipeshardParallel(devices, num_micro_batches=2, layer_option=option)
+    plan = autopar.plan_step(mlp_step, mlp_args(), method=method, cluster=CLUSTER)
+    assert sorted(device for stage in plan.stages for device in stage.devices) == [0, 1, 2, 3]
+
+
+def test_an_abstract_mesh_keeps_its_names():
+    method = autopar.ShardParallel(AbstractMesh((2, 2), ("i", "j")))
+    for mesh_shape in (None, (2, 2)):
+        plan = autopar.plan_step(mlp_step, mlp_args(), method=method, cluster="p3.16xlarge", mesh_shape=mesh_shape)
+        assert mesh_of(plan).sizes == {"i": 2, "j": 2}
+
+
+@pytest.mark.parametrize("kind", [autopar.ShardParallel, autopar.PipeshardParallel])
+@pytest.mark.parametrize("devices", [jax.devices()[:4], Mesh(jax.devices()[:4], ("x",)), 16, (4, 4), jax.devices()])
+def test_devices_that_are_not_the_clusters_are_refused(kind, devices):
+    count = 4 if isinstance(devices, list) and len(devices) == 8 else 8
+    cluster = CLUSTER.first_devices(count)
+    with pytest.raises(ValueError, match=rf"devices is .*, but cluster 'cpu-virtual' has {count}; give the shape"):
+        autopar.plan_step(mlp_step, mlp_args(), method=kind(devices=devices), cluster=cluster)
+
+
+def test_a_mesh_shape_beside_other_devices_is_refused():
+    method = autopar.ShardParallel(devices=(2, 4))
+    with pytest.raises(
+        autopar.OptionError, match=r"mesh_shape is \(8,\), but method.devices make a mesh of .*\(2, 4\)"
+    ):
+        autopar.plan_step(mlp_step, mlp_args(), method=method, cluster=CLUSTER, mesh_shape=(8,))
+    pipeline = autopar.PipeshardParallel(4)
+    with pytest.raises(autopar.OptionError, match="leave one out"):
+        autopar.plan_step(mlp_step, mlp_args(), method=pipeline, cluster=CLUSTER, mesh_shape=(8,))
