@@ -2,10 +2,14 @@
 
 import json
 import reprlib
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _LINE = 800
 _DEPTH = 50
@@ -136,6 +140,24 @@ def parse_yaml(text: str, source: object, error: type[ValueError] = FileError) -
 def read_yaml(path: str | Path, expected: str = "a YAML file", error: type[ValueError] = FileError) -> Any:
     """Return the value in a YAML file; errors are those of `read_text` and `parse_yaml`."""
     return parse_yaml(read_text(path, expected, error), path, error)
+
+
+def read_table(path: str | Path, error: type[ValueError] = FileError) -> "pd.DataFrame":
+    """Return the table in a CSV file.
+
+    Args:
+        error: the class of errors.
+
+    Raises:
+        error: the file can't be read, or holds no table.
+    """
+    import pandas as pd  # which takes long to import
+
+    text = read_text(path, "a CSV file", error)
+    try:
+        return pd.read_csv(StringIO(text))
+    except (ValueError, OverflowError) as reason:
+        raise error(f"{path}: is not CSV: {one_line(reason)}") from None
 
 
 def _check(node: yaml.Node, sizes: dict[int, int], depth: int) -> int:
