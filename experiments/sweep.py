@@ -138,7 +138,7 @@ def _check_collectives(given: Mapping[str, Any]) -> None:
         )
     if max(kib) * 1024 > cluster.device.memory_bytes:
         raise ValueError(
-            f"configuration, at collectives.sizes_kib: given {max(kib):g}, which is more than the {cluster.device.memory_gb:g} GB of a device of "
+            f"configuration, at collectives.sizes_kib: given {brief(max(kib))}, which is more than the {cluster.device.memory_gb:g} GB of a device of "
             f"{cluster.name}"
         )
 

@@ -14,6 +14,7 @@ from simulator.collective_profile import PROFILES as COLLECTIVES
 from simulator.collective_profile import CollectiveProfile, MeasuredLink, SizeCurve
 from simulator.description import ClusterError, Description, named, read, validate
 from simulator.dtypes import check_dtypes
+from simulator.files import brief
 from simulator.kernel_profile import PROFILES as KERNELS
 from simulator.kernel_profile import KernelProfile
 
@@ -377,7 +378,7 @@ def cluster_path(name_or_path: str | Path, beside: Path | None = None) -> Path:
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         raise ClusterError(
-            f"unknown cluster {str(name_or_path)!r}; expected one of {', '.join(cluster_names() + mixed_cluster_names())}, "
+            f"unknown cluster {brief(str(name_or_path))}; expected one of {', '.join(cluster_names() + mixed_cluster_names())}, "
             "or a path to a .yaml file"
         )
     return path if beside is None else beside.parent / path
@@ -398,7 +399,7 @@ def load_device(name: str, cluster_path: Path) -> Device:
     path = _DEVICES / f"{name}.yaml" if name in device_names() else cluster_path.parent / name
     if path.suffix not in (".yaml", ".yml"):
         raise ClusterError(
-            f"{cluster_path}: device: unknown device {name!r}; expected one of {', '.join(device_names())}, "
+            f"{cluster_path}: device: unknown device {brief(name)}; expected one of {', '.join(device_names())}, "
             "a path to a .yaml file, or the fields themselves"
         )
     return validate(Device, _with_kernels(read(path), path), path)

@@ -66,7 +66,7 @@ def named(name: object, folder: Path, beside: Path, field: str) -> object:
     shipped = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
     if name not in shipped and not name.endswith((".yaml", ".yml")):
         raise ClusterError(
-            f"{beside}: {field}: unknown profile {name!r}; expected one of {', '.join(shipped)}, a path to a .yaml file, or the "
+            f"{beside}: {field}: unknown profile {brief(name)}; expected one of {', '.join(shipped)}, a path to a .yaml file, or the "
             "fields themselves"
         )
     return read(shipped.get(name) or beside.parent / name)
