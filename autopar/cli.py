@@ -10,6 +10,7 @@ from rich.table import Table
 
 from autopar.plan import Plan, PlanError
 from simulator.cluster import Cluster, cluster_names, mixed_cluster_names
+from simulator.files import FileError, check_writable
 from simulator.mixed import load_cluster
 
 app = typer.Typer(help="Plans, runs and predicts parallel training of JAX steps.", no_args_is_help=True)
@@ -45,6 +46,10 @@ def calibrate(
     """Measure the devices of this machine, in a few minutes, and write them as a cluster file for `cluster=`."""
     if output.suffix not in (".yaml", ".yml"):
         raise typer.BadParameter(f"{output}: expected a path that ends in .yaml, as cluster files do")
+    try:
+        check_writable(output)
+    except FileError as error:
+        raise typer.BadParameter(str(error)) from None
     from autopar.calibrate import calibrate  # starts JAX, which the other commands do without
     from simulator.calibration.profiles import write_profile
 

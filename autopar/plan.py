@@ -4,7 +4,6 @@ A plan holds no program. It says where each input, output and constrained value 
 made for (`fingerprint`).
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
@@ -20,6 +19,7 @@ from autopar.progress import ranges
 from autopar.sharding.dataflow import Role
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.spec import LogicalMesh, Spec, local_shape, partition_spec
+from simulator.files import brief, one_line, parse_json, read_text, write_text
 from simulator.memory import Role as MemoryRole
 from simulator.memory import apportioned
 
@@ -212,26 +212,29 @@ class Plan(_Model):
     @classmethod
     def from_json(cls, text: str) -> Self:
         """The plan that `to_json` wrote. Raises PlanError for anything else."""
-        try:
-            version = json.loads(text).get("version")
-        except (ValueError, AttributeError) as error:
-            raise PlanError(f"not a plan: {error}; expected the JSON that Plan.save writes") from error
-        if version != VERSION:
-            raise PlanError(f"plan of version {version}, expected {VERSION}; plan the step again")
+        data = parse_json(text, "not a plan", PlanError)
+        if not isinstance(data, dict):
+            raise PlanError(f"not a plan: {brief(data)}; expected the JSON that Plan.save writes")
+        if (version := data.get("version")) != VERSION:
+            raise PlanError(f"plan of version {brief(version)}, expected {VERSION}; plan the step again")
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise PlanError(f"not a plan: {where}: {first['msg']}; plan the step again") from error
+            raise PlanError(f"not a plan: {one_line(f'{where}: {first["msg"]}')}; plan the step again") from error
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json())
+        write_text(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """The plan saved at `path`. Raises PlanError when the file holds none."""
-        return cls.from_json(Path(path).read_text())
+        text = read_text(path, "a plan that Plan.save wrote", PlanError)
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
 
     def check(self, fingerprint: str) -> None:
         """Raise PlanError unless the plan is for the step of that fingerprint."""

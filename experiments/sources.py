@@ -6,9 +6,8 @@ Snakemake reruns a rule when an input changes, but does not see what a script im
 from collections.abc import Iterable
 from pathlib import Path
 
-import yaml
-
 from simulator.cluster import cluster_names, device_names
+from simulator.files import read_yaml
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,6 +42,7 @@ COLLECTIVES = (
     "simulator/calibration/profiles.py",
     "simulator/calibration/tables.py",
     "simulator/collective_profile.py",
+    "simulator/files.py",
     "simulator/work.py",
 )
 
@@ -71,7 +71,7 @@ def sources(rule: str) -> list[str]:
 def cluster_files(cluster: str) -> list[str]:
     """The YAML file of a cluster (a shipped one's name, or a path) and that of its device."""
     path = ROOT / "simulator/clusters" / f"{cluster}.yaml" if cluster in cluster_names() else Path(cluster)
-    device = yaml.safe_load(path.read_text())["device"]
+    device = read_yaml(path)["device"]
     if not isinstance(device, str):
         return [str(path)]
     shipped = ROOT / "simulator/devices" / f"{device}.yaml"

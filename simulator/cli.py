@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import pandas as pd
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
@@ -14,6 +13,7 @@ from simulator.breakdown import prediction_of
 from simulator.calibration.profiles import fit_profiles, write_profile
 from simulator.calibration.tables import COLUMNS, fit_collectives
 from simulator.engine import simulate
+from simulator.files import check_writable, read_table
 from simulator.formula import predict
 from simulator.formula.files import Formula, load_for_program, load_machine
 from simulator.formula.what_if import Change
@@ -71,6 +71,7 @@ def predict_file(
     """Predicts a training step: time, where it goes, and memory. Several clusters make several columns."""
     names = cluster or ["dgx_a100_80"]
     try:
+        check_writable(gantt, trace)
         changes = [Change.parse(text) for text in change or []]
         if file.suffix == ".json":
             driver = None if backend is None else backend_named(backend)
@@ -175,7 +176,10 @@ def validate(
             _print_worst(console, comparison, worst)
     folder = output or (Path("results/validation") if data is None else None)
     if write and folder is not None:
-        paths = write_report(comparisons, folder)
+        try:
+            paths = write_report(comparisons, folder)
+        except (ValueError, OSError) as error:
+            raise typer.BadParameter(f"--output: {error}") from None
         errors.print(f"written: {', '.join(map(str, paths))}", highlight=False, soft_wrap=True)
 
 
@@ -228,11 +232,16 @@ def calibrate(
             write_profile(path, profile)
             console.print(f"{path.parent.name}/{path.name}", highlight=False)
         return
+    output = output or measurements.with_suffix(".yaml")
     try:
-        profile, errors = fit_collectives(pd.read_csv(measurements), f"fitted to {measurements.name}")
+        check_writable(output)
+        table = read_table(measurements)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        profile, errors = fit_collectives(table, f"fitted to {measurements.name}")
+        write_profile(output, profile)
     except ValueError as error:
         raise typer.BadParameter(f"{measurements}: {error}") from None
-    output = output or measurements.with_suffix(".yaml")
-    write_profile(output, profile)
     typer.echo(errors.to_string(index=False, float_format="{:.1%}".format))
     typer.echo(f"written: {output}")

@@ -11,15 +11,23 @@ from typing import Any, Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from simulator.collective_profile import PROFILES as COLLECTIVES
-from simulator.collective_profile import CollectiveProfile, SizeCurve
+from simulator.collective_profile import CollectiveProfile, MeasuredLink, SizeCurve
 from simulator.description import ClusterError, Description, named, read, validate
 from simulator.dtypes import check_dtypes
+from simulator.files import brief
 from simulator.kernel_profile import PROFILES as KERNELS
 from simulator.kernel_profile import KernelProfile
 
 _CLUSTERS = Path(__file__).parent / "clusters"
 _MIXED = _CLUSTERS / "mixed"
 _DEVICES = Path(__file__).parent / "devices"
+
+_MEASURED = {
+    "collective_launch_us": ("collective_launch_us", "launch_us"),
+    "latency_us": ("intra_host.latency_us", "hop_us"),
+    "half_size_mb": ("intra_host.half_size_mb", "half_size_mb"),
+}
+"""What measured collectives take the place of: by the name in `MeasuredLink`, the field of a cluster and that of a curve."""
 
 
 class Device(Description):
@@ -85,8 +93,6 @@ class Link(Description):
 
     Attributes:
         bandwidth_gb_per_s: bytes that one sender gets to one receiver per second, large messages, one direction.
-        group_bandwidth_gb_per_s: by group size, what each member of a ring sends per second, where that is another number:
-            without a switch, a larger group has more links between neighbours.
         latency_us: time of one hop of an empty message.
         half_size_mb: message at which half of the bandwidth is reached (`simulator.collectives`).
         slowdown: how many times longer computation and a collective over this link take while a device does both: 1 where they don't
@@ -94,19 +100,9 @@ class Link(Description):
     """
 
     bandwidth_gb_per_s: PositiveFloat
-    group_bandwidth_gb_per_s: dict[PositiveInt, PositiveFloat] = Field(default_factory=dict)
     latency_us: NonNegativeFloat
     half_size_mb: NonNegativeFloat = 0.0
     slowdown: float = Field(default=1.0, ge=1, le=2)
-
-    def bandwidth(self, group_size: int) -> float:
-        """Bytes per second that each member of a ring of `group_size` sends."""
-        return self.group_bandwidth_gb_per_s.get(group_size, self.bandwidth_gb_per_s) * 1e9
-
-    def faster_groups(self, factor: float) -> Self:
-        """The same with so many times the bandwidth in groups of the sizes that have one of their own."""
-        groups = {size: factor * bandwidth for size, bandwidth in self.group_bandwidth_gb_per_s.items()}
-        return self.model_copy(update={"group_bandwidth_gb_per_s": groups})
 
 
 class Processes(Description):
@@ -162,7 +158,8 @@ class Cluster(Description):
             share the one link of each port (`intra_host`). None: each device has its own.
         intra_host: the link between two devices of a host.
         collectives: collectives within a host as measured; in a file, the curves, the name of a profile in
-            `simulator/profiles/collectives`, or the path of another. What `intra_host` implies if there are none.
+            `simulator/profiles/collectives`, or the path of another. They follow the bandwidth of `intra_host`, whose other numbers are
+            those of the link that they were measured over, and may be left out. What `intra_host` implies if there are none.
         inter_host: the link between two network cards of different hosts; None for a single host.
         processes: what hosts cost that are processes of one machine; None: each has a machine of its own.
         host_launch_us: of a host, to start a program on its devices: what a jitted call takes.
@@ -212,26 +209,51 @@ class Cluster(Description):
             )
         return self
 
+    @model_validator(mode="after")
+    def _collectives_are_of_this_link(self) -> Self:
+        """Refuse numbers of the link that would do nothing, as those of `collectives` take their place."""
+        if self.collectives is None:
+            return self
+        for name, (field, curve_field) in _MEASURED.items():
+            given, measured = getattr(self.link, name), getattr(self.collectives.link, name)
+            if given != measured:
+                raise ValueError(
+                    f"{field}: given {given:g}, but the collectives that are measured ({self.collectives.gpu}) take its place, and are of a "
+                    f"link with {measured:g}; expected {measured:g}, or nothing. They follow intra_host.bandwidth_gb_per_s alone; change "
+                    f"their curves (collectives.all_reduce.{curve_field}, ...), or take what the link implies instead of them "
+                    "(collectives: null)"
+                )
+        return self
+
     @property
     def num_devices(self) -> int:
         return self.hosts * self.devices_per_host
 
     @property
-    def curves(self) -> CollectiveProfile:
-        """Collectives within a host: `collectives`, with what wasn't measured as `intra_host` implies."""
+    def link(self) -> MeasuredLink:
+        """What collectives within a host go over."""
         link = self.intra_host
+        return MeasuredLink(
+            collective_launch_us=self.collective_launch_us,
+            bandwidth_gb_per_s=link.bandwidth_gb_per_s,
+            latency_us=link.latency_us,
+            half_size_mb=link.half_size_mb,
+        )
+
+    @property
+    def curves(self) -> CollectiveProfile:
+        """Collectives within a host: `collectives` at the bandwidth of `intra_host`, with what wasn't measured as that implies."""
+        link = self.link
         implied = SizeCurve(
-            launch_us=self.collective_launch_us,
+            launch_us=link.collective_launch_us,
             hop_us=link.latency_us,
             half_size_mb=link.half_size_mb,
             bandwidth_gb_per_s=link.bandwidth_gb_per_s,
-            group_bandwidth_gb_per_s=link.group_bandwidth_gb_per_s,
         )
-        pair = {"bandwidth_gb_per_s": link.bandwidth(2) / 1e9, "group_bandwidth_gb_per_s": {}}
-        permute = implied.model_copy(update=pair)  # whoever else sends, a message has the links between two devices
         if self.collectives is None:
-            return CollectiveProfile(gpu=self.device.name, source=self.source, all_reduce=implied, permute=permute)
-        return self.collectives.model_copy(update={"permute": self.collectives.permute or permute})
+            return CollectiveProfile(gpu=self.device.name, source=self.source, link=link, all_reduce=implied)
+        measured = self.collectives.over(link)
+        return measured.model_copy(update={"permute": measured.permute or implied})
 
     @property
     def pools(self) -> "tuple[Cluster, ...]":
@@ -296,7 +318,9 @@ class Cluster(Description):
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any], path: Path, place: str = "") -> Self:
         """The cluster with the fields of a file; `place` says where in the file they are, for errors."""
-        fields = {**fields, "collectives": named(fields.get("collectives"), COLLECTIVES, path, "collectives")}
+        fields = _with_link(
+            {**fields, "collectives": named(fields.get("collectives"), COLLECTIVES, path, "collectives")}
+        )
         match fields.get("device"):
             case str(name):
                 fields["device"] = load_device(name, path)
@@ -354,7 +378,7 @@ def cluster_path(name_or_path: str | Path, beside: Path | None = None) -> Path:
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         raise ClusterError(
-            f"unknown cluster {str(name_or_path)!r}; expected one of {', '.join(cluster_names() + mixed_cluster_names())}, "
+            f"unknown cluster {brief(str(name_or_path))}; expected one of {', '.join(cluster_names() + mixed_cluster_names())}, "
             "or a path to a .yaml file"
         )
     return path if beside is None else beside.parent / path
@@ -375,10 +399,21 @@ def load_device(name: str, cluster_path: Path) -> Device:
     path = _DEVICES / f"{name}.yaml" if name in device_names() else cluster_path.parent / name
     if path.suffix not in (".yaml", ".yml"):
         raise ClusterError(
-            f"{cluster_path}: device: unknown device {name!r}; expected one of {', '.join(device_names())}, "
+            f"{cluster_path}: device: unknown device {brief(name)}; expected one of {', '.join(device_names())}, "
             "a path to a .yaml file, or the fields themselves"
         )
     return validate(Device, _with_kernels(read(path), path), path)
+
+
+def _with_link(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a cluster, whose link within hosts is that of its measured collectives where the file does not say."""
+    collectives, intra = fields["collectives"], fields.get("intra_host", {})
+    link = collectives.get("link") if isinstance(collectives, Mapping) else None
+    if not isinstance(link, Mapping) or not isinstance(intra, Mapping):
+        return fields
+    of_link = {name: value for name, value in link.items() if name != "collective_launch_us"}
+    launch = {name: value for name, value in link.items() if name == "collective_launch_us"}
+    return {**launch, **fields, "intra_host": {**of_link, **intra}}
 
 
 def _with_kernels(fields: Mapping[str, Any], path: Path) -> Mapping[str, Any]:

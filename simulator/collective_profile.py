@@ -88,18 +88,39 @@ class SwitchCurve(Description):
         return self.model_copy(update={"bandwidth_gb_per_s": factor * self.bandwidth_gb_per_s})
 
 
+class MeasuredLink(Description):
+    """The link that collectives were measured over, by the fields of a cluster that describe it."""
+
+    collective_launch_us: NonNegativeFloat
+    bandwidth_gb_per_s: PositiveFloat
+    latency_us: NonNegativeFloat
+    half_size_mb: NonNegativeFloat = 0.0
+
+    @classmethod
+    def of(cls, curve: SizeCurve, size: int) -> Self:
+        """The link that a curve implies for groups of `size`."""
+        return cls(
+            collective_launch_us=curve.launch_us,
+            bandwidth_gb_per_s=curve.bandwidth(size) / 1e9,
+            latency_us=curve.hop_us,
+            half_size_mb=curve.half_size_mb,
+        )
+
+
 class CollectiveProfile(Description):
     """The curves of the devices of a host. Kinds without one take that of the kind they are most like.
 
     Attributes:
         gpu: the device's name.
         source: what was measured, by whom, under which licence, and what was held out.
+        link: what they were measured over. On a link of another bandwidth, bandwidths are others in proportion.
         permute: messages between two devices.
         nvls: all_reduces whose sums the switch makes (NVLink SHARP), where that was told from rings.
     """
 
     gpu: str
     source: str
+    link: MeasuredLink
     all_reduce: SizeCurve
     all_gather: SizeCurve | None = None
     reduce_scatter: SizeCurve | None = None
@@ -120,11 +141,14 @@ class CollectiveProfile(Description):
             case "permute":
                 return self.permute or self.all_to_all or self.all_reduce
 
-    def faster(self, factor: float) -> Self:
-        """The same links with so many times the bandwidth."""
+    def over(self, link: MeasuredLink) -> Self:
+        """The same over a link of another bandwidth."""
+        factor = link.bandwidth_gb_per_s / self.link.bandwidth_gb_per_s
+        if factor == 1:
+            return self
         fields = ((name, getattr(self, name)) for name in type(self).model_fields)
         curves = {name: curve for name, curve in fields if isinstance(curve, SizeCurve | SwitchCurve)}
-        return self.model_copy(update={name: curve.faster(factor) for name, curve in curves.items()})
+        return self.model_copy(update={"link": link} | {name: each.faster(factor) for name, each in curves.items()})
 
 
 def transfer_seconds(num_bytes: float, half_size: float, bandwidth: float) -> float:

@@ -4,11 +4,16 @@ import difflib
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Self, get_args
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from annotated_types import Gt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
+
+from simulator.files import brief, one_line, read_yaml
+
+_LEAST, _MOST = 1e-15, 1e15
+_SHOWN = 10  # errors of one description
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
@@ -22,17 +27,32 @@ class Description(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="after")
+    def _numbers_are_in_range(self) -> Self:
+        """Refuse numbers that no hardware or model has, with which predictions would overflow."""
+        for name, kind in type(self).model_fields.items():
+            value = getattr(self, name)
+            several = isinstance(value, dict)
+            least = _LEAST if several or any(isinstance(bound, Gt) for bound in kind.metadata) else 0.0
+            for key, number in value.items() if several else [("", value)]:
+                if isinstance(number, int | float) and not least <= abs(number) <= _MOST:
+                    field = f"{name}.{key}" if several else name
+                    raise ValueError(f"{field}: given {brief(number)}; expected {least:g} to {_MOST:g}")
+        return self
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with other fields, checked as those in a file are."""
+        copied = super().model_copy(deep=deep)
+        if not update:
+            return copied
+        return validate(type(self), {**dict(copied), **update}, getattr(self, "name", type(self).__name__))
+
 
 def read(path: Path) -> dict[str, Any]:
     """The fields in a YAML file."""
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ClusterError(f"{path}: can't be read ({error.strerror}); expected a YAML file") from None
-    except yaml.YAMLError as error:
-        raise ClusterError(f"{path}: is not YAML: {error}") from None
-    if not isinstance(data, dict):
-        raise ClusterError(f"{path}: given {data!r}, expected fields with their values")
+    data = read_yaml(path, error=ClusterError)
+    if not isinstance(data, dict) or not all(isinstance(field, str) for field in data):
+        raise ClusterError(f"{path}: given {brief(data)}, expected fields with their values")
     return data
 
 
@@ -46,7 +66,7 @@ def named(name: object, folder: Path, beside: Path, field: str) -> object:
     shipped = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
     if name not in shipped and not name.endswith((".yaml", ".yml")):
         raise ClusterError(
-            f"{beside}: {field}: unknown profile {name!r}; expected one of {', '.join(shipped)}, a path to a .yaml file, or the "
+            f"{beside}: {field}: unknown profile {brief(name)}; expected one of {', '.join(shipped)}, a path to a .yaml file, or the "
             "fields themselves"
         )
     return read(shipped.get(name) or beside.parent / name)
@@ -57,8 +77,11 @@ def validate[D: Description](kind: type[D], data: Mapping[str, Any], source: obj
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        lines = [_explain(kind, details) for details in error.errors()]
-    raise ClusterError("\n".join(f"{source}: {line}" for line in lines))
+        errors = error.errors()
+    lines = [f"{source}: {one_line(_explain(kind, details))}" for details in errors[:_SHOWN]]
+    if more := len(errors) - len(lines):
+        lines.append(f"{source}: {more} more")
+    raise ClusterError("\n".join(lines))
 
 
 def _explain(kind: type[Description], error: ErrorDetails) -> str:
@@ -72,11 +95,12 @@ def _explain(kind: type[Description], error: ErrorDetails) -> str:
             valid = list(_section(kind, error["loc"][:-1]).model_fields)
             close = difflib.get_close_matches(str(error["loc"][-1]), valid, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
-            return f"{field}: unknown field (given {error['input']!r}); {hint}valid: {', '.join(valid)}"
+            return f"{field}: unknown field (given {brief(error['input'])}); {hint}valid: {', '.join(valid)}"
         case "value_error":  # from a check over several fields, which says everything itself
-            return error["msg"].removeprefix("Value error, ")
+            problem = error["msg"].removeprefix("Value error, ")
+            return f"{field}.{problem}" if field else problem
         case _:
-            return f"{field}: given {error['input']!r}; {error['msg'].replace('Input should be', 'expected')}"
+            return f"{field}: given {brief(error['input'])}; {error['msg'].replace('Input should be', 'expected')}"
 
 
 def _section(kind: type[Description], path: tuple[int | str, ...]) -> type[Description]:

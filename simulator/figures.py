@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from simulator.files import unwritable
+
 
 def pyplot() -> Any:
     """Drawing is for the experiments' environment only, so it is imported when it is needed."""
@@ -20,5 +22,9 @@ def pyplot() -> Any:
 def save_figure(figure: Any, path: Path) -> None:
     """Write the figure, the same file each time, and forget it."""
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot().close(figure)
+    try:
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    except OSError as error:
+        raise unwritable(path, error) from None
+    finally:
+        pyplot().close(figure)

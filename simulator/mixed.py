@@ -20,6 +20,7 @@ from pydantic import model_validator
 
 from simulator.cluster import Cluster, cluster_path
 from simulator.description import ClusterError, Description, read, validate
+from simulator.files import brief
 
 
 class MixedCluster(Description):
@@ -104,7 +105,9 @@ def load_cluster(name_or_path: str | Path) -> AnyCluster:
 def _mixed(fields: Mapping[str, Any], path: Path) -> MixedCluster:
     given = fields["pools"]
     if not isinstance(given, list) or not all(isinstance(pool, dict) for pool in given):
-        raise ClusterError(f"{path}: pools: given {given!r}; expected a list of sections with the fields of a cluster")
+        raise ClusterError(
+            f"{path}: pools: given {brief(given)}; expected a list of sections with the fields of a cluster"
+        )
     own = {key: fields[key] for key in ("name", "description") if key in fields}
     common = {key: value for key, value in fields.items() if key != "pools"}
     pools = [
@@ -117,6 +120,10 @@ def _pool_fields(common: Mapping[str, Any], given: Mapping[str, Any], number: in
     """The fields of a pool: its own, those of the cluster that it is like, and those common to all pools."""
     like: dict[str, Any] = {}
     if "like" in given:
+        if not isinstance(given["like"], str):
+            raise ClusterError(
+                f"{path}: pools.{number}.like: given {brief(given['like'])}; expected a shipped cluster or a path to a .yaml file"
+            )
         known = Cluster.load(cluster_path(given["like"], beside=path))
         like = {name: getattr(known, name) for name in Cluster.model_fields}
     named = {"name": f"{common.get('name')}, pool {number}"}

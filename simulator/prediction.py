@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import exp, nan, sqrt
+from math import exp, isfinite, nan, sqrt
 from statistics import NormalDist
 
 from simulator.memory import Footprint
@@ -57,6 +57,20 @@ class Prediction:
     examples: int = 0
     whole: float = 0.0
     unknown: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        numbers = {
+            "seconds": self.seconds,
+            **{name: getattr(self, name) for name in PARTS},
+            **{f"exposed {axis}": seconds for axis, seconds in self.exposed.items()},
+            "memory": self.memory.total,
+        }
+        for name, number in numbers.items():
+            if not isfinite(number):
+                raise ValueError(
+                    f"the prediction's {name} would be {number}; expected numbers of the cluster and of what runs on it that are not so "
+                    "large or small"
+                )
 
     @property
     def tflop_per_s_per_device(self) -> float:

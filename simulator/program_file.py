@@ -1,11 +1,11 @@
 """Programs as files: JSON with all that is needed to simulate them, so that they are made in one place and simulated in another."""
 
-import json
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from simulator.files import one_line, parse_json, read_text, write_text
 from simulator.program import Program
 
 
@@ -22,31 +22,30 @@ class _File(BaseModel):
 
 def save_program(program: Program, path: str | Path) -> None:
     """Write `program` as JSON: instructions, bodies, memory."""
-    Path(path).write_text(_File(program=program).model_dump_json(), encoding="utf-8")
+    write_text(path, _File(program=program).model_dump_json())
 
 
 def load_program(path: str | Path) -> Program:
     """The program that `save_program` wrote; for anything else `ProgramError`, which says what is wrong where."""
-    text = ""
+    text = read_text(path, "a program that save_program wrote", ProgramError)
     try:
-        text = Path(path).read_text(encoding="utf-8")
         return _File.model_validate_json(text).program
-    except OSError as error:
-        raise ProgramError(
-            f"{path}: can't be read ({error.strerror}); expected a program that save_program wrote"
-        ) from None
+    except RecursionError:
+        raise ProgramError(f"{path}: is nested too deeply; expected a program that save_program wrote") from None
     except ValidationError as error:
         if plan := _of_plan(text, path):
             raise ProgramError(f"{path}: {plan}") from None
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise ProgramError(f"{path}: {where}: {first['msg']}; expected a program that save_program wrote") from None
+        raise ProgramError(
+            f"{path}: {one_line(f'{where}: {first["msg"]}')}; expected a program that save_program wrote"
+        ) from None
 
 
 def _of_plan(text: str, path: str | Path) -> str:
     """Where the text is a plan of autopar: how to make a program of it, and what it predicts itself; nothing for any other text."""
     try:
-        data = json.loads(text)
+        data = parse_json(text, path)
     except ValueError:
         return ""
     if not isinstance(data, dict) or not {"fingerprint", "stages"} <= data.keys():

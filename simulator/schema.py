@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from simulator.cluster import Cluster, Device, Link, Processes
-from simulator.collective_profile import CollectiveProfile, SizeCurve, SwitchCurve
+from simulator.collective_profile import CollectiveProfile, MeasuredLink, SizeCurve, SwitchCurve
 from simulator.description import Description
 from simulator.dtypes import DTYPES
 from simulator.kernel_profile import KernelProfile
@@ -16,6 +16,7 @@ _KINDS: tuple[type[Description], ...] = (
     Link,
     Processes,
     CollectiveProfile,
+    MeasuredLink,
     SizeCurve,
     SwitchCurve,
     KernelProfile,
@@ -23,12 +24,25 @@ _KINDS: tuple[type[Description], ...] = (
 _NAMED = {"Cluster": ("device", "collectives"), "Device": ("kernels",)}
 """Fields that may also be a name or a path in a file."""
 
+_OF_LINK = ("collective_launch_us", "intra_host")
+"""Fields of a cluster that a profile of collectives brings along."""
+
 _BY_DTYPE = {"Device": ("peak_tflop_per_s",), "KernelProfile": ("efficiency_by_dtype",)}
 
 
 def cluster_schema() -> dict[str, Any]:
     """Of a cluster of equal hosts."""
-    return _schema(Cluster)
+    schema = _cluster()
+    schema["required"] = [name for name in schema["required"] if name not in _OF_LINK]
+    return schema | {"anyOf": [{"required": ["collectives"]}, {"required": list(_OF_LINK)}]}
+
+
+def _cluster() -> dict[str, Any]:
+    """The schema of a cluster, whose link within hosts may leave out what measured collectives say of it."""
+    schema = _schema(Cluster)
+    link = {name: value for name, value in schema["$defs"]["Link"].items() if name != "required"}
+    schema["properties"]["intra_host"] = link | {"description": schema["properties"]["intra_host"]["description"]}
+    return schema
 
 
 def device_schema() -> dict[str, Any]:
@@ -38,7 +52,7 @@ def device_schema() -> dict[str, Any]:
 
 def mixed_schema() -> dict[str, Any]:
     """Of a cluster with pools of unlike hosts; a pool has what it shares with no other pool, and with no cluster that it is like."""
-    schema = _schema(Cluster)
+    schema = _cluster()
     fields = schema.pop("properties")
     like = {"type": "string", "description": "a shipped cluster or the path of another, whose fields the pool has"}
     pool = {"type": "object", "properties": {"like": like, **fields}, "additionalProperties": False}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from simulator.files import write_text
 from simulator.memory import Level, MemoryUse
 from simulator.mixed import AnyCluster
 from simulator.perfetto import chrome_trace
@@ -172,4 +173,4 @@ class Timeline:
 
     def save_chrome_trace(self, path: str | Path) -> None:
         """Write `chrome_trace` as JSON; open it at ui.perfetto.dev."""
-        Path(path).write_text(json.dumps(self.chrome_trace()), encoding="utf-8")
+        write_text(path, json.dumps(self.chrome_trace()))

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Literal, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from simulator.files import parse_json
+
 type Mode = Literal["fwd_pre", "fwd_post", "bwd_post"]
 """Where a sync stands: before a module, after it, or on the gradients of its inputs."""
 
@@ -198,10 +200,7 @@ class Schedule:
     @classmethod
     def from_json(cls, text: str) -> "Schedule":
         """What `to_json` wrote. Raises ScheduleError for anything else."""
-        try:
-            given = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ScheduleError(f"a schedule is a JSON list of directives, and this is no JSON: {error}") from error
+        given = parse_json(text, "a schedule, which is a JSON list of directives", ScheduleError)
         if not isinstance(given, list):
             raise ScheduleError(f"a schedule is a JSON list of directives, not {type(given).__name__}")
         return cls(tuple(map(_directive, given)))

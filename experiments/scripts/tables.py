@@ -3,13 +3,12 @@
 import sys
 from pathlib import Path
 
-import yaml
-
 from experiments.report.tables import cell_table, quickstart_table, rows_of
+from simulator.files import read_yaml
 
 
 def main(tables: str, published: str, *cells: str) -> None:
-    table = cell_table(map(Path, cells), yaml.safe_load(Path(published).read_text()))
+    table = cell_table(map(Path, cells), read_yaml(published))
     comparison = quickstart_table(table)
     table.to_csv(Path(tables) / "cells.csv", index=False, lineterminator="\n")
     table.to_parquet(Path(tables) / "cells.parquet", index=False)

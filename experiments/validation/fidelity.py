@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-import yaml
 from jax.extend.core import Var
 
 from autopar.graph import aval_of
@@ -34,6 +33,7 @@ from experiments.strategies import STRATEGIES, Planned
 from experiments.sweep import make_sweep
 from simulator.cluster import Cluster
 from simulator.engine import simulate
+from simulator.files import read_yaml
 from simulator.timeline import Timeline
 from simulator.work import work_of
 
@@ -107,7 +107,7 @@ def cases() -> Iterator[Case]:
     """All rows of the table are of one of these."""
     for name, model in MODELS.items():
         yield from (Case(name, model, mesh) for mesh in ((8,), (2, 4)))
-    for job in make_sweep(yaml.safe_load(SWEEP.read_text())).jobs["simulated"].values():
+    for job in make_sweep(read_yaml(SWEEP)).jobs["simulated"].values():
         model = build_model(job.model, job.sizes)
         for strategy in job.strategies:
             alone = job.num_devices == 1 and strategy != "shard"  # there is nothing to decide

@@ -13,8 +13,8 @@ from scipy.optimize import least_squares, nnls
 
 from simulator.calibration.collectives import MeasuredCollectives, fit_curve
 from simulator.calibration.gemms import is_held_out
-from simulator.cluster import Cluster, Device, Provenance
-from simulator.collective_profile import CollectiveProfile
+from simulator.cluster import Cluster, Device, Link, Provenance
+from simulator.collective_profile import CollectiveProfile, MeasuredLink
 from simulator.compute import KernelModel
 from simulator.description import validate
 from simulator.gemm import width_of
@@ -158,17 +158,16 @@ def fit_cluster(
         slowdown = base.intra_host.slowdown
         if measured.overlaps:
             slowdown = mean(overlap.slowdown for overlap in measured.overlaps)
-        link = base.intra_host.model_copy(
-            update={
-                "bandwidth_gb_per_s": curve.bandwidth(devices) / 1e9,
-                "group_bandwidth_gb_per_s": {},
-                "latency_us": curve.hop_us,
-                "half_size_mb": curve.half_size_mb,
-                "slowdown": slowdown,
-            }
+        profile = CollectiveProfile(
+            gpu=device.name,
+            source=device.source,
+            link=MeasuredLink.of(curve, devices),
+            **curves,  # pyright: ignore[reportArgumentType]
         )
-        profile = CollectiveProfile(gpu=device.name, source=device.source, **curves)  # pyright: ignore[reportArgumentType]
-        fields |= {"intra_host": link, "collective_launch_us": curve.launch_us, "collectives": profile}
+        numbers = profile.link.model_dump()
+        launch = numbers.pop("collective_launch_us")
+        link = Link(**numbers, slowdown=slowdown)
+        fields |= {"intra_host": link, "collective_launch_us": launch, "collectives": profile}
     cluster = validate(Cluster, fields, device.name)
     if provenance is None:
         return cluster

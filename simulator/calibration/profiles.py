@@ -11,6 +11,7 @@ from simulator.calibration.gemms import fit_gemms
 from simulator.cluster import shipped_device
 from simulator.collective_profile import CollectiveProfile
 from simulator.description import Description, read, validate
+from simulator.files import write_text
 from simulator.validation.measurements import GPUS, collective_kinds, measured_collectives, measured_gemms
 
 
@@ -44,9 +45,7 @@ def _fitted(profile: CollectiveProfile, measured: Sequence[MeasuredCollectives])
 
 def write_profile(path: Path, profile: Description) -> None:
     """`profile` as YAML, with four digits of each number."""
-    path.write_text(
-        yaml.safe_dump(_rounded(profile.model_dump(exclude_none=True)), sort_keys=False, width=130), encoding="utf-8"
-    )
+    write_text(path, yaml.safe_dump(_rounded(profile.model_dump(exclude_none=True)), sort_keys=False, width=130))
 
 
 def _rounded(value: object) -> object:

@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 
 from simulator.calibration.collectives import MeasuredCollectives, fit_curve
-from simulator.collective_profile import CollectiveProfile, SizeCurve
+from simulator.collective_profile import CollectiveProfile, MeasuredLink, SizeCurve
+from simulator.files import brief, one_line
 from simulator.work import CollectiveKind
 
 COLUMNS = ("gpu", "kind", "size", "bytes", "us")
@@ -28,13 +29,25 @@ def fit_collectives(table: pd.DataFrame, source: str) -> tuple[CollectiveProfile
         ValueError: columns are missing, there are several devices, an unknown kind, or too few rows of a kind.
     """
     if missing := [column for column in COLUMNS if column not in table]:
-        raise ValueError(f"no column {missing[0]!r}; expected {', '.join(COLUMNS)}, given {', '.join(map(str, table))}")
+        raise ValueError(
+            f"no column {missing[0]!r}; expected {', '.join(COLUMNS)}, given {one_line(', '.join(map(str, table)))}"
+        )
+    for column, least in (("size", 2), ("bytes", 1), ("us", 1e-6)):
+        numbers = np.asarray(pd.to_numeric(table[column], errors="coerce"), np.float64)
+        if (wrong := ~((least <= numbers) & (numbers <= 1e15))).any():
+            row = int(np.argmax(wrong))
+            raise ValueError(
+                f"row {row + 1}: {column} is {brief(table[column].tolist()[row])}; expected a number of {least:g} to 1e+15"
+            )
+        table = table.assign(**{column: numbers})
     gpus = table["gpu"].unique()
     if len(gpus) != 1:
-        raise ValueError(f"measurements of {', '.join(map(str, gpus)) or 'nothing'}; expected those of one device")
+        raise ValueError(
+            f"measurements of {one_line(', '.join(map(str, gpus))) or 'nothing'}; expected those of one device"
+        )
     kinds = get_args(CollectiveKind)
     if unknown := [kind for kind in table["kind"].unique() if kind not in kinds]:
-        raise ValueError(f"unknown kind {unknown[0]!r}; expected some of {', '.join(kinds)}")
+        raise ValueError(f"unknown kind {brief(unknown[0])}; expected some of {', '.join(kinds)}")
     curves: dict[str, SizeCurve] = {}
     rows = []
     for kind, group in table.groupby("kind", sort=False):
@@ -44,5 +57,8 @@ def fit_collectives(table: pd.DataFrame, source: str) -> tuple[CollectiveProfile
         of_held = (errors[held].mean(), errors[held].max()) if held.any() else (None, None)
         rows.append((kind, (~held).sum(), held.sum(), errors[~held].mean(), *of_held))
     columns = ["kind", "fitted_rows", "held_out_rows", "fitted_error", "held_out_error", "largest_held_out_error"]
-    profile: dict[str, Any] = {"gpu": gpus[0], "source": source, **curves}
+    if "all_reduce" not in curves:
+        raise ValueError(f"no rows of all_reduce, only of {', '.join(curves)}; other kinds without rows take its curve")
+    link = MeasuredLink.of(curves["all_reduce"], int(table.loc[table["kind"] == "all_reduce", "size"].max()))
+    profile: dict[str, Any] = {"gpu": gpus[0], "source": source, "link": link, **curves}
     return CollectiveProfile(**profile), pd.DataFrame(rows, columns=columns)

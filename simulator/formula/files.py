@@ -83,11 +83,13 @@ def _grown(where: Cluster, devices: int, changes: Iterable[Change]) -> Cluster:
 
 
 def _changed(base: Cluster, changes: Iterable[Change], cluster: str, read: tuple[str, ...], place: str = "") -> Cluster:
-    """The cluster of a file with changes, of which another device comes first."""
+    """The cluster of a file with changes, of which another device and other collectives come first."""
     others = []
     for change in changes:
         if change.path == ("cluster", "device"):
             base = _with_device(base, change, Path(cluster))
+        elif change.path == ("cluster", "collectives") and change.value is not None:
+            base = _with_collectives(base, change, Path(cluster))
         else:
             others.append(change)
     return changed(base, others, f"{cluster}{place}", read)
@@ -97,3 +99,11 @@ def _with_device(cluster: Cluster, change: Change, path: Path) -> Cluster:
     """The cluster with another device, by the name of a shipped one or by its file beside the cluster's."""
     fields = change.apply(cluster.model_dump(), 1)
     return validate(Cluster, fields | {"device": load_device(str(fields["device"]), path)}, path)
+
+
+def _with_collectives(cluster: Cluster, change: Change, path: Path) -> Cluster:
+    """The cluster with another profile of collectives, by its name or its file, and with the link that they were measured over."""
+    fields = change.apply(cluster.model_dump(), 1)
+    del fields["collective_launch_us"]
+    fields["intra_host"] = {"slowdown": cluster.intra_host.slowdown}
+    return Cluster.of_fields(fields, path)

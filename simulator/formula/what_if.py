@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
-
 from simulator.cluster import Cluster
 from simulator.description import ClusterError
+from simulator.files import parse_yaml
 
 _READ = (
     "hosts",
@@ -64,14 +63,6 @@ READ_BY_PROGRAMS = (
 _NOTES = ("name", "source", "gpu", "held_out_error")
 """Fields of these sections that say where numbers come from."""
 
-_MEASURED = (
-    "collective_launch_us",
-    "intra_host.latency_us",
-    "intra_host.half_size_mb",
-    "intra_host.group_bandwidth_gb_per_s",
-)
-"""What measured collectives take the place of. (Their bandwidth changes in proportion to the link's.)"""
-
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -97,7 +88,7 @@ class Change:
             raise ClusterError(f"can't read {text!r}; expected section.field=value, e.g. execution.tensor=4")
         if factor := re.fullmatch(r"(\d*\.?\d+)x", value):
             return cls(text, fields, float(factor[1]), True)
-        return cls(text, fields, yaml.safe_load(value), False)
+        return cls(text, fields, parse_yaml(value, repr(text), ClusterError), False)
 
     def apply(self, fields: Mapping[str, Any], at: int = 0) -> dict[str, Any]:
         """`fields`, which `path` leads into from its element `at` on, with the change."""
@@ -120,7 +111,7 @@ class Change:
 
 
 def changed(before: Cluster, changes: Iterable[Change], source: str, read: Iterable[str]) -> Cluster:
-    """The cluster with changes. What was measured of a link, by group size or by collective, changes in proportion to its bandwidth.
+    """The cluster with changes: what its file would describe with the same fields.
 
     Args:
         source: what errors call the cluster.
@@ -136,20 +127,7 @@ def changed(before: Cluster, changes: Iterable[Change], source: str, read: Itera
     after = Cluster.of_fields(fields, Path(source))
     for change in changes:
         _check_counts(change, after, source, tuple(read))
-    links = {name: (getattr(before, name), getattr(after, name)) for name in ("intra_host", "inter_host")}
-    factors = {
-        name: new.bandwidth_gb_per_s / old.bandwidth_gb_per_s
-        for name, (old, new) in links.items()
-        if old is not None and new is not None
-    }
-    update: dict[str, Any] = {
-        name: getattr(after, name).faster_groups(factor)
-        for name, factor in factors.items()
-        if not any(_sets(change, f"{name}.group_bandwidth_gb_per_s") for change in changes)
-    }
-    if after.collectives is not None:
-        update["collectives"] = after.collectives.faster(factors["intra_host"])
-    return after.model_copy(update=update)
+    return after
 
 
 def _check_counts(change: Change, after: Cluster, source: str, read: tuple[str, ...]) -> None:
@@ -164,18 +142,6 @@ def _check_counts(change: Change, after: Cluster, source: str, read: tuple[str, 
             f"{change.text!r}: between the leaf switches of {source} there is as much bandwidth as within, so {field} would change nothing; "
             "also say how much less there is, e.g. cluster.oversubscription=2"
         )
-    if after.collectives is not None and any(_is_part(field, known) for known in _MEASURED):
-        raise ClusterError(
-            f"{change.text!r}: the collectives of {source} are measured, so {field} would change next to nothing; change "
-            "cluster.intra_host.bandwidth_gb_per_s, which they follow, their curves (cluster.collectives.all_reduce.launch_us, "
-            "hop_us, half_size_mb, ...), or take what the link implies instead of them: cluster.collectives=null"
-        )
-
-
-def _sets(change: Change, field: str) -> bool:
-    """Whether the change is of that field, of something in it, or of a section that it is in."""
-    changed = ".".join(change.path[1:])
-    return _is_part(changed, field) or _is_part(field, changed)
 
 
 def _is_part(field: str, of: str) -> bool:

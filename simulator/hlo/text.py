@@ -82,7 +82,7 @@ class Instruction:
         _, _, text = self.attributes.partition("backend_config=")
         try:
             config, _ = json.JSONDecoder().raw_decode(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             config = None
         if not isinstance(config, dict):
             raise self.error(f"backend_config is {text[:40]!r}; expected a JSON object")

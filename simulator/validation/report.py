@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from simulator.figures import pyplot, save_figure
+from simulator.files import unwritable
 from simulator.validation.cases import Case, PublishedSet, Unpredicted
 from simulator.validation.statistics import Statistics, coverage, statistics
 
@@ -125,7 +126,10 @@ def as_json(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
 
 def write_report(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
     """The tables `summary.csv` and `cases.csv` and the figures `scatter.svg` and `errors.svg` in `folder`; their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(folder, error) from None
     paths = [folder / name for name in ("summary.csv", "cases.csv", "scatter.svg", "errors.svg")]
     _summary_rows(comparisons).to_csv(paths[0], index=False, float_format="%.4f")
     _case_rows(comparisons).to_csv(paths[1], index=False, float_format="%.5g")

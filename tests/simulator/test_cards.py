@@ -29,6 +29,7 @@ def toy(hosts: int = 2, nics: int = 1, latency_us: float = 0.0) -> Cluster:
         update={
             "nics_per_host": nics,
             "collective_launch_us": 0.0,
+            "collectives": None,
             "intra_host": Link(bandwidth_gb_per_s=100, latency_us=0),
             "inter_host": Link(bandwidth_gb_per_s=1, latency_us=latency_us),
         }

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from simulator.cluster import Cluster, Device, Link, cluster_names, device_names
+from simulator.cluster import Cluster, Device, cluster_names, device_names
 from simulator.collective_profile import SizeCurve
 from simulator.collectives import Network
 from simulator.description import ClusterError
@@ -101,8 +101,10 @@ def test_what_was_measured_can_be_named_inline_or_a_file_beside_the_cluster(tmp_
     assert a100.collectives is not None
     (tmp_path / "links.yaml").write_text(yaml.safe_dump(a100.collectives.model_dump(exclude_none=True)))
     (tmp_path / "kernels.yaml").write_text(yaml.safe_dump(a100.device.kernels.model_dump()))
+    left_out = {"intra_host": "left out", "collective_launch_us": "left out"}
     for links in ("a100", "links.yaml", a100.collectives.model_dump()):
-        assert load(tmp_path, collectives=links).collectives == a100.collectives
+        measured = load(tmp_path, collectives=links, **left_out)
+        assert (measured.collectives, measured.link) == (a100.collectives, a100.link)
     for kernels in ("a100_sxm4_80gb", "kernels.yaml", a100.device.kernels.model_dump()):
         assert load(tmp_path, device=DEVICE | {"kernels": kernels}).device.kernels == a100.device.kernels
 
@@ -110,12 +112,13 @@ def test_what_was_measured_can_be_named_inline_or_a_file_beside_the_cluster(tmp_
 def test_links_say_what_was_not_measured(tmp_path: Path) -> None:
     link = Cluster.load("dgx_a100_80").intra_host
     curve = SizeCurve(launch_us=1, hop_us=1, half_size_mb=1, bandwidth_gb_per_s=1)
-    measured = load(tmp_path, collectives={"gpu": "toy", "source": "made up", "all_reduce": curve.model_dump()})
+    profile = {"gpu": "toy", "source": "made up", "all_reduce": curve.model_dump()}
+    measured = load(tmp_path, collectives=profile | {"link": load(tmp_path).link.model_dump()})
     assert measured.curves.curve("all_gather") == curve
     implied = measured.curves.curve("permute")
     assert implied.bandwidth_gb_per_s == measured.intra_host.bandwidth_gb_per_s != curve.bandwidth_gb_per_s
     assert load(tmp_path).curves.curve("all_reduce") == implied
-    assert Cluster.load("dgx_a100_80").curves.curve("permute").bandwidth(2) == link.bandwidth(2)
+    assert Cluster.load("dgx_a100_80").curves.curve("permute").bandwidth_gb_per_s == link.bandwidth_gb_per_s
 
 
 def test_devices_are_numbered_host_by_host_and_spread_over_the_cards(tmp_path: Path) -> None:
@@ -156,19 +159,19 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
         (
             {"intra_host": {"bandwith_gb_per_s": 5, "bandwidth_gb_per_s": 5, "latency_us": 0}},
             "intra_host.bandwith_gb_per_s: unknown field (given 5); did you mean 'bandwidth_gb_per_s'? "
-            "valid: bandwidth_gb_per_s, group_bandwidth_gb_per_s, latency_us, half_size_mb",
+            "valid: bandwidth_gb_per_s, latency_us, half_size_mb",
         ),
         (
             {"device": DEVICE | {"peak_tflop_per_s": {"bfloat16": 989}}},
-            "peak_tflop_per_s: unknown type 'bfloat16'; did you mean 'bf16'? expected HLO's names: pred, ",
+            "device.peak_tflop_per_s: unknown type 'bfloat16'; did you mean 'bf16'? expected HLO's names: pred, ",
         ),
         (
             {"device": DEVICE | {"peak_tflop_per_s": {"fp8": 989}}},
-            "peak_tflop_per_s: unknown type 'fp8'; ",
+            "device.peak_tflop_per_s: unknown type 'fp8'; ",
         ),
         (
             {"device": DEVICE | {"kernels": DEVICE["kernels"] | {"efficiency_by_dtype": {"Float32": 0.5}}}},
-            "efficiency_by_dtype: unknown type 'Float32'; did you mean 'f32'?",
+            "device.kernels.efficiency_by_dtype: unknown type 'Float32'; did you mean 'f32'?",
         ),
         (  # wrong units
             {"intra_host": {"bandwidth_gbit_per_s": 200, "latency_us": 0}},
@@ -201,7 +204,7 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
         ),
         (
             {"device": DEVICE | {"reserve_gb": 20.0}},
-            "reserve_gb: given 20.0, expected less than memory_gb, which is 16",
+            "device.reserve_gb: given 20.0, expected less than memory_gb, which is 16",
         ),
         ({"device": "v1000"}, f"device: unknown device 'v1000'; expected one of {', '.join(device_names())}"),
     ],
@@ -245,11 +248,6 @@ def test_a_file_that_holds_no_fields_is_refused(tmp_path: Path, text: str | None
 def test_a_cluster_does_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Cluster.load("h200").hosts = 2  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_a_link_without_a_switch_has_one_bandwidth_a_group_size() -> None:
-    link = Link(bandwidth_gb_per_s=20, group_bandwidth_gb_per_s={4: 80}, latency_us=1)
-    assert [link.bandwidth(size) for size in (2, 4)] == [20e9, 80e9]
 
 
 def test_the_xla_target_prints_as_a_text_proto() -> None:

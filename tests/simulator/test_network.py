@@ -107,7 +107,9 @@ def test_a_permute_is_as_slow_as_its_fullest_link() -> None:
 
 def test_a_permute_costs_what_all_who_share_memory_cost() -> None:
     shared = SizeCurve(launch_us=0.0, member_us=10.0, hop_us=0.0, half_size_mb=0.0, bandwidth_gb_per_s=8.0, sharing=1.0)
-    costs = toy(collectives=CollectiveProfile(gpu="toy", source="", all_reduce=shared, permute=shared))
+    costs = toy(
+        collectives=CollectiveProfile(gpu="toy", source="", link=toy().cluster.link, all_reduce=shared, permute=shared)
+    )
     assert costs.collective("permute", 1e9, ((0, 1), (1, 0))) == pytest.approx(10e-6 + 1 / 8)
     assert costs.collective("permute", 1e9, tuple((i, (i + 1) % 4) for i in range(4))) == pytest.approx(30e-6 + 1 / 4)
 

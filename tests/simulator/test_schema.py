@@ -49,7 +49,8 @@ LINK = {"bandwidth_gb_per_s": 100, "latency_us": 1}
 @pytest.mark.parametrize(
     "change",
     [
-        *({field: None} for field in ("name", "device", "hosts", "intra_host")),
+        *({field: None} for field in ("name", "device", "hosts")),
+        {"intra_host": None, "collectives": None},
         {"hosts": 0},
         {"hosts": "two"},
         {"device": 5},

@@ -1,5 +1,5 @@
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,7 @@ UNUSED = {  # by these formulas on V100s, whose f16 is faster, whose clock doesn
     "device.kernels.efficiency_by_dtype.bf16",
     "device.kernels.hot_in_training",
     "device.kernels.split_us",
-    *(f"intra_host.group_bandwidth_gb_per_s.{size}" for size in (3, 5, 6, 7)),
+    *(f"collectives.all_reduce.group_bandwidth_gb_per_s.{size}" for size in (3, 5, 6, 7)),
 }
 
 
@@ -162,11 +162,56 @@ def test_no_change_of_a_number_is_ignored(front_end: str, name: str) -> None:
             continue
         if after == before:
             ignored.append(field)
-    of_switches = {"rails"}  # count only where something leaves a leaf switch, which is said with it
-    assert set(ignored) - of_switches == (UNUSED if (front_end, name) == ("formula", "p3.16xlarge") else set())
+    # the first counts only where something leaves a leaf switch, the second for groups of three or more without a number of their own
+    depends = {"rails", *(["collectives.all_reduce.sharing"] if name == "p3.16xlarge" else [])}
+    assert set(ignored) - depends == (UNUSED if (front_end, name) == ("formula", "p3.16xlarge") else set())
     links = {"intra_host.latency_us", "intra_host.half_size_mb", "collective_launch_us"}
-    assert links.isdisjoint(refused) == (name == "p3.16xlarge")
+    assert links <= set(refused)  # as their collectives are measured
     assert {"inter_host.bandwidth_gb_per_s", "intra_host.bandwidth_gb_per_s", "device.cores"}.isdisjoint(refused)
+
+
+def outcome(predicted: Callable[[], Any]) -> str:
+    """What is predicted, or the field that the error is about."""
+    try:
+        return repr(predicted())
+    except ClusterError as error:
+        return str(error).split(": ")[1]
+
+
+@pytest.mark.parametrize("name", ["dgx_h100", "p3.16xlarge", "a100_pcie_4"])
+def test_a_field_means_the_same_in_a_file_in_a_what_if_and_in_python(name: str, tmp_path: Path) -> None:
+    program, before = a_bit_of_everything(), Cluster.load(name).with_size(8)
+    fields = before.model_dump()
+    reference, different = repr(predict_program(program, before)), 0
+    for field, value in leaves({key: fields[key] for key in ("collective_launch_us", "intra_host", "inter_host")}):
+        change = Change.parse(f"cluster.{field}={other(field, value)}")
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(fields))
+        what_if = outcome(
+            lambda path=path, change=change: predict_program(program, load_for_program(str(path), 16, [change]))
+        )
+        path.write_text(yaml.safe_dump(change.apply(fields | {"cluster": fields})["cluster"]))
+        in_file = outcome(lambda path=path: predict_program(program, load_cluster(path)))
+        section, _, inner = field.rpartition(".")
+        new = other(field, value)
+        link = getattr(before, section).model_copy(update={inner: new}) if section else new
+        in_python = outcome(
+            lambda key=section or field, link=link: predict_program(program, before.model_copy(update={key: link}))
+        )
+        assert what_if == in_file == in_python, field
+        assert in_file != reference, field
+        different += 1
+    assert different >= 7
+
+
+def test_collectives_that_are_measured_follow_the_bandwidth_of_the_link_in_the_file(tmp_path: Path) -> None:
+    shipped = Path(simulator.formula.__file__).parents[1] / "clusters" / "dgx_h100.yaml"
+    fields = yaml.safe_load(shipped.read_text())
+    fields["intra_host"]["bandwidth_gb_per_s"] /= 4
+    (tmp_path / "slow.yaml").write_text(yaml.safe_dump(fields))
+    fast, slow = Cluster.load("dgx_h100").curves, Cluster.load(tmp_path / "slow.yaml").curves
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "nvls"):
+        assert getattr(slow, name) == getattr(fast, name).faster(1 / 4)
 
 
 @pytest.mark.parametrize("field", ["intra_host.latency_us", "intra_host.half_size_mb", "collective_launch_us"])
@@ -175,7 +220,7 @@ def test_no_change_of_a_number_is_ignored(front_end: str, name: str) -> None:
 )
 def test_what_was_measured_is_not_changed_by_what_the_link_implies(load: Any, field: str) -> None:
     with pytest.raises(
-        ClusterError, match=rf"the collectives of dgx_h100 are measured, so {field} .*cluster.collectives=null"
+        ClusterError, match=rf"{field}: given 1000, but the collectives that are measured .*collectives: null"
     ):
         load("dgx_h100", 8, [Change.parse(f"cluster.{field}=1000")])
     load("dgx_h100", 8, [Change.parse(f"cluster.{field}=1000"), Change.parse("cluster.collectives=null")])
@@ -235,7 +280,8 @@ def test_each_pool_is_changed_by_itself() -> None:
     assert first.device == before.pools[0].device
     assert (second.device, second.hosts) == (Cluster.load("dgx_h100").device, 2)
     faster = load_for_program("p3_beside_p4d", 16, [Change.parse("cluster.pools.1.intra_host.bandwidth_gb_per_s=2x")])
-    assert faster.pools[1].collectives == before.pools[1].curves.model_copy(update={"permute": None}).faster(2)
+    curves = [each.pools[1].curves for each in (before, faster)]
+    assert curves[1].all_reduce == curves[0].all_reduce.faster(2)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +292,10 @@ def test_each_pool_is_changed_by_itself() -> None:
         ("cluster.pools.first.hosts=2", "numbered 0 to 1"),
         ("cluster.pools.0=2", "numbered 0 to 1"),
         ("cluster.pools.0.nics=2", "p3_beside_p4d, pool 0: nics: unknown field"),
-        ("cluster.pools.1.collective_launch_us=2", "the collectives of p3_beside_p4d, pool 1 are measured"),
+        (
+            "cluster.pools.1.collective_launch_us=2",
+            "p3_beside_p4d, pool 1: collective_launch_us: given 2, but the collectives that are measured",
+        ),
         ("cluster.pools.1.inter_host=null", "pools.1.inter_host: missing, but there are other pools"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from simulator.cluster import Cluster
+from simulator.files import read_table
 from simulator.formula import EAGER, Backend, Execution, Machine, Transformer, predict
 from simulator.prediction import Prediction
 from simulator.validation.cases import Case, Unpredicted
@@ -42,7 +43,7 @@ def table(name: str, columns: list[str] | None = None, folder: Path = PUBLISHED)
         ValueError: the other file lacks a column that the table has.
     """
     path = folder / f"{name}.csv"
-    found = pd.read_csv(path)
+    found = read_table(path)
     expected = list(pd.read_csv(PUBLISHED / f"{name}.csv", nrows=0).columns)
     if missing := [column for column in expected if column not in found]:
         raise ValueError(f"{path}: no column {missing[0]!r}; expected {', '.join(expected)}")

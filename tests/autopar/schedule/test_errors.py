@@ -263,7 +263,7 @@ def test_regions_must_nest_and_be_runnable_as_one() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{nope", "a schedule is a JSON list of directives, and this is no JSON: Expecting property name"),
+        ("{nope", "a schedule, which is a JSON list of directives: is not JSON: Expecting property name"),
         ('{"do": "shard"}', "a schedule is a JSON list of directives, not dict"),
         ("[3]", "3 is no directive: 'do' is None, expected one of shard"),
         ('[{"do": ["shard"], "path": ""}]', r"'do' is \['shard'\], expected one of shard"),

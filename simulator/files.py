@@ -1,0 +1,193 @@
+"""Reads and writes text, YAML and JSON files; an error is one bounded line that names the file and says what was expected."""
+
+import json
+import reprlib
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_LINE = 800
+_DEPTH = 50
+_NODES = 100_000
+_YAML_CHARACTERS = 2_000_000
+
+_BRIEF = reprlib.Repr(maxlevel=3, maxdict=6, maxlist=6, maxtuple=6, maxstring=100, maxother=100, maxlong=60)
+
+
+class FileError(ValueError):
+    """A file that can't be read or written."""
+
+
+def brief(value: object) -> str:
+    """Return `repr(value)`, shortened where it is long."""
+    try:
+        return _BRIEF.repr(value)
+    except ValueError:  # Python prints no whole number of more than 4300 digits
+        return f"a {type(value).__name__} too long to print"
+
+
+def one_line(text: object) -> str:
+    """Return a message without line breaks, cut off where it is long."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= _LINE else f"{line[:_LINE]}..."
+
+
+def read_text(path: str | Path, expected: str = "a text file", error: type[ValueError] = FileError) -> str:
+    """Return the text in a file.
+
+    Args:
+        expected: what the file should be, for errors.
+        error: the class of errors.
+
+    Raises:
+        error: the file can't be read, or is not UTF-8.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as reason:
+        raise error(f"{path}: can't be read ({reason.strerror}); expected {expected}") from None
+    except ValueError as reason:  # a path with a null character
+        raise error(f"{one_line(repr(str(path)))}: can't be read ({reason}); expected {expected}") from None
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as reason:
+        line, byte = data.count(b"\n", 0, reason.start) + 1, data[reason.start]
+        raise error(f"{path}: is not UTF-8: byte 0x{byte:02x} in line {line}; expected {expected}") from None
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        FileError: it can't be written, e.g. because its folder is not there.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as reason:
+        raise unwritable(path, reason) from None
+
+
+def unwritable(path: str | Path, reason: OSError) -> FileError:
+    """Return the error that says why a file can't be written."""
+    return FileError(f"{path}: can't be written ({reason.strerror}); expected a file in a folder that is there")
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Check before long work that files can be written after it; None stands for an output that nobody wants.
+
+    Raises:
+        FileError: a path is a folder, or its folder is not there.
+    """
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            reason = "it is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
+            raise FileError(f"{path}: can't be written ({reason}); expected a file in a folder that is there")
+
+
+def parse_json(text: str, source: object, error: type[ValueError] = FileError) -> Any:
+    """Return the value of a JSON text.
+
+    Args:
+        source: what errors call the text, e.g. its path.
+        error: the class of errors.
+
+    Raises:
+        error: it is not JSON, or is nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise error(f"{source}: is nested too deeply; expected JSON of a few levels") from None
+    except ValueError as reason:
+        raise error(f"{source}: is not JSON: {one_line(reason)}") from None
+
+
+def parse_yaml(text: str, source: object, error: type[ValueError] = FileError) -> Any:
+    """Return the value of a YAML text, of which no key is given twice.
+
+    Args:
+        source: what errors call the text, e.g. its path.
+        error: the class of errors.
+
+    Raises:
+        error: it is not YAML, is nested too deeply, or is too large once its aliases are expanded.
+    """
+    if len(text) > _YAML_CHARACTERS:
+        raise error(f"{source}: has {len(text):,} characters; expected at most {_YAML_CHARACTERS:,}")
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check(node, {}, 0)
+        return loader.construct_document(node)
+    except RecursionError:
+        raise error(f"{source}: is nested too deeply; expected at most {_DEPTH} levels") from None
+    except yaml.MarkedYAMLError as reason:
+        mark = reason.problem_mark or reason.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise error(f"{source}: is not YAML: {where}{one_line(reason.problem or reason.context)}") from None
+    # PyYAML's own errors, and those of Python where a value isn't what its form or its tag promises: a date such as 2026-13-01, `!!int x`
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as reason:
+        raise error(f"{source}: is not YAML: {one_line(reason) or type(reason).__name__}") from None
+
+
+def read_yaml(path: str | Path, expected: str = "a YAML file", error: type[ValueError] = FileError) -> Any:
+    """Return the value in a YAML file; errors are those of `read_text` and `parse_yaml`."""
+    return parse_yaml(read_text(path, expected, error), path, error)
+
+
+def read_table(path: str | Path, error: type[ValueError] = FileError) -> "pd.DataFrame":
+    """Return the table in a CSV file.
+
+    Args:
+        error: the class of errors.
+
+    Raises:
+        error: the file can't be read, or holds no table.
+    """
+    import pandas as pd  # which takes long to import
+
+    text = read_text(path, "a CSV file", error)
+    try:
+        return pd.read_csv(StringIO(text))
+    except (ValueError, OverflowError) as reason:
+        raise error(f"{path}: is not CSV: {one_line(reason)}") from None
+
+
+def _check(node: yaml.Node, sizes: dict[int, int], depth: int) -> int:
+    """Return how many values a node has once aliases are expanded; refuse what is too large or given twice."""
+    if id(node) in sizes:
+        if not sizes[id(node)]:
+            raise yaml.MarkedYAMLError(problem="an alias is part of itself", problem_mark=node.start_mark)
+        return sizes[id(node)]
+    if depth > _DEPTH:
+        raise RecursionError
+    sizes[id(node)] = 0
+    size = 1
+    match node:
+        case yaml.MappingNode():
+            given: set[tuple[str, str]] = set()
+            for key, value in node.value:
+                name = (key.tag, str(key.value)) if isinstance(key, yaml.ScalarNode) else None
+                if name in given:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"{brief(key.value)} is given twice", problem_mark=key.start_mark
+                    )
+                if name is not None:
+                    given.add(name)
+                size += _check(key, sizes, depth + 1) + _check(value, sizes, depth + 1)
+        case yaml.SequenceNode():
+            size += sum(_check(item, sizes, depth + 1) for item in node.value)
+        case _:
+            pass
+    if size > _NODES:
+        problem = f"more than {_NODES:,} values once its aliases are expanded"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    sizes[id(node)] = size
+    return size
