@@ -4,6 +4,7 @@ import gc
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import wraps
 from math import prod
 from typing import TYPE_CHECKING, Any, get_args
@@ -32,6 +33,7 @@ from autopar.checkpoint.saving import finish_saving
 from autopar.checks import NONE, TEXT, OptionError, checked, items, one_of, real, shown, whole
 from autopar.devices import cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.facts import forget_facts
+from autopar.fitting import budget_of, compiled_within
 from autopar.follow import follow_pipeline, follow_plan
 from autopar.hosts import session
 from autopar.interpreter import builds_graphs
@@ -235,8 +237,14 @@ class ParallelizedFunction:
                 mesh = device_mesh(method.devices)
                 cluster = _cluster_for(method, mesh)
                 cluster, present = cluster.first_devices(mesh.size), list(mesh.devices.flat)
-                step, plan = plan_pipelined(fun, args, batch, method, cluster, present)
-                return _pipeline(PlannedPipeline(step, plan), submeshes(mesh, plan.stages), args, donated, start)
+                budget = budget_of(method.memory_budget, cluster, mesh.devices.flat[0].platform)
+                return compiled_within(
+                    budget,
+                    lambda within: plan_pipelined(fun, args, batch, _within(method, within), cluster, present),
+                    lambda step, plan: _pipeline(
+                        PlannedPipeline(step, plan), submeshes(mesh, plan.stages), args, donated, start
+                    ),
+                )
             case FollowParallel() as method:
                 return _follow(fun, args, batch, method, start)
             case CreateStateParallel() as method:
@@ -246,7 +254,12 @@ class ParallelizedFunction:
                 cluster = single_pool(_cluster_for(method, mesh), type(method).__name__)
                 step = trace(fun, args, batch, method.num_micro_batches)
                 logical = LogicalMesh(mesh.devices.shape, mesh.axis_names)
-                return Executable(step, plan_sharded(step, logical, cluster, method), mesh, donated, _since(start))
+                budget = budget_of(method.memory_budget, cluster, mesh.devices.flat[0].platform)
+                return compiled_within(
+                    budget,
+                    lambda within: (step, plan_sharded(step, logical, cluster, _within(method, within))),
+                    lambda step, plan: Executable(step, plan, mesh, donated, _since(start)),
+                )
             case other:
                 raise TypeError(f"method is {other!r}, expected one of autopar.methods, e.g. autopar.ShardParallel()")
 
@@ -409,6 +422,11 @@ def _cluster_for(method: Method, mesh: Mesh) -> AnyCluster:
     """The hardware that a method plans for, if it runs on `mesh`."""
     cluster = method.cluster if isinstance(method, PlanningMethod) else None
     return cluster_of(mesh) if cluster is None else any_cluster(cluster)
+
+
+def _within[M: PlanningMethod](method: M, memory_budget: float | None) -> M:
+    """Return the method with that budget; None leaves its own."""
+    return method if memory_budget is None else replace(method, memory_budget=memory_budget)
 
 
 def _since(start: float) -> float:

@@ -5,7 +5,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Primitive, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
+from jax.sharding import AbstractMesh, Mesh
 
 from autopar import regions
 from autopar.graph import read
@@ -22,6 +23,28 @@ Operands that are not there to be seen, the tokens of regions and what the other
 def evaluate(eqns: Iterable[Numbered], env: dict[Var, Any], before: Hook, after: Hook) -> None:
     """Run numbered `eqns` on the values in `env` and add their results, passing operands and results by the hooks."""
     _Run(before, after).all(list(eqns), env)
+
+
+FFT_OPTIONS = {"xla_cpu_multi_thread_eigen": False}
+"""What XLA:CPU compiles a Fourier transform with, see `compiler_options`."""
+
+
+def compiler_options(eqns: Iterable[JaxprEqn], mesh: Mesh | AbstractMesh) -> dict[str, bool] | None:
+    """Return the XLA options that a program of `eqns` needs on `mesh`.
+
+    XLA:CPU computes a Fourier transform with the threads that its virtual devices run on. Where all of them wait for a
+    collective, one device waits for a thread and the others for that device, for ever (jaxlib 0.11.2).
+    """
+    on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    return FFT_OPTIONS if on_cpu and _has_fft(eqns) else None
+
+
+def _has_fft(eqns: Iterable[JaxprEqn]) -> bool:
+    return any(
+        eqn.primitive.name == "fft"
+        or any(isinstance(inner, Jaxpr) and _has_fft(inner.eqns) for inner in eqn.params.values())
+        for eqn in eqns
+    )
 
 
 class _Run:

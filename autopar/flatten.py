@@ -153,6 +153,7 @@ class _Builder:
             carry = [mark(regions.loop_carry_p, [atom], atom.aval) for atom in invars[num_cond + num_body :]]
             (test,) = self.inline(eqn.params["cond_jaxpr"], [*consts[:num_cond], *carry], stack)
             mark(regions.loop_test_p, [test])
+            self._known = {}  # what the condition has computed is not known to the body
             after = self.inline(eqn.params["body_jaxpr"], [*consts[num_cond:], *carry], stack)
             return [mark(regions.loop_result_p, [c, a], c.aval) for c, a in zip(carry, after, strict=True)]
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import graph
 from autopar.accumulate import Apart, accumulate, accumulate_apart
-from autopar.evaluate import Numbered, evaluate
+from autopar.evaluate import Numbered, compiler_options, evaluate
 from autopar.plan import Plan, Stage
 from autopar.sharding.manual import on_devices
 from autopar.sharding.memory_roles import MEMORY_ROLES
@@ -45,6 +45,7 @@ def jit_step(step: StepGraph, plan: Plan, mesh: AnyMesh, donate_argnums: Sequenc
         in_shardings=jax.tree.unflatten(step.in_tree, shardings([value.spec for value in stage.inputs])),
         out_shardings=jax.tree.unflatten(step.out_tree, shardings([value.spec for value in stage.outputs])),
         donate_argnums=donate_argnums,
+        compiler_options=compiler_options(step.jaxpr.eqns, mesh) if stage.mesh.num_devices > 1 else None,
     )
 
 

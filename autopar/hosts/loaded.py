@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.devices import Device
+from autopar.evaluate import FFT_OPTIONS
 from autopar.hosts.carrier import Carrier
 from autopar.hosts.job import Array, Call, Input, Job, Output, Place
 from autopar.hosts.mailbox import Mailbox
@@ -141,12 +142,15 @@ class Loaded:
         return partitioned(self._lowered(call), len(call.devices))
 
     def _lowered(self, call: Call) -> jax.stages.Lowered:
+        exported = self._exported[call.program]
+        is_fft = self._waits(call) and "stablehlo.fft" in exported.mlir_module()
         jitted = jax.jit(
-            partial(_call_exported, self._exported[call.program]),
+            partial(_call_exported, exported),
             in_shardings=tuple(map(self._sharding, call.operands)),
             out_shardings=list(map(self._sharding, call.results)),
             donate_argnums=call.donated,
             keep_unused=True,
+            compiler_options=FFT_OPTIONS if is_fft else None,
         )
         return jitted.lower(*(each.raw for each in call.operands))
 

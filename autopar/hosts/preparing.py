@@ -16,7 +16,7 @@ from autopar.lower import WHOLE_STEP, jit_step, program_of
 from autopar.pipeline.compiling import lower_stage
 from autopar.pipeline.lowering import TaskFunction
 from autopar.pipeline.planned import PlannedPipeline
-from autopar.pipeline.program import task_of
+from autopar.pipeline.program import micro_batch_of, task_of
 from autopar.pipeline.resharding import reshard
 from autopar.plan import Stage
 from autopar.planned import PlannedStep
@@ -213,7 +213,8 @@ class _Pipeline:
         return tuple(self._array(stage, v, self._names.of(v, micro_batch)) for v in variables)
 
     def _call(self, run: Run, function: TaskFunction, key: str) -> Call:
-        operands, results = self._operands(function, run.micro_batch), self._results(function, run.micro_batch)
+        micro_batch = micro_batch_of(run)
+        operands, results = self._operands(function, micro_batch), self._results(function, micro_batch)
         return Call(key, operands, results, function.donated)
 
     def _deliveries(self) -> dict[tuple[str, int], Delivery]:

@@ -8,7 +8,7 @@ where stages need one another's results for it (a global norm) it takes several 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -57,7 +57,8 @@ class _Builder:
         self.stage_of_layer = tuple(stage_of_layer)
         micro = step.microbatching
         self.body = units(micro.body if micro else enumerate(step.jaxpr.eqns))
-        self.tail = units(micro.tail if micro else ())
+        shared = {unit.number for unit in self.body}
+        self.tail = [unit for unit in units(micro.tail if micro else ()) if unit.number not in shared]
         self.maker = {var: unit for unit in (*self.body, *self.tail) for var in unit.makes}
         self.readers = Counter(var for unit in (*self.body, *self.tail) for var in unit.reads)
         self.inputs = set(step.jaxpr.invars)
@@ -256,19 +257,27 @@ class _Builder:
     def _compute_anywhere(self, tasks: dict[Task, list[Unit]]) -> None:
         """Give each task what is computed anywhere and needed there; what only the step's outputs need goes to the first."""
         order = {unit.number: position for position, unit in enumerate((*self.body, *self.tail))}
-        outputs = [atom for atom in self.step.jaxpr.outvars if isinstance(atom, Var)]
+        needed = {task: self._needed_anywhere(self._read_by(task, mine)) for task, mine in tasks.items()}
+        made = {var for found in needed.values() for unit in found.values() for var in unit.makes}
+        first = Task(0, "F" if self.step.microbatching is None else "U")
+        outputs = (atom for atom in self.step.jaxpr.outvars if isinstance(atom, Var) and atom not in made)
+        needed[first] |= self._needed_anywhere(outputs)
         for task, mine in tasks.items():
-            read = [var for unit in mine for var in unit.reads]
-            read += [each.part for each in self.totals.get(task, ()) if isinstance(each.part, Var)]
-            if task == (0, "U", 0) or (self.step.microbatching is None and task == (0, "F", 0)):
-                read += outputs
-            found: dict[int, Unit] = {}
-            while read:
-                unit = self.maker.get(read.pop())
-                if unit is not None and unit.number in self.anywhere and unit.number not in found:
-                    found[unit.number] = unit
-                    read.extend(unit.reads)
-            mine[:] = sorted([*found.values(), *mine], key=lambda unit: order[unit.number])
+            mine[:] = sorted([*needed[task].values(), *mine], key=lambda unit: order[unit.number])
+
+    def _read_by(self, task: Task, mine: Sequence[Unit]) -> Iterator[Var]:
+        yield from (var for unit in mine for var in unit.reads)
+        yield from (each.part for each in self.totals.get(task, ()) if isinstance(each.part, Var))
+
+    def _needed_anywhere(self, read: Iterable[Var]) -> dict[int, Unit]:
+        """The units computed anywhere on which the values depend, by number."""
+        pending, found = list(read), {}
+        while pending:
+            unit = self.maker.get(pending.pop())
+            if unit is not None and unit.number in self.anywhere and unit.number not in found:
+                found[unit.number] = unit
+                pending.extend(unit.reads)
+        return found
 
 
 def _split_backward(cut: Cut) -> Cut:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import graph
 from autopar.accumulate import gathered
-from autopar.evaluate import evaluate
+from autopar.evaluate import compiler_options, evaluate
 from autopar.pipeline.cut import Task
 from autopar.pipeline.stage_graph import StageGraph, numbers_of
 from autopar.pipeline.stage_values import StageValues
@@ -135,6 +135,7 @@ class StageLowering:
             out_shardings=[*map(self.sharding, (*results, *sums))],
             donate_argnums=donated,
             keep_unused=True,  # what runs is told by the program's text, so that must show every operand
+            compiler_options=compiler_options((eqn for _, eqn in self.graph.tasks[task]), self.mesh),
         )
         return TaskFunction(task, reads, results, sums, jitted, avals, in_shardings, donated)
 

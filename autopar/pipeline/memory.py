@@ -7,7 +7,7 @@ from jax.extend.core import Var
 
 from autopar.pipeline.cut import Task
 from autopar.pipeline.planned import PlannedPipeline
-from autopar.pipeline.program import task_of
+from autopar.pipeline.program import micro_batch_of, task_of
 from simulator.memory import Level, MemoryUse, Role, added, apportioned
 from simulator.program import Free, Program, Recv, Run, Send
 
@@ -105,14 +105,16 @@ class MeshMemory:
     def _made(self, run: Run) -> dict[str, _Value]:
         """What a task hands on."""
         return {
-            self.planned.names.of(var, run.micro_batch): _Value(_role_of(task_of(run)), self._bytes(run.stage, var))
+            self.planned.names.of(var, micro_batch_of(run)): _Value(_role_of(task_of(run)), self._bytes(run.stage, var))
             for var in self.planned.cut.results[task_of(run)]
         }
 
     def _read(self, mesh: int, program: Program) -> dict[str, _Value]:
         """What the tasks of a mesh read."""
         return {
-            self.planned.names.of(var, run.micro_batch): _Value(self._role(run.stage, var), self._bytes(run.stage, var))
+            self.planned.names.of(var, micro_batch_of(run)): _Value(
+                self._role(run.stage, var), self._bytes(run.stage, var)
+            )
             for run in program.instructions[mesh]
             if isinstance(run, Run)
             for var in self.planned.cut.reads[task_of(run)]

@@ -64,6 +64,11 @@ def task_of(run: Run) -> Task:
     return Task(run.stage, run.phase, run.micro_batch if run.phase == "U" else 0)
 
 
+def micro_batch_of(run: Run) -> int:
+    """Return the microbatch whose values an instruction reads and makes; what an update reads is the same in all of them."""
+    return 0 if run.phase == "U" else run.micro_batch
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineProgram:
     """The program of a cut step, and which values its instructions speak of.
@@ -102,7 +107,7 @@ class _Builder:
         for mesh, row in enumerate(self._all_runs):
             for run in row:
                 for var in cut.reads[task_of(run)]:
-                    name = names.of(var, run.micro_batch)
+                    name = names.of(var, micro_batch_of(run))
                     self.readers.setdefault((mesh, name), (run.stage, var))
                     self._meshes[name].append(mesh)
                     if var not in inputs:
@@ -145,7 +150,7 @@ class _Builder:
             last = self._last_reader(runs)
             for run in runs:
                 task = task_of(run)
-                names = {var: self._names.of(var, run.micro_batch) for var in self._cut.reads[task]}
+                names = {var: self._names.of(var, micro_batch_of(run)) for var in self._cut.reads[task]}
                 mine = frozenset(
                     var
                     for var, name in names.items()
@@ -155,7 +160,7 @@ class _Builder:
         return found
 
     def _last_reader(self, runs: list[Run]) -> dict[str, Run]:
-        return {self._names.of(var, run.micro_batch): run for run in runs for var in self._cut.reads[task_of(run)]}
+        return {self._names.of(var, micro_batch_of(run)): run for run in runs for var in self._cut.reads[task_of(run)]}
 
     def _row(self, mesh: int, runs: list[Run]) -> Iterator[Instruction]:
         cut, names = self._cut, self._names
@@ -167,12 +172,12 @@ class _Builder:
         for run in runs:
             task = task_of(run)
             for var in cut.reads[task]:
-                name = names.of(var, run.micro_batch)
+                name = names.of(var, micro_batch_of(run))
                 if (name, mesh) in self.crossings and name not in here:
                     here.add(name)
                     yield self._recv(name, mesh)
             yield run
-            made = [names.of(var, run.micro_batch) for var in cut.results[task]]
+            made = [names.of(var, micro_batch_of(run)) for var in cut.results[task]]
             for name in made:
                 yield from self._sends(name)
             done = [name for name, final in last.items() if final == run and name not in self._outputs]

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from autopar.graph import aval_of
 from autopar.pipeline.cut import Task
-from autopar.pipeline.program import Crossing, task_of
+from autopar.pipeline.program import Crossing, micro_batch_of, task_of
 from autopar.runtime.arguments import Values
 from autopar.runtime.places import Places
 from autopar.runtime.tasks import CompiledTask
@@ -95,8 +95,8 @@ class Dispatcher:
     def _call(self, run: Run) -> Call:
         task, names = self._tasks[task_of(run)], self._places.planned.names
         function = task.function
-        operands = [names.of(var, run.micro_batch) for var in (*function.reads, *function.sums)]
-        results = tuple(names.of(var, run.micro_batch) for var in (*function.results, *function.sums))
+        operands = [names.of(var, micro_batch_of(run)) for var in (*function.reads, *function.sums)]
+        results = tuple(names.of(var, micro_batch_of(run)) for var in (*function.results, *function.sums))
         wanted = tuple(zip(operands, function.in_shardings, strict=True))
         return Call(task.compiled, wanted, results, self._waits(run.stage))
 

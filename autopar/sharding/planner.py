@@ -218,7 +218,8 @@ def _solve_within(
     if start and first:
         peak = float(used(first.choice).max())
         if peak <= budget and start.bound >= (1 - options.tolerance) * first.objective:
-            return replace(first, gap=max(0.0, 1 - start.bound / first.objective)), peak
+            gap = max(0.0, 1 - start.bound / first.objective) if first.objective else 0.0
+            return replace(first, gap=gap), peak
     limits: dict[int, Limit] = {}
     bound = start.bound if start else -math.inf
     while True:
@@ -257,7 +258,8 @@ def _like(specs: Mapping[Var, Spec], decisions: Decisions, problem: ChoiceProble
 
 
 def _split(decisions: Decisions, choice: Sequence[int]) -> Seconds:
-    compute, communication, inside = map(sum, zip(*map(decisions.seconds, range(len(choice)), choice), strict=True))
+    each = (decisions.seconds(decision, option) for decision, option in enumerate(choice))
+    compute, communication, inside = map(sum, zip((0.0, 0.0, 0.0), *each, strict=True))
     edges = sum(float(cost[choice[i], choice[j]]) for (i, j), cost in decisions.edges.items())
     return Seconds(compute, communication, inside + edges)
 

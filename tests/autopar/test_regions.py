@@ -67,6 +67,10 @@ FUNCTIONS = {
     "scan over checkpointed layers": (_checkpointed_layers, (X,)),
     "fori_loop": (lambda x: lax.fori_loop(0, 3, lambda i, c: c * i + x, x), (X,)),
     "while": (lambda x: lax.while_loop(lambda c: c[1].sum() < 9, lambda c: (c[0] + 1, c[1] + x * x), (0, x)), (X,)),
+    "while that computes in its body what its condition does": (
+        lambda x: lax.while_loop(lambda y: (y * 2).sum() < 99, lambda y: y * 2, x * x),
+        (X,),
+    ),
     "while in a scan": (
         lambda x: lax.scan(lambda c, y: (lax.while_loop(lambda d: d.sum() < 5, lambda d: d + 1, c + y), c), x[0], x),
         (X,),

@@ -226,3 +226,95 @@ def test_inference_returns_rows_scalars_and_constants() -> None:
     method = pipeline(pipeline_schedule="inference", layer_option=autopar.ManualLayerOption())
     actual = autopar.parallelize(infer, method=method)(stack_params(), stack_batch()["x"])
     autopar.testing.assert_allclose(actual, jax.jit(infer)(stack_params(), stack_batch()["x"]))
+
+
+def counter(params: Any, state: Any) -> tuple[Any, Any, Any]:
+    """A counter that the loss reads: the scale of each layer, of the loss and what is returned."""
+    count = state + 1
+    return [1.0, 1.0], 1 / count, count
+
+
+def split_key(params: Any, state: Any) -> tuple[Any, Any, Any]:
+    """A key of which one half draws a mask of features and the other is kept."""
+    key, sub = jax.random.split(jax.random.wrap_key_data(state))
+    mask = jax.random.bernoulli(sub, 0.8, (WIDTH,)).astype(jnp.float32)
+    return [mask, mask], 1.0, jax.random.key_data(key)
+
+
+def moving_average(params: Any, state: Any) -> tuple[Any, Any, Any]:
+    """An average of each weight that its own layer reads."""
+    average = [0.9 * old + 0.1 * params[f"w{i}"] for i, old in enumerate(state)]
+    return [each.sum(0) for each in average], 1.0, average
+
+
+def spectral_norm(params: Any, state: Any) -> tuple[Any, Any, Any]:
+    """The largest singular value of each weight, by power iteration in a while_loop whose vectors are kept."""
+
+    def iterate(w: jax.Array, start: jax.Array) -> jax.Array:
+        def body(carry: Any) -> Any:
+            u = w.T @ (w @ carry[1])
+            return carry[0] + 1, u / jnp.linalg.norm(u)
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, start))[1]
+
+    vectors = [iterate(params[f"w{i}"], u) for i, u in enumerate(state)]
+    return [1 / jnp.linalg.norm(params[f"w{i}"] @ u) for i, u in enumerate(vectors)], 1.0, vectors
+
+
+SHARED = {
+    counter: np.float32(2),
+    split_key: np.array([0, 7], np.uint32),
+    moving_average: [np.full((WIDTH, WIDTH), 0.1, np.float32)] * 2,
+    spectral_norm: [np.ones(WIDTH, np.float32)] * 2,
+}
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("kind", SHARED)
+def test_what_is_computed_before_the_loss_may_be_read_by_it_and_returned(kind: Any, count: int) -> None:
+    def step(carried: Any, batch: Any) -> tuple[Any, jax.Array]:
+        params, state = carried
+        scales, factor, after = kind(params, state)
+
+        @autopar.manual_layer_construction
+        def loss(params: Any) -> jax.Array:
+            x = jnp.tanh(batch["x"] @ params["w0"] * scales[0])
+            autopar.mark_pipeline_boundary()
+            return factor * jnp.mean((x @ params["w1"] * scales[1] - batch["y"]) ** 2)
+
+        new, value = descend(params, autopar.value_and_grad(loss)(params))
+        return (new, after), value
+
+    assert_as_serial(step, pipeline(count), (stack_params(2), SHARED[kind]), stack_batch())
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_later_round_of_the_update_may_read_what_the_loss_computes(count: int) -> None:
+    """What is computed in a layer goes to an update that waits for the gradients of all stages."""
+
+    def step(params: Any, batch: Any) -> tuple[Any, jax.Array]:
+        @autopar.manual_layer_construction
+        def loss(params: Any) -> jax.Array:
+            x = jnp.tanh(batch["x"] @ params["w0"])
+            autopar.mark_pipeline_boundary()
+            return jnp.mean((x @ params["w1"] - batch["y"]) ** 2) + jnp.sum(jnp.sin(params["w1"]))
+
+        value, gradients = autopar.value_and_grad(loss)(params)
+        norm = optax.tree.norm(gradients)
+        rates = {"w0": 0.1, "w1": 0.1 * jnp.sin(params["w1"])}
+        return {name: p - rates[name] * gradients[name] / norm for name, p in params.items()}, value
+
+    assert_as_serial(step, pipeline(count), stack_params(2), stack_batch())
+
+
+@pytest.mark.parametrize("options", [{"stage_option": UniformStageOption(2)}, {}], ids=["uniform", "auto"])
+def test_a_stage_may_have_nothing_to_do(options: dict[str, Any]) -> None:
+    def step(params: Any, batch: Any) -> tuple[Any, jax.Array]:
+        @autopar.manual_layer_construction
+        def loss(params: Any) -> jax.Array:
+            autopar.mark_pipeline_boundary()
+            return jnp.mean((jnp.tanh(batch["x"] @ params["w0"]) @ params["w1"] - batch["y"]) ** 2)
+
+        return descend(params, autopar.value_and_grad(loss)(params))
+
+    assert_as_serial(step, pipeline(4, **options), stack_params(2), stack_batch())

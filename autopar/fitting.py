@@ -1,0 +1,82 @@
+"""Planning again, within less, where the compiled step needs more memory than its plan says and than there is."""
+
+from collections.abc import Callable
+
+from autopar.pipeline.stages import NoStagesError
+from autopar.plan import Plan
+from autopar.runtime.executable import Executable
+from autopar.runtime.pipeline import PipelineExecutable
+from autopar.sharding.planner import MemoryBudgetError
+from autopar.trace import StepGraph
+from simulator.cluster import Cluster
+from simulator.memory import MemoryUse
+from simulator.mixed import AnyCluster
+
+ROUNDS = 4
+"""How many plans are compiled at most."""
+
+
+def budget_of(memory_budget: float | None, cluster: AnyCluster, platform: str) -> float | None:
+    """Return the bytes of one device that a compiled step may use, or None where there is no such limit.
+
+    A budget that the method is given is a limit everywhere. Without one, a GPU has its memory less its reserve.
+    """
+    if memory_budget is not None:
+        return memory_budget
+    return cluster.device.usable_bytes if platform == "gpu" and isinstance(cluster, Cluster) else None
+
+
+def compiled_within[E: Executable | PipelineExecutable](
+    budget: float | None,
+    plan_within: Callable[[float | None], tuple[StepGraph, Plan]],
+    compiled: Callable[[StepGraph, Plan], E],
+) -> E:
+    """Return the step, compiled so that XLA's buffer assignment is within the budget.
+
+    The planner estimates what XLA will need. Where that turns out to be more than the budget, the step is planned again with
+    an estimate that is lower by the excess. Such a plan says so in its warnings.
+
+    Args:
+        budget: bytes of one device; None for no limit.
+        plan_within: traces the step and plans it within so many bytes; None stands for what the method says.
+        compiled: compiles a plan.
+
+    Raises:
+        MemoryBudgetError: no plan that was compiled fits.
+    """
+    step, plan = plan_within(None)
+    executable = compiled(step, plan)
+    if budget is None:
+        return executable
+    least = used = _fullest(executable)
+    for _ in range(ROUNDS - 1):
+        allowed = plan.predicted_bytes - (used.total - budget)
+        if used.total <= budget or allowed <= 0:
+            break
+        try:
+            step, plan = plan_within(allowed)
+        except (MemoryBudgetError, NoStagesError):
+            break
+        warning = (
+            f"planned within {allowed / 1e9:.3g} GB per device: XLA's program for a plan within the budget of"
+            f" {budget / 1e9:.3g} GB needs {used.total / 1e9:.3g} GB"
+        )
+        plan = plan.model_copy(update={"warnings": (*plan.warnings, warning)})
+        del executable  # frees its memory on the devices
+        executable = compiled(step, plan)
+        used = _fullest(executable)
+        least = min(least, used, key=lambda each: each.total)
+    if used.total <= budget:
+        return executable
+    error = MemoryBudgetError(budget, least.total, step.name)
+    error.add_note(
+        f"Of the plans that were compiled, the smallest needs {least.total / 1e9:.3g} GB, of which"
+        f" {(least.outputs - least.aliased) / 1e9:.3g} GB are outputs that take the place of no input (see donate_argnums)"
+    )
+    raise error
+
+
+def _fullest(executable: Executable | PipelineExecutable) -> MemoryUse:
+    """Return the memory of the fullest device."""
+    memory = executable.memory
+    return memory if isinstance(memory, MemoryUse) else max(memory, key=lambda each: each.total)
