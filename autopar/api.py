@@ -17,6 +17,7 @@ from autopar.devices import cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.facts import forget_facts
 from autopar.follow import follow_pipeline, follow_plan
 from autopar.hosts import session
+from autopar.hosts.arrays import DistributedArray
 from autopar.interpreter import builds_graphs
 from autopar.methods import (
     CreateStateParallel,
@@ -132,6 +133,9 @@ class ParallelizedFunction:
         dynamic = tuple(without(args, static))
         static_args = tuple(args[i] for i in static)
         leaves, tree = jax.tree.flatten(dynamic)
+        if self._hosts is None and any(isinstance(leaf, DistributedArray) for leaf in leaves):
+            leaves = [leaf.__jax_array__() if isinstance(leaf, DistributedArray) else leaf for leaf in leaves]
+            dynamic = jax.tree.unflatten(tree, leaves)
         avals = tuple((a.shape, a.dtype, a.weak_type) for a in map(abstract, leaves))
         for i, arg in zip(static, static_args, strict=True):
             check_hashable(i, arg)
