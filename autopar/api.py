@@ -36,6 +36,7 @@ from autopar.facts import forget_facts
 from autopar.fitting import budget_of, compiled_within
 from autopar.follow import follow_pipeline, follow_plan
 from autopar.hosts import session
+from autopar.hosts.arrays import DistributedArray
 from autopar.interpreter import builds_graphs
 from autopar.methods import (
     CreateStateParallel,
@@ -171,6 +172,9 @@ class ParallelizedFunction:
         static = static_arguments(self._static_argnums, args)
         dynamic = tuple(without(args, static))
         leaves, tree = jax.tree.flatten(dynamic)
+        if self._hosts is None and any(isinstance(leaf, DistributedArray) for leaf in leaves):
+            leaves = [leaf.__jax_array__() if isinstance(leaf, DistributedArray) else leaf for leaf in leaves]
+            dynamic = jax.tree.unflatten(tree, leaves)
         try:
             avals = tuple((a.shape, a.dtype, a.weak_type) for a in map(abstract, leaves))
         except TypeError:

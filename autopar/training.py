@@ -2,14 +2,17 @@
 
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from autopar.api import ParallelizedFunction
-from autopar.checkpoint import CheckpointError, latest_step, restore_checkpoint, save_checkpoint
+from autopar.checkpoint import CheckpointError, latest_step, save_checkpoint
+from autopar.checkpoint.locks import lock
+from autopar.checkpoint.manifest import check_keep, directory_path
+from autopar.checkpoint.restoring import restore_last
 from autopar.checkpoint.saving import finish_saving, forget_saving
 from autopar.checks import FUNCTION, NONE, checked, instance, that, whole
 from autopar.data_loader import DataLoader, MeshDriverDataLoader
@@ -38,7 +41,8 @@ def train(
 
     When a worker or a host is lost, hangs or fails, new workers start on the hosts that are there, the step is planned again if these
     are fewer, the last checkpoint is restored as the new plan wants it, and the loop goes on from there with the same batches as
-    before. A program that was killed goes on from the last checkpoint in `ckpt_dir`, too, when it is run again.
+    before. A program that was killed goes on from the last checkpoint in `ckpt_dir`, too, when it is run again. Checkpoints that can't
+    be read are set aside with a warning, and the loop goes on from the one before.
 
     Args:
         step: what `parallelize` returned, from (state, batch) to a state, or to a tuple that begins with one. To be planned for
@@ -55,8 +59,9 @@ def train(
 
     Raises:
         HostsError: hosts failed too often.
-        CheckpointError: `ckpt_dir` has checkpoints of another state, or of more steps.
-        ValueError: there are fewer batches than steps, or the step does not return a state.
+        CheckpointError: `ckpt_dir` has checkpoints of another state, or of more steps, or none of them can be read, or another loop
+            uses it.
+        ValueError: there are fewer batches than steps, the step does not return a state, or an argument makes no sense.
     """
     checked("step", step, that("what autopar.parallelize returns", lambda step: hasattr(step, "get_executable")))
     checked(
@@ -67,13 +72,24 @@ def train(
     num_steps, max_failures = checked("num_steps", num_steps, whole(0)), checked("max_failures", max_failures, whole(0))
     save_every, keep = checked("save_every", save_every, whole()), checked("keep", keep, whole() | NONE)
     checked("on_step", on_step, FUNCTION | NONE)
-    loop = _Loop(step, jax.tree.map(abstract, state), batches, num_steps, Path(ckpt_dir), save_every, keep, on_step)
+    check_keep(keep)
+    directory, avals = directory_path(ckpt_dir), jax.tree.map(abstract, state)
+    loop = _Loop(step, avals, batches, num_steps, directory, save_every, keep, on_step)
     forget_saving()  # of a loop before this one
-    last = latest_step(ckpt_dir)
+    held = lock(directory, is_alone=True)
+    try:
+        return _run(loop, state, directory, num_steps, max_failures)
+    finally:
+        held.release()
+
+
+def _run(loop: "_Loop", state: Any, directory: Path, num_steps: int, max_failures: int) -> Any:
+    """Run the loop until it ends, or hosts fail too often."""
+    last = latest_step(directory)
     if last is not None and last > num_steps:
-        raise CheckpointError(f"{ckpt_dir} has a checkpoint of step {last}, which is after num_steps={num_steps}")
+        raise CheckpointError(f"{directory} has a checkpoint of step {last}, which is after num_steps={num_steps}")
     if last is None:
-        save_checkpoint(ckpt_dir, state, 0)
+        save_checkpoint(directory, state, 0)
         last = 0
     else:
         state = None
@@ -85,7 +101,7 @@ def train(
             return loop.run(last, state)
         except HostsError as error:
             forget_saving()
-            before, last = last, latest_step(ckpt_dir)
+            before, last = last, latest_step(directory)
             assert last is not None
             failures = failures + 1 if last == before else 1
             if failures > max_failures:
@@ -110,12 +126,16 @@ class _Loop:
         self._directory, self._save_every, self._keep, self._on_step = directory, save_every, keep, on_step
 
     def run(self, first: int, state: Any) -> Any:
-        """The steps from number `first` on; without a state, of the checkpoint of that step."""
-        found = iter(self._from(first))
+        """The steps from number `first` on; without a state, of the last checkpoint that can be read, which is at most `first`."""
+        batches = None
         if state is None:
-            batch = next(found, None)
-            state = self._restored(first, batch)
-            found = itertools.chain([] if batch is None else [batch], found)
+            batch, batches = self._example(first)
+            restored, state = restore_last(
+                self._directory, self._avals if batch is None else self._placements(batch)[0]
+            )
+            if restored != first:
+                first, batches = restored, None
+        found = iter(self._from(first)) if batches is None else batches
         done = first
         for done, batch in enumerate(itertools.islice(found, self._num_steps - first), first + 1):
             results = self._step(state, batch)
@@ -129,6 +149,14 @@ class _Loop:
         finish_saving()
         return state
 
+    def _example(self, step: int) -> tuple[Any, Iterator[Any] | None]:
+        """A batch as the step takes it, or None if there are none; the batches from `step` on, if one of them had to be made."""
+        if isinstance(self._batches, DataLoader | MeshDriverDataLoader):
+            return self._batches.batch, None
+        batches = iter(self._batches(step))
+        batch = next(batches, None)
+        return batch, itertools.chain([] if batch is None else [batch], batches)
+
     def _from(self, step: int) -> Iterable[Any]:
         """The batches from a step on."""
         if not isinstance(self._batches, DataLoader | MeshDriverDataLoader):
@@ -139,13 +167,6 @@ class _Loop:
         """Where the step wants a state and a batch, by its present plan."""
         executable: Any = self._step.get_executable(self._avals, batch)
         return executable.get_input_placement_specs()
-
-    def _restored(self, step: int, batch: Any) -> Any:
-        """The state of a checkpoint where the step wants it; without a batch, as it comes."""
-        if batch is None:
-            leaves = restore_checkpoint(self._directory, step).values()
-            return jax.tree.unflatten(jax.tree.structure(self._avals), leaves)
-        return restore_checkpoint(self._directory, step, self._placements(batch)[0])
 
     def _state_of(self, results: Any) -> Any:
         wanted = jax.tree.structure(self._avals)

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from autopar.checks import NONE, checked, real, whole
-from autopar.keys import is_key
+from autopar.keys import impl_of, is_key
 
 
 def benchmark_func(
@@ -56,7 +56,7 @@ def zeros(avals: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]) 
 
     def make(aval: jax.ShapeDtypeStruct) -> jax.Array:
         if is_key(aval.dtype):
-            return jnp.broadcast_to(jax.random.key(0), aval.shape)
+            return jnp.broadcast_to(jax.random.key(0, impl=impl_of(aval.dtype)), aval.shape)
         return jnp.zeros(aval.shape, aval.dtype)
 
     return jax.jit(lambda: [make(aval) for aval in avals], out_shardings=list(shardings))() if avals else []

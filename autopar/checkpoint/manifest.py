@@ -1,22 +1,32 @@
 """What a checkpoint says of itself, and which ones a directory has."""
 
+import itertools
 import os
 import shutil
+import uuid
+import zlib
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import jax
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from autopar.pipeline.resharding import Tile
 
 _MANIFEST = "manifest.json"
 _UNFINISHED = ".saving"
+_DAMAGED = ".damaged"
 
 
 class CheckpointError(ValueError):
-    """There is no such checkpoint, or it is of another state."""
+    """There is no such checkpoint, it is of another state, or its directory can't be used."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint can't be read: something of it is missing, or is not what was saved."""
 
 
 class SavedPiece(BaseModel):
@@ -25,6 +35,7 @@ class SavedPiece(BaseModel):
     Attributes:
         part: the folder.
         name: of the tile there.
+        checksum: CRC-32 of its bytes in row-major order; None in checkpoints of format 1.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,6 +43,7 @@ class SavedPiece(BaseModel):
     tile: Tile
     part: str
     name: str
+    checksum: int | None = None
 
 
 class SavedArray(BaseModel):
@@ -50,6 +62,26 @@ class SavedArray(BaseModel):
     key: str | None = None
     pieces: tuple[SavedPiece, ...]
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        try:
+            np.dtype(self.dtype)
+        except (TypeError, ValueError, SyntaxError):
+            raise ValueError(f"{self.path} has no dtype {self.dtype!r}") from None
+        for piece in self.pieces:
+            within = (0 <= start < stop <= size for (start, stop), size in zip(piece.tile, self.shape, strict=False))
+            if len(piece.tile) != len(self.shape) or not all(within):
+                raise ValueError(f"{self.path} of shape {self.shape} has no tile {piece.tile}")
+        count = sum(prod(stop - start for start, stop in piece.tile) for piece in self.pieces)
+        if count != prod(self.shape):
+            raise ValueError(f"{self.path} of shape {self.shape} has pieces of {count} elements")
+        return self
+
+    def with_checksums(self, checksums: Mapping[tuple[str, str], int]) -> "SavedArray":
+        """Return the same array with the checksum of each piece, found by part and name."""
+        pieces = [piece.model_copy(update={"checksum": checksums[piece.part, piece.name]}) for piece in self.pieces]
+        return self.model_copy(update={"pieces": tuple(pieces)})
+
     @property
     def jax_dtype(self) -> np.dtype:
         """Of it as a JAX array: numbers of numpy's and Python's have more bits than JAX's."""
@@ -57,39 +89,91 @@ class SavedArray(BaseModel):
 
 
 class Manifest(BaseModel):
-    """All of a checkpoint."""
+    """All of a checkpoint.
+
+    Attributes:
+        format: 2; checkpoints of format 1 have no checksums.
+        checksum: CRC-32 of the rest of the manifest.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 2
     step: int
     arrays: tuple[SavedArray, ...]
+    checksum: int | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        pieces = (piece for array in self.arrays for piece in array.pieces)
+        if self.format == 2 and any(piece.checksum is None for piece in pieces):
+            raise ValueError("a piece has no checksum")
+        return self
+
+    def to_json(self) -> str:
+        """Return the manifest with its checksum."""
+        return self.model_copy(update={"checksum": self._checksum()}).model_dump_json()
+
+    def _checksum(self) -> int:
+        return zlib.crc32(self.model_dump_json(exclude={"checksum"}).encode())
 
     @staticmethod
     def load(directory: Path, step: int) -> "Manifest":
-        """That of a step's checkpoint.
+        """Load the manifest of the checkpoint of a step.
 
         Raises:
-            CheckpointError: there is none, or it can't be read.
+            DamagedCheckpointError: it is missing, or not as it was written.
+            CheckpointError: there is no such checkpoint, or this process may not read it.
         """
         file = directory / str(step) / _MANIFEST
+        if step not in (steps := saved_steps(directory)):
+            there = ", ".join(map(str, steps)) or "none"
+            raise CheckpointError(f"{directory} has no checkpoint of step {step}; those it has: {there}")
         try:
-            return Manifest.model_validate_json(file.read_text())
-        except FileNotFoundError:
-            there = ", ".join(map(str, saved_steps(directory))) or "none"
-            raise CheckpointError(f"{directory} has no checkpoint of step {step}; those it has: {there}") from None
+            manifest = Manifest.model_validate_json(file.read_bytes())
+        except PermissionError as error:
+            raise CheckpointError(f"{file} may not be read: {error}") from None
+        except OSError as error:
+            raise DamagedCheckpointError(f"{file} can't be read: {error}") from None
         except ValidationError as error:
-            raise CheckpointError(
-                f"{file} is not the manifest of a checkpoint that this version of autopar reads: {error}"
+            first = error.errors()[0]
+            said = " ".join([".".join(map(str, first["loc"])), first["msg"]]).strip()
+            raise DamagedCheckpointError(
+                f"{file} is not the manifest of a checkpoint that this version of autopar reads: {said}"
             ) from None
+        if manifest.format == 2 and manifest.checksum != manifest._checksum():
+            raise DamagedCheckpointError(f"{file} is damaged: it does not have the checksum that was written")
+        if manifest.step != step:
+            raise DamagedCheckpointError(f"{file} is the manifest of another checkpoint, that of step {manifest.step}")
+        return manifest
 
 
 def saved_steps(directory: str | os.PathLike[str]) -> list[int]:
     """The steps that a directory has checkpoints of, in order."""
-    directory = Path(directory)
+    directory = directory_path(directory)
     if not directory.is_dir():
         return []
-    return sorted(int(each.name) for each in directory.iterdir() if each.name.isdecimal())
+    named = (entry for entry in directory.iterdir() if entry.name.isdecimal() and entry.is_dir())
+    return sorted(int(entry.name) for entry in named if entry.name == str(int(entry.name)))
+
+
+def directory_path(ckpt_dir: str | os.PathLike[str]) -> Path:
+    """Return the directory that a user gave; TypeError if it is no path."""
+    if not isinstance(ckpt_dir, str | os.PathLike):
+        raise TypeError(f"ckpt_dir is {ckpt_dir!r}, expected the path of a directory, e.g. 'run'")
+    return Path(ckpt_dir)
+
+
+def check_step(step: object) -> None:
+    """Raise ValueError unless a user gave the number of a step."""
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+        raise ValueError(f"step is {step!r}, expected a number from 0")
+
+
+def check_keep(keep: object) -> None:
+    """Raise ValueError unless a user gave a number of checkpoints to keep, or None."""
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int | np.integer) or keep < 1):
+        raise ValueError(f"keep is {keep!r}, expected a number of checkpoints, or None to keep all")
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
@@ -98,7 +182,9 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """A new folder to write the checkpoint of a step to, which nobody takes for one until `commit`.
+    """Make a new folder to write the checkpoint of a step to, and remove those of processes that were killed.
+
+    It does not count as a checkpoint until `commit`.
 
     Raises:
         CheckpointError: there is one of this step already.
@@ -107,22 +193,28 @@ def begin(directory: Path, step: int) -> Path:
         raise CheckpointError(
             f"{directory} has a checkpoint of step {step} already; remove it, or save to another directory if this is another run"
         )
-    folder = directory / f"{step}{_UNFINISHED}"
-    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
-    folder.mkdir(parents=True)
+    for unfinished in directory.glob(f"*{_UNFINISHED}"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    folder = directory / f"{step}.{uuid.uuid4().hex[:8]}{_UNFINISHED}"
+    folder.mkdir()
     return folder
 
 
+def set_aside(directory: Path, step: int) -> Path:
+    """Rename a checkpoint that can't be read, so that it is not taken for the last one; return its new path."""
+    names = itertools.chain([""], map(".{}".format, itertools.count(2)))
+    free = (path for name in names if not (path := directory / f"{step}{_DAMAGED}{name}").exists())
+    return (directory / str(step)).rename(next(free))
+
+
 def commit(folder: Path, manifest: Manifest, keep: int | None) -> Path:
-    """Make what was written a checkpoint; the `keep` last ones stay, and nothing that was never finished."""
+    """Make what was written a checkpoint, and remove all but the `keep` last ones."""
     with (folder / _MANIFEST).open("w") as file:
-        file.write(manifest.model_dump_json())
+        file.write(manifest.to_json())
         file.flush()
         os.fsync(file.fileno())
     directory = folder.parent
     final = folder.rename(directory / str(manifest.step))
-    for unfinished in directory.glob(f"*{_UNFINISHED}"):
-        shutil.rmtree(unfinished, ignore_errors=True)
     for old in saved_steps(directory)[: -keep if keep else 0]:
         # Its name goes first: removing takes a while, and half a checkpoint must not look like one.
         gone = (directory / str(old)).rename(directory / f"{old}{_UNFINISHED}")

@@ -3,8 +3,10 @@
 No process waits for another in here, so one that dies takes nobody with it.
 """
 
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from autopar.checkpoint.manifest import SavedArray, SavedPiece
+from autopar.checkpoint.manifest import CheckpointError, DamagedCheckpointError, SavedArray, SavedPiece
 from autopar.pipeline.resharding import Tile
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 1 << 30
 """How much is in host memory at a time while arrays are restored, unless one array is larger."""
+_SAID = 300
+"""How many characters of an error of Orbax an error shows."""
 
 
 def tile_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Tile:
@@ -39,23 +43,64 @@ def copied(array: jax.Array | np.ndarray, tiles: Iterable[Tile]) -> list[np.ndar
     return [np.array(shards[tile]) for tile in tiles]
 
 
-def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Keep arrays in a new folder, by name."""
+def checksums(arrays: Mapping[Any, np.ndarray]) -> dict[Any, int]:
+    """Return the CRC-32 of the bytes of each array in row-major order."""
+    with ThreadPoolExecutor() as threads:  # zlib releases the GIL
+        values = threads.map(lambda array: zlib.crc32(array.reshape(-1).view(np.uint8)), arrays.values())
+        return dict(zip(arrays, values, strict=True))
+
+
+def in_part(part: str, found: Mapping[str, int]) -> dict[tuple[str, str], int]:
+    """Return checksums by part and name."""
+    return {(part, name): checksum for name, checksum in found.items()}
+
+
+def write(folder: Path, arrays: Mapping[str, np.ndarray], verify: bool = True) -> dict[str, int]:
+    """Keep arrays in a new folder, by name, and return their checksums.
+
+    Args:
+        verify: whether to read back what was written.
+
+    Raises:
+        CheckpointError: what was read back is something else.
+    """
     from orbax.checkpoint.args import PyTreeSave
 
+    found = checksums(arrays)
     with _checkpointer() as checkpointer:
         checkpointer.save(folder.absolute(), args=PyTreeSave(dict(arrays)))
+    if verify:
+        for names in _groups(arrays, lambda name: arrays[name].nbytes):
+            back = checksums(read(folder, names))
+            if wrong := [name for name in names if back[name] != found[name]]:
+                raise CheckpointError(
+                    f"{folder} was written, but {len(wrong)} of its arrays are read back with other numbers: the file system or the memory"
+                    " of this host is not to be trusted; save to another directory"
+                )
+    return found
 
 
 def read(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Arrays that were kept in a folder."""
+    """Arrays that were kept in a folder.
+
+    Raises:
+        DamagedCheckpointError: they can't be read.
+    """
     import orbax.checkpoint as ocp
 
     each = ocp.RestoreArgs(restore_type=np.ndarray)
     wanted = dict.fromkeys(names, each)
     with _checkpointer() as checkpointer:
         args = ocp.args.PyTreeRestore(item=dict.fromkeys(wanted, 0), restore_args=wanted, partial_restore=True)
-        return checkpointer.restore(folder.absolute(), args=args)
+        try:
+            return checkpointer.restore(folder.absolute(), args=args)
+        except MemoryError:
+            raise
+        except PermissionError as error:
+            raise CheckpointError(f"{folder} may not be read: {error}") from error
+        except Exception as error:  # Orbax and TensorStore raise all kinds for damaged files
+            said = (str(error).splitlines() or [""])[0]
+            raise DamagedCheckpointError(f"{folder} can't be read: {type(error).__name__}: {said[:_SAID]}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +111,17 @@ class Wanted:
     sharding: Sharding | None
 
 
-def restore(folder: Path, wanted: Sequence[Wanted]) -> list[Any]:
-    """Arrays of a checkpoint on the devices of this process, of which only pieces that they need are read."""
+def restore(folder: Path, wanted: Sequence[Wanted], verify: bool = True) -> list[Any]:
+    """Arrays of a checkpoint on the devices of this process, of which only pieces that they need are read.
+
+    Args:
+        verify: whether to compare checksums.
+
+    Raises:
+        DamagedCheckpointError: a piece can't be read, or is not what was saved.
+    """
     made: list[Any] = []
-    for group in _groups(wanted):
+    for group in _groups(wanted, lambda each: _nbytes(each.saved)):
         needed: dict[str, set[str]] = defaultdict(set)
         for each in group:
             for piece in _needed(each):
@@ -79,8 +131,31 @@ def restore(folder: Path, wanted: Sequence[Wanted]) -> list[Any]:
             for part, names in needed.items()
             for name, value in read(folder / part, sorted(names)).items()
         }
+        found = checksums(pieces) if verify else {}
+        for each in group:
+            _check(folder, each, pieces, found)
         made += [_made(each, pieces) for each in group]
     return made
+
+
+def _check(
+    folder: Path,
+    wanted: Wanted,
+    pieces: Mapping[tuple[str, str], np.ndarray],
+    found: Mapping[tuple[str, str], int],
+) -> None:
+    """Raise DamagedCheckpointError unless the pieces that were read of an array are those that were saved."""
+    saved = wanted.saved
+    for piece in _needed(wanted):
+        value, checksum = pieces[piece.part, piece.name], found.get((piece.part, piece.name))
+        shape = tuple(stop - start for start, stop in piece.tile)
+        if value.shape != shape or value.dtype != np.dtype(saved.dtype):
+            said = f"{value.dtype}{list(value.shape)}, expected {saved.dtype}{list(shape)}"
+        elif None not in (checksum, piece.checksum) and checksum != piece.checksum:
+            said = "not what was saved: its checksum is another"
+        else:
+            continue
+        raise DamagedCheckpointError(f"{folder / piece.part} is damaged: tile {piece.tile} of {saved.path} is {said}")
 
 
 def _needed(wanted: Wanted) -> list[SavedPiece]:
@@ -123,18 +198,22 @@ def _within(inner: Tile, outer: Tile) -> tuple[slice, ...]:
     return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(inner, outer, strict=True))
 
 
-def _groups(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
-    """Arrays in their order, as many together as host memory should hold."""
-    groups: list[list[Wanted]] = []
+def _groups[T](items: Iterable[T], nbytes: Callable[[T], int]) -> list[list[T]]:
+    """Items in their order, as many together as host memory should hold."""
+    groups: list[list[T]] = []
     room = 0
-    for each in wanted:
-        size = prod(each.saved.shape) * np.dtype(each.saved.dtype).itemsize
+    for each in items:
+        size = nbytes(each)
         if size > room or not groups:
             groups.append([])
             room = _READ_BYTES
         groups[-1].append(each)
         room -= size
     return groups
+
+
+def _nbytes(saved: SavedArray) -> int:
+    return prod(saved.shape) * np.dtype(saved.dtype).itemsize
 
 
 def _checkpointer() -> "Checkpointer":

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.checkpoint.manifest import CheckpointError, Manifest, SavedArray, SavedPiece, begin, commit
-from autopar.checkpoint.parts import copied, tile_of, write
+from autopar.checkpoint.locks import DirectoryLock, lock
+from autopar.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    SavedArray,
+    SavedPiece,
+    begin,
+    check_keep,
+    check_step,
+    commit,
+    directory_path,
+)
+from autopar.checkpoint.parts import copied, in_part, tile_of, write
 from autopar.hosts.arrays import DistributedArray
 from autopar.keys import is_key
 from autopar.pipeline.resharding import Tile
@@ -21,6 +33,9 @@ from autopar.progress import tell
 
 _HERE = "driver"
 """The part that this process writes."""
+
+type Writer = Callable[[], Mapping[tuple[str, str], int]]
+"""Writes a part, and returns the checksum of each piece by part and name."""
 
 _thread = ThreadPoolExecutor(1, thread_name_prefix="autopar-checkpoint")
 _last: "Saving | None" = None
@@ -54,7 +69,13 @@ class Saving:
 
 
 def save_checkpoint(
-    ckpt_dir: str | os.PathLike[str], target: Any, step: int, *, keep: int | None = None, wait: bool = True
+    ckpt_dir: str | os.PathLike[str],
+    target: Any,
+    step: int,
+    *,
+    keep: int | None = None,
+    wait: bool = True,
+    verify: bool = True,
 ) -> Saving:
     """Save a state to `ckpt_dir/<step>`, from where it is: on this process's devices, or on those of other hosts.
 
@@ -67,30 +88,30 @@ def save_checkpoint(
         wait: until it is written. If not, this returns when the values are copied, so that the step may go on with the state, and
             donate it; they are written meanwhile. The next save or restore, and `autopar.shutdown`, wait for it; a program that
             ends without either has to, with `Saving.wait`.
+        verify: whether to read back what was written and compare its checksums.
 
     Raises:
-        CheckpointError: there is a checkpoint of this step already, or there is nothing to save.
+        CheckpointError: there is a checkpoint of this step already, there is nothing to save, a leaf is no array, another process
+            saves to the directory, or what was written is read back with other numbers.
         HostsError: a host is lost.
         Exception: what the checkpoint before it failed of, if nobody has waited for that.
     """
     global _last
-    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
-        raise ValueError(f"step is {step!r}, expected a number from 0")
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep is {keep!r}, expected a number of checkpoints, or None to keep all")
+    directory = directory_path(ckpt_dir)
+    check_step(step)
+    check_keep(keep)
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(target)}
     if not leaves:
         raise CheckpointError("the state has no arrays, so there is nothing to save")
     finish_saving()
-    folder = begin(Path(ckpt_dir), int(step))
-    try:
-        saved, writers = _copy(folder, leaves)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    _last = saving = Saving(
-        int(step), _thread.submit(_write, folder, Manifest(step=int(step), arrays=saved), writers, keep)
-    )
+    with ExitStack() as undo:
+        held = lock(directory)
+        undo.callback(held.release)
+        folder = begin(directory, int(step))
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        arrays, writers = _copy(folder, leaves, verify)
+        undo.pop_all()
+    _last = saving = Saving(int(step), _thread.submit(_write, folder, int(step), arrays, writers, keep, held))
     if wait:
         finish_saving()
     return saving
@@ -110,24 +131,33 @@ def forget_saving() -> None:
         tell(f"a checkpoint could not be written: {error}")
 
 
-def _write(folder: Path, manifest: Manifest, writers: Sequence[Callable[[], None]], keep: int | None) -> Path:
+def _write(
+    folder: Path,
+    step: int,
+    arrays: Sequence[SavedArray],
+    writers: Sequence[Writer],
+    keep: int | None,
+    held: DirectoryLock,
+) -> Path:
     try:
+        checksums: dict[tuple[str, str], int] = {}
         for writer in writers:
-            writer()
-        parts = {piece.part for array in manifest.arrays for piece in array.pieces}
-        unseen = sorted(part for part in parts if not (folder / part).is_dir())
+            checksums.update(writer())
+        unseen = sorted({part for part, _ in checksums if not (folder / part).is_dir()})
         if unseen:
             raise CheckpointError(
                 f"{', '.join(unseen)} wrote to {folder}, but this process does not see it there; save to a directory of a file system"
                 " that all hosts share"
             )
+        manifest = Manifest(step=step, arrays=tuple(array.with_checksums(checksums) for array in arrays))
+        held.check()
         return commit(folder, manifest, keep)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # what was committed has another name
+        held.release()
 
 
-def _copy(folder: Path, leaves: Mapping[str, Any]) -> tuple[tuple[SavedArray, ...], list[Callable[[], None]]]:
+def _copy(folder: Path, leaves: Mapping[str, Any], verify: bool) -> tuple[tuple[SavedArray, ...], list[Writer]]:
     """The arrays of the checkpoint, and what writes their values, which are copied now."""
     saved: dict[str, SavedArray] = {}
     here: dict[str, np.ndarray] = {}
@@ -137,7 +167,7 @@ def _copy(folder: Path, leaves: Mapping[str, Any]) -> tuple[tuple[SavedArray, ..
             leaf.check()
             elsewhere[path] = leaf
             continue
-        array, key = _data(leaf)
+        array, key = _data(path, leaf)
         tiles = _tiles(array)
         names = [f"{number}.{n}" for n in range(len(tiles))]
         here.update(zip(names, copied(array, tiles), strict=True))
@@ -148,10 +178,10 @@ def _copy(folder: Path, leaves: Mapping[str, Any]) -> tuple[tuple[SavedArray, ..
             key=key,
             pieces=tuple(SavedPiece(tile=t, part=_HERE, name=n) for t, n in zip(tiles, names, strict=True)),
         )
-    writers: list[Callable[[], None]] = [lambda: write(folder / _HERE, here)] if here else []
+    writers: list[Writer] = [lambda: in_part(_HERE, write(folder / _HERE, here, verify))] if here else []
     for hosts in dict.fromkeys(each.hosts for each in elsewhere.values()):
         mine = {path: each for path, each in elsewhere.items() if each.hosts is hosts}
-        pieces, writer = hosts.save(folder.absolute(), mine)
+        pieces, writer = hosts.save(folder.absolute(), mine, verify)
         writers.append(writer)
         for path, each in mine.items():
             array = each.array
@@ -161,10 +191,15 @@ def _copy(folder: Path, leaves: Mapping[str, Any]) -> tuple[tuple[SavedArray, ..
     return tuple(saved[path] for path in leaves), writers
 
 
-def _data(leaf: Any) -> tuple[Any, str | None]:
+def _data(path: str, leaf: Any) -> tuple[Any, str | None]:
     """A leaf as an array that can be written; of random keys their data and implementation."""
     if not isinstance(leaf, jax.Array):
-        return np.asarray(leaf), None
+        array = np.asarray(leaf)
+        try:
+            jax.typeof(array)
+        except TypeError:
+            raise CheckpointError(f"{path} of the state is {leaf!r:.80}, expected an array or a number") from None
+        return array, None
     if not leaf.is_fully_addressable:
         raise CheckpointError(
             f"an array of shape {leaf.shape} is on devices of other processes than this one; have the step run on hosts by"

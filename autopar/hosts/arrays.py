@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from autopar.hosts.errors import HostsError
 from autopar.hosts.job import Array
 from autopar.keys import is_key
 
@@ -61,17 +62,22 @@ class DistributedArray:
         return self._is_deleted or self.is_donated
 
     def prefetch(self) -> None:
-        """Bring it here. One that a step has used up, or that was deleted: `RuntimeError`."""
+        """Bring it here. One that a step has used up, that was deleted, or whose workers have ended: `RuntimeError`."""
         if self._here is None:
             self.check()
             self._here = self.hosts.fetch([self])[0]
 
     def check(self) -> None:
-        """Raise RuntimeError if there is nothing to read any more."""
+        """Raise RuntimeError if there is nothing to read any more; HostsError, which is one, if the workers that had it have ended."""
         if self._is_deleted:
             raise RuntimeError(f"{self!r} was deleted; keep the handle and don't call its delete while it is needed")
         if self.is_donated:
             raise RuntimeError(f"{self!r} was donated to a step, which has used its memory; use what the step returned")
+        if not self.hosts.is_live(self.key):
+            raise HostsError(
+                f"{self!r} was in the memory of workers that have ended, by autopar.shutdown or a failure, and is gone with them; make the"
+                " state anew, or restore a checkpoint"
+            )
 
     def numbers(self) -> np.ndarray:
         """What it consists of, here: itself, or the data of random keys."""

@@ -14,7 +14,8 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from autopar.checkpoint.manifest import SavedArray, SavedPiece
+from autopar.checkpoint.manifest import CheckpointError, SavedArray, SavedPiece
+from autopar.checkpoint.parts import in_part
 from autopar.devices import Devices, cluster_of_kind
 from autopar.hosts.arrays import DistributedArray, plain
 from autopar.hosts.checkpoints import part_of, saved_pieces
@@ -191,12 +192,13 @@ class RayHosts(Workers):
     # -- checkpoints
 
     def save(
-        self, folder: Path, handles: Mapping[str, DistributedArray]
-    ) -> tuple[dict[str, tuple[SavedPiece, ...]], Callable[[], None]]:
+        self, folder: Path, handles: Mapping[str, DistributedArray], verify: bool
+    ) -> tuple[dict[str, tuple[SavedPiece, ...]], Callable[[], dict[tuple[str, str], int]]]:
         """Have the workers copy arrays, each tile where it is and once.
 
         Returns:
-            The pieces of each array; what has the copies written to `folder` and waits for that, in any thread.
+            The pieces of each array, and a function that waits in any thread until the copies are written to `folder`, and returns
+            their checksums by part and name.
         """
         pieces = saved_pieces(handles, self.owner)
         copies = []
@@ -209,30 +211,37 @@ class RayHosts(Workers):
                 copies.append((host, folder / part, self._call(host, "copy", folder / part, wanted)))
         self._answers([(host, ref) for host, _, ref in copies])
         writes = [
-            (host, self._actors[host].write.options(concurrency_group="writing").remote(ref, part))
+            (host, self._actors[host].write.options(concurrency_group="writing").remote(ref, part, verify))
             for host, part, ref in copies
         ]
         self._writes = [ref for _, ref in writes]
 
-        def write() -> None:
+        def write() -> dict[tuple[str, str], int]:
             failures: list[Exception] = []
+            found: dict[tuple[str, str], int] = {}
             for host, ref in writes:  # all of them: afterwards nobody writes any more
                 try:
-                    ray.get(ref, timeout=self.timeout)
+                    found |= in_part(part_of(host), ray.get(ref, timeout=self.timeout))
                 except RayActorError as error:
                     failures.append(HostLostError(host, self.addresses[host], reason(error)))
                 except GetTimeoutError:
                     said = f"has been writing a checkpoint for {self.timeout:.0f} s"
                     failures.append(HostTimeoutError(host, self.addresses[host], said))
                 except RayError as error:
-                    failures.append(error)
+                    cause = getattr(error, "cause", None)
+                    failures.append(cause if isinstance(cause, CheckpointError) else error)
             if failures:
                 raise failures[0] from None
+            return found
 
         return pieces, write
 
-    def restore(self, folder: Path, wanted: Sequence[tuple[SavedArray, Place]]) -> list[DistributedArray]:
-        """The arrays of a checkpoint where they should be; each worker reads its parts."""
+    def restore(self, folder: Path, wanted: Sequence[tuple[SavedArray, Place]], verify: bool) -> list[DistributedArray]:
+        """The arrays of a checkpoint where they should be; each worker reads its parts.
+
+        Raises:
+            CheckpointError: a worker can't read its parts.
+        """
         self.check()
         self._check_devices(place.mesh.devices for _, place in wanted)
         self._join(groups_of({place.mesh.devices for _, place in wanted}, self.owner))
@@ -248,8 +257,10 @@ class RayHosts(Workers):
                 if host in self.hosts_of(place.mesh.devices)
             ]
             if mine:
-                refs.append((host, self._call(host, "restore", folder, mine)))
-        self._answers(refs, is_slow=True)
+                refs.append((host, self._call(host, "restore", folder, mine, verify)))
+        for error in self._answers(refs, is_slow=True):
+            if error is not None:
+                raise error
         return handles
 
     def release(self, key: int) -> None:

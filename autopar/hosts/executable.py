@@ -77,7 +77,7 @@ class RemoteExecutable(ABC):
         """`args` on the workers, as the plan wants them; what is in place already stays."""
         leaves, tree = jax.tree.flatten(args)
         placed = [
-            leaf if _is_at(leaf, wanted) else self.hosts.put(leaf, wanted)
+            leaf if self._has(leaf, wanted) else self.hosts.put(leaf, wanted)
             for leaf, wanted in zip(leaves, self._prepared.inputs, strict=True)
         ]
         return jax.tree.unflatten(tree, placed)
@@ -87,16 +87,16 @@ class RemoteExecutable(ABC):
 
         Raises:
             ValueError: they are elsewhere, or of another structure.
-            HostsError: a step has failed, this one or one before.
+            HostsError: a step has failed, this one or one before, or the workers that had an argument have ended.
         """
         leaves = self.step.leaves(args)
         for i, (leaf, wanted) in enumerate(zip(leaves, self._prepared.inputs, strict=True)):
             if np.shape(leaf) != wanted.aval.shape:
                 raise ValueError(f"{self.step.in_paths[i]} has shape {np.shape(leaf)}, expected {wanted.aval.shape}")
             if isinstance(leaf, DistributedArray):
-                leaf.check()
-                if not _is_at(leaf, wanted):
+                if not self._has(leaf, wanted):
                     raise ValueError(f"{self.step.in_paths[i]} is not where the plan wants it; see shard_args")
+                leaf.check()
             elif i not in self.step.batch:
                 raise ValueError(f"{self.step.in_paths[i]} is not on the workers; see shard_args")
         outputs = {o: each for o, each in enumerate(self._prepared.outputs) if isinstance(each, Array)}
@@ -106,6 +106,10 @@ class RemoteExecutable(ABC):
                 leaves[i].is_donated = True
         results = [made.get(o, each) for o, each in enumerate(self._prepared.outputs)]
         return jax.tree.unflatten(self.step.out_tree, results)
+
+    def _has(self, leaf: Any, wanted: Array) -> bool:
+        """Whether the workers have an argument where it should be."""
+        return isinstance(leaf, DistributedArray) and leaf.hosts is self.hosts and leaf.array.place == wanted.place
 
     def sync(self) -> None:
         """Wait until the workers have done everything they were asked."""
@@ -253,7 +257,3 @@ class RemotePipeline(RemoteExecutable, InspectedPipeline):
 
     def _text(self, task: Task, status: inspect.Status) -> str:
         return self._program(self.tasks[task], status)
-
-
-def _is_at(leaf: Any, wanted: Array) -> bool:
-    return isinstance(leaf, DistributedArray) and leaf.array.place == wanted.place

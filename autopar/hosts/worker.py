@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.checkpoint.manifest import SavedArray
+from autopar.checkpoint.manifest import CheckpointError, SavedArray
 from autopar.checkpoint.parts import Wanted, copied, restore, write
 from autopar.devices import Device
 from autopar.hosts.environment import check_port, devices_of, free_port, versions
@@ -151,14 +151,24 @@ class Worker:
             for name, value in zip(tiles, copied(self._arrays[key], tiles.values()), strict=True)
         }
 
-    def write(self, after: None, folder: Path) -> None:
-        """Write what was copied for a folder, `after` that."""
-        write(folder, self._copies.pop(folder))
+    def write(self, after: None, folder: Path, verify: bool) -> dict[str, int]:
+        """Write what was copied for a folder, `after` that, and return its checksums by name."""
+        return write(folder, self._copies.pop(folder), verify)
 
-    def restore(self, folder: Path, wanted: Sequence[tuple[int, SavedArray, Place]]) -> None:
-        """Keep this worker's parts of the arrays of a checkpoint under their keys."""
+    def restore(
+        self, folder: Path, wanted: Sequence[tuple[int, SavedArray, Place]], verify: bool
+    ) -> CheckpointError | None:
+        """Keep this worker's parts of the arrays of a checkpoint under their keys.
+
+        Returns:
+            What is wrong with the checkpoint. It is not raised, because later calls wait for this one and would fail of it.
+        """
         places = [Wanted(saved, place.sharding(self._devices)) for _, saved, place in wanted]
-        self._arrays.update(zip((key for key, _, _ in wanted), restore(folder, places), strict=True))
+        try:
+            self._arrays.update(zip((key for key, _, _ in wanted), restore(folder, places, verify), strict=True))
+        except CheckpointError as error:
+            return error
+        return None
 
     # -- reading batches, in a thread beside the one that runs steps
 

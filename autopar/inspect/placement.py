@@ -61,15 +61,15 @@ def input_placement_specs(planned: Planned, devices: Sequence[int] | None = None
         devices: the ids of the devices it runs on; by default those that the plan names.
     """
     step, (stage,) = planned.step, planned.plan.stages
-    weak = [aval_of(var).weak_type for var in step.jaxpr.invars]
-    return jax.tree.unflatten(step.in_tree, _specs(stage, stage.inputs, weak, devices))
+    avals = map(aval_of, step.jaxpr.invars)
+    return jax.tree.unflatten(step.in_tree, _specs(stage, stage.inputs, avals, devices))
 
 
 def output_placement_specs(planned: Planned, devices: Sequence[int] | None = None) -> Any:
     """A pytree like the result of the step, with a PlacementSpec for every array; `devices` as for the inputs."""
     step, (stage,) = planned.step, planned.plan.stages
-    weak = [aval_of(atom).weak_type for atom in step.jaxpr.outvars]
-    return jax.tree.unflatten(step.out_tree, _specs(stage, stage.outputs, weak, devices))
+    avals = map(aval_of, step.jaxpr.outvars)
+    return jax.tree.unflatten(step.out_tree, _specs(stage, stage.outputs, avals, devices))
 
 
 def placed(aval: Any, sharding: NamedSharding, mesh_id: int, devices: Sequence[int] | None = None) -> PlacementSpec:
@@ -88,16 +88,16 @@ def array_text(array: Any) -> str:
 
 
 def _specs(
-    stage: Stage, values: Iterable[Value], weak: Iterable[bool], devices: Sequence[int] | None
+    stage: Stage, values: Iterable[Value], avals: Iterable[Any], devices: Sequence[int] | None
 ) -> list[PlacementSpec]:
     mesh = AbstractMesh(stage.mesh_shape, stage.axis_names)
     numbers = tuple(devices or stage.devices or range(stage.mesh.num_devices))
     return [
         PlacementSpec(
-            jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=is_weak),
+            jax.ShapeDtypeStruct(value.shape, aval.dtype, weak_type=aval.weak_type),
             (0,),
             (NamedSharding(mesh, partition_spec(value.spec)),),
             (numbers,),
         )
-        for value, is_weak in zip(values, weak, strict=True)
+        for value, aval in zip(values, avals, strict=True)
     ]

@@ -1,5 +1,6 @@
 """The training loop goes on from the last checkpoint, with the same batches."""
 
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,6 +97,73 @@ def test_what_a_loop_can_not_do_is_said(function, tmp_path):
     )
     with pytest.raises(ValueError, match="expected a state like the one it is given"):
         autopar.train(loss_only, stack_params(), batches, 5, tmp_path / "other")
+
+
+@pytest.mark.parametrize("is_loader", [True, False])
+def test_a_loop_goes_on_from_the_last_checkpoint_that_can_be_read(function, tmp_path, is_loader):
+    placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[1]
+    given = autopar.DataLoader(batches, placements) if is_loader else batches
+    autopar.train(function, stack_params(), given, 6, tmp_path, save_every=2, keep=3)
+    (tmp_path / "6" / "manifest.json").write_text("{")
+    shutil.rmtree(tmp_path / "4" / "driver")
+    told: list[int] = []
+    with pytest.warns(UserWarning, match=r"set aside as .*\.damaged, and that of step 2 is restored") as warned:
+        state = autopar.train(
+            function,
+            stack_params(),
+            given,
+            7,
+            tmp_path,
+            save_every=2,
+            keep=3,
+            on_step=lambda step, _: told.append(step),
+        )
+    assert len(warned) == 2
+    assert told == [3, 4, 5, 6, 7]
+    assert_close(state, expected(7))
+    assert saved_steps(tmp_path) == [4, 6, 7]
+    for step in (4, 6, 7):
+        (tmp_path / str(step) / "manifest.json").unlink()
+    with pytest.raises(autopar.CheckpointError, match="no checkpoint that can be read"):
+        autopar.train(function, stack_params(), given, 9, tmp_path)
+
+
+def test_a_directory_has_one_loop_at_a_time(function, tmp_path):
+    def begin_another(step: int, results: Any) -> None:
+        autopar.train(function, stack_params(), batches, 5, tmp_path)
+
+    with pytest.raises(autopar.CheckpointError, match="in use by this process, which trains or saves there already"):
+        autopar.train(function, stack_params(), batches, 5, tmp_path, on_step=begin_another)
+    assert_close(autopar.train(function, stack_params(), batches, 5, tmp_path), expected(5))
+    assert {entry.name for entry in tmp_path.iterdir()} == {"0", "5"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_steps": 1.5},
+        {"num_steps": "3"},
+        {"num_steps": True},
+        {"num_steps": None},
+        {"save_every": 1.5},
+        {"max_failures": None},
+        {"keep": 0},
+        {"keep": 1.0},
+        {"ckpt_dir": 3},
+        {"ckpt_dir": None},
+        {"batches": None},
+        {"batches": [1]},
+        {"state": None},
+        {"state": {}},
+    ],
+    ids=str,
+)
+def test_arguments_of_a_loop_that_make_no_sense_are_refused_before_anything_is_done(function, tmp_path, changes):
+    given = {"state": stack_params(), "batches": batches, "num_steps": 3, "ckpt_dir": tmp_path / "run", **changes}
+    with pytest.raises((ValueError, TypeError), match=f"{next(iter(changes))}.*(expected|has no arrays)") as error:
+        autopar.train(function, **given)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
 
 
 class Failing:

@@ -1,8 +1,10 @@
 """What is saved under one plan is restored under any other, bit for bit, and a checkpoint is there whole or not at all."""
 
 import itertools
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 
 import autopar
-from autopar.checkpoint import saved_steps
+from autopar.checkpoint import DamagedCheckpointError, saved_steps
 from autopar.checkpoint.manifest import SavedArray, SavedPiece
 from autopar.checkpoint.parts import Wanted, copied, restore, write
 from autopar.checkpoint.saving import _tiles
@@ -177,7 +179,7 @@ def test_a_checkpoint_that_fails_leaves_the_ones_before_it(tmp_path, monkeypatch
 
     autopar.save_checkpoint(tmp_path, {"x": np.arange(3)}, 0)
 
-    def fail(folder: Path, arrays: Any) -> None:
+    def fail(folder: Path, arrays: Any, verify: bool) -> None:
         folder.mkdir()
         (folder / "half").write_text("of it")
         raise OSError("no space left on device")
@@ -313,5 +315,185 @@ def test_a_step_is_saved_once(tmp_path):
     with pytest.raises(autopar.CheckpointError, match="no arrays"):
         autopar.save_checkpoint(tmp_path, {}, 1)
     (tmp_path / "not-a-folder").write_text("")
-    with pytest.raises(OSError, match="not-a-folder"):
+    with pytest.raises(autopar.CheckpointError, match="not-a-folder is not a directory"):
         autopar.save_checkpoint(tmp_path / "not-a-folder", {"x": 2}, 1)
+
+
+def flip(file: Path, at: int = -1) -> None:
+    """Flip a bit of the byte at a place, by default in the middle."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2 if at < 0 else at] ^= 4
+    file.write_bytes(data)
+
+
+def data_file(folder: Path) -> Path:
+    """The file that has the arrays' numbers."""
+    return max(folder.glob("driver/**/d/*"), key=lambda file: file.stat().st_size)
+
+
+NOISE = np.random.default_rng(0).bytes(1 << 14)  # can't be compressed, so that most flips hit numbers
+
+
+def noise(step: int) -> dict[str, np.ndarray]:
+    return {"x": np.frombuffer(NOISE, np.uint8) + np.uint8(step)}
+
+
+def test_a_flipped_bit_is_noticed_unless_one_does_not_want_to_know(tmp_path):
+    autopar.save_checkpoint(tmp_path, noise(0), 0)
+    flip(data_file(tmp_path / "0"))
+    with pytest.raises(
+        DamagedCheckpointError, match=r"driver is damaged: tile .* of \['x'\] is not what was saved: its"
+    ):
+        autopar.restore_checkpoint(tmp_path, 0)
+    restored = autopar.restore_checkpoint(tmp_path, 0, verify=False)["['x']"]
+    assert np.unpackbits(restored ^ noise(0)["x"]).sum() == 1
+
+
+def test_what_is_read_back_with_other_numbers_is_not_committed(tmp_path, monkeypatch):
+    from autopar.checkpoint import parts
+
+    plain = parts.read
+    monkeypatch.setattr(parts, "read", lambda *args: {name: value + 1 for name, value in plain(*args).items()})
+    with pytest.raises(
+        autopar.CheckpointError, match="driver was written, but 1 of its arrays are read back with other"
+    ):
+        autopar.save_checkpoint(tmp_path, noise(0), 0)
+    assert not list(tmp_path.iterdir())
+    autopar.save_checkpoint(tmp_path, noise(0), 0, verify=False)
+    assert saved_steps(tmp_path) == [0]
+
+
+DAMAGES = {
+    "a flipped bit": lambda folder: flip(data_file(folder)),
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "half a manifest": lambda folder: os.truncate(folder / "manifest.json", 40),
+    "a manifest that is no text": lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe"),
+    "a flipped bit in the manifest": lambda folder: flip(folder / "manifest.json"),
+    "the manifest of another step": lambda folder: shutil.copy(folder.parent / "1" / "manifest.json", folder),
+    "the data of another step": lambda folder: shutil.copytree(
+        folder.parent / "1" / "driver", folder / "driver", dirs_exist_ok=True
+    ),
+    "no data": lambda folder: shutil.rmtree(folder / "driver"),
+    "half of the data": lambda folder: os.truncate(data_file(folder), 1000),
+    "no metadata": lambda folder: (folder / "driver" / "_METADATA").write_text(""),
+    "nothing": lambda folder: [shutil.rmtree(folder), folder.mkdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_checkpoint_that_can_not_be_read_is_set_aside_for_the_one_before(tmp_path, damage):
+    for step in (1, 2):
+        autopar.save_checkpoint(tmp_path, noise(step), step)
+    DAMAGES[damage](tmp_path / "2")
+    with pytest.raises(DamagedCheckpointError, match=f"^{tmp_path}/2"):
+        autopar.restore_checkpoint(tmp_path, 2)
+    with pytest.warns(UserWarning, match=r"of step 2 is set aside as .*2\.damaged, and that of step 1 is restored"):
+        restored = autopar.restore_checkpoint(tmp_path)
+    np.testing.assert_array_equal(restored["['x']"], noise(1)["x"])
+    assert autopar.latest_step(tmp_path) == 1
+    autopar.save_checkpoint(tmp_path, noise(2), 2)
+    DAMAGES[damage](tmp_path / "2")
+    with pytest.warns(UserWarning, match=r"2\.damaged\.2"):
+        autopar.restore_checkpoint(tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2.damaged", "2.damaged.2"]
+
+
+def test_nothing_is_set_aside_unless_another_can_be_restored(tmp_path):
+    for step in (1, 2):
+        autopar.save_checkpoint(tmp_path, noise(step), step)
+        (tmp_path / str(step) / "manifest.json").unlink()
+    with pytest.raises(
+        autopar.CheckpointError, match=f"no checkpoint that can be read: {tmp_path}/2/.*; {tmp_path}/1/"
+    ):
+        autopar.restore_checkpoint(tmp_path)
+    assert saved_steps(tmp_path) == [1, 2]
+
+
+def test_what_is_no_checkpoint_does_not_count_as_one(tmp_path):
+    autopar.save_checkpoint(tmp_path, noise(0), 7)
+    (tmp_path / "12").write_text("a file")
+    for name in ("007", "8.saving", "\u0663", "9.damaged"):
+        (tmp_path / name).mkdir()
+    assert saved_steps(tmp_path) == [7]
+    assert list(autopar.restore_checkpoint(tmp_path)) == ["['x']"]
+
+
+def without_checksums(folder: Path) -> None:
+    """Make a checkpoint one of format 1."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["format"] = 1
+    del manifest["checksum"]
+    for piece in (piece for array in manifest["arrays"] for piece in array["pieces"]):
+        del piece["checksum"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_checkpoint_of_before_checksums_is_restored_with_a_warning(tmp_path):
+    autopar.save_checkpoint(tmp_path, noise(0), 0)
+    without_checksums(tmp_path / "0")
+    with pytest.warns(UserWarning, match="0 was written before checkpoints had checksums: damage to its data"):
+        restored = autopar.restore_checkpoint(tmp_path)
+    np.testing.assert_array_equal(restored["['x']"], noise(0)["x"])
+    autopar.restore_checkpoint(tmp_path, verify=False)
+    text = (tmp_path / "0" / "manifest.json").read_text()
+    for old, new, said in [
+        ("uint8", "uintB", "has no dtype 'uintB'"),
+        ("uint8", "uint16", r"is uint8\[16384\], expected uint16\[16384\]"),
+        ('"shape": [16384]', '"shape": [16385]', "has pieces of 16384 elements"),
+        ('"shape": [16384]', '"shape": [128, 128]', "has no tile"),
+        ("[0, 16384]", "[0, 26384]", r"has no tile \(\(0, 26384\),\)"),
+        ('"step": 0', '"step": 4', "is the manifest of another checkpoint, that of step 4"),
+    ]:
+        assert old in text
+        (tmp_path / "0" / "manifest.json").write_text(text.replace(old, new))
+        with pytest.raises(DamagedCheckpointError, match=said):
+            autopar.restore_checkpoint(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda path: autopar.save_checkpoint(path, {"a": "x"}, 1), r"\['a'\] of the state is 'x', expected an array"),
+        (
+            lambda path: autopar.save_checkpoint(path, {"a": object}, 1),
+            r"\['a'\] of the state is <class 'object'>, exp",
+        ),
+        (lambda path: autopar.save_checkpoint(path, None, 1), "the state has no arrays"),
+        (lambda path: autopar.save_checkpoint(3, {"a": 1}, 1), "ckpt_dir is 3, expected the path of a directory"),
+        (lambda path: autopar.save_checkpoint(None, {"a": 1}, 1), "ckpt_dir is None, expected the path"),
+        (lambda path: autopar.save_checkpoint(path, {"a": 1}, "1"), "step is '1', expected a number from 0"),
+        (
+            lambda path: autopar.save_checkpoint(path, {"a": 1}, 1, keep=2.0),
+            r"keep is 2\.0, expected a number of check",
+        ),
+        (lambda path: autopar.save_checkpoint(path, {"a": 1}, 1, keep=True), "keep is True, expected a number of"),
+        (lambda path: autopar.restore_checkpoint(path, -1), "step is -1, expected a number from 0"),
+        (lambda path: autopar.restore_checkpoint(path, 1.5), r"step is 1\.5, expected a number from 0"),
+        (lambda path: autopar.restore_checkpoint(path, "0"), "step is '0', expected a number from 0"),
+        (lambda path: autopar.restore_checkpoint(path, 77), "no checkpoint of step 77; those it has: 0"),
+        (lambda path: autopar.restore_checkpoint(3), "ckpt_dir is 3, expected the path of a directory"),
+        (
+            lambda path: autopar.restore_checkpoint(path, 0, {"a": 3}),
+            r"placement_specs has 3 at \['a'\], expected a Pl",
+        ),
+        (lambda path: autopar.restore_checkpoint(path, 0, np.ones(3)), "at its only place, expected a PlacementSpec"),
+        (
+            lambda path: autopar.restore_checkpoint(path, 0, {}),
+            r"another state: \['a'\] is not in the state to restore",
+        ),
+        (lambda path: autopar.latest_step(3), "ckpt_dir is 3, expected the path of a directory"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_in_one_line(tmp_path, call, said):
+    autopar.save_checkpoint(tmp_path, {"a": np.arange(3)}, 0)
+    with pytest.raises((ValueError, TypeError), match=said) as error:
+        call(tmp_path)
+    assert "\n" not in str(error.value)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["0"]
+
+
+def test_keys_of_another_implementation_are_another_state(tmp_path):
+    autopar.save_checkpoint(tmp_path, jax.random.key(0, impl="rbg"), 0)
+    wanted = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
+    with pytest.raises(autopar.CheckpointError, match=r"random keys \(rbg\)\[4\] there, key<fry>\[\] in the state"):
+        autopar.restore_checkpoint(tmp_path, 0, wanted)

@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 import autopar
-from tests.autopar.hosts.workers import disturbed, pipeline
+from tests.autopar.hosts.workers import disturbed, joined, pipeline
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 
 
@@ -65,6 +65,40 @@ def test_what_is_deleted_is_forgotten_at_once(hosts):
     for use in (np.array, lambda each: function({**params, "w0": each}, stack_batch())):
         with pytest.raises(RuntimeError, match="was deleted"):
             use(params["w0"])
+
+
+@pytest.mark.hosts(2, 4)
+def test_a_state_of_workers_that_have_ended_is_refused_where_it_is_given(hosts, tmp_path):
+    function = autopar.parallelize(stack_step, method=pipeline(2))
+    params, _ = function(stack_params(), stack_batch())
+    fetched, _ = function(stack_params(), stack_batch())
+    autopar.prefetch(fetched)
+    executable = function.get_last_executable()
+    autopar.shutdown()
+    here = autopar.parallelize(stack_step, method=autopar.ShardParallel(8))
+    uses = {
+        "another function in this process": lambda: here(params, stack_batch()),
+        "the executable that has ended": lambda: executable(params, stack_batch()),
+        "numpy": lambda: np.array(params["w0"]),
+        "saving": lambda: autopar.save_checkpoint(tmp_path, params, 0),
+    }
+    for name, use in uses.items():
+        with pytest.raises(autopar.HostsError, match=r"was in the memory of workers that have ended") as error:
+            use()
+        assert "\n" not in str(error.value), name
+    joined(2, 4)
+    uses["the same function on new workers"] = lambda: function(params, stack_batch())
+    uses["one array of many"] = lambda: function({**stack_params(), "w0": params["w0"]}, stack_batch())
+    del uses["another function in this process"]
+    for use in uses.values():
+        with pytest.raises(autopar.HostsError, match=r"was in the memory of workers that have ended"):
+            use()
+    again, _ = function(fetched, stack_batch())  # brought here before
+    assert_allclose(np.array(again["w0"]), jax.jit(stack_step)(*first_step())[0]["w0"], rtol=1e-5, atol=1e-6)
+
+
+def first_step() -> Any:
+    return jax.jit(stack_step)(stack_params(), stack_batch())[0], stack_batch()
 
 
 @pytest.mark.hosts(2, 4)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.checkpoint import saved_steps
+from autopar.checkpoint import DamagedCheckpointError, saved_steps
+from autopar.checkpoint.manifest import Manifest
 from autopar.hosts.errors import HostsError, HostTimeoutError
 from tests.autopar.hosts.workers import is_alive, joined, joined_hosts, pids, pipeline, until
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
@@ -46,6 +47,29 @@ def test_a_state_goes_on_under_another_plan_on_another_number_of_hosts(hosts, tm
             again, _ = executable(restored, executable.shard_args(restored, stack_batch())[1])
             autopar.prefetch(again)
             assert_close(again, jax.jit(stack_step)(values, stack_batch())[0])
+
+
+@pytest.mark.hosts(2, 4)
+def test_workers_set_a_damaged_checkpoint_aside_and_go_on(hosts, tmp_path):
+    function = autopar.parallelize(stack_step, method=pipeline(2))
+    params, _ = function(stack_params(), stack_batch())
+    for step in (0, 1):
+        autopar.save_checkpoint(tmp_path, params, step)
+    manifest = Manifest.load(tmp_path, 1)
+    assert {piece.part for array in manifest.arrays for piece in array.pieces} == {"host-0", "host-1"}
+    wrong = [piece.model_copy(update={"checksum": 1}) for piece in manifest.arrays[-1].pieces]
+    arrays = (*manifest.arrays[:-1], manifest.arrays[-1].model_copy(update={"pieces": tuple(wrong)}))
+    (tmp_path / "1" / "manifest.json").write_text(manifest.model_copy(update={"arrays": arrays}).to_json())
+    placements = function.get_last_executable().get_input_placement_specs()[0]
+    with pytest.raises(DamagedCheckpointError, match=r"1/host-1 is damaged: tile .* its checksum is another"):
+        autopar.restore_checkpoint(tmp_path, 1, placements)
+    with pytest.warns(UserWarning, match="of step 1 is set aside as .*, and that of step 0 is restored"):
+        restored = autopar.restore_checkpoint(tmp_path, placement_specs=placements)
+    assert_close(function(restored, stack_batch())[0], jax.jit(stack_step)(*expected_first())[0])
+
+
+def expected_first() -> tuple[Any, Any]:
+    return jax.jit(stack_step)(stack_params(), stack_batch())[0], stack_batch()
 
 
 @pytest.mark.hosts(2, 4)
