@@ -25,9 +25,10 @@ type Env = dict[Var, Any]
 def accumulate(step: StepGraph, env: Env, evaluate: Callable[..., None], pin: Hook) -> None:
     """Run the body for one microbatch after the other and add to `env` what they accumulate."""
     assert step.microbatching is not None
-    totals = _loop(step, step.num_micro_batches, env, evaluate, pin)
-    means = map(_scaled, step.microbatching.combine, totals, [step.num_micro_batches] * len(totals))
-    env.update(zip(_accumulated(step), means, strict=True))
+    count = step.num_micro_batches
+    totals = _loop(step, count, env, evaluate, pin)
+    values = [scaled(how, total, count, count) for how, total in zip(step.microbatching.combine, totals, strict=True)]
+    env.update(zip(_accumulated(step), values, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +59,11 @@ def accumulate_apart(step: StepGraph, apart: Apart, env: Env, evaluate: Callable
     assert parts.microbatching is not None
     combine = parts.microbatching.combine
     inputs = [
-        ((*apart.axes,), *spec[1:]) if i in step.batch else _along(spec, apart.axes)
+        ((*apart.axes,), *spec[1:]) if i in step.batch else along(spec, apart.axes)
         for i, spec in enumerate(apart.inputs)
     ]
     inputs += [replicated(graph.aval_of(var).ndim) for var in step.jaxpr.constvars]
-    results = [_along(spec, apart.axes) for spec in apart.results]
+    results = [along(spec, apart.axes) for spec in apart.results]
     variables = (*parts.jaxpr.invars, *parts.jaxpr.constvars)
     sharded = {
         var: spec
@@ -75,10 +76,13 @@ def accumulate_apart(step: StepGraph, apart: Apart, env: Env, evaluate: Callable
         evaluate(eqns, inner)
 
     def local(*shards: jax.Array) -> list[jax.Array]:
-        totals = _loop(parts, step.num_micro_batches, dict(zip(variables, shards, strict=True)), one, pin)
-        values = map(_scaled, combine, totals, [parts.num_micro_batches] * len(totals))
+        count = step.num_micro_batches
+        totals = _loop(parts, count, dict(zip(variables, shards, strict=True)), one, pin)
+        values = [
+            scaled(how, total, count, parts.num_micro_batches) for how, total in zip(combine, totals, strict=True)
+        ]
         completed = zip(combine, values, results, strict=True)
-        return [value if how == "same" else _completed(value, spec, apart.axes) for how, value, spec in completed]
+        return [value if how == "same" else complete(value, spec, apart.axes) for how, value, spec in completed]
 
     ones = (axis for axis, size in apart.mesh.shape.items() if size == 1)
     run = jax.shard_map(
@@ -117,7 +121,7 @@ def _loop(step: StepGraph, count: int, env: Env, evaluate: Callable[..., None], 
             v for number, eqn in micro.marks for v in pin(number, [graph.read(atom, inner) for atom in eqn.invars])
         ]
         kept = zip(micro.combine, totals, values, strict=True)
-        return [value.astype(t.dtype) if how == "same" else t + value for how, t, value in kept], None
+        return [added(how, total, value, count) for how, total, value in kept], None
 
     return jax.lax.scan(add, zeros, [rows(env[var]) for var in batch])[0]
 
@@ -127,11 +131,29 @@ def _accumulated(step: StepGraph) -> list[Var]:
     return [var for _, eqn in step.microbatching.marks for var in eqn.outvars]
 
 
-def _scaled(how: Combine, total: jax.Array, parts: int) -> jax.Array:
-    return (total / parts).astype(total.dtype) if how == "mean" else total
+def added(how: Combine, total: jax.Array, value: jax.Array, count: int) -> jax.Array:
+    """The total with what one of `count` microbatches makes: of a mean its share, so that float16 holds the total if it does the mean."""
+    if how == "same":
+        return value.astype(total.dtype)
+    if not _adds_shares(how, total):
+        return total + value
+    wide = jnp.promote_types(total.dtype, jnp.float32)  # one rounding for both operations
+    return (total.astype(wide) + value.astype(wide) / count).astype(total.dtype)
 
 
-def _along(spec: Spec, axes: tuple[str, ...]) -> Spec:
+def scaled(how: Combine, total: jax.Array, count: int, parts: int) -> jax.Array:
+    """The share of a total of `count` microbatches in the whole batch's value, of which each microbatch here is one of `parts`."""
+    if how != "mean":
+        return total
+    return (total / (parts // count if _adds_shares(how, total) else parts)).astype(total.dtype)
+
+
+def _adds_shares(how: Combine, total: jax.Array) -> bool:
+    """Whether shares of a mean are added up; integers would be rounded, and are divided at the end."""
+    return how == "mean" and jnp.issubdtype(total.dtype, jnp.inexact)
+
+
+def along(spec: Spec, axes: tuple[str, ...]) -> Spec:
     """The part of `spec` that concerns `axes`."""
     return tuple(tuple(axis for axis in dim if axis in axes) for dim in spec)
 
@@ -144,7 +166,7 @@ def gathered(shard: jax.Array, spec: Spec) -> jax.Array:
     return shard
 
 
-def _completed(partial: jax.Array, spec: Spec, axes: tuple[str, ...]) -> jax.Array:
+def complete(partial: jax.Array, spec: Spec, axes: tuple[str, ...]) -> jax.Array:
     """The sum over devices along `axes`, left where `spec` wants it."""
     for dim, scattered in enumerate(spec):
         if scattered:
