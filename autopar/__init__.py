@@ -18,6 +18,7 @@ from autopar import inspect, manual, testing, util  # noqa: E402 (nothing may st
 from autopar.api import ParallelizedFunction, init, parallelize, shutdown  # noqa: E402
 from autopar.checkpoint import CheckpointError, Saving, latest_step, restore_checkpoint, save_checkpoint  # noqa: E402
 from autopar.data_loader import DataLoader, MeshDriverDataLoader  # noqa: E402
+from autopar.first_step import FirstStepError  # noqa: E402
 from autopar.gradients import grad, value_and_grad  # noqa: E402
 from autopar.hosts.arrays import DistributedArray, prefetch  # noqa: E402
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError  # noqa: E402
@@ -95,6 +96,7 @@ __all__ = [
     "DataParallel",
     "DistributedArray",
     "Executable",
+    "FirstStepError",
     "FollowLayerOption",
     "FollowParallel",
     "HostLostError",

@@ -157,9 +157,10 @@ class StageLowering:
     def _update(self, task: Task, *operands: Any) -> list[Any]:
         """A round of the update; the first completes what was accumulated."""
         env = self._constants(self.graph) | dict(zip(self.cut.reads[task], operands, strict=True))
+        count, parts = self.cut.step.num_micro_batches, self._local.step.num_micro_batches
         kinds = [each.combine for each in self._local.cut.completed.get(task, ())]
         for each, combine in zip(self.cut.completed.get(task, ()), kinds, strict=True):
-            value = scaled(combine, env[each.sum], self.cut.step.num_micro_batches, self._local.step.num_micro_batches)
+            value = scaled(combine, env[each.sum], count, parts)
             if self.stage.deferred:
                 value = value[0] if combine == "same" else value.sum(0)
             env[each.total] = jax.lax.with_sharding_constraint(value, self.sharding(each.total))
