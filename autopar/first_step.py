@@ -131,13 +131,13 @@ def _line(eqn: JaxprEqn) -> str:
 
 
 def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _copy(leaf: Any) -> Any:
     """A leaf that has nothing to do with the memory of the one given."""
     if _is_key(leaf):
-        return jax.random.wrap_key_data(np.array(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        return jax.random.wrap_key_data(jnp.array(jax.random.key_data(leaf), copy=True), impl=jax.random.key_impl(leaf))
     return np.array(leaf) if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
 

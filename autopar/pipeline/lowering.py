@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar import graph
 from autopar.accumulate import added, gathered, scaled
 from autopar.evaluate import evaluate
+from autopar.microbatch import Combine
 from autopar.pipeline.cut import Task
 from autopar.pipeline.stage_graph import StageGraph, numbers_of
 from autopar.pipeline.stage_values import StageValues
@@ -158,7 +159,7 @@ class StageLowering:
         """A round of the update; the first completes what was accumulated."""
         env = self._constants(self.graph) | dict(zip(self.cut.reads[task], operands, strict=True))
         count, parts = self.cut.step.num_micro_batches, self._local.step.num_micro_batches
-        kinds = [each.combine for each in self._local.cut.completed.get(task, ())]
+        kinds: list[Combine] = [each.combine for each in self._local.cut.completed.get(task, ())]
         for each, combine in zip(self.cut.completed.get(task, ()), kinds, strict=True):
             value = scaled(combine, env[each.sum], count, parts)
             if self.stage.deferred:
