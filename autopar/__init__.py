@@ -19,6 +19,7 @@ from autopar.api import ParallelizedFunction, init, parallelize, shutdown  # noq
 from autopar.checkpoint import CheckpointError, Saving, latest_step, restore_checkpoint, save_checkpoint  # noqa: E402
 from autopar.checks import OptionError  # noqa: E402
 from autopar.data_loader import DataLoader, MeshDriverDataLoader  # noqa: E402
+from autopar.first_step import FirstStepError  # noqa: E402
 from autopar.gradients import grad, value_and_grad  # noqa: E402
 from autopar.hosts.arrays import DistributedArray, prefetch  # noqa: E402
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError  # noqa: E402
@@ -96,6 +97,7 @@ __all__ = [
     "DataParallel",
     "DistributedArray",
     "Executable",
+    "FirstStepError",
     "FollowLayerOption",
     "FollowParallel",
     "HostLostError",

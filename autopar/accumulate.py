@@ -26,10 +26,10 @@ type Env = dict[Var, Any]
 def accumulate(step: StepGraph, env: Env, evaluate: Callable[..., None], pin: Hook) -> None:
     """Run the body for one microbatch after the other and add to `env` what they accumulate."""
     assert step.microbatching is not None
-    combine = _combine(step)
+    count, combine = step.num_micro_batches, _combine(step)
     for loop in step.microbatching.loops:
-        totals = _loop(step, loop, step.num_micro_batches, env, evaluate, pin)
-        env.update((var, _scaled(combine[var], total, step.num_micro_batches)) for var, total in totals.items())
+        totals = _loop(step, loop, count, env, evaluate, pin)
+        env.update((var, scaled(combine[var], total, count, count)) for var, total in totals.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,10 @@ def accumulate_apart(step: StepGraph, apart: Apart, env: Env, evaluate: Callable
     assert micro is not None
     combine = _combine(parts)
     inputs = [
-        ((*apart.axes,), *spec[1:]) if i in step.batch else _along(spec, apart.axes)
+        ((*apart.axes,), *spec[1:]) if i in step.batch else along(spec, apart.axes)
         for i, spec in enumerate(apart.inputs)
     ]
-    results = [_along(spec, apart.axes) for spec in apart.results]
+    results = [along(spec, apart.axes) for spec in apart.results]
     sharded = {
         var: spec
         for i, (var, spec) in enumerate(zip(parts.jaxpr.invars, inputs, strict=True))
@@ -81,10 +81,11 @@ def accumulate_apart(step: StepGraph, apart: Apart, env: Env, evaluate: Callable
     def local(*shards: jax.Array) -> list[jax.Array]:
         inner = dict(zip(parts.jaxpr.invars, shards, strict=True))
         inner.update(zip(parts.jaxpr.constvars, parts.jaxpr.consts, strict=True))
+        count = step.num_micro_batches
         for loop in micro.loops:
-            for var, total in _loop(parts, loop, step.num_micro_batches, inner, one, pin).items():
-                value = _scaled(combine[var], total, parts.num_micro_batches)
-                inner[var] = value if combine[var] == "same" else _completed(value, places[var], apart.axes)
+            for var, total in _loop(parts, loop, count, inner, one, pin).items():
+                value = scaled(combine[var], total, count, parts.num_micro_batches)
+                inner[var] = value if combine[var] == "same" else complete(value, places[var], apart.axes)
         return [inner[var] for var in accumulated]
 
     ones = (axis for axis, size in apart.mesh.shape.items() if size == 1)
@@ -125,7 +126,7 @@ def _loop(
             v for number, eqn in loop.marks for v in pin(number, [graph.read(atom, inner) for atom in eqn.invars])
         ]
         kept = zip(results, totals, values, strict=True)
-        return [value.astype(t.dtype) if combine[var] == "same" else t + value for var, t, value in kept], None
+        return [added(combine[var], total, value, count) for var, total, value in kept], None
 
     totals, _ = jax.lax.scan(add, zeros, [cut_rows(env[var], count, micro.chunks) for var in batch])
     return dict(zip(results, totals, strict=True))
@@ -141,11 +142,29 @@ def _combine(step: StepGraph) -> dict[Var, Combine]:
     return dict(zip(_accumulated(step), step.microbatching.combine, strict=True))
 
 
-def _scaled(how: Combine, total: jax.Array, parts: int) -> jax.Array:
-    return (total / parts).astype(total.dtype) if how == "mean" else total
+def added(how: Combine, total: jax.Array, value: jax.Array, count: int) -> jax.Array:
+    """The total with what one of `count` microbatches makes: of a mean its share, so that float16 holds the total if it does the mean."""
+    if how == "same":
+        return value.astype(total.dtype)
+    if not _adds_shares(how, total):
+        return total + value
+    wide = jnp.promote_types(total.dtype, jnp.float32)  # one rounding for both operations
+    return (total.astype(wide) + value.astype(wide) / count).astype(total.dtype)
 
 
-def _along(spec: Spec, axes: tuple[str, ...]) -> Spec:
+def scaled(how: Combine, total: jax.Array, count: int, parts: int) -> jax.Array:
+    """The share of a total of `count` microbatches in the whole batch's value, of which each microbatch here is one of `parts`."""
+    if how != "mean":
+        return total
+    return (total / (parts // count if _adds_shares(how, total) else parts)).astype(total.dtype)
+
+
+def _adds_shares(how: Combine, total: jax.Array) -> bool:
+    """Whether shares of a mean are added up; integers would be rounded, and are divided at the end."""
+    return how == "mean" and jnp.issubdtype(total.dtype, jnp.inexact)
+
+
+def along(spec: Spec, axes: tuple[str, ...]) -> Spec:
     """The part of `spec` that concerns `axes`."""
     return tuple(tuple(axis for axis in dim if axis in axes) for dim in spec)
 
@@ -158,7 +177,7 @@ def gathered(shard: jax.Array, spec: Spec) -> jax.Array:
     return shard
 
 
-def _completed(partial: jax.Array, spec: Spec, axes: tuple[str, ...]) -> jax.Array:
+def complete(partial: jax.Array, spec: Spec, axes: tuple[str, ...]) -> jax.Array:
     """The sum over devices along `axes`, left where `spec` wants it."""
     for dim, scattered in enumerate(spec):
         if scattered:

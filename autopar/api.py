@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import wraps
 from math import prod
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ from autopar.checkpoint.saving import finish_saving
 from autopar.checks import NONE, TEXT, OptionError, checked, items, one_of, real, shown, whole
 from autopar.devices import cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.facts import forget_facts
+from autopar.first_step import check_option, checked_first_step
 from autopar.fitting import budget_of, compiled_within
 from autopar.follow import follow_pipeline, follow_plan
 from autopar.hosts import session
@@ -72,6 +73,7 @@ def parallelize(
     donate_argnums: Argnums = "auto",
     batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
     method: Method | None = None,
+    check: Literal["first step"] | None = None,
 ) -> Any:
     """Parallelize a training step over devices; also a decorator, with or without arguments.
 
@@ -83,6 +85,8 @@ def parallelize(
         donate_argnums: arguments whose memory the step may reuse. "auto": flax TrainStates.
         batch_argnums: arguments whose arrays have the batch as their first dim.
         method: how to parallelize (`autopar.methods`); ShardParallel() by default.
+        check: "first step" compares the first step of each plan with the same step on one device, which has to have room for it, and
+            raises `FirstStepError` if a result differs by more than rounding explains.
 
     Returns:
         A `ParallelizedFunction`. It compiles once for each structure, shapes and dtypes of its arguments, and keeps the
@@ -97,6 +101,7 @@ def parallelize(
     static_argnums = checked("static_argnums", static_argnums, AUTO_ARGNUMS)
     donate_argnums = checked("donate_argnums", donate_argnums, AUTO_ARGNUMS)
     batch_argnums = checked("batch_argnums", batch_argnums, ARGNUMS)
+    check_option(check)
     if fun is None:
         return lambda f: parallelize(
             f,
@@ -104,12 +109,13 @@ def parallelize(
             donate_argnums=donate_argnums,
             batch_argnums=batch_argnums,
             method=method,
+            check=check,
         )
     if not callable(fun) or isinstance(fun, ParallelizedFunction):
         raise OptionError(
             f"fun is {shown(fun)}, expected a function of arrays, and not a parallelized one: take its .fun"
         )
-    return ParallelizedFunction(fun, static_argnums, donate_argnums, batch_argnums, method)
+    return ParallelizedFunction(fun, static_argnums, donate_argnums, batch_argnums, method, check)
 
 
 MOST_PROGRAMS = 32
@@ -129,6 +135,7 @@ class ParallelizedFunction:
         donate_argnums: Argnums,
         batch_argnums: int | Sequence[int],
         method: Method,
+        check: Literal["first step"] | None = None,
     ) -> None:
         wraps(fun)(self)
         self.fun = fun
@@ -140,9 +147,11 @@ class ParallelizedFunction:
         self._executables: OrderedDict[Any, AnyExecutable] = OrderedDict()  # that was used last comes last
         self._last: tuple[tuple[int, ...], tuple[Any, ...], AnyExecutable] | None = None
         self._hosts: RayHosts | None = None  # that the executables are for
+        self._check = check
+        self._unchecked: set[AnyExecutable] = set()  # whose first step is still to be compared
 
     def __call__(self, *args: Any) -> Any:
-        if self._last is not None and self._hosts is session.hosts():
+        if self._last is not None and self._hosts is session.hosts() and self._last[2] not in self._unchecked:
             static, static_args, executable = self._last
             if not static or static_args == tuple(static_key(args[i]) for i in static if i < len(args)):
                 try:
@@ -150,7 +159,16 @@ class ParallelizedFunction:
                 except (TypeError, ValueError):
                     pass  # of other shapes or structure, or not in place yet; found out below
         executable, dynamic = self._prepare(args)
+        if executable in self._unchecked:
+            return self._first_step(executable, args, dynamic)
         return executable(*executable.shard_args(*dynamic))
+
+    def _first_step(self, executable: AnyExecutable, args: Sequence[Any], dynamic: Sequence[Any]) -> Any:
+        """Run the first step of an executable beside one on one device."""
+        static = static_arguments(self._static_argnums, args)
+        results = checked_first_step(self._with_static(args, static), executable, dynamic)
+        self._unchecked.discard(executable)
+        return results
 
     def get_executable(self, *args: Any) -> AnyExecutable:
         """The executable for arguments like these, compiled if need be; ShapeDtypeStructs will do."""
@@ -168,6 +186,7 @@ class ParallelizedFunction:
     def _prepare(self, args: Sequence[Any]) -> tuple[AnyExecutable, tuple[Any, ...]]:
         if self._hosts is not session.hosts():
             self._executables, self._last, self._hosts = OrderedDict(), None, session.hosts()
+            self._unchecked.clear()
         check_args(getattr(self.fun, "__name__", "the step"), args)
         static = static_arguments(self._static_argnums, args)
         dynamic = tuple(without(args, static))
@@ -189,8 +208,10 @@ class ParallelizedFunction:
                 for i in static:
                     self._numbers.add(i, args[i])
             self._executables[key] = self._compile(args, static)
+            if self._check is not None:
+                self._unchecked.add(self._executables[key])
             if len(self._executables) > MOST_PROGRAMS:
-                self._executables.popitem(last=False)
+                self._unchecked.discard(self._executables.popitem(last=False)[1])
         self._executables.move_to_end(key)
         executable = self._executables[key]
         self._last = (static, static_args, executable)
@@ -205,17 +226,20 @@ class ParallelizedFunction:
             """Numbers of arguments among those that are not static."""
             return tuple(kept.index(i) for i in argnums if i in kept)
 
+        dynamic = [args[i] for i in kept]
+        batch = positions(batch_arguments(self._batch_argnums, args))
+        donated = positions(donated_arguments(self._donate_argnums, args))
+        return self._executable(self._with_static(args, static), dynamic, batch, donated, start)
+
+    def _with_static(self, args: Sequence[Any], static: Sequence[int]) -> Callable[..., Any]:
+        """The function of the arguments that are not static."""
         count, static_args, function = len(args), {i: args[i] for i in static}, self.fun
 
         def fun(*dynamic: Any) -> Any:
             given = iter(dynamic)
             return function(*(static_args[i] if i in static_args else next(given) for i in range(count)))
 
-        wraps(self.fun)(fun)
-        dynamic = [args[i] for i in kept]
-        batch = positions(batch_arguments(self._batch_argnums, args))
-        donated = positions(donated_arguments(self._donate_argnums, args))
-        return self._executable(fun, dynamic, batch, donated, start)
+        return wraps(self.fun)(fun)
 
     def _executable(
         self,

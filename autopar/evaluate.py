@@ -20,9 +20,22 @@ Operands that are not there to be seen, the tokens of regions and what the other
 """
 
 
-def evaluate(eqns: Iterable[Numbered], env: dict[Var, Any], before: Hook, after: Hook) -> None:
+type Apply = Callable[[int, JaxprEqn, list[Any]], list[Any]]
+"""Computes the results of an equation, given with its number, from its operands."""
+
+
+def as_traced(number: int, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Apply the primitive of `eqn` as it was traced."""
+    with eqn.ctx.manager:
+        result = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return list(result) if eqn.primitive.multiple_results else [result]
+
+
+def evaluate(
+    eqns: Iterable[Numbered], env: dict[Var, Any], before: Hook, after: Hook, apply: Apply = as_traced
+) -> None:
     """Run numbered `eqns` on the values in `env` and add their results, passing operands and results by the hooks."""
-    _Run(before, after).all(list(eqns), env)
+    _Run(before, after, apply).all(list(eqns), env)
 
 
 FFT_OPTIONS = {"xla_cpu_multi_thread_eigen": False}
@@ -48,8 +61,8 @@ def _has_fft(eqns: Iterable[JaxprEqn]) -> bool:
 
 
 class _Run:
-    def __init__(self, before: Hook, after: Hook) -> None:
-        self.before, self.after = before, after
+    def __init__(self, before: Hook, after: Hook, apply: Apply) -> None:
+        self.before, self.after, self.apply = before, after, apply
 
     def all(self, eqns: Sequence[Numbered], env: dict[Var, Any]) -> None:
         position = 0
@@ -63,9 +76,8 @@ class _Run:
             else:
                 operands = self.before(number, [read(atom, env) for atom in eqn.invars])
                 scope = str(eqn.source_info.name_stack)
-                with eqn.ctx.manager, jax.named_scope(scope) if scope else nullcontext():
-                    result = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-                results = list(result) if eqn.primitive.multiple_results else [result]
+                with jax.named_scope(scope) if scope else nullcontext():
+                    results = self.apply(number, eqn, operands)
                 env.update(zip(eqn.outvars, self.after(number, results), strict=True))
             position += 1
 

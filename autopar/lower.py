@@ -16,6 +16,7 @@ from autopar.plan import Plan, Stage
 from autopar.sharding.manual import on_devices
 from autopar.sharding.memory_roles import MEMORY_ROLES
 from autopar.sharding.spec import AnyMesh, Spec, partition_spec, replicated
+from autopar.shardwise import Wanted, shardwise
 from autopar.target import compile_for, target_mesh
 from autopar.trace import StepGraph
 from simulator.cluster import Cluster
@@ -79,14 +80,51 @@ def _arguments_by_role(step: StepGraph, stage: Stage) -> Mapping[Role, int]:
     return found
 
 
-def _constrained(step: StepGraph, stage: Stage, mesh: AnyMesh) -> Callable[..., Any]:
-    """The step, with the stage's constraints imposed on its intermediate values."""
-    constrain = _constraints(stage, lambda spec: NamedSharding(mesh, partition_spec(spec)))
-    apart = _apart(step, stage, mesh)
+def jit_values(step: StepGraph, executed: tuple[Plan, AnyMesh] | None = None) -> jax.stages.Wrapped:
+    """The step as a jitted function of its leaves that returns what its equations make, by their numbers.
+
+    What equations make inside of loops and branches is left out.
+
+    Args:
+        executed: the plan of a step without microbatches, and the devices it runs on; one device by default.
+    """
+
+    def run(*leaves: Any) -> dict[int, list[Any]]:
+        env = dict(zip((*step.jaxpr.invars, *step.jaxpr.constvars), (*leaves, *step.jaxpr.consts), strict=True))
+        if executed is None:
+            evaluate(enumerate(step.jaxpr.eqns), env, _as_is, _as_is)
+        else:
+            _equations(executed[0].stages[0], executed[1])(enumerate(step.jaxpr.eqns), env)
+        made = enumerate(step.jaxpr.eqns)
+        return {n: [env[var] for var in eqn.outvars] for n, eqn in made if all(var in env for var in eqn.outvars)}
+
+    if executed is None:
+        return jax.jit(run)
+    plan, mesh = executed
+    return jax.jit(run, in_shardings=[NamedSharding(mesh, partition_spec(v.spec)) for v in plan.stages[0].inputs])
+
+
+def _as_is(number: int, values: list[Any]) -> list[Any]:
+    return values
+
+
+def _equations(stage: Stage, mesh: AnyMesh) -> Callable[[Iterable[Numbered], dict[Var, Any]], None]:
+    """A function that runs numbered equations, with the stage's constraints imposed on their operands and results."""
+    wanted = _wanted(stage)
+    constrain = _constraints(wanted, lambda spec: NamedSharding(mesh, partition_spec(spec)))
+    apply = shardwise(mesh, wanted)
 
     def run_eqns(eqns: Iterable[Numbered], env: dict[Var, Any]) -> None:
         here = ((number, on_devices(eqn, mesh)) for number, eqn in eqns)
-        evaluate(here, env, before=partial(constrain, "in"), after=partial(constrain, "out"))
+        evaluate(here, env, before=partial(constrain, "in"), after=partial(constrain, "out"), apply=apply)
+
+    return run_eqns
+
+
+def _constrained(step: StepGraph, stage: Stage, mesh: AnyMesh) -> Callable[..., Any]:
+    """The step, with the stage's constraints imposed on its intermediate values."""
+    wanted, run_eqns = _wanted(stage), _equations(stage, mesh)
+    apart = _apart(step, stage, mesh)
 
     def run(*args: Any) -> Any:
         env = dict(zip(step.jaxpr.invars, jax.tree.leaves(args), strict=True))
@@ -95,10 +133,13 @@ def _constrained(step: StepGraph, stage: Stage, mesh: AnyMesh) -> Callable[..., 
             run_eqns(enumerate(step.jaxpr.eqns), env)
         else:
             if apart is None:
-                accumulate(step, env, run_eqns, partial(constrain, "out"))
+                whole = _constraints(wanted, lambda spec: NamedSharding(mesh, partition_spec(spec)))
+                accumulate(step, env, run_eqns, partial(whole, "out"))
             else:
-                inside = _constraints(stage, partial(_inside, mesh=mesh, manual=apart.axes))
-                local = partial(evaluate, before=partial(inside, "in"), after=partial(inside, "out"))
+                inside = _constraints(wanted, partial(_inside, mesh=mesh, manual=apart.axes))
+                local = partial(
+                    evaluate, before=partial(inside, "in"), after=partial(inside, "out"), apply=shardwise(mesh, wanted)
+                )
                 accumulate_apart(step, apart, env, local, partial(inside, "out"))
             run_eqns(step.microbatching.tail, env)
         return jax.tree.unflatten(step.out_tree, [graph.read(atom, env) for atom in step.jaxpr.outvars])
@@ -120,13 +161,18 @@ def _apart(step: StepGraph, stage: Stage, mesh: AnyMesh) -> Apart | None:
     return Apart(parts, mesh, stage.deferred, tuple(value.spec for value in stage.inputs), results)
 
 
-def _constraints(
-    stage: Stage, place: Callable[[Spec], NamedSharding | PartitionSpec | None]
-) -> Callable[[str, int, list[Any]], list[Any]]:
-    """A function of side, equation number and values that gives the values where `place` has the stage's specs."""
+def _wanted(stage: Stage) -> Wanted:
+    """The specs of the stage's constraints, by number and side of the equation, and by position."""
     wanted: dict[tuple[int, str], dict[int, Spec]] = defaultdict(dict)
     for constraint in stage.constraints:
         wanted[constraint.eqn, constraint.side][constraint.index] = constraint.spec
+    return wanted
+
+
+def _constraints(
+    wanted: Wanted, place: Callable[[Spec], NamedSharding | PartitionSpec | None]
+) -> Callable[[str, int, list[Any]], list[Any]]:
+    """A function of side, equation number and values that gives the values where `place` has the wanted specs."""
 
     def constrain(side: str, number: int, values: list[Any]) -> list[Any]:
         values = list(values)

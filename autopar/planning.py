@@ -16,6 +16,7 @@ from autopar.sharding.pins import check_patterns
 from autopar.sharding.planner import Shardings, plan_shardings
 from autopar.sharding.rules import is_replicated_only
 from autopar.sharding.spec import LogicalMesh
+from autopar.shardwise import is_shardwise
 from autopar.trace import StepGraph
 from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts, CostModel
@@ -73,11 +74,16 @@ def make_plan(
 
 
 def _left_to_xla(step: StepGraph, plan: Plan) -> Plan:
-    """The plan with nothing pinned inside but the values that the user named; the rest of it says what XLA probably does."""
+    """The plan with nothing pinned inside but the values that the user named, and equations that run on shards; the rest of it says
+    what XLA probably does."""
     (stage,) = plan.stages
     eqns = step.jaxpr.eqns
-    named = tuple(c for c in stage.constraints if eqns[c.eqn].primitive.name == "name" and c.side == "out")
-    stage = stage.model_copy(update={"constraints": named})
+
+    def stays(constraint: Constraint) -> bool:
+        eqn = eqns[constraint.eqn]
+        return is_shardwise(eqn) or (eqn.primitive.name == "name" and constraint.side == "out")
+
+    stage = stage.model_copy(update={"constraints": tuple(filter(stays, stage.constraints))})
     warning = "shardings inside are left to XLA: predicted time and memory assume the simplest propagation"
     return plan.model_copy(update={"stages": (stage,), "warnings": (warning, *plan.warnings)})
 

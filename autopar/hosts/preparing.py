@@ -129,7 +129,8 @@ def prepare_state(step: StepGraph, places: Sequence[Array], platform: str) -> Pr
             Array.of(f"in{i}", aval, mesh, ((),) * aval.ndim) for i, aval in enumerate(map(aval_of, step.jaxpr.invars))
         )
         results = tuple(each for _, each in made)
-        key = exports.add(part_of_state(step, [o for o, _ in made]), jax.tree.leaves(step.in_avals), operands, results)
+        function = part_of_state(step, [o for o, _ in made], mesh.logical.abstract())
+        key = exports.add(function, jax.tree.leaves(step.in_avals), operands, results)
         calls[Run(number, "S")] = Call(key, operands, results)
         inputs += [Input(i, number, each, (each,)) for i, each in enumerate(operands)]
         outputs += [Output(o, number, (each,), each) for o, each in made]

@@ -10,12 +10,13 @@ from autopar.gradients import accumulate_p
 from autopar.graph import Atom, aval_of
 from autopar.inspect.choices import Choices, recover
 from autopar.inspect.placement import array_text
-from autopar.inspect.replay import Played, assignment_of
+from autopar.inspect.replay import Played
 from autopar.inspect.resharding import value_names
 from autopar.inspect.words import describe, describe_spec
 from autopar.planned import Planned
 from autopar.sharding.costs import Seconds
 from autopar.sharding.decisions import Placement
+from autopar.sharding.factors import assignment_of
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.spec import Spec, local_shape
 from autopar.trace import StepGraph

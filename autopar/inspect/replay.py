@@ -3,7 +3,6 @@
 A plan pins the values that were decided; the rest follows from the factors of each equation, as it did for the planner.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal as OneOf
 
@@ -13,7 +12,7 @@ from autopar.gradients import accumulate_p
 from autopar.graph import Atom, aval_of
 from autopar.planned import Planned
 from autopar.sharding.dataflow import analyse
-from autopar.sharding.factors import Assignment, OpFactors
+from autopar.sharding.factors import Assignment, OpFactors, assignment_of
 from autopar.sharding.spec import LogicalMesh, Spec, axes_of, replicated
 
 
@@ -123,35 +122,6 @@ def replay(planned: Planned) -> Replay:
             )
         )
     return Replay(stage.mesh, tuple(equations), values)
-
-
-def assignment_of(
-    factors: OpFactors, operands: Sequence[Spec | None], results: Sequence[Spec | None] = ()
-) -> Assignment:
-    """The assignment under which an equation reads its operands with these specs (None: whatever it needs).
-
-    The specs of results count for the factors that no operand with a spec has, less the axes that operands use: those were
-    scattered onto the result.
-    """
-    chosen: dict[int, tuple[str, ...]] = {}
-    used: set[str] = set()
-
-    def add(dims: Sequence[tuple[int, ...]], spec: Spec, known: frozenset[int]) -> None:
-        for of, axes in zip(dims, spec, strict=True):
-            free = tuple(axis for axis in axes if axis not in used)
-            if free and of and of[0] not in known and of[0] not in chosen:
-                chosen[of[0]] = free
-                used.update(free)
-
-    for dims, spec in zip(factors.operands, operands, strict=True):
-        if spec is not None:
-            add(dims, spec, frozenset())
-    known = zip(factors.operands, operands, strict=True)
-    read = frozenset(of[0] for dims, spec in known if spec is not None for of in dims if of)
-    for dims, spec in zip(factors.results, results, strict=False):
-        if spec is not None:
-            add(dims, spec, read)
-    return tuple(chosen.get(f, ()) for f in range(len(factors.sizes)))
 
 
 def completions(

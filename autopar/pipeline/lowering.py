@@ -12,14 +12,16 @@ from jax.extend.core import Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import graph
-from autopar.accumulate import gathered
+from autopar.accumulate import added, gathered, scaled
 from autopar.evaluate import compiler_options, evaluate
+from autopar.microbatch import Combine
 from autopar.pipeline.cut import Task
 from autopar.pipeline.stage_graph import StageGraph, numbers_of
 from autopar.pipeline.stage_values import StageValues
 from autopar.plan import Stage
 from autopar.sharding.manual import on_devices
 from autopar.sharding.spec import AnyMesh, Spec, partition_spec
+from autopar.shardwise import shardwise
 
 type Place = Callable[[Spec], NamedSharding | PartitionSpec | None]
 
@@ -148,22 +150,21 @@ class StageLowering:
             if mine in self._scales:
                 env[var] = (env[var] * self._scales[mine]).astype(env[var].dtype)
         self._evaluate(found, place, task, env)
-        added = []
+        totals = []
         for each in accumulated:
             part, total = jnp.asarray(graph.read(each.part, env)), env[each.sum]
-            added.append(part.astype(total.dtype) if each.combine == "same" else total + part)
-        return [*(env[var] for var in found.cut.results[task]), *added]
+            totals.append(added(each.combine, total, part, self.cut.step.num_micro_batches))
+        return [*(env[var] for var in found.cut.results[task]), *totals]
 
     def _update(self, task: Task, *operands: Any) -> list[Any]:
         """A round of the update; the first completes what was accumulated."""
         env = self._constants(self.graph) | dict(zip(self.cut.reads[task], operands, strict=True))
-        kinds = [each.combine for each in self._local.cut.completed.get(task, ())]
+        count, parts = self.cut.step.num_micro_batches, self._local.step.num_micro_batches
+        kinds: list[Combine] = [each.combine for each in self._local.cut.completed.get(task, ())]
         for each, combine in zip(self.cut.completed.get(task, ()), kinds, strict=True):
-            value = env[each.sum]
+            value = scaled(combine, env[each.sum], count, parts)
             if self.stage.deferred:
                 value = value[0] if combine == "same" else value.sum(0)
-            if combine == "mean":
-                value = (value / self._local.step.num_micro_batches).astype(value.dtype)
             env[each.total] = jax.lax.with_sharding_constraint(value, self.sharding(each.total))
         self._evaluate(self.graph, self._placed, task, env)
         return [env[var] for var in self.cut.results[task]]
@@ -203,7 +204,8 @@ class StageLowering:
 
     def _evaluate(self, found: StageGraph, place: Place, task: Task, env: dict[Var, Any]) -> None:
         eqns = [(number, on_devices(eqn, self.mesh)) for number, eqn in found.tasks[task]]
-        evaluate(eqns, env, partial(self._constrain, place, "in"), partial(self._constrain, place, "out"))
+        before, after = partial(self._constrain, place, "in"), partial(self._constrain, place, "out")
+        evaluate(eqns, env, before, after, shardwise(self.mesh, self._wanted))
 
     def _constrain(self, place: Place, side: str, number: int, values: Sequence[Any]) -> list[Any]:
         values = list(values)

@@ -10,6 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import graph
 from autopar.evaluate import evaluate
+from autopar.sharding.spec import AnyMesh
+from autopar.shardwise import shardwise
 from autopar.trace import StepGraph
 
 
@@ -39,7 +41,7 @@ class CreateStateExecutable:
 
     def _jitted(self, outputs: Sequence[int], mesh: Mesh, shardings: list[NamedSharding]) -> jax.stages.Wrapped:
         everywhere = NamedSharding(mesh, PartitionSpec())
-        return jax.jit(part_of_state(self.step, outputs), in_shardings=everywhere, out_shardings=shardings)
+        return jax.jit(part_of_state(self.step, outputs, mesh), in_shardings=everywhere, out_shardings=shardings)
 
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
         """`args` as they are: every mesh gets all of them."""
@@ -59,15 +61,15 @@ class CreateStateExecutable:
         return jax.tree.unflatten(self.step.out_tree, self._placement)
 
 
-def part_of_state(step: StepGraph, outputs: Sequence[int]) -> Callable[..., list[jax.Array]]:
-    """A function of the arguments' leaves that computes some of the outputs, and nothing else."""
+def part_of_state(step: StepGraph, outputs: Sequence[int], mesh: AnyMesh) -> Callable[..., list[jax.Array]]:
+    """A function of the arguments' leaves that computes some of the outputs on `mesh`, and nothing else."""
     jaxpr = step.jaxpr
     wanted = [jaxpr.outvars[o] for o in outputs]
     eqns = graph.needed(enumerate(jaxpr.eqns), wanted)
 
     def run(*args: Any) -> list[jax.Array]:
         env = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*args, *jaxpr.consts), strict=True))
-        evaluate(eqns, env, _as_is, _as_is)
+        evaluate(eqns, env, _as_is, _as_is, shardwise(mesh))
         values = (atom.val if isinstance(atom, Literal) else env[atom] for atom in wanted)
         return [jax.lax.convert_element_type(v, graph.aval_of(a).dtype) for v, a in zip(values, wanted, strict=True)]
 

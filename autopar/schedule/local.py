@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh
 
 from autopar.graph import aval_of, read
 from autopar.manual.rng import fold_rng_over_axis
-from autopar.schedule.binding import bind, bind_shards
 from autopar.schedule.layouts import INNER, Layout, LayoutError, follow, follow_jaxpr, layout_of, whole
+from autopar.sharding.binding import bind, bind_shards
 from autopar.sharding.spec import LogicalMesh, Spec, axes_of, local_shape
 
 _NO_MESH = AbstractMesh((), ())

@@ -112,9 +112,9 @@ def batch_only(assignments: Sequence[Assignment], marked: frozenset[int], mesh: 
 
 
 def batch_on(assignments: Iterable[Assignment], marked: frozenset[int], axis: str) -> list[Assignment]:
-    """The assignments that shard a factor in `marked` along `axis`, if there is such a factor; otherwise all."""
+    """The assignments that shard a factor in `marked` along `axis`, if any does; otherwise all."""
     assignments = list(assignments)
-    return [a for a in assignments if any(axis in a[f] for f in marked)] if marked else assignments
+    return [a for a in assignments if any(axis in a[f] for f in marked)] or assignments
 
 
 def scattered_if_possible(options: Sequence[Option]) -> list[Option]:

@@ -97,6 +97,35 @@ class OpFactors:
         return tuple(axis for kind, axes in kinds if kind in PARTIAL for axis in axes)
 
 
+def assignment_of(
+    factors: OpFactors, operands: Sequence[Spec | None], results: Sequence[Spec | None] = ()
+) -> Assignment:
+    """The assignment under which an equation reads its operands with these specs (None: whatever it needs).
+
+    The specs of results count for the factors that no operand with a spec has, less the axes that operands use: those were
+    scattered onto the result.
+    """
+    chosen: dict[int, tuple[str, ...]] = {}
+    used: set[str] = set()
+
+    def add(dims: Sequence[tuple[int, ...]], spec: Spec, known: frozenset[int]) -> None:
+        for of, axes in zip(dims, spec, strict=True):
+            free = tuple(axis for axis in axes if axis not in used)
+            if free and of and of[0] not in known and of[0] not in chosen:
+                chosen[of[0]] = free
+                used.update(free)
+
+    for dims, spec in zip(factors.operands, operands, strict=True):
+        if spec is not None:
+            add(dims, spec, frozenset())
+    known = zip(factors.operands, operands, strict=True)
+    read = frozenset(of[0] for dims, spec in known if spec is not None for of in dims if of)
+    for dims, spec in zip(factors.results, results, strict=False):
+        if spec is not None:
+            add(dims, spec, read)
+    return tuple(chosen.get(f, ()) for f in range(len(factors.sizes)))
+
+
 def _spec(dims: Dims, assignment: Assignment) -> Spec:
     return tuple(assignment[factors[0]] if factors else () for factors in dims)
 

@@ -26,6 +26,7 @@ from autopar.sharding.pins import ShardingError
 from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Limit, Solution
 from autopar.sharding.solver import solve
 from autopar.sharding.spec import LogicalMesh, Spec, replicated
+from autopar.shardwise import is_shardwise
 from autopar.trace import StepGraph
 from simulator.costs import CostModel
 from simulator.memory import Role as MemoryRole
@@ -296,7 +297,10 @@ def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, peak_b
         if isinstance(var, Var) and var in made_by and var not in pinned:
             pinned[var] = Constraint(made_by[var][0], "out", made_by[var][1], present)
 
-    moves = _before_passing(step, moves, pinned)
+    moves = set(_before_passing(step, moves, pinned))
+    for use in decisions.uses:  # the partitioner has no part in these: where they read is told them
+        if use.eqn is not None and is_shardwise(step.jaxpr.eqns[use.eqn]):
+            moves.add(Constraint(use.eqn, "in", use.operand, use.required[choice[use.decision]]))
     for var in step.handed_on:
         placement = decisions.placements[var]
         spec = placement.specs[choice[placement.decision]] if placement else replicated(aval_of(var).ndim)

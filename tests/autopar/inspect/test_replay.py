@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from autopar.inspect import PlannedStep
-from autopar.inspect.replay import assignment_of, replay
+from autopar.inspect.replay import replay
 from autopar.plan import PlanError
-from autopar.sharding.factors import OpFactors
+from autopar.sharding.factors import OpFactors, assignment_of
 from autopar.sharding.spec import axes_of
 from tests.autopar.inspect.plans import OPTIONS, planned, step_graph
 

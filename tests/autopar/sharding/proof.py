@@ -1,6 +1,6 @@
 """Runs an equation under every sharding that its rule allows, shard by shard, and compares with the whole.
 
-Each device slices its shards of the operands, binds the primitive to them (`autopar.schedule.binding`) and takes part in the
+Each device slices its shards of the operands, binds the primitive to them (`autopar.sharding.binding`) and takes part in the
 collectives that the candidate claims.
 """
 
@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.evaluate import evaluate
 from autopar.flatten import flatten
-from autopar.schedule.binding import bind_shards
 from autopar.schedule.local import shard as shard_of
+from autopar.sharding.binding import bind_shards
 from autopar.sharding.candidates import Option, completions
 from autopar.sharding.factors import Assignment, OpFactors
 from autopar.sharding.rules import op_factors

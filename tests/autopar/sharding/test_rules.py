@@ -53,7 +53,7 @@ def test_every_primitive_with_a_rule_has_a_case() -> None:
 
 @pytest.mark.parametrize("name", sorted(POINTWISE))
 def test_pointwise_primitives_work_on_shards(name: str) -> None:
-    fun, args = _pointwise(name)
+    fun, args = pointwise_case(name, 4)
     ((eqn, operands),) = equations(name, fun, args)
     assert check(eqn, operands, MESHES[-1]) == 2
 
@@ -80,10 +80,11 @@ _OF_INTEGERS = {
 }
 
 
-def _pointwise(name: str) -> tuple[Any, tuple[Any, ...]]:
-    """A function of an array of four elements that uses the primitive, and the array."""
+def pointwise_case(name: str, size: int) -> tuple[Any, tuple[Any, ...]]:
+    """A function of an array of `size` elements that uses the primitive, and the array."""
     x = ints(
-        4, dtype=np.int32 if name in _OF_INTEGERS else np.complex64 if name in ("conj", "imag", "real") else np.float32
+        size,
+        dtype=np.int32 if name in _OF_INTEGERS else np.complex64 if name in ("conj", "imag", "real") else np.float32,
     )
     if name in _SPECIAL:
         return _SPECIAL[name], (x,)

@@ -1,0 +1,90 @@
+"""Runs an equation under a candidate as plans do: lowered with the plan's constraints, and divided by XLA's partitioner."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from autopar.lower import jit_step
+from autopar.plan import MemorySplit, Plan, TimeSplit
+from autopar.planning import stage_of
+from autopar.sharding.binding import bind
+from autopar.sharding.candidates import Option
+from autopar.sharding.costs import Seconds
+from autopar.sharding.factors import OpFactors
+from autopar.sharding.options import ShardingOptions
+from autopar.sharding.planner import Constraint, Shardings
+from autopar.sharding.rules import op_factors
+from autopar.sharding.spec import LogicalMesh
+from autopar.trace import StepGraph, trace
+from tests.autopar.sharding.proof import candidates, device_mesh
+
+
+def step_of(eqn: JaxprEqn, operands: Sequence[Any]) -> StepGraph:
+    """The equation as a step of its own."""
+
+    def step(*operands: Any) -> Any:
+        return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+
+    return trace(step, operands, ())
+
+
+def plan_of(step: StepGraph, factors: OpFactors, option: Option, mesh: LogicalMesh) -> Plan:
+    """The plan of a step of one equation that has its operands and results where `option` does."""
+    specs = [factors.operand_spec(k, option.assignment) for k in range(len(factors.operands))]
+    constraints = [Constraint(0, "in", k, spec) for k, spec in enumerate(specs)]
+    constraints += [Constraint(0, "out", r, spec) for r, spec in enumerate(option.results)]
+    none = Seconds(0.0, 0.0, 0.0)
+    found = Shardings(
+        tuple(specs), option.results, tuple(constraints), ("other",) * len(specs), 0.0, none, 0.0, None, 0.0
+    )
+    return Plan(
+        step=step.name,
+        fingerprint=step.fingerprint,
+        method="one candidate",
+        options=ShardingOptions(),
+        cluster="cpu-virtual",
+        num_micro_batches=1,
+        stages=(stage_of(step, mesh, found),),
+        predicted_seconds=0.0,
+        predicted_split=TimeSplit(**none._asdict()),
+        predicted_bytes=0,
+        predicted_memory=MemorySplit(),
+        gap=None,
+        planning_seconds=0.0,
+    )
+
+
+def differing(
+    step: StepGraph,
+    factors: OpFactors,
+    option: Option,
+    operands: Sequence[Any],
+    expected: Sequence[np.ndarray],
+    mesh: LogicalMesh,
+) -> str:
+    """Which result of a step of one equation differs from `expected`, and by how much; "" if none does."""
+    found = jax.tree.leaves(jit_step(step, plan_of(step, factors, option, mesh), device_mesh(mesh))(*operands))
+    for r, (x, y) in enumerate(zip(map(_plain, found), expected, strict=True)):
+        if not np.allclose(x, y, rtol=1e-4, atol=1e-4 * float(np.abs(y).max(initial=1.0)), equal_nan=True):
+            return f"result {r} is off by {np.abs(x - y).max()} where values reach {np.abs(y).max()}"
+    return ""
+
+
+def wrong_splits(eqn: JaxprEqn, operands: Sequence[Any], mesh: LogicalMesh) -> Iterator[tuple[Option, str]]:
+    """Each candidate of an equation on `mesh`, and what `differing` says of it."""
+    factors = op_factors(eqn)
+    step = step_of(eqn, operands)
+    expected = [_plain(result) for result in bind(eqn, operands)]
+    for option in candidates(eqn, factors, mesh):
+        yield option, differing(step, factors, option, operands, expected, mesh)
+
+
+def _plain(value: Any) -> np.ndarray:
+    """A numpy array that can be compared, of random keys their data."""
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    array = np.asarray(value)
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)

@@ -1,0 +1,78 @@
+"""Loss scaling in float16: a step in microbatches overflows where the whole batch does, and nowhere else."""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import autopar
+
+RNG = np.random.default_rng(0)
+ROWS, WIDTH = 32, 8
+PARAMS = {name: RNG.uniform(0.1, 0.15, (WIDTH, WIDTH)).astype(np.float16) for name in ("first", "second")}
+BATCH = (16 * RNG.uniform(0.99, 1.01, (ROWS, WIDTH))).astype(
+    np.float16
+)  # examples alike, so that every microbatch has their mean
+LARGEST = float(np.finfo(np.float16).max)
+
+
+def step(params, batch, scale, dtype: Any = np.float16, value_and_grad=autopar.value_and_grad):
+    def loss(params):
+        hidden = batch.astype(dtype) @ params["first"].astype(dtype)
+        autopar.mark_pipeline_boundary()
+        return jnp.mean(hidden @ params["second"].astype(dtype)) * scale.astype(dtype)
+
+    value, gradients = value_and_grad(loss)(params)
+    return gradients, value
+
+
+METHODS = {
+    "DataParallel": lambda count: autopar.DataParallel(4, num_micro_batches=count),
+    "Zero2Parallel": lambda count: autopar.Zero2Parallel(4, num_micro_batches=count),
+    "Zero3Parallel": lambda count: autopar.Zero3Parallel(4, num_micro_batches=count),
+    "PipeshardParallel": lambda count: autopar.PipeshardParallel(
+        4, num_micro_batches=count, layer_option=autopar.ManualLayerOption()
+    ),
+}
+
+
+@cache
+def planned(method, count):
+    return autopar.parallelize(step, method=METHODS[method](count))
+
+
+@cache
+def whole():
+    return jax.jit(lambda *args: step(*args, value_and_grad=jax.value_and_grad))
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=20)
+@given(exponent=st.floats(8, 20))
+def test_what_overflows_in_float16_is_what_overflows_for_the_whole_batch(method, count, exponent):
+    scale = np.float32(2**exponent)
+    exact = step(PARAMS, BATCH, jnp.float32(scale), np.float32, jax.value_and_grad)
+    sizes = np.concatenate([np.abs(x).ravel() for x in jax.tree.leaves(exact)] + [np.abs([scale])])
+    assume(not np.any((sizes > 0.95 * LARGEST) & (sizes < 1.05 * LARGEST)))  # what rounding decides
+    expected = jax.tree.map(np.asarray, whole()(PARAMS, BATCH, scale))
+    found = jax.tree.map(np.asarray, planned(method, count)(PARAMS, BATCH, jnp.float32(scale)))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
+        np.testing.assert_allclose(a, b, rtol=2e-2)
+
+
+@pytest.mark.parametrize("count", [3, 7])
+def test_small_gradients_in_float16_are_not_lost_in_microbatches(count):
+    """Shares of the smallest numbers are rounded to numbers of the same spacing, 2 ** -24: half of it for each microbatch, at most."""
+    batch = BATCH[:1].repeat(4 * count, 0)
+    method = autopar.DataParallel(4, num_micro_batches=count)
+    found = autopar.parallelize(step, method=method)(PARAMS, batch, jnp.float32(2**-10))
+    exact = step(PARAMS, batch, jnp.float32(2**-10), np.float32, jax.value_and_grad)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=2e-3, atol=(count / 2 + 4) * 2**-24)

@@ -1,0 +1,68 @@
+"""Every split of every family of primitives, as XLA's partitioner makes it, gives what one device computes.
+
+The partitioner is a part of jaxlib: a family that a new one gets wrong shows here, and belongs into `autopar.shardwise`.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from autopar.sharding.rules import POINTWISE, contract, index, linalg, op_factors, order, random, reduce, shape
+from autopar.sharding.spec import LogicalMesh
+from tests.autopar.sharding.cases import CASES, RANDOM, ints
+from tests.autopar.sharding.proof import candidates, equations
+from tests.autopar.sharding.splits import wrong_splits
+from tests.autopar.sharding.test_rules import pointwise_case
+from tests.fuzz.outcomes import Outcomes
+
+pytestmark = pytest.mark.slow
+
+MESHES = [LogicalMesh((8,), ("x",)), LogicalMesh((2, 4), ("x", "y"))]
+FAMILIES = {
+    "contract": contract.RULES,
+    "index": index.RULES,
+    "linalg": linalg.RULES,
+    "order": order.RULES,
+    "pointwise": dict.fromkeys(POINTWISE),
+    "random": random.RULES,
+    "reduce": reduce.RULES,
+    "shape": shape.RULES,
+}
+
+
+def cases_of(family: str):
+    """For each case of the family its label, a function and its arguments."""
+    for name in sorted(FAMILIES[family]):
+        if family == "pointwise":
+            yield name, *pointwise_case(name, 8)
+        elif name in RANDOM:
+            yield name, RANDOM[name], (jax.random.key(3), ints(8, 2, low=0, dtype=np.uint32))
+        for label, case in CASES.items():
+            if label.split(":")[0] == name:
+                yield label, *case(lambda: 8)
+
+
+ABORTS = pytest.mark.xfail(
+    run=False,
+    reason="the partitioner aborts the process where a gather's partial sums are scattered onto a dim that is split already",
+)
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=ABORTS) if f == "index" else f for f in FAMILIES])
+def test_every_split_that_the_planner_may_choose_gives_the_numbers_of_one_device(family, record_property):
+    outcomes = Outcomes()
+    for label, fun, args in cases_of(family):
+        for eqn, operands in equations(label.split(":")[0], fun, args):
+            for mesh in MESHES:
+                splits = wrong_splits(eqn, operands, mesh)
+                for number in range(len(candidates(eqn, op_factors(eqn), mesh))):
+
+                    def attempt(splits=splits):
+                        option, wrong = next(splits)
+                        return f"WRONG: {wrong} under {option}" if wrong else "right"
+
+                    shapes = ", ".join(str(atom.aval) for atom in eqn.invars)
+                    outcomes.add(f"{label} of ({shapes}) on {mesh.shape}, candidate {number}", attempt, ())
+    record_property(f"outcomes of splits, {family}", dict(outcomes.counts))
+    assert outcomes.counts["right"]
+    assert not outcomes.faults, "\n".join(outcomes.faults[:20])

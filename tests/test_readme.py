@@ -1,0 +1,58 @@
+"""README's examples run as they are printed, and print what README says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SCRIPTS = {
+    "An example": ("An example", "Pipelines"),
+    "Written by hand": ("Written by hand",),
+}
+"""Sections whose blocks are one program: names carry over."""
+
+
+def section(title: str) -> str:
+    """The text under a heading, up to the next."""
+    found = re.search(rf"^##+ {re.escape(title)}\n(.*?)(?=^##+ |\Z)", README, re.DOTALL | re.MULTILINE)
+    assert found, f"README has no section {title!r}"
+    return found[1]
+
+
+def run(titles: tuple[str, ...], folder: Path) -> str:
+    """What the Python blocks of these sections print."""
+    blocks = [
+        block
+        for title in titles
+        for block in re.findall(r"^```python\n(.*?)^```", section(title), re.DOTALL | re.MULTILINE)
+    ]
+    assert blocks
+    script = folder / "example.py"
+    script.write_text("\n".join(blocks))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "MPLBACKEND": "agg"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=folder, env=environment)
+    assert not done.returncode, done.stderr[-4000:]
+    return done.stdout
+
+
+def cells(line: str) -> list[str]:
+    """The cells of a line of a table."""
+    return [cell.strip() for cell in re.split("[│┃]", line) if cell.strip()]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_examples_run_and_print_what_is_claimed(name, tmp_path):
+    printed = run(SCRIPTS[name], tmp_path).splitlines()
+    text = "".join(map(section, SCRIPTS[name])).splitlines()
+    tables = [line for line in text if line.startswith("    │")]
+    assert [row for row in map(cells, tables) if row not in map(cells, printed)] == []
+    programs = [line.strip().removesuffix("...") for line in text if re.match("    mesh [0-9]+: ", line)]
+    assert [start for start in programs if not any(line.startswith(start) for line in printed)] == []
+    assert bool(tables and programs) == (name == "An example")
