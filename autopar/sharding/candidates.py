@@ -6,6 +6,9 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
+from jax.extend.core import JaxprEqn
+from jax.extend.core.primitives import gather_p
+
 from autopar.sharding.costs import Step
 from autopar.sharding.factors import Assignment, OpFactors
 from autopar.sharding.once import each_once
@@ -98,6 +101,18 @@ def completions(
                     steps.append(("all_reduce", local, axes))
         options.append(Option(assignment, (spec, *specs[1:]), tuple(steps), copied))
     return tuple(options)
+
+
+def is_compilable(eqn: JaxprEqn, factors: OpFactors, option: Option) -> bool:
+    """Return whether XLA's partitioner can compile an equation under an option.
+
+    It aborts the process (jaxlib 0.11.2, spmd_partitioner_util.cc) where the partial sums of a gather are scattered onto a dim that is
+    split already.
+    """
+    if eqn.primitive is not gather_p:
+        return True
+    own = factors.result_spec(0, option.assignment)
+    return not any(axes and len(completed) > len(axes) for axes, completed in zip(own, option.results[0], strict=True))
 
 
 def batch_only(assignments: Sequence[Assignment], marked: frozenset[int], mesh: LogicalMesh) -> list[Assignment]:

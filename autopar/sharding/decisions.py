@@ -25,6 +25,7 @@ from autopar.sharding.candidates import (
     batch_only,
     completions,
     followed,
+    is_compilable,
     scattered_if_possible,
 )
 from autopar.sharding.costs import MeshCosts, Seconds, Step
@@ -328,6 +329,7 @@ class _Builder:
         if self.options.batch_axis is not None and self.mesh.sizes[self.options.batch_axis] > 1:
             assignments = batch_on(assignments, marked, self.options.batch_axis)
         options = [o for a in assignments for o in self._completions(number, eqn, factors, a, self._may_scatter())]
+        options = [option for option in options if is_compilable(eqn, factors, option)]
         return scattered_if_possible(options) if self.options.prefer_reduce_scatter else options
 
     def _may_scatter(self) -> bool:

@@ -42,13 +42,7 @@ def cases_of(family: str):
                 yield label, *case(lambda: 8)
 
 
-ABORTS = pytest.mark.xfail(
-    run=False,
-    reason="the partitioner aborts the process where a gather's partial sums are scattered onto a dim that is split already",
-)
-
-
-@pytest.mark.parametrize("family", [pytest.param(f, marks=ABORTS) if f == "index" else f for f in FAMILIES])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_split_that_the_planner_may_choose_gives_the_numbers_of_one_device(family, record_property):
     outcomes = Outcomes()
     for label, fun, args in cases_of(family):

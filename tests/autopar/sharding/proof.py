@@ -20,7 +20,7 @@ from autopar.evaluate import evaluate
 from autopar.flatten import flatten
 from autopar.schedule.local import shard as shard_of
 from autopar.sharding.binding import bind_shards
-from autopar.sharding.candidates import Option, completions
+from autopar.sharding.candidates import Option, completions, is_compilable
 from autopar.sharding.factors import Assignment, OpFactors
 from autopar.sharding.rules import op_factors
 from autopar.sharding.spec import LogicalMesh, Spec, partition_spec, replicated
@@ -29,9 +29,10 @@ FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes"
 
 
 def candidates(eqn: JaxprEqn, factors: OpFactors, mesh: LogicalMesh) -> list[Option]:
-    """Every assignment of the equation with every way to complete its results."""
+    """Every assignment of the equation with every way to complete its results that XLA can compile."""
     results = tuple((v.aval.shape, v.aval.dtype.itemsize) for v in eqn.outvars)
-    return [o for a in factors.assignments(mesh) for o in completions(factors, a, results, True, mesh)]
+    options = [o for a in factors.assignments(mesh) for o in completions(factors, a, results, True, mesh)]
+    return [option for option in options if is_compilable(eqn, factors, option)]
 
 
 def equations(name: str, fun: Callable[..., Any], args: Sequence[Any]) -> list[tuple[JaxprEqn, list[Any]]]:
