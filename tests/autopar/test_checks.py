@@ -91,12 +91,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "options"), ACCEPTED, ids=str)
+@pytest.mark.parametrize(("kind", "options"), ACCEPTED)
 def test_options_that_make_sense_are_taken(kind, options):
     kind(**options)
 
 
-@pytest.mark.parametrize(("kind", "name", "values"), REFUSED, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "name", "values"), REFUSED, ids=[f"{kind.__name__} {name}" for kind, name, _ in REFUSED]
+)
 def test_options_are_refused_where_they_are_given_in_one_line(kind, name, values):
     for value in values:
         with pytest.raises(ValueError, match=r"^.+$") as caught:
