@@ -70,8 +70,15 @@ class StepGraph:
             MicrobatchError: the parts can't be put together.
         """
         found = self.retrace(self.num_micro_batches * ways)
-        if found.microbatching and self.microbatching and self.run % found.run:
-            raise MicrobatchError(f"runs of {found.run} examples, which stay together, are not in runs of {self.run}")
+        if found.microbatching and self.microbatching:
+            if self.run % found.run:
+                raise MicrobatchError(
+                    f"runs of {found.run} examples, which stay together, are not in runs of {self.run}"
+                )
+            if [len(loop.marks) for loop in found.microbatching.loops] != [
+                len(loop.marks) for loop in self.microbatching.loops
+            ]:
+                raise MicrobatchError("the parts of a microbatch accumulate other statistics than a microbatch does")
         return found
 
     @cached_property

@@ -1,10 +1,15 @@
 """`devices` of a method mean the same for a cluster that is not here as on devices that are."""
 
+from pathlib import Path
+
 import jax
+import jax.numpy as jnp
+import pandas as pd
 import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 import autopar
+from autopar.predicting import MEMORY_MARGIN
 from simulator.cluster import Cluster
 from tests.steps import mlp_args, mlp_step
 
@@ -71,3 +76,26 @@ def test_a_mesh_shape_beside_other_devices_is_refused():
     pipeline = autopar.PipeshardParallel(4)
     with pytest.raises(autopar.OptionError, match="leave one out"):
         autopar.plan_step(mlp_step, mlp_args(), method=pipeline, cluster=CLUSTER, mesh_shape=(8,))
+
+
+def test_the_margin_of_memory_holds_on_every_plan_that_was_compiled():
+    table = pd.read_csv(Path(__file__).parents[2] / "results" / "tables" / "fidelity.csv")
+    memory = table[table.quantity == "memory"]
+    assert len(memory) > 50
+    assert (memory.compiled.astype(float) <= MEMORY_MARGIN * memory.planned.astype(float)).all()
+
+
+def test_a_plan_within_a_budget_leaves_the_margin():
+    def step(params, batch):
+        gradients = jax.grad(lambda p: jnp.mean((jnp.tanh(batch @ p["a"]) @ p["b"]) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+    weights = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    args = {"a": weights, "b": weights}, jax.ShapeDtypeStruct((256, 512), jnp.float32)
+    free = autopar.plan_step(step, args, cluster="dgx_h100", method=autopar.ShardParallel(8))
+    budget = 1.01 * free.predicted_bytes
+    within = autopar.plan_step(step, args, cluster="dgx_h100", method=autopar.ShardParallel(8, memory_budget=budget))
+    assert within.predicted_bytes * MEMORY_MARGIN <= budget
+    with pytest.raises(autopar.MemoryBudgetError) as told:
+        autopar.plan_step(step, args, cluster="dgx_h100", method=autopar.ShardParallel(8, memory_budget=1e4))
+    assert told.value.__notes__ == ["memory_budget is 1e-05 GB; plan_step keeps a margin of 13% for XLA"]
