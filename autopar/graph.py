@@ -4,6 +4,7 @@ import hashlib
 import re
 import sysconfig
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,16 @@ def source_line(eqn: JaxprEqn) -> str:
         if not frame.file_name.startswith(_LIBRARIES):
             return f"{Path(frame.file_name).name}:{frame.line_num}"
     return str(eqn.source_info.name_stack) or "the step"
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """An equation as errors name it, by its primitive and the line of the user's code; nothing is looked up until it is printed."""
+
+    eqn: JaxprEqn
+
+    def __str__(self) -> str:
+        return f"{self.eqn.primitive.name} at {source_line(self.eqn)}"
 
 
 _LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<")

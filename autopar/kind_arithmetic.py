@@ -6,6 +6,8 @@ from typing import Literal as OneOf
 
 from jax.extend.core import JaxprEqn, Var
 
+from autopar.graph import Where
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -56,7 +58,7 @@ _ORDERED = {
 }  # keep a positive factor, but are not linear
 
 
-def power_of(name: str, eqn: JaxprEqn, operands: Sequence[Kind], where: str) -> int | None:
+def power_of(name: str, eqn: JaxprEqn, operands: Sequence[Kind], where: Where) -> int | None:
     """The power of the result, from those of the operands."""
     powers = [kind.power for kind in operands]
     if name in _PRODUCTS:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar import regions
-from autopar.graph import Atom, aval_of, constant, source_line
+from autopar.graph import Atom, Where, aval_of, constant, source_line
 from autopar.kind_arithmetic import ADDS, Kind, Unfit, added, is_linear, power_of
 from autopar.sharding.rules import PASS_THROUGH, op_factors
 from autopar.units import dependents, units
@@ -222,7 +222,7 @@ class Kinds:
         operands = [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
         if eqn.primitive.name in PASS_THROUGH:
             return list(operands)
-        where = f"{eqn.primitive.name} at {source_line(eqn)}"
+        where = Where(eqn)
         if eqn.primitive.name == "div" and self._is_ratio(eqn, whole):
             weight = eqn.invars[1]
             assert isinstance(weight, Var)
@@ -242,7 +242,7 @@ class Kinds:
         A statistic is replaced by that of the whole batch. What is added to a sum over the batch, and does not grow with it, is scaled.
         """
         operands = [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
-        where = f"{eqn.primitive.name} at {source_line(eqn)}"
+        where = Where(eqn)
         if any(kind.per or kind.form == "function" for kind in operands):
             return None
         with suppress(Unfit):
@@ -300,7 +300,7 @@ class Kinds:
         known = all(isinstance(atom, Literal) for atom in others)
         return scalars and known and all(kind.power in (0, None) for kind in operands if kind.form == "same")
 
-    def _of_ratios(self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[Kind], where: str) -> list[Kind | Unfit]:
+    def _of_ratios(self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[Kind], where: Where) -> list[Kind | Unfit]:
         """The kinds of what is linear in operands that are divided by a statistic of the batch."""
         name, divided = eqn.primitive.name, [k for k, kind in enumerate(operands) if kind.per]
         together = added(name, len(operands)) if name in ADDS | {"select_n"} else divided
@@ -313,7 +313,7 @@ class Kinds:
         plain = self._plain(eqn, whole, [replace(kind, per=None) for kind in operands], where)
         return [kind if isinstance(kind, Unfit) else replace(kind, per=per) for kind in plain]
 
-    def _plain(self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[Kind], where: str) -> list[Kind | Unfit]:
+    def _plain(self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[Kind], where: Where) -> list[Kind | Unfit]:
         name = eqn.primitive.name
         power = power_of(name, eqn, operands, where)
         linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
@@ -347,7 +347,7 @@ class Kinds:
             case _:
                 raise Unfit(f"{where} works across the examples of the batch")
 
-    def _check_rows(self, dim: int, micro: tuple[int, ...], whole: tuple[int, ...], where: str) -> None:
+    def _check_rows(self, dim: int, micro: tuple[int, ...], whole: tuple[int, ...], where: Where) -> None:
         """Raise Unfit unless a value of the whole batch has `count` times as many rows as that of a microbatch."""
         if (*micro[:dim], self.count * micro[dim], *micro[dim + 1 :]) != whole:
             raise Unfit(
@@ -355,7 +355,7 @@ class Kinds:
                 " the batch are not one row, or so many rows, per example"
             )
 
-    def _created(self, eqn: JaxprEqn, whole: JaxprEqn, kind: Kind, where: str) -> Kind:
+    def _created(self, eqn: JaxprEqn, whole: JaxprEqn, kind: Kind, where: Where) -> Kind:
         """Return the kind of something made of what is the same for all: repeated per example when its shape says so."""
         shape, full = aval_of(eqn.outvars[0]).shape, aval_of(whole.outvars[0]).shape
         grown = [dim for dim, (a, b) in enumerate(zip(shape, full, strict=True)) if a != b]

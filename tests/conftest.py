@@ -43,11 +43,14 @@ WITH_RAY = "tests/autopar/hosts/", "tests/experiments/test_chaos.py"
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With `-n`, the tests of a file run in one process, which compiles what they share once; those with Ray all in one."""
+    """With `-n`, the tests of a file run in one process, which compiles what they share once; those with Ray all in one, and
+    fuzz tests, which share nothing, wherever there is room."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith("tests/fuzz/"):
+                return nodeid
             return "ray" if nodeid.startswith(WITH_RAY) else super()._split_scope(nodeid)
 
     return ByFile(config, log)
