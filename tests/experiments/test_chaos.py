@@ -38,6 +38,7 @@ def test_processes_whose_parents_are_gone_are_still_found():
     assert not {parent.pid, child} & {each.pid for each in _family()}
 
 
+@pytest.mark.slow
 def test_a_short_run_in_which_workers_are_killed_ends_as_an_undisturbed_one():
     flags = ["--steps", "9", "--kills", "1", "--save-every", "3", "--devices", "1", "--seed", "7"]
     command = [sys.executable, "-W", "ignore", "-m", "experiments.chaos", "train", *flags]

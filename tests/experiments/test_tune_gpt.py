@@ -22,6 +22,7 @@ def test_knobs_share_out_the_devices_and_the_batch() -> None:
     assert not any(c["sequence"] for c in candidates if c["tensor"] == 1)
 
 
+@pytest.mark.slow
 def test_the_knobs_of_a_schedule_are_tuned_and_the_best_two_measured() -> None:
     space = {
         "tensor": [1, 2],

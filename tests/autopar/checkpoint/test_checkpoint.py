@@ -204,6 +204,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_saver_that_is_killed_leaves_a_whole_latest(tmp_path):
     moments, last = random.Random(0), 0
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -270,6 +271,7 @@ for kill_at in itertools.count(-1):
 """
 
 
+@pytest.mark.slow
 def test_a_saver_that_is_killed_before_any_of_its_calls_leaves_a_whole_latest(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", STOPS, str(tmp_path / "saved")]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}

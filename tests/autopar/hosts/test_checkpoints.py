@@ -19,6 +19,7 @@ from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 from tests.autopar.test_training import assert_close, batches, expected
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_a_state_goes_on_under_another_plan_on_another_number_of_hosts(hosts, tmp_path):
     params, _ = autopar.parallelize(stack_step, method=pipeline(2))(stack_params(), stack_batch())
@@ -88,6 +89,7 @@ def test_a_worker_that_is_killed_while_it_writes_leaves_what_was_there(hosts, tm
     assert len(autopar.restore_checkpoint(tmp_path)) == len(jax.tree.leaves(params))
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_a_worker_that_never_has_written_keeps_nobody_for_ever(hosts, tmp_path):
     import ray
@@ -133,6 +135,7 @@ def test_numbers_of_numpy_are_restored_as_jax_has_them(hosts, tmp_path):
     np.testing.assert_array_equal(function(restored), 7 * state["x"])
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_a_loop_outlives_its_workers(hosts, tmp_path):
     function = autopar.parallelize(stack_step, method=pipeline(2), donate_argnums=(0,))
@@ -152,6 +155,7 @@ def test_a_loop_outlives_its_workers(hosts, tmp_path):
     assert saved_steps(tmp_path) == [12, 14]
 
 
+@pytest.mark.slow
 def test_a_step_is_planned_again_for_the_hosts_that_remain(raylets, tmp_path):
     joined(4, 2)
     function = autopar.parallelize(stack_step, method=pipeline(2), donate_argnums=(0,))

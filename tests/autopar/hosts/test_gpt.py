@@ -19,7 +19,7 @@ from simulator.cluster import Cluster
 from tests.autopar.hosts.workers import joined
 from tests.autopar.pipeline.steps import SGD, sgd_args
 
-pytestmark = pytest.mark.usefixtures("raylets")
+pytestmark = [pytest.mark.usefixtures("raylets"), pytest.mark.slow]
 
 MODEL = GPT(num_layers=2, hidden_size=16, num_heads=2, sequence_length=8, vocab_size=32, batch_size=8)
 HOSTS, DEVICES = 3, 2

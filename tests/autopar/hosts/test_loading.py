@@ -107,6 +107,7 @@ def train_scaled() -> None:
     jax.tree.map(lambda mine, one: assert_allclose(np.array(mine), one, rtol=1e-5, atol=1e-6), params, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(4, 2)
 def test_inputs_that_several_stages_over_hosts_read_go_from_one_to_the_others(hosts):
     train_scaled()
@@ -238,6 +239,7 @@ def test_placements_of_other_hosts_are_refused(hosts):
         next(iter(loader(far, lambda *_: [])))
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_a_loader_outlives_its_workers_and_an_iteration_does_not(hosts, tmp_path):
     given = loader(compiled(by_rows(2))[1], recorded(tmp_path), prefetch_size=0)
@@ -257,6 +259,7 @@ def test_a_loader_outlives_its_workers_and_an_iteration_does_not(hosts, tmp_path
         next(iter(loader(across, lambda *_: [])))
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_workers_that_share_a_batch_read_their_rows_of_each(hosts, tmp_path):
     _, specs = compiled(autopar.DataParallel(num_micro_batches=2))

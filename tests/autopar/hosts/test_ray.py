@@ -104,6 +104,7 @@ def compiled(hosts: Any, host: int, name: str, disturb: Any) -> tuple[Any, Any]:
     return function, params
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_a_killed_worker_is_told_by_its_host_and_what_it_was_at(hosts):
     function, params = compiled(hosts, 1, "1B1", lambda: time.sleep(600))
@@ -139,6 +140,7 @@ def test_an_instruction_that_fails_is_told_with_where_it_is(hosts):
     assert (caught.value.host, caught.value.mesh, caught.value.instruction) == (1, 1, "1F2")
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_a_worker_that_hangs_is_told_with_its_instruction_and_not_who_waits_for_it(hosts):
     function, params = compiled(hosts, 0, "0F1", lambda: time.sleep(600))
@@ -150,6 +152,7 @@ def test_a_worker_that_hangs_is_told_with_its_instruction_and_not_who_waits_for_
     assert (error.host, error.meshes, error.mesh, error.instruction) == (0, (0,), 0, "0F1")
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_a_worker_that_is_stopped_is_told_whatever_the_timeout(hosts):
     function, params = compiled(hosts, 0, "0F1", lambda: None)

@@ -162,6 +162,7 @@ raise ValueError("of the user")
 """
 
 
+@pytest.mark.slow
 def test_a_program_of_uv_run_that_raises_leaves_no_workers_behind(raylets, tmp_path):
     from ray.util import placement_group_table
 
@@ -190,6 +191,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.slow
 def test_the_tutorial_runs_by_uv_run_with_tokens(tmp_path):
     found, lines = run(TOKENS, tmp_path, HOME=str(tmp_path), RAY_AUTH_MODE="token", RAY_ADDRESS="")
     assert found.returncode == 0, found.stderr
