@@ -50,7 +50,7 @@ def read_text(path: str | Path, expected: str = "a text file", error: type[Value
     try:
         data = Path(path).read_bytes()
     except OSError as reason:
-        raise error(f"{path}: can't be read ({reason.strerror}); expected {expected}") from None
+        raise error(f"{one_line(path)}: can't be read ({reason.strerror}); expected {expected}") from None
     except ValueError as reason:  # a path with a null character
         raise error(f"{one_line(repr(str(path)))}: can't be read ({reason}); expected {expected}") from None
     try:

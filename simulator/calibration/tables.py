@@ -33,7 +33,7 @@ def fit_collectives(table: pd.DataFrame, source: str) -> tuple[CollectiveProfile
             f"no column {missing[0]!r}; expected {', '.join(COLUMNS)}, given {one_line(', '.join(map(str, table)))}"
         )
     for column, least in (("size", 2), ("bytes", 1), ("us", 1e-6)):
-        numbers = np.asarray(pd.to_numeric(table[column], errors="coerce"), np.float64)
+        numbers = np.array([_number(value) for value in table[column]], np.float64)
         if (wrong := ~((least <= numbers) & (numbers <= 1e15))).any():
             row = int(np.argmax(wrong))
             raise ValueError(
@@ -62,3 +62,11 @@ def fit_collectives(table: pd.DataFrame, source: str) -> tuple[CollectiveProfile
     link = MeasuredLink.of(curves["all_reduce"], int(table.loc[table["kind"] == "all_reduce", "size"].max()))
     profile: dict[str, Any] = {"gpu": gpus[0], "source": source, "link": link, **curves}
     return CollectiveProfile(**profile), pd.DataFrame(rows, columns=columns)
+
+
+def _number(value: Any) -> float:
+    """Return a cell of a table as a number; nan where it is none, or too large for one."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return np.nan

@@ -14,8 +14,14 @@ from typing import Any
 
 
 class HloError(ValueError):
-    """HLO that can't be read, or whose cost isn't known; shows the line."""
+    """HLO that can't be read, or whose cost isn't known; shows the line, cut off where it is long."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
+
+
+_LONGEST = 1500
+"""Characters of an error that are shown."""
 
 _BITS = {"pred": 8, "s1": 1, "u1": 1, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "f4e2m1fn": 4, "token": 0, "opaque": 0}
 _BITS |= {f"{kind}{bits}": bits for kind in "su" for bits in (8, 16, 32, 64)}
