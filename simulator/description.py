@@ -33,7 +33,8 @@ class Description(BaseModel):
         for name, kind in type(self).model_fields.items():
             value = getattr(self, name)
             several = isinstance(value, dict)
-            least = _LEAST if several or any(isinstance(bound, Gt) for bound in kind.metadata) else 0.0
+            bounds = getattr(get_args(kind.annotation)[-1], "__metadata__", ()) if several else kind.metadata
+            least = _LEAST if any(isinstance(bound, Gt) for bound in bounds) else 0.0
             for key, number in value.items() if several else [("", value)]:
                 if isinstance(number, int | float) and not least <= abs(number) <= _MOST:
                     field = f"{name}.{key}" if several else name
