@@ -160,8 +160,8 @@ def scaled(how: Combine, total: jax.Array, count: int, parts: int) -> jax.Array:
 
 
 def _adds_shares(how: Combine, total: jax.Array) -> bool:
-    """Whether shares of a mean are added up; integers would be rounded, and are divided at the end."""
-    return how == "mean" and jnp.issubdtype(total.dtype, jnp.inexact)
+    """Whether shares of a mean are added up: in float16, whose sums overflow. In other dtypes XLA adds a product to a sum in place."""
+    return how == "mean" and total.dtype == jnp.float16
 
 
 def along(spec: Spec, axes: tuple[str, ...]) -> Spec:
