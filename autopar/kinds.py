@@ -60,6 +60,7 @@ class Kinds:
         count: int,
         body: Collection[int] = (),
         totals: bool = False,
+        functions: bool = True,
     ) -> None:
         """Follow a step from top to bottom.
 
@@ -68,6 +69,7 @@ class Kinds:
             batch: inputs whose first dim is the batch.
             body: numbers of equations whose operands may be replaced (`Repair`).
             totals: whether they may be replaced by statistics of the whole batch, which a loop of their own accumulates before.
+            functions: whether scalars may be functions of statistics, computed when these are complete.
 
         Raises:
             MicrobatchError: the step does different things for batches of different size.
@@ -75,6 +77,7 @@ class Kinds:
         self.count = count
         self._body = frozenset(body)
         self._totals = totals
+        self._functions = functions
         self._costly = _costly(micro) if totals else set()
         self._inside = _inside_of_loops(micro.eqns)
         self.kinds: dict[Var, Kind | Unfit] = dict.fromkeys((*micro.constvars, *micro.invars), Kind("same"))
@@ -289,7 +292,7 @@ class Kinds:
         """Whether a scalar is a function of statistics of the batch, and not itself one that can be accumulated."""
         statistics = [kind for kind in operands if kind.form != "same"]
         linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
-        if not statistics or any(kind.per or kind.form == "rows" for kind in operands):
+        if not self._functions or not statistics or any(kind.per or kind.form == "rows" for kind in operands):
             return False
         if len(eqn.outvars) != 1 or eqn.outvars[0] in self._inside:
             return False

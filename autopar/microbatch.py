@@ -105,7 +105,6 @@ def split(
         same: tuple[Combine, ...] = ("same",) * sum(len(eqn.outvars) for _, eqn in marks)
         examples = gcd(*(aval_of(micro.invars[i]).shape[0] for i in batch))
         return micro, Microbatching(1, tuple(body), tuple(tail), tuple(marks), same, chunks=examples)
-    found = Kinds(*sizes, batch, count)
     if (
         len({tuple(len(eqn.invars) for _, eqn in _named(each, accumulate_p.name)) for each in (micro, whole, *sizes)})
         > 1
@@ -116,7 +115,7 @@ def split(
     aligned = [eqn.primitive for eqn in micro.eqns] == [eqn.primitive for eqn in sizes[0].eqns]
     if aligned:
         _check_sizes(micro, whole, sizes, count)
-    found = Kinds(*sizes, batch, count)
+    found = Kinds(*sizes, batch, count, functions=not stages)
     try:
         contributions = _contributions(micro, sizes, found, batch)
     except MicrobatchError as refused:
@@ -124,7 +123,7 @@ def split(
             raise MicrobatchError(
                 f"{refused}. The step is computed otherwise when a microbatch has a single example: fewer microbatches may do"
             ) from None
-        found = Kinds(*sizes, batch, count, {number for number, _ in body}, totals=not stages)
+        found = Kinds(*sizes, batch, count, {number for number, _ in body}, totals=not stages, functions=not stages)
         try:
             contributions = _contributions(micro, sizes, found, batch)
         except MicrobatchError:

@@ -185,7 +185,7 @@ def trace(
             def split_as(scale: int) -> tuple[Jaxpr, Microbatching]:
                 """The step split as that for a batch that is larger by `scale`."""
                 small, large = (sized(scale * size, True, on_shards)[0] for size in (part, whole))
-                return split(jaxpr, complete, (small, large), batch, count, paths, forward, layers is not None)
+                return split(jaxpr, complete, (small, large), batch, count, paths, forward, marked)
 
             # What a microbatch makes may have a dim of size one, an example or a run of them, that tells nothing of its kind.
             if any(avals[i].shape[0] == count for i in batch):
