@@ -143,7 +143,10 @@ def _combine(step: StepGraph) -> dict[Var, Combine]:
 
 
 def added(how: Combine, total: jax.Array, value: jax.Array, count: int) -> jax.Array:
-    """The total with what one of `count` microbatches makes: of a mean its share, so that float16 holds the total if it does the mean."""
+    """Return the running total of `count` microbatches after one more.
+
+    Of a mean in float16 each microbatch adds its share, so that the total overflows only if the mean does.
+    """
     if how == "same":
         return value.astype(total.dtype)
     if not _adds_shares(how, total):
@@ -153,7 +156,13 @@ def added(how: Combine, total: jax.Array, value: jax.Array, count: int) -> jax.A
 
 
 def scaled(how: Combine, total: jax.Array, count: int, parts: int) -> jax.Array:
-    """The share of a total of `count` microbatches in the whole batch's value, of which each microbatch here is one of `parts`."""
+    """Return what a complete total contributes to the whole batch's value.
+
+    Args:
+        how: how microbatches are put together.
+        total: what `count` microbatches added up to.
+        parts: microbatches of this size in the whole batch; more than `count` where devices accumulate apart.
+    """
     if how != "mean":
         return total
     return (total / (parts // count if _adds_shares(how, total) else parts)).astype(total.dtype)

@@ -33,7 +33,7 @@ from autopar.checkpoint.saving import finish_saving
 from autopar.checks import NONE, TEXT, OptionError, checked, items, one_of, real, shown, whole
 from autopar.devices import cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.facts import forget_facts
-from autopar.first_step import check_option, checked_first_step
+from autopar.first_step import checked_first_step
 from autopar.fitting import budget_of, compiled_within
 from autopar.follow import follow_pipeline, follow_plan
 from autopar.hosts import session
@@ -93,7 +93,7 @@ def parallelize(
         `MOST_PROGRAMS` programs that were used last.
 
     Raises:
-        OptionError: an option is of another type.
+        OptionError: an option has a type or a value that it can't have.
     """
     method = ShardParallel() if method is None else method
     if not isinstance(method, get_args(Method.__value__)):
@@ -101,7 +101,7 @@ def parallelize(
     static_argnums = checked("static_argnums", static_argnums, AUTO_ARGNUMS)
     donate_argnums = checked("donate_argnums", donate_argnums, AUTO_ARGNUMS)
     batch_argnums = checked("batch_argnums", batch_argnums, ARGNUMS)
-    check_option(check)
+    checked("check", check, NONE | one_of("first step"))
     if fun is None:
         return lambda f: parallelize(
             f,
@@ -119,7 +119,7 @@ def parallelize(
 
 
 MOST_PROGRAMS = 32
-"""Compiled programs that a parallelized function keeps, for other shapes or static values than those of the last call."""
+"""How many compiled programs a parallelized function keeps, one for each combination of shapes and static values."""
 
 
 class ParallelizedFunction:

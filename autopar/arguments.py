@@ -91,9 +91,9 @@ def is_hashable(value: Any) -> bool:
 
 
 def static_key(value: Any) -> Hashable:
-    """A key that tells apart static values that compare equal and compute differently: 1, 1.0 and True, 0.0 and -0.0.
+    """Return a key for a static value that differs for 1, 1.0 and True, and for 0.0 and -0.0, which compare equal.
 
-    Every nan is the same. Tuples and dataclasses are compared by their items and fields.
+    All nans have one key. The keys of tuples and dataclasses are made of those of their items and fields.
     """
     match value:
         case float():

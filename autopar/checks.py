@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from simulator.files import one_line
+
 _LENGTH = 100
 """Characters that a message may spend on a value."""
 
@@ -58,8 +60,7 @@ def checked(name: str, value: Any, kind: Kind, error: type[ValueError] = OptionE
 
 def shown(value: Any) -> str:
     """`repr(value)` in one line that is not too long."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= _LENGTH else f"{text[:_LENGTH]}..."
+    return one_line(repr(value), _LENGTH)
 
 
 def whole(least: int = 1) -> Kind:

@@ -1,15 +1,14 @@
 """Comparing the first step of a plan with the same step on one device."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
 
-from autopar.graph import aval_of
+from autopar.graph import aval_of, constant, source_line
+from autopar.keys import is_key
 from autopar.lower import jit_values
 from autopar.runtime.create_state import CreateStateExecutable
 from autopar.runtime.executable import Executable
@@ -22,14 +21,6 @@ if TYPE_CHECKING:
 
 class FirstStepError(RuntimeError):
     """The first step of a plan gave something else than one device does."""
-
-
-def check_option(check: str | None) -> None:
-    """Raise ValueError unless `check` says what `parallelize` can compare."""
-    if check not in (None, "first step"):
-        raise ValueError(
-            f"check is {check!r}, expected None or 'first step', which compares the first step with one device's"
-        )
 
 
 def checked_first_step(fun: Callable[..., Any], executable: "AnyExecutable", args: Sequence[Any]) -> Any:
@@ -86,9 +77,7 @@ def _first_equation(
             if difference := compare(*each):
                 name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/")
                 shape = aval_of(eqn.outvars[r]).str_short()
-                return (
-                    f"; the first value inside that differs is that of {name}{_line(eqn)}, {shape}, which {difference}"
-                )
+                return f"; the first value inside that differs is that of {name} ({source_line(eqn)}), {shape}, which {difference}"
     return ""
 
 
@@ -114,29 +103,15 @@ class _Comparison:
         gaps = np.abs(np.subtract(found, wanted, where=finite, out=np.zeros_like(wanted)))
         noise = np.abs(np.subtract(other, wanted, where=finite, out=np.zeros_like(wanted)))
         largest = float(np.abs(wanted[finite]).max(initial=0.0))
-        exact = _is_key(expected) or not jnp.issubdtype(expected.dtype, jnp.inexact)
+        exact = not jnp.issubdtype(expected.dtype, jnp.inexact)
         allowed = 10 * float(noise.max(initial=0.0)) + (0.0 if exact else self.tolerance * largest)
         gap = float(gaps.max(initial=0.0))
         return f"is off by {gap:.3g} where its numbers reach {largest:.3g}" if gap > allowed else ""
 
 
-def _line(eqn: JaxprEqn) -> str:
-    """The line of the step that an equation comes from."""
-    traceback = eqn.source_info.traceback
-    libraries = ("/site-packages/", f"{Path(__file__).parent}/", "<")
-    for frame in traceback.frames if traceback else ():
-        if not any(part in frame.file_name for part in libraries):
-            return f" ({frame.file_name}:{frame.line_num})"
-    return ""
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _copy(leaf: Any) -> Any:
     """A leaf that has nothing to do with the memory of the one given."""
-    if _is_key(leaf):
+    if isinstance(leaf, jax.Array) and is_key(leaf.dtype):
         return jax.random.wrap_key_data(jnp.array(jax.random.key_data(leaf), copy=True), impl=jax.random.key_impl(leaf))
     return np.array(leaf) if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
@@ -150,5 +125,5 @@ def _perturbed(leaf: Any, seed: int) -> Any:
 
 
 def _numbers(value: Any) -> np.ndarray:
-    array = np.asarray(jax.random.key_data(value) if _is_key(value) else value)
+    array = constant(value)
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)

@@ -46,7 +46,7 @@ def source_line(eqn: JaxprEqn) -> str:
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if not frame.file_name.startswith(_LIBRARIES):
-            return f"{Path(frame.file_name).name}:{frame.line_num}"
+            return f"{frame.file_name}:{frame.line_num}"
     return str(eqn.source_info.name_stack) or "the step"
 
 
@@ -60,7 +60,7 @@ class Where:
         return f"{self.eqn.primitive.name} at {source_line(self.eqn)}"
 
 
-_LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<")
+_LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), f"{Path(__file__).parent}/", "<")
 """Where the code is that is not the user's."""
 
 

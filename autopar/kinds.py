@@ -171,17 +171,14 @@ class Kinds:
     def of(self, atom: Atom, whole: Atom) -> Kind:
         """Return the kind of what is accumulated over microbatches. Raises MicrobatchError if it has none."""
         try:
-            kind = self._operand(atom, whole)
+            return self._operand(atom, whole)
         except Unfit as unfit:
-            kind = unfit
-        if isinstance(kind, Unfit):
             raise MicrobatchError(
-                f"can't accumulate over microbatches: {kind}. Write the loss as a sum, a mean or one weighted mean over the examples of"
+                f"can't accumulate over microbatches: {unfit}. Write the loss as a sum, a mean or one weighted mean over the examples of"
                 " the batch; or return the sums that it is made of, with has_aux=True, and divide after autopar.value_and_grad:"
                 " (total, weights), gradients = autopar.value_and_grad(sums, has_aux=True)(params), then gradients / weights; or use"
                 " num_micro_batches=1"
-            )
-        return kind
+            ) from None
 
     def powers_of_rows(self, eqns: Sequence[JaxprEqn]) -> dict[tuple[int, int], int]:
         """The powers of results that have a row per example."""
@@ -210,10 +207,10 @@ class Kinds:
             )
         if grown:
             form = Kind("rows", dim=grown[0])
-            small, full = small.take([0], grown[0]), full
-            if full.shape[grown[0]] != self.count * np.shape(value)[grown[0]] or not _close(_numbers(value), small):
+            rows, small = small, small.take([0], grown[0])
+            if full.shape[grown[0]] != self.count * rows.shape[grown[0]] or not _close(rows, small):
                 raise Unfit(
-                    f"a constant of the step, of shape {np.shape(value)} for a microbatch and {full.shape} for the batch, differs"
+                    f"a constant of the step, of shape {rows.shape} for a microbatch and {full.shape} for the batch, differs"
                     " between examples"
                 )
         power = power_of_constant(small, full, self.count)

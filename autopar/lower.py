@@ -1,6 +1,5 @@
 """From a plan to what runs: the constrained step for a mesh, and the `Program` that is executed and simulated."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from autopar.plan import Plan, Stage
 from autopar.sharding.manual import on_devices
 from autopar.sharding.memory_roles import MEMORY_ROLES
 from autopar.sharding.spec import AnyMesh, Spec, partition_spec, replicated
-from autopar.shardwise import Wanted, shardwise
+from autopar.shardwise import Wanted, shardwise, wanted_by
 from autopar.target import compile_for, target_mesh
 from autopar.trace import StepGraph
 from simulator.cluster import Cluster
@@ -94,7 +93,7 @@ def jit_values(step: StepGraph, executed: tuple[Plan, AnyMesh] | None = None) ->
         if executed is None:
             evaluate(enumerate(step.jaxpr.eqns), env, _as_is, _as_is)
         else:
-            _equations(executed[0].stages[0], executed[1])(enumerate(step.jaxpr.eqns), env)
+            _equations(wanted_by(executed[0].stages[0]), executed[1])(enumerate(step.jaxpr.eqns), env)
         made = enumerate(step.jaxpr.eqns)
         return {n: [env[var] for var in eqn.outvars] for n, eqn in made if all(var in env for var in eqn.outvars)}
 
@@ -108,10 +107,9 @@ def _as_is(number: int, values: list[Any]) -> list[Any]:
     return values
 
 
-def _equations(stage: Stage, mesh: AnyMesh) -> Callable[[Iterable[Numbered], dict[Var, Any]], None]:
-    """A function that runs numbered equations, with the stage's constraints imposed on their operands and results."""
-    wanted = _wanted(stage)
-    constrain = _constraints(wanted, lambda spec: NamedSharding(mesh, partition_spec(spec)))
+def _equations(wanted: Wanted, mesh: AnyMesh) -> Callable[[Iterable[Numbered], dict[Var, Any]], None]:
+    """Return a function that runs numbered equations and puts their operands and results where they are wanted."""
+    constrain = _constraints(wanted, partial(_sharding, mesh))
     apply = shardwise(mesh, wanted)
 
     def run_eqns(eqns: Iterable[Numbered], env: dict[Var, Any]) -> None:
@@ -123,7 +121,8 @@ def _equations(stage: Stage, mesh: AnyMesh) -> Callable[[Iterable[Numbered], dic
 
 def _constrained(step: StepGraph, stage: Stage, mesh: AnyMesh) -> Callable[..., Any]:
     """The step, with the stage's constraints imposed on its intermediate values."""
-    wanted, run_eqns = _wanted(stage), _equations(stage, mesh)
+    wanted = wanted_by(stage)
+    run_eqns = _equations(wanted, mesh)
     apart = _apart(step, stage, mesh)
 
     def run(*args: Any) -> Any:
@@ -133,7 +132,7 @@ def _constrained(step: StepGraph, stage: Stage, mesh: AnyMesh) -> Callable[..., 
             run_eqns(enumerate(step.jaxpr.eqns), env)
         else:
             if apart is None:
-                whole = _constraints(wanted, lambda spec: NamedSharding(mesh, partition_spec(spec)))
+                whole = _constraints(wanted, partial(_sharding, mesh))
                 accumulate(step, env, run_eqns, partial(whole, "out"))
             else:
                 inside = _constraints(wanted, partial(_inside, mesh=mesh, manual=apart.axes))
@@ -161,14 +160,6 @@ def _apart(step: StepGraph, stage: Stage, mesh: AnyMesh) -> Apart | None:
     return Apart(parts, mesh, stage.deferred, tuple(value.spec for value in stage.inputs), results)
 
 
-def _wanted(stage: Stage) -> Wanted:
-    """The specs of the stage's constraints, by number and side of the equation, and by position."""
-    wanted: dict[tuple[int, str], dict[int, Spec]] = defaultdict(dict)
-    for constraint in stage.constraints:
-        wanted[constraint.eqn, constraint.side][constraint.index] = constraint.spec
-    return wanted
-
-
 def _constraints(
     wanted: Wanted, place: Callable[[Spec], NamedSharding | PartitionSpec | None]
 ) -> Callable[[str, int, list[Any]], list[Any]]:
@@ -183,6 +174,10 @@ def _constraints(
         return values
 
     return constrain
+
+
+def _sharding(mesh: AnyMesh, spec: Spec) -> NamedSharding:
+    return NamedSharding(mesh, partition_spec(spec))
 
 
 def _inside(spec: Spec, mesh: AnyMesh, manual: Sequence[str]) -> PartitionSpec | None:

@@ -154,8 +154,8 @@ def split(
         numbers = {number: later[at] for number, at in numbers.items()}
     powers = {(numbers[n], r): power for (n, r), power in powers.items() if n in numbers}
     chunks = _chunks(micro, sizes[0], found, batch)
-    loops = _loops(jaxpr, batch, before)
-    marks, _, tail = _parts(jaxpr, batch)
+    marks, body, tail = _parts(jaxpr, batch)
+    loops = _loops(jaxpr, batch, marks, before) if before else [Loop(tuple(body), tuple(marks))]
     others = iter(combine)
     combined: list[Combine] = [
         before[var] if var in before else next(others) for _, eqn in marks for var in eqn.outvars
@@ -214,14 +214,13 @@ def _divided(by: int, value: jax.Array) -> jax.Array:
     return (value / by).astype(value.dtype)
 
 
-def _loops(jaxpr: Jaxpr, batch: frozenset[int], before: Collection[Var]) -> list[Loop]:
+def _loops(jaxpr: Jaxpr, batch: frozenset[int], marks: Sequence[Numbered], before: Collection[Var]) -> list[Loop]:
     """Return the loops over the microbatches, in order; `before` are the statistics that a later loop reads."""
-    marks, _, _ = _parts(jaxpr, batch)
     level: dict[Var, int] = {}
-    for eqn in jaxpr.eqns if before else ():
+    for eqn in jaxpr.eqns:
         turn = max((level.get(atom, 0) for atom in eqn.invars if isinstance(atom, Var)), default=0)
         level.update((var, turn + (var in before)) for var in eqn.outvars)
-    early = [(number, eqn) for number, eqn in marks if before and eqn.outvars and eqn.outvars[0] in before]
+    early = [(number, eqn) for number, eqn in marks if eqn.outvars and eqn.outvars[0] in before]
     turns = sorted({level[eqn.outvars[0]] for _, eqn in early})
     groups = [[each for each in early if level[each[1].outvars[0]] == turn] for turn in turns]
     groups.append([each for each in marks if each not in early])
@@ -374,12 +373,14 @@ def _parts(
 ) -> tuple[list[Numbered], list[Numbered], list[Numbered]]:
     """Return the marks, and what is needed before and after them.
 
-    Args:
-        ends: those of the marks before which the body ends, by default all.
-        given: values that the body need not make.
-
     What has an effect and no result, such as `jax.debug.print`, comes before them if it depends on the batch otherwise than through
     them, and runs for each microbatch; else it comes after them, and runs once.
+
+    Args:
+        jaxpr: a flat jaxpr with marks, which are its `accumulate` equations.
+        batch: inputs whose first dim is the batch.
+        ends: those of the marks before which the body ends, by default all.
+        given: values that the body need not make.
     """
     numbered, marks = list(enumerate(jaxpr.eqns)), _named(jaxpr, accumulate_p.name)
     accumulated = tuple(var for _, eqn in marks for var in eqn.outvars)

@@ -65,14 +65,14 @@ def plan_step(
 ) -> Plan:
     """Plan `fun` for arguments like `args` (arrays or ShapeDtypeStructs) on a cluster that need not be here.
 
+    XLA may need more memory than the planner estimates, and nothing is compiled here. So a `memory_budget` of the method is divided by
+    `MEMORY_MARGIN` before planning; the plan's `predicted_bytes` are the estimate.
+
     Args:
         method: how to parallelize; ShardParallel() by default. Its `devices` mean what they do on devices that are here, but of
             the first devices of the cluster: a mesh, abstract or not, a shape or a number; all by default.
         mesh_shape: logical mesh over the cluster's first devices, where `method.devices` leaves it open. A pipeline has its own
             mesh for each stage and takes only the number of devices from it.
-
-    XLA may need more memory than the planner estimates, and nothing is compiled here. So a `memory_budget` of the method is divided by
-    `MEMORY_MARGIN` before planning; the plan's `predicted_bytes` are the estimate.
 
     Raises:
         OptionError: an option is of another type, or `mesh_shape` and `method.devices` differ.

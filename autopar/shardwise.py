@@ -6,6 +6,7 @@ under `jax.jit` as well. tests/fuzz/test_splits.py compares every split of every
 the primitives that belong here when a new jaxlib gets others wrong.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from operator import add
 from typing import Any
@@ -16,12 +17,22 @@ from jax.sharding import get_abstract_mesh
 
 from autopar.accumulate import along, complete
 from autopar.evaluate import Apply, as_traced
+from autopar.plan import Stage
 from autopar.sharding.binding import bind_shards
 from autopar.sharding.factors import assignment_of
 from autopar.sharding.rules import op_factors
 from autopar.sharding.spec import AnyMesh, LogicalMesh, Spec, partition_spec, replicated
 
 type Wanted = Mapping[tuple[int, str], Mapping[int, Spec]]
+"""The specs that a plan pins, by number and side of the equation, and by position."""
+
+
+def wanted_by(stage: Stage) -> Wanted:
+    """Return the specs of a stage's constraints."""
+    wanted: dict[tuple[int, str], dict[int, Spec]] = defaultdict(dict)
+    for constraint in stage.constraints:
+        wanted[constraint.eqn, constraint.side][constraint.index] = constraint.spec
+    return wanted
 
 
 def is_shardwise(eqn: JaxprEqn) -> bool:
@@ -35,8 +46,7 @@ def shardwise(mesh: AnyMesh, wanted: Wanted | None = None) -> Apply:
     """How equations run on `mesh`: the partitioner divides them, but for those that run on shards.
 
     Args:
-        wanted: the specs that the plan pins, by number and side of the equation, and by position. A shardwise equation without any
-            runs whole on every device.
+        wanted: where operands and results are. A shardwise equation without any runs whole on every device.
     """
     specs = wanted or {}
 

@@ -70,7 +70,7 @@ def train(
         instance("a loader or a function of a step's number", DataLoader, MeshDriverDataLoader) | FUNCTION,
     )
     num_steps, max_failures = checked("num_steps", num_steps, whole(0)), checked("max_failures", max_failures, whole(0))
-    save_every, keep = checked("save_every", save_every, whole()), checked("keep", keep, whole() | NONE)
+    save_every = checked("save_every", save_every, whole())
     checked("on_step", on_step, FUNCTION | NONE)
     check_keep(keep)
     directory, avals = directory_path(ckpt_dir), jax.tree.map(abstract, state)

@@ -6,6 +6,7 @@ trace for one microbatch, and those after them from a trace for the whole batch.
 """
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -37,8 +38,9 @@ def joined(
     """
     names: Names = dict(zip(whole.invars, micro.invars, strict=True))
     constants = dict(zip(micro.constvars, micro.consts, strict=True))
+    same = {id(value): var for var, value in constants.items()}
     for var, value in zip(whole.constvars, whole.consts, strict=True):
-        twin = next((mine for mine, known in constants.items() if _equal(known, value)), None)
+        twin = same.get(id(value)) or next((mine for mine, known in constants.items() if _equal(known, value)), None)
         if twin is None:
             constants[var] = value
         else:
@@ -126,12 +128,11 @@ def _is(a: Atom, b: Atom) -> bool:
     return a is b
 
 
-def _equal(a: object, b: object) -> bool:
-    """Whether two constants are the same; large ones that are not one object are compared by their bytes."""
-    if a is b:
-        return True
-    x, y = graph.constant(a), graph.constant(b)
-    return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two constants, of any dtypes and shapes, have the same bytes."""
+    if (np.shape(a), getattr(a, "dtype", None)) != (np.shape(b), getattr(b, "dtype", None)):
+        return False
+    return graph.constant(a).tobytes() == graph.constant(b).tobytes()
 
 
 def _named(atom: Atom, names: Names) -> Atom:

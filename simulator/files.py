@@ -31,10 +31,10 @@ def brief(value: object) -> str:
         return f"a {type(value).__name__} too long to print"
 
 
-def one_line(text: object) -> str:
-    """Return a message without line breaks, cut off where it is long."""
+def one_line(text: object, length: int = _LINE) -> str:
+    """Return a message without line breaks, cut off after `length` characters."""
     line = " ".join(str(text).split())
-    return line if len(line) <= _LINE else f"{line[:_LINE]}..."
+    return line if len(line) <= length else f"{line[:length]}..."
 
 
 def read_text(path: str | Path, expected: str = "a text file", error: type[ValueError] = FileError) -> str:

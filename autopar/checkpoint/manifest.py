@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from autopar.checks import NONE, Kind, checked, whole
 from autopar.pipeline.resharding import Tile
 
 _MANIFEST = "manifest.json"
@@ -166,14 +167,12 @@ def directory_path(ckpt_dir: str | os.PathLike[str]) -> Path:
 
 def check_step(step: object) -> None:
     """Raise ValueError unless a user gave the number of a step."""
-    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
-        raise ValueError(f"step is {step!r}, expected a number from 0")
+    checked("step", step, Kind("a number from 0", whole(0).take))
 
 
 def check_keep(keep: object) -> None:
     """Raise ValueError unless a user gave a number of checkpoints to keep, or None."""
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int | np.integer) or keep < 1):
-        raise ValueError(f"keep is {keep!r}, expected a number of checkpoints, or None to keep all")
+    checked("keep", keep, Kind("a number of checkpoints, or None to keep all", (whole() | NONE).take))
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:

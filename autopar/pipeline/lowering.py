@@ -21,7 +21,7 @@ from autopar.pipeline.stage_values import StageValues
 from autopar.plan import Stage
 from autopar.sharding.manual import on_devices
 from autopar.sharding.spec import AnyMesh, Spec, partition_spec
-from autopar.shardwise import shardwise
+from autopar.shardwise import shardwise, wanted_by
 
 type Place = Callable[[Spec], NamedSharding | PartitionSpec | None]
 
@@ -84,9 +84,7 @@ class StageLowering:
         self.last_reads = last_reads or {}
         self._local = found.parts(self.values.ways) if stage.deferred else found
         self._scales = self._scales_of([each.mesh.ways(each.deferred) for each in stages])
-        self._wanted: dict[tuple[int, str], dict[int, Spec]] = defaultdict(dict)
-        for constraint in stage.constraints:
-            self._wanted[constraint.eqn, constraint.side][constraint.index] = constraint.spec
+        self._wanted = wanted_by(stage)
 
     def _scales_of(self, ways: Sequence[int]) -> dict[Var, float]:
         """The factor of what comes from stages that see larger or smaller parts of a microbatch."""
