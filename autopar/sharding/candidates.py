@@ -106,13 +106,13 @@ def completions(
 def is_compilable(eqn: JaxprEqn, factors: OpFactors, option: Option) -> bool:
     """Return whether XLA's partitioner can compile an equation under an option.
 
-    It aborts the process (jaxlib 0.11.2, spmd_partitioner_util.cc) where the partial sums of a gather are scattered onto a dim that is
-    split already.
+    It aborts the process (jaxlib 0.11.2, spmd_partitioner_util.cc) where the partial sums of a gather are scattered onto a dim of its
+    slices that is split already. A dim that the indices have may be split further.
     """
     if eqn.primitive is not gather_p:
         return True
-    own = factors.result_spec(0, option.assignment)
-    return not any(axes and len(completed) > len(axes) for axes, completed in zip(own, option.results[0], strict=True))
+    own, (completed,) = factors.result_spec(0, option.assignment), option.results
+    return not any(own[dim] and completed[dim] != own[dim] for dim in eqn.params["dimension_numbers"].offset_dims)
 
 
 def batch_only(assignments: Sequence[Assignment], marked: frozenset[int], mesh: LogicalMesh) -> list[Assignment]:

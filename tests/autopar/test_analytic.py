@@ -140,7 +140,7 @@ def test_what_the_model_needs_is_the_same_on_every_plan(name):
 
 def test_what_can_not_be_predicted_so_is_refused():
     args = MODEL.abstract_args()
-    with pytest.raises(ValueError, match="fidelity 'exact', expected 'compiled' or 'analytic'"):
+    with pytest.raises(ValueError, match="fidelity is 'exact', expected 'compiled' or 'analytic'"):
         predicted("shard", "exact")
     manual = autopar.plan_step(
         step, args, method=autopar.ManualShardParallel(pins={"*/kernel": jax.P(None, "x")}), cluster=A100

@@ -19,8 +19,8 @@ def planned(step: Callable[..., Any], args: Any, schedule: str, devices: int) ->
     chunks = 2 if schedule == "interleaved_1f1b" else 1
     layers = autopar.ManualLayerOption() if schedule == "inference" else None
     stages = autopar.UniformStageOption(4 if chunks == 2 else None)
-    method = pipeline(pipeline_schedule=schedule, num_chunks=chunks, layer_option=layers, stage_option=stages)
-    plan = autopar.plan_step(step, args, method=method, cluster="cpu-virtual", mesh_shape=(devices,))
+    options = dict(pipeline_schedule=schedule, num_chunks=chunks, layer_option=layers, stage_option=stages)
+    plan = autopar.plan_step(step, args, method=pipeline(devices=devices, **options), cluster="cpu-virtual")
     return PlannedPipeline(trace_for(plan, step, args, (1,)), plan)
 
 
