@@ -14,6 +14,7 @@ from experiments.models import GPT
 from simulator import Cluster, load_program, prediction_of, save_program, simulate
 from simulator.description import ClusterError
 from simulator.timeline import Timeline
+from tests.tiers import tiers
 
 MODEL = GPT(
     num_layers=2,
@@ -58,7 +59,7 @@ def predicted(name: str, fidelity: Any = "analytic") -> Timeline:
     return autopar.predict(step, MODEL.abstract_args(), plan(name), A100, fidelity=fidelity)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", tiers(["1f1b", "shard", "accumulated", "zero2", "data", "zero_bubble_h1"]))
 def test_it_is_what_the_plan_says(name):
     timeline, made = predicted(name), plan(name)
     if made.pipeline is None:
@@ -72,10 +73,10 @@ def test_it_is_what_the_plan_says(name):
     assert all(sum(use.roles.values()) == use.total for use in timeline.memory)
 
 
-@pytest.mark.parametrize(("name", "seconds"), [("accumulated", 0.05), ("1f1b", 0.05), ("zero_bubble_h1", 0.06)])
-def test_it_agrees_with_what_xla_compiles(name, seconds):
+@pytest.mark.parametrize("name", tiers(["1f1b", "accumulated", "zero_bubble_h1"]))
+def test_it_agrees_with_what_xla_compiles(name):
     analytic, compiled = predicted(name), predicted(name, "compiled")
-    assert analytic.makespan == pytest.approx(compiled.makespan, rel=seconds)
+    assert analytic.makespan == pytest.approx(compiled.makespan, rel=0.06 if name == "zero_bubble_h1" else 0.05)
     for mine, theirs in zip(analytic.memory, compiled.memory, strict=True):
         assert mine.total == pytest.approx(theirs.total, rel=0.05)
     assert sum(analytic.flops.values()) == pytest.approx(sum(compiled.flops.values()), rel=0.01)
@@ -85,7 +86,7 @@ def test_it_agrees_with_what_xla_compiles(name, seconds):
     assert max(a.whole, b.whole) < 1e-3 * b.seconds  # of no part
 
 
-@pytest.mark.parametrize("fidelity", ["analytic", "compiled"])
+@pytest.mark.parametrize("fidelity", tiers(["analytic", "compiled"]))
 def test_communication_is_told_by_mesh_axis(fidelity):
     timeline = predicted("shard", fidelity)
     found = prediction_of(timeline, A100)
@@ -109,6 +110,7 @@ def test_a_plan_from_a_file_will_do_and_the_program_goes_into_one(tmp_path):
         simulate(load_program(tmp_path / "program.json"), Cluster.load("dgx_h100"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["accumulated", "1f1b"])
 def test_what_is_computed_again_counts_by_itself(name):
     model, (method, shape) = replace(MODEL, remat=True), METHODS[name]
@@ -123,7 +125,7 @@ def test_what_is_computed_again_counts_by_itself(name):
     assert found.backward > found.forward
 
 
-@pytest.mark.parametrize("name", ["data", "zero2", "1f1b"])
+@pytest.mark.parametrize("name", tiers(["1f1b", "zero2", "data"]))
 def test_what_the_model_needs_is_the_same_on_every_plan(name):
     planned = PlannedStep(trace_for(plan(name), step, MODEL.abstract_args(), (1,)), plan(name))
     found = autopar.simulate(planned, A100, fidelity="analytic", tokens=MODEL.batch_size * MODEL.sequence_length)

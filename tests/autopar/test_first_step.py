@@ -13,6 +13,7 @@ import autopar
 from autopar import shardwise
 from autopar.testing import assert_allclose
 from tests.autopar.test_shardwise import IMAGES, KERNEL, per_example_gradients
+from tests.tiers import pairs
 
 RNG = np.random.default_rng(0)
 DATA = {"x": RNG.standard_normal((16, 8)).astype(np.float32), "y": RNG.integers(0, 4, 16).astype(np.int32)}
@@ -53,8 +54,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "dtype"), pairs(METHODS, [np.float32, jnp.bfloat16, np.float16]))
 def test_a_right_plan_passes_and_its_arguments_stay(method, dtype):
     state = state_of(dtype)
     planned = autopar.parallelize(step, method=METHODS[method], donate_argnums=0, check="first step")

@@ -7,6 +7,7 @@ from autopar import fitting
 from autopar.testing import assert_allclose
 from simulator.cluster import Cluster
 from tests.steps import mlp_args, mlp_step, serial
+from tests.tiers import tiers
 
 ARGS = mlp_args((64, 64, 64), batch_size=32, features=64)
 
@@ -27,7 +28,7 @@ def compilations(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("share", [0.95, 0.8, 0.6])
+@pytest.mark.parametrize("share", tiers([0.8, 0.95, 0.6]))
 def test_a_budget_below_the_compiled_bytes_gives_a_plan_that_fits_or_an_error(share):
     first = parallelized(autopar.ShardParallel(8)).get_executable(*ARGS)
     budget = share * first.memory.total

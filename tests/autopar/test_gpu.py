@@ -20,7 +20,7 @@ MLP_, GPT_, VIT_ = (
 )
 
 
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.slow), pytest.param("gpu", marks=pytest.mark.gpu)])
 def device(request):
     return jax.devices(request.param)[0]
 

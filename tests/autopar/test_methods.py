@@ -197,7 +197,9 @@ def test_degrees_without_a_pipeline_are_a_mesh_of_the_same_devices(devices, degr
         assert {v.path: v.spec for v in executable.plan.stages[0].inputs}["1/x"][0][:1] == ("x",)
 
 
-@pytest.mark.parametrize("degrees", [(2, 2, 2), (-1, 1, 4), (1, 4, 2), (4, 1, 2)])
+@pytest.mark.parametrize(
+    "degrees", [(-1, 1, 4), *(pytest.param(d, marks=pytest.mark.slow) for d in [(2, 2, 2), (1, 4, 2), (4, 1, 2)])]
+)
 def test_degrees_with_a_pipeline_are_stages_of_that_shape(degrees):
     data, operator, stages = degrees
     method = autopar.get_3d_parallel_method(2, data, operator, stages, devices=8)

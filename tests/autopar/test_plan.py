@@ -80,6 +80,7 @@ def test_a_damaged_plan_says_where(plan):
         Plan.from_json(json.dumps(data))
 
 
+@pytest.mark.slow
 def test_plans_that_are_gone_leave_nothing_behind():
     from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 

@@ -213,7 +213,7 @@ compile_for(jax.jit(lambda x: x + 1), (jax.ShapeDtypeStruct((4,), "float32", sha
 """
 
 
-@pytest.mark.parametrize(("platforms", "then"), [(None, ""), ("cpu", COMPILE)])
+@pytest.mark.parametrize(("platforms", "then"), [pytest.param(None, "", marks=pytest.mark.slow), ("cpu", COMPILE)])
 def test_importing_autopar_and_compiling_for_a_cluster_print_nothing(platforms, then):
     env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "TF_"))}
     if platforms:
@@ -232,6 +232,7 @@ def predicted_seconds() -> float:
     return autopar.predict(model.train_step, args, plan, "p3.16xlarge").makespan
 
 
+@pytest.mark.slow
 def test_flags_of_xla_count_where_a_step_is_compiled_for_a_cluster():
     code = "from tests.autopar.test_target import predicted_seconds; print(predicted_seconds())"
     env = {**os.environ, "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true"}

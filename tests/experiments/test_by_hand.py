@@ -81,7 +81,7 @@ def meshes(name: str, model: Model) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-@settings(max_examples=2)
+@settings(max_examples=1)
 @given(data=st.data())
 def test_an_mlp_step_equals_the_serial_one(name: str, data: st.DataObject) -> None:
     mesh = data.draw(meshes(name, MLP_MODEL))
@@ -93,6 +93,7 @@ def test_an_mlp_step_equals_the_serial_one(name: str, data: st.DataObject) -> No
     assert_same_step(name, model, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_HAND)
 @settings(max_examples=2)
 @given(data=st.data())

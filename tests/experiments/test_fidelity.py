@@ -11,6 +11,7 @@ from experiments.validation.fidelity import CLOSE, KINDS, TOLERANCE, UNEXPLAINED
 TABLE = Path(__file__).parents[2] / "results/tables/fidelity.csv"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(8,), (2, 4)], ids=str)
 def test_collectives_of_a_small_gpt_are_those_of_its_plan(mesh: tuple[int, ...]) -> None:
     rows = list(compare(Case("gpt", SMALL["gpt"], mesh)))

@@ -27,6 +27,7 @@ def measured(tmp_path_factory):
     return gpu.run(out, [TINY], ["bfloat16"], repeat=2, budget=1000, effort=EFFORT, console=quiet()), out
 
 
+@pytest.mark.slow
 def test_a_step_is_timed_and_predicted_with_either_device_and_from_either_program(measured):
     table, out = measured
     (row,) = table.to_dict("records")

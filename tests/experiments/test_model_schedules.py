@@ -23,6 +23,7 @@ from experiments.models import BERT, GPT, Llama, WideResNet
 from experiments.models.transformer import attend
 from experiments.schedules import NAMES
 from tests.autopar.schedule.models import collectives
+from tests.tiers import pairs, tiers
 
 TOKENS = np.arange(32).reshape(4, 8) * 7 % 64
 IMAGES = np.random.default_rng(0).standard_normal((4, 16, 16, 3)).astype(np.float32)
@@ -72,15 +73,19 @@ ALL = replace(MEGATRON, sequence_parallel=True, flash_attention=True, checkpoint
 
 
 @pytest.mark.parametrize(
-    ("backend", "mesh", "knobs"),
-    [
-        ("manual", (2, 4), replace(ALL, batch_axis="x")),
-        ("manual", 4, Knobs(sequence_parallel=True)),
-        ("gspmd", 4, ALL),
-    ],
-    ids=["all", "embedding is whole", "all by gspmd"],
+    ("name", "backend", "mesh", "knobs"),
+    tiers(
+        [
+            (name, *how)
+            for name in TRANSFORMERS
+            for how in [
+                ("manual", (2, 4), replace(ALL, batch_axis="x")),
+                ("manual", 4, Knobs(sequence_parallel=True)),  # the embedding is whole
+                ("gspmd", 4, ALL),
+            ]
+        ]
+    ),
 )
-@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_scheduled_transformers_are_the_model_in_loss_and_every_gradient(
     name: str, backend: Backend, mesh: Any, knobs: Knobs
 ) -> None:
@@ -88,20 +93,21 @@ def test_scheduled_transformers_are_the_model_in_loss_and_every_gradient(
     Verify(sch, [TOKENS], backend=backend, batch_axis=knobs.batch_axis).check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["manual", "gspmd"])
 def test_batch_normalisation_is_of_the_whole_batch_wherever_that_is(backend: Backend) -> None:
     sch = FAMILIES["wide_resnet"].scheduled(Knobs(batch_axis="x", checkpoint_ratio=0.5), (2, 4))
     Verify(sch, [IMAGES], backend=backend, batch_axis="x").check()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", tiers(list(FAMILIES)))
 def test_what_is_planned_around_a_schedule_has_the_gradients_of_one_device(name: str) -> None:
     family = FAMILIES[name]
     sch = family.scheduled(MEGATRON if name in TRANSFORMERS else Knobs())
     assert_planned_like_the_model(sch, family.example)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", tiers(list(FAMILIES)))
 def test_stages_of_any_model_have_the_gradients_of_one_device(name: str) -> None:
     family = FAMILIES[name]
     knobs = Knobs(vocabulary_parallel=name in TRANSFORMERS, pipeline_stages=2)
@@ -140,8 +146,7 @@ LARGE = {
 """Sizes at which it pays for the planner, too, to add up activations: small weights are gathered sooner."""
 
 
-@pytest.mark.parametrize("backend", ["manual", "gspmd", "auto"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "backend"), pairs(list(FAMILIES), ["manual", "gspmd", "auto"]))
 def test_every_backend_adds_up_as_often_as_the_schedule_says(name: str, backend: Backend) -> None:
     """Megatron's: two per block and direction of a transformer, one of what is looked up, and one of the gradients of what goes into
     the logits. Of each of two bottlenecks one forward, and two backward."""

@@ -24,7 +24,14 @@ SGD = optax.sgd(1.0)
 COSTS = BandwidthOnly(bandwidth=1e9, flop_per_s=1e11)
 
 
-@pytest.fixture(scope="module", params=SMALL)
+@pytest.fixture(
+    scope="module",
+    params=[
+        "mlp",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SMALL if name not in ("mlp", "gpt")),
+        "gpt",
+    ],
+)
 def trained(request: pytest.FixtureRequest) -> Any:
     """A model, its first (state, batch), and what one device makes of it."""
     model = SMALL[request.param]

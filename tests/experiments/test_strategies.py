@@ -16,6 +16,7 @@ from experiments.strategy import Prediction
 from simulator.cluster import Cluster
 from simulator.memory import MemoryUse
 from simulator.timeline import Timeline
+from tests.tiers import tiers
 
 MODELS = {
     "mlp": MLP(dim=16, num_layers=2, batch_size=16),
@@ -42,7 +43,7 @@ def serial_steps(model: str) -> Any:
     return (state, batch), first, step(next_state(first), batch)
 
 
-@pytest.mark.parametrize(("model_name", "name", "mesh"), CELLS)
+@pytest.mark.parametrize(("model_name", "name", "mesh"), tiers(CELLS))
 def test_every_strategy_equals_the_serial_step(model_name: str, name: str, mesh: tuple[int, ...]) -> None:
     model = MODELS[model_name]
     args, first, second = serial_steps(model_name)

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import tiers
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
+@pytest.mark.slow
 def test_the_quickstart_prints_its_two_comparisons() -> None:
     flags = ["--dim", "32", "--batch-size", "32", "--num-layers", "2"]
     command = [sys.executable, "-m", "experiments.tutorials.quickstart", *flags]
@@ -21,6 +24,7 @@ def test_the_quickstart_prints_its_two_comparisons() -> None:
         assert re.search(rf"{name} per GPU memory usage:{number} GB", run.stdout)
 
 
+@pytest.mark.slow
 def test_the_pipeline_tutorial_trains_with_stages_by_hand_and_found() -> None:
     command = [sys.executable, "-m", "experiments.tutorials.pipeshard", "--dim", "32", "--batch-size", "32"]
     shown = {**os.environ, "AUTOPAR_PROGRESS": "1"}
@@ -31,6 +35,7 @@ def test_the_pipeline_tutorial_trains_with_stages_by_hand_and_found() -> None:
     assert re.search(r"stage 1: layers 1 on devices 4-7, mesh [\dx ]+; \d+ tasks compiled in [\d.]+ s", run.stderr)
 
 
+@pytest.mark.slow
 def test_the_tutorial_on_distributed_arrays_prints_what_it_should() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "experiments.tutorials.intro_to_distributed"],
@@ -52,7 +57,7 @@ def test_the_schedule_tutorial_prints_the_model_the_match_and_one_all_reduce_on_
     assert run.stdout.splitlines() == (GOLDEN / "slapo_mlp.txt").read_text().splitlines()
 
 
-@pytest.mark.parametrize("devices", [1, 4, 8])
+@pytest.mark.parametrize("devices", tiers([1, 4, 8]))
 def test_the_schedule_tutorial_differs_only_in_sizes_on_more_devices_or_one(
     devices: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ def snakemake(tmp_path: Path) -> Snakemake:
     return run
 
 
+@pytest.mark.slow
 def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(snakemake: Snakemake, tmp_path: Path) -> None:
     config = yaml.safe_load((ROOT / "experiments/config/smoke.yaml").read_text())
     # An odd batch can't be split over two devices, and that one cell fails.

@@ -152,6 +152,7 @@ print(saved, refused)
 """
 
 
+@pytest.mark.slow
 def test_two_that_save_to_one_directory_remove_nothing_of_each_other(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", TRAINER, str(tmp_path)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}

@@ -40,6 +40,7 @@ def test_experts_are_spread_over_the_devices(found):
         assert classes[f"0/params/params/experts/{name}"].label == "expert on x"
 
 
+@pytest.mark.slow
 def test_tokens_go_to_experts_and_back_forward_and_backward(found):
     assert in_plan(found)["all_to_all"] == 4
     assert on_gpus(found)["all_to_all"] == 4

@@ -21,6 +21,7 @@ def kept(hosts: Any) -> list[set[int]]:
     return ray.get([actor.__ray_call__.remote(lambda worker: set(worker._arrays)) for actor in hosts._actors])
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_what_nobody_has_a_handle_on_is_forgotten_with_whatever_is_asked_next(hosts, tmp_path):
     function = autopar.parallelize(stack_step, method=pipeline(2))
@@ -67,6 +68,7 @@ def test_what_is_deleted_is_forgotten_at_once(hosts):
             use(params["w0"])
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_a_state_of_workers_that_have_ended_is_refused_where_it_is_given(hosts, tmp_path):
     function = autopar.parallelize(stack_step, method=pipeline(2))
@@ -115,6 +117,7 @@ def test_arguments_that_are_placed_are_not_sent_again(hosts, monkeypatch):
     assert_allclose(np.array(params["w3"]), expected["w3"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_a_step_is_one_call_of_each_worker_and_the_driver_runs_ahead(hosts, monkeypatch):
     function = autopar.parallelize(stack_step, method=pipeline(2))

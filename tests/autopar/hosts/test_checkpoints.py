@@ -73,6 +73,7 @@ def expected_first() -> tuple[Any, Any]:
     return jax.jit(stack_step)(stack_params(), stack_batch())[0], stack_batch()
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_a_worker_that_is_killed_while_it_writes_leaves_what_was_there(hosts, tmp_path):
     params, _ = autopar.parallelize(stack_step, method=pipeline(2))(stack_params(), stack_batch())
@@ -113,6 +114,7 @@ def test_a_worker_that_never_has_written_keeps_nobody_for_ever(hosts, tmp_path):
     assert autopar.latest_step(tmp_path) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_placements_of_more_hosts_than_there_are_are_refused(hosts, tmp_path):
     function = autopar.parallelize(stack_step, method=pipeline(2))
@@ -123,6 +125,7 @@ def test_placements_of_more_hosts_than_there_are_are_refused(hosts, tmp_path):
         autopar.restore_checkpoint(tmp_path, 0, placements)
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_numbers_of_numpy_are_restored_as_jax_has_them(hosts, tmp_path):
     state = {"count": np.int64(7), "x": np.arange(8.0)}

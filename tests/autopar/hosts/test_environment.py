@@ -98,6 +98,7 @@ def test_ports_that_are_always_in_use_are_an_error_after_some():
 # --- on a Ray cluster
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 1)
 def test_a_port_in_use_is_replaced_by_another(hosts, taken, monkeypatch):
     original = RayHosts._free_port
@@ -138,6 +139,7 @@ def test_flags_of_xla_arrive_at_workers(hosts):
     assert set(flags) == set(here)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("raylets")
 def test_hosts_with_other_versions_are_not_used(monkeypatch):
     monkeypatch.setattr(workers, "versions", lambda: versions() | {"flax": "0.0.1"})

@@ -113,6 +113,7 @@ def test_inputs_that_several_stages_over_hosts_read_go_from_one_to_the_others(ho
     train_scaled()
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(4, 2)
 def test_a_stage_over_two_hosts_reads_on_both(hosts, tmp_path):
     step, specs = compiled(by_rows(2))
@@ -127,6 +128,7 @@ def test_a_stage_over_two_hosts_reads_on_both(hosts, tmp_path):
     assert_allclose(np.array(params["w0"]), expected["w0"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(1, 8)
 def test_one_host_reads_once_for_all_and_from_the_step_on(hosts, tmp_path):
     _, specs = compiled(by_rows(2))

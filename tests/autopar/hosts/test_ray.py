@@ -85,11 +85,13 @@ def test_a_donated_array_can_not_be_read(hosts):
         np.array(first["w0"])
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(4, 2)
 def test_stages_that_span_hosts_do_not_wait_for_one_another_for_ever(hosts):
     assert_trained(autopar.parallelize(stack_step, method=pipeline(2)), 60)
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_hosts_that_share_another_mesh_start_anew(hosts):
     assert_trained(autopar.parallelize(stack_step, method=autopar.ShardParallel(devices=(2, 4), num_micro_batches=2)))
@@ -171,6 +173,7 @@ def test_more_than_there_is_is_refused():
         autopar.init(cluster="ray", num_nodes=9)
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_more_devices_than_there_are_are_refused(hosts):
     with pytest.raises(ValueError, match=r"mesh of shape \(16,\) needs 16 devices, the hosts have 8"):
@@ -192,6 +195,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_driver(raylets):
     autopar.shutdown()
     command = [sys.executable, "-W", "ignore", "-c", DRIVER, raylets.address]
@@ -203,6 +207,7 @@ def test_workers_end_with_their_driver(raylets):
     assert until(lambda: not any(map(is_alive, there)))
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_shutdown_leaves_nothing_behind(hosts):
     from ray.util import placement_group_table
@@ -216,6 +221,7 @@ def test_shutdown_leaves_nothing_behind(hosts):
     assert_trained(function, 1)  # in this process again
 
 
+@pytest.mark.slow
 def test_a_pipeline_on_unequal_hosts_trains_as_one_device_does(raylets):
     autopar.init(cluster="ray", num_devices_per_node=(4, 2), timeout=120)
     assert list(map(len, joined_hosts().numbers)) == [4, 2]
@@ -227,6 +233,7 @@ def test_a_pipeline_on_unequal_hosts_trains_as_one_device_does(raylets):
     assert [params[name].array.place.mesh.devices for name in ("w2", "w3")] == [(0, 1, 2, 3), (4, 5)]
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_workers_forget_the_programs_that_the_driver_has_dropped(hosts, monkeypatch):
     monkeypatch.setattr(api, "MOST_PROGRAMS", 1)

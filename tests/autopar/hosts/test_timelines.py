@@ -147,6 +147,7 @@ def test_a_pipeline_on_hosts_answers_as_one_in_this_process(hosts, tmp_path):
         there(stack_params())
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_a_step_that_is_not_cut_answers_as_one_in_this_process_also_over_several_hosts(hosts, tmp_path):
     there = autopar.parallelize(stack_step, method=autopar.ShardParallel(devices=(2, 4))).get_executable(*ARGS)

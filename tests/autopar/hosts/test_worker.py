@@ -23,6 +23,7 @@ from experiments.models import MLP
 from experiments.scripts.measure import initial_args
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 from tests.steps import mlp_args, mlp_step, serial
+from tests.tiers import tiers
 
 
 def prepared(method: Any, step: Any, args: Any, donated: bool = True) -> Prepared:
@@ -83,7 +84,7 @@ def pipeline(stages: int, **options: Any) -> autopar.PipeshardParallel:
 
 @pytest.mark.parametrize(
     "options",
-    [{"pipeline_schedule": name} for name in ("gpipe", "1f1b", "zero_bubble_h1")] + [{"num_chunks": 2}],
+    tiers([*({"pipeline_schedule": name} for name in ("1f1b", "gpipe", "zero_bubble_h1")), {"num_chunks": 2}]),
     ids=str,
 )
 def test_a_pipeline_computes_what_one_device_does(options):

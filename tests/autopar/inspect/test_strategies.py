@@ -11,14 +11,15 @@ from autopar.sharding.options import AUTO
 from simulator.costs import BandwidthOnly
 from tests.autopar.inspect.plans import OPTIONS, SLOW, planned, respecced
 from tests.steps import mlp_args, mlp_step
+from tests.tiers import pairs
 
 SECONDS = ["compute_seconds", "communication_seconds", "resharding_seconds"]
 
 
-@pytest.mark.parametrize("costs", [SLOW, None], ids=["bandwidth only", "cluster"])
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
-@pytest.mark.parametrize("method", OPTIONS)
-@pytest.mark.parametrize("step", ["mlp", "decoder", "mlp in microbatches"])
+@pytest.mark.parametrize(
+    ("step", "method", "shape", "costs"),
+    pairs(["mlp", "decoder", "mlp in microbatches"], list(OPTIONS), [(4,), (2, 2)], [SLOW, None]),
+)
 def test_costs_add_up_to_the_predicted_time(step, method, shape, costs):
     each = planned(step, method, shape, costs)
     table = strategies(each, costs=costs)

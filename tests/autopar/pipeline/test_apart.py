@@ -54,10 +54,10 @@ def as_changes(options):
 @pytest.mark.parametrize(
     ("first", "second", "ways"),
     [
-        (DATA_PARALLEL, DATA_PARALLEL, [4, 4]),
+        pytest.param(DATA_PARALLEL, DATA_PARALLEL, [4, 4], marks=pytest.mark.slow),
         (ZERO2, ZERO3, [4, 4]),
-        (DATA_PARALLEL, None, [4, 1]),
-        (None, ZERO2, [1, 4]),
+        pytest.param(DATA_PARALLEL, None, [4, 1], marks=pytest.mark.slow),
+        pytest.param(None, ZERO2, [1, 4], marks=pytest.mark.slow),
     ],
     ids=["data", "zero", "first stage only", "second stage only"],
 )

@@ -185,6 +185,7 @@ def test_a_plan_goes_to_json_and_back():
     assert "on devices 4-7" in str(plan)
 
 
+@pytest.mark.slow
 def test_a_plan_is_predicted_with_every_stage_compiled_for_its_own_gpus(monkeypatch):
     compiled_for = []
 

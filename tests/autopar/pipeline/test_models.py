@@ -19,6 +19,7 @@ from autopar import AutoLayerOption, ManualLayerOption, ShardingOptions, Uniform
 from experiments.models.model import Model
 from experiments.models.published import SMALL
 from tests.autopar.pipeline.steps import assert_as_serial, pipeline, sgd_args
+from tests.tiers import pairs
 
 QUICK = ShardingOptions(mode="heuristic")  # a sharding like any other, without a solver
 STEPS = 3
@@ -107,10 +108,10 @@ def assert_trains(name: str, stages: int, layers: str, schedule: str) -> None:
 SCHEDULES = ("gpipe", "1f1b", "1f1b_overlap_friendly", "zero_bubble_h1")
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved_1f1b"])
-@pytest.mark.parametrize("layers", ["manual", "automatic"])
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "stages", "layers", "schedule"),
+    pairs(list(MODELS), [2, 4], ["manual", "automatic"], [*SCHEDULES, "interleaved_1f1b"]),
+)
 def test_a_model_trains_as_on_one_device(name: str, stages: int, layers: str, schedule: str) -> None:
     assert_trains(name, stages, layers, schedule)
 

@@ -78,6 +78,7 @@ def whole(costs: StageCosts, start: int, stop: int, shape: Shape, in_flight: int
     return costs.cheapest(costs.ranges.graph(start, stop), range(start, stop), [shape], in_flight)
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_plan(gpt):
     a, b = (planned(gpt, AutoStageOption()) for _ in range(2))
     assert a == b.model_copy(update={"planning_seconds": a.planning_seconds})
@@ -93,6 +94,7 @@ def test_what_was_found_is_on_the_plan_and_at_hand(gpt):
     assert planned(gpt, manual).stages == plan.stages
 
 
+@pytest.mark.slow
 def test_found_stages_are_predicted_to_be_no_slower_than_even_ones(gpt):
     found = planned(gpt, AutoStageOption()).predicted_seconds
     for stages in (1, 2, 4):
@@ -177,6 +179,7 @@ def test_a_stage_is_what_its_layers_are_together(gpt, shape):
         assert solved.bytes(2) <= together * 1.05
 
 
+@pytest.mark.slow
 def test_layers_share_less_memory_at_rising_cost(gpt):
     """And what they agree on fits when the stage is solved whole."""
     free = stage_costs(gpt).composed(0, LAYERS, [(4,)], 4)

@@ -45,6 +45,7 @@ def test_remat_is_tried_both_ways():
     assert layer_options(None) == [None]
 
 
+@pytest.mark.slow
 def test_the_fastest_of_all_that_was_tried_is_the_plan():
     plan = planned(num_micro_batches="auto", pipeline_schedule="auto", num_chunks="auto")
     tried = autopar.get_last_search_result()
@@ -54,6 +55,7 @@ def test_the_fastest_of_all_that_was_tried_is_the_plan():
     assert (plan.num_micro_batches, plan.pipeline) == (best.num_micro_batches, best.schedule)
 
 
+@pytest.mark.slow
 def test_planning_takes_what_all_that_is_compared_takes(monkeypatch):
     def plan_in_a_second(*args, plan=PipelinePlanner.plan):
         return plan(*args).model_copy(update={"planning_seconds": 1.0})
@@ -89,6 +91,7 @@ def test_what_was_found_runs_and_equals_one_device():
         assert jax.numpy.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_memory_decides_for_more_microbatches():
     """Fewer need more at once."""
     free = planned(num_micro_batches="auto", stage_option=UniformStageOption(2))

@@ -28,6 +28,7 @@ from tests.autopar.schedule.models import (
     scheduled,
     tensor_parallel,
 )
+from tests.tiers import tiers
 
 TOKENS = np.arange(32).reshape(4, 8) * 7 % 32
 
@@ -104,6 +105,7 @@ def test_every_backend_trains_alike(backend: Any) -> None:
     assert specs["0/params/linear2/kernel"] == (("x",), ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["manual", "gspmd"])
 def test_a_transformer_by_hand_needs_two_all_reduces_per_block_and_direction(backend: Any) -> None:
     sch = scheduled(Transformer(layers=1), TOKENS)
@@ -218,7 +220,7 @@ def test_a_model_runs_with_other_batch_sizes_than_the_examples() -> None:
         built.apply(params, x, x)
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", tiers([True, False]))
 def test_checkpointed_modules_are_computed_again(remat: bool) -> None:
     """By the schedule, or because the model says so: more matrix products than without, and the same gradients."""
 

@@ -18,6 +18,7 @@ from tests.autopar.schedule.models import (
     scheduled,
     tensor_parallel,
 )
+from tests.tiers import tiers
 
 WIDTH = 32
 X = jax.random.normal(jax.random.key(0), (2, 8, WIDTH))
@@ -73,7 +74,7 @@ def test_what_replaces_both_layers_is_split_like_them(new: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "new", [nn.LayerNorm(use_fast_variance=False), nnx.LayerNorm(16, rngs=nnx.Rngs(0))], ids=["linen", "nnx"]
+    "new", tiers([nn.LayerNorm(use_fast_variance=False), nnx.LayerNorm(16, rngs=nnx.Rngs(0))]), ids=["linen", "nnx"]
 )
 def test_a_module_stands_in_for_a_subgraph_and_gets_the_parameters_it_reads(new: Any) -> None:
     def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:

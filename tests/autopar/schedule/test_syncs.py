@@ -41,6 +41,7 @@ def layers_schedule(rows: int, hidden: int, out: int, ways: Any) -> tuple[ModelS
     return create_schedule(layers, params, [x], mesh=ways), x
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.data())
 def test_any_sync_that_fits_keeps_the_value_and_every_gradient(data: st.DataObject) -> None:

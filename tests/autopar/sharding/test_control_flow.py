@@ -16,6 +16,7 @@ from autopar.testing import assert_allclose
 from autopar.trace import trace
 from simulator.cluster import Cluster
 from simulator.costs import BandwidthOnly
+from tests.tiers import tiers
 
 COSTS = BandwidthOnly(bandwidth=1e9, flop_per_s=1e11)
 CLUSTER = Cluster.load("cpu-virtual")
@@ -106,8 +107,9 @@ BATCHED = [(name, kind) for name in STEPS for kind in OPTIONS if name != "exampl
 """A loop over examples has no batch dim to shard inside."""
 
 
-@pytest.mark.parametrize("mesh", [(8,), (2, 4)], ids=str)
-@pytest.mark.parametrize(("name", "kind"), BATCHED)
+@pytest.mark.parametrize(
+    ("name", "kind", "mesh"), tiers([(*batched, mesh) for batched in BATCHED for mesh in [(8,), (2, 4)]]), ids=str
+)
 def test_a_planned_loop_equals_one_device(name, kind, mesh):
     step, state, batch = STEPS[name]()
     options = OPTIONS[kind]

@@ -8,6 +8,7 @@ from autopar.flatten import flatten
 from autopar.sharding.rules import PASS_THROUGH, op_factors
 from autopar.testing import assert_allclose
 from tests.autopar.sharding.steps import STEPS
+from tests.tiers import tiers
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -21,7 +22,7 @@ def test_every_equation_of_a_step_has_a_rule(name: str) -> None:
                 assert len(dims) == len(atom.aval.shape)
 
 
-@pytest.mark.parametrize("name", ["Wide-ResNet", "MoE", "attention", "muon"])
+@pytest.mark.parametrize("name", tiers(["MoE", "Wide-ResNet", "attention", "muon"]))
 def test_a_planned_step_equals_one_device(name: str) -> None:
     step, init, batch = STEPS[name]()
     state = jax.jit(init)()
