@@ -1,0 +1,27 @@
+"""What the tiers of the tests cover."""
+
+from itertools import combinations, product
+
+from tests.tiers import covering, pairs, tiers
+
+
+def test_each_value_is_fast_and_each_pair_is_in_some_tier():
+    axes = ["abcd", (2, 4), (True, False), range(5)]
+    found = pairs(*axes)
+    rows = [param.values for param in found]
+    for one, two in combinations(range(4), 2):
+        assert {(row[one], row[two]) for row in rows} == set(product(axes[one], axes[two]))
+    fast = [param.values for param in found if not param.marks]
+    assert [set(column) for column in zip(*fast, strict=True)] == [set(axis) for axis in axes]
+    assert 20 <= len(rows) <= 30
+    assert 5 <= len(fast) <= 8
+
+
+def test_rows_keep_their_order_and_combinations_that_are_in_none_are_not_made_up():
+    rows = [("a", 1), ("a", 2), ("b", 2), ("c", 2)]
+    assert covering(rows, 2) == rows
+    assert covering(rows, 1) == [("a", 1), ("b", 2), ("c", 2)]
+
+
+def test_of_one_parameter_the_first_value_is_fast():
+    assert [bool(param.marks) for param in tiers(["x", "y", "z"])] == [False, True, True]
