@@ -75,13 +75,15 @@ def plan_step(
             mesh for each stage and takes only the number of devices from it.
 
     Raises:
-        OptionError: an option is of another type, or `mesh_shape` and `method.devices` differ.
+        OptionError: an option is of another type, or `mesh_shape` and `method.devices`, or `cluster` and `method.cluster`, differ.
         MemoryBudgetError: no plan fits into the memory budget, less the margin.
         ValueError: `method.devices` are more than the cluster has, or devices that are here, and not as many as it has.
     """
     method = ShardParallel() if method is None else method
     checked("method", method, _METHOD)
     cluster = any_cluster(cluster)
+    if method.cluster is not None and any_cluster(method.cluster) != cluster:
+        raise OptionError(f"cluster is {cluster.name!r}, but method.cluster is {shown(method.cluster)}; leave the method's out")
     batch_argnums = _checked_step(fun, args, batch_argnums)
     mesh = _mesh(method, cluster, mesh_shape)
     given = method.memory_budget

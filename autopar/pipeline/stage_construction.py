@@ -304,6 +304,8 @@ def _balance(costs: ClusterStageCosts, cluster: AnyCluster, tolerance: float) ->
         return lambda start, stop, mesh: True
     layers = range(costs.ranges.num_layers)
     work = [[pool.least(layer, layer + 1, [(1,)])[0] for layer in layers] for pool in costs.pools]
+    if not all(map(sum, work)):  # nothing costs anything
+        return lambda start, stop, mesh: True
     even = 1 / sum(pool.num_devices / sum(mine) for pool, mine in zip(cluster.pools, work, strict=True))
 
     def balanced(start: int, stop: int, mesh: Submesh) -> bool:

@@ -80,6 +80,13 @@ def test_a_damaged_plan_says_where(plan):
         Plan.from_json(json.dumps(data))
 
 
+def test_a_plan_with_numbers_that_are_not_finite_is_refused(plan):
+    data = json.loads(plan.to_json())
+    for number in (float("nan"), float("inf")):
+        with pytest.raises(PlanError, match="predicted_seconds: Input should be a finite number"):
+            Plan.from_json(json.dumps(data | {"predicted_seconds": number}))
+
+
 @pytest.mark.slow
 def test_plans_that_are_gone_leave_nothing_behind():
     from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step

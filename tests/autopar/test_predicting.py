@@ -78,6 +78,13 @@ def test_a_mesh_shape_beside_other_devices_is_refused():
         autopar.plan_step(mlp_step, mlp_args(), method=pipeline, cluster=CLUSTER, mesh_shape=(8,))
 
 
+def test_a_method_for_another_cluster_is_refused():
+    method = autopar.ShardParallel(cluster="dgx_h100")
+    assert autopar.plan_step(mlp_step, mlp_args(), method=method, cluster="dgx_h100").cluster == "dgx_h100"
+    with pytest.raises(autopar.OptionError, match="cluster is 'cpu-virtual', but method.cluster is 'dgx_h100'; leave"):
+        autopar.plan_step(mlp_step, mlp_args(), method=method, cluster=CLUSTER)
+
+
 def test_the_margin_of_memory_holds_on_every_plan_that_was_compiled():
     table = pd.read_csv(Path(__file__).parents[2] / "results" / "tables" / "fidelity.csv")
     memory = table[table.quantity == "memory"]

@@ -16,7 +16,7 @@ from autopar.checkpoint import DamagedCheckpointError, saved_steps
 from tests.fuzz.outcomes import Outcomes
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.fuzz,
     # reads that TensorStore ends after Orbax has given up on another
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

@@ -32,7 +32,7 @@ from tests.fuzz.outcomes import Outcomes
 from tests.simulator.test_program_file import PROGRAM
 from tests.steps import mlp_args, mlp_step
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.fuzz
 
 INPUTS = 2000
 LINE, MOST = 2000, 20_000

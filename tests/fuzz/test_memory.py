@@ -12,7 +12,7 @@ from autopar.pipeline.stages import NoStagesError
 from experiments.models import GPT, LSTM, MLP
 from tests.fuzz.outcomes import Outcomes
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.fuzz
 
 CLUSTER = "dgx_a100_80"
 LAYERS = autopar.AutoLayerOption(2)

@@ -20,7 +20,7 @@ from simulator.mixed import load_cluster
 from tests.autopar.pipeline.steps import stack, stack_batch, stack_params
 from tests.fuzz.outcomes import Outcomes
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.fuzz
 
 ROOT = Path(__file__).parent.parent.parent
 ARGS = jax.eval_shape(lambda: (stack_params(), stack_batch()))

@@ -15,7 +15,7 @@ from tests.autopar.sharding.splits import wrong_splits
 from tests.autopar.sharding.test_rules import pointwise_case
 from tests.fuzz.outcomes import Outcomes
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.fuzz
 
 MESHES = [LogicalMesh((8,), ("x",)), LogicalMesh((2, 4), ("x", "y"))]
 FAMILIES = {

@@ -15,7 +15,7 @@ from autopar.sharding.problem import InfeasibleError
 from autopar.trace import TraceError
 from tests.fuzz.outcomes import Outcomes
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.fuzz
 
 EXAMPLES, TIME, WIDTH = 16, 3, 4
 RNG = np.random.default_rng(0)
