@@ -1,4 +1,4 @@
-"""Running a step in microbatches: the body in a loop, and what it accumulates.
+"""Run a step in microbatches: its body in a loop, and the sums that the loop accumulates.
 
 Along *deferred* mesh axes each device runs the loop on its own examples, as if devices were more microbatches, and what they
 accumulated is completed once, after the loop. Along the other axes the compiler partitions the body, and completes in it
@@ -169,7 +169,8 @@ def scaled(how: Combine, total: jax.Array, count: int, parts: int) -> jax.Array:
 
 
 def _adds_shares(how: Combine, total: jax.Array) -> bool:
-    """Whether shares of a mean are added up: in float16, whose sums overflow. In other dtypes XLA adds a product to a sum in place."""
+    """Return whether to add up shares of a mean rather than divide a sum: in float16, where the sum may overflow. In other dtypes the
+    sum costs less, since XLA adds a product to it in place."""
     return how == "mean" and total.dtype == jnp.float16
 
 

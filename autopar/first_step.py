@@ -1,4 +1,4 @@
-"""Comparing the first step of a plan with the same step on one device."""
+"""Compare the first step of a plan with the same step on one device."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class FirstStepError(RuntimeError):
-    """The first step of a plan gave something else than one device does."""
+    """The first step of a plan has other results than the same step on one device."""
 
 
 def checked_first_step(fun: Callable[..., Any], executable: "AnyExecutable", args: Sequence[Any]) -> Any:
-    """Run a step and the same on one device, compare the results, and return them.
+    """Run a step as planned and on one device, compare the results, and return the planned ones.
 
     Both run on copies: `args` stay as they are, also where the step reuses their memory. Results may differ as far as rounding
     explains: by a third of the square root of the coarsest machine epsilon in the step, relative to the largest number of an array, and
@@ -64,7 +64,7 @@ def checked_first_step(fun: Callable[..., Any], executable: "AnyExecutable", arg
 def _first_equation(
     executable: "AnyExecutable", given: Sequence[Any], perturbed: Sequence[Any], compare: "_Comparison"
 ) -> str:
-    """What names the first equation with a result that differs; "" if none does, or if nobody can tell."""
+    """Describe the first equation whose result differs; "" if there is none, or if it can't be found."""
     step = executable.step
     if not isinstance(executable, Executable) or step.microbatching is not None:
         return ""
@@ -82,7 +82,7 @@ def _first_equation(
 
 
 class _Comparison:
-    """Says by how much a value differs from one device's, if rounding doesn't explain it."""
+    """Compares a value with that of one device, and describes the difference where rounding does not explain it."""
 
     def __init__(self, step: StepGraph) -> None:
         avals = [aval_of(atom) for eqn in step.jaxpr.eqns for atom in (*eqn.invars, *eqn.outvars)]
@@ -110,14 +110,14 @@ class _Comparison:
 
 
 def _copy(leaf: Any) -> Any:
-    """A leaf that has nothing to do with the memory of the one given."""
+    """Return a copy of a leaf in memory of its own."""
     if isinstance(leaf, jax.Array) and is_key(leaf.dtype):
         return jax.random.wrap_key_data(jnp.array(jax.random.key_data(leaf), copy=True), impl=jax.random.key_impl(leaf))
     return np.array(leaf) if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
 
 def _perturbed(leaf: Any, seed: int) -> Any:
-    """A leaf whose numbers are a few units in the last place larger or smaller."""
+    """Return a leaf with its numbers changed by a few units in the last place."""
     if not isinstance(leaf, np.ndarray) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return leaf
     units = np.random.default_rng(seed).integers(-2, 3, leaf.shape)

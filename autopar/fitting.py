@@ -1,4 +1,4 @@
-"""Planning again, within less, where the compiled step needs more memory than its plan says and than there is."""
+"""Plan again with a smaller memory budget where the compiled step exceeds the budget, although its plan did not."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from simulator.memory import MemoryUse
 from simulator.mixed import AnyCluster
 
 ROUNDS = 4
-"""How many plans are compiled at most."""
+"""The most plans that are compiled for one step."""
 
 
 def budget_of(memory_budget: float | None, cluster: AnyCluster, platform: str) -> float | None:
@@ -31,7 +31,7 @@ def compiled_within[E: Executable | PipelineExecutable](
     plan_within: Callable[[float | None], tuple[StepGraph, Plan]],
     compiled: Callable[[StepGraph, Plan], E],
 ) -> E:
-    """Return the step, compiled so that XLA's buffer assignment is within the budget.
+    """Plan and compile a step so that XLA's buffer assignment is within the budget.
 
     The planner estimates what XLA will need. Where that turns out to be more than the budget, the step is planned again with
     an estimate that is lower by the excess. Such a plan says so in its warnings.
@@ -77,6 +77,6 @@ def compiled_within[E: Executable | PipelineExecutable](
 
 
 def _fullest(executable: Executable | PipelineExecutable) -> MemoryUse:
-    """Return the memory of the fullest device."""
+    """Return the memory of the device that needs most."""
     memory = executable.memory
     return memory if isinstance(memory, MemoryUse) else max(memory, key=lambda each: each.total)

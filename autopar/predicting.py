@@ -83,7 +83,9 @@ def plan_step(
     checked("method", method, _METHOD)
     cluster = any_cluster(cluster)
     if method.cluster is not None and any_cluster(method.cluster) != cluster:
-        raise OptionError(f"cluster is {cluster.name!r}, but method.cluster is {shown(method.cluster)}; leave the method's out")
+        raise OptionError(
+            f"cluster is {cluster.name!r}, but method.cluster is {shown(method.cluster)}; leave the method's out"
+        )
     batch_argnums = _checked_step(fun, args, batch_argnums)
     mesh = _mesh(method, cluster, mesh_shape)
     given = method.memory_budget

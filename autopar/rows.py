@@ -30,7 +30,7 @@ def cut_rows[Array: (jax.Array, np.ndarray)](whole: Array, count: int, chunks: i
 
 
 def join_rows(chunks: int, *parts: jax.Array) -> jax.Array:
-    """Return the array that microbatches, cut as by `cut_rows`, are made of; the rows of each may have become more or fewer."""
+    """Invert `cut_rows`; the microbatches may have more or fewer rows than it gave them."""
     rows, rest = parts[0].shape[0], parts[0].shape[1:]
     if chunks == rows:
         return jnp.stack(parts, axis=1).reshape(-1, *rest)

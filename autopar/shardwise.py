@@ -36,7 +36,7 @@ def wanted_by(stage: Stage) -> Wanted:
 
 
 def is_shardwise(eqn: JaxprEqn) -> bool:
-    """Whether the equation is one that XLA's partitioner must not divide."""
+    """Return whether XLA's partitioner would divide the equation wrongly."""
     if eqn.primitive.name != "conv_general_dilated":
         return False
     return eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1

@@ -17,7 +17,7 @@ from autopar.graph import Atom
 from autopar.units import Unit, units
 
 type Names = dict[Var, Atom]
-"""For variables of the whole batch's trace, what they are called in the joined one."""
+"""Maps variables of the whole batch's trace to those of the joined one."""
 
 
 def joined(
@@ -104,7 +104,7 @@ def _marks(micro: Jaxpr, whole: Jaxpr, computed: Collection[tuple[int, int]], na
 
 
 def _same(mine: Unit, other: Unit, names: Names) -> bool:
-    """Whether two units compute the same of the same; enters the results of `other` in `names` if they do."""
+    """Return whether two units apply the same primitive to the same operands; if so, enter the results of `other` in `names`."""
     local: Names = {}
 
     def named(atom: Atom) -> Atom:
@@ -129,7 +129,7 @@ def _is(a: Atom, b: Atom) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two constants, of any dtypes and shapes, have the same bytes."""
+    """Return whether two constants have the same dtype, shape and bytes."""
     if (np.shape(a), getattr(a, "dtype", None)) != (np.shape(b), getattr(b, "dtype", None)):
         return False
     return graph.constant(a).tobytes() == graph.constant(b).tobytes()

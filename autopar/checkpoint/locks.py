@@ -24,7 +24,7 @@ LOCK = "autopar.lock"
 STALE_SECONDS = 120
 _BEAT_SECONDS = 10
 _SETTLE_SECONDS = 0.2
-"""Two processes may find the same stale lock. Each writes its own and waits this long; the one that wrote last has the lock."""
+"""Two processes may find the same stale lock. Each replaces it with its own and waits this long; the one that wrote last owns it."""
 
 
 class Owner(BaseModel):
@@ -33,8 +33,8 @@ class Owner(BaseModel):
     Attributes:
         host, pid, since: its names for a reader.
         machine: the boot of the machine and the namespace of the pid; None where they are unknown.
-        birth: the start of the process in clock ticks since the boot, which tells it from a later process of the same pid.
-        token: tells the lock from every other.
+        birth: start of the process in clock ticks since the boot; a later process with the same pid has another.
+        token: unique to this lock.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -130,10 +130,10 @@ class DirectoryLock:
                     return
 
     def _is_stale(self) -> bool:
-        """Return whether the lock that is there may be taken over; False if it is there no more.
+        """Return whether the current lock is stale; False if it has been removed.
 
         Raises:
-            CheckpointError: its owner runs.
+            CheckpointError: its owner still runs.
         """
         try:
             holder, age = Owner.load(self.file), _age(self.file)
@@ -164,11 +164,11 @@ _guard = threading.Lock()
 
 
 def lock(directory: Path, is_alone: bool = False) -> DirectoryLock:
-    """Take the lock of a directory, or use the one that this process has; `DirectoryLock.release` ends the use.
+    """Lock a directory for this process, or share the lock that it already has. Call `DirectoryLock.release` when done.
 
     Args:
-        directory: is made if need be.
-        is_alone: whether to refuse a directory that this process uses already.
+        directory: created if it does not exist.
+        is_alone: whether to refuse a directory that this process has already locked.
 
     Raises:
         CheckpointError: another process has the lock, or `directory` is no directory.
@@ -192,7 +192,7 @@ def lock(directory: Path, is_alone: bool = False) -> DirectoryLock:
 
 
 def _create(file: Path, text: str) -> None:
-    """Write a new file; without room for all of it there is none."""
+    """Create a file with `text`, or no file at all if writing fails."""
     with file.open("x") as new:
         try:
             new.write(text)
@@ -209,7 +209,7 @@ def _age(file: Path) -> float:
 
 
 def _machine() -> str | None:
-    """Return what tells machines and their namespaces of pids apart; None where the system does not say."""
+    """Return an identifier of this boot of this machine and of its PID namespace, or None if the system has none."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -217,7 +217,7 @@ def _machine() -> str | None:
 
 
 def _birth(pid: int) -> int | None:
-    """Return when a process of this machine started, in clock ticks since the boot; None if it does not run."""
+    """Return the start time of a process of this machine, in clock ticks since the boot, or None if it does not run."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, and which ones a directory has."""
+"""The manifest of a checkpoint, and the checkpoints in a directory."""
 
 import itertools
 import os
@@ -23,11 +23,11 @@ _DAMAGED = ".damaged"
 
 
 class CheckpointError(ValueError):
-    """There is no such checkpoint, it is of another state, or its directory can't be used."""
+    """A checkpoint does not exist or belongs to another state, or its directory can't be used."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint can't be read: something of it is missing, or is not what was saved."""
+    """A file of a checkpoint is missing, unreadable, or differs from what was saved."""
 
 
 class SavedPiece(BaseModel):
@@ -85,7 +85,7 @@ class SavedArray(BaseModel):
 
     @property
     def jax_dtype(self) -> np.dtype:
-        """Of it as a JAX array: numbers of numpy's and Python's have more bits than JAX's."""
+        """The dtype as a JAX array, which may have fewer bits than a number of NumPy or Python."""
         return np.dtype(jax.dtypes.canonicalize_dtype(self.dtype))
 
 
@@ -150,7 +150,7 @@ class Manifest(BaseModel):
 
 
 def saved_steps(directory: str | os.PathLike[str]) -> list[int]:
-    """The steps that a directory has checkpoints of, in order."""
+    """The steps of the checkpoints in a directory, ascending."""
     directory = directory_path(directory)
     if not directory.is_dir():
         return []
@@ -159,29 +159,29 @@ def saved_steps(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def directory_path(ckpt_dir: str | os.PathLike[str]) -> Path:
-    """Return the directory that a user gave; TypeError if it is no path."""
+    """Return `ckpt_dir` as a Path. Raises TypeError if it is not a path."""
     if not isinstance(ckpt_dir, str | os.PathLike):
         raise TypeError(f"ckpt_dir is {ckpt_dir!r}, expected the path of a directory, e.g. 'run'")
     return Path(ckpt_dir)
 
 
 def check_step(step: object) -> None:
-    """Raise ValueError unless a user gave the number of a step."""
+    """Raise ValueError unless `step` is the number of a step."""
     checked("step", step, Kind("a number from 0", whole(0).take))
 
 
 def check_keep(keep: object) -> None:
-    """Raise ValueError unless a user gave a number of checkpoints to keep, or None."""
+    """Raise ValueError unless `keep` is a number of checkpoints or None."""
     checked("keep", keep, Kind("a number of checkpoints, or None to keep all", (whole() | NONE).take))
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
-    """The last step that a directory has a checkpoint of; None if it has none."""
+    """The step of the last checkpoint in a directory, or None if there is none."""
     return max(saved_steps(directory), default=None)
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Make a new folder to write the checkpoint of a step to, and remove those of processes that were killed.
+    """Create a folder to write the checkpoint of a step to, and remove unfinished folders of processes that were killed.
 
     It does not count as a checkpoint until `commit`.
 
@@ -207,7 +207,7 @@ def set_aside(directory: Path, step: int) -> Path:
 
 
 def commit(folder: Path, manifest: Manifest, keep: int | None) -> Path:
-    """Make what was written a checkpoint, and remove all but the `keep` last ones."""
+    """Rename a finished folder to that of its checkpoint, then remove all checkpoints but the last `keep`."""
     with (folder / _MANIFEST).open("w") as file:
         file.write(manifest.to_json())
         file.flush()

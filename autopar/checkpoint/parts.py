@@ -105,14 +105,14 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An array to restore, and where it should be; None: in host memory."""
+    """An array to restore, and its sharding; None for host memory."""
 
     saved: SavedArray
     sharding: Sharding | None
 
 
 def restore(folder: Path, wanted: Sequence[Wanted], verify: bool = True) -> list[Any]:
-    """Arrays of a checkpoint on the devices of this process, of which only pieces that they need are read.
+    """Read arrays of a checkpoint onto the devices of this process; only the pieces that these need are read.
 
     Args:
         verify: whether to compare checksums.

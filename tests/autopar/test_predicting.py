@@ -81,7 +81,9 @@ def test_a_mesh_shape_beside_other_devices_is_refused():
 def test_a_method_for_another_cluster_is_refused():
     method = autopar.ShardParallel(cluster="dgx_h100")
     assert autopar.plan_step(mlp_step, mlp_args(), method=method, cluster="dgx_h100").cluster == "dgx_h100"
-    with pytest.raises(autopar.OptionError, match="cluster is 'cpu-virtual', but method.cluster is 'dgx_h100'; leave"):
+    with pytest.raises(
+        autopar.OptionError, match=r"cluster is 'cpu-virtual', but method\.cluster is 'dgx_h100'; leave"
+    ):
         autopar.plan_step(mlp_step, mlp_args(), method=method, cluster=CLUSTER)
 
 
