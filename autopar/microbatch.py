@@ -115,7 +115,7 @@ def split(
     aligned = [eqn.primitive for eqn in micro.eqns] == [eqn.primitive for eqn in sizes[0].eqns]
     if aligned:
         _check_sizes(micro, whole, sizes, count)
-    found = Kinds(*sizes, batch, count, functions=not stages)
+    found = Kinds(*sizes, batch, count, functions=True)
     try:
         contributions = _contributions(micro, sizes, found, batch)
     except MicrobatchError as refused:
@@ -123,7 +123,7 @@ def split(
             raise MicrobatchError(
                 f"{refused}. The step is computed otherwise when a microbatch has a single example: fewer microbatches may do"
             ) from None
-        found = Kinds(*sizes, batch, count, {number for number, _ in body}, totals=not stages, functions=not stages)
+        found = Kinds(*sizes, batch, count, {number for number, _ in body}, totals=not stages, functions=True)
         try:
             contributions = _contributions(micro, sizes, found, batch)
         except MicrobatchError:

@@ -2,6 +2,7 @@
 
 import os
 
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # the many processes that tests start import compiled modules
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""),
@@ -15,7 +16,9 @@ from hypothesis import settings
 
 from tests.fuzz.outcomes import as_table
 
-settings.register_profile("autopar", deadline=None, derandomize=True)  # shared machines are slow, and tests repeatable
+settings.register_profile(
+    "autopar", max_examples=40, deadline=None, derandomize=True
+)  # shared machines are slow, and tests repeatable
 settings.load_profile("autopar")
 
 

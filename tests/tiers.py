@@ -29,6 +29,11 @@ def covering(rows: Sequence[tuple[Any, ...]], strength: int) -> list[tuple[Any, 
     return [row for number, row in enumerate(rows) if number in taken]
 
 
+def slow(*values: Any) -> list[Any]:
+    """Return values of one parameter as slow ones."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def tiers(rows: Sequence[Any]) -> list[Any]:
     """Return parameters for `rows`: those that cover each value once are fast, the others slow.
 

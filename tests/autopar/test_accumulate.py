@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.sharding.options import ShardingOptions
 from autopar.testing import assert_allclose
+from tests.tiers import tiers
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -77,9 +78,17 @@ def three_steps(planned, step, rows):
     assert_allclose(state, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("count", "reduce"), [(2, jnp.sum), (4, jnp.mean)])
-@pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "shape", "count", "reduce"),
+    tiers(
+        [
+            (method, shape, count, reduce)
+            for method in METHODS
+            for shape in [(2, 2), (1, 4)]
+            for count, reduce in [(2, jnp.sum), (4, jnp.mean)]
+        ]
+    ),
+)
 def test_one_synchronisation_per_step_and_the_result_of_one_device(method, shape, count, reduce):
     step = step_of(reduce)
     planned = autopar.parallelize(step, method=METHODS[method](devices=shape, num_micro_batches=count))

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import autopar
+from tests.tiers import pairs
 
 RNG = np.random.default_rng(0)
 ROWS, WIDTH = 32, 8
@@ -51,8 +52,7 @@ def whole():
     return jax.jit(lambda *args: step(*args, value_and_grad=jax.value_and_grad))
 
 
-@pytest.mark.parametrize("count", [2, 8])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "count"), pairs(METHODS, [8, 2]))
 @settings(max_examples=20)
 @given(exponent=st.floats(8, 20))
 def test_what_overflows_in_float16_is_what_overflows_for_the_whole_batch(method, count, exponent):

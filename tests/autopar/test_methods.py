@@ -15,6 +15,7 @@ from autopar.sharding.spec import LogicalMesh
 from autopar.testing import assert_allclose
 from simulator.cluster import Cluster
 from tests.steps import mlp_args, mlp_step, serial
+from tests.tiers import pairs, slow
 
 HEURISTIC = autopar.ShardingOptions(mode="heuristic")
 COLUMN, ROW = P(None, "y"), P("y", None)
@@ -49,7 +50,7 @@ def test_each_axis_shards_the_largest_dim_that_it_divides(shape, spec):
     assert largest_dims(shape, LogicalMesh((2, 4), ("x", "y"))) == spec
 
 
-@pytest.mark.parametrize("devices", [(4,), (2, 4), (1, 4)])
+@pytest.mark.parametrize("devices", [(2, 4), *slow((4,), (1, 4))])
 def test_the_heuristic_follows_its_rule(devices):
     plan = run(autopar.ShardParallel(devices, options=HEURISTIC)).plan
     mesh = plan.stages[0].mesh
@@ -184,8 +185,10 @@ def test_a_step_of_the_data_parallel_specs_is_data_parallel():
     assert jax.tree.leaves(executable.in_shardings)[0].spec == P()
 
 
-@pytest.mark.parametrize("devices", [None, 8, jax.devices()[::-1], jax.make_mesh((8,), ("i",))])
-@pytest.mark.parametrize("degrees", [(2, 4), (-1, 4), (8, 1), (1, 8)])
+@pytest.mark.parametrize(
+    ("devices", "degrees"),
+    pairs([None, 8, jax.devices()[::-1], jax.make_mesh((8,), ("i",))], [(2, 4), (-1, 4), (8, 1), (1, 8)]),
+)
 def test_degrees_without_a_pipeline_are_a_mesh_of_the_same_devices(devices, degrees):
     method = autopar.get_3d_parallel_method(1, *degrees, devices=devices)
     assert isinstance(method, autopar.ShardParallel)

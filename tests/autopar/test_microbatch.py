@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import autopar
 from autopar.testing import assert_allclose
 from autopar.trace import trace
+from tests.tiers import slow
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": RNG.standard_normal((6, 3)).astype(np.float32), "b": RNG.standard_normal(3).astype(np.float32)}
@@ -159,7 +160,7 @@ def step_of(loss):
 
 
 @pytest.mark.parametrize("loss", FITTING.values(), ids=FITTING.keys())
-@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("count", [2, *slow(8)])
 def test_sums_and_means_over_the_batch_are_exact(loss, count):
     step = step_of(loss)
     micro = autopar.parallelize(step, method=autopar.DataParallel(devices=1, num_micro_batches=count))

@@ -12,6 +12,7 @@ import autopar
 from autopar.predicting import MEMORY_MARGIN
 from simulator.cluster import Cluster
 from tests.steps import mlp_args, mlp_step
+from tests.tiers import slow
 
 CLUSTER = Cluster.load("cpu-virtual").model_copy(update={"devices_per_host": 8})
 CASES = [
@@ -32,7 +33,7 @@ def mesh_of(plan):
 
 
 @pytest.mark.parametrize("devices", CASES, ids=str)
-@pytest.mark.parametrize("kind", [autopar.ShardParallel, autopar.Zero2Parallel])
+@pytest.mark.parametrize("kind", [autopar.ShardParallel, *slow(autopar.Zero2Parallel)])
 def test_plan_step_and_parallelize_take_devices_for_the_same_mesh(kind, devices):
     method = kind(devices=devices)
     args = mlp_args((16,))

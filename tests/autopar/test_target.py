@@ -18,6 +18,7 @@ from experiments.models import MLP
 from simulator.cluster import Cluster, ClusterError, cluster_names
 from simulator.hlo import parse_hlo
 from simulator.work import Kernel, Loop, Work, work_of
+from tests.tiers import tiers
 
 OF_DEVICE = {Cluster.load(name).device.name: name for name in sorted(cluster_names(), reverse=True)}
 GPU_CLUSTERS = [name for name in OF_DEVICE.values() if Cluster.load(name).device.kind == "gpu"]  # one for each GPU
@@ -68,7 +69,7 @@ def total_work(executable: TargetExecutable) -> Work:
     return work_of(parse_hlo(executable.hlo_text))
 
 
-@pytest.mark.parametrize("name", GPU_CLUSTERS)
+@pytest.mark.parametrize("name", tiers(GPU_CLUSTERS))
 def test_every_shipped_cluster_compiles_a_step(name):
     executable = data_parallel(name)
     devices = shipped(name).num_devices

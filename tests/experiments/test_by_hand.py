@@ -17,6 +17,7 @@ from experiments.models import GPT, MLP, Model
 from experiments.models.published import SMALL
 from experiments.scripts.measure import initial_args
 from simulator.cluster import Cluster
+from tests.tiers import tiers
 
 MLP_MODEL = MLP(dim=16, num_layers=6, batch_size=16)
 GPT_MODEL = GPT(num_layers=2, hidden_size=16, num_heads=4, sequence_length=8, vocab_size=32, batch_size=8)
@@ -113,7 +114,7 @@ def test_a_gpt_step_equals_the_serial_one(name: str, data: st.DataObject) -> Non
     assert_same_step(name, model, mesh)
 
 
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", tiers(list(BY_HAND)))
 def test_predictions_hold_the_collectives_that_are_written_and_parts_of_the_state(name: str) -> None:
     model, mesh = MLP(dim=512, num_layers=4, batch_size=256), MESHES[name]["mlp"]
     timeline = BY_HAND[name].predict(model, mesh, None, Cluster.load("p3.16xlarge")).timeline

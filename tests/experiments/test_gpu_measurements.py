@@ -42,6 +42,7 @@ def test_a_step_is_timed_and_predicted_with_either_device_and_from_either_progra
     pd.testing.assert_frame_equal(pd.read_csv(out / "gpu.csv"), table, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_there_is_to_know_is_beside_the_table(measured):
     _, out = measured
     beside = json.loads((out / "gpu.json").read_text())
@@ -53,6 +54,7 @@ def test_what_there_is_to_know_is_beside_the_table(measured):
     assert sorted(path.name for path in out.iterdir()) == ["gpu.csv", "gpu.json", "gpu_cluster.yaml"]
 
 
+@pytest.mark.slow
 def test_results_are_printed(measured):
     console = Console(file=io.StringIO(), width=220)
     console.print(gpu.table_of(measured[0]))

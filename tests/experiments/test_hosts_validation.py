@@ -40,6 +40,7 @@ def test_medians_are_taken_number_by_number():
     assert middle([Seconds(1, 5, 9), Seconds(2, 4, 8), Seconds(3, 6, 7)]) == Seconds(2, 5, 8)
 
 
+@pytest.mark.slow
 def test_what_is_fitted_is_a_cluster_file_that_predicts(tmp_path):
     case = next(case for case in CASES if case.role == "fitted")
     compiled = Compiled(case)

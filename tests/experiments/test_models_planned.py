@@ -16,6 +16,7 @@ from autopar.trace import trace
 from experiments.models.published import SMALL
 from simulator.cluster import Cluster
 from simulator.costs import BandwidthOnly
+from tests.tiers import slow
 
 # Adam divides a gradient by its own size, so that noise in a small one becomes a step; SGD shows gradients as they are.
 SGD = optax.sgd(1.0)
@@ -51,7 +52,7 @@ def trained(request: pytest.FixtureRequest) -> Any:
     return model, args, jax.jit(model.train_step)(*args)
 
 
-@pytest.mark.parametrize("mesh", [(1, 8), (2, 4), (8, 1)], ids=str)
+@pytest.mark.parametrize("mesh", [(2, 4), *slow((1, 8), (8, 1))], ids=str)
 def test_loss_and_updated_state_equal_one_device(trained: Any, mesh: tuple[int, int]) -> None:
     model, args, expected = trained
     traced = trace(model.train_step, args, (1,))

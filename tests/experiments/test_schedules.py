@@ -19,7 +19,7 @@ from experiments.planned import SCHEDULED
 from experiments.schedules import megatron, schedule_gpt, scheduled_step, split_attention, train_step
 from experiments.scripts.measure import initial_args, largest_difference
 from simulator.cluster import Cluster
-from tests.tiers import tiers
+from tests.tiers import slow
 
 MODEL = GPT(num_layers=1, hidden_size=32, num_heads=4, sequence_length=8, vocab_size=64, batch_size=4)
 
@@ -45,7 +45,7 @@ def test_a_scheduled_gpt_trains_as_on_one_device(directives: object, backend: Ba
     assert kernel.sharding.shard_shape(kernel.shape) == (32, 24)
 
 
-@pytest.mark.parametrize("name", tiers(list(SCHEDULED)))
+@pytest.mark.parametrize("name", slow(*SCHEDULED))
 def test_a_plan_for_gpus_that_are_not_here_is_predicted_and_runs_here(name: str) -> None:
     """Megatron's tensor parallelism: two all_reduces per block forward and backward, and one for the tokens looked up."""
     cluster, strategy = Cluster.load("dgx_a100_80"), SCHEDULED[name]

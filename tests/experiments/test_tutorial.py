@@ -48,6 +48,7 @@ def test_the_tutorial_on_distributed_arrays_prints_what_it_should() -> None:
     assert run.stdout.splitlines() == (GOLDEN / "intro_to_distributed.txt").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_the_schedule_tutorial_prints_the_model_the_match_and_one_all_reduce_on_a_plain_machine() -> None:
     """Where no one has set up devices."""
     plain = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}

@@ -75,6 +75,7 @@ def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(snakem
     assert "Nothing to be done" in second.stdout + second.stderr
 
 
+@pytest.mark.slow
 def test_a_misspelt_key_stops_the_workflow_before_it_starts(snakemake: Snakemake, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("measures: {warmup: 1}\n")

@@ -19,6 +19,7 @@ from simulator.memory import MemoryUse
 from simulator.mixed import MixedCluster, load_cluster
 from simulator.program import Program, Run
 from simulator.work import Collective, CollectiveKind, Done, Gemm, Groups, Kernel, Start
+from tests.tiers import tiers
 
 GPT = Transformer(layers=16, hidden=4096, heads=32, seq=2048, vocab=51200)
 PLAN = Execution(tensor=8, data=4, microbatch=2, global_batch=64)
@@ -138,8 +139,10 @@ UNUSED = {  # by these formulas on V100s, whose f16 is faster, whose clock doesn
 }
 
 
-@pytest.mark.parametrize("name", ["dgx_h100", "p3.16xlarge"])
-@pytest.mark.parametrize("front_end", ["formula", "program"])
+@pytest.mark.parametrize(
+    ("name", "front_end"),
+    tiers([(name, end) for end in ("formula", "program") for name in ("p3.16xlarge", "dgx_h100")]),
+)
 def test_no_change_of_a_number_is_ignored(front_end: str, name: str) -> None:
     program = a_bit_of_everything()
 

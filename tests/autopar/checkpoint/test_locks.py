@@ -63,6 +63,7 @@ def test_a_stale_lock_is_taken_over_and_no_other(tmp_path, changes, seconds_ago,
         assert file.exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_is_gone_and_one_that_runs_is_not(tmp_path):
     program = (
         "import sys; from pathlib import Path; from autopar.checkpoint.locks import lock;"

@@ -128,6 +128,7 @@ def test_workers_have_the_flags_of_xla_that_the_driver_has(monkeypatch, flags, p
     assert variables_of_worker(platform, 4) == {"JAX_PLATFORMS": platform} | expected
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 1)
 def test_flags_of_xla_arrive_at_workers(hosts):
     import ray
@@ -150,6 +151,7 @@ def test_hosts_with_other_versions_are_not_used(monkeypatch):
     assert session.hosts() is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("raylets")
 def test_a_host_that_lacks_a_package_is_told(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)

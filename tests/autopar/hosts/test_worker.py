@@ -155,6 +155,7 @@ def test_a_job_that_is_unloaded_is_garbage():
     assert loaded() is None
 
 
+@pytest.mark.slow
 def test_what_is_sent_outlives_what_uses_up_its_memory(monkeypatch):
     model = MLP(8, 4, 16)
 

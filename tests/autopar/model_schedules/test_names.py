@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+import pytest
 from flax import linen as nn
 
 from autopar import model_schedules as shipped
@@ -47,6 +48,7 @@ NAMES = replace(
 )
 
 
+@pytest.mark.slow
 def test_a_schedule_takes_the_names_of_the_model() -> None:
     """The feed-forward layer of a block is no module of its own, and attention is Flax's."""
     sch = scheduled(Decoder(), TOKENS)

@@ -111,6 +111,7 @@ def test_hosts_of_unequal_size_all_get_work(mlp):
     assert large > small > 0
 
 
+@pytest.mark.slow
 def test_equal_pools_are_planned_like_the_hosts_of_one_cluster(mlp):
     """But for stages over both hosts, which the slow network rules out, and even ones, which here may have a size for each pool."""
     two, hosts = beside(V100, V100), V100.with_size(hosts=2)
@@ -204,6 +205,7 @@ def test_a_plan_is_predicted_with_every_stage_compiled_for_its_own_gpus(monkeypa
     assert 0 < timeline.makespan < 1
 
 
+@pytest.mark.slow
 def test_a_plan_runs_as_on_one_device():
     executable = assert_as_serial(gpt_step, METHOD, *sgd_args(gpt())).get_last_executable()
     assert executable is not None
@@ -224,6 +226,7 @@ def test_automatic_stages_run_as_on_one_device_and_so_does_what_follows_them():
     assert float(evaluate(*args)) == pytest.approx(float(jax.jit(stack_loss)(*args)), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_reasons_of_a_stage_are_priced_in_its_pool():
     step, cluster = trace_of_gpt(), load_cluster("p3_beside_p4d")
     option = ManualStageOption([[0], [1]], [(1, 2)] * 2, [(2,)] * 2, submesh_devices=[(0, 1), (8, 9)])

@@ -116,6 +116,7 @@ def test_a_model_trains_as_on_one_device(name: str, stages: int, layers: str, sc
     assert_trains(name, stages, layers, schedule)
 
 
+@pytest.mark.slow
 def test_a_model_with_its_layers_in_a_loop_trains_as_on_one_device() -> None:
     model = SMALL["gpt_scanned"]
     method = pipeline(2, devices=2, layer_option=AutoLayerOption(2), default_auto_sharding_option=QUICK)

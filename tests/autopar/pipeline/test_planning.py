@@ -84,6 +84,7 @@ def test_two_runs_give_the_same_plan(gpt):
     assert a == b.model_copy(update={"planning_seconds": a.planning_seconds})
 
 
+@pytest.mark.slow
 def test_what_was_found_is_on_the_plan_and_at_hand(gpt):
     plan, found = planned(gpt, AutoStageOption()), autopar.get_last_dp_result()
     assert found is not None

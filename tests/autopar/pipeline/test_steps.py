@@ -23,12 +23,12 @@ from tests.autopar.pipeline.steps import (
     stack_params,
     stack_step,
 )
+from tests.tiers import pairs
 
 TRAINING = [name for name in schedule_names() if name != "inference"]
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("schedule", TRAINING)
+@pytest.mark.parametrize(("schedule", "stages"), pairs(TRAINING, [2, 4]))
 def test_every_schedule_equals_one_device(schedule: str, stages: int) -> None:
     chunks = 2 if schedule == "interleaved_1f1b" else 1
     method = pipeline(
@@ -269,8 +269,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize(("kind", "count"), pairs(list(SHARED), [4, 1]))
 def test_what_is_computed_before_the_loss_may_be_read_by_it_and_returned(kind: Any, count: int) -> None:
     def step(carried: Any, batch: Any) -> tuple[Any, jax.Array]:
         params, state = carried
