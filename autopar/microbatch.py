@@ -27,6 +27,8 @@ type Combine = OneOf["sum", "mean", "same", "rows"]
 
 type Numbered = tuple[int, JaxprEqn]
 
+_FOR_UNIT_DIMS = frozenset({"broadcast_in_dim", "copy", "expand_dims", "reduce_sum", "reshape", "squeeze", "transpose"})
+
 
 @dataclass(frozen=True, slots=True)
 class Loop:
@@ -115,7 +117,13 @@ def split(
     aligned = [eqn.primitive for eqn in micro.eqns] == [eqn.primitive for eqn in sizes[0].eqns]
     if aligned:
         _check_sizes(micro, whole, sizes, count)
-    found = Kinds(*sizes, batch, count, functions=True)
+    elif _computation(body) != _computation(_parts(sizes[0], batch)[1]):
+        rows, larger = (aval_of(each.invars[min(batch)]).shape[0] for each in (micro, sizes[0]))
+        raise MicrobatchError(
+            f"the step computes something else for a microbatch of {rows} than for {larger} examples; make it compute the same for"
+            " batches of any size, or use another num_micro_batches"
+        )
+    found = Kinds(*sizes, batch, count, functions=not stages)
     try:
         contributions = _contributions(micro, sizes, found, batch)
     except MicrobatchError as refused:
@@ -123,7 +131,7 @@ def split(
             raise MicrobatchError(
                 f"{refused}. The step is computed otherwise when a microbatch has a single example: fewer microbatches may do"
             ) from None
-        found = Kinds(*sizes, batch, count, {number for number, _ in body}, totals=not stages, functions=True)
+        found = Kinds(*sizes, batch, count, {number for number, _ in body}, totals=not stages, functions=not stages)
         try:
             contributions = _contributions(micro, sizes, found, batch)
         except MicrobatchError:
@@ -225,6 +233,11 @@ def _loops(jaxpr: Jaxpr, batch: frozenset[int], marks: Sequence[Numbered], befor
     groups = [[each for each in early if level[each[1].outvars[0]] == turn] for turn in turns]
     groups.append([each for each in marks if each not in early])
     return [Loop(tuple(_parts(jaxpr, batch, group, before)[1]), tuple(group)) for group in groups]
+
+
+def _computation(body: Sequence[Numbered]) -> list[str]:
+    """Return the primitives of `body`, without those that tracing may add or leave out for dims of size one."""
+    return [name for _, eqn in body if (name := eqn.primitive.name) not in _FOR_UNIT_DIMS]
 
 
 def _check_sizes(micro: Jaxpr, whole: Jaxpr, sizes: tuple[Jaxpr, Jaxpr], count: int) -> None:

@@ -427,6 +427,24 @@ def test_an_output_computed_beside_the_gradient_is_refused_by_name():
         trace(step, (PARAMS, BATCH), (1,), num_micro_batches=2)
 
 
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (2, "different things for batches of different size"),
+        (8, "something else for a microbatch of 1 than for 2 examples"),
+    ],
+)
+def test_steps_that_compute_otherwise_for_a_microbatch_are_refused(count, words):
+    def loss(params, batch):
+        errors = per_example(params, batch)
+        if errors.shape[0] == 8 // count:
+            return (errors * batch["mask"]).mean()
+        return errors.mean()
+
+    with pytest.raises(autopar.MicrobatchError, match=words):
+        trace(step_of(loss), (PARAMS, BATCH), (1,), num_micro_batches=count)
+
+
 def test_rows_per_example_are_refused():
     def step(params, batch):
         return autopar.grad(lambda p: (mean_loss(p, batch), per_example(p, batch)), has_aux=True)(params)
