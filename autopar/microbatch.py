@@ -117,12 +117,6 @@ def split(
     aligned = [eqn.primitive for eqn in micro.eqns] == [eqn.primitive for eqn in sizes[0].eqns]
     if aligned:
         _check_sizes(micro, whole, sizes, count)
-    elif _computation(body) != _computation(_parts(sizes[0], batch)[1]):
-        rows, larger = (aval_of(each.invars[min(batch)]).shape[0] for each in (micro, sizes[0]))
-        raise MicrobatchError(
-            f"the step computes something else for a microbatch of {rows} than for {larger} examples; make it compute the same for"
-            " batches of any size, or use another num_micro_batches"
-        )
     found = Kinds(*sizes, batch, count, functions=not stages)
     try:
         contributions = _contributions(micro, sizes, found, batch)
@@ -235,8 +229,19 @@ def _loops(jaxpr: Jaxpr, batch: frozenset[int], marks: Sequence[Numbered], befor
     return [Loop(tuple(_parts(jaxpr, batch, group, before)[1]), tuple(group)) for group in groups]
 
 
-def _computation(body: Sequence[Numbered]) -> list[str]:
-    """Return the primitives of `body`, without those that tracing may add or leave out for dims of size one."""
+def check_computation(micro: Jaxpr, larger: Jaxpr, batch: frozenset[int]) -> None:
+    """Raise MicrobatchError if the step is another for one microbatch, `micro`, than for a `larger` one."""
+    if _computation(micro, batch) != _computation(larger, batch):
+        rows, more = (aval_of(each.invars[min(batch)]).shape[0] for each in (micro, larger))
+        raise MicrobatchError(
+            f"the step computes something else for a microbatch of {rows} than for {more} examples; make it compute the same for"
+            " batches of any size, or use another num_micro_batches"
+        )
+
+
+def _computation(jaxpr: Jaxpr, batch: frozenset[int]) -> list[str]:
+    """Return the primitives that run for each microbatch, without those that tracing adds or leaves out for dims of size one."""
+    _, body, _ = _parts(jaxpr, batch)
     return [name for _, eqn in body if (name := eqn.primitive.name) not in _FOR_UNIT_DIMS]
 
 

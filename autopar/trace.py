@@ -17,7 +17,7 @@ from autopar.graph import aval_of
 from autopar.hosts.arrays import DistributedArray
 from autopar.interpreter import builds_graphs
 from autopar.layers import LayerOption, layered, layering
-from autopar.microbatch import MicrobatchError, Microbatching, split
+from autopar.microbatch import MicrobatchError, Microbatching, check_computation, split
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +185,10 @@ def trace(
             def split_as(scale: int) -> tuple[Jaxpr, Microbatching]:
                 """The step split as that for a batch that is larger by `scale`."""
                 small, large = (sized(scale * size, True, on_shards)[0] for size in (part, whole))
-                return split(jaxpr, complete, (small, large), batch, count, paths, forward, marked)
+                found = split(jaxpr, complete, (small, large), batch, count, paths, forward, marked)
+                if count > 1:
+                    check_computation(sized(part, True, on_shards)[0], small, batch)
+                return found
 
             # What a microbatch makes may have a dim of size one, an example or a run of them, that tells nothing of its kind.
             if any(avals[i].shape[0] == count for i in batch):
