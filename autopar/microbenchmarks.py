@@ -1,8 +1,9 @@
 """Kernels, collectives and launches to time one by one: what `autopar calibrate` and the sweep's table of collectives measure.
 
 A kernel is repeated in a loop inside one program, each time on the result of the time before, so that what the host does does not
-count. What is multiplied are random numbers, as zeros and ones take less power than what is trained on; the second factor is a
-reflection, so that results stay as large as they are however often.
+count. A turn of the loop costs a GPU two small kernels of its own, and kernels of which there are few in a turn are started one by one
+rather than as a graph, so that a turn holds many. What is multiplied are random numbers, as zeros and ones take less power than what is
+trained on; the second factor is a reflection, so that results stay as large as they are however often.
 """
 
 import time
@@ -23,6 +24,12 @@ from simulator.work import CollectiveKind
 type Kernel = Callable[[Any], Any]
 """What leaves a value of the shapes and dtypes that it takes, so that it can be repeated."""
 
+_KERNELS_IN_A_TURN = 32
+"""On a GPU; an even number."""
+
+_MORE_THAN_CACHES = 1 << 28
+"""Bytes, five times the second-level cache of an H100."""
+
 AXIS = "x"
 """Of the mesh that collectives and kernels on several devices run on."""
 
@@ -40,14 +47,33 @@ class Benchmark:
     count: int = 1
 
 
-def elementwise(device: Any, size: int) -> Benchmark:
-    """A multiply-add of so many f32, which are read and written once."""
-    return Benchmark(lambda x: x * 0.999 + 0.001, jax.device_put(jnp.ones(size, jnp.float32), device))
+def elementwise(device: Any, size: int, parts: int | None = None) -> Benchmark:
+    """A multiply-add of so many f32, which are read and written once.
+
+    Args:
+        parts: how many such arrays to go over in turn, a power of two. By default one on a CPU, and on a GPU as many as its caches
+            don't hold: between two uses of an array a training step uses others.
+    """
+    if parts is None:
+        parts = max(1, _MORE_THAN_CACHES // (4 * size)) if _is_gpu(device) else 1
+    if parts == 1:
+        return Benchmark(lambda x: x * 0.999 + 0.001, jax.device_put(jnp.ones(size, jnp.float32), device))
+    in_a_turn = min(parts, _KERNELS_IN_A_TURN)
+
+    def kernel(of: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x, first = of
+        for number in range(in_a_turn):
+            part = jax.lax.dynamic_index_in_dim(x, first + number, keepdims=False)
+            x = jax.lax.dynamic_update_index_in_dim(x, part * 0.999 + 0.001, first + number, 0)
+        return x, (first + in_a_turn) % parts
+
+    start = jnp.ones((parts, size), jnp.float32), jnp.zeros((), jnp.int32)
+    return Benchmark(kernel, jax.device_put(start, device), in_a_turn)
 
 
 def matrix_product(device: Any, dtype: str, rows: int, width: int) -> Benchmark:
     """(rows, width) by (width, width); on no device in particular if that is None."""
-    return _twice(jnp.matmul, device, _random((rows, width), dtype), _reflection(width, dtype))
+    return _in_a_row(jnp.matmul, device, _random((rows, width), dtype), _reflection(width, dtype))
 
 
 def convolution(device: Any, dtype: str, batch: int, side: int, channels: int) -> Benchmark:
@@ -59,7 +85,7 @@ def convolution(device: Any, dtype: str, batch: int, side: int, channels: int) -
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
     )
     window = jnp.zeros((3, 3, channels, channels), dtype).at[1, 1].set(_reflection(channels, dtype))
-    return _twice(convolve, device, _random((batch, side, side, channels), dtype), window)
+    return _in_a_row(convolve, device, _random((batch, side, side, channels), dtype), window)
 
 
 def collective(kind: CollectiveKind, devices: Sequence[Any], num_bytes: int) -> Benchmark:
@@ -134,11 +160,24 @@ def launch_seconds(device: Any, least: float) -> float:
     return median(run(count) for _ in range(3))
 
 
-def _twice(
+def _in_a_row(
     operation: Callable[[jax.Array, jax.Array], jax.Array], device: Any, x: jax.Array, w: jax.Array
 ) -> Benchmark:
-    """An operation and another on its result, which takes the place of what they started from: one alone would have to be copied there."""
-    return Benchmark(lambda of: (operation(operation(of[0], of[1]), of[1]), of[1]), jax.device_put((x, w), device), 2)
+    """Operations, each on the result of the one before, and an even number of them: the last result takes the place of what they started
+    from, where a single one would have to be copied."""
+    count = _KERNELS_IN_A_TURN if _is_gpu(device) else 2
+
+    def kernel(of: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x, w = of
+        for _ in range(count):
+            x = operation(x, w)
+        return x, w
+
+    return Benchmark(kernel, jax.device_put((x, w), device), count)
+
+
+def _is_gpu(device: Any) -> bool:
+    return device is not None and device.platform == "gpu"
 
 
 def _line(devices: Sequence[Any]) -> Mesh:

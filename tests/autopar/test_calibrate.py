@@ -128,6 +128,15 @@ def test_results_stay_as_large_as_they_are_however_often(dtype):
         assert np.std(np.float32(y)) == pytest.approx(np.std(np.float32(x)), rel=0.5)
 
 
+@pytest.mark.parametrize(("parts", "turns"), [(1, 2), (4, 2), (64, 4)])
+def test_elementwise_kernels_go_over_their_parts_in_turn(parts, turns):
+    benchmark = microbenchmarks.elementwise(jax.devices()[0], 16, parts)
+    zeros = jax.tree.map(jax.numpy.zeros_like, benchmark.x)
+    done = microbenchmarks.repeated(benchmark)(zeros, turns)
+    assert turns * benchmark.count == 2 * parts
+    np.testing.assert_allclose(jax.tree.leaves(done)[0], 0.001 * 0.999 + 0.001, rtol=1e-6)
+
+
 def test_seconds_are_of_one_of_what_is_measured_without_the_start(monkeypatch):
     """On a clock on which a program takes 5 ms to start, and a kernel, which does it twice, 2 ms."""
     now = [0.0]
