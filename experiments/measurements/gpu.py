@@ -149,7 +149,7 @@ def _size(model: Timed) -> str:
     return f"{model.num_layers} x {width}, batch {model.batch_size}"
 
 
-def _name(model: Timed) -> str:
+def step_name(model: Timed) -> str:
     return f"{type(model).__name__}, {_size(model)}, {model.dtype}"
 
 
@@ -183,11 +183,11 @@ def run(
         left, longest, failed = list(cases), 0.0, dict[str, str]()
         while left and time.perf_counter() - begun + longest < budget:
             model, start = left.pop(0), time.perf_counter()
-            bar.update(task, completed=1.0 + len(rows), description=_name(model))
+            bar.update(task, completed=1.0 + len(rows), description=step_name(model))
             try:
                 rows.append(measure(model, clusters, repeat, least=0.05 if device.platform == "cpu" else 0.2))
             except Exception as error:  # one step's failure is that step's result
-                failed[_name(model)] = f"{type(error).__name__}: {error}"[:2000]
+                failed[step_name(model)] = f"{type(error).__name__}: {error}"[:2000]
             jax.clear_caches()
             longest = max(longest, time.perf_counter() - start)
             _write(out, rows, left, failed, repeat)
@@ -200,7 +200,11 @@ def _write(
     table = pd.DataFrame([asdict(row) for row in rows], columns=list(Row.__dataclass_fields__))
     for name in PREDICTED:
         table[f"{name}_error"] = table[name] / table["measured"] - 1
-    beside = circumstances(repeat) | {"complete": not left, "not_measured": list(map(_name, left)), "failed": failed}
+    beside = circumstances(repeat) | {
+        "complete": not left,
+        "not_measured": list(map(step_name, left)),
+        "failed": failed,
+    }
     _replace(out / "gpu.csv", lambda path: table.to_csv(path, index=False, float_format="%.6g"))
     _replace(out / "gpu.json", lambda path: path.write_text(json.dumps(beside, indent=1) + "\n"))
     return table
@@ -231,11 +235,13 @@ def circumstances(repeat: int) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit that is checked out, where git and its folder are at hand; else what AUTOPAR_COMMIT says."""
+    """What AUTOPAR_COMMIT says, else the commit that is checked out, where git and its folder are at hand."""
+    if said := os.environ.get("AUTOPAR_COMMIT"):
+        return said
     try:
         found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("AUTOPAR_COMMIT")
+        return None
     return found.stdout.strip()
 
 

@@ -1,15 +1,18 @@
 import io
 import json
+from pathlib import Path
 
 import pandas as pd
 import pytest
 from rich.console import Console
 
 from autopar.calibrate import Effort
-from experiments.measurements import gpu
+from experiments.measurements import gpu, kernels
+from experiments.measurements.kernels import Launch
 from experiments.models import GPT
 from simulator.calibration.devices import Convolution
 from simulator.cluster import Cluster
+from simulator.work import Gemm, Kernel, Loop
 
 EFFORT = Effort(
     (16, 256, 4096, 65536), (8,), (32, 64), (Convolution(1, 4, 4), Convolution(1, 8, 8)), ("float32",), 1e-3
@@ -96,3 +99,42 @@ def test_a_result_that_is_not_finished_does_not_replace_one_that_is(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         gpu._replace(path, interrupted)
     assert path.read_text() == "whole"
+
+
+PRODUCT = Kernel("custom-call.1", "gemm", 2e9, 6e6, "bf16", Gemm(1000, 1000, 1000))
+ADD = Kernel("loop_add_fusion.7", "memory", 0.0, 4e6)
+
+
+def test_what_libraries_launch_beside_a_kernel_counts_for_it():
+    names = (
+        "loop_add_fusion_2",
+        "Memset 0",
+        "nvjet_sm90_splitK",
+        "void cublasLt::splitKreduce_kernel<32>",
+        "loop_add_fusion_2",
+    )
+    steps = [[Launch(name, 10.0**place * times) for place, name in enumerate(names)] for times in (1, 2, 7)]
+    assert kernels.seconds_of((ADD, PRODUCT, ADD), steps) == pytest.approx([2, 2220, 20000])
+    with pytest.raises(ValueError, match="3 kernels were launched in a step, and the program has 2"):
+        kernels.seconds_of((ADD, PRODUCT), steps)
+    with pytest.raises(ValueError, match="one after the other; this one has Loop"):
+        kernels.seconds_of((ADD, Loop(3, (PRODUCT,))), steps)
+
+
+def test_kernels_that_are_alike_share_a_row():
+    table = kernels.table_of("a step", (ADD, PRODUCT, ADD), [2e-6, 9e-6, 4e-6], Cluster.load("dgx_h100"))
+    assert table["kernel"].tolist() == ["loop_add_fusion", "custom-call"]
+    assert table["count"].tolist() == [2, 1]
+    assert table["measured_us"].tolist() == pytest.approx([3, 9])
+    assert table["product"].tolist() == ["", "1x1000x1000x1000"]
+    assert (table["predicted_us"] > 0).all()
+
+
+def test_committed_measurements_of_kernels_add_up_to_those_of_steps():
+    folder = Path(kernels.__file__).parent / "h100"
+    steps, single = (pd.read_csv(folder / name) for name in ("gpu.csv", "kernels.csv"))
+    names = steps["model"] + ", " + steps["size"] + ", " + steps["dtype"]
+    measured = steps["measured"].groupby(names).median()
+    added = (single["count"] * single["measured_us"]).groupby(single["step"]).sum() / 1e6
+    assert len(added) == 7
+    assert (added / measured[added.index]).between(0.95, 1.05).all()
