@@ -5,6 +5,7 @@ The executable can't run, but its scheduled HLO and its memory are what the real
 
 import math
 import time
+import warnings
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,7 +70,10 @@ def compile_for(step: Lowerable, args: tuple[Any, ...], cluster: Cluster) -> Tar
     (ShapeDtypeStructs, say), which are over a `target_mesh`; a pmapped one from its `devices`. Raises ValueError if they are not.
     """
     start = time.perf_counter()
-    compiled = step.lower(*args).compile(compiler_options=_OPTIONS)
+    with warnings.catch_warnings():
+        # What was compiled without a device can't be read from JAX's compilation cache (jaxlib 0.11.2): it is compiled again.
+        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
+        compiled = step.lower(*args).compile(compiler_options=_OPTIONS)
     seconds = time.perf_counter() - start
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     devices = {device for sharding in shardings for device in sharding.device_set}

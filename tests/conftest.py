@@ -23,9 +23,14 @@ settings.load_profile("autopar")
 
 
 def pytest_configure(config):
-    """`-m gpu` leaves JAX the GPUs that are here."""
+    """`-m gpu` leaves JAX the GPUs that are here. What is compiled is kept in pytest's cache, for other tests, processes and runs:
+    `--cache-clear` removes it."""
     if config.option.markexpr == "gpu":
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"
+    if (cache := getattr(config, "cache", None)) is not None:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache.mkdir("xla"))
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -1,5 +1,6 @@
 """The program of a step at each stage of its compilation, as text."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,10 +77,12 @@ def partitioned(lowered: jax.stages.Lowered, num_devices: int) -> str:
     if num_devices == 1:
         return lowered.as_text("hlo")  # there is nothing to partition
     with TemporaryDirectory() as folder:
-        lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"})
-        dumps = sorted(Path(folder).glob("*.after_spmd-partitioning.*"))
-        if not dumps:
-            raise RuntimeError(
-                "XLA did not compile the step again, so there is no partitioned HLO; clear JAX's compilation cache"
-            )
-        return dumps[0].read_text()
+        lowered.compile(
+            compiler_options={
+                "xla_dump_to": folder,
+                "xla_dump_hlo_pass_re": "spmd-partitioning",
+                "xla_debug_buffer_assignment_show_max": 1 + time.time_ns() % 10**9,  # not in JAX's compilation cache
+            }
+        )
+        (dump,) = Path(folder).glob("*.after_spmd-partitioning.*")
+        return dump.read_text()
