@@ -14,13 +14,12 @@ from autopar.hosts.ray_private import share_environment
 silence_idle_plugin()
 share_environment()
 
-from autopar import inspect, manual, testing, util  # noqa: E402 (nothing may start JAX's backends before)
+from autopar import manual, report, testing, util  # noqa: E402 (nothing may start JAX's backends before)
 from autopar.api import ParallelizedFunction, init, parallelize, shutdown  # noqa: E402
 from autopar.checkpoint import CheckpointError, Saving, latest_step, restore_checkpoint, save_checkpoint  # noqa: E402
 from autopar.checks import OptionError  # noqa: E402
 from autopar.data_loader import DataLoader, MeshDriverDataLoader  # noqa: E402
 from autopar.first_step import FirstStepError  # noqa: E402
-from autopar.gradients import grad, value_and_grad  # noqa: E402
 from autopar.hosts.arrays import DistributedArray, prefetch  # noqa: E402
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError  # noqa: E402
 from autopar.layers import (  # noqa: E402
@@ -46,8 +45,9 @@ from autopar.methods import (  # noqa: E402
     Zero3Parallel,
     get_3d_parallel_method,
 )
-from autopar.microbatch import MicrobatchError  # noqa: E402
-from autopar.pipeline.search import get_last_search_result  # noqa: E402
+from autopar.microbatch.gradients import grad, value_and_grad  # noqa: E402
+from autopar.microbatch.splitting import MicrobatchError  # noqa: E402
+from autopar.pipeline.option_search import get_last_search_result  # noqa: E402
 from autopar.pipeline.stage_construction import get_last_dp_result  # noqa: E402
 from autopar.pipeline.stage_options import (  # noqa: E402
     AutoStageOption,
@@ -57,29 +57,31 @@ from autopar.pipeline.stage_options import (  # noqa: E402
 )
 from autopar.plan import Plan, PlanError  # noqa: E402
 from autopar.predicting import compile_step, plan_step, predict, simulate  # noqa: E402
+from autopar.runtime.batch_reading import DataLoaderError  # noqa: E402
 from autopar.runtime.executable import Executable  # noqa: E402
-from autopar.runtime.pipeline import PipelineExecutable  # noqa: E402
-from autopar.runtime.reading import DataLoaderError  # noqa: E402
+from autopar.runtime.pipeline_executable import PipelineExecutable  # noqa: E402
 from autopar.sharding.options import ShardingOptions  # noqa: E402
 from autopar.sharding.pins import ShardingError  # noqa: E402
 from autopar.sharding.planner import MemoryBudgetError  # noqa: E402
-from autopar.sharding.problem import InfeasibleError  # noqa: E402
 from autopar.sharding.rules import MissingRuleError  # noqa: E402
+from autopar.sharding.selection_problem import InfeasibleError  # noqa: E402
 from autopar.trace import TraceError  # noqa: E402
 from autopar.training import train  # noqa: E402
 from autopar.tuning import Tuned, tune  # noqa: E402
 
 if TYPE_CHECKING:
-    from autopar import model_schedules, schedule
-    from autopar.schedule import Verify, build, create_schedule
+    from autopar import directives, model_schedules
+    from autopar.directives import Verify, build, create_schedule
 
 
 def __getattr__(name: str) -> Any:
     """Schedules, once they are asked for: they want all of Flax, whose import takes almost as long as JAX's."""
-    if name in ("model_schedules", "schedule"):
+    if name in ("directives", "model_schedules"):
         return import_module(f"autopar.{name}")
     if name in ("Verify", "build", "create_schedule"):
-        return getattr(import_module("autopar.schedule"), name)
+        return getattr(import_module("autopar.directives"), name)
+    if new := {"inspect": "report", "schedule": "directives"}.get(name):
+        raise AttributeError(f"autopar.{name} is called autopar.{new}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -136,12 +138,12 @@ __all__ = [
     "build",
     "compile_step",
     "create_schedule",
+    "directives",
     "get_3d_parallel_method",
     "get_last_dp_result",
     "get_last_search_result",
     "grad",
     "init",
-    "inspect",
     "latest_step",
     "manual",
     "manual_layer_construction",
@@ -152,9 +154,9 @@ __all__ = [
     "plan_step",
     "predict",
     "prefetch",
+    "report",
     "restore_checkpoint",
     "save_checkpoint",
-    "schedule",
     "shutdown",
     "simulate",
     "testing",

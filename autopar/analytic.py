@@ -1,6 +1,6 @@
 """The analytic front end: the program of a plan with the seconds and the memory that the planner counts, and nothing compiled.
 
-The plan tells which option each decision took (`autopar.inspect.choices`), and so what each equation takes. A task's body has up to
+The plan tells which option each decision took (`autopar.report.choices`), and so what each equation takes. A task's body has up to
 three entries for each: bringing its operands where it wants them, its kernel, and completing its results. Each says its seconds, and waits
 for the one before: what XLA may hide behind computation the planner counts in full.
 """
@@ -11,30 +11,30 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
-from autopar.gradients import accumulate_p
+from autopar.control_flow import MARKERS, repeats
+from autopar.equation_work import array_bytes, kernel_of
 from autopar.graph import aval_of
-from autopar.inspect.choices import recover
-from autopar.inspect.replay import Played
-from autopar.inspect.resharding import resharding_in
-from autopar.inspect.stages import single_stage
 from autopar.lower import WHOLE_STEP, program_of
+from autopar.microbatch.gradients import accumulate_p
 from autopar.pipeline.compiling import lower_stage
-from autopar.pipeline.cut import Task
-from autopar.pipeline.memory import MeshMemory
+from autopar.pipeline.partition import Task
+from autopar.pipeline.pipeline_memory import MeshMemory
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.planned import Planned, PlannedStep
-from autopar.regions import MARKERS, repeats
-from autopar.sharding.costs import Step
-from autopar.sharding.memory import Memory
+from autopar.report.choices import recover
+from autopar.report.replay import Played
+from autopar.report.reshardings import resharding_in
+from autopar.report.stage_reports import single_stage
+from autopar.sharding.memory_constraint import Memory
 from autopar.sharding.memory_roles import roles_at_peak
+from autopar.sharding.mesh_costs import Step
 from autopar.sharding.spec import local_shape
-from autopar.work import array_bytes, kernel_of
 from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts
-from simulator.hlo.passes import part_of
+from simulator.heterogeneous import AnyCluster
+from simulator.hlo.provenance import part_of
 from simulator.memory import MemoryUse, Role
-from simulator.mixed import AnyCluster
 from simulator.program import Program
 from simulator.work import Body, Collective, CollectiveKind, Done, Kernel, Op, Part, Start
 

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from autopar._cpython import builds_graphs
+from autopar._memo import forget_steps
 from autopar.arguments import (
     ARGNUMS,
     AUTO_ARGNUMS,
@@ -32,13 +34,11 @@ from autopar.arguments import (
 from autopar.checkpoint.saving import finish_saving
 from autopar.checks import NONE, TEXT, OptionError, checked, items, one_of, real, shown, whole
 from autopar.devices import cluster_of, device_mesh, logical_mesh, submeshes
-from autopar.facts import forget_facts
 from autopar.first_step import checked_first_step
 from autopar.fitting import budget_of, compiled_within
 from autopar.follow import follow_pipeline, follow_plan
 from autopar.hosts import session
 from autopar.hosts.arrays import DistributedArray
-from autopar.interpreter import builds_graphs
 from autopar.methods import (
     CreateStateParallel,
     FollowParallel,
@@ -53,14 +53,14 @@ from autopar.planned import PlannedStep
 from autopar.predicting import any_cluster, plan_pipelined, plan_sharded, single_pool, trace_for
 from autopar.runtime.create_state import CreateStateExecutable, state_avals
 from autopar.runtime.executable import Executable
-from autopar.runtime.pipeline import PipelineExecutable
+from autopar.runtime.pipeline_executable import PipelineExecutable
 from autopar.sharding.spec import LogicalMesh
 from autopar.trace import abstract, trace
-from simulator.mixed import AnyCluster
+from simulator.heterogeneous import AnyCluster
 
 if TYPE_CHECKING:
-    from autopar.hosts.cluster import RayHosts
     from autopar.hosts.create_state import RemoteCreateState
+    from autopar.hosts.driver import RayHosts
     from autopar.hosts.executable import RemoteExecutable
 
 type AnyExecutable = "Executable | PipelineExecutable | CreateStateExecutable | RemoteExecutable | RemoteCreateState"
@@ -340,7 +340,7 @@ def shutdown() -> None:
     finally:
         session.leave()
         jax.clear_caches()
-        forget_facts()
+        forget_steps()
         gc.collect()  # steps and what was compiled for them refer to one another
 
 
@@ -392,8 +392,8 @@ def _remote_executable(
     start: float,
 ) -> AnyExecutable:
     """What runs on other hosts."""
-    from autopar.hosts.cluster import check_plan, cluster_of_hosts, mesh_shape
     from autopar.hosts.create_state import RemoteCreateState
+    from autopar.hosts.driver import check_plan, cluster_of_hosts, mesh_shape
     from autopar.hosts.executable import RemoteExecutable, RemotePipeline, remote_executable
 
     given = method.cluster if isinstance(method, PlanningMethod) else None

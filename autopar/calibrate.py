@@ -1,6 +1,6 @@
 """Measures the devices that are here and describes them as a cluster file: `autopar calibrate`.
 
-What is measured is in `autopar.microbenchmarks`, how it becomes a description in `simulator.calibration.devices`.
+What is measured is in `autopar.microbenchmarks`, how it becomes a description in `simulator.calibration.fit_cluster`.
 """
 
 import time
@@ -18,8 +18,8 @@ import jax
 from autopar import microbenchmarks
 from autopar.devices import cluster_of, device_mesh
 from autopar.microbenchmarks import Benchmark
-from simulator.calibration.collectives import MeasuredCollectives
-from simulator.calibration.devices import Convolution, MeasuredDevice, Overlap, fit_cluster, fit_device
+from simulator.calibration.fit_cluster import Convolution, MeasuredDevice, Overlap, fit_cluster, fit_device
+from simulator.calibration.fit_collectives import MeasuredCollectives
 from simulator.cluster import Cluster, Provenance
 from simulator.work import CollectiveKind, Gemm
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from autopar.plan import Plan, PlanError
 from simulator.cluster import Cluster, cluster_names, mixed_cluster_names
 from simulator.files import FileError, check_writable
-from simulator.mixed import load_cluster
+from simulator.heterogeneous import load_cluster
 
 app = typer.Typer(help="Plans, runs and predicts parallel training of JAX steps.", no_args_is_help=True)
 
@@ -51,7 +51,7 @@ def calibrate(
     except FileError as error:
         raise typer.BadParameter(str(error)) from None
     from autopar.calibrate import calibrate  # starts JAX, which the other commands do without
-    from simulator.calibration.profiles import write_profile
+    from simulator.calibration.shipped_profiles import write_profile
 
     with Progress(BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("calibrating", total=1.0)

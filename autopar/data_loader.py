@@ -11,9 +11,9 @@ import jax
 
 from autopar.checks import FLAG, checked, whole
 from autopar.hosts import session
-from autopar.inspect.placement import PlacementSpec
 from autopar.keys import is_key
-from autopar.runtime.reading import Batches, Form, Reader, Reads
+from autopar.report.input_placement import PlacementSpec
+from autopar.runtime.batch_reading import Batches, Form, Reader, Reads
 
 type Source = Iterable[Any] | Callable[[int], Iterable[Any]]
 """Batches, or a function of k that gives those from batch k on."""
@@ -105,7 +105,7 @@ class DataLoader(_Loader):
         if (hosts := session.hosts()) is None:
             put = _put_here(self._specs)
         else:
-            from autopar.hosts.loading import put_on_workers
+            from autopar.hosts.remote_batches import put_on_workers
 
             put = put_on_workers(hosts, self._specs)
 
@@ -195,7 +195,7 @@ class MeshDriverDataLoader(_Loader):
         if (hosts := session.hosts()) is None:
             found = _read_here(self._batches, self._specs, steps, self._prefetch)
         else:
-            from autopar.hosts.loading import read_by_workers
+            from autopar.hosts.remote_batches import read_by_workers
 
             found = read_by_workers(hosts, self._batches, self._specs, steps, self._prefetch)
         return (jax.tree.unflatten(self._tree, arrays) for arrays in found)

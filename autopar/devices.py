@@ -13,7 +13,7 @@ from autopar.checks import NONE, SHAPE, Kind, checked, instance, items, shown, w
 from autopar.plan import Stage
 from autopar.sharding.spec import AnyMesh, LogicalMesh
 from simulator.cluster import Cluster
-from simulator.mixed import AnyCluster
+from simulator.heterogeneous import AnyCluster
 
 type Device = Any  # jax.Device, which type checkers can't see
 type Devices = AnyMesh | int | Sequence[int] | Sequence[Device] | None

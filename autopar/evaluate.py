@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 from jax.sharding import AbstractMesh, Mesh
 
-from autopar import regions
+from autopar import control_flow
 from autopar.graph import read
 
 type Numbered = tuple[int, JaxprEqn]
@@ -68,10 +68,10 @@ class _Run:
         position = 0
         while position < len(eqns):
             number, eqn = eqns[position]
-            if eqn.primitive in regions.OPENING:
-                end = regions.end_of(eqns, position)
+            if eqn.primitive in control_flow.OPENING:
+                end = control_flow.end_of(eqns, position)
                 region = _Region(eqns[position:end])
-                (self._loop if eqn.primitive is regions.loop_p else self._switch)(region, env)
+                (self._loop if eqn.primitive is control_flow.loop_p else self._switch)(region, env)
                 position = end
             else:
                 operands = self.before(number, [read(atom, env) for atom in eqn.invars])
@@ -84,13 +84,13 @@ class _Run:
     def _loop(self, region: "_Region", env: dict[Var, Any]) -> None:
         """A `scan`, or a `while_loop` when the number of iterations is not known."""
         params = region.opening.params
-        carries, slices = region.marked(regions.loop_carry_p), region.marked(regions.loop_slice_p)
-        finals, stacks = region.marked(regions.loop_result_p), region.marked(regions.loop_stack_p)
-        for marker in region.marked(regions.loop_const_p):
+        carries, slices = region.marked(control_flow.loop_carry_p), region.marked(control_flow.loop_slice_p)
+        finals, stacks = region.marked(control_flow.loop_result_p), region.marked(control_flow.loop_stack_p)
+        for marker in region.marked(control_flow.loop_const_p):
             self._bind([marker], [self._operand(marker, env)], env)
         init = [_strong(self._operand(marker, env)) for marker in carries]
         xs = [self._operand(marker, env) for marker in slices]
-        *condition, body = region.parts(regions.loop_test_p)
+        *condition, body = region.parts(control_flow.loop_test_p)
 
         def inside(eqns: Sequence[Numbered], carry: list[Any], parts: list[Any]) -> dict[Var, Any]:
             inner = dict(env)
@@ -105,7 +105,7 @@ class _Run:
             return after, [self._operand(marker, inner) for marker in stacks]
 
         if params["length"] is None:
-            ((_, test),) = region.marked(regions.loop_test_p)
+            ((_, test),) = region.marked(control_flow.loop_test_p)
             carry = jax.lax.while_loop(
                 lambda carry: read(test.invars[0], inside(condition[0], carry, [])),
                 lambda carry: iterate(carry, [])[0],
@@ -118,7 +118,7 @@ class _Run:
         self._bind(stacks, ys, env)
 
     def _switch(self, region: "_Region", env: dict[Var, Any]) -> None:
-        results = region.marked(regions.switch_result_p)
+        results = region.marked(control_flow.switch_result_p)
         (index,) = self.before(region.number, [read(region.opening.invars[0], env)])
 
         def branch(which: int, eqns: Sequence[Numbered]) -> list[Any]:
@@ -126,7 +126,7 @@ class _Run:
             self.all(eqns, inner)
             return [_strong(self._operand(marker, inner, which)) for marker in results]
 
-        branches = region.parts(regions.branch_p)[1:]
+        branches = region.parts(control_flow.branch_p)[1:]
         chosen = jax.lax.switch(index, [lambda k=k, b=b: branch(k, b) for k, b in enumerate(branches)])
         self._bind(results, chosen, env)
 
@@ -147,10 +147,10 @@ class _Region:
 
     def __init__(self, eqns: Sequence[Numbered]) -> None:
         (self.number, self.opening), *self.inner = eqns
-        self.token = regions.token_of(self.opening)
+        self.token = control_flow.token_of(self.opening)
 
     def _is_own(self, eqn: JaxprEqn) -> bool:
-        return eqn.primitive in regions.MARKERS - regions.OPENING and regions.token_of(eqn) is self.token
+        return eqn.primitive in control_flow.MARKERS - control_flow.OPENING and control_flow.token_of(eqn) is self.token
 
     def marked(self, primitive: Primitive) -> list[Numbered]:
         """The region's own markers of a kind."""

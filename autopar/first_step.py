@@ -12,7 +12,7 @@ from autopar.keys import is_key
 from autopar.lower import jit_values
 from autopar.runtime.create_state import CreateStateExecutable
 from autopar.runtime.executable import Executable
-from autopar.runtime.pipeline import PipelineExecutable
+from autopar.runtime.pipeline_executable import PipelineExecutable
 from autopar.trace import StepGraph
 
 if TYPE_CHECKING:

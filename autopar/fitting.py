@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-from autopar.pipeline.stages import NoStagesError
+from autopar.pipeline.stage_problem import NoStagesError
 from autopar.plan import Plan
 from autopar.runtime.executable import Executable
-from autopar.runtime.pipeline import PipelineExecutable
+from autopar.runtime.pipeline_executable import PipelineExecutable
 from autopar.sharding.planner import MemoryBudgetError
 from autopar.trace import StepGraph
 from simulator.cluster import Cluster
+from simulator.heterogeneous import AnyCluster
 from simulator.memory import MemoryUse
-from simulator.mixed import AnyCluster
 
 ROUNDS = 4
 """The most plans that are compiled for one step."""

@@ -3,7 +3,7 @@
 `jit`, `custom_jvp_call` and `custom_vjp_call` leave no trace: by the time a whole step has been traced its derivatives have been
 taken. A differentiated `jax.checkpoint` becomes an `optimization_barrier` on its inputs followed by its body, which is
 what JAX itself lowers it to: the recomputation stays. The bodies of `scan`, `while_loop` and `cond` stand between markers,
-see `autopar.regions`.
+see `autopar.control_flow`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ from jax.extend.core.primitives import (
     while_p,
 )
 
-from autopar import regions
+from autopar import control_flow
 from autopar.graph import Atom, needed
 
 _INNER_JAXPR = {
@@ -133,40 +133,40 @@ class _Builder:
     def _scan(self, eqn: JaxprEqn, invars: list[Atom], stack: Any) -> list[Atom]:
         consts, init, xs = map(list, eqn.params["ft_in"].update(invars).unpack())
         params = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
-        with self._region(eqn, regions.loop_p, [], params) as mark:
+        with self._region(eqn, control_flow.loop_p, [], params) as mark:
             body = eqn.params["jaxpr"]
-            inner = [mark(regions.loop_const_p, [atom], atom.aval) for atom in consts]
-            carry = [mark(regions.loop_carry_p, [atom], atom.aval) for atom in init]
+            inner = [mark(control_flow.loop_const_p, [atom], atom.aval) for atom in consts]
+            carry = [mark(control_flow.loop_carry_p, [atom], atom.aval) for atom in init]
             slices = body.invars[len(consts) + len(init) :]
             inner += carry
-            inner += [mark(regions.loop_slice_p, [a], v.aval) for a, v in zip(xs, slices, strict=True)]
+            inner += [mark(control_flow.loop_slice_p, [a], v.aval) for a, v in zip(xs, slices, strict=True)]
             results = self.inline(body, inner, stack)
             after, ys = results[: len(init)], results[len(init) :]
-            final = [mark(regions.loop_result_p, [c, a], c.aval) for c, a in zip(carry, after, strict=True)]
+            final = [mark(control_flow.loop_result_p, [c, a], c.aval) for c, a in zip(carry, after, strict=True)]
             stacked = eqn.outvars[len(init) :]
-            return [*final, *(mark(regions.loop_stack_p, [y], v.aval) for y, v in zip(ys, stacked, strict=True))]
+            return [*final, *(mark(control_flow.loop_stack_p, [y], v.aval) for y, v in zip(ys, stacked, strict=True))]
 
     def _while(self, eqn: JaxprEqn, invars: list[Atom], stack: Any) -> list[Atom]:
         num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        with self._region(eqn, regions.loop_p, [], {"length": None}) as mark:
-            consts = [mark(regions.loop_const_p, [atom], atom.aval) for atom in invars[: num_cond + num_body]]
-            carry = [mark(regions.loop_carry_p, [atom], atom.aval) for atom in invars[num_cond + num_body :]]
+        with self._region(eqn, control_flow.loop_p, [], {"length": None}) as mark:
+            consts = [mark(control_flow.loop_const_p, [atom], atom.aval) for atom in invars[: num_cond + num_body]]
+            carry = [mark(control_flow.loop_carry_p, [atom], atom.aval) for atom in invars[num_cond + num_body :]]
             (test,) = self.inline(eqn.params["cond_jaxpr"], [*consts[:num_cond], *carry], stack)
-            mark(regions.loop_test_p, [test])
+            mark(control_flow.loop_test_p, [test])
             self._known = {}  # what the condition has computed is not known to the body
             after = self.inline(eqn.params["body_jaxpr"], [*consts[num_cond:], *carry], stack)
-            return [mark(regions.loop_result_p, [c, a], c.aval) for c, a in zip(carry, after, strict=True)]
+            return [mark(control_flow.loop_result_p, [c, a], c.aval) for c, a in zip(carry, after, strict=True)]
 
     def _cond(self, eqn: JaxprEqn, invars: list[Atom], stack: Any) -> list[Atom]:
         branches = eqn.params["branches"]
-        with self._region(eqn, regions.switch_p, invars[:1], {"branches": len(branches)}) as mark:
+        with self._region(eqn, control_flow.switch_p, invars[:1], {"branches": len(branches)}) as mark:
             results, outside = [], self._known
             for branch in branches:
-                mark(regions.branch_p, [])
+                mark(control_flow.branch_p, [])
                 self._known = dict(outside)  # what one branch has computed is not known to the next
                 results.append(self.inline(branch, invars[1:], stack))
             chosen = zip(eqn.outvars, *results, strict=True)
-            return [mark(regions.switch_result_p, atoms, var.aval) for var, *atoms in chosen]
+            return [mark(control_flow.switch_result_p, atoms, var.aval) for var, *atoms in chosen]
 
     @contextmanager
     def _region(
@@ -183,12 +183,12 @@ class _Builder:
             return appended[0] if appended else None
 
         yield mark
-        mark(regions.end_p, [])
+        mark(control_flow.end_p, [])
         self._known = outside
 
 
 def _var() -> Var:
-    return Var(regions.TOKEN)
+    return Var(control_flow.TOKEN)
 
 
 def _at(eqn: JaxprEqn, name_stack: Any) -> JaxprEqn:

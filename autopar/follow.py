@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.layers import FollowLayerOption
-from autopar.pipeline.cutting import cut_step
+from autopar.pipeline.partitioner import cut_step
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.plan import MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit, Value
@@ -19,7 +19,7 @@ from autopar.sharding.spec import partition_spec
 from autopar.trace import StepGraph, named_inputs, trace
 from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts
-from simulator.mixed import AnyCluster
+from simulator.heterogeneous import AnyCluster
 
 _METHOD = "FollowParallel"
 

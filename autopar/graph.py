@@ -15,7 +15,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from autopar import regions
+from autopar import control_flow
 
 type Atom = Var | Literal
 
@@ -28,7 +28,7 @@ def needed(
     live = {atom for atom in outvars if isinstance(atom, Var)}.difference(given)
 
     def keeps(eqn: JaxprEqn) -> bool:
-        bound = eqn.primitive in regions.BOUND and regions.token_of(eqn) in live
+        bound = eqn.primitive in control_flow.BOUND and control_flow.token_of(eqn) in live
         return bound or bool(eqn.effects) or not live.isdisjoint(eqn.outvars)
 
     while True:
@@ -37,7 +37,7 @@ def needed(
             if keeps(eqn):
                 kept.append((number, eqn))
                 live.update(atom for atom in eqn.invars if isinstance(atom, Var) and atom not in given)
-        if len(live) == known or not any(eqn.primitive in regions.BOUND for _, eqn in eqns):
+        if len(live) == known or not any(eqn.primitive in control_flow.BOUND for _, eqn in eqns):
             return kept[::-1]  # a loop that turned out to be needed needs all its carries
 
 

@@ -21,11 +21,11 @@ from jax.extend.core import Literal as JaxLiteral
 from jax.extend.core.primitives import jit_p
 
 from autopar.checks import FLAG, NONE, check, items, one_of, real, that, whole
+from autopar.control_flow import MARKERS, repeats
+from autopar.equation_work import array_bytes, kernel_of
 from autopar.flatten import flatten
 from autopar.graph import Atom, aval_of, read
-from autopar.pipeline.layers import Received, cluster_layers, received_bytes
-from autopar.regions import MARKERS, repeats
-from autopar.work import array_bytes, kernel_of
+from autopar.pipeline.layer_clustering import Received, cluster_layers, received_bytes
 
 boundary_p = Primitive("pipeline_boundary")
 boundary_p.multiple_results = True

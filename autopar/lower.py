@@ -9,10 +9,10 @@ from jax.extend.core import Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import graph
-from autopar.accumulate import Apart, accumulate, accumulate_apart
 from autopar.evaluate import Numbered, compiler_options, evaluate
+from autopar.microbatch.accumulation import Apart, accumulate, accumulate_apart
 from autopar.plan import Plan, Stage
-from autopar.sharding.manual import on_devices
+from autopar.sharding.manual_regions import on_devices
 from autopar.sharding.memory_roles import MEMORY_ROLES
 from autopar.sharding.spec import AnyMesh, Spec, partition_spec, replicated
 from autopar.shardwise import Wanted, shardwise, wanted_by

@@ -23,14 +23,14 @@ from autopar.checks import (
 )
 from autopar.devices import DEVICES, Devices, device_mesh, mesh_meant
 from autopar.layers import AutoLayerOption, LayerOption
-from autopar.pipeline.schedules import Pipeline, schedule_kind, schedule_names
+from autopar.pipeline.pipeline_schedules import Pipeline, schedule_kind, schedule_names
 from autopar.pipeline.stage_options import AutoStageOption, StageOption, UniformStageOption
 from autopar.plan import Plan
 from autopar.sharding.options import AUTO, DATA_PARALLEL, PINS, ZERO2, ZERO3, ShardingOptions
 from autopar.sharding.pins import specs_by_path
 from autopar.trace import StepGraph
 from simulator.cluster import Cluster
-from simulator.mixed import AnyCluster, MixedCluster
+from simulator.heterogeneous import AnyCluster, MixedCluster
 
 CLUSTER = instance("a simulator.Cluster or MixedCluster, the name of one or a path", Cluster, MixedCluster) | PATH
 _COMMON: dict[str, Any] = {"devices": DEVICES, "cluster": CLUSTER | NONE, "memory_budget": BYTES | NONE}
@@ -163,7 +163,7 @@ class PipeshardParallel(PlanningMethod):
     Attributes:
         num_micro_batches: a number, or "auto".
         default_auto_sharding_option: limits on the shardings of stages.
-        pipeline_schedule: one of `autopar.pipeline.schedules.schedule_names()`, or "auto".
+        pipeline_schedule: one of `autopar.pipeline.pipeline_schedules.schedule_names()`, or "auto".
         layer_option: how the loss function is cut into layers, if no decorator says so; its `remat_layer` may be "auto".
         stage_option: which layers form a stage, on which devices; "uniform" and "auto" are a `UniformStageOption()` and an
             `AutoStageOption()`. stage_mode: the same, in the words of Alpa's tutorial.

@@ -129,7 +129,7 @@ class PipelineSchedule(_Model):
     """In which order the stages of a pipeline run.
 
     Attributes:
-        name: see `autopar.pipeline.schedules.schedule_names`.
+        name: see `autopar.pipeline.pipeline_schedules.schedule_names`.
         num_chunks: stages on each submesh; stage s is on submesh s modulo the number of submeshes.
         layer_option: how the loss function is cut into layers, unless it says so itself.
     """

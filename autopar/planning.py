@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 
+from autopar._cpython import builds_graphs
+from autopar.control_flow import loop_p
 from autopar.graph import aval_of
-from autopar.inspect.axis_uses import with_axis_uses
-from autopar.inspect.strategies import print_if_asked
-from autopar.interpreter import builds_graphs
 from autopar.plan import Constraint, MemorySplit, Plan, Stage, TimeSplit, Value
-from autopar.regions import loop_p
+from autopar.report.axis_uses import with_axis_uses
+from autopar.report.decisions import print_if_asked
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import check_patterns
 from autopar.sharding.planner import Shardings, plan_shardings

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
+from autopar._cpython import builds_graphs
 from autopar.analytic import analytic_pipeline, analytic_program
 from autopar.arguments import (
     ARGNUMS,
@@ -19,32 +20,31 @@ from autopar.arguments import (
     leaves_of,
 )
 from autopar.checks import SHAPE, OptionError, checked, instance, one_of, shown, that, whole
+from autopar.control_flow import MARKERS, repeats
 from autopar.devices import Device, logical_mesh, mesh_meant, mesh_on
+from autopar.equation_work import kernel_of
 from autopar.graph import aval_of
-from autopar.interpreter import builds_graphs
 from autopar.layers import LayerOption
 from autopar.lower import compile_program
 from autopar.methods import CLUSTER, PLAN, PipeshardParallel, PlanningMethod, ShardParallel
 from autopar.pipeline.compiling import compile_pipeline
+from autopar.pipeline.option_search import layer_options, micro_batch_counts, schedules, search
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.planning import PipelinePlanner
-from autopar.pipeline.search import layer_options, micro_batch_counts, schedules, search
-from autopar.pipeline.stages import NoStagesError
+from autopar.pipeline.stage_problem import NoStagesError
 from autopar.plan import Plan
 from autopar.planned import Planned, PlannedStep
 from autopar.planning import make_plan
-from autopar.regions import MARKERS, repeats
 from autopar.sharding.planner import MemoryBudgetError
 from autopar.sharding.spec import LogicalMesh
 from autopar.trace import StepGraph, abstract, trace
-from autopar.work import kernel_of
 from simulator.breakdown import predict as prediction_of_program
 from simulator.cluster import Cluster
-from simulator.costed import costed_on
+from simulator.cost_fingerprint import cost_fingerprint
 from simulator.description import ClusterError
 from simulator.engine import simulate as timeline_of
-from simulator.hlo.passes import part_of
-from simulator.mixed import AnyCluster, MixedCluster, load_cluster
+from simulator.heterogeneous import AnyCluster, MixedCluster, load_cluster
+from simulator.hlo.provenance import part_of
 from simulator.prediction import Prediction
 from simulator.program import Program
 from simulator.timeline import Timeline
@@ -225,7 +225,7 @@ def _program(planned: Planned, cluster: AnyCluster, donate_argnums: Argnums, fid
         whole, pool = PlannedStep(step, plan), single_pool(cluster, f"a plan of {plan.method}")
         program = analytic_program(whole, pool) if analytic else compile_program(step, plan, pool, donated)[0]
     rows = [jax.tree.leaves(step.in_avals)[i].shape[0] for i in step.batch]
-    costed_for = costed_on(program, cluster) if analytic else ""
+    costed_for = cost_fingerprint(program, cluster) if analytic else ""
     needed, examples = _needed_flops(step), max(rows, default=0)
     return replace(program, model_flops=needed, examples=examples, costed_for=costed_for)
 

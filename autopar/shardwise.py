@@ -15,8 +15,8 @@ import jax
 from jax.extend.core import JaxprEqn
 from jax.sharding import get_abstract_mesh
 
-from autopar.accumulate import along, complete
 from autopar.evaluate import Apply, as_traced
+from autopar.microbatch.accumulation import along, complete
 from autopar.plan import Stage
 from autopar.sharding.binding import bind_shards
 from autopar.sharding.factors import assignment_of

@@ -11,13 +11,13 @@ import jax
 from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar import graph
+from autopar._cpython import builds_graphs
 from autopar.flatten import flatten
-from autopar.gradients import marking, marking_results, telling_examples
 from autopar.graph import aval_of
 from autopar.hosts.arrays import DistributedArray
-from autopar.interpreter import builds_graphs
 from autopar.layers import LayerOption, layered, layering
-from autopar.microbatch import MicrobatchError, Microbatching, check_computation, split
+from autopar.microbatch.gradients import marking, marking_results, telling_examples
+from autopar.microbatch.splitting import MicrobatchError, Microbatching, check_computation, split
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class StepGraph:
 
     @property
     def chunks(self) -> int:
-        """Runs of neighbouring examples that a microbatch consists of (`autopar.rows`)."""
+        """Runs of neighbouring examples that a microbatch consists of (`autopar.microbatch.batch_rows`)."""
         return self.microbatching.chunks if self.microbatching else 1
 
     @property

@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import autopar
+from autopar.pipeline.cross_mesh_resharding import reshard
+from autopar.pipeline.instructions import task_of
 from autopar.pipeline.profiling import task_seconds
-from autopar.pipeline.program import task_of
-from autopar.pipeline.resharding import reshard
 from autopar.runtime.transports import by_tiles, whole
 from autopar.sharding.spec import LogicalMesh, partition_spec
 from simulator.program import Run, walk

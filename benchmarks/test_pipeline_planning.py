@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.pipeline.layers import cluster_layers, received_bytes
-from autopar.pipeline.resharding import reshard
-from autopar.pipeline.schedules import Pipeline, make_schedule, schedule_names
-from autopar.pipeline.stage_search import construct_stages
-from autopar.pipeline.stages import StageCost, StageProblem, in_flight_of
+from autopar.pipeline.cross_mesh_resharding import reshard
+from autopar.pipeline.layer_clustering import cluster_layers, received_bytes
+from autopar.pipeline.pipeline_schedules import Pipeline, make_schedule, schedule_names
+from autopar.pipeline.stage_dp import construct_stages
+from autopar.pipeline.stage_problem import StageCost, StageProblem, in_flight_of
 from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes, logical_shapes
 from autopar.sharding.spec import LogicalMesh
 from experiments.models.published import gpt

@@ -13,7 +13,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 import autopar
 from autopar.lower import compile_program
-from autopar.pipeline.schedules import Pipeline, make_schedule
+from autopar.pipeline.pipeline_schedules import Pipeline, make_schedule
 from autopar.trace import trace
 from experiments.models import build_model
 from simulator.clock import Clock

@@ -12,9 +12,9 @@ from jax.sharding import AbstractMesh
 
 import autopar
 from autopar.devices import logical_mesh
+from autopar.directives import ModelSchedule, build
+from autopar.directives.build import Backend
 from autopar.methods import PlanningMethod
-from autopar.schedule import ModelSchedule, build
-from autopar.schedule.build import Backend
 from experiments.models import GPT, Model
 from experiments.schedules import megatron, schedule_gpt, split_attention, train_step
 from experiments.strategy import Prediction, Runnable, Shape

@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 
 import autopar
 from autopar import model_schedules
+from autopar.directives import Built, ModelSchedule
 from autopar.methods import PlanningMethod
 from autopar.model_schedules import Knobs, Names
-from autopar.schedule import Built, ModelSchedule
 from experiments.models.gpt import GPT
 from experiments.models.model import Batch, Model
 from experiments.models.transformer import attend

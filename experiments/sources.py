@@ -34,13 +34,13 @@ PREDICT = (
 
 # What single collectives are timed with, and what their curves are fitted with.
 COLLECTIVES = (
-    "autopar/manual/collectives.py",
+    "autopar/manual/named_collectives.py",
     "autopar/microbenchmarks.py",
     "autopar/util.py",
     "experiments/measurements/collectives.py",
-    "simulator/calibration/collectives.py",
-    "simulator/calibration/profiles.py",
-    "simulator/calibration/tables.py",
+    "simulator/calibration/fit_collectives.py",
+    "simulator/calibration/shipped_profiles.py",
+    "simulator/calibration/fit_profiles.py",
     "simulator/collective_profile.py",
     "simulator/files.py",
     "simulator/work.py",

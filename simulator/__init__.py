@@ -20,8 +20,8 @@ from simulator.cluster import Cluster, Device, Link, cluster_names
 from simulator.costs import BandwidthOnly, ClusterCosts, CostModel, MixedCosts, costs_of
 from simulator.description import ClusterError
 from simulator.engine import simulate
+from simulator.heterogeneous import MixedCluster, load_cluster
 from simulator.memory import Footprint, MemoryUse
-from simulator.mixed import MixedCluster, load_cluster
 from simulator.prediction import Prediction
 from simulator.program import DeadlockError, Free, Program, Recv, Run, Send, parse_instruction, walk
 from simulator.program_file import ProgramError, load_program, save_program

@@ -9,8 +9,8 @@ from simulator.backend import Backend
 from simulator.cluster import Device
 from simulator.costs import CostModel
 from simulator.engine import simulate
+from simulator.heterogeneous import AnyCluster
 from simulator.memory import Footprint
-from simulator.mixed import AnyCluster
 from simulator.prediction import Prediction
 from simulator.program import Phase, Program, Run, parse_instruction
 from simulator.timeline import Span, Timeline

@@ -10,12 +10,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from simulator.backend import BACKENDS, Backend, backend_named
 from simulator.breakdown import prediction_of
-from simulator.calibration.profiles import fit_profiles, write_profile
-from simulator.calibration.tables import COLUMNS, fit_collectives
+from simulator.calibration.fit_profiles import COLUMNS, fit_collectives
+from simulator.calibration.shipped_profiles import fit_profiles, write_profile
 from simulator.engine import simulate
 from simulator.files import check_writable, read_table
 from simulator.formula import predict
-from simulator.formula.files import Formula, load_for_program, load_machine
+from simulator.formula.scenario_files import Formula, load_for_program, load_machine
 from simulator.formula.what_if import Change
 from simulator.gantt import save_gantt
 from simulator.prediction import Prediction

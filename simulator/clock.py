@@ -2,7 +2,7 @@
 
 A program is turned into arrays once; any costs then play it in a loop over integers, which numba compiles where it is installed and
 the program is long (64 stages with 512 microbatches take a millisecond then). What a task does to its mesh is found once for all its
-microbatches: nine numbers (`simulator.effect`), or a few lines where computation and collectives slow each other (`simulator.lag`).
+microbatches: nine numbers (`simulator.max_plus`), or a few lines where computation and collectives slow each other (`simulator.contended_effect`).
 """
 
 from collections import Counter, defaultdict, deque
@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator import engine
+from simulator.contended_effect import PiecewiseEffect, piecewise_effect_of
 from simulator.costs import CostModel
-from simulator.effect import Effect, contends, effect_of
-from simulator.lag import Lagged, lagged_of
+from simulator.max_plus import MaxPlusMap, contends, max_plus_map_of
 from simulator.program import Free, Instruction, Program, Recv, Run, Send, walk
 from simulator.work import Done, Start
 
@@ -107,7 +107,7 @@ class Clock:
             return max((each.end for each in of_mesh), default=0.0)
         return self._played(known.table, dispatch)
 
-    def play(self, effect: Callable[[int, Instruction], Effect], dispatch: float = 0.0) -> float:
+    def play(self, effect: Callable[[int, Instruction], MaxPlusMap], dispatch: float = 0.0) -> float:
         """Seconds of the step where an instruction of a mesh has the effect given; it is asked once for each of `kinds`.
 
         Raises:
@@ -129,19 +129,23 @@ class Clock:
             raise AssertionError("the clock is stuck where the walk is not")
         return float(end)
 
-    def _effect(self, mesh: int, instruction: Instruction, costs: CostModel) -> Effect | Lagged | None:
+    def _effect(self, mesh: int, instruction: Instruction, costs: CostModel) -> MaxPlusMap | PiecewiseEffect | None:
         devices = self.program.meshes[mesh]
         match instruction:
             case Run():
                 body = self.program.body(instruction)
-                return (lagged_of if contends(body, costs, devices) else effect_of)(body, costs, devices)
+                return (piecewise_effect_of if contends(body, costs, devices) else max_plus_map_of)(
+                    body, costs, devices
+                )
             case Send(_, to, num_bytes):
                 pairs = self.program.pairs(mesh, to)
-                return Effect.transfer(costs.collective("permute", num_bytes / len(pairs), pairs), costs.link(pairs))
+                return MaxPlusMap.transfer(
+                    costs.collective("permute", num_bytes / len(pairs), pairs), costs.link(pairs)
+                )
             case Recv(_, _, gather) if gather is not None:
-                return effect_of((Start(gather), Done(gather.name)), costs, devices)
+                return max_plus_map_of((Start(gather), Done(gather.name)), costs, devices)
             case _:
-                return Effect()
+                return MaxPlusMap()
 
 
 def _kind_of(instruction: Instruction) -> Hashable:
@@ -157,18 +161,18 @@ def _kind_of(instruction: Instruction) -> Hashable:
             return None
 
 
-def _table(effects: Sequence[Effect | Lagged]) -> _Table:
+def _table(effects: Sequence[MaxPlusMap | PiecewiseEffect]) -> _Table:
     """Effects as arrays, those without pieces and those with them side by side.
 
     The last number of a row says whether it is the link between hosts that the instruction keeps busy.
     """
     rows = [
         (*(0.0,) * 9, each.link == "between hosts")
-        if isinstance(each, Lagged)
+        if isinstance(each, PiecewiseEffect)
         else (*each.compute, *each.within, *each.between, each.between[0] > -inf)
         for each in effects
     ]
-    pieces = [each.pieces if isinstance(each, Lagged) else () for each in effects]
+    pieces = [each.pieces if isinstance(each, PiecewiseEffect) else () for each in effects]
     begins = np.cumsum([0, *map(len, pieces)])
     joined = [row for each in pieces for row in each]
     return np.array(rows, np.float64).reshape(-1, 10), begins, np.array(joined, np.float64).reshape(-1, 5)

@@ -1,7 +1,7 @@
 """Clusters: devices, links and how many of each, read from YAML files.
 
 The shipped files are in `simulator/clusters` and `simulator/devices`; a user's own file works the same way. Clusters whose hosts
-are not all alike are in `simulator.mixed`.
+are not all alike are in `simulator.heterogeneous`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -106,7 +106,7 @@ class Link(Description):
 
 
 class Processes(Description):
-    """Hosts that are processes of one machine and share its cores (`simulator.hosts`).
+    """Hosts that are processes of one machine and share its cores (`simulator.shared_cpu`).
 
     Attributes:
         step_us: what a step costs a host beside its instructions: being told of it, and telling that it is done.

@@ -22,7 +22,7 @@ from math import ceil, log2
 
 from simulator.cluster import Cluster, Link
 from simulator.collective_profile import CollectiveProfile, SizeCurve, SwitchCurve, sent_fraction, transfer_seconds
-from simulator.network import Flows, Ring, Routes, strided_ring
+from simulator.topology import Flows, Ring, Routes, strided_ring
 from simulator.work import CollectiveKind
 
 _TREE_EFFICIENCY = 0.92

@@ -11,9 +11,9 @@ from simulator.cluster import Cluster
 from simulator.collective_profile import sent_fraction
 from simulator.collectives import Network
 from simulator.compute import KernelModel
-from simulator.mixed import AnyCluster, MixedCluster
-from simulator.network import Flows, find_routes
+from simulator.heterogeneous import AnyCluster, MixedCluster
 from simulator.timeline import Link
+from simulator.topology import Flows, find_routes
 from simulator.work import Collective, CollectiveKind, Groups, Kernel
 
 

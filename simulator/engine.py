@@ -2,7 +2,7 @@
 
 All devices of a mesh do the same at the same time, so a mesh has one compute stream, which takes operations in order, and one
 communication stream for each class of links, which takes what the compute stream hands it, in order. They meet where the compute stream
-waits. A host hands the instructions to all. What several meshes send at the same time shares the network cards (`simulator.cards`); their
+waits. A host hands the instructions to all. What several meshes send at the same time shares the network cards (`simulator.nic_sharing`); their
 collectives are not taken to meet. Computation and collectives may slow each other (`simulator.streams`). (`simulator.clock` finds the same makespan faster, and no timeline.)
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from simulator.backend import Backend
-from simulator.cards import Cards, Message, Parts, Way, meetings
-from simulator.costed import check_costed
+from simulator.cost_fingerprint import check_cost_fingerprint
 from simulator.costs import CostModel, costs_of
-from simulator.mixed import AnyCluster
+from simulator.heterogeneous import AnyCluster
+from simulator.nic_sharing import Message, NicSharing, Parts, Way, meetings
 from simulator.program import Free, Instruction, Program, Recv, Run, Send, walk
 from simulator.streams import Streams
 from simulator.timeline import LINKS, Arrow, Span, Timeline
@@ -55,7 +55,7 @@ def simulate(
             raise ValueError(
                 f"mesh {mesh} has devices {devices}; cluster {cluster.name!r} has devices 0 to {cluster.num_devices - 1}"
             )
-    check_costed(program, cluster)
+    check_cost_fingerprint(program, cluster)
     of_mesh, arrows = play(program, costs, dispatch, backend)
     spans = tuple(span for streams in of_mesh for span in streams.spans)
     levels = tuple(tuple(streams.levels) for streams in of_mesh) if program.levels else ()
@@ -106,7 +106,7 @@ class _Engine:
         played = ((mesh, each) for mesh, row in enumerate(program.instructions) for each in row)
         self.meetings = meetings_of(program, played, costs)
         self._sent: dict[tuple[str, int, int], Span] = {}
-        self._cards = Cards()
+        self._cards = NicSharing()
         if backend is not None:
             for streams in self.of_mesh:
                 streams.launch = 1e-6 * backend.kernel_us

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from simulator.figures import pyplot, save_figure
+from simulator.figure_style import pyplot, save_figure
 from simulator.program import Phase, Run, parse_instruction
 from simulator.timeline import Link, Timeline
 

@@ -33,7 +33,7 @@ class FusedAttention(Description):
 class KernelProfile(Description):
     """What `simulator.gemm` and `simulator.compute` know of a device beside its peaks.
 
-    The two efficiencies are enough for a rough description; `simulator.calibration.gemms` fits the rest to measured products.
+    The two efficiencies are enough for a rough description; `simulator.calibration.fit_products` fits the rest to measured products.
 
     Attributes:
         source: what was measured, by whom, under which licence; which shapes were fitted, and the errors on the others.

@@ -97,7 +97,7 @@ class Program:
         model_flops: FLOP of the products and convolutions that the step needs, nothing computed twice, of all devices; None if nobody
             says.
         examples: that the step learns from; 0 if nobody says.
-        costed_for: the cluster whose seconds the bodies have, as `simulator.costed` writes it; nothing where they leave that to a cost
+        costed_for: the cluster whose seconds the bodies have, as `simulator.cost_fingerprint` writes it; nothing where they leave that to a cost
             model, so that any cluster can time them.
     """
 

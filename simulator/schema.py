@@ -1,4 +1,4 @@
-"""JSON schemas of the files that describe hardware, for editors and checkers: what `simulator.cluster` and `simulator.mixed` read."""
+"""JSON schemas of the files that describe hardware, for editors and checkers: what `simulator.cluster` and `simulator.heterogeneous` read."""
 
 import re
 from collections.abc import Callable, Mapping

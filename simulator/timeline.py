@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from simulator.files import write_text
+from simulator.heterogeneous import AnyCluster
 from simulator.memory import Level, MemoryUse
-from simulator.mixed import AnyCluster
 from simulator.perfetto import chrome_trace
 from simulator.work import Part
 

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from autopar.sharding.problem import ChoiceProblem, Limit
+from autopar.sharding.selection_problem import CapacityConstraint, SelectionProblem
 from autopar.sharding.spec import LogicalMesh
 
 MESHES = [(1,), (2,), (4,), (8,), (1, 4), (2, 2), (2, 4), (2, 2, 2)]
@@ -17,7 +17,7 @@ def meshes(draw: st.DrawFn) -> LogicalMesh:
 
 
 @st.composite
-def choice_problems(draw: st.DrawFn, decisions: int = 6, options: int = 4) -> ChoiceProblem:
+def choice_problems(draw: st.DrawFn, decisions: int = 6, options: int = 4) -> SelectionProblem:
     """Small random choice problems, some pairs of options forbidden, some with limits."""
     sizes = draw(st.lists(st.integers(1, options), min_size=1, max_size=decisions))
     density = draw(st.floats(0, 1))
@@ -38,5 +38,5 @@ def choice_problems(draw: st.DrawFn, decisions: int = 6, options: int = 4) -> Ch
         pairs = {
             key: rng.integers(0, 10, cost.shape).astype(float) for key, cost in edges.items() if rng.random() < 0.3
         }
-        limits.append(Limit(uses, least + (most - least) * draw(st.floats(-0.2, 1)), pairs))
-    return ChoiceProblem(nodes, edges, limits)
+        limits.append(CapacityConstraint(uses, least + (most - least) * draw(st.floats(-0.2, 1)), pairs))
+    return SelectionProblem(nodes, edges, limits)

@@ -44,8 +44,8 @@ IMPORT = """
 import sys, autopar
 slow = {"flax", "optax", "orbax", "pandas", "ray", "scipy"}
 print(sorted(slow & sys.modules.keys()))
-from autopar import Verify, schedule
-assert autopar.create_schedule is schedule.create_schedule
+from autopar import Verify, directives
+assert autopar.create_schedule is directives.create_schedule
 assert "build" in dir(autopar)
 print(sorted({"flax"} & sys.modules.keys()))
 """

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from autopar.checkpoint.manifest import CheckpointError, DamagedCheckpointError, SavedArray, SavedPiece
-from autopar.pipeline.resharding import Tile
+from autopar.pipeline.cross_mesh_resharding import Tile
 
 if TYPE_CHECKING:
     from orbax.checkpoint import Checkpointer

@@ -24,8 +24,8 @@ from autopar.checkpoint.parts import Wanted, restore
 from autopar.checkpoint.saving import finish_saving
 from autopar.hosts import session
 from autopar.hosts.job import Place
-from autopar.inspect import PlacementSpec
 from autopar.keys import data_aval, impl_of, is_key
+from autopar.report import PlacementSpec
 
 _SHOWN = 5
 """How many arrays an error names."""

@@ -28,7 +28,7 @@ from autopar.checkpoint.manifest import (
 from autopar.checkpoint.parts import copied, in_part, tile_of, write
 from autopar.hosts.arrays import DistributedArray
 from autopar.keys import is_key
-from autopar.pipeline.resharding import Tile
+from autopar.pipeline.cross_mesh_resharding import Tile
 from autopar.progress import tell
 
 _HERE = "driver"

@@ -11,7 +11,7 @@ from autopar.hosts.job import Array
 from autopar.keys import is_key
 
 if TYPE_CHECKING:
-    from autopar.hosts.cluster import RayHosts
+    from autopar.hosts.driver import RayHosts
 
 
 class DistributedArray:

@@ -8,7 +8,7 @@ import jax
 from autopar.hosts.arrays import plain
 from autopar.hosts.executable import RemoteExecutable
 from autopar.hosts.job import Array
-from autopar.hosts.preparing import prepare_state
+from autopar.hosts.job_export import prepare_state
 from autopar.trace import StepGraph
 
 

@@ -10,16 +10,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar import inspect
+from autopar import report
 from autopar.hosts.arrays import DistributedArray
-from autopar.hosts.cluster import RayHosts
+from autopar.hosts.driver import RayHosts
 from autopar.hosts.job import Array
-from autopar.hosts.preparing import Prepared, prepare_pipeline, prepare_step
+from autopar.hosts.job_export import Prepared, prepare_pipeline, prepare_step
 from autopar.hosts.timelines import Note, merged
 from autopar.lower import WHOLE_STEP
-from autopar.pipeline.cut import Task
+from autopar.pipeline.instructions import task_of
+from autopar.pipeline.partition import Task
 from autopar.pipeline.planned import PlannedPipeline
-from autopar.pipeline.program import task_of
 from autopar.plan import Plan
 from autopar.planned import PlannedStep
 from autopar.runtime.inspected import InspectedPipeline
@@ -131,9 +131,9 @@ class RemoteExecutable(ABC):
         """A pytree like the result, with a `PlacementSpec` for every array."""
         return jax.tree.unflatten(self.step.out_tree, [self._spec(each.aval, each) for each in self._made])
 
-    def _spec(self, aval: Any, array: Array) -> inspect.PlacementSpec:
+    def _spec(self, aval: Any, array: Array) -> report.PlacementSpec:
         mesh = self._prepared.job.meshes.index(array.place.mesh.devices)
-        return inspect.placed(aval, array.sharding, mesh, array.place.mesh.devices)
+        return report.placed(aval, array.sharding, mesh, array.place.mesh.devices)
 
     @cached_property
     def _made(self) -> list[Array]:
@@ -150,10 +150,10 @@ class RemoteExecutable(ABC):
     def _memory(self) -> tuple[MemoryUse, ...]:
         """For each mesh the bytes on one device, by the compiler's buffer assignment."""
 
-    def _program(self, run: Run, status: inspect.Status) -> str:
+    def _program(self, run: Run, status: report.Status) -> str:
         """The program of a task; what only its compiler knows is asked of the workers that run it."""
         if status == "annotated":
-            return inspect.annotated(*self._prepared.functions[run.task], self.hosts.platform)
+            return report.annotated(*self._prepared.functions[run.task], self.hosts.platform)
         devices = self._prepared.job.calls[run].devices
         return self.hosts.ask(devices, "program_text", self._number, run, status)[0]
 
@@ -217,19 +217,19 @@ class RemoteStep(RemoteExecutable):
         """Bytes that one device needs to run the step."""
         return self.memory.total
 
-    def get_hlo_text(self, status: inspect.Status = "optimized") -> str:
+    def get_hlo_text(self, status: report.Status = "optimized") -> str:
         """The program: "traced", "annotated" with shardings, "partitioned" for one device, or "optimized" as it runs."""
         match status:
             case "traced":
-                return inspect.traced(self, self.hosts.platform)
+                return report.traced(self, self.hosts.platform)
             case "annotated" | "partitioned" | "optimized":
                 return self._program(WHOLE_STEP, status)
             case other:
-                raise inspect.unknown_status(other)
+                raise report.unknown_status(other)
 
     def dump_debug_info(self, folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
-        """Write plan, reasons, placements, reshardings, programs and memory to `folder`; see `autopar.inspect.DEBUG_FILES`."""
-        return inspect.dump_debug_info(self, folder, name)
+        """Write plan, reasons, placements, reshardings, programs and memory to `folder`; see `autopar.report.DEBUG_FILES`."""
+        return report.dump_debug_info(self, folder, name)
 
 
 class RemotePipeline(RemoteExecutable, InspectedPipeline):
@@ -255,5 +255,5 @@ class RemotePipeline(RemoteExecutable, InspectedPipeline):
     def _memory(self) -> tuple[MemoryUse, ...]:
         return self.memory
 
-    def _text(self, task: Task, status: inspect.Status) -> str:
+    def _text(self, task: Task, status: report.Status) -> str:
         return self._program(self.tasks[task], status)

@@ -12,12 +12,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autopar.keys import data_aval, impl_of, is_key, key_dtype
-from autopar.pipeline.resharding import Resharding
+from autopar.pipeline.cross_mesh_resharding import Resharding
 from autopar.sharding.spec import LogicalMesh, Spec, from_partition_spec, partition_spec
 from simulator.program import Instruction, Run
 
 if TYPE_CHECKING:
-    from autopar.inspect import PlacementSpec
+    from autopar.report import PlacementSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Input:
     Attributes:
         number: of the input.
         home: the whole input, where the step wants it; the mesh may be another one, and gets it by one of the job's `spreads`.
-        parts: what it becomes: itself, or microbatches (`autopar.rows`).
+        parts: what it becomes: itself, or microbatches (`autopar.microbatch.batch_rows`).
     """
 
     number: int
@@ -173,7 +173,7 @@ class Job:
         spreads: deliveries before the first instruction, by input and mesh: of inputs that other meshes read, too, than that which is
             their home.
         zeros: for each mesh the sums that microbatches are added to.
-        chunks: runs of neighbouring examples that a microbatch consists of (`autopar.rows`).
+        chunks: runs of neighbouring examples that a microbatch consists of (`autopar.microbatch.batch_rows`).
     """
 
     programs: Mapping[str, bytes]

@@ -11,7 +11,7 @@ from autopar.hosts.ray_private import found_address
 from autopar.progress import tell
 
 if TYPE_CHECKING:
-    from autopar.hosts.cluster import RayHosts
+    from autopar.hosts.driver import RayHosts
 
 _hosts: "RayHosts | None" = None
 _asked: tuple[int | None, int | Sequence[int] | None, float] | None = None
@@ -38,7 +38,7 @@ def join(
         import ray
     except ImportError as error:
         raise HostsError("cluster='ray' needs Ray: install autopar[ray]") from error
-    from autopar.hosts.cluster import RayHosts
+    from autopar.hosts.driver import RayHosts
 
     if ray.is_initialized():
         _check_address(address)
@@ -60,7 +60,7 @@ def rejoin() -> None:
     Raises:
         HostsError: no workers can be started on them.
     """
-    from autopar.hosts.cluster import RayHosts
+    from autopar.hosts.driver import RayHosts
     from autopar.hosts.workers import alive_nodes
 
     global _hosts

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.runtime.arguments import Values
+from autopar.runtime.argument_placement import Values
 from autopar.runtime.timing import span_of, wait_for
 from simulator.memory import MemoryUse
 from simulator.program import Free, Instruction, Recv, Run, Send

@@ -13,16 +13,16 @@ import numpy as np
 from autopar.checkpoint.manifest import CheckpointError, SavedArray
 from autopar.checkpoint.parts import Wanted, copied, restore, write
 from autopar.devices import Device
+from autopar.hosts.batch_threads import open_reader
 from autopar.hosts.environment import check_port, devices_of, free_port, versions
 from autopar.hosts.errors import HostsError
 from autopar.hosts.job import Array, Job, Place
-from autopar.hosts.loaded import Loaded, placed
+from autopar.hosts.job_executable import Loaded, placed
 from autopar.hosts.mailbox import Mailbox
-from autopar.hosts.reading import open_reader
 from autopar.hosts.timelines import Execute, Note, Stopwatch
-from autopar.inspect.hlo import Status
-from autopar.pipeline.resharding import Tile
-from autopar.runtime.reading import Reader
+from autopar.pipeline.cross_mesh_resharding import Tile
+from autopar.report.program_text import Status
+from autopar.runtime.batch_reading import Reader
 from autopar.target import memory_of
 from autopar.util import zeros
 from simulator.memory import MemoryUse

@@ -13,11 +13,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from autopar.hosts.environment import check_versions, leave_gpus, variables_of_worker, versions, virtual_devices
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, PortTakenError, StepFailedError
+from autopar.hosts.health import Doing, Silent, State, Watch, culprit, silence_seconds
 from autopar.hosts.ray_private import python_of_workers
-from autopar.hosts.watching import Doing, Silent, State, Watch, culprit, silence_seconds
 from autopar.hosts.worker import Group, InstructionError, Worker
 from autopar.progress import tell
-from autopar.runtime.reading import DataLoaderError
+from autopar.runtime.batch_reading import DataLoaderError
 
 _CHANGES = frozenset({"run", "put", "zeros", "copy", "restore", "unload"})
 """What workers do that later calls see."""

@@ -2,7 +2,7 @@
 
 import jax
 
-from autopar.manual.collectives import AxisName
+from autopar.manual.named_collectives import AxisName
 
 
 def fold_rng_over_axis(key: jax.Array, axis: AxisName) -> jax.Array:

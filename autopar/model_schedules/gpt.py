@@ -1,9 +1,9 @@
 """GPT (Radford et al., 2019): logits through the embedding; queries, keys and values in one product."""
 
+from autopar.directives.scheduled_model import ModelSchedule
 from autopar.model_schedules.attention import causal_attention, causal_flash_attention
 from autopar.model_schedules.knobs import Knobs
 from autopar.model_schedules.transformer import Layer, Names, schedule_transformer
-from autopar.schedule.model import ModelSchedule
 
 GPT = Names(
     blocks="block_*",

@@ -1,9 +1,9 @@
 """Decoders like LLaMA (Touvron et al., 2023): no biases, gated feed-forward layers, a head of its own."""
 
+from autopar.directives.scheduled_model import ModelSchedule
 from autopar.model_schedules.attention import causal_attention, causal_flash_attention
 from autopar.model_schedules.knobs import Knobs
 from autopar.model_schedules.transformer import Layer, Names, schedule_transformer
-from autopar.schedule.model import ModelSchedule
 
 LLAMA = Names(
     blocks="block_*",

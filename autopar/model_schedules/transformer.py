@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import jax
 
+from autopar.directives.definitions import ScheduleError
+from autopar.directives.model_graph import joined
+from autopar.directives.scheduled_model import ModelSchedule
 from autopar.model_schedules.knobs import Knobs
-from autopar.schedule.directives import ScheduleError
-from autopar.schedule.graph import joined
-from autopar.schedule.model import ModelSchedule
 
 type Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """From queries, keys and values, (batch, length, heads, features), to what is attended to, of the same shape."""

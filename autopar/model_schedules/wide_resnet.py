@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from autopar.directives.definitions import ScheduleError
+from autopar.directives.scheduled_model import ModelSchedule
 from autopar.model_schedules.knobs import Knobs
 from autopar.model_schedules.transformer import checkpoint_blocks, cut_stages
-from autopar.schedule.directives import ScheduleError
-from autopar.schedule.model import ModelSchedule
 
 
 @dataclass(frozen=True, slots=True)

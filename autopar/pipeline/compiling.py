@@ -7,13 +7,13 @@ from dataclasses import replace
 from jax.sharding import Mesh
 
 from autopar.pipeline.lowering import StageLowering, TaskFunction
-from autopar.pipeline.memory import MeshMemory
+from autopar.pipeline.pipeline_memory import MeshMemory
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.sharding.spec import AnyMesh
 from autopar.target import compile_for, target_mesh
+from simulator.heterogeneous import AnyCluster
 from simulator.hlo import held_at_peak, parse_hlo
 from simulator.memory import MemoryUse, Role
-from simulator.mixed import AnyCluster
 from simulator.program import Program
 from simulator.work import Body, with_axes
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from autopar.pipeline.layer_costs import LayerCost, LayerFront, Way, price_between
-from autopar.pipeline.stages import StageCost
+from autopar.pipeline.stage_problem import StageCost
 
 _WORTH = 2e-3
 """Share of a stage's time for which it is worth to look for another sharding of a layer."""

@@ -7,12 +7,12 @@ from functools import cached_property
 from autopar.devices import logical_mesh
 from autopar.pipeline.layer_ranges import graph_key
 from autopar.pipeline.stage_graph import StageGraph
-from autopar.sharding.costs import MeshCosts
-from autopar.sharding.deferral import Axes
+from autopar.sharding.deferred_sync import Axes
+from autopar.sharding.lagrangian import Priced, PricedProblem
+from autopar.sharding.mesh_costs import MeshCosts
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
-from autopar.sharding.priced import Priced, PricedProblem
-from autopar.sharding.problem import InfeasibleError
+from autopar.sharding.selection_problem import InfeasibleError
 from simulator.costs import CostModel
 from simulator.program import Phase
 

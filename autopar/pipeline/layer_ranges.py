@@ -10,12 +10,12 @@ from functools import cache, cached_property
 
 from jax.extend.core import Var
 
+from autopar.equation_work import array_bytes
 from autopar.graph import aval_of
-from autopar.pipeline.cut import Task, Total
-from autopar.pipeline.cutting import cut_step
+from autopar.pipeline.partition import Task, Total
+from autopar.pipeline.partitioner import cut_step
 from autopar.pipeline.stage_graph import StageGraph, stage_graph
 from autopar.trace import StepGraph
-from autopar.work import array_bytes
 
 
 class LayerRanges:

@@ -12,14 +12,14 @@ from jax.extend.core import Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import graph
-from autopar.accumulate import added, gathered, scaled
 from autopar.evaluate import compiler_options, evaluate
-from autopar.microbatch import Combine
-from autopar.pipeline.cut import Task
+from autopar.microbatch.accumulation import added, gathered, scaled
+from autopar.microbatch.splitting import Combine
+from autopar.pipeline.partition import Task
 from autopar.pipeline.stage_graph import StageGraph, numbers_of
 from autopar.pipeline.stage_values import StageValues
 from autopar.plan import Stage
-from autopar.sharding.manual import on_devices
+from autopar.sharding.manual_regions import on_devices
 from autopar.sharding.spec import AnyMesh, Spec, partition_spec
 from autopar.shardwise import shardwise, wanted_by
 

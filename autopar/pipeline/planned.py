@@ -3,11 +3,11 @@
 from functools import cached_property
 
 from autopar.layers import FollowLayerOption, layer_of
-from autopar.pipeline.cut import Cut
-from autopar.pipeline.cutting import cut_step
-from autopar.pipeline.program import Crossing, Names, PipelineProgram, pipeline_program
-from autopar.pipeline.resharding import Resharding, reshard
-from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule
+from autopar.pipeline.cross_mesh_resharding import Resharding, reshard
+from autopar.pipeline.instructions import Crossing, Names, PipelineProgram, pipeline_program
+from autopar.pipeline.partition import Cut
+from autopar.pipeline.partitioner import cut_step
+from autopar.pipeline.pipeline_schedules import Pipeline, Schedule, make_schedule
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.pipeline.stage_values import StageValues
 from autopar.plan import PlanError

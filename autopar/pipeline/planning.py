@@ -8,16 +8,17 @@ from pathlib import Path
 
 from jax.extend.core import Var
 
+from autopar._cpython import builds_graphs
 from autopar.devices import Device, logical_mesh
+from autopar.equation_work import array_bytes
 from autopar.graph import aval_of
-from autopar.interpreter import builds_graphs
-from autopar.pipeline.cut import Cut
-from autopar.pipeline.cutting import cut_step
 from autopar.pipeline.layer_costs import LayerCosts
 from autopar.pipeline.layer_ranges import LayerRanges
+from autopar.pipeline.partition import Cut
+from autopar.pipeline.partitioner import cut_step
+from autopar.pipeline.pipeline_schedules import Pipeline, Schedule, make_schedule, splits_backward
 from autopar.pipeline.planned import num_layers
 from autopar.pipeline.profiling import StageProfiler
-from autopar.pipeline.schedules import Pipeline, Schedule, make_schedule, splits_backward
 from autopar.pipeline.stage_construction import FoundStages, find_stages, remember, transfer_seconds
 from autopar.pipeline.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
@@ -28,11 +29,10 @@ from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import check_patterns
 from autopar.sharding.planner import MemoryBudgetError
 from autopar.trace import StepGraph
-from autopar.work import array_bytes
 from simulator.costs import CostModel, costs_of
 from simulator.description import ClusterError
+from simulator.heterogeneous import AnyCluster
 from simulator.memory import Role, added, apportioned
-from simulator.mixed import AnyCluster
 
 TOLERANCE = 0.01
 """How far from the cheapest sharding a stage may be, relative: proving the rest takes most of the time."""

@@ -27,7 +27,7 @@ from autopar.planning import stage_of
 from autopar.progress import tell
 from autopar.util import zeros
 from simulator.cluster import Cluster
-from simulator.mixed import AnyCluster
+from simulator.heterogeneous import AnyCluster
 from simulator.program import Phase
 
 WARMUP, REPEAT = 1, 5

@@ -8,7 +8,7 @@ from typing import Self
 
 import numpy as np
 
-from autopar.pipeline.stages import StageCost, StageProblem
+from autopar.pipeline.stage_problem import StageCost, StageProblem
 
 _THRESHOLDS = 32
 

@@ -9,23 +9,23 @@ from math import inf, isfinite, isinf
 
 from jax.extend.core import Var
 
+from autopar.equation_work import array_bytes
 from autopar.graph import aval_of
 from autopar.pipeline.composition import ComposedStage
 from autopar.pipeline.layer_costs import Shape
 from autopar.pipeline.layer_ranges import LayerRanges
-from autopar.pipeline.schedules import has_backward
+from autopar.pipeline.pipeline_schedules import has_backward
 from autopar.pipeline.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
+from autopar.pipeline.stage_dp import construct_stages
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, PhysicalSpace, logical_shapes
-from autopar.pipeline.stage_search import construct_stages
-from autopar.pipeline.stages import InFlight, NoStagesError, StageCost, StagePlan, StageProblem, in_flight_of
+from autopar.pipeline.stage_problem import InFlight, NoStagesError, StageCost, StagePlan, StageProblem, in_flight_of
 from autopar.pipeline.submeshes import HostPool, Submesh, SubmeshSizes, enumerate_submeshes, place
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
-from autopar.sharding.problem import InfeasibleError
-from autopar.work import array_bytes
+from autopar.sharding.selection_problem import InfeasibleError
 from simulator.costs import CostModel
-from simulator.mixed import AnyCluster
+from simulator.heterogeneous import AnyCluster
 
 _MOST_HOSTS = 4
 """Of a submesh in the space "small_power_of_two"."""

@@ -11,17 +11,17 @@ from jax.extend.core import Var
 
 from autopar.devices import logical_mesh
 from autopar.graph import aval_of
-from autopar.microbatch import MicrobatchError
+from autopar.microbatch.splitting import MicrobatchError
 from autopar.pipeline.composition import ComposedStage, compose
 from autopar.pipeline.layer_costs import LayerCosts, LayerFront, Shape, Way, phase_seconds
 from autopar.pipeline.layer_ranges import LayerRanges
 from autopar.pipeline.stage_graph import StageGraph
-from autopar.sharding.deferral import candidates, check_parts
+from autopar.sharding.deferred_sync import candidates, check_parts
+from autopar.sharding.lagrangian import values_of
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import MemoryBudgetError, Shardings, Start, plan_shardings
-from autopar.sharding.priced import values_of
-from autopar.sharding.problem import InfeasibleError
+from autopar.sharding.selection_problem import InfeasibleError
 from autopar.sharding.spec import Spec
 from simulator.costs import CostModel
 from simulator.program import Phase

@@ -13,11 +13,11 @@ import jax
 from jax.extend.core import Jaxpr, Var
 
 from autopar import graph
+from autopar.equation_groups import units
 from autopar.evaluate import Numbered
-from autopar.microbatch import MicrobatchError, Microbatching
-from autopar.pipeline.cut import Cut, Task
+from autopar.microbatch.splitting import MicrobatchError, Microbatching
+from autopar.pipeline.partition import Cut, Task
 from autopar.trace import StepGraph
-from autopar.units import units
 
 
 @dataclass(frozen=True)

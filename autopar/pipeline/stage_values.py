@@ -2,19 +2,19 @@
 
 from jax.extend.core import Var
 
+from autopar.equation_work import array_bytes
 from autopar.graph import aval_of
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.plan import Stage
 from autopar.sharding.memory_roles import MEMORY_ROLES
 from autopar.sharding.spec import Spec, local_shape, replicated
-from autopar.work import array_bytes
 from simulator.memory import Role as MemoryRole
 
 
 class StageValues:
     """The values of a stage between its tasks.
 
-    Along deferred axes (`autopar.sharding.deferral`) each device computes with examples of its own. What it adds up, and what it
+    Along deferred axes (`autopar.sharding.deferred_sync`) each device computes with examples of its own. What it adds up, and what it
     hands on that depends on its examples without having a row for each, gets a leading dim: an entry per device.
 
     Attributes:

@@ -8,12 +8,12 @@ import jax
 from jax.sharding import NamedSharding
 
 from autopar.graph import aval_of
-from autopar.pipeline.cut import Task
-from autopar.pipeline.program import Crossing, micro_batch_of, task_of
-from autopar.runtime.arguments import Values
-from autopar.runtime.places import Places
+from autopar.pipeline.instructions import Crossing, micro_batch_of, task_of
+from autopar.pipeline.partition import Task
+from autopar.runtime.argument_placement import Values
 from autopar.runtime.tasks import CompiledTask
 from autopar.runtime.transports import Move, Transport, default_transport
+from autopar.runtime.value_placement import Places
 from simulator.program import Free, Instruction, Recv, Run, Send, walk
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from autopar import inspect
+from autopar import report
 from autopar.lower import jit_step, program_of
 from autopar.plan import Plan
 from autopar.target import memory_of
@@ -62,22 +62,22 @@ class Executable:
         """Bytes that one device needs to run the step."""
         return self.memory.total
 
-    def get_hlo_text(self, status: inspect.Status = "optimized") -> str:
+    def get_hlo_text(self, status: report.Status = "optimized") -> str:
         """The program: "traced", "annotated" with shardings, "partitioned" for one device, or "optimized" as it runs."""
-        return inspect.hlo_text(self, status)
+        return report.hlo_text(self, status)
 
     def get_input_placement_specs(self) -> Any:
         """A tuple like the arguments, with a `PlacementSpec` for every array."""
-        return inspect.input_placement_specs(self, self._device_ids)
+        return report.input_placement_specs(self, self._device_ids)
 
     def get_output_placement_specs(self) -> Any:
         """A pytree like the result, with a `PlacementSpec` for every array."""
-        return inspect.output_placement_specs(self, self._device_ids)
+        return report.output_placement_specs(self, self._device_ids)
 
     @property
     def _device_ids(self) -> list[int]:
         return [device.id for device in self.mesh.devices.flat]
 
     def dump_debug_info(self, folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
-        """Write plan, reasons, placements, reshardings, programs and memory to `folder`; see `autopar.inspect.DEBUG_FILES`."""
-        return inspect.dump_debug_info(self, folder, name)
+        """Write plan, reasons, placements, reshardings, programs and memory to `folder`; see `autopar.report.DEBUG_FILES`."""
+        return report.dump_debug_info(self, folder, name)

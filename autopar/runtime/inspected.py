@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autopar import inspect
-from autopar.pipeline.cut import Task
-from autopar.pipeline.memory import MeshMemory
+from autopar import report
+from autopar.pipeline.partition import Task
+from autopar.pipeline.pipeline_memory import MeshMemory
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.plan import Plan
 from autopar.trace import StepGraph
@@ -33,7 +33,7 @@ class InspectedPipeline(ABC):
         """Bytes on one device for each task, by the compiler's buffer assignment."""
 
     @abstractmethod
-    def _text(self, task: Task, status: inspect.Status) -> str:
+    def _text(self, task: Task, status: report.Status) -> str:
         """The program of a task; a status that is none of a task's is not asked for."""
 
     @abstractmethod
@@ -56,11 +56,11 @@ class InspectedPipeline(ABC):
         """Bytes that the fullest device needs to run the step."""
         return max(used.total for used in self.memory)
 
-    def get_stage_execution_info(self) -> list[inspect.StageInfo]:
+    def get_stage_execution_info(self) -> list[report.StageInfo]:
         """For every stage its layers, devices and tasks, with the work of each."""
-        return inspect.stage_infos(self.planned)
+        return report.stage_infos(self.planned)
 
-    def get_hlo_text(self, status: inspect.Status = "optimized", stage: int | None = None) -> str:
+    def get_hlo_text(self, status: report.Status = "optimized", stage: int | None = None) -> str:
         """The programs of the tasks, each under a line `// task 0F`: "annotated", "partitioned" or "optimized".
 
         Args:
@@ -85,4 +85,4 @@ class InspectedPipeline(ABC):
 
     def dump_debug_info(self, folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
         """Write plan, program, placements, the programs of every stage and their memory to `folder`."""
-        return inspect.dump_pipeline(self, folder, name)
+        return report.dump_pipeline(self, folder, name)

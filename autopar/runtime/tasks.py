@@ -10,8 +10,8 @@ import jax
 from jax.sharding import Mesh
 
 from autopar.pipeline.compiling import lower_stage
-from autopar.pipeline.cut import Task
 from autopar.pipeline.lowering import TaskFunction
+from autopar.pipeline.partition import Task
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.progress import ranges, tell
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, assert_never
 
 import jax
 
-from autopar.runtime.arguments import Values
+from autopar.runtime.argument_placement import Values
 from autopar.util import zeros
 from simulator.program import Free, Recv, Run, Send, walk
 from simulator.timeline import Span, Timeline
 
 if TYPE_CHECKING:
-    from autopar.runtime.pipeline import PipelineExecutable
+    from autopar.runtime.pipeline_executable import PipelineExecutable
 
 
 def dummy_inputs(executable: "PipelineExecutable") -> list[jax.Array]:

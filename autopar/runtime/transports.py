@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from autopar.pipeline.resharding import Resharding, tiles
+from autopar.pipeline.cross_mesh_resharding import Resharding, tiles
 from autopar.runtime.pieces import cutting, joining
 from autopar.sharding.spec import partition_spec
 

@@ -9,9 +9,9 @@ from math import prod
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import gather_p
 
-from autopar.sharding.costs import Step
+from autopar.sharding.distinct_options import each_once
 from autopar.sharding.factors import Assignment, OpFactors
-from autopar.sharding.once import each_once
+from autopar.sharding.mesh_costs import Step
 from autopar.sharding.spec import LogicalMesh, Spec, Specs, divides, local_shape
 
 

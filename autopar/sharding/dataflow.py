@@ -7,8 +7,8 @@ from typing import Literal as OneOf
 
 from jax.extend.core import Jaxpr, Literal, Var
 
-from autopar import regions
-from autopar.facts import fact
+from autopar import control_flow
+from autopar._memo import memoized_on_step
 from autopar.graph import Atom
 from autopar.sharding.factors import OpFactors
 from autopar.sharding.rules import PASS_THROUGH, op_factors
@@ -40,7 +40,7 @@ class Dataflow:
     readers: Counter[Var]
 
 
-@fact
+@memoized_on_step
 def analyse(step: StepGraph) -> Dataflow:
     """The facts about `step`. Raises MissingRuleError when an equation has no sharding rule."""
     eqns = step.jaxpr.eqns
@@ -63,7 +63,7 @@ def step_factors(step: StepGraph) -> tuple[OpFactors | None, ...]:
     return _factors(step.jaxpr)
 
 
-@fact
+@memoized_on_step
 def _factors(jaxpr: Jaxpr) -> tuple[OpFactors | None, ...]:
     passing = [eqn.primitive.name in PASS_THROUGH or not eqn.outvars for eqn in jaxpr.eqns]
     return tuple(None if passes else op_factors(eqn) for eqn, passes in zip(jaxpr.eqns, passing, strict=True))
@@ -109,7 +109,7 @@ def batch_factors(
             for var, result in zip(eqn.outvars, op.results, strict=True):
                 dims = frozenset(dim for dim, of in enumerate(result) if of and of[0] in found)
                 dims_of[var] = dims | handed_on.get(var, frozenset())
-            if eqn.primitive is regions.loop_result_p:
+            if eqn.primitive is control_flow.loop_result_p:
                 carry, result = eqn.invars[0], eqn.outvars[0]
                 assert isinstance(carry, Var)
                 handed_on[carry] = dims_of[carry] | dims_of[result]
@@ -123,7 +123,7 @@ def _parameters(step: StepGraph, marked: Sequence[frozenset[int]]) -> set[Var]:
     while True:
         known = len(reaching)
         for eqn, marks in zip(reversed(step.jaxpr.eqns), reversed(marked), strict=True):
-            held = eqn.primitive is regions.loop_result_p and eqn.invars[0] in reaching
+            held = eqn.primitive is control_flow.loop_result_p and eqn.invars[0] in reaching
             if marks or held or not reaching.isdisjoint(eqn.outvars):
                 reaching.update(atom for atom in eqn.invars if isinstance(atom, Var))
         if len(reaching) == known:

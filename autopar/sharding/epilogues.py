@@ -4,10 +4,10 @@ from collections import defaultdict
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from autopar import regions
+from autopar import control_flow
 from autopar.graph import Atom, aval_of
-from autopar.sharding.layouts import PRODUCTS
-from autopar.sharding.storage import is_view
+from autopar.sharding.lifetimes import is_view
+from autopar.sharding.operand_layouts import PRODUCTS
 from autopar.trace import StepGraph
 
 
@@ -53,7 +53,7 @@ class Values:
             if len(readers) != 1 or self.base.get(var, var) in self.outputs:
                 return None
             eqn = self.eqns[readers[0]]
-            if not is_view(eqn) or eqn.primitive in regions.MARKERS:
+            if not is_view(eqn) or eqn.primitive in control_flow.MARKERS:
                 return readers[0]
             var = eqn.outvars[next(i for i, atom in enumerate(eqn.invars) if atom is var)]
 

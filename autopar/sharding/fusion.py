@@ -20,15 +20,15 @@ from math import prod
 
 from jax.extend.core import JaxprEqn, Var
 
-from autopar import regions
-from autopar.facts import fact
+from autopar import control_flow
+from autopar._memo import memoized_on_step
+from autopar.equation_work import array_bytes
 from autopar.graph import aval_of
 from autopar.sharding.epilogues import Values, find_epilogues, find_scattered
-from autopar.sharding.layouts import GRADIENT, ORDER, PRODUCTS, Layout, layouts
+from autopar.sharding.lifetimes import EXPENSIVE, FUSIBLE, READING, is_view
+from autopar.sharding.operand_layouts import GRADIENT, ORDER, PRODUCTS, Layout, layouts
 from autopar.sharding.rules import PASS_THROUGH
-from autopar.sharding.storage import EXPENSIVE, FUSIBLE, READING, is_view
 from autopar.trace import StepGraph
-from autopar.work import array_bytes
 
 _SCATTERS = frozenset({"scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min", "dynamic_update_slice"})
 
@@ -110,7 +110,7 @@ class Traffic:
     leaders: Mapping[int, int]
 
 
-@fact
+@memoized_on_step
 def traffic(step: StepGraph, fuses_rows: bool = True) -> Traffic:
     """What `step` moves; without `fuses_rows` each reduction is a kernel of its own."""
     fused = _Fusion(step, fuses_rows)
@@ -132,7 +132,7 @@ class _Fusion:
         self.kernels: dict[int, _Kernel] = {}
         self.inside: list[tuple[int, ...]] = [()] * len(self.eqns)  # the kernels that compute an equation
         self.region = _regions(step)
-        finals = (eqn.invars[1] for eqn in self.eqns if eqn.primitive is regions.loop_result_p)
+        finals = (eqn.invars[1] for eqn in self.eqns if eqn.primitive is control_flow.loop_result_p)
         self.carried = {atom for atom in finals if isinstance(atom, Var)}  # updated in place, each by itself
 
         self._place()
@@ -185,7 +185,7 @@ class _Fusion:
             eqn = self.eqns[number]
             name, operands = eqn.primitive.name, [v for v in map(self.values.shown, eqn.invars) if v is not None]
             users = tuple(dict.fromkeys(k for var in eqn.outvars for k in self._users(var)))
-            if eqn.primitive in regions.MARKERS or name == "optimization_barrier":
+            if eqn.primitive in control_flow.MARKERS or name == "optimization_barrier":
                 self.written.update(eqn.outvars)
                 wanted.update(operands)
             elif number in self.epilogues:
@@ -283,7 +283,7 @@ class _Fusion:
                 if number in self.rows:  # who computes it reads its row anyway
                     found[var] = frozenset()
                     continue
-                if not through or eqn.primitive in regions.MARKERS or name == "optimization_barrier":
+                if not through or eqn.primitive in control_flow.MARKERS or name == "optimization_barrier":
                     found[var] = frozenset((var,))
                     continue
                 atoms = eqn.invars[r : r + 1] if name in PASS_THROUGH else eqn.invars
@@ -385,7 +385,7 @@ class _Fusion:
         self, number: int, eqn: JaxprEqn, reads: Counter[int], launches: int, made: dict[Var, set[Layout]]
     ) -> Moved:
         name = eqn.primitive.name
-        if self.inside[number] or eqn.primitive in regions.MARKERS:
+        if self.inside[number] or eqn.primitive in control_flow.MARKERS:
             writes = tuple(int(var in self.written and number in self.kernels) for var in eqn.outvars)
             kernel = self.kernels.get(number)
             together = sum(root not in self.rows and not self.cheap[root] for root in kernel.roots) if kernel else 1
@@ -461,11 +461,11 @@ def _regions(step: StepGraph) -> list[object]:
     body = {number for number, _ in step.microbatching.body} if step.microbatching else ()
     found, around = [], [-1]
     for number, eqn in enumerate(step.jaxpr.eqns):
-        if eqn.primitive in regions.OPENING:
+        if eqn.primitive in control_flow.OPENING:
             around.append(number)
-        elif eqn.primitive is regions.branch_p:
+        elif eqn.primitive is control_flow.branch_p:
             around[-1] = number
-        elif eqn.primitive is regions.end_p:
+        elif eqn.primitive is control_flow.end_p:
             around.pop()
         found.append((around[-1], number in body))
     return found

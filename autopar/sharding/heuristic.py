@@ -10,7 +10,7 @@ import numpy as np
 
 from autopar.sharding.dataflow import Role
 from autopar.sharding.options import Mode
-from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Solution
+from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem, Solution
 from autopar.sharding.spec import LogicalMesh, Spec, Specs, replicated
 
 
@@ -45,7 +45,7 @@ def largest_dims(shape: Sequence[int], mesh: LogicalMesh) -> Spec:
     return tuple(spec)
 
 
-def propagate(problem: ChoiceProblem) -> Solution:
+def propagate(problem: SelectionProblem) -> Solution:
     """For each decision in turn the option with the least resharding from and to what is placed, the first among equals.
 
     First come those that shard least, and an all_reduce comes before a reduce_scatter.

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from autopar.sharding.problem import ChoiceProblem, InfeasibleError
+from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem
 
 
-def solve_ilp(problem: ChoiceProblem, time_limit: float, gap: float = 1e-6) -> tuple[list[int], float]:
+def solve_ilp(problem: SelectionProblem, time_limit: float, gap: float = 1e-6) -> tuple[list[int], float]:
     """The cheapest choice (or one at most the share `gap` dearer), and a lower bound on what any costs.
 
     The integer program of Alpa (OSDI'22, equation 1): s_i over options, e_ij over pairs of options, whose margins equal s_i

@@ -1,12 +1,12 @@
-"""What a planned step holds when it holds most, by what it is for: as `simulator.hlo.held` says it of compiled programs."""
+"""What a planned step holds when it holds most, by what it is for: as `simulator.hlo.liveness` says it of compiled programs."""
 
 from collections.abc import Collection, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
-from autopar.gradients import accumulate_p
-from autopar.sharding.memory import Lifetime, Memory
-from simulator.hlo.passes import Pass, pass_of
+from autopar.microbatch.gradients import accumulate_p
+from autopar.sharding.memory_constraint import Lifetime, Memory
+from simulator.hlo.provenance import Pass, pass_of
 from simulator.memory import Role, added
 
 MEMORY_ROLES: Mapping[str, Role] = {

@@ -12,18 +12,18 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from autopar.graph import Atom, aval_of
-from autopar.microbatch import MicrobatchError
-from autopar.sharding.costs import MeshCosts, Seconds
+from autopar.microbatch.splitting import MicrobatchError
 from autopar.sharding.dataflow import Role
-from autopar.sharding.decisions import Decisions, enumerate_decisions
-from autopar.sharding.deferral import Axes, candidates, check_parts
+from autopar.sharding.deferred_sync import Axes, candidates, check_parts
 from autopar.sharding.heuristic import propagate
-from autopar.sharding.memory import Memory
+from autopar.sharding.memory_constraint import Memory
 from autopar.sharding.memory_roles import roles_at_peak
-from autopar.sharding.moves import passes_moves
+from autopar.sharding.mesh_costs import MeshCosts, Seconds
+from autopar.sharding.objective import Decisions, enumerate_decisions
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import ShardingError
-from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Limit, Solution
+from autopar.sharding.reshard_hoisting import passes_moves
+from autopar.sharding.selection_problem import CapacityConstraint, InfeasibleError, SelectionProblem, Solution
 from autopar.sharding.solver import solve
 from autopar.sharding.spec import LogicalMesh, Spec, replicated
 from autopar.shardwise import is_shardwise
@@ -201,7 +201,7 @@ def _plan_deferring(
 
 
 def _solve_within(
-    memory: Memory, problem: ChoiceProblem, budget: float, options: ShardingOptions, start: Start | None
+    memory: Memory, problem: SelectionProblem, budget: float, options: ShardingOptions, start: Start | None
 ) -> tuple[Solution, float]:
     """The cheapest choice whose peak memory is within `budget`, and that peak.
 
@@ -221,7 +221,7 @@ def _solve_within(
         if peak <= budget and start.bound >= (1 - options.tolerance) * first.objective:
             gap = max(0.0, 1 - start.bound / first.objective) if first.objective else 0.0
             return replace(first, gap=gap), peak
-    limits: dict[int, Limit] = {}
+    limits: dict[int, CapacityConstraint] = {}
     bound = start.bound if start else -math.inf
     while True:
         limited = replace(problem, limits=tuple(limits.values()))
@@ -242,7 +242,7 @@ def _solve_within(
         limits[moment] = memory.limit(moment, min(tightened, budget - kept))
 
 
-def _like(specs: Mapping[Var, Spec], decisions: Decisions, problem: ChoiceProblem) -> Solution | None:
+def _like(specs: Mapping[Var, Spec], decisions: Decisions, problem: SelectionProblem) -> Solution | None:
     """The cheapest choice that has values where `specs` has them, as far as there are such options; None if they don't go together."""
     allowed = [np.ones(len(cost), bool) for cost in problem.nodes]
     for var, placement in decisions.placements.items():
@@ -252,7 +252,7 @@ def _like(specs: Mapping[Var, Spec], decisions: Decisions, problem: ChoiceProble
                 allowed[placement.decision] = same
     nodes = [np.where(mask, cost, np.inf) for mask, cost in zip(allowed, problem.nodes, strict=True)]
     try:
-        found = solve(ChoiceProblem(nodes, problem.edges))
+        found = solve(SelectionProblem(nodes, problem.edges))
     except InfeasibleError:
         return None
     return replace(found, objective=problem.cost(found.choice))
@@ -265,7 +265,7 @@ def _split(decisions: Decisions, choice: Sequence[int]) -> Seconds:
     return Seconds(compute, communication, inside + edges)
 
 
-def _propagate_within(memory: Memory, problem: ChoiceProblem, budget: float) -> tuple[Solution, float]:
+def _propagate_within(memory: Memory, problem: SelectionProblem, budget: float) -> tuple[Solution, float]:
     """What propagation from the inputs chooses, and its peak memory, if that is within `budget`."""
     solution = propagate(problem)
     peak = float((memory.of_values(solution.choice) + memory.of_copies(solution.choice)).max())

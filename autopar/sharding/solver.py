@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autopar.sharding.bounds import excess, make_finite, price, settled, sweep, tell_alike, used
 from autopar.sharding.ilp import solve_ilp
-from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Solution
-from autopar.sharding.reduction import Reduction
+from autopar.sharding.presolve import Reduction
+from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem, Solution
+from autopar.sharding.trws import excess, make_finite, price, settled, sweep, tell_alike, used
 
 _EXACT = 1e-6
 """Relative gap of what HiGHS is left with, where that is to be solved exactly."""
@@ -40,7 +40,7 @@ type Allowed = Callable[[Sequence[int]], bool]
 
 
 def solve(
-    problem: ChoiceProblem,
+    problem: SelectionProblem,
     time_limit: float = 60.0,
     tolerance: float = 0.0,
     start: Sequence[int] | None = None,
@@ -67,7 +67,7 @@ class _Search:
 
     def __init__(
         self,
-        problem: ChoiceProblem,
+        problem: SelectionProblem,
         time_limit: float,
         tolerance: float,
         start: Sequence[int] | None,
@@ -211,7 +211,7 @@ class _Search:
                 pair: np.where(np.isfinite(cost), limit.pairs.get(pair, 0.0), np.inf)
                 for pair, cost in self.problem.edges.items()
             }
-            least = solve(ChoiceProblem(nodes, edges), max(1.0, self.deadline - time.monotonic()))
+            least = solve(SelectionProblem(nodes, edges), max(1.0, self.deadline - time.monotonic()))
             if least.objective - (least.gap or 0.0) * abs(least.objective) > limit.bound + 1e-6 * abs(limit.bound):
                 raise InfeasibleError("no choice of shardings keeps within every limit")
             cost = self.problem.cost(least.choice)

@@ -1,4 +1,4 @@
-"""Seconds of single collectives; `simulator.calibration.tables` fits the simulator's size curves to them."""
+"""Seconds of single collectives; `simulator.calibration.fit_profiles` fits the simulator's size curves to them."""
 
 from collections.abc import Sequence
 from typing import get_args
@@ -9,7 +9,7 @@ import pandas as pd
 
 from autopar.microbenchmarks import collective, repeated
 from autopar.util import benchmark_func
-from simulator.calibration.tables import COLUMNS
+from simulator.calibration.fit_profiles import COLUMNS
 from simulator.work import CollectiveKind
 
 IN_A_ROW = 10

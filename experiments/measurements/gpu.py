@@ -33,7 +33,7 @@ from autopar.target import memory_of
 from autopar.util import benchmark_func
 from experiments.models import GPT, MLP, ViT
 from experiments.scripts.measure import next_state
-from simulator.calibration.profiles import write_profile
+from simulator.calibration.shipped_profiles import write_profile
 from simulator.cluster import Cluster
 from simulator.engine import simulate
 from simulator.hlo import parse_hlo

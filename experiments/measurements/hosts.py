@@ -14,13 +14,13 @@ import numpy as np
 
 import autopar
 from autopar.hosts import session
-from autopar.hosts.cluster import RayHosts
+from autopar.hosts.driver import RayHosts
 from autopar.hosts.executable import RemoteExecutable, remote_executable
 from autopar.hosts.job import Array, Delivery, Input, Job, Place, StageMesh
-from autopar.hosts.preparing import prepare_pipeline
+from autopar.hosts.job_export import prepare_pipeline
+from autopar.pipeline.cross_mesh_resharding import reshard
 from autopar.pipeline.planned import PlannedPipeline
-from autopar.pipeline.resharding import reshard
-from autopar.runtime.pipeline import PipelineExecutable
+from autopar.runtime.pipeline_executable import PipelineExecutable
 from autopar.runtime.timing import dummy_inputs, executed_timeline
 from experiments.scripts.measure import next_state
 from simulator.program import Instruction, Recv, Run, Send, parse_instruction

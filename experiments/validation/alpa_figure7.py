@@ -19,10 +19,10 @@ from typing import Literal
 import autopar
 from autopar import AutoLayerOption
 from autopar.pipeline.planning import make_pipeline_plan
-from autopar.pipeline.stages import NoStagesError
+from autopar.pipeline.stage_problem import NoStagesError
 from autopar.plan import PipelineSchedule, Plan
 from autopar.sharding.options import AUTO
-from autopar.sharding.problem import InfeasibleError
+from autopar.sharding.selection_problem import InfeasibleError
 from autopar.trace import trace
 from experiments.models.gpt import GPT
 from experiments.models.moe import MoE

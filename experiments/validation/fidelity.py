@@ -17,16 +17,16 @@ from pathlib import Path
 
 from jax.extend.core import Var
 
+from autopar.control_flow import repeats
+from autopar.equation_work import array_bytes
 from autopar.graph import aval_of
-from autopar.inspect import PlannedStep
-from autopar.inspect.replay import Played, replay
 from autopar.lower import WHOLE_STEP, compile_program
-from autopar.regions import repeats
-from autopar.sharding.costs import Step, reshard_steps
-from autopar.sharding.moves import moved_bytes
+from autopar.report import PlannedStep
+from autopar.report.replay import Played, replay
+from autopar.sharding.mesh_costs import Step, reshard_steps
+from autopar.sharding.reshard_hoisting import moved_bytes
 from autopar.sharding.spec import LogicalMesh, Spec, local_shape
 from autopar.trace import trace
-from autopar.work import array_bytes
 from experiments.job import mesh_name
 from experiments.models import BERT, GPT, LSTM, MLP, Model, MoE, NnxMLP, UNet, ViT, WideResNet, build_model
 from experiments.strategies import STRATEGIES, Planned

@@ -30,13 +30,13 @@ import autopar
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.progress import tell
 from autopar.runtime.executable import Executable
-from autopar.runtime.pipeline import PipelineExecutable
+from autopar.runtime.pipeline_executable import PipelineExecutable
 from experiments.measurements import hosts as measurements
 from experiments.measurements.hosts import Running, Seconds, Shape, middle
 from experiments.models import GPT, MLP, Model
 from experiments.raylets import raylets
 from experiments.scripts.measure import initial_args, use_devices_like
-from simulator.calibration.hosts import MeasuredStep, fit_links, fit_processes
+from simulator.calibration.fit_shared_cpu import MeasuredStep, fit_links, fit_processes
 from simulator.cluster import Cluster, cluster_path
 from simulator.program import Run
 

@@ -18,10 +18,10 @@ import autopar
 from autopar import AutoLayerOption, AutoStageOption, ManualStageOption
 from autopar.pipeline.planning import make_pipeline_plan
 from autopar.pipeline.stage_options import StageOption
-from autopar.pipeline.stages import NoStagesError
+from autopar.pipeline.stage_problem import NoStagesError
 from autopar.plan import PipelineSchedule, Plan
 from autopar.sharding.options import AUTO
-from autopar.sharding.problem import InfeasibleError
+from autopar.sharding.selection_problem import InfeasibleError
 from autopar.trace import StepGraph, trace
 from experiments.models import Model
 from experiments.models.published import gpt, moe

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import autopar
 from autopar.methods import PlanningMethod
-from autopar.sharding.problem import InfeasibleError
+from autopar.sharding.selection_problem import InfeasibleError
 from experiments.models import GPT, Model, MoE
 from experiments.models.published import PUBLISHED
 from experiments.validation.annotations import Annotations

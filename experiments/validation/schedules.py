@@ -15,8 +15,8 @@ from pathlib import Path
 from jax.sharding import AbstractMesh
 
 import autopar
-from autopar.schedule import ModelSchedule, build
-from autopar.schedule.build import Backend
+from autopar.directives import ModelSchedule, build
+from autopar.directives.build import Backend
 from experiments.models import GPT
 from experiments.models.published import PUBLISHED
 from experiments.schedules import megatron, schedule_gpt, split_attention, train_step

@@ -10,10 +10,10 @@
 """
 
 from simulator.backend import CUDA_GRAPH, EAGER, JITTED, ZERO_2021, Backend
-from simulator.formula.description import Execution, Transformer
 from simulator.formula.machine import Machine
-from simulator.formula.memory import Memory, memory_of
+from simulator.formula.scenario import Execution, Transformer
 from simulator.formula.step import predict
+from simulator.formula.training_memory import Memory, memory_of
 
 __all__ = [
     "CUDA_GRAPH",

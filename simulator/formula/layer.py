@@ -6,8 +6,8 @@ or of the MLP's inner width; `w` is the width of an element, masks of dropout ar
 
 from dataclasses import dataclass
 
-from simulator.formula.description import Execution, Transformer
 from simulator.formula.machine import Machine
+from simulator.formula.scenario import Execution, Transformer
 
 _COLLECTIVE_LAUNCHES = 2  # of the host: the collective and the event that the next kernel waits for
 

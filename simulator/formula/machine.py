@@ -11,7 +11,7 @@ from simulator.collectives import Network
 from simulator.compute import KernelModel
 from simulator.description import ClusterError
 from simulator.gemm import GemmModel
-from simulator.network import Ring
+from simulator.topology import Ring
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 
 from simulator.description import ClusterError
-from simulator.formula.description import Execution, Transformer
 from simulator.formula.layer import LayerPhases, Phase, embedding_phases, head_phases, layer_phases
 from simulator.formula.machine import Machine
-from simulator.formula.memory import memory_of, stage_parameters
+from simulator.formula.scenario import Execution, Transformer
+from simulator.formula.training_memory import memory_of, stage_parameters
 from simulator.memory import Footprint
 from simulator.prediction import Prediction
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from simulator.hlo.groups import groups_of
 from simulator.hlo.kernels import kernel_of
-from simulator.hlo.passes import name_of, part_of
+from simulator.hlo.provenance import name_of, part_of
 from simulator.hlo.text import Computation, Instruction, Module, blamed, read_module
 from simulator.work import Body, Collective, CollectiveKind, Done, Loop, Op, Part, Start, work_of
 

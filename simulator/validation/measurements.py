@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from simulator.calibration.collectives import MeasuredCollectives
-from simulator.calibration.gemms import MeasuredGemms
+from simulator.calibration.fit_collectives import MeasuredCollectives
+from simulator.calibration.fit_products import MeasuredGemms
 from simulator.work import CollectiveKind
 
 DATA = Path(__file__).parent / "data"

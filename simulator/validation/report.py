@@ -9,7 +9,7 @@ import pandas as pd
 from rich import box
 from rich.table import Table
 
-from simulator.figures import pyplot, save_figure
+from simulator.figure_style import pyplot, save_figure
 from simulator.files import unwritable
 from simulator.validation.cases import Case, PublishedSet, Unpredicted
 from simulator.validation.statistics import Statistics, coverage, statistics

@@ -11,7 +11,7 @@ from autopar.calibrate import Effort, calibrate, spread
 from autopar.cli import app
 from autopar.devices import device_mesh
 from autopar.microbenchmarks import Benchmark
-from simulator.calibration.devices import Convolution
+from simulator.calibration.fit_cluster import Convolution
 from simulator.cluster import Cluster
 
 CONVOLUTIONS = (Convolution(1, 4, 4), Convolution(1, 8, 4), Convolution(1, 8, 8))

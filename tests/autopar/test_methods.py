@@ -8,8 +8,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.inspect import classify
 from autopar.plan import Plan
+from autopar.report import classify
 from autopar.sharding.heuristic import largest_dims
 from autopar.sharding.spec import LogicalMesh
 from autopar.testing import assert_allclose
@@ -74,7 +74,7 @@ def test_solving_is_never_dearer_than_the_heuristic():
 
 def test_a_heuristic_plan_is_explained_as_a_solved_one_is():
     executable = run(autopar.ShardParallel((2, 4), options=HEURISTIC))
-    table = autopar.inspect.strategies(executable)
+    table = autopar.report.decisions(executable)
     seconds = table[["compute_seconds", "communication_seconds", "resharding_seconds"]].sum()
     assert seconds.sum() == pytest.approx(executable.plan.predicted_seconds)
     split = executable.plan.predicted_split
@@ -174,7 +174,7 @@ def test_specs_that_cannot_hold_are_refused(options, message):
 def test_reasons_of_a_plan_by_hand_are_not_made_up():
     executable = run(autopar.ManualShardParallel((4,), in_specs=(None, P("x"))))
     with pytest.raises(autopar.PlanError, match="XLA propagates"):
-        autopar.inspect.strategies(executable)
+        autopar.report.decisions(executable)
 
 
 def test_a_step_of_the_data_parallel_specs_is_data_parallel():

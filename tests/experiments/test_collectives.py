@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 
 from experiments.measurements.collectives import measure_collectives
-from simulator.calibration.profiles import write_profile
-from simulator.calibration.tables import fit_collectives
+from simulator.calibration.fit_profiles import fit_collectives
+from simulator.calibration.shipped_profiles import write_profile
 from simulator.collective_profile import CollectiveProfile, SizeCurve
 from simulator.description import read, validate
 from simulator.work import CollectiveKind

@@ -10,7 +10,7 @@ from autopar.calibrate import Effort
 from experiments.measurements import gpu, kernels
 from experiments.measurements.kernels import Launch
 from experiments.models import GPT
-from simulator.calibration.devices import Convolution
+from simulator.calibration.fit_cluster import Convolution
 from simulator.cluster import Cluster
 from simulator.work import Gemm, Kernel, Loop
 

@@ -14,15 +14,15 @@ import pytest
 
 import autopar
 from autopar import model_schedules as shipped
+from autopar.directives import ModelSchedule, ScheduleError, Verify, build, create_schedule
+from autopar.directives.build import Backend
+from autopar.directives.definitions import Checkpoint, CutPipelineStage
 from autopar.model_schedules import Knobs, Names
-from autopar.schedule import ModelSchedule, ScheduleError, Verify, build, create_schedule
-from autopar.schedule.build import Backend
-from autopar.schedule.directives import Checkpoint, CutPipelineStage
 from autopar.testing import assert_allclose
 from experiments.models import BERT, GPT, Llama, WideResNet
 from experiments.models.transformer import attend
 from experiments.schedules import NAMES
-from tests.autopar.schedule.models import collectives
+from tests.autopar.directives.models import collectives
 from tests.tiers import pairs, tiers
 
 TOKENS = np.arange(32).reshape(4, 8) * 7 % 64

@@ -10,9 +10,9 @@ from jax.sharding import AbstractMesh
 
 import autopar
 from autopar.devices import device_mesh
+from autopar.directives import ScheduleError, build
+from autopar.directives.build import Backend
 from autopar.model_schedules import Knobs
-from autopar.schedule import ScheduleError, build
-from autopar.schedule.build import Backend
 from autopar.testing import assert_allclose
 from experiments.models import GPT, MLP
 from experiments.planned import SCHEDULED

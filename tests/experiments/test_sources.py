@@ -23,7 +23,7 @@ def test_editing_the_clock_reruns_simulations_but_neither_plans_nor_measurements
 
 
 def test_editing_what_things_cost_reruns_plans() -> None:
-    assert {"simulator/network.py", "simulator/compute.py", "simulator/costs.py"} <= names("plan")
+    assert {"simulator/topology.py", "simulator/compute.py", "simulator/costs.py"} <= names("plan")
 
 
 def test_editing_the_planner_or_a_model_reruns_plans() -> None:
@@ -38,8 +38,8 @@ def test_every_module_is_a_source_of_some_rule() -> None:
 
 
 def test_collectives_are_timed_again_when_what_they_are_timed_and_fitted_with_changes() -> None:
-    timed, fitted = "experiments/measurements/collectives.py", "simulator/calibration/collectives.py"
-    needed = imports(timed) | imports(fitted) | imports("simulator/calibration/tables.py") | {timed, fitted}
+    timed, fitted = "experiments/measurements/collectives.py", "simulator/calibration/fit_collectives.py"
+    needed = imports(timed) | imports(fitted) | imports("simulator/calibration/fit_profiles.py") | {timed, fitted}
     assert "simulator/collective_profile.py" in needed
     assert needed <= names("collectives")
 

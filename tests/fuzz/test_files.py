@@ -16,14 +16,14 @@ from autopar import plan_step
 from autopar.plan import Plan
 from experiments.sweep import make_sweep
 from simulator import Cluster, load_cluster, load_program, predict
-from simulator.calibration.tables import fit_collectives
+from simulator.calibration.fit_profiles import fit_collectives
 from simulator.cluster import load_device
 from simulator.collective_profile import CollectiveProfile
 from simulator.description import read, validate
 from simulator.files import read_table, read_text, read_yaml
 from simulator.formula import Machine
 from simulator.formula import predict as predict_formula
-from simulator.formula.files import Formula
+from simulator.formula.scenario_files import Formula
 from simulator.hlo import held_at_peak, parse_hlo
 from simulator.kernel_profile import KernelProfile
 from simulator.program import Program, Run

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 import autopar
-from autopar.pipeline.stages import NoStagesError
+from autopar.pipeline.stage_problem import NoStagesError
 from experiments.models import GPT, LSTM, MLP
 from tests.fuzz.outcomes import Outcomes
 

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 import autopar
 from simulator.cluster import Cluster
-from simulator.mixed import load_cluster
+from simulator.heterogeneous import load_cluster
 from tests.autopar.pipeline.steps import stack, stack_batch, stack_params
 from tests.fuzz.outcomes import Outcomes
 

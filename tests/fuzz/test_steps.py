@@ -11,7 +11,7 @@ from jax import lax
 
 import autopar
 from autopar.sharding.pins import ShardingError
-from autopar.sharding.problem import InfeasibleError
+from autopar.sharding.selection_problem import InfeasibleError
 from autopar.trace import TraceError
 from tests.fuzz.outcomes import Outcomes
 

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.calibration.collectives import MeasuredCollectives
-from simulator.calibration.devices import Convolution, MeasuredDevice, Overlap, fit_cluster, fit_device
-from simulator.calibration.profiles import write_profile
+from simulator.calibration.fit_cluster import Convolution, MeasuredDevice, Overlap, fit_cluster, fit_device
+from simulator.calibration.fit_collectives import MeasuredCollectives
+from simulator.calibration.shipped_profiles import write_profile
 from simulator.cluster import Cluster, Device, Provenance
 from simulator.collective_profile import SizeCurve
 from simulator.compute import KernelModel

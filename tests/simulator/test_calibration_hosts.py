@@ -2,7 +2,7 @@
 
 import pytest
 
-from simulator.calibration.hosts import MeasuredStep, fit_links, fit_processes
+from simulator.calibration.fit_shared_cpu import MeasuredStep, fit_links, fit_processes
 from simulator.cluster import Cluster, Processes
 from simulator.costs import costs_of
 from simulator.program import Program, Recv, Run, Send

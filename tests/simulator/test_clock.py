@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from simulator import clock
 from simulator.clock import Clock
 from simulator.cluster import Cluster
-from simulator.effect import Effect
 from simulator.engine import simulate
+from simulator.max_plus import MaxPlusMap
 from simulator.program import DeadlockError, Instruction, Program, Recv, Run, Send
 from tests.simulator.bodies import COSTS, programs
 
@@ -35,7 +35,7 @@ def test_numba_and_python_agree_to_the_last_digit(monkeypatch: pytest.MonkeyPatc
     found = set()
     for threshold in (0, 10**9):
         monkeypatch.setattr(clock, "_WORTH_COMPILING", threshold)
-        found.add(Clock.of(pipeline(5, 7)).play(lambda mesh, _: Effect.task(0.1 * mesh), 0.01))
+        found.add(Clock.of(pipeline(5, 7)).play(lambda mesh, _: MaxPlusMap.task(0.1 * mesh), 0.01))
     assert len(found) == 1
 
 

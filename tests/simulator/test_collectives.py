@@ -3,11 +3,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.calibration.collectives import MeasuredCollectives, fit_curve, fit_switch
+from simulator.calibration.fit_collectives import MeasuredCollectives, fit_curve, fit_switch
 from simulator.cluster import Cluster, ClusterError, Link
 from simulator.collective_profile import SizeCurve, SwitchCurve, sent_fraction
 from simulator.collectives import Network
-from simulator.network import Ring, find_routes, strided_ring
+from simulator.topology import Ring, find_routes, strided_ring
 from simulator.validation.measurements import measured_collectives, network_ratios
 from simulator.work import CollectiveKind
 

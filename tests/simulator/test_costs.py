@@ -6,7 +6,7 @@ from simulator.cluster import Cluster
 from simulator.collectives import Network
 from simulator.compute import KernelModel
 from simulator.costs import BandwidthOnly, ClusterCosts, CostModel
-from simulator.network import find_routes
+from simulator.topology import find_routes
 from simulator.work import Gemm, Kernel
 
 CLUSTER = Cluster.load("p3.16xlarge")

@@ -10,7 +10,7 @@ from autopar.plan import Plan, PlanError
 from simulator import ClusterError, ProgramError, load_cluster, load_program, save_program
 from simulator.cli import app
 from simulator.files import FileError, brief, parse_json, parse_yaml, read_table, read_text, read_yaml, write_text
-from simulator.formula.files import Formula
+from simulator.formula.scenario_files import Formula
 from tests.simulator.test_program_file import PROGRAM
 
 READERS: dict[str, tuple[Any, type[ValueError]]] = {

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import simulator.formula
-from autopar.pipeline.schedules import Pipeline, make_schedule
+from autopar.pipeline.pipeline_schedules import Pipeline, make_schedule
 from simulator.cluster import Cluster, ClusterError, Link
 from simulator.formula import EAGER, JITTED, ZERO_2021, Execution, Machine, Transformer, memory_of, predict
 from simulator.formula.layer import layer_phases
-from simulator.formula.memory import kept_activations
 from simulator.formula.step import pipeline_seconds
+from simulator.formula.training_memory import kept_activations
 from simulator.program import Run
 
 GPT = Transformer(layers=16, hidden=4096, heads=32, seq=2048, vocab=51200)

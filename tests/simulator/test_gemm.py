@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.calibration.gemms import MeasuredGemms, fit_gemms, is_held_out
+from simulator.calibration.fit_products import MeasuredGemms, fit_gemms, is_held_out
 from simulator.cluster import Cluster, Device, device_names, shipped_device
 from simulator.costs import ClusterCosts
 from simulator.gemm import GemmModel

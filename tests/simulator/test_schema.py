@@ -12,8 +12,8 @@ from simulator.cli import app
 from simulator.cluster import Cluster, Device, Link, Processes
 from simulator.collective_profile import SizeCurve
 from simulator.description import ClusterError
+from simulator.heterogeneous import load_cluster
 from simulator.kernel_profile import KernelProfile
-from simulator.mixed import load_cluster
 from simulator.schema import SCHEMAS
 
 SHIPPED = Path(simulator.__file__).parent

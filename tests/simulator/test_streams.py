@@ -10,7 +10,7 @@ from simulator.clock import Clock
 from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts, MixedCosts
 from simulator.engine import simulate
-from simulator.mixed import MixedCluster
+from simulator.heterogeneous import MixedCluster
 from simulator.program import Program, Recv, Run, Send
 from simulator.timeline import Timeline
 from simulator.work import Body, Collective, Done, Groups, Loop, Start

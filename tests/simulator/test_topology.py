@@ -10,11 +10,11 @@ from simulator.costs import ClusterCosts
 from simulator.description import ClusterError
 from simulator.engine import simulate
 from simulator.formula import Execution, Transformer, predict
-from simulator.formula.files import load_for_program
 from simulator.formula.machine import Machine
+from simulator.formula.scenario_files import load_for_program
 from simulator.formula.what_if import Change
-from simulator.network import find_routes, strided_ring
 from simulator.program import Program, Recv, Send
+from simulator.topology import find_routes, strided_ring
 from simulator.work import CollectiveKind, Groups
 
 BASE = Cluster.load("dgx_h100")

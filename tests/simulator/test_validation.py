@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from simulator.calibration.backends import fit_backend
+from simulator.calibration.fit_backends import fit_backend
 from simulator.cli import app
 from simulator.formula import EAGER, Backend
 from simulator.validation.cases import Case, PublishedSet

@@ -13,10 +13,10 @@ from simulator.cli import app
 from simulator.cluster import Cluster
 from simulator.description import ClusterError
 from simulator.formula import EAGER, Execution, Machine, Transformer, predict
-from simulator.formula.files import load_for_program, load_machine
+from simulator.formula.scenario_files import load_for_program, load_machine
 from simulator.formula.what_if import Change
+from simulator.heterogeneous import MixedCluster, load_cluster
 from simulator.memory import MemoryUse
-from simulator.mixed import MixedCluster, load_cluster
 from simulator.program import Program, Run
 from simulator.work import Collective, CollectiveKind, Done, Gemm, Groups, Kernel, Start
 from tests.tiers import tiers

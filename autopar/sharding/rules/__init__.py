@@ -9,7 +9,7 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn
 
 from autopar.sharding.factors import OpFactors
-from autopar.sharding.rules import contract, control, index, linalg, manual, order, random, reduce, shape
+from autopar.sharding.rules import contract, index, linalg, loops, order, random, reduce, shape, shard_map
 from autopar.sharding.rules.common import Rule, replicated
 from autopar.sharding.rules.pointwise import POINTWISE, pointwise
 
@@ -28,11 +28,11 @@ RULES: dict[str, Rule] = {
     **shape.RULES,
     **reduce.RULES,
     **contract.RULES,
-    **control.RULES,
+    **loops.RULES,
     **index.RULES,
     **order.RULES,
     **linalg.RULES,
-    **manual.RULES,
+    **shard_map.RULES,
     **random.RULES,
     **dict.fromkeys(REPLICATED, replicated),
 }

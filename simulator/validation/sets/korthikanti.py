@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from simulator.formula import Execution, Transformer, memory_of, predict
-from simulator.formula.description import Recompute
 from simulator.formula.layer import layer_phases
-from simulator.formula.memory import kept_activations
+from simulator.formula.scenario import Recompute
+from simulator.formula.training_memory import kept_activations
 from simulator.validation.cases import Case
 from simulator.validation.sets.common import GIB, PUBLISHED, gpt, machine, records
 

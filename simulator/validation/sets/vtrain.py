@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from simulator.formula import EAGER, Backend, Execution, Transformer, predict
-from simulator.formula.description import Recompute
+from simulator.formula.scenario import Recompute
 from simulator.validation.cases import Case
 from simulator.validation.sets.common import PUBLISHED, machine, records, table
 

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from autopar.inspect import PlannedStep, classify
 from autopar.lower import WHOLE_STEP, compile_program, jit_step
 from autopar.planning import make_plan
+from autopar.report import PlannedStep, classify
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.spec import LogicalMesh, Spec
 from autopar.trace import StepGraph

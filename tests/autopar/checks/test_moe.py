@@ -7,7 +7,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import autopar
-from autopar.inspect import classify
+from autopar.report import classify
 from autopar.trace import trace
 from experiments.models.moe import ExpertBlock
 from tests.autopar.checks.compiled import in_plan, on_gpus, planned

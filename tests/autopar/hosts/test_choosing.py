@@ -8,11 +8,11 @@ import pytest
 
 import autopar
 from autopar.hosts import environment, workers
-from autopar.hosts.cluster import RayHosts, check_plan, cluster_of_hosts
+from autopar.hosts.driver import RayHosts, check_plan, cluster_of_hosts
 from autopar.hosts.environment import leave_gpus
 from autopar.hosts.errors import HostsError
 from autopar.hosts.workers import _choose
-from simulator.mixed import MixedCluster
+from simulator.heterogeneous import MixedCluster
 from tests.autopar.hosts.workers import pipeline
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 

@@ -12,7 +12,7 @@ import pytest
 
 import autopar
 from autopar.hosts import session, workers
-from autopar.hosts.cluster import RayHosts
+from autopar.hosts.driver import RayHosts
 from autopar.hosts.environment import check_versions, free_port, variables_of_worker, versions
 from autopar.hosts.errors import HostsError, PortTakenError
 from autopar.hosts.worker import Group, Worker

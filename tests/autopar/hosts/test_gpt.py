@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 
 import autopar
 from autopar.hosts import session
-from autopar.hosts.cluster import RayHosts
+from autopar.hosts.driver import RayHosts
 from experiments.models import GPT
 from simulator.cluster import Cluster
 from tests.autopar.hosts.workers import joined

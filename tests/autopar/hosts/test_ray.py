@@ -18,7 +18,7 @@ import autopar
 from autopar import api
 from autopar.hosts import session
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
-from autopar.hosts.watching import silence_seconds
+from autopar.hosts.health import silence_seconds
 from tests.autopar.hosts.workers import disturbed, is_alive, joined, joined_hosts, pids, pipeline, until
 from tests.autopar.pipeline.steps import stack, stack_batch, stack_params, stack_step
 

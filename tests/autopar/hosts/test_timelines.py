@@ -15,7 +15,7 @@ import autopar
 from autopar.hosts.clocks import offset
 from autopar.hosts.executable import RemotePipeline, RemoteStep
 from autopar.hosts.timelines import Note, aligned, merged
-from autopar.inspect import Status
+from autopar.report import Status
 from simulator.program import Free, Recv, Run, Send
 from tests.autopar.hosts.workers import pipeline
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step

@@ -11,10 +11,10 @@ import pytest
 from numpy.testing import assert_allclose
 
 import autopar
-from autopar.hosts import carrier
+from autopar.hosts import delivery
 from autopar.hosts.job import Array, Job, groups_of
-from autopar.hosts.loaded import Loaded
-from autopar.hosts.preparing import Prepared, prepare_pipeline, prepare_step
+from autopar.hosts.job_executable import Loaded
+from autopar.hosts.job_export import Prepared, prepare_pipeline, prepare_step
 from autopar.hosts.worker import InstructionError, Worker
 from autopar.pipeline.planned import PlannedPipeline
 from autopar.planned import PlannedStep
@@ -170,7 +170,7 @@ def test_what_is_sent_outlives_what_uses_up_its_memory(monkeypatch):
         offered.extend(arrays if isinstance(arrays, list) else ())
         return place(arrays, places)
 
-    monkeypatch.setattr(carrier.jax, "device_put", spy)
+    monkeypatch.setattr(delivery.jax, "device_put", spy)
     driver = Driver(prepared(pipeline(2, layer_option=autopar.AutoLayerOption(2)), step, args))
     driver.steps(args, 2)
     carried = [name for name, _ in driver.found.job.deliveries if name.startswith("in")]

@@ -9,7 +9,7 @@ import autopar
 from autopar.hosts import session
 
 if TYPE_CHECKING:
-    from autopar.hosts.cluster import RayHosts
+    from autopar.hosts.driver import RayHosts
 
 
 def joined(hosts: int, devices: int) -> "RayHosts":

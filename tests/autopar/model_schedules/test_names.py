@@ -8,9 +8,9 @@ import pytest
 from flax import linen as nn
 
 from autopar import model_schedules as shipped
+from autopar.directives import Verify
 from autopar.model_schedules import Knobs, Layer
-from autopar.schedule import Verify
-from tests.autopar.schedule.models import scheduled
+from tests.autopar.directives.models import scheduled
 
 TOKENS = np.arange(32).reshape(4, 8) * 7 % 32
 

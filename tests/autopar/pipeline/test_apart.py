@@ -14,7 +14,7 @@ from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.planning import make_pipeline_plan
 from autopar.pipeline.stage_options import ManualStageOption
 from autopar.plan import PipelineSchedule
-from autopar.runtime.pipeline import PipelineExecutable
+from autopar.runtime.pipeline_executable import PipelineExecutable
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.trace import trace
 from experiments.models.published import SMALL

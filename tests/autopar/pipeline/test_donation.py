@@ -8,9 +8,9 @@ import jax
 import pytest
 
 import autopar
-from autopar.pipeline.cut import Task
-from autopar.pipeline.program import task_of
-from autopar.runtime.pipeline import PipelineExecutable
+from autopar.pipeline.instructions import task_of
+from autopar.pipeline.partition import Task
+from autopar.runtime.pipeline_executable import PipelineExecutable
 from autopar.target import memory_of
 from simulator.program import Free, Run
 from tests.autopar.pipeline.steps import WIDTH, pipeline, stack, stack_batch, stack_params, stack_step

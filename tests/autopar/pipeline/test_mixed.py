@@ -26,7 +26,7 @@ from experiments.models.model import Model
 from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts
 from simulator.description import ClusterError
-from simulator.mixed import AnyCluster, MixedCluster, load_cluster
+from simulator.heterogeneous import AnyCluster, MixedCluster, load_cluster
 from tests.autopar.pipeline.steps import (
     assert_as_serial,
     pipeline,
@@ -232,8 +232,8 @@ def test_the_reasons_of_a_stage_are_priced_in_its_pool():
     option = ManualStageOption([[0], [1]], [(1, 2)] * 2, [(2,)] * 2, submesh_devices=[(0, 1), (8, 9)])
     planned_step = PlannedStep(step, planned(step, cluster, option))
     for stage, pool in enumerate(cluster.pools):
-        given = autopar.inspect.strategies(planned_step, stage=stage, costs=ClusterCosts(pool))
-        pd.testing.assert_frame_equal(autopar.inspect.strategies(planned_step, stage=stage), given)
+        given = autopar.report.decisions(planned_step, stage=stage, costs=ClusterCosts(pool))
+        pd.testing.assert_frame_equal(autopar.report.decisions(planned_step, stage=stage), given)
 
 
 def trace_of_gpt() -> StepGraph:

@@ -11,14 +11,14 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import AutoLayerOption, AutoStageOption, ManualStageOption, UniformStageOption
-from autopar.pipeline.cutting import cut_step
 from autopar.pipeline.layer_costs import LayerCosts, Shape, Way
 from autopar.pipeline.layer_ranges import LayerRanges, graph_key
+from autopar.pipeline.partitioner import cut_step
 from autopar.pipeline.planning import TOLERANCE, make_pipeline_plan
 from autopar.pipeline.stage_construction import stage_problem
 from autopar.pipeline.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import stage_graphs
-from autopar.pipeline.stages import NoStagesError, Stage, StageProblem, step_seconds
+from autopar.pipeline.stage_problem import NoStagesError, Stage, StageProblem, step_seconds
 from autopar.pipeline.submeshes import Submesh
 from autopar.plan import PipelineSchedule, Plan
 from autopar.sharding.options import AUTO

@@ -11,7 +11,7 @@ import pytest
 
 import autopar
 from autopar import ManualStageOption, MicrobatchError, UniformStageOption
-from autopar.pipeline.schedules import schedule_names
+from autopar.pipeline.pipeline_schedules import schedule_names
 from simulator.program import Send
 from tests.autopar.pipeline.steps import (
     WIDTH,

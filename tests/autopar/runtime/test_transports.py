@@ -10,8 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 import autopar
 from autopar import ManualStageOption
-from autopar.pipeline.resharding import reshard
-from autopar.runtime.pipeline import PipelineExecutable
+from autopar.pipeline.cross_mesh_resharding import reshard
+from autopar.runtime.pipeline_executable import PipelineExecutable
 from autopar.runtime.transports import Transport, by_tiles, default_transport, whole
 from autopar.sharding.spec import LogicalMesh, Spec, all_specs, partition_spec
 from simulator.program import Recv, Send

@@ -16,9 +16,9 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from autopar.directives.local import shard as shard_of
 from autopar.evaluate import evaluate
 from autopar.flatten import flatten
-from autopar.schedule.local import shard as shard_of
 from autopar.sharding.binding import bind_shards
 from autopar.sharding.candidates import Option, completions, is_compilable
 from autopar.sharding.factors import Assignment, OpFactors

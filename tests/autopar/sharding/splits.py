@@ -12,8 +12,8 @@ from autopar.plan import MemorySplit, Plan, TimeSplit
 from autopar.planning import stage_of
 from autopar.sharding.binding import bind
 from autopar.sharding.candidates import Option
-from autopar.sharding.costs import Seconds
 from autopar.sharding.factors import OpFactors
+from autopar.sharding.mesh_costs import Seconds
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.planner import Constraint, Shardings
 from autopar.sharding.rules import op_factors

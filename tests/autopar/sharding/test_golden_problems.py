@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Limit
+from autopar.sharding.selection_problem import CapacityConstraint, InfeasibleError, SelectionProblem
 from autopar.sharding.solver import solve
 
 INSTANCES = json.loads((Path(__file__).parents[2] / "golden" / "ilp_instances.json").read_text())["instances"]
 
 
-def as_problem(instance) -> ChoiceProblem:
+def as_problem(instance) -> SelectionProblem:
     """Followers merged into what they follow, aliases as forbidden pairs, liveness as limits."""
     follow = instance["follow"]
 
@@ -44,8 +44,8 @@ def as_problem(instance) -> ChoiceProblem:
         uses = {}
         for i in live:
             uses[at[i]] = uses.get(at[i], 0) + np.array(instance["memory"][i])
-        limits.append(Limit(uses, instance["budget"]))
-    return ChoiceProblem(nodes, edges, limits)
+        limits.append(CapacityConstraint(uses, instance["budget"]))
+    return SelectionProblem(nodes, edges, limits)
 
 
 @pytest.mark.parametrize("instance", INSTANCES, ids=lambda x: f"{x['name'].split('.')[-1]}-{x['budget']:.3g}")

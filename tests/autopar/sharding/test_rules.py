@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from autopar.control_flow import MARKERS
 from autopar.flatten import flatten
-from autopar.regions import MARKERS
 from autopar.sharding.rules import POINTWISE, REPLICATED, RULES, MissingRuleError, is_replicated_only, op_factors
 from autopar.sharding.spec import LogicalMesh
 from tests.autopar.sharding.cases import CASES, RANDOM, ints

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from autopar.sharding.ilp import solve_ilp
-from autopar.sharding.problem import ChoiceProblem, InfeasibleError, Limit
+from autopar.sharding.selection_problem import CapacityConstraint, InfeasibleError, SelectionProblem
 from autopar.sharding.solver import solve
 from tests.generators import choice_problems
 
@@ -83,8 +83,8 @@ def test_a_bound_that_is_known_counts_as_proven():
 def test_with_hundreds_of_options_sweeps_come_before_folding():
     rng = np.random.default_rng(0)
     nodes = [rng.random(200) for _ in range(4)]
-    chain = ChoiceProblem(nodes, {(i, i + 1): rng.random((200, 200)) for i in range(3)})
-    with patch("autopar.sharding.reduction._AFFORDABLE", 200):
+    chain = SelectionProblem(nodes, {(i, i + 1): rng.random((200, 200)) for i in range(3)})
+    with patch("autopar.sharding.presolve._AFFORDABLE", 200):
         solution = solve(chain)
     assert solution.objective == pytest.approx(solve(chain).objective)
     assert solution.gap == pytest.approx(0, abs=1e-6)
@@ -93,12 +93,12 @@ def test_with_hundreds_of_options_sweeps_come_before_folding():
 def test_chains_and_trees_need_no_integer_program():
     rng = np.random.default_rng(0)
     nodes = [rng.random(8) for _ in range(200)]
-    chain = ChoiceProblem(nodes, {(i, i + 1): rng.random((8, 8)) for i in range(199)})
-    tree = ChoiceProblem(nodes, {((i - 1) // 2, i): rng.random((8, 8)) for i in range(1, 200)})
+    chain = SelectionProblem(nodes, {(i, i + 1): rng.random((8, 8)) for i in range(199)})
+    tree = SelectionProblem(nodes, {((i - 1) // 2, i): rng.random((8, 8)) for i in range(1, 200)})
     assert solve(chain).core == solve(tree).core == 0
 
 
-def repeated_layers(count: int) -> ChoiceProblem:
+def repeated_layers(count: int) -> SelectionProblem:
     """Blocks of four decisions, each coupled to all others of its block and two to the next block; all blocks alike."""
     rng = np.random.default_rng(0)
     cost = [rng.random(3) for _ in range(4)]
@@ -106,7 +106,7 @@ def repeated_layers(count: int) -> ChoiceProblem:
     onward = 0.3 * rng.random((3, 3))
     edges = {(4 * n + a, 4 * n + b): c for n in range(count) for (a, b), c in inside.items()}
     edges |= {(4 * n + a, 4 * n + 4 + a): onward for n in range(count - 1) for a in range(2)}
-    return ChoiceProblem(cost * count, edges)
+    return SelectionProblem(cost * count, edges)
 
 
 def test_layers_that_repeat_are_solved_as_the_integer_program_solves_them():
@@ -120,8 +120,8 @@ def test_layers_that_repeat_are_solved_as_the_integer_program_solves_them():
 def test_a_limit_that_binds_is_kept_at_the_least_cost():
     free = repeated_layers(3)
     use = {i: np.arange(3.0)[::-1] for i in range(12)}
-    much = Limit(use, 0.0).used(solve(free).choice)
-    problem = ChoiceProblem(free.nodes, free.edges, [Limit(use, 0.6 * much)])
+    much = CapacityConstraint(use, 0.0).used(solve(free).choice)
+    problem = SelectionProblem(free.nodes, free.edges, [CapacityConstraint(use, 0.6 * much)])
     solution = solve(problem)
     assert problem.fits(solution.choice)
     assert solution.objective == pytest.approx(problem.cost(solve_ilp(problem, 60)[0]))
@@ -132,18 +132,18 @@ def test_a_limit_below_the_least_use_is_refused():
     free = repeated_layers(3)
     use = {i: np.arange(1.0, 4.0) for i in range(12)}
     with pytest.raises(InfeasibleError, match="every limit"):
-        solve(ChoiceProblem(free.nodes, free.edges, [Limit(use, 11.9)]))
+        solve(SelectionProblem(free.nodes, free.edges, [CapacityConstraint(use, 11.9)]))
 
 
 def test_a_problem_without_decisions_costs_nothing():
-    assert solve(ChoiceProblem([], {})).objective == 0
+    assert solve(SelectionProblem([], {})).objective == 0
 
 
 def test_a_forbidden_option_is_never_taken():
-    problem = ChoiceProblem([np.array([np.inf, 5.0])], {})
+    problem = SelectionProblem([np.array([np.inf, 5.0])], {})
     assert solve(problem).choice == (1,)
 
 
 def test_edges_must_fit_their_decisions():
     with pytest.raises(ValueError, match=r"edge \(0, 1\) .* shape \(2, 3\), got \(3, 2\)"):
-        ChoiceProblem([np.zeros(2), np.zeros(3)], {(0, 1): np.zeros((3, 2))})
+        SelectionProblem([np.zeros(2), np.zeros(3)], {(0, 1): np.zeros((3, 2))})

@@ -1,0 +1,142 @@
+"""Checks that a directive applies to a model and agrees with earlier directives."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, assert_never
+
+from autopar.directives.compilers import compiler
+from autopar.directives.definitions import (
+    Annotate,
+    Checkpoint,
+    CutPipelineStage,
+    Decompose,
+    Directive,
+    ForkRng,
+    Fuse,
+    Replace,
+    ScheduleError,
+    Shard,
+    Sync,
+    Trace,
+    describe,
+)
+from autopar.directives.forking import draws_of
+from autopar.directives.model_graph import joined
+from autopar.directives.policies import policy_of
+from autopar.directives.replacing import ModuleFunction, check_whole
+from autopar.directives.syncs import check_sync
+
+if TYPE_CHECKING:
+    from autopar.directives.scheduled_model import ModelSchedule
+
+
+def check(model: "ModelSchedule", directive: Directive) -> None:
+    """Raise ScheduleError unless `directive` can be added to the schedule of `model`."""
+    if directive.path not in model.modules.by_path:
+        model.modules.find(directive.path)  # which says what is near
+    match directive:
+        case Shard():
+            _check_shard(model, directive)
+        case Sync():
+            _check_mesh_axis(model, directive)
+            check_sync(directive, model.functions)
+            _check_once(model, directive, ("path", "mode", "mesh_axis"))
+        case Decompose(path):
+            if not model.modules.by_path[path].is_linear:
+                raise ScheduleError(
+                    f"{path or 'the model'} has no kernel and bias of its own: only such modules can be decomposed"
+                )
+        case Trace(path, _, leaves):
+            for leaf in leaves:
+                model.modules.find(joined(path, leaf))
+        case Fuse() | Replace():
+            _check_region(model, directive)
+        case Checkpoint(_, policy):
+            policy_of(policy, model.functions)
+            _check_once(model, directive, ("path",))
+        case CutPipelineStage(path):
+            _check_once(model, directive, ("path",))
+            if not model.module(path).nodes:
+                raise ScheduleError(f"{path} has no equations, so that no stage can end after it")
+        case ForkRng(path):
+            _check_once(model, directive, ("path",))
+            if not draws_of(model.nodes_of(path)):
+                raise ScheduleError(
+                    f"{path or 'the model'} draws no random numbers: put fork_rng on what has dropout, that is not deterministic"
+                )
+        case Annotate(path, param):
+            model.modules.param(path, param)
+        case _:
+            assert_never(directive)
+
+
+def _check_mesh_axis(model: "ModelSchedule", directive: Shard | Sync) -> None:
+    if directive.mesh_axis not in model.mesh.axis_names:
+        raise ScheduleError(
+            f"{describe(directive)}: {directive.mesh_axis!r} is no axis of the mesh, which has"
+            f" {', '.join(map(repr, model.mesh.axis_names))}"
+        )
+
+
+def _check_shard(model: "ModelSchedule", directive: Shard) -> None:
+    _check_mesh_axis(model, directive)
+    shape = model.modules.param(directive.path, directive.param).shape
+    called = joined(directive.path, directive.param)
+    if not 0 <= directive.axis < len(shape):
+        raise ScheduleError(f"{called} has shape {shape}: it has no axis {directive.axis} to shard")
+    ways = model.mesh.shape[directive.mesh_axis]
+    if shape[directive.axis] % ways:
+        raise ScheduleError(
+            f"{called} has shape {shape}: axis {directive.axis} can't be split evenly over the {ways} devices of mesh axis"
+            f" {directive.mesh_axis!r}; shard another axis, or over fewer devices"
+        )
+    for each in model.of_kind(Shard):
+        same_param = (each.path, each.param) == (directive.path, directive.param)
+        if same_param and (each.axis == directive.axis or each.mesh_axis == directive.mesh_axis):
+            raise ScheduleError(f"{called} is sharded twice: {describe(each)} and {describe(directive)}; keep one")
+
+
+def _check_region(model: "ModelSchedule", directive: Fuse | Replace) -> None:
+    unknown = [name for name in directive.nodes if name not in model.graph.by_name]
+    if unknown or not directive.nodes:
+        raise ScheduleError(
+            f"{describe(directive)}: the model has no {', '.join(unknown[:3]) or 'equations there'}; find what is to be"
+            " fused or replaced in this model"
+        )
+    if taken := model.claimed().intersection(directive.nodes):
+        raise ScheduleError(
+            f"{describe(directive)}: {', '.join(sorted(taken)[:3])} is fused or replaced already; keep one"
+        )
+    for name, wrote, reads in zip(directive.nodes, directive.reads, model.reads(directive.nodes), strict=False):
+        if len(wrote) != len(reads) or any(set(one).isdisjoint(other) for one, other in zip(wrote, reads, strict=True)):
+            raise ScheduleError(
+                f"{describe(directive)}: {name} reads {_listed(reads)} in this model, and {_listed(wrote)} in the one that the"
+                " schedule was written for; find what is to be fused or replaced in this one"
+            )
+    if isinstance(directive, Fuse):
+        compiler(directive.compiler)
+        return
+    if directive.function not in model.functions:
+        raise ScheduleError(
+            f"{describe(directive)}: function {directive.function!r} is not known here; give it by functions={{name: function}}"
+        )
+    nodes = [model.graph.by_name[name] for name in directive.nodes]
+    read = {model.graph.value_names[var] for var in model.graph.inputs_of(nodes)}
+    if foreign := set(directive.inputs) - read:
+        raise ScheduleError(f"{describe(directive)}: what is replaced does not read {', '.join(sorted(foreign))}")
+    if isinstance(model.functions[directive.function], ModuleFunction):
+        check_whole(model.graph, directive, model.functions)
+
+
+def _listed(operands: Sequence[Sequence[str]]) -> str:
+    return " and ".join(names[-1] for names in operands) or "nothing"
+
+
+def _check_once(
+    model: "ModelSchedule", directive: Sync | Checkpoint | CutPipelineStage | ForkRng, keys: tuple[str, ...]
+) -> None:
+    """What two directives must not both say of the same thing."""
+    for each in model.of_kind(type(directive)):
+        if all(getattr(each, key) == getattr(directive, key) for key in keys):
+            raise ScheduleError(
+                f"{directive.path or 'the model'} has {describe(each)} already, now {describe(directive)}; keep one"
+            )

@@ -1,0 +1,1 @@
+"""Running a step in microbatches: how values scale with the batch, and accumulating gradients and losses over microbatches."""

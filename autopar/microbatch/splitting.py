@@ -1,0 +1,456 @@
+"""Splitting a step into microbatches, without ever changing what it computes.
+
+How a value of the whole batch comes from those of its microbatches is told by its kind (`autopar.microbatch.batch_scaling`): they are added up,
+averaged, or all the same; what is divided by a sum of weights, as a masked mean, is divided by the weights of the whole batch,
+after the last microbatch (`autopar.microbatch.deferred_division`). Whatever does not fit is refused.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import gcd
+from typing import Literal as OneOf
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from autopar.equation_groups import dependents
+from autopar.graph import Atom, aval_of, needed, source_line
+from autopar.microbatch.batch_scaling import BatchScalings, MicrobatchError, power_of_constant
+from autopar.microbatch.batch_scaling_rules import BatchScaling
+from autopar.microbatch.deferred_division import divided_afterwards, equations, statistics
+from autopar.microbatch.gradients import accumulate_p
+from autopar.microbatch.whole_batch import joined, substituted
+
+type Combine = OneOf["sum", "mean", "same", "rows"]
+"""How the microbatches' values make that of the batch: added up, averaged, any of them, or put together row by row."""
+
+type Numbered = tuple[int, JaxprEqn]
+
+_FOR_UNIT_DIMS = frozenset({"broadcast_in_dim", "copy", "expand_dims", "reduce_sum", "reshape", "squeeze", "transpose"})
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Equations that run for each microbatch, and the numbered `accumulate` equations at which they end."""
+
+    body: tuple[Numbered, ...]
+    marks: tuple[Numbered, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatching:
+    """How a step runs in microbatches.
+
+    Attributes:
+        count: number of microbatches.
+        body: numbered equations that run for each, up to the marked values.
+        tail: numbered equations that run once, on the accumulated values.
+        marks: the numbered `accumulate` equations: the body ends at their operands, the tail starts at their results.
+        combine: how each of their results is put together.
+        powers: for values with a row per example, told by (equation, result), the power of the batch's size that they grow with.
+        chunks: runs of neighbouring examples that a microbatch consists of, as many as examples unless the step puts some together,
+            as the pairs of a preference loss.
+        loops: the body and the marks as they run, one loop over all microbatches after another: first those that accumulate statistics
+            of the batch that a later one reads, such as the sum of a mask that divides a loss.
+    """
+
+    count: int
+    body: tuple[Numbered, ...]
+    tail: tuple[Numbered, ...]
+    marks: tuple[Numbered, ...]
+    combine: tuple[Combine, ...]
+    powers: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
+    chunks: int = 1
+    loops: tuple[Loop, ...] = ()
+
+
+def split(
+    micro: Jaxpr,
+    whole: Jaxpr,
+    sizes: tuple[Jaxpr, Jaxpr],
+    batch: frozenset[int],
+    count: int,
+    out_paths: Sequence[str],
+    rows: bool = False,
+    stages: bool = False,
+) -> tuple[Jaxpr, Microbatching]:
+    """Split a flat jaxpr into what runs for each microbatch and what runs once.
+
+    Args:
+        micro: the step traced for one microbatch.
+        whole: the step traced for the whole batch.
+        sizes: the same step traced for two batch sizes above one, the second `count` times the first. (A microbatch of a
+            single example won't do: tracing simplifies dims of size one away.)
+        batch: inputs whose first dim is the batch.
+        count: number of microbatches.
+        out_paths: what the user calls each output.
+        rows: whether marked values may have a row per example, in dim 0.
+        stages: whether the step is to be cut into stages of a pipeline, which go over the microbatches once.
+
+    Returns:
+        The jaxpr as it runs, the equations after the marked values from `whole`, and which of its equations run when.
+
+    Raises:
+        MicrobatchError: nothing is marked, an output depends on the batch other than through marked values, or a marked value
+            can't be put together from microbatches.
+    """
+    marks, body, tail = _parts(micro, batch)
+    if not marks:
+        raise MicrobatchError(
+            "the step takes no gradient with autopar.grad or autopar.value_and_grad; use one of them in place of jax's, so that"
+            " it is known what to accumulate over microbatches"
+        )
+    if any(eqn.primitive is accumulate_p for _, eqn in body):
+        raise MicrobatchError("a loss depends on the gradients of another autopar.grad; that can't run in microbatches")
+    if count == 1:
+        same: tuple[Combine, ...] = ("same",) * sum(len(eqn.outvars) for _, eqn in marks)
+        examples = gcd(*(aval_of(micro.invars[i]).shape[0] for i in batch))
+        return micro, Microbatching(1, tuple(body), tuple(tail), tuple(marks), same, chunks=examples)
+    if (
+        len({tuple(len(eqn.invars) for _, eqn in _named(each, accumulate_p.name)) for each in (micro, whole, *sizes)})
+        > 1
+    ):
+        raise MicrobatchError(
+            "the step takes other gradients when a microbatch has a single example; use fewer microbatches"
+        )
+    aligned = [eqn.primitive for eqn in micro.eqns] == [eqn.primitive for eqn in sizes[0].eqns]
+    if aligned:
+        _check_sizes(micro, whole, sizes, count)
+    found = BatchScalings(*sizes, batch, count, functions=not stages)
+    try:
+        contributions = _contributions(micro, sizes, found, batch)
+    except MicrobatchError as refused:
+        if not aligned:
+            raise MicrobatchError(
+                f"{refused}. The step is computed otherwise when a microbatch has a single example: fewer microbatches may do"
+            ) from None
+        found = BatchScalings(
+            *sizes, batch, count, {number for number, _ in body}, totals=not stages, functions=not stages
+        )
+        try:
+            contributions = _contributions(micro, sizes, found, batch)
+        except MicrobatchError:
+            raise refused from None
+    computed = {at for at, kind in contributions.items() if kind is None}
+    whole = substituted(whole, computed)
+    _, _, once = _parts(whole, batch)
+    _check_outputs(whole, once, batch, out_paths)
+    powers = found.powers_of_rows(sizes[0].eqns) if aligned else {}
+    jaxpr, numbers = joined(micro, whole, {n for n, _ in body}, {n for n, _ in once}, computed)
+    combine: list[Combine] = []
+    weights: list[list[Var | None]] = []
+    for position, (_, eqn) in enumerate(_named(sizes[0], accumulate_p.name)):
+        kept = [
+            (eqn.invars[k], kind) for k in range(len(eqn.invars)) if (kind := contributions[position, k]) is not None
+        ]
+        weights.append([kind.per for _, kind in kept])
+        functions = [atom for atom, kind in kept if kind.form == "function"]
+        combine.extend(_combine(kind, atom, rows) for atom, kind in kept if kind.form != "function")
+        added = statistics([*functions, *weights[-1]], found.functions)
+        combine.extend(_combine(found.of(var, var), var, rows) for var in added)
+    if found.functions or any(map(any, weights)):
+        jaxpr, later = _divided_afterwards(micro, sizes[0], jaxpr, numbers, found, weights)
+        numbers = {number: later[at] for number, at in numbers.items()}
+    before: dict[Var, Combine] = {}
+    if found.repairs:
+        jaxpr, later, before = _repaired(micro, sizes[0], jaxpr, numbers, found)
+        numbers = {number: later[at] for number, at in numbers.items()}
+    powers = {(numbers[n], r): power for (n, r), power in powers.items() if n in numbers}
+    chunks = _chunks(micro, sizes[0], found, batch)
+    marks, body, tail = _parts(jaxpr, batch)
+    loops = _loops(jaxpr, batch, marks, before) if before else [Loop(tuple(body), tuple(marks))]
+    others = iter(combine)
+    combined: list[Combine] = [
+        before[var] if var in before else next(others) for _, eqn in marks for var in eqn.outvars
+    ]
+    body = sorted({number: eqn for loop in loops for number, eqn in loop.body}.items())
+    return jaxpr, Microbatching(
+        count, tuple(body), tuple(tail), tuple(marks), tuple(combined), powers, chunks, tuple(loops)
+    )
+
+
+def _repaired(
+    micro: Jaxpr, traced: Jaxpr, jaxpr: Jaxpr, numbers: Mapping[int, int], found: BatchScalings
+) -> tuple[Jaxpr, list[int], dict[Var, Combine]]:
+    """Replace operands as `found.repairs` says.
+
+    Args:
+        micro: the step for one microbatch, with the equations of `traced`.
+        traced: the trace that `found` is of.
+        jaxpr: the step as it runs, with equations of `micro` at `numbers`.
+
+    Returns:
+        The jaxpr, for each equation its number there, and for each statistic of the whole batch how it is put together.
+    """
+    totals: dict[Var, Var] = {}
+    combine: dict[Var, Combine] = {}
+    repairs = {numbers[number]: repair for number, repair in found.repairs.items() if number in numbers}
+    for number, repair in found.repairs.items():
+        for k in repair.totals:
+            var, known = micro.eqns[number].invars[k], traced.eqns[number].invars[k]
+            assert isinstance(var, Var)
+            total = totals.setdefault(var, Var(var.aval))
+            combine[total] = _combine(found.of(known, known), known, False)
+    eqns: list[JaxprEqn] = []
+    later: list[int] = []
+    for number, eqn in enumerate(jaxpr.eqns):
+        if number in repairs:
+            operands = list(eqn.invars)
+            for k in repairs[number].totals:
+                var = operands[k]
+                assert isinstance(var, Var)
+                operands[k] = totals[var]
+            for k, power in repairs[number].scaled.items():
+                scaled = Var(operands[k].aval)
+                eqns += equations(partial(_divided, found.count**power), [operands[k]], scaled, eqn.source_info)
+                operands[k] = scaled
+            eqn = eqn.replace(invars=operands)
+        later.append(len(eqns))
+        eqns.append(eqn)
+        for var in eqn.outvars:
+            if var in totals:
+                eqns.append(eqn.replace(primitive=accumulate_p, invars=[var], outvars=[totals[var]], params={}))
+    return jaxpr.replace(eqns=eqns), later, combine
+
+
+def _divided(by: int, value: jax.Array) -> jax.Array:
+    return (value / by).astype(value.dtype)
+
+
+def _loops(jaxpr: Jaxpr, batch: frozenset[int], marks: Sequence[Numbered], before: Collection[Var]) -> list[Loop]:
+    """Return the loops over the microbatches, in order; `before` are the statistics that a later loop reads."""
+    level: dict[Var, int] = {}
+    for eqn in jaxpr.eqns:
+        turn = max((level.get(atom, 0) for atom in eqn.invars if isinstance(atom, Var)), default=0)
+        level.update((var, turn + (var in before)) for var in eqn.outvars)
+    early = [(number, eqn) for number, eqn in marks if eqn.outvars and eqn.outvars[0] in before]
+    turns = sorted({level[eqn.outvars[0]] for _, eqn in early})
+    groups = [[each for each in early if level[each[1].outvars[0]] == turn] for turn in turns]
+    groups.append([each for each in marks if each not in early])
+    return [Loop(tuple(_parts(jaxpr, batch, group, before)[1]), tuple(group)) for group in groups]
+
+
+def check_computation(micro: Jaxpr, larger: Jaxpr, batch: frozenset[int]) -> None:
+    """Raise MicrobatchError if the step is another for one microbatch, `micro`, than for a `larger` one."""
+    if _computation(micro, batch) != _computation(larger, batch):
+        rows, more = (aval_of(each.invars[min(batch)]).shape[0] for each in (micro, larger))
+        raise MicrobatchError(
+            f"the step computes something else for a microbatch of {rows} than for {more} examples; make it compute the same for"
+            " batches of any size, or use another num_micro_batches"
+        )
+
+
+def _computation(jaxpr: Jaxpr, batch: frozenset[int]) -> list[str]:
+    """Return the primitives that run for each microbatch, without those that tracing adds or leaves out for dims of size one."""
+    _, body, _ = _parts(jaxpr, batch)
+    return [name for _, eqn in body if (name := eqn.primitive.name) not in _FOR_UNIT_DIMS]
+
+
+def _check_sizes(micro: Jaxpr, whole: Jaxpr, sizes: tuple[Jaxpr, Jaxpr], count: int) -> None:
+    """Raise MicrobatchError if constants of `micro` and `whole` are related otherwise than those of `sizes`."""
+    traces = (micro, whole, *sizes)
+    if micro is sizes[0] or len({len(each.eqns) for each in traces}) > 1:
+        return
+    for eqns in zip(*(each.eqns for each in traces), strict=True):
+        for atoms in zip(*(eqn.invars for eqn in eqns), strict=True):
+            values = [atom.val for atom in atoms if isinstance(atom, Literal)]
+            if len(values) == len(traces):
+                small, large, smaller, larger = values
+                if power_of_constant(small, large, count) != power_of_constant(smaller, larger, count):
+                    raise MicrobatchError(
+                        f"a constant at {source_line(eqns[0])} is {small} for a microbatch and {large} for the batch, and depends"
+                        " otherwise on the sizes of larger ones; use fewer microbatches"
+                    )
+
+
+def _contributions(
+    micro: Jaxpr, sizes: tuple[Jaxpr, Jaxpr], found: BatchScalings, batch: frozenset[int]
+) -> dict[tuple[int, int], BatchScaling | None]:
+    """Return the kind of each operand of the `accumulate` equations, by the positions of both.
+
+    None stands for what depends on the size of the batch and not on its values: it is computed for the whole batch.
+    """
+    depending = dependents(enumerate(micro.eqns), (micro.invars[i] for i in batch))
+    contributions: dict[tuple[int, int], BatchScaling | None] = {}
+    marks = (_named(each, accumulate_p.name) for each in (micro, *sizes))
+    for position, ((_, mine), (_, small), (_, large)) in enumerate(zip(*marks, strict=True)):
+        for k, atom in enumerate(mine.invars):
+            depends = isinstance(atom, Var) and atom in depending
+            try:
+                kind = found.of(small.invars[k], large.invars[k])
+            except MicrobatchError:
+                if depends:
+                    raise
+                kind = None
+            if not depends and kind not in (BatchScaling("same"), BatchScaling("same", None)):
+                kind = None
+            contributions[position, k] = kind
+    return contributions
+
+
+def _check_outputs(whole: Jaxpr, tail: Sequence[Numbered], batch: frozenset[int], out_paths: Sequence[str]) -> None:
+    """Raise MicrobatchError if what runs once reads the batch."""
+    batch_vars = {whole.invars[i] for i in batch}
+    accumulated = tuple(var for _, eqn in _named(whole, accumulate_p.name) for var in eqn.outvars)
+
+    def reads_batch(eqns: Sequence[Numbered], results: Sequence[Atom]) -> bool:
+        read = [*results, *(operand for _, eqn in eqns for operand in eqn.invars)]
+        return any(isinstance(atom, Var) and atom in batch_vars for atom in read)
+
+    for path, atom in zip(out_paths, whole.outvars, strict=True) if reads_batch(tail, whole.outvars) else ():
+        if reads_batch(needed(tail, [atom], given=accumulated), [atom]):
+            raise MicrobatchError(
+                f"output {path or 'of the step'} depends on the batch outside autopar.grad / value_and_grad, so it can't be put"
+                " together from microbatches; return it from the loss function with has_aux=True"
+            )
+
+
+def _chunks(micro: Jaxpr, traced: Jaxpr, found: BatchScalings, batch: frozenset[int]) -> int:
+    """Return into how many runs of neighbouring examples, which must stay together, a microbatch can be cut.
+
+    Args:
+        traced: the trace that `found` tells the kinds of; it may be larger than `micro`.
+    """
+    if not batch:
+        return 1
+    _, body, _ = _parts(traced, batch)
+    chunks = found.chunks((eqn for _, eqn in body), [traced.invars[i] for i in batch])
+    first = min(batch)
+    rows, larger = (aval_of(each.invars[first]).shape[0] for each in (micro, traced))
+    if chunks * rows % larger:
+        raise MicrobatchError(
+            f"the step puts {larger // chunks} neighbouring examples together, and a microbatch has {rows}; use fewer microbatches"
+        )
+    return chunks * rows // larger
+
+
+def _divided_afterwards(
+    micro: Jaxpr,
+    traced: Jaxpr,
+    jaxpr: Jaxpr,
+    numbers: Mapping[int, int],
+    found: BatchScalings,
+    weights: Sequence[Sequence[Var | None]],
+) -> tuple[Jaxpr, list[int]]:
+    """Leave divisions until everything is accumulated; which ones, and by what, is told of another trace of the step.
+
+    The two have the same divisions, if not the same equations: fewer of these are needed for a single example.
+
+    Args:
+        micro: the step for one microbatch.
+        traced: the trace that `found` and `weights` are of.
+        jaxpr: the step as it runs, with equations of `micro` at `numbers`.
+    """
+    ours, theirs = _named(micro, "div"), _named(traced, "div")
+    scalars = [[not aval_of(eqn.invars[1]).shape for _, eqn in each] for each in (ours, theirs)]
+    maker = {eqn.outvars[0]: eqn for eqn in micro.eqns if len(eqn.outvars) == 1}
+    own: dict[Var, Var] = {}
+    functions: dict[Var, JaxprEqn] = {}
+
+    def pair(other: Atom, mine: Atom) -> None:
+        """Find what `micro` calls a statistic, or a function of statistics and these."""
+        if not isinstance(other, Var) or other in own:
+            return
+        if not isinstance(mine, Var):
+            raise _other_divisions()
+        own[other] = mine
+        if other in found.functions:
+            theirs, functions[mine] = found.functions[other], maker[mine]
+            if theirs.primitive is not maker[mine].primitive:
+                raise _other_divisions()
+            for a, b in zip(theirs.invars, maker[mine].invars, strict=True):
+                pair(a, b)
+
+    if scalars[0] != scalars[1]:
+        raise _other_divisions()
+    here = set()
+    for (number, mine), (their_number, other) in zip(ours, theirs, strict=True):
+        if their_number in found.divided:
+            pair(other.invars[1], mine.invars[1])
+            here.add(number)
+    marks = _named(micro, accumulate_p.name), _named(traced, accumulate_p.name)
+    for (_, mine), (_, other) in zip(*marks, strict=True):
+        for a, b in zip(other.invars, mine.invars, strict=True):
+            if isinstance(a, Var) and a in found.functions:
+                pair(a, b)
+    before = {numbers[number] for number in here if number in numbers}
+    before.intersection_update(number for number, _ in _parts(jaxpr, frozenset())[1])
+    renamed = [[None if var is None else own[var] for var in row] for row in weights]
+    at = [numbers[number] for number, _ in marks[0]]
+    return divided_afterwards(jaxpr, before, dict(zip(at, renamed, strict=True)), functions)
+
+
+def _other_divisions() -> MicrobatchError:
+    return MicrobatchError(
+        "a masked mean is computed otherwise when a microbatch has a single example, or a model runs on shards; use fewer"
+        " microbatches, or for a scheduled model another backend than 'manual'"
+    )
+
+
+def _parts(
+    jaxpr: Jaxpr, batch: frozenset[int], ends: Sequence[Numbered] | None = None, given: Collection[Var] = ()
+) -> tuple[list[Numbered], list[Numbered], list[Numbered]]:
+    """Return the marks, and what is needed before and after them.
+
+    What has an effect and no result, such as `jax.debug.print`, comes before them if it depends on the batch otherwise than through
+    them, and runs for each microbatch; else it comes after them, and runs once.
+
+    Args:
+        jaxpr: a flat jaxpr with marks, which are its `accumulate` equations.
+        batch: inputs whose first dim is the batch.
+        ends: those of the marks before which the body ends, by default all.
+        given: values that the body need not make.
+    """
+    numbered, marks = list(enumerate(jaxpr.eqns)), _named(jaxpr, accumulate_p.name)
+    accumulated = tuple(var for _, eqn in marks for var in eqn.outvars)
+    acts = {number for number, eqn in numbered if eqn.effects and not eqn.outvars}
+    repeated: set[int] = set()
+    if acts:
+        depending = dependents(numbered, (jaxpr.invars[i] for i in batch))
+        completed = dependents(numbered, accumulated)
+        repeated = {
+            n
+            for n in acts
+            if not depending.isdisjoint(_vars(jaxpr.eqns[n])) and completed.isdisjoint(_vars(jaxpr.eqns[n]))
+        }
+    body = [each for each in numbered if each[0] not in acts - repeated]
+    tail = [each for each in numbered if each[0] not in repeated]
+    wanted = [atom for _, eqn in (marks if ends is None else ends) for atom in eqn.invars]
+    return marks, needed(body, wanted, given), needed(tail, jaxpr.outvars, given=accumulated)
+
+
+def _vars(eqn: JaxprEqn) -> list[Var]:
+    return [atom for atom in eqn.invars if isinstance(atom, Var)]
+
+
+def _named(jaxpr: Jaxpr, primitive: str) -> list[Numbered]:
+    """The equations of one primitive."""
+    return [(number, eqn) for number, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == primitive]
+
+
+def _combine(kind: BatchScaling, atom: Atom, rows: bool) -> Combine:
+    """How values of that kind are put together. Raises MicrobatchError if they can't be."""
+    if kind.form == "rows" and rows:
+        if kind.dim or kind.power or kind.per:
+            raise MicrobatchError(
+                f"a result has a row per example in dim {kind.dim}, or rows that grow with the batch size, of shape"
+                f" {aval_of(atom).shape} for a microbatch; return it with the batch as its first dim, or use"
+                " num_micro_batches=1"
+            )
+        return "rows"
+    if kind.form == "rows":
+        raise MicrobatchError(
+            f"autopar.grad returns a value with one row per example, of shape {aval_of(atom).shape} for a microbatch;"
+            " return sums or means over the batch, or use num_micro_batches=1"
+        )
+    match kind.power:
+        case 0 | None:
+            return "same" if kind.form == "same" else "mean"
+        case 1:
+            return "sum"
+        case power:
+            raise MicrobatchError(
+                f"a loss or gradient that grows with the batch size to the power {power} can't be accumulated over"
+                " microbatches; write the loss as a sum or a mean over the examples"
+            )

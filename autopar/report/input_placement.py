@@ -1,0 +1,103 @@
+"""Placement of the inputs and outputs of a step, in the step's own structure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from autopar.graph import aval_of
+from autopar.plan import Stage, Value, spec_text
+from autopar.planned import Planned
+from autopar.sharding.spec import partition_spec
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementSpec:
+    """Where one array lives.
+
+    Attributes:
+        aval: shape and dtype of the whole array.
+        mesh_ids: the stages on whose meshes it is.
+        sharding_specs: how it is sharded over each of these meshes; they name axes and sizes, but no devices.
+        devices: the devices of each of these meshes, in its order: their ids in JAX if the step runs in this process, else their
+            numbers in the plan, which are those of the devices of all hosts, host by host.
+    """
+
+    aval: jax.ShapeDtypeStruct
+    mesh_ids: tuple[int, ...]
+    sharding_specs: tuple[NamedSharding, ...]
+    devices: tuple[tuple[int, ...], ...]
+
+    def __repr__(self) -> str:
+        places = zip(self.sharding_specs, self.mesh_ids, strict=True)
+        where = ", ".join(f"{spec_text(sharding.spec)} on mesh {mesh}" for sharding, mesh in places)
+        return f"PlacementSpec({array_text(self.aval)}, {where})"
+
+    def sharding(self) -> NamedSharding:
+        """The array's sharding over devices of this process: on the first of its meshes, which is its home.
+
+        Raises:
+            ValueError: not all of its devices are here.
+        """
+        here = {device.id: device for device in jax.local_devices()}
+        missing = sorted(set(self.devices[0]) - set(here))
+        if missing:
+            raise ValueError(
+                f"{self} is on devices {list(self.devices[0])}, but this process has no devices {missing}; compile the step for"
+                " the devices that are here, and take its placements"
+            )
+        spec = self.sharding_specs[0]
+        devices = np.array([here[number] for number in self.devices[0]]).reshape(spec.mesh.axis_sizes)
+        return NamedSharding(Mesh(devices, spec.mesh.axis_names, (AxisType.Auto,) * devices.ndim), spec.spec)
+
+
+def input_placement_specs(planned: Planned, devices: Sequence[int] | None = None) -> Any:
+    """A tuple like the (dynamic) arguments of the step, with a PlacementSpec for every array.
+
+    Args:
+        devices: the ids of the devices it runs on; by default those that the plan names.
+    """
+    step, (stage,) = planned.step, planned.plan.stages
+    avals = map(aval_of, step.jaxpr.invars)
+    return jax.tree.unflatten(step.in_tree, _specs(stage, stage.inputs, avals, devices))
+
+
+def output_placement_specs(planned: Planned, devices: Sequence[int] | None = None) -> Any:
+    """A pytree like the result of the step, with a PlacementSpec for every array; `devices` as for the inputs."""
+    step, (stage,) = planned.step, planned.plan.stages
+    avals = map(aval_of, step.jaxpr.outvars)
+    return jax.tree.unflatten(step.out_tree, _specs(stage, stage.outputs, avals, devices))
+
+
+def placed(aval: Any, sharding: NamedSharding, mesh_id: int, devices: Sequence[int] | None = None) -> PlacementSpec:
+    """The PlacementSpec of an array that is on one mesh of a pipeline; `devices`: that mesh's, if the sharding has none."""
+    abstract = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
+    struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    if devices is None:
+        assert isinstance(sharding.mesh, Mesh)
+        devices = [device.id for device in sharding.mesh.devices.flat]
+    return PlacementSpec(struct, (mesh_id,), (abstract,), (tuple(devices),))
+
+
+def array_text(array: Any) -> str:
+    """`float32[32,256]`, as JAX writes an abstract value."""
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+
+
+def _specs(
+    stage: Stage, values: Iterable[Value], avals: Iterable[Any], devices: Sequence[int] | None
+) -> list[PlacementSpec]:
+    mesh = AbstractMesh(stage.mesh_shape, stage.axis_names)
+    numbers = tuple(devices or stage.devices or range(stage.mesh.num_devices))
+    return [
+        PlacementSpec(
+            jax.ShapeDtypeStruct(value.shape, aval.dtype, weak_type=aval.weak_type),
+            (0,),
+            (NamedSharding(mesh, partition_spec(value.spec)),),
+            (numbers,),
+        )
+        for value, aval in zip(values, avals, strict=True)
+    ]

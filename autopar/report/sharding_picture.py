@@ -1,0 +1,173 @@
+"""Pictures of how an array lies on a mesh, drawn without any device; compare `jax.debug.visualize_array_sharding`."""
+
+from collections.abc import Sequence
+from html import escape
+from itertools import groupby, product
+from math import prod
+
+from autopar.plan import Constraint, Plan, Stage, Value, spec_text
+from autopar.planned import Planned
+from autopar.report.descriptions import nearest
+from autopar.report.input_placement import PlacementSpec, array_text
+from autopar.sharding.spec import LogicalMesh, Spec, from_partition_spec, partition_spec
+
+type Grid = list[list[str]]
+"""For each piece of a two-dimensional slice the devices that hold it."""
+
+_COLOURS = ("#cfe2f3", "#fce5cd", "#d9ead3", "#f4cccc", "#d9d2e9", "#fff2cc", "#d0e0e3", "#ead1dc")
+
+
+def picture(
+    value: PlacementSpec | Value | Constraint | str, plan: Plan | Planned | None = None, *, html: bool = False
+) -> str:
+    """Draw which devices (by number in the mesh, row by row) hold which part of an array.
+
+    At most two dims are drawn, sharded ones first; other sharded dims get a picture per part, and the rest are whole.
+
+    Args:
+        value: a placement spec; or an input, output or constraint of a plan; or the path of an input or output.
+        plan: the plan that the value belongs to; a placement spec needs none.
+        html: an HTML fragment instead of text.
+
+    Raises:
+        ValueError: the plan is missing, or has no value of that path, or the spec does not fit the array.
+    """
+    name, shape, spec, mesh, array = _resolve(value, plan)
+    if len(spec) != len(shape):
+        raise ValueError(
+            f"spec {spec_text(partition_spec(spec))} is for {len(spec)} dims, but the array has shape {shape}"
+        )
+    title = f"{name} {array} {spec_text(partition_spec(spec))} on mesh {_mesh_text(mesh)}".strip()
+    drawn = _drawn_dims(spec)
+    outer = [dim for dim, axes in enumerate(spec) if axes and dim not in drawn]
+    parts = [mesh.ways(spec[dim]) for dim in outer]
+    draw = _html if html else _text
+    pictures = []
+    for index in product(*map(range, parts)):
+        at = dict(zip(outer, index, strict=True))
+        caption = ", ".join(f"part {i + 1} of {mesh.ways(spec[dim])} of dim {dim}" for dim, i in at.items())
+        pictures.append(draw(caption, _legend(shape, spec, drawn, mesh), _grid(spec, drawn, at, mesh)))
+    heading = f"<p>{escape(title)}</p>" if html else title
+    return "\n".join([heading, *pictures])
+
+
+def _resolve(
+    value: PlacementSpec | Value | Constraint | str, plan: Plan | Planned | None
+) -> tuple[str, tuple[int, ...], Spec, LogicalMesh, str]:
+    """Name, shape, spec, mesh and type of what is to be drawn."""
+    if isinstance(value, PlacementSpec):
+        sharding = value.sharding_specs[0]
+        mesh = LogicalMesh(tuple(sharding.mesh.axis_sizes), tuple(sharding.mesh.axis_names))
+        spec = from_partition_spec(sharding.spec, len(value.aval.shape))
+        return "", tuple(value.aval.shape), spec, mesh, array_text(value.aval)
+    if plan is None:
+        raise ValueError("which mesh the value lies on is known to its plan; call picture(value, plan)")
+    stages = (plan if isinstance(plan, Plan) else plan.plan).stages
+    if isinstance(value, str):
+        value, stage = _find(value, stages)
+    else:
+        owners = [s for s in stages if value in (*s.inputs, *s.outputs, *s.constraints)]
+        if not owners:
+            raise ValueError(f"{_name(value)} with spec {spec_text(partition_spec(value.spec))} is not of this plan")
+        stage = owners[0]
+    return _name(value), value.shape, value.spec, stage.mesh, array_text(value)
+
+
+def _find(path: str, stages: Sequence[Stage]) -> tuple[Value, Stage]:
+    found = {value.path: (value, stage) for stage in stages for value in (*stage.inputs, *stage.outputs)}
+    if path not in found:
+        raise ValueError(f"the plan has no input or output {path!r}; did you mean {nearest(path, found)}?")
+    return found[path]
+
+
+def _name(value: Value | Constraint) -> str:
+    return value.path if isinstance(value, Value) else f"#{value.eqn} {value.name}"
+
+
+def _mesh_text(mesh: LogicalMesh) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in mesh.sizes.items())
+
+
+def _drawn_dims(spec: Spec) -> tuple[int, ...]:
+    """The dims to draw, in order: up to two sharded ones, filled up with the last whole ones."""
+    sharded = [dim for dim, axes in enumerate(spec) if axes]
+    whole = [dim for dim, axes in enumerate(spec) if not axes]
+    chosen = sharded[-2:]
+    return tuple(sorted(chosen + whole[max(0, len(whole) - (2 - len(chosen))) :])) if len(chosen) < 2 else tuple(chosen)
+
+
+def _legend(shape: Sequence[int], spec: Spec, drawn: Sequence[int], mesh: LogicalMesh) -> tuple[str, ...]:
+    """What runs down and across: dim, size, axes."""
+
+    def of(dim: int) -> str:
+        axes = spec[dim]
+        split = f" in {mesh.ways(axes)} over {', '.join(axes)}" if axes else ""
+        return f"dim {dim} of {shape[dim]}{split}"
+
+    match tuple(drawn):
+        case (down, across):
+            return f"down: {of(down)}", f"across: {of(across)}"
+        case (across,):
+            return (f"across: {of(across)}",)
+        case _:
+            return ()
+
+
+def _grid(spec: Spec, drawn: Sequence[int], at: dict[int, int], mesh: LogicalMesh) -> Grid:
+    rows, columns = (1, 1, *(mesh.ways(spec[dim]) for dim in drawn))[-2:]
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for device in range(mesh.num_devices):
+        position = _position(device, mesh)
+        part = [_part(axes, position, mesh) for axes in spec]
+        if all(part[dim] == i for dim, i in at.items()):
+            holders.setdefault((0, 0, *(part[dim] for dim in drawn))[-2:], []).append(device)
+    return [[_ranges(holders[row, column]) for column in range(columns)] for row in range(rows)]
+
+
+def _position(device: int, mesh: LogicalMesh) -> dict[str, int]:
+    """Where a device is along each axis."""
+    position = {}
+    for axis in reversed(mesh.axis_names):
+        device, position[axis] = divmod(device, mesh.sizes[axis])
+    return position
+
+
+def _part(axes: Sequence[str], position: dict[str, int], mesh: LogicalMesh) -> int:
+    """Which part of a dim the device at `position` holds; the first axis is the major one."""
+    return sum(position[axis] * prod(mesh.sizes[a] for a in axes[i + 1 :]) for i, axis in enumerate(axes))
+
+
+def _ranges(devices: Sequence[int]) -> str:
+    """`0-3,8` for 0, 1, 2, 3, 8."""
+    runs = []
+    for _, run in groupby(enumerate(devices), key=lambda item: item[1] - item[0]):
+        ids = [device for _, device in run]
+        runs.append(f"{ids[0]}-{ids[-1]}" if len(ids) > 2 else ",".join(map(str, ids)))
+    return ",".join(runs)
+
+
+def _text(caption: str, legend: Sequence[str], grid: Grid) -> str:
+    width = max(5, *(len(cell) + 2 for row in grid for cell in row))
+    rule = "─" * width
+    columns = len(grid[0])
+
+    def border(left: str, middle: str, right: str) -> str:
+        return left + middle.join([rule] * columns) + right
+
+    body = [f"│{'│'.join(cell.center(width) for cell in row)}│" for row in grid]
+    lines = [border("┌", "┬", "┐")]
+    for i, row in enumerate(body):
+        lines += [row, border("└", "┴", "┘") if i == len(body) - 1 else border("├", "┼", "┤")]
+    return "\n".join([*filter(None, [caption, "; ".join(legend)]), *lines])
+
+
+def _html(caption: str, legend: Sequence[str], grid: Grid) -> str:
+    names = list(dict.fromkeys(cell for row in grid for cell in row))
+    colour = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
+    style = "border:1px solid #666;padding:0.6em 1em;text-align:center"
+    rows = (
+        "<tr>" + "".join(f'<td style="{style};background:{colour[cell]}">{escape(cell)}</td>' for cell in row) + "</tr>"
+        for row in grid
+    )
+    text = escape("; ".join(filter(None, [caption, *legend])))
+    return f'<table style="border-collapse:collapse"><caption>{text}</caption>{"".join(rows)}</table>'

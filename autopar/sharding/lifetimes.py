@@ -1,0 +1,144 @@
+"""Lifetimes of a step's values: which are written to device memory, which stay in registers of a fusion, and for how long the former live.
+
+A model of what XLA:GPU does, checked against its buffer assignment by `experiments.validation.fidelity`. Left out: the padding of
+half-precision products to multiples of eight, workspaces of cuBLAS (4 MB), and what other shardings make XLA compute twice.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from jax.extend.core import JaxprEqn, Var
+
+from autopar import control_flow
+from autopar._memo import memoized_on_step
+from autopar.graph import aval_of
+from autopar.sharding.rules import PASS_THROUGH, POINTWISE
+from autopar.trace import StepGraph
+
+FUSIBLE = POINTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze", "slice", "transpose"}
+"""Primitives whose results a fusion keeps in registers when only fusible equations or `READING` ones read them."""
+
+READING = frozenset({"argmax", "argmin", "concatenate", "dynamic_slice", "gather", "pad"})
+"""Primitives whose results are stored, but which compute what they read in their own kernel; reductions are of them, too."""
+
+_VIEWS = PASS_THROUGH - {"accumulate"} | {"reshape", "rev", "squeeze", "loop_carry", "loop_const", "loop_result"}
+"""Primitives that move nothing: a convolution takes a reversed kernel as it is, and a loop works in place."""
+
+EXPENSIVE = frozenset({"erf", "erfc", "erf_inv", "tanh", "threefry2x32", "random_bits", "lgamma", "digamma"})
+"""Pointwise primitives that are not computed again for each of several readers."""
+
+
+def is_fusible(name: str) -> bool:
+    """Whether equations of the primitive become part of others' kernels."""
+    return name in FUSIBLE or name in PASS_THROUGH
+
+
+@memoized_on_step
+def stored_values(step: StepGraph) -> frozenset[Var]:
+    """The values that are written to memory: inputs, outputs, what the tasks of a stage hand on to one another, and what a kernel other
+    than a fusion writes or reads."""
+    eqns, outputs = step.jaxpr.eqns, {atom for atom in step.jaxpr.outvars if isinstance(atom, Var)}
+    outputs.update(step.handed_on)
+    readers = Counter(atom for eqn in eqns for atom in _operands(eqn))
+    makers = {var: eqn for eqn in eqns for var in eqn.outvars}
+    stored, in_place = {*step.jaxpr.invars, *step.jaxpr.constvars, *outputs}, set()
+    for eqn in reversed(eqns):
+        name, operands = eqn.primitive.name, _operands(eqn)
+        if eqn.primitive in control_flow.MARKERS:
+            stored.update((*eqn.outvars, *operands))
+        elif is_view(eqn):
+            stored.update(operands if not stored.isdisjoint(eqn.outvars) else ())
+        elif name in EXPENSIVE:
+            stored.update(var for var in eqn.outvars if readers[var] > 1)
+        elif name in ("add", "add_any") and (scattered := {a for a in operands if _is_sum(makers.get(a), readers)}):
+            stored.update(eqn.outvars)
+            in_place.update(scattered)
+        elif name not in FUSIBLE:
+            stored.update(eqn.outvars)
+            if name not in READING and not name.startswith("reduce_"):
+                stored.update(operands)
+    return frozenset(stored - (in_place - outputs))
+
+
+def is_view(eqn: JaxprEqn) -> bool:
+    """Whether the result of `eqn` is its first operand in memory, seen otherwise: a product reads a matrix either way."""
+    return eqn.primitive.name in _VIEWS or (eqn.primitive.name == "transpose" and aval_of(eqn.outvars[0]).ndim == 2)
+
+
+def is_relaid(eqn: JaxprEqn, operand: int) -> bool:
+    """Whether an equation reads its operand in a layout of its own: a convolution's kernel, all but pointwise ones."""
+    if eqn.primitive.name != "conv_general_dilated" or operand != 1:
+        return False
+    window = [aval_of(eqn.invars[1]).shape[dim] for dim in eqn.params["dimension_numbers"].rhs_spec[2:]]
+    return any(size > 1 for size in (*window, *eqn.params["window_strides"], *eqn.params["lhs_dilation"]))
+
+
+@memoized_on_step
+def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
+    """The first and the last moment (number of an equation) at which each stored value that is no view must be in memory.
+
+    A value that is not stored is computed again by every fusion that reads it, so what it is computed from lives until the
+    last of those: what a backward pass derives from an activation keeps the activation, however early it was derived. What a
+    loop reads or collects lives through all of it.
+    Inputs and outputs live until the moment after the last equation. What a stage of a pipeline receives comes when it is read first.
+    That, and what its tasks hand on, stays until the program that reads it is done: the backward pass, at the end of the body.
+    """
+    eqns = step.jaxpr.eqns
+    stored, end, loops = stored_values(step), len(eqns), control_flow.spans(eqns)
+    outputs = {atom for atom in step.jaxpr.outvars if isinstance(atom, Var)}
+    apart = outputs.union(step.handed_on)  # stored in a place of their own
+    first: dict[Var, int] = dict.fromkeys((*step.jaxpr.invars, *step.jaxpr.constvars), 0)
+    received = {step.jaxpr.invars[i] for i in step.received}
+    last: dict[Var, int] = dict.fromkeys(first.keys() - received, end)
+    last.update(dict.fromkeys(outputs, end))
+    views: set[Var] = set()
+    for number, eqn in reversed(list(enumerate(eqns))):
+        made, read = number, number
+        if eqn.primitive is control_flow.loop_stack_p:
+            made = loops[control_flow.token_of(eqn)][0]
+        elif eqn.primitive in control_flow.ENTERING:
+            read = loops[control_flow.token_of(eqn)][1]
+        first.update(dict.fromkeys(eqn.outvars, made))
+        last.update((atom, max(read, last.get(atom, 0))) for atom in _operands(eqn))
+        first.update((atom, number) for atom in _operands(eqn) if atom in received)
+        if is_view(eqn):
+            through = [(a, var) for a, var in zip(eqn.invars, eqn.outvars, strict=False) if var not in apart]
+            views.update(var for _, var in through)
+        else:
+            through = [(atom, var) for atom in eqn.invars for var in eqn.outvars if var not in stored]
+        for atom, var in through:
+            if isinstance(atom, Var):
+                last[atom] = max(last[atom], last.get(var, 0))
+    for eqn in eqns:
+        if eqn.primitive.name == "select_and_scatter_add":  # onto zeros that are made together with what was pooled
+            pooled = eqn.invars[1]
+            first[eqn.outvars[0]] = first[pooled] if isinstance(pooled, Var) else 0
+    if step.microbatching and step.handed_on:
+        done = max((number for number, _ in step.microbatching.body), default=0)
+        through = (var for var in (*step.handed_on, *received) if first.get(var, done) < done)
+        last.update((var, max(done, last.get(var, 0))) for var in through)
+    return {var: (first[var], last.get(var, first[var])) for var in stored - views}
+
+
+@memoized_on_step
+def readings(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
+    """The first and the last equation whose kernel reads each value from memory, itself or a view of it."""
+    stored, found = stored_values(step), {}
+    for number, eqn in reversed(list(enumerate(step.jaxpr.eqns))):
+        known = [found[var] for var in eqn.outvars if var in found]
+        first, last = number, number
+        if known and (is_view(eqn) or stored.isdisjoint(eqn.outvars)):
+            first, last = min(first for first, _ in known), max(last for _, last in known)
+        for atom in _operands(eqn):
+            before = found.get(atom, (first, last))
+            found[atom] = min(first, before[0]), max(last, before[1])
+    return found
+
+
+def _is_sum(maker: JaxprEqn | None, readers: Counter[Var]) -> bool:
+    """Whether this is a scatter that one equation reads: adding it to something scatters onto that, in place."""
+    return maker is not None and maker.primitive.name == "scatter-add" and readers[maker.outvars[0]] == 1
+
+
+def _operands(eqn: JaxprEqn) -> set[Var]:
+    return {atom for atom in eqn.invars if isinstance(atom, Var)}

@@ -1,0 +1,101 @@
+"""Regions that a user sharded by hand with `jax.shard_map`: where they run on a logical mesh, and what they cost."""
+
+from jax.extend.core import JaxprEqn
+from jax.sharding import AbstractMesh, Mesh
+
+from autopar import control_flow
+from autopar.equation_work import array_bytes, kernel_of
+from autopar.flatten import flatten
+from autopar.graph import aval_of
+from autopar.sharding.factors import Assignment
+from autopar.sharding.lifetimes import is_fusible
+from autopar.sharding.mesh_costs import MeshCosts
+from autopar.sharding.pins import ShardingError
+from autopar.sharding.rules import op_factors
+from autopar.sharding.rules.shard_map import region_axes
+from autopar.sharding.spec import AnyMesh, LogicalMesh
+from simulator.work import CollectiveKind
+
+SHARD_MAP = "shard_map"
+
+_COLLECTIVES: dict[str, CollectiveKind] = {
+    **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax", "pmin"), "all_reduce"),
+    **dict.fromkeys(("all_gather", "all_gather_invariant"), "all_gather"),
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "ppermute": "permute",
+}
+
+
+def assignment(eqn: JaxprEqn, mesh: LogicalMesh) -> Assignment:
+    """The one assignment under which a `shard_map` runs on `mesh`.
+
+    Raises:
+        ShardingError: the axes of its own mesh are not axes, or runs of axes, of `mesh`.
+    """
+    axes_of = _planned_axes(eqn, mesh)
+    grouped = [tuple(axis for own in axes for axis in axes_of[own]) for axes in region_axes(eqn)]
+    return (*grouped, *((),) * (len(op_factors(eqn).sizes) - len(grouped)))
+
+
+def seconds(eqn: JaxprEqn, costs: MeshCosts) -> tuple[float, float]:
+    """What the kernels of the region cost, those of pointwise equations fused into others, and what its collectives do."""
+    axes_of, kernels, collectives = _planned_axes(eqn, costs.mesh), 0.0, 0.0
+    body = flatten(eqn.params["jaxpr"])
+    for inner, times in zip(body.eqns, control_flow.repeats(body.eqns), strict=True):
+        name = inner.primitive.name
+        if inner.primitive in control_flow.MARKERS or is_fusible(name) or not inner.outvars:
+            continue
+        avals = [aval_of(atom) for atom in (*inner.invars, *inner.outvars)]
+        sizes = [array_bytes(aval.shape, aval.dtype) for aval in avals]
+        if name in _COLLECTIVES:
+            along = inner.params["axes"] if "axes" in inner.params else inner.params["axis_name"]
+            own = along if isinstance(along, tuple) else (along,)
+            axes = tuple(axis for each in own if isinstance(each, str) for axis in axes_of[each])
+            kind = _COLLECTIVES[name]
+            moved = sum(sizes[len(inner.invars) :] if kind == "all_gather" else sizes[: len(inner.invars)])
+            collectives += times * costs.collective(kind, moved, axes)
+        else:
+            operands = [aval_of(atom).shape for atom in inner.invars]
+            kernels += times * costs.model.kernel(kernel_of(inner, operands, sum(sizes)))
+    return kernels, collectives
+
+
+def on_devices(eqn: JaxprEqn, mesh: AnyMesh) -> JaxprEqn:
+    """`eqn`, if it is a `shard_map`, on the devices of `mesh`, its own axes laid over them in their order.
+
+    One on an abstract mesh stays so, as what is inside it was traced for that: it runs where the step does.
+    """
+    if eqn.primitive.name != SHARD_MAP or isinstance(own := eqn.params["mesh"], AbstractMesh):
+        return eqn
+    devices: AnyMesh = own.abstract_mesh
+    if isinstance(mesh, Mesh):
+        devices = Mesh(mesh.devices.reshape(own.axis_sizes), own.axis_names, axis_types=own.axis_types)
+    return eqn.replace(params=eqn.params | {"mesh": devices})
+
+
+def _planned_axes(eqn: JaxprEqn, mesh: LogicalMesh) -> dict[str, tuple[str, ...]]:
+    """For each axis of the region's own mesh the axes of `mesh` that it is made of."""
+    own: dict[str, int] = dict(eqn.params["mesh"].shape)
+    left = [(axis, size) for axis, size in mesh.sizes.items() if size > 1]
+    found: dict[str, tuple[str, ...]] = {}
+    for axis, size in own.items():
+        taken, ways = [], 1
+        while ways < size and left:
+            name, more = left.pop(0)
+            taken.append(name)
+            ways *= more
+        found[axis] = tuple(taken)
+        if ways != size:
+            break
+    else:
+        if not left:
+            return found
+    raise ShardingError(
+        f"a shard_map of the step runs on a mesh {_words(own)}, which can't be laid over the planned mesh {_words(mesh.sizes)}:"
+        f" each of its axes must be an axis, or a run of axes, of the planned one; plan on a mesh of shape {tuple(own.values())}"
+    )
+
+
+def _words(sizes: dict[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())

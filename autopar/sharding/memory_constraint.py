@@ -1,0 +1,227 @@
+"""Bytes alive on one device at each point of a step, as a function of the decisions.
+
+A moment is an equation of the flat jaxpr. Inputs live through the whole step, and a carried output takes the place of its
+input. Other values live from the equation that makes them to the last that reads them, if they are stored at all: what a
+fusion keeps in registers is not. What microbatches accumulate lives as long as their loop.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal, Var
+
+from autopar import control_flow
+from autopar.equation_work import array_bytes
+from autopar.graph import Atom, aval_of
+from autopar.sharding.distinct_options import each_once
+from autopar.sharding.lifetimes import is_relaid, is_view, lifetimes, readings
+from autopar.sharding.mesh_costs import COMBINED_BYTES
+from autopar.sharding.objective import Decisions
+from autopar.sharding.operand_layouts import PRODUCTS
+from autopar.sharding.reshard_hoisting import passes_moves
+from autopar.sharding.selection_problem import CapacityConstraint
+from autopar.sharding.spec import LogicalMesh, Spec, Specs, local_shape
+from autopar.trace import StepGraph
+from simulator.memory import Role
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Lifetime:
+    """A value that takes memory from moment `start` to moment `end`, both included; `sizes` in bytes per option.
+
+    `var` is None for what other microbatches hold and for gradients that wait to be reduce_scattered; then `role` says what it is.
+    """
+
+    decision: int
+    start: int
+    end: int
+    sizes: np.ndarray
+    var: Var | None = None
+    role: Role | None = None
+
+
+class Memory:
+    """The memory of a step under each choice."""
+
+    def __init__(self, step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> None:
+        self.step, self.decisions, self.mesh = step, decisions, mesh
+        self.moments = len(step.jaxpr.eqns) + 1
+        self.moved_for = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if passes_moves(eqn)}
+        self.lifetimes = _lifetimes(step, decisions, mesh)
+
+    def of_values(self, choice: Sequence[int], without: Collection[Var] = ()) -> np.ndarray:
+        """Bytes of the values alive at each moment, some left out, shape (moments,)."""
+        lives = (life for life in self.lifetimes if life.var not in without)
+        return self._sum((life.start, life.end, life.sizes[choice[life.decision]]) for life in lives)
+
+    def of_copies(self, choice: Sequence[int]) -> np.ndarray:
+        """Bytes of resharded copies alive at each moment, shape (moments,).
+
+        The compiler makes one copy for all who want the same, and keeps it from the first to the last of them.
+        """
+        alive: dict[tuple[Atom, Spec], tuple[int, int]] = {}
+        for use in self.decisions.uses:
+            if use.eqn is None:
+                continue
+            required, eqn = use.required[choice[use.decision]], self.step.jaxpr.eqns[use.eqn]
+            if use.value.specs[choice[use.value.decision]] == required and not is_relaid(eqn, use.operand):
+                continue
+            atom = self._moved(eqn.invars[use.operand])
+            first, last = alive.get((atom, required), (use.eqn, use.eqn))
+            alive[atom, required] = min(first, use.eqn), max(last, use.eqn)
+        return self._sum((first, last, self._sizes(atom, (spec,))[0]) for (atom, spec), (first, last) in alive.items())
+
+    def held(self) -> CapacityConstraint:
+        """Bytes that stay of each microbatch until its backward pass; any number is within the limit."""
+        uses: dict[int, np.ndarray] = {}
+        for decision, sizes in _held(self.step, self.decisions, self.mesh):
+            uses[decision] = uses.get(decision, 0) + sizes
+        return CapacityConstraint(uses, np.inf)
+
+    def limit(self, moment: int, budget: float, without: Collection[Var] = ()) -> CapacityConstraint:
+        """That the values alive at `moment`, some left out, and the copies made for it must fit into `budget` bytes."""
+        uses: dict[int, np.ndarray] = {}
+        pairs: dict[tuple[int, int], np.ndarray] = {}
+        for life in self.lifetimes:
+            if life.start <= moment <= life.end and life.var not in without:
+                uses[life.decision] = uses.get(life.decision, 0) + life.sizes
+        for use in self.decisions.uses:
+            i, j = use.value.decision, use.decision
+            if use.eqn != moment or (min(i, j), max(i, j)) not in self.decisions.edges:
+                continue
+            eqn = self.step.jaxpr.eqns[moment]
+            sizes, relaid = self._sizes(self._moved(eqn.invars[use.operand]), use.required), is_relaid(eqn, use.operand)
+            moved = np.array(
+                [[relaid or present != required for required in use.required] for present in use.value.specs]
+            )
+            key, copied = ((i, j), moved * sizes) if i < j else ((j, i), (moved * sizes).T)
+            pairs[key] = pairs.get(key, 0) + copied
+        return CapacityConstraint(uses, budget, pairs)
+
+    def least(self) -> float:
+        """Bytes that no choice gets below: at some moment, when every decision takes what is smallest then."""
+        smallest = self._sum((life.start, life.end, life.sizes.min()) for life in self.lifetimes)
+        return float(smallest.max())
+
+    def _moved(self, atom: Atom) -> Atom:
+        """What is copied for the sake of `atom`."""
+        return atom if isinstance(atom, Literal) else self.moved_for.get(atom, atom)
+
+    def _sizes(self, atom: Atom, specs: Specs) -> np.ndarray:
+        return _sizes(atom, specs, self.mesh)
+
+    def _sum(self, lives: Iterable[tuple[int, int, float]]) -> np.ndarray:
+        change = np.zeros(self.moments + 1)
+        for start, end, size in lives:
+            change[start] += size
+            change[end + 1] -= size
+        return np.cumsum(change)[:-1]
+
+
+def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list[Lifetime]:
+    reused = {step.jaxpr.outvars[o] for o in step.carried if isinstance(step.jaxpr.outvars[o], Var)}
+    alive = dict(lifetimes(step))
+    shown_by = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if is_view(eqn)}
+    if step.microbatching is None:
+        _postpone(step, decisions, mesh, alive, shown_by)
+    lives: list[tuple[Var, int, int]] = []
+    for number, eqn in step.microbatching.marks if step.microbatching else ():
+        # What microbatches add up to lives through their loop; the share of one is added as soon as it is made.
+        for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
+            if isinstance(atom, Var) and atom not in step.jaxpr.invars:
+                lives.append((atom, 0, number))
+                while isinstance(share := shown_by.get(atom), Var):
+                    atom = share
+                if atom not in step.jaxpr.invars:
+                    alive.pop(atom, None)
+            _, until = alive.pop(var, (number, number))
+            if until > number:
+                lives.append((var, number + 1, until))
+    lives += [(var, start, end) for var, (start, end) in alive.items() if var not in reused or not start]
+    whole = {step.jaxpr.invars[i] for i in step.batch}  # all microbatches of it
+    others = step.in_flight - 1
+    end = len(step.jaxpr.eqns)
+    held = _held(step, decisions, mesh) if others else ()
+    found = [Lifetime(d, 0, end, others * s, role="activations") for d, s in held]
+    for var, start, end in lives:
+        if (placement := decisions.placements.get(var)) is not None:
+            sizes = _sizes(var, placement.specs, mesh) * (step.num_micro_batches if var in whole else 1)
+            found.append(Lifetime(placement.decision, start, end, sizes, var))
+    return found + list(_waiting(step, decisions, mesh, alive))
+
+
+def _postpone(
+    step: StepGraph,
+    decisions: Decisions,
+    mesh: LogicalMesh,
+    alive: dict[Var, tuple[int, int]],
+    shown_by: Mapping[Var, Atom],
+) -> None:
+    """Let a product be computed when it is first read, if what it is computed from is smaller: gradients of large weights from small
+    batches wait for their update (XLA schedules for least memory)."""
+    reads, loops = readings(step), control_flow.spans(step.jaxpr.eqns).values()
+
+    def size(var: Var, of: Callable[[np.ndarray], float]) -> float:
+        placement = decisions.placements.get(var)
+        return of(_sizes(var, placement.specs, mesh)) if placement else 0.0
+
+    for number, eqn in enumerate(step.jaxpr.eqns):
+        result = eqn.outvars[0] if eqn.outvars else None
+        until, last = reads.get(result, (number, number)) if result else (number, number)
+        if eqn.primitive.name not in PRODUCTS or result not in alive or until <= number + 1:
+            continue
+        if any(start <= number <= end or start <= until <= end for start, end in loops):
+            continue
+        operands = {_base(atom, shown_by) for atom in eqn.invars if isinstance(atom, Var)}
+        longer = [var for var in operands if var in alive and alive[var][1] < until]
+        if sum(size(var, np.max) for var in longer) < size(result, np.min):
+            at_once = decisions.leaders.get(until, until) == decisions.leaders.get(last, last)  # one kernel reads it
+            alive[result] = until, until if at_once and alive[result][1] == last else alive[result][1]
+            alive.update((var, (alive[var][0], until)) for var in longer)
+
+
+def _base(var: Var, shown_by: Mapping[Var, Atom]) -> Var:
+    while isinstance(shown := shown_by.get(var), Var):
+        var = shown
+    return var
+
+
+def _waiting(
+    step: StepGraph, decisions: Decisions, mesh: LogicalMesh, alive: Mapping[Var, tuple[int, int]]
+) -> Iterator[Lifetime]:
+    """Gradients that are reduce_scattered, before that: each waits for the last of those that it is combined with."""
+    groups: list[list[tuple[int, int, int, np.ndarray]]] = []
+    room = 0.0
+    for number, decision, sizes in decisions.scattered:
+        var = step.jaxpr.eqns[number].outvars[0]
+        result = array_bytes(aval_of(var).shape, aval_of(var).dtype) / mesh.num_devices
+        if result > room:
+            groups.append([])
+            room = COMBINED_BYTES
+        room -= result
+        groups[-1].append((number, alive.get(var, (number, 0))[0], decision, sizes))
+    for group in groups:
+        late = all(start > number for number, start, _, _ in group)
+        last = (min if late else max)(start for _, start, _, _ in group)
+        for _, start, decision, sizes in group:
+            if sizes.any():
+                yield Lifetime(decision, min(start, last), last, sizes, role="gradients")
+
+
+def _held(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list[tuple[int, np.ndarray]]:
+    """What each microbatch in flight holds: decisions, and bytes per option."""
+    placed = ((var, decisions.placements.get(var)) for var in step.held)
+    return [(p.decision, _sizes(var, p.specs, mesh)) for var, p in placed if p is not None]
+
+
+def _sizes(atom: Atom, specs: Specs, mesh: LogicalMesh) -> np.ndarray:
+    """Bytes on one device under each spec."""
+    return _array_sizes(aval_of(atom).shape, aval_of(atom).dtype, specs, mesh)
+
+
+@lru_cache(maxsize=1 << 14)
+def _array_sizes(shape: tuple[int, ...], dtype: Any, specs: Specs, mesh: LogicalMesh) -> np.ndarray:
+    return np.array(each_once(lambda spec: array_bytes(local_shape(shape, spec, mesh), dtype), specs), float)

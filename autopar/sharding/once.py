@@ -1,9 +1,0 @@
-"""Functions of options, of which many are alike to a follower: it may not see what tells the options of its leader apart."""
-
-from collections.abc import Callable, Hashable, Sequence
-
-
-def each_once[T: Hashable, R](function: Callable[[T], R], items: Sequence[T]) -> tuple[R, ...]:
-    """`function` of each item, computed once for equal ones."""
-    results = {item: function(item) for item in dict.fromkeys(items)}
-    return tuple([results[item] for item in items])

@@ -1,0 +1,58 @@
+"""Makes the shipped profiles again from the measurements that ship with them: `python -m simulator calibrate`."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+
+from simulator import collective_profile, kernel_profile
+from simulator.calibration.fit_collectives import MeasuredCollectives, fit_curve, fit_switch
+from simulator.calibration.fit_products import fit_gemms
+from simulator.cluster import shipped_device
+from simulator.collective_profile import CollectiveProfile
+from simulator.description import Description, read, validate
+from simulator.files import write_text
+from simulator.validation.measurements import GPUS, collective_kinds, measured_collectives, measured_gemms
+
+
+def fit_profiles() -> Iterator[tuple[Path, Description]]:
+    """Every profile that has measurements of its own, fitted anew, with the path of its file. Takes about 20 seconds."""
+    for gpu in GPUS:
+        name, measured = measured_gemms(gpu)
+        profile = fit_gemms(shipped_device(name), "bf16", measured, max_rows=len(measured.m))
+        yield kernel_profile.PROFILES / f"{name}.yaml", profile
+    for path in sorted(collective_profile.PROFILES.glob("*.yaml")):
+        profile = validate(CollectiveProfile, read(path), path)
+        if kinds := collective_kinds(profile.gpu):
+            measured = [measured_collectives(profile.gpu, kind) for kind in kinds]
+            yield path, profile.model_copy(update=_fitted(profile, measured))
+
+
+def _fitted(profile: CollectiveProfile, measured: Sequence[MeasuredCollectives]) -> dict[str, Description]:
+    """A curve for each kind; where the profile tells the switch's sums from rings, of groups that fill the host and of smaller ones."""
+    curves: dict[str, Description] = {}
+    for rows in measured:
+        if rows.kind != "all_reduce" or profile.nvls is None:
+            curves[rows.kind] = fit_curve(rows)
+            continue
+        whole = rows.size == rows.size.max()
+        ring = None
+        if not whole.all():
+            ring = curves[rows.kind] = fit_curve(rows[~whole])
+        curves["nvls"] = fit_switch(rows[whole], ring)
+    return curves
+
+
+def write_profile(path: Path, profile: Description) -> None:
+    """`profile` as YAML, with four digits of each number."""
+    write_text(path, yaml.safe_dump(_rounded(profile.model_dump(exclude_none=True)), sort_keys=False, width=130))
+
+
+def _rounded(value: object) -> object:
+    match value:
+        case dict():
+            return {key: _rounded(item) for key, item in value.items() if item != {}}
+        case float():
+            return float(f"{value:.4g}")
+        case _:
+            return value

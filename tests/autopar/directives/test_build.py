@@ -1,0 +1,540 @@
+"""What runs computes what the model does, with the collectives that the schedule names, whatever the backend."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.directives import Built, ModelSchedule, Schedule, ScheduleError, Verify, build, create_schedule
+from autopar.target import target_mesh
+from autopar.testing import assert_allclose
+from autopar.trace import trace
+from simulator.cluster import Cluster
+from tests.autopar.directives.models import (
+    MLP,
+    Transformer,
+    collectives,
+    megatron,
+    mlp_schedule,
+    scheduled,
+    tensor_parallel,
+)
+from tests.tiers import tiers
+
+TOKENS = np.arange(32).reshape(4, 8) * 7 % 32
+
+
+def abstract(sch: ModelSchedule, built: Built) -> Any:
+    """The parameters where they go, without values."""
+    return jax.tree.map(
+        lambda p, sharding: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding), sch.params, built.shardings
+    )
+
+
+@pytest.mark.parametrize("ways", [1, 2, 4, 8])
+def test_the_tutorials_schedule_is_right_on_any_number_of_devices_if_decomposed_first_too(ways: int) -> None:
+    """The tutorial itself, `experiments/tutorials/slapo_mlp.py`, shards before it decomposes."""
+    sch = mlp_schedule(mesh=ways)
+    x = jax.random.normal(jax.random.key(1), (2, 8, 32))
+    with Verify(sch, [x]):
+        sch["linear1"].decompose()
+        tensor_parallel(sch)
+        sch.trace(flatten=True)
+        found = sch.find(lambda x, bias: jax.nn.gelu(bias + x, approximate=False))
+        assert len(found) == 1
+        sch.fuse(found, name="BiasGeLU")
+
+
+@pytest.mark.parametrize("backend", ["manual", "gspmd"])
+def test_column_and_row_need_one_all_reduce_forward_and_one_for_the_inputs_gradient(backend: Any) -> None:
+    sch = mlp_schedule()
+    tensor_parallel(sch)
+    built = build(sch, backend)
+    x = jnp.ones((2, 8, 32))
+    params = built.init(MLP(32).init, jax.random.key(0), x)
+    assert params["params"]["linear1"]["kernel"].sharding.spec == P(None, "x")
+    assert collectives(jax.jit(built.apply).lower(params, x).compile()) == {"all-reduce": 1}
+    loss = jax.jit(jax.grad(lambda p, x: jnp.sum(built.apply(p, x) ** 2), (0, 1)))
+    assert collectives(loss.lower(params, x).compile()) == {"all-reduce": 2}
+
+
+@pytest.mark.parametrize("backend", ["manual", "gspmd", "auto"])
+def test_every_backend_needs_as_many_collectives_to_train(backend: Any) -> None:
+    """Where the gradient of the input is not asked for, the forward pass needs one all_reduce, and the backward pass none.
+
+    The layers are so large that it pays for "auto", too: small weights are gathered sooner than activations are summed.
+    """
+    sch = mlp_schedule(hidden=1024)
+    tensor_parallel(sch)
+    built = build(sch, backend)
+
+    def step(params: Any, x: Any) -> Any:
+        return jax.grad(lambda p: jnp.sum(built.apply(p, x) ** 2))(params)
+
+    step = autopar.parallelize(step, method=built.method, batch_argnums=())
+    compiled = step.get_executable(sch.params, jax.ShapeDtypeStruct((2, 8, 1024), jnp.float32)).compiled
+    assert collectives(compiled) == {"all-reduce": 1}
+
+
+@pytest.mark.parametrize("backend", ["manual", "gspmd", "auto"])
+def test_every_backend_trains_alike(backend: Any) -> None:
+    model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 32))
+    params = model.init(jax.random.key(0), x)
+    sch = scheduled(model, x)
+    tensor_parallel(sch)
+    built = build(sch, backend)
+
+    def step(params: Any, x: Any, apply: Any = built.apply) -> Any:
+        gradients = jax.grad(lambda p: jnp.mean(apply(p, x) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - g, params, gradients), gradients
+
+    parallel = autopar.parallelize(step, method=built.method)
+    updated, found = parallel(params, x)
+    assert_allclose((updated, found), step(params, x, model.apply), atol=1e-6)
+    assert updated["params"]["linear1"]["kernel"].sharding.spec == P(None, "x")
+    specs = {value.path: value.spec for value in parallel.get_executable(params, x).plan.stages[0].inputs}
+    assert specs["0/params/linear2/kernel"] == (("x",), ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["manual", "gspmd"])
+def test_a_transformer_by_hand_needs_two_all_reduces_per_block_and_direction(backend: Any) -> None:
+    sch = scheduled(Transformer(layers=1), TOKENS)
+    megatron(sch)
+    Verify(sch, [TOKENS], backend=backend).check()
+    if backend == "manual":
+        built = build(sch)
+        loss = jax.jit(jax.grad(lambda p: jnp.mean(built.apply(p, TOKENS) ** 2)))
+        assert collectives(loss.lower(abstract(sch, built)).compile()) == {"all-reduce": 4}
+
+
+def test_the_planner_decides_what_a_schedule_leaves_open() -> None:
+    """A single parameter is pinned: no syncs are asked for, and the rest is planned around it."""
+    model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 32))
+    params = model.init(jax.random.key(0), x)
+    sch = scheduled(model, x)
+    sch["linear1"].shard("kernel", axis=0)
+    built = build(sch, "auto")
+    step = autopar.parallelize(lambda params, x: built.apply(params, x), method=built.method)
+    assert_allclose(step(params, x), model.apply(params, x), atol=1e-5)
+    specs = {value.path: value.spec for value in step.get_executable(params, x).plan.stages[0].inputs}
+    assert specs["0/params/linear1/kernel"] == (("x",), ())
+
+
+def test_what_verify_checks_of_auto_is_the_plan_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unsharded model passes whatever is pinned: the loss and its gradients are planned, compiled and run."""
+    x = jax.random.normal(jax.random.key(1), (8, 32))
+    sch = scheduled(MLP(32), x)
+    sch["linear1"].shard("kernel", axis=1)
+    sch["linear2"].shard("kernel", axis=1)
+    made = []
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        step = autopar.parallelize(*args, **options)
+        made.append(step)
+        return step
+
+    monkeypatch.setattr("autopar.directives.verify.parallelize", recorded)
+    Verify(sch, [x], backend="auto").check()
+    executable = made[0].get_last_executable()
+    specs = {value.path.partition("/")[2]: value.spec for value in executable.plan.stages[0].inputs}
+    assert specs["0/params/linear1/kernel"] == specs["0/params/linear2/kernel"] == ((), ("x",))
+
+
+@pytest.mark.parametrize(
+    ("op", "axis", "spec"),
+    [("all_reduce", None, ((), ())), ("reduce_scatter", 0, (("x",), ())), ("reduce_scatter", 1, ((), ("x",)))],
+)
+def test_the_planner_keeps_what_is_synchronised_where_the_schedule_says(op: str, axis: int | None, spec: Any) -> None:
+    model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 32))
+    params = model.init(jax.random.key(0), x)
+    sch = scheduled(model, x)
+    sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0).sync("fwd_post", "all_gather")
+    sch["linear2"].shard("kernel", axis=0).sync("fwd_post", op, axis=axis)
+    built = build(sch, "auto")
+    step = autopar.parallelize(lambda params, x: built.apply(params, x), method=built.method)
+    assert_allclose(step(params, x), model.apply(params, x), atol=1e-5)
+    (stage,) = step.get_executable(params, x).plan.stages
+    synchronised = [each.spec for each in stage.constraints if each.name == "name"]
+    assert synchronised == [((), ()), spec]
+
+
+def test_two_axes_split_the_batch_and_the_layers() -> None:
+    sch = scheduled(Transformer(layers=1), TOKENS, mesh=(2, 4))
+    megatron(sch, "y")
+    Verify(sch, [TOKENS], batch_axis="x").check()
+    sch = scheduled(Transformer(layers=1), TOKENS[:3], mesh=(2, 4))
+    with pytest.raises(ScheduleError, match=r"arg0 has shape \(3, 8\): its first dim can't be split evenly over the 2"):
+        build(sch, batch_axis="x")
+
+
+def test_what_has_a_derivative_of_its_own_runs_on_one_mesh_after_another() -> None:
+    def model(params: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope("up"):
+            return jax.nn.relu(x @ params["up"]["w"])
+
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    for mesh in (4, (2, 4)):
+        sch = create_schedule(model, {"up": {"w": jnp.ones((8, 16))}}, [x], mesh)
+        sch["up"].shard("w", axis=1)
+        Verify(sch, [x]).check()
+
+
+def test_a_loss_in_which_numbers_cancel_is_compared_with_them() -> None:
+    """What is left of the loss is rounding, which is another one on shards."""
+
+    def model(params: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope("up"):
+            x = x @ params["up"]["w"]
+        with jax.named_scope("down"):
+            return x @ params["down"]["w"]
+
+    draw = np.random.default_rng(0)
+    x, up, down = (draw.standard_normal(shape).astype(np.float32) for shape in ((4, 8), (8, 16), (16, 32)))
+    slope = (x @ up).T @ np.random.default_rng(1).standard_normal((4, 32))
+    down -= (slope * np.sum(slope * down) / np.sum(slope**2)).astype(np.float32)
+    sch = create_schedule(model, {"up": {"w": up}, "down": {"w": down}}, [x], 4)
+    sch["up"].shard("w", axis=1)
+    sch["down"].shard("w", axis=0).sync("fwd_post", "all_reduce")
+    Verify(sch, [x], params={"up": {"w": up}, "down": {"w": down}}).check()
+
+
+def test_a_model_runs_with_other_batch_sizes_than_the_examples() -> None:
+    model = MLP(32)
+    x = jax.random.normal(jax.random.key(1), (6, 32))
+    params = model.init(jax.random.key(0), x)
+    sch = scheduled(model, x[:2])
+    tensor_parallel(sch)
+    built = build(sch)
+    assert_allclose(built.apply(params, x), model.apply(params, x), atol=1e-5)
+    with pytest.raises(ScheduleError, match="is called with"):
+        built.apply(params, x, x)
+
+
+@pytest.mark.parametrize("remat", tiers([True, False]))
+def test_checkpointed_modules_are_computed_again(remat: bool) -> None:
+    """By the schedule, or because the model says so: more matrix products than without, and the same gradients."""
+
+    def products(sch: ModelSchedule) -> int:
+        apply = build(sch).apply
+        return str(jax.make_jaxpr(jax.grad(lambda p: jnp.mean(apply(p, TOKENS) ** 2)))(sch.params)).count(
+            "dot_general["
+        )
+
+    sch, plain = (scheduled(Transformer(layers=1, remat=again), TOKENS) for again in (remat, False))
+    megatron(sch)
+    megatron(plain)
+    if not remat:
+        sch["block_*"].checkpoint("nothing_saveable")
+    Verify(sch, [TOKENS]).check()
+    assert products(sch) > products(plain)
+
+
+def named_layers(params: Any, x: jax.Array) -> jax.Array:
+    with jax.named_scope("layers"):
+        x = checkpoint_name(jnp.sin(x @ params["first"]), "first")
+        return checkpoint_name(jnp.sin(x @ params["second"]), "second")
+
+
+@pytest.mark.parametrize(
+    ("policy", "recomputes"),
+    [
+        (None, True),
+        ("everything_saveable", False),
+        (("save_only_these_names", "first", "second"), True),
+        (("save_any_names_but_these", "first"), True),
+        (("save_from_both_policies", "nothing_saveable", ("save_anything_except_these_names", "first")), False),
+        (lambda *_, **__: True, False),
+    ],
+    ids=lambda given: "function" if callable(given) else str(given),
+)
+def test_checkpoint_policies_are_named_made_by_name_or_functions(policy: Any, recomputes: bool) -> None:
+    """Where all is kept nothing is computed twice; the policy goes to JSON and back."""
+    params, x = {"first": jnp.ones((8, 8)), "second": jnp.ones((8, 8))}, jnp.ones((4, 8))
+    sch = create_schedule(named_layers, params, [x], mesh=2)
+    sch["layers"].checkpoint(policy)
+    again = create_schedule(
+        named_layers, params, [x], 2, Schedule.from_json(sch.schedule.to_json()), functions=sch.functions
+    )
+    assert again.schedule == sch.schedule
+    apply = build(again).apply
+    text = str(jax.make_jaxpr(jax.grad(lambda p: jnp.sum(apply(p, x))))(params))
+    # Two products forward, and backward one for each gradient but that of x.
+    assert (text.count("dot_general[") > 5) == recomputes
+    Verify(again, [x], params=params).check()
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("save_only_these_names", r"is made from names: give it as a tuple with them, \('save_only_these_names', ...\)"),
+        (("save_only_these_names",), "is made from names"),
+        (("save_only_these_names", ("a",)), "save_only_these_names takes names, as strings"),
+        (("save_from_both_policies", "dots_saveable"), "save_from_both_policies takes two policies"),
+        (("offload_dot_with_no_batch_dims", "device"), "takes the memory kinds to offload from and to"),
+        (("everything_saveable", "a"), "is none of jax.checkpoint_policies: expected everything_saveable"),
+        ("SaveOnlyTheseNames", "is none of jax.checkpoint_policies"),
+        ("module:policy", "is a function that is not known here; give it by functions="),
+    ],
+)  # fmt: skip
+def test_what_is_no_checkpoint_policy_is_refused_at_once(policy: Any, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        mlp_schedule()["linear1"].checkpoint(policy)
+
+
+def test_sequence_parallel_regions_gather_and_reduce_scatter() -> None:
+    """Megatron's: norms and residuals on parts of the sequence, an all_gather before each layer, a reduce_scatter after."""
+    sch = scheduled(Transformer(layers=1), TOKENS)
+    for column in ("q", "k", "v"):
+        sch["block_0/attention"][column].shard("kernel", axis=1).shard("bias", axis=0)
+    sch["block_0/up"].shard("kernel", axis=1).shard("bias", axis=0)
+    sch["embed"].sync("fwd_post", "scatter", axis=1)
+    for entry in ("attention", "up"):
+        sch["block_0"][entry].sync("fwd_pre", "all_gather", axis=1)
+    for row in ("attention/out", "down"):
+        sch["block_0"][row].shard("kernel", axis=0).sync("fwd_post", "reduce_scatter", axis=1)
+    sch["norm"].sync("fwd_post", "SR->RR")
+    Verify(sch, [TOKENS]).check()
+    built = build(sch)
+    forward = collectives(jax.jit(built.apply).lower(abstract(sch, built), TOKENS).compile())
+    assert forward["all-gather"] == 3
+    assert forward["reduce-scatter"] == 2
+
+
+def test_vocabulary_parallel_embedding_adds_up_what_each_device_looks_up() -> None:
+    sch = scheduled(Transformer(layers=1), TOKENS)
+    sch["embed"].shard("embedding", axis=0).sync("fwd_post", "all_reduce")
+    sch["norm"].sync("bwd_post", "all_reduce")
+    Verify(sch, [TOKENS]).check()
+
+
+def three_scopes(params: Any, x: jax.Array) -> jax.Array:
+    with jax.named_scope("first"):
+        x = jnp.tanh(x @ params["first"])
+    with jax.named_scope("second"):
+        x = jnp.sin(x)
+    with jax.named_scope("third"):
+        return x @ params["third"]
+
+
+@pytest.mark.parametrize(
+    ("first", "third", "expected"),
+    [
+        ({"op": "all_gather"}, None, {"all-gather": 1}),
+        ({"op": "RS->RR"}, None, {"all-gather": 1}),
+        ({"op": "RS->SR"}, {"op": "all_gather", "axis": 0, "backward": "scatter"}, {"all-to-all": 1, "all-gather": 1}),
+        ({"op": lambda x: jax.lax.all_gather(x, "x", axis=1, tiled=True, to="invarying")}, None, {"all-gather": 1}),
+        (None, {"op": "all_gather", "axis": 1, "backward": "scatter"}, {"all-gather": 1}),
+        ({"op": "all_gather"}, {"op": "scatter", "axis": 0}, {"all-gather": 1}),
+    ],
+    ids=["all_gather", "reshard to whole", "all_to_all", "function", "before", "scatter"],
+)
+def test_every_change_of_layout_keeps_values_and_gradients(first: Any, third: Any, expected: dict[str, int]) -> None:
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    sch = create_schedule(three_scopes, {"first": jnp.ones((8, 16)), "third": jnp.ones((16, 8))}, [x], mesh=4)
+    sch.shard("first", axis=1)
+    for path, mode, sync in (("first", "fwd_post", first), ("third", "fwd_pre", third)):
+        if sync is not None:
+            op, options = sync["op"], {key: value for key, value in sync.items() if key != "op"}
+            sch[path].sync(mode, op, **options)
+    Verify(sch, [x]).check()
+    built = build(sch)
+    assert collectives(jax.jit(built.apply).lower(abstract(sch, built), x).compile()) == expected
+
+
+def test_functions_are_scheduled_by_their_named_scopes() -> None:
+    def model(params: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope("up"):
+            x = jnp.tanh(x @ params["up"]["w"])
+        with jax.named_scope("down"):
+            return x @ params["down"]["w"]
+
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    params = {"up": {"w": jnp.ones((8, 16))}, "down": {"w": jnp.ones((16, 8))}}
+    sch = create_schedule(model, params, [x], mesh=4)
+    with Verify(sch, [x], params=params, rtol=1e-5):
+        sch["up"].shard("w", axis=1)
+        sch["down"].shard("w", axis=0).sync("fwd_post", "all_reduce")
+    assert list(sch.named_schedules()) == ["", "up", "down"]
+    assert {"shard", "sync", "fuse"} <= set(sch.list_primitives())
+
+
+def test_dropout_on_shards_draws_what_one_device_draws() -> None:
+    class Dropping(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = nn.Dropout(0.5, deterministic=False)(nn.relu(nn.Dense(16, name="up")(x)))
+            return nn.Dense(8, name="down")(x)
+
+    def apply(params: Any, x: jax.Array, key: jax.Array) -> Any:
+        return Dropping().apply(params, x, rngs={"dropout": key})
+
+    x, key = jax.random.normal(jax.random.key(0), (4, 8)), jax.random.key(1)
+    params = jax.eval_shape(Dropping().init, {"params": key, "dropout": key}, x)
+    sch = create_schedule(apply, params, [x, key], mesh=4)
+    with Verify(sch, [x, key]):
+        sch["up"].shard("kernel", axis=1).shard("bias", axis=0)
+        sch["down"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
+
+
+def test_nnx_modules_take_the_same_directives() -> None:
+    class Layers(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.layers = nnx.List([nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)])
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.layers[1](nnx.gelu(self.layers[0](x)))
+
+    model, x = Layers(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (4, 8))
+    sch = create_schedule(model, nnx.state(model), [x], mesh=4)
+    with Verify(sch, [x]):
+        sch["layers.0"].shard("kernel", axis=1).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+        sch["layers.1"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
+    assert "(1): Linear(bias=float32[8], kernel=float32[16, 8])" in sch.mod
+    built = build(sch)
+    state = built.init(lambda: nnx.state(Layers(nnx.Rngs(0))))
+    assert state["layers"][0]["kernel"][...].sharding.spec == P(None, "x")
+    assert_allclose(built.apply(state, x), model(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_pipeline_is_cut_and_its_stages_are_sharded_where_the_schedule_says(sharded: bool) -> None:
+    model = MLP(32)
+    x = jax.random.normal(jax.random.key(1), (8, 32))
+    params = model.init(jax.random.key(0), x)
+    gradients = jax.grad(lambda p: jnp.mean(model.apply(p, x) ** 2))(params)
+    sch = scheduled(model, x)
+    sch["linear1"].cut_pipeline_stage()
+    if sharded:
+        sch["linear2"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
+    built = build(sch, "auto")
+
+    def step(params: Any, x: Any) -> Any:
+        value, found = autopar.value_and_grad(lambda p: jnp.mean(built.apply(p, x) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - g, params, found), value
+
+    parallel = autopar.parallelize(step, method=built.method)
+    updated, _ = parallel(params, x)
+    assert_allclose(updated, jax.tree.map(lambda p, g: p - g, params, gradients), atol=1e-5)
+    first, second = parallel.get_executable(params, x).plan.stages
+    if sharded:
+        assert {v.spec for v in second.inputs if v.path.endswith("linear2/kernel")} == {(("x",), ())}
+    assert not any("linear2" in value.path for value in first.inputs)
+
+
+def test_each_stage_of_a_pipeline_is_on_a_mesh_of_the_schedule_s_shape() -> None:
+    model, args = MLP(32), (jax.random.normal(jax.random.key(1), (8, 32)),)
+    params = model.init(jax.random.key(0), *args)
+    sch = autopar.create_schedule(model, params, args, mesh=(2, 2))
+    sch["linear1"].cut_pipeline_stage()
+    sch["linear2"].shard("kernel", axis=0, mesh_axis="y").sync("fwd_post", "all_reduce", mesh_axis="y")
+    built = build(sch, "auto", "x", num_micro_batches=2, devices=8)
+
+    def step(params: Any, x: Any) -> Any:
+        value, found = autopar.value_and_grad(lambda p: jnp.mean(built.apply(p, x) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - g, params, found), value
+
+    parallel = autopar.parallelize(step, method=built.method)
+    gradients = jax.grad(lambda p: jnp.mean(model.apply(p, *args) ** 2))(params)
+    assert_allclose(parallel(params, *args)[0], jax.tree.map(lambda p, g: p - g, params, gradients), atol=1e-5)
+    plan = parallel.get_executable(params, *args).plan
+    assert plan.num_micro_batches == 2
+    assert [(stage.devices, stage.mesh_shape) for stage in plan.stages] == [
+        ((0, 1, 2, 3), (2, 2)),
+        ((4, 5, 6, 7), (2, 2)),
+    ]
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["mean", "masked mean"])
+@pytest.mark.parametrize(("mesh", "count"), [((2, 2), 2), ((1, 4), 8)])
+def test_on_shards_gradients_are_accumulated_over_microbatches(mesh: tuple[int, int], count: int, masked: bool) -> None:
+    """Of several examples over two axes, and of one each over one."""
+    model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 4, 32))
+    params = model.init(jax.random.key(0), x)
+    sch = scheduled(model, x, mesh=mesh)
+    tensor_parallel(sch)
+    sch["linear1"].checkpoint()
+    built = build(sch, batch_axis="x", num_micro_batches=count)
+
+    def step(params: Any, x: Any, apply: Any = built.apply) -> Any:
+        def loss(params: Any) -> jax.Array:
+            errors, mask = apply(params, x) ** 2, x > 0
+            return jnp.sum(errors * mask) / jnp.sum(mask) if masked else jnp.mean(errors)
+
+        return autopar.value_and_grad(loss)(params)
+
+    parallel = autopar.parallelize(step, method=built.method)
+    assert_allclose(parallel(params, x), jax.jit(partial(step, apply=model.apply))(params, x), rtol=1e-4, atol=1e-6)
+    assert parallel.get_executable(params, x).plan.num_micro_batches == count
+    assert "shard_map" in str(jax.make_jaxpr(step)(params, x))
+
+
+def test_devices_of_a_pipeline_need_one() -> None:
+    with pytest.raises(ScheduleError, match="the schedule has no cut_pipeline_stage; give a mesh"):
+        build(mlp_schedule(), "auto", devices=8)
+
+
+def test_stages_have_meshes_of_their_own_with_names_of_their_own() -> None:
+    sch = mlp_schedule(jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,)))
+    sch["linear1"].shard("kernel", axis=1).sync("fwd_post", "all_gather").cut_pipeline_stage()
+    with pytest.raises(ScheduleError, match=r"axis tp: each stage has a mesh of its own, whose axes are called x, y"):
+        build(sch, "auto")
+
+
+def test_pipelines_and_functions_on_shards_need_their_backend() -> None:
+    sch = mlp_schedule()
+    sch["linear1"].cut_pipeline_stage()
+    with pytest.raises(ScheduleError, match="backend='auto'"):
+        build(sch)
+    sch = mlp_schedule()
+    tensor_parallel_with_function(sch)
+    with pytest.raises(ScheduleError, match="backend='manual'"):
+        build(sch, "gspmd")
+    Verify(sch, [jnp.ones((2, 8, 32))]).check()
+
+
+def tensor_parallel_with_function(sch: Any) -> None:
+    sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
+    sch["linear2"].shard("kernel", axis=0).sync("fwd_post", lambda x: jax.lax.psum(x, "x"))
+
+
+def test_a_schedule_on_an_abstract_mesh_is_planned_once_for_all_devices() -> None:
+    """What has no devices can't hold parameters; the plan is for the step wherever it runs, and under whatever names of axes."""
+    model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 32))
+    params = model.init(jax.random.key(0), x)
+    sch = scheduled(model, x, mesh=AbstractMesh((4,), ("tp",)))
+    tensor_parallel(sch)
+    here = jax.make_mesh((4,), ("tp",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
+    nowhere, somewhere = build(sch), build(sch, mesh=here)
+    cluster = Cluster.load("dgx_a100_80").first_devices(4)
+    plan = autopar.plan_step(nowhere.apply, (params, x), method=nowhere.method, cluster=cluster)
+    assert plan.stages[0].axis_names == ("tp",)
+    for apply in (nowhere.apply, somewhere.apply):
+        run = autopar.parallelize(apply, method=autopar.PlanMethod(plan), donate_argnums=())
+        assert_allclose(run(params, x), model.apply(params, x), atol=1e-5)
+    with pytest.raises(ValueError, match=r"has no devices to run on; give a jax\.sharding\.Mesh of its axes"):
+        nowhere.init(model.init, jax.random.key(0), x)
+    with pytest.raises(ScheduleError, match=r"for a mesh of axes \{'tp': 4\}, not \{'x': 2\}"):
+        build(sch, mesh=jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]))
+
+
+@pytest.mark.parametrize("backend", ["manual", "gspmd"])
+def test_fingerprints_do_not_depend_on_devices(backend: Any) -> None:
+    """A schedule for a cluster that is not here is the same step as here: a plan made for one runs on the other."""
+    x = jnp.ones((8, 32))
+    cluster = Cluster.load("dgx_a100_80")
+    fingerprints = set()
+    for mesh in (AbstractMesh((4,), ("x",)), 4, target_mesh(cluster, (4,), ("x",))):
+        sch = scheduled(MLP(32), x, mesh=mesh)
+        tensor_parallel(sch)
+        fingerprints.add(trace(build(sch, backend).apply, (sch.params, x), (1,)).fingerprint)
+    assert len(fingerprints) == 1

@@ -1,0 +1,71 @@
+"""Whatever a schedule says survives JSON, and regions come out in an order in which they can run."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.extend.core import Var
+
+from autopar.directives import Schedule
+from autopar.directives.definitions import (
+    Annotate,
+    Checkpoint,
+    CutPipelineStage,
+    Decompose,
+    ForkRng,
+    Fuse,
+    Replace,
+    ScheduleError,
+    Shard,
+    Sync,
+    Trace,
+    describe,
+    primitives,
+)
+from autopar.directives.equation_regions import Unit, arrange
+from tests.autopar.directives.models import Transformer, scheduled
+
+TEXT = st.text(max_size=5)
+SYNC = st.builds(
+    Sync,
+    path=TEXT,
+    mode=st.sampled_from(["fwd_pre", "fwd_post", "bwd_post"]),
+    op=TEXT,
+    axis=st.none() | st.integers(),
+    mesh_axis=TEXT,
+    backward=st.sampled_from([None, "scatter", "reduce_scatter"]),
+)
+NOTES = st.lists(st.tuples(TEXT, TEXT | st.integers() | st.booleans())).map(tuple)
+DIRECTIVE = st.one_of(
+    SYNC,
+    st.builds(Annotate, path=TEXT, param=TEXT, notes=NOTES),
+    *(st.builds(each) for each in (Shard, Decompose, Trace, Fuse, Replace, Checkpoint, CutPipelineStage, ForkRng)),
+)
+
+
+@given(st.lists(DIRECTIVE, max_size=4))
+def test_schedules_go_to_json_and_back(directives: list) -> None:
+    schedule = Schedule(tuple(directives))
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    assert hash(Schedule.from_json(schedule.to_json())) == hash(schedule)
+    assert all(describe(each).startswith(each.kind) and each.kind in primitives() for each in directives)
+
+
+GRAPH = scheduled(Transformer(layers=1), np.zeros((1, 3), int), mesh=1).graph
+
+
+@given(st.sets(st.sampled_from([node.name for node in GRAPH.nodes]), min_size=1, max_size=6))
+def test_every_value_is_made_before_it_is_read(names: set[str]) -> None:
+    """Or the region is refused: something outside reads part of it and makes what the rest needs."""
+    region = Fuse("", tuple(names), "xla", "fused")
+    try:
+        units = arrange(GRAPH, [(region, frozenset(names))])
+    except ScheduleError:
+        return
+    known: set[Var] = {*GRAPH.params, *GRAPH.args, *GRAPH.constants}
+    order = [node for unit in units for node in (unit.nodes if isinstance(unit, Unit) else (unit,))]
+    assert sorted(node.name for node in order) == sorted(GRAPH.by_name)
+    for node in order:
+        assert {atom for atom in node.eqn.invars if isinstance(atom, Var)} <= known
+        known.update(node.eqn.outvars)
+    together = [position for position, node in enumerate(order) if node.name in names]
+    assert together == list(range(together[0], together[0] + len(names)))

@@ -1,0 +1,281 @@
+"""What a schedule gets wrong is told with a way out; what computes something else is told with the directive at fault."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from autopar.directives import Schedule, ScheduleError, VerificationError, Verify, build, create_schedule
+from tests.autopar.directives.models import MLP, Transformer, mlp_schedule, scheduled, tensor_parallel
+
+X = jax.random.normal(jax.random.key(0), (2, 8, 32))
+
+
+def test_a_missing_sync_is_named_with_the_directive_to_add() -> None:
+    sch = mlp_schedule()
+    sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
+    sch["linear2"].shard("kernel", axis=0)
+    with pytest.raises(ScheduleError, match=r"linear2/dot_general is a partial sum over 'x' and goes into linear2/add"):
+        build(sch)
+    with pytest.raises(ScheduleError, match=r"sch\['linear2'\].sync\('fwd_post', 'all_reduce', mesh_axis='x'\)"):
+        build(sch)
+
+
+def test_a_value_that_is_split_where_it_must_be_whole_is_named() -> None:
+    sch = mlp_schedule()
+    sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
+    sch["linear2"].shard("kernel", axis=1)
+    with pytest.raises(
+        ScheduleError, match=r"which is split as .*\n.*sch\['linear2'\].sync\('fwd_pre', 'all_gather'\)"
+    ):
+        build(sch)
+
+
+def test_a_parameter_is_not_sharded_twice() -> None:
+    sch = mlp_schedule()
+    sch["linear1"].shard("kernel", axis=1)
+    with pytest.raises(ScheduleError, match="linear1/kernel is sharded twice"):
+        sch["linear1"].shard("kernel", axis=0)
+
+
+def test_a_dim_is_split_over_one_mesh_axis_and_two_dims_over_two() -> None:
+    sch = mlp_schedule(mesh=(2, 2))
+    sch["linear1"].shard("kernel", axis=1, mesh_axis="y")
+    with pytest.raises(ScheduleError, match=r"linear1/kernel is sharded twice: .*mesh_axis=y\) and .*mesh_axis=x\)"):
+        sch["linear1"].shard("kernel", axis=1, mesh_axis="x")
+    sch["linear1"].shard("kernel", axis=0, mesh_axis="x").shard("bias", axis=0, mesh_axis="y")
+    sch["linear1"].sync("fwd_post", "all_reduce", mesh_axis="x")
+    sch["linear2"].shard("kernel", axis=0, mesh_axis="y").sync("fwd_post", "all_reduce", mesh_axis="y")
+    Verify(sch, [X]).check()
+
+
+@pytest.mark.parametrize(
+    ("module", "op", "told"),
+    [
+        ("linear1", "all_reduce", "linear1/add passes, but it is split as .*, not a partial sum over 'x'"),
+        ("linear2", "all_gather", "linear2/add passes, but it is whole, not split over 'x'"),
+    ],
+)
+def test_a_sync_with_nothing_to_do_says_what_passes_there(module: str, op: str, told: str) -> None:
+    sch = mlp_schedule()
+    sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
+    sch["linear2"].shard("kernel", axis=0)
+    if module == "linear2":
+        sch["linear2"].sync("fwd_post", "all_reduce")
+        sch.sync("fwd_post", op)
+    else:
+        sch["linear1"].sync("fwd_post", op)
+        sch["linear2"].sync("fwd_post", "all_reduce")
+    with pytest.raises(ScheduleError, match=f"has nothing to do: {told}"):
+        build(sch)
+
+
+def test_gradients_that_are_not_partial_are_not_added_up() -> None:
+    sch = mlp_schedule()
+    tensor_parallel(sch)
+    sch["linear2"].sync("bwd_post", "all_reduce")
+    with pytest.raises(ScheduleError, match="its gradients are no partial sums"):
+        build(sch)
+
+
+def test_an_axis_that_does_not_divide_is_refused() -> None:
+    sch = mlp_schedule(mesh=4, hidden=30)
+    with pytest.raises(ScheduleError, match=r"linear1/kernel has shape \(30, 30\): axis 1 can't be split .* 4 devices"):
+        sch["linear1"].shard("kernel", axis=1)
+
+
+def test_wrong_names_come_with_the_nearest() -> None:
+    sch = mlp_schedule()
+    with pytest.raises(ScheduleError, match="no module 'linaer1' in the model; near it: linear1"):
+        sch["linaer1"]
+    with pytest.raises(ScheduleError, match="no parameter 'weight' in linear1, which has bias, kernel"):
+        sch["linear1"].shard("weight", axis=0)
+    with pytest.raises(ScheduleError, match="'tp' is no axis of the mesh, which has 'x'"):
+        sch["linear1"].shard("kernel", axis=0, mesh_axis="tp")
+    with pytest.raises(ScheduleError, match="it has no axis 2"):
+        sch["linear1"].shard("kernel", axis=2)
+    with pytest.raises(ScheduleError, match="expected one of all_reduce"):
+        sch["linear1"].sync("fwd_post", "psum")
+    with pytest.raises(ScheduleError, match="compiler 'TorchScript' is none of"):
+        sch.fuse(sch.find("mul"), compiler="TorchScript")
+    with pytest.raises(ScheduleError, match=r"none of jax\.checkpoint_policies"):
+        sch["linear1"].checkpoint("everything")
+
+
+def test_contradicting_syncs_are_refused() -> None:
+    sch = mlp_schedule()
+    sch["linear2"].sync("fwd_post", "all_reduce")
+    with pytest.raises(ScheduleError, match=r"linear2 has sync.*already"):
+        sch["linear2"].sync("fwd_post", "reduce_scatter", axis=1)
+
+
+def test_a_mean_in_place_of_a_sum_is_found_by_verify() -> None:
+    sch = mlp_schedule()
+    sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
+    sch["linear2"].shard("kernel", axis=0).sync("fwd_post", lambda x: jax.lax.pmean(x, "x"))
+    with pytest.raises(VerificationError, match=r"differs by .* at fault is sync\(mode=fwd_post, .*\) of linear2"):
+        Verify(sch, [X]).check()
+
+
+def test_a_function_that_computes_something_else_is_found_by_verify() -> None:
+    sch = mlp_schedule()
+    tensor_parallel(sch)
+    sch["linear2"].decompose()
+    sch["linear2"].replace(lambda x, b: x - b, sch["linear2"].find("linear2/add"))
+    with pytest.raises(VerificationError, match=r"at fault is replace\(.*\) of linear2"), Verify(sch, [X]):
+        pass
+
+
+def test_a_function_of_shards_in_which_a_sync_is_due_is_told_what_to_replace_instead() -> None:
+    def on_shards(params: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x @ params["kernel"], "x") + params["bias"]
+
+    sch = mlp_schedule()
+    tensor_parallel(sch)
+    sch["linear2"].replace(on_shards)
+    with pytest.raises(
+        ScheduleError, match=r"a sync is due inside of what is replaced, so that the function must be one of whole"
+    ):
+        build(sch)
+    with pytest.raises(ScheduleError, match=r"unbound axis name: x(.|\n)*find\('linear2/dot_general'\)"):
+        build(sch)
+    sch = mlp_schedule()  # what it says works
+    tensor_parallel(sch)
+    sch["linear2"].decompose()
+    sch["linear2"].replace(jnp.dot, sch["linear2"].find("linear2/dot_general"))
+    Verify(sch, [X]).check()
+
+
+def test_a_schedule_for_another_model_is_refused_where_it_does_not_fit() -> None:
+    sch = mlp_schedule()
+    tensor_parallel(sch)
+    with pytest.raises(ScheduleError, match="no module 'linear1'"):
+        create_schedule(
+            Transformer(),
+            jax.eval_shape(Transformer().init, jax.random.key(0), np.zeros((2, 8), int)),
+            [np.zeros((2, 8), int)],
+            schedule=sch.schedule,
+        )
+
+
+class Gated(nn.Module):
+    """The same modules, and equations of the same names."""
+
+    product_first: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(16, name="layer")(x)
+        gate, scale = jnp.tanh(x), self.param("scale", nn.initializers.ones, (16,))
+        return (x * scale) * gate if self.product_first else (x * gate) * scale
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_what_is_fused_is_known_again_whatever_the_batch(rows: int) -> None:
+    """Of a batch of one changes of shape are none, and broadcasts are not needed."""
+
+    def model(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x.reshape(-1, 16) * params["scale"]) @ params["kernel"]
+
+    params = {"scale": jnp.ones(16), "kernel": jnp.ones((16, 16))}
+    sch = create_schedule(model, params, [jnp.ones((rows, 2, 16))], 2)
+    sch.fuse(sch.find("tanh") + sch.find("mul"))
+    for other in (1, 2, 4):
+        Verify(sch, [jnp.ones((other, 2, 16))], params).check()
+
+
+@pytest.mark.parametrize("how", ["fuse", "replace"])
+def test_equations_of_the_same_name_that_are_others_are_not_taken_for_them(how: str) -> None:
+    def made(product_first: bool, rows: int, **options: Any) -> Any:
+        x = jnp.zeros((rows, 16))
+        params = jax.eval_shape(Gated(product_first).init, jax.random.key(0), x)
+        return create_schedule(Gated(product_first), params, [x], 2, **options)
+
+    sch = made(True, 4)
+    (found,) = sch.find("mul")
+    (sch.fuse(found) if how == "fuse" else sch.replace(lambda x, scale: x * scale, found))
+    schedule = Schedule.from_json(sch.schedule.to_json())
+    for rows in (4, 1):  # a batch of one needs no broadcast
+        Verify(made(True, rows, schedule=schedule, functions=sch.functions), [jnp.ones((rows, 16))]).check()
+    with pytest.raises(
+        ScheduleError, match="mul reads layer/add and tanh in this model, and layer/add and scale in the"
+    ):
+        made(False, 4, schedule=schedule, functions=sch.functions)
+
+
+def test_schedules_are_values_that_go_to_json_and_back() -> None:
+    def made() -> Schedule:
+        sch = mlp_schedule()
+        tensor_parallel(sch)
+        sch["linear1"].decompose()
+        sch.trace(leaf_modules=["linear2"])
+        sch.fuse(sch.find(lambda x, b: jax.nn.gelu(x + b, approximate=False)), name="BiasGeLU")
+        sch["linear2"].checkpoint("dots_saveable").annotate("bias", replicated=True).cut_pipeline_stage()
+        return sch.schedule
+
+    schedule = made()
+    assert Schedule.from_json(schedule.to_json()) == schedule == made()
+    assert hash(schedule) == hash(made())
+    assert "linear1: shard(param=kernel, axis=1, mesh_axis=x)" in str(schedule)
+    replayed = create_schedule(
+        MLP(64),
+        jax.eval_shape(MLP(64).init, jax.random.key(0), jnp.zeros((1, 64))),
+        [jnp.zeros((1, 64))],
+        mesh=4,
+        schedule=schedule,
+    )
+    assert replayed.schedule == schedule
+    with pytest.raises(ScheduleError, match="'do' is 'shrad', expected one of shard"):
+        Schedule.from_json('[{"do": "shrad", "path": ""}]')
+    with pytest.raises(ScheduleError, match="shard takes path, param, axis, mesh_axis"):
+        Schedule.from_json('[{"do": "shard", "path": ""}]')
+
+
+def test_a_replayed_replacement_needs_its_function() -> None:
+    sch = mlp_schedule(mesh=1)
+
+    def double(params: dict, x: jax.Array) -> jax.Array:
+        return x @ params["kernel"] + params["bias"]
+
+    sch["linear1"].replace(double)
+    params = jax.eval_shape(MLP(32).init, jax.random.key(0), X)
+    with pytest.raises(ScheduleError, match="is not known here"):
+        create_schedule(MLP(32), params, [X], mesh=1, schedule=sch.schedule)
+    again = create_schedule(MLP(32), params, [X], mesh=1, schedule=sch.schedule, functions=sch.functions)
+    Verify(again, [X]).check()
+
+
+def test_regions_must_nest_and_be_runnable_as_one() -> None:
+    sch = scheduled(Transformer(layers=1), np.zeros((2, 8), int), mesh=1)
+    sch.fuse(sch.region([sch.graph.by_name[f"block_0/{norm}/rsqrt"] for norm in ("norm1", "norm2")]))
+    with pytest.raises(ScheduleError, match="can't run as one"):
+        build(sch)
+    sch = scheduled(Transformer(layers=1), np.zeros((2, 8), int), mesh=1)
+    sch.fuse(sch.region([sch.graph.by_name[name] for name in ("block_0/norm1/rsqrt", "block_0/norm2/add")]))
+    sch["block_0/norm1"].checkpoint()
+    with pytest.raises(ScheduleError, match="both claim block_0/norm1/rsqrt"):
+        build(sch)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{nope", "a schedule, which is a JSON list of directives: is not JSON: Expecting property name"),
+        ('{"do": "shard"}', "a schedule is a JSON list of directives, not dict"),
+        ("[3]", "3 is no directive: 'do' is None, expected one of shard"),
+        ('[{"do": ["shard"], "path": ""}]', r"'do' is \['shard'\], expected one of shard"),
+        ('[{"do": "shard", "path": "", "param": "w", "axis": "1", "mesh_axis": "x"}]', "axis of shard is '1' in .* integer"),
+        ('[{"do": "shard", "path": "", "param": "w", "axis": true, "mesh_axis": "x"}]', "axis of shard is True in"),
+        ('[{"do": "decompose", "path": 5}]', "path of decompose is 5 in .*: Input should be a valid string"),
+        ('[{"do": "decompose", "path": "", "to": 5}]', "decompose takes path"),
+        ('[{"do": "decompose"}]', "decompose takes path"),
+        ('[{"do": "fuse", "path": "", "nodes": "mul", "compiler": "xla", "name": "f"}]', "nodes of fuse is 'mul' in .* tuple"),
+        ('[{"do": "sync", "path": "", "mode": "fwd", "op": "all_reduce", "axis": null, "mesh_axis": "x"}]', "mode of sync is 'fwd'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_schedule_in_json_is_told_where_and_why(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Schedule.from_json(text)

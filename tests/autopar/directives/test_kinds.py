@@ -1,0 +1,122 @@
+"""Linen modules, nnx modules and functions with named scopes take every directive alike, and are left as they were."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from autopar.directives import ModelSchedule, Verify, build, create_schedule
+from tests.autopar.directives.models import MLP, collectives, scheduled, tensor_parallel
+
+WIDTH = 32
+X = jax.random.normal(jax.random.key(0), (4, WIDTH))
+
+
+class NnxMLP(nnx.Module):
+    """The same as `MLP`."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear1 = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.linear2 = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear2(nnx.gelu(self.linear1(x), approximate=False))
+
+
+def mlp(params: Any, x: jax.Array) -> jax.Array:
+    """The same as a function."""
+    with jax.named_scope("linear1"):
+        x = x @ params["linear1"]["kernel"] + params["linear1"]["bias"]
+    x = jax.nn.gelu(x, approximate=False)
+    with jax.named_scope("linear2"):
+        return x @ params["linear2"]["kernel"] + params["linear2"]["bias"]
+
+
+def linen_schedule() -> ModelSchedule:
+    return scheduled(MLP(WIDTH), X)
+
+
+def nnx_schedule() -> ModelSchedule:
+    model = NnxMLP(nnx.Rngs(0))
+    return create_schedule(model, nnx.state(model), [X], mesh=4)
+
+
+def function_schedule() -> ModelSchedule:
+    layer = {"kernel": jnp.ones((WIDTH, WIDTH)), "bias": jnp.ones(WIDTH)}
+    return create_schedule(mlp, {"linear1": layer, "linear2": layer}, [X], mesh=4)
+
+
+KINDS = pytest.mark.parametrize(
+    "make", [linen_schedule, nnx_schedule, function_schedule], ids=["linen", "nnx", "function"]
+)
+
+
+@KINDS
+def test_all_directives_work_on_all_kinds_of_model(make: Callable[[], ModelSchedule]) -> None:
+    sch = make()
+    tensor_parallel(sch)
+    sch["linear*"].decompose()
+    sch["linear2"].checkpoint()
+    sch["linear1"].annotate("kernel", split_by="column")
+    sch.trace(leaf_modules=["linear2"])
+    (found,) = sch.find(lambda x, bias: jax.nn.gelu(bias + x, approximate=False))
+    assert found.inputs == ("linear1/dot_general", "linear1/bias")
+    sch.fuse(found, name="BiasGeLU")
+    sch["linear1"].replace(lambda x, kernel: jnp.dot(x, kernel), sch["linear1"].find("linear1/dot_general"))
+    assert "BiasGeLU_0(linear1/bias, linear1/dot_general)" in sch.mod
+    assert "linear2(...)" in sch.mod
+    Verify(sch, [X]).check()
+    run = jax.jit(build(sch).apply)
+    params = jax.tree.map(lambda p: jnp.ones(p.shape, p.dtype), sch.params)
+    assert collectives(run.lower(params, X).compile()) == {"all-reduce": 1}
+
+
+@KINDS
+def test_schedules_of_one_kind_are_replayed_on_another(make: Callable[[], ModelSchedule]) -> None:
+    """The same names, the same directives: `nnx` keeps kernels as linen does."""
+    written = linen_schedule()
+    tensor_parallel(written)
+    sch = make()
+    again = sch.replayed(written.schedule, sch.args)
+    assert again.schedule == written.schedule
+    Verify(again, [X]).check()
+
+
+def test_a_module_stands_in_for_a_module() -> None:
+    sch = linen_schedule()
+    sch["linear2"].replace(nn.Dense(WIDTH))
+    sch["linear1"].shard("kernel", axis=-1).shard("bias", axis=-1).sync("fwd_post", "all_gather")
+    assert "kernel, axis=1" in str(sch.schedule)
+    Verify(sch, [X]).check()
+
+
+def test_the_model_itself_is_not_touched() -> None:
+    model = MLP(WIDTH)
+    params = model.init(jax.random.key(0), X)
+    before = str(jax.make_jaxpr(model.apply)(params, X))
+    sch = scheduled(model, X)
+    tensor_parallel(sch)
+    sch["linear1"].replace(lambda params, x: x @ params["kernel"] + params["bias"])
+    np.testing.assert_allclose(build(sch).apply(params, X), model.apply(params, X), atol=1e-5)
+    assert str(jax.make_jaxpr(model.apply)(params, X)) == before
+
+
+def test_parameters_are_made_in_parts_and_never_whole() -> None:
+    """Of two kernels of 4 MiB, split eight ways, a device makes 1 MiB, and needs less than one whole kernel to do so."""
+    model, x = MLP(1024), jnp.ones((2, 1024))
+    sch = scheduled(model, x, mesh=8)
+    tensor_parallel(sch)
+    built = build(sch)
+    made = jax.jit(model.init, out_shardings=built.shardings).lower(jax.random.key(0), x).compile()
+    used = made.memory_analysis()
+    assert used is not None
+    assert used.output_size_in_bytes < 1.1 * 2**20
+    assert used.output_size_in_bytes + used.temp_size_in_bytes < 4 * 2**20
+    params = built.init(model.init, jax.random.key(0), x)
+    expected = model.init(jax.random.key(0), x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, expected)

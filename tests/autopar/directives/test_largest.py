@@ -1,0 +1,60 @@
+"""The maximum over a dim that is split: each device has that of its part, and the largest of them is taken."""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.directives import ModelSchedule, ScheduleError, build, create_schedule
+from autopar.testing import assert_allclose
+
+
+def spread(params: Any, x: jax.Array) -> jax.Array:
+    """How far the features of each row reach above zero."""
+    with jax.named_scope("features"):
+        x = x * params["scale"]
+    with jax.named_scope("top"):
+        return jnp.tanh(x.max(-1))
+
+
+def scheduled(x: Any) -> ModelSchedule:
+    sch = create_schedule(spread, {"scale": jnp.ones(8)}, [x], mesh=4)
+    sch.shard("scale", axis=0)
+    return sch
+
+
+@cache
+def gradients(scheduled_by_hand: bool) -> Any:
+    """Values and gradients of the model as a jitted function, on shards or on one device."""
+    sch = scheduled(jnp.ones((2, 8)))
+    sch["top"].sync("fwd_post", "all_reduce")
+    apply = build(sch).apply if scheduled_by_hand else spread
+    return jax.jit(jax.value_and_grad(lambda params, x: apply(params, x).sum(), (0, 1)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.permutations(range(8)), min_size=2, max_size=2))
+def test_its_value_and_gradient_are_those_of_the_whole(rows: list[list[int]]) -> None:
+    args = {"scale": jnp.ones(8)}, np.array(rows, np.float32) / 8
+    assert_allclose(jax.block_until_ready(gradients(True)(*args)), gradients(False)(*args))
+
+
+def test_gradients_go_in_equal_parts_to_devices_that_have_the_largest() -> None:
+    sch = scheduled(jnp.ones((1, 8)))
+    sch["top"].sync("fwd_post", "all_reduce")
+    gradient = jax.grad(lambda x: build(sch).apply({"scale": jnp.ones(8)}, x).sum())(jnp.ones((1, 8)))
+    np.testing.assert_allclose(gradient, np.full((1, 8), (1 - np.tanh(1.0) ** 2) / 8), rtol=1e-5)
+
+
+@pytest.mark.parametrize("op", [None, "all_gather", "reduce_scatter"])
+def test_without_an_all_reduce_it_is_told_what_is_missing(op: str | None) -> None:
+    sch = scheduled(jnp.ones((4, 8)))
+    if op is not None:
+        sch["top"].sync("fwd_post", op, axis=0)
+    with pytest.raises(ScheduleError, match=r"top/reduce_max is a partial maximum over 'x' and goes into top/tanh"):
+        build(sch)

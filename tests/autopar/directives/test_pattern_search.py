@@ -1,0 +1,360 @@
+"""Patterns are found by what they compute, wherever and however it is written, and nothing else is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from autopar.directives import ScheduleError, Verify, build, create_schedule, register_compiler
+from autopar.testing import assert_allclose
+from tests.autopar.directives.models import Attention, Transformer, mlp_schedule, scheduled, tensor_parallel
+
+X = jax.random.normal(jax.random.key(0), (2, 8, 16))
+BIAS = jax.random.normal(jax.random.key(1), (16,))
+
+
+def bias_gelu(x: jax.Array, bias: jax.Array) -> jax.Array:
+    return jax.nn.gelu(bias + x, approximate=False)
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    """As Flax writes it: the variance as the mean of squares less the square of the mean."""
+    mean = jnp.mean(x, -1, keepdims=True)
+    variance = jnp.maximum(0.0, jnp.mean(jnp.square(x), -1, keepdims=True) - jnp.square(mean))
+    return (x - mean) * (jax.lax.rsqrt(variance + 1e-6) * scale) + bias
+
+
+def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
+
+
+def found_in(fun: Callable[..., Any], pattern: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    args = args or (X,)
+    return create_schedule(lambda p, *args: fun(p, *args), BIAS, args, mesh=1).find(pattern, **options)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda b, x: jax.nn.gelu(x + b, approximate=False),
+        lambda b, x: jax.nn.gelu(b + x, approximate=False),
+        lambda b, x: jax.nn.gelu(jnp.broadcast_to(b, x.shape) + x, approximate=False),
+        lambda b, x: jax.nn.gelu(x + b.reshape(1, 1, -1), approximate=False) * 3,
+        lambda b, x: jax.jit(lambda y: jax.nn.gelu(y, approximate=False))(jax.jit(jnp.add)(x, b)),
+        lambda b, x: 0.5 * (x + b) * jax.lax.erfc(-(x + b) * np.float32(np.sqrt(0.5))),
+    ],
+    ids=["in order", "commuted", "broadcast", "reshaped", "jitted", "by hand"],
+)
+def test_a_pattern_is_found_however_it_is_written(fun: Callable[..., Any]) -> None:
+    found = found_in(fun, bias_gelu)
+    assert len(found) == 1
+    assert found[0].nodes[-1].startswith("mul")
+    assert any(name.startswith("erfc") for name in found[0].nodes)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda b, x: jax.nn.gelu(x + b),  # the tanh approximation
+        lambda b, x: jax.nn.gelu(x * b, approximate=False),
+        lambda b, x: jax.nn.gelu(x, approximate=False) + b,
+        lambda b, x: (y := x + b, jax.nn.gelu(y, approximate=False)),  # the sum is used elsewhere
+        lambda b, x: 0.5 * (x + b) * jax.lax.erfc(-(x + b) * np.float32(0.7)),  # another number
+        lambda b, x: x + b,
+    ],
+    ids=["tanh gelu", "product", "other order", "escapes", "literal", "unrelated"],
+)
+def test_what_computes_something_else_or_is_used_elsewhere_is_not_found(fun: Callable[..., Any]) -> None:
+    assert found_in(fun, bias_gelu) == []
+
+
+COMMUTED = {
+    "sum": (lambda b, x: jnp.tanh(b) + x, lambda x, y: x + jnp.tanh(y)),
+    "product": (lambda b, x: x * jnp.tanh(2 * b), lambda x, y: jnp.tanh(y * 2) * x),
+    "larger": (lambda b, x: jnp.maximum(b, jnp.sin(x)), lambda x, y: jnp.maximum(jnp.sin(x), y)),
+    "twice": (lambda b, x: b + x * b, lambda x, y: x * y + y),
+    "summed": (lambda b, x: jnp.sum(x * jnp.sin(b), -1), lambda x, y: jnp.sum(jnp.sin(y) * x, -1)),
+    "entropy": (
+        lambda b, x: -jnp.sum(jax.nn.log_softmax(x) * b, -1),
+        lambda x, y: -jnp.sum(y * jax.nn.log_softmax(x), -1),
+    ),
+}
+
+
+@pytest.mark.parametrize(("fun", "pattern"), COMMUTED.values(), ids=list(COMMUTED))
+def test_operands_commute_whatever_their_shapes_and_what_is_found_computes_the_same(
+    fun: Callable[..., Any], pattern: Callable[..., Any]
+) -> None:
+    """One operand is of lower rank, and the pattern is not told so."""
+    sch = create_schedule(fun, BIAS, [X], mesh=1)
+    (found,) = sch.find(pattern)
+    assert set(found.inputs) == {"arg0", ""}
+    sch.replace(pattern, found)
+    Verify(sch, [X], params=BIAS).check()
+
+
+@pytest.mark.parametrize(
+    ("fun", "pattern"),
+    [
+        (lambda b, x: jnp.tanh(b)[:, None] + x, lambda x, y: x + jnp.tanh(y)),
+        (lambda b, x: x + jnp.sum(jnp.tanh(jnp.broadcast_to(b, x.shape)), 0), lambda x, y: x + jnp.sum(jnp.tanh(y), 0)),
+        (lambda b, x: jnp.broadcast_to(jnp.sin(b), x.shape) @ x, lambda x, y: jnp.sin(y) @ x),
+    ],
+    ids=["along rows", "summed after", "multiplied after"],
+)
+def test_a_broadcast_that_changes_the_result_is_not_looked_through(
+    fun: Callable[..., Any], pattern: Callable[..., Any]
+) -> None:
+    """On a square, where shapes alone would agree: the pattern of what is found still computes what it replaces."""
+    x, b = X[0, :, :8], BIAS[:8]
+    sch = create_schedule(fun, b, [x], mesh=1)
+    found = sch.find(pattern)
+    assert all("" not in each.inputs for each in found)
+    if found:
+        sch.replace(pattern, found)
+    Verify(sch, [x], params=b).check()
+
+
+def test_a_linear_module_is_one_thing_until_it_is_decomposed() -> None:
+    sch = mlp_schedule(mesh=1)
+    assert sch.find(bias_gelu) == []
+    sch["linear1"].decompose()
+    (found,) = sch.find(bias_gelu)
+    assert "linear1/add" in found.nodes
+    assert "linear1/dot_general" in found.inputs
+
+
+def test_trace_says_what_is_seen() -> None:
+    sch = scheduled(Transformer(), np.zeros((2, 8), int), mesh=1)
+    everywhere = len(sch.find(where=lambda node: node.eqn.primitive.name == "rsqrt"))
+    assert everywhere == 5
+    sch.trace(leaf_modules=["block_0"])
+    assert len(sch.find(r".*rsqrt")) == 3
+    sch["block_1"].trace(flatten=False)
+    assert sch["block_1"].find(".*rsqrt") == []
+    assert sch["block_1"].find(".*add")
+    assert "block_1/norm1(...)" in sch.mod
+
+
+def test_functions_with_a_derivative_of_their_own_are_matched_whole() -> None:
+    assert len(found_in(lambda b, x: jax.nn.relu(x - b), lambda x, b: jax.nn.relu(x - b))) == 1
+    assert found_in(lambda b, x: jax.nn.relu6(x - b), lambda x, b: jax.nn.relu(x - b)) == []
+
+
+def test_which_dims_are_broadcast_matters() -> None:
+    """On a square, subtracting the mean of rows is not subtracting that of columns."""
+    x = X[0, :, :8]
+    rows = lambda _, x: x - jnp.mean(x, 1)[:, None]  # noqa: E731
+    assert len(found_in(rows, lambda x: x - jnp.mean(x, 1)[:, None], x)) == 1
+    assert found_in(rows, lambda x: x - jnp.mean(x, 1)[None, :], x) == []
+
+
+def test_shapes_and_directions_matter_where_they_say_what_is_computed() -> None:
+    x = X[0, :, :8]
+    halves, rows = (lambda x: jnp.sin(x.reshape(-1, 2)), lambda x: jnp.sin(x.reshape(2, -1)))
+    assert len(found_in(lambda _, x: halves(x), halves, x, like=[x])) == 1
+    assert found_in(lambda _, x: rows(x), halves, x, like=[x]) == []
+    assert len(found_in(lambda _, x: jnp.flip(x, 0) + 1, lambda x: jnp.flip(x, 0) + 1, x)) == 1
+    assert found_in(lambda _, x: jnp.flip(x, 1) + 1, lambda x: jnp.flip(x, 0) + 1, x) == []
+
+
+def test_layer_norms_and_attention_are_found_and_replaced() -> None:
+    tokens = np.arange(16).reshape(2, 8)
+    model = Transformer(layers=1)
+    sch = scheduled(model, tokens, mesh=2)
+    norms = sch.find(layer_norm)
+    assert [each.inputs[1:] for each in norms] == [
+        (f"{path}/scale", f"{path}/bias") for path in ("block_0/norm1", "block_0/norm2", "norm")
+    ]
+    (core,) = sch.find(attention)
+    calls = []
+
+    def flash(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        calls.append(query.shape)
+        return attention(query, key, value)
+
+    with Verify(sch, [tokens], loss=lambda logits: jnp.sum(logits**2)):
+        for name in ("q", "k", "v"):
+            sch["block_0/attention"][name].shard("kernel", axis=1).shard("bias", axis=0)
+        sch["block_0/attention/out"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
+        sch["block_0/attention"].sync("bwd_post", "all_reduce")
+        sch.replace(layer_norm, norms)
+        sch.replace(flash, core)
+    assert set(calls) == {(2, 8, 2, 4)}  # two of the four heads
+
+
+def test_overlapping_places_are_matched_once() -> None:
+    found = found_in(lambda b, x: ((x + b) + b) + b, lambda x, y, z: (x + y) + z)
+    assert len(found) == 1
+
+
+def test_arguments_of_other_shapes_are_given_by_like() -> None:
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w)
+
+    w = jnp.ones((16, 4))
+    sch = create_schedule(lambda w, x: jnp.tanh(x @ w), w, [X], mesh=1)
+    with pytest.raises(ScheduleError, match="like="):
+        sch.find(product)
+    (found,) = sch.find(product, like=[X, w])
+    assert found.inputs == ("arg0", "")
+    assert sch.find(product, like=[X, jnp.ones((16, 8))]) == []
+
+
+def test_a_module_is_replaced_by_a_function_of_its_parameters_and_inputs() -> None:
+    sch = scheduled(Attention(4), X, mesh=2)
+    with Verify(sch, [X]):
+        for name in ("q", "k", "v"):
+            sch[name].shard("kernel", axis=1).shard("bias", axis=0)
+        sch["out"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
+        sch["q"].replace(lambda params, x: x @ params["kernel"] + params["bias"])
+    with pytest.raises(ScheduleError, match="no module of class 'Conv' inside; there are Attention, Dense"):
+        sch.replace_all("Conv", nn.Conv(3, (1,)))
+
+
+def test_several_modules_are_replaced_at_once() -> None:
+    """Queries, keys and values by one product, on shards and whole."""
+
+    def projected(x: jax.Array, *params: jax.Array) -> tuple[jax.Array, ...]:
+        kernels, biases = params[::2], params[1::2]
+        made = x @ jnp.concatenate(kernels, 1) + jnp.concatenate(biases)
+        return tuple(jnp.split(made, 3, -1))
+
+    sch = scheduled(Attention(4), X, mesh=2)
+    with Verify(sch, [X]):
+        sch["[qkv]"].shard("kernel", axis=1).shard("bias", axis=0)
+        sch["out"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
+        sch.replace(projected, sch["[qkv]"].subgraph())
+    products = str(jax.make_jaxpr(build(sch).apply)(sch.params, X)).count("dot_general[")
+    assert products == 4  # instead of 6
+
+
+def test_every_module_of_a_class_is_replaced() -> None:
+    sch = scheduled(nn.Sequential([nn.LayerNorm(), nn.Dense(16), nn.LayerNorm()]), X, mesh=1)
+    sch.replace_all("LayerNorm", lambda _: lambda params, x: layer_norm(x, **params))
+    Verify(sch, [X]).check()
+    assert sch.find(".*rsqrt") == []
+
+
+class Scaled(nn.Module):
+    """A layer, twice its result; or two of them, one inside the other."""
+
+    inner: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = Scaled(inner=False, name="within")(x) if self.inner else x
+        return 2 * nn.Dense(x.shape[-1], name="layer")(x)
+
+
+@pytest.mark.parametrize("type", [Scaled, "Scaled"])
+def test_a_class_is_replaced_by_what_is_made_for_each_and_the_outermost_wins(type: Any) -> None:
+    sch = scheduled(nn.Sequential([Scaled(), nn.Dense(16), Scaled(inner=False)]), X, mesh=1)
+    made = []
+
+    def make(handle: Any) -> Any:
+        made.append((handle.paths, sorted(handle["layer"].shapes)))
+        outer = "within" in {path.rpartition("/")[2] for path in handle.named_schedules()}
+
+        def twice(params: Any, x: jax.Array) -> jax.Array:
+            x = twice(params["within"], x) if "within" in params else x
+            return 2 * (x @ params["layer"]["kernel"] + params["layer"]["bias"])
+
+        assert outer == (handle.paths == ("layers_0",))
+        return twice
+
+    sch.replace_all(type, make)
+    assert made == [(("layers_0",), ["bias", "kernel"]), (("layers_2",), ["bias", "kernel"])]
+    Verify(sch, [X]).check()
+
+
+def test_one_module_stands_in_for_all_of_a_class() -> None:
+    sch = scheduled(nn.Sequential([nn.LayerNorm(), nn.Dense(16), nn.LayerNorm()]), X, mesh=1)
+    sch.replace_all(nn.LayerNorm, nn.LayerNorm(use_fast_variance=False))
+    Verify(sch, [X]).check()
+    assert "replace" in sch["layers_0"].mod
+    with pytest.raises(ScheduleError, match="no module of class Conv inside; there are Dense, LayerNorm, Sequential"):
+        sch.replace_all(nn.Conv, nn.Conv(3, (1,)))
+    with pytest.raises(ScheduleError, match=r"given the handle of each module.*; one function for all is `lambda _: f"):
+        sch.replace_all("Dense", lambda params, x: x @ params["kernel"])
+    with pytest.raises(ScheduleError, match=r"returns None for Handle\(layers_1\), expected a module or a function"):
+        sch.replace_all("Dense", lambda _: None)  # type: ignore[arg-type, return-value]
+
+
+def test_a_regular_expression_finds_modules_too() -> None:
+    """As one thing, unless equations in them are found; those inside something that is one thing are not seen."""
+    sch = scheduled(Transformer(layers=2), np.zeros((2, 8), int), mesh=1)
+    (attention,) = sch.find("block_0/attention")
+    assert attention == sch["block_0/attention"].subgraph()
+    assert [each.nodes[0].rpartition("/")[0] for each in sch.find("block_./(up|down)")] == [
+        *("block_0/up", "block_0/down", "block_1/up", "block_1/down")
+    ]
+    assert {"block_0/up/dot_general", "block_0/up/add"} <= {
+        name for each in sch.find("block_0/up") for name in each.nodes
+    }
+    sch["block_0/up"].decompose()
+    assert [len(each.nodes) for each in sch.find("block_0/up/add|block_0/up")] == [1]
+    sch.trace(leaf_modules=["block_1"])
+    assert sch.find("block_1/up") == []
+    sch["block_0"].trace(flatten=False)
+    assert len(sch.find("block_0/attention")) == 1
+    assert sch.find("block_0/attention/q") == []
+    sch.fuse(sch.find("block_0/attention"))
+    assert sch.find("block_0/attention") == []
+
+
+def test_what_is_found_is_limited_by_where() -> None:
+    sch = scheduled(Transformer(layers=2), np.zeros((2, 8), int), mesh=1)
+    assert len(sch.find(layer_norm)) == 5
+    assert len(sch.find(layer_norm, where=lambda node: node.within("block_1"))) == 2
+    assert len(sch.find("block_./up", where=lambda node: node.within("block_1"))) == 1
+    with pytest.raises(ScheduleError, match="like= is for a function that is to be found"):
+        sch.find(".*add", like=[X])
+    with pytest.raises(ScheduleError, match="no regular expression"):
+        sch.find("(")
+
+
+def test_nothing_found_is_no_error_and_nothing_to_fuse_is() -> None:
+    sch = mlp_schedule(mesh=1)
+    found = sch.find("tanh")
+    assert found == []
+    with pytest.raises(ScheduleError, match="fuse: no subgraph was given, as of a find without a match"):
+        sch.fuse(found)
+    with pytest.raises(ScheduleError, match="replace: no subgraph was given, as of a find without a match"):
+        sch.replace(jnp.tanh, found)
+    assert sch.schedule.directives == ()
+
+
+def test_a_fused_region_is_a_function_of_its_own_in_the_program() -> None:
+    sch = mlp_schedule(mesh=2)
+    tensor_parallel(sch)
+    sch["linear1"].decompose()
+    sch.fuse(sch.find(bias_gelu), name="BiasGeLU")
+    built = build(sch)
+    params = jax.tree.map(lambda spec: jnp.zeros(spec.shape), sch.params)
+    text = jax.jit(built.apply).lower(params, jnp.zeros((2, 8, 32))).as_text()
+    assert "@BiasGeLU_0" in text
+    assert_allclose(built.apply(params, jnp.ones((2, 8, 32))), jnp.zeros((2, 8, 32)))
+    with pytest.raises(ScheduleError, match="fused or replaced already"):
+        sch.fuse(sch["linear1"].find("linear1/add") or [sch.region([sch.graph.by_name["linear1/add"]])])
+
+
+def test_other_compilers_are_registered() -> None:
+    called = []
+
+    def compile(function: Callable[..., Any]) -> Callable[..., Any]:
+        called.append(function.__name__)
+        return jax.checkpoint(function)
+
+    register_compiler("recomputing", compile)
+    sch = mlp_schedule(mesh=2)
+    tensor_parallel(sch)
+    sch["linear1"].decompose()
+    sch.fuse(sch.find(bias_gelu), compiler="recomputing", name="BiasGeLU")
+    Verify(sch, [jnp.ones((2, 8, 32))]).check()
+    assert set(called) == {"BiasGeLU_0"}

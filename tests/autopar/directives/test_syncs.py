@@ -1,0 +1,175 @@
+"""Syncs at random places of random functions: values, gradients and collectives are those of one device."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.directives import ModelSchedule, ScheduleError, VerificationError, Verify, build, create_schedule
+from tests.autopar.directives.models import collectives, mlp_schedule
+
+FIRST = {  # how what the first layer hands out, split by features, is put together; the second layer's kernel is split or not
+    ("all_gather", None, "scatter"): False,
+    ("all_gather", 1, "reduce_scatter"): True,
+    ("all_gather", -1, None): False,
+    ("RS->RR", None, "scatter"): False,
+    ("RS->RR", None, "reduce_scatter"): True,
+    ("RS->SR", None, None): False,
+    (None, None, None): True,
+}
+SECOND = {  # how the second layer's partial sums are
+    True: [("all_reduce", None), ("reduce_scatter", 0), ("reduce_scatter", -1)],
+    False: [(None, None), ("scatter", 0), ("RR->SR", None), ("RR->RS", None)],
+}
+SPLIT_BY_ROWS = [(None, None), ("SR->RS", None), ("SR->RR", None), ("all_gather", 0)]
+
+
+def layers(params: Any, x: jax.Array) -> jax.Array:
+    with jax.named_scope("first"):
+        x = jnp.tanh(x @ params["first"])
+    with jax.named_scope("second"):
+        return x @ params["second"]
+
+
+def layers_schedule(rows: int, hidden: int, out: int, ways: Any) -> tuple[ModelSchedule, jax.Array]:
+    params = {"first": jnp.ones((8, hidden)), "second": jnp.ones((hidden, out))}
+    x = jax.random.normal(jax.random.key(0), (rows, 8))
+    return create_schedule(layers, params, [x], mesh=ways), x
+
+
+@pytest.mark.slow
+@settings(max_examples=12)
+@given(st.data())
+def test_any_sync_that_fits_keeps_the_value_and_every_gradient(data: st.DataObject) -> None:
+    ways = data.draw(st.sampled_from([1, 2, 4]))
+    sch, x = layers_schedule(*(ways * data.draw(st.integers(1, 3)) for _ in range(3)), ways)
+    sch.shard("first", axis=1)
+    op, axis, backward = data.draw(st.sampled_from(list(FIRST)))
+    contracts = FIRST[op, axis, backward]
+    # After the first layer, or before the second: the same value, the same collective.
+    at, mode = data.draw(st.sampled_from([("first", "fwd_post"), ("second", "fwd_pre")]))
+    if op is not None:
+        sch[at].sync(mode, op, axis=axis, backward=backward or ("scatter" if not contracts else None))
+    if contracts:  # rows of what is split, or of what was gathered: each device takes its own
+        sch.shard("second", axis=0)
+    op, axis = data.draw(st.sampled_from(SPLIT_BY_ROWS if op == "RS->SR" else SECOND[contracts]))
+    if op is not None:
+        sch["second"].sync("fwd_post", op, axis=axis)
+    Verify(sch, [x]).check()
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "forward", "backward"),
+    [
+        ("scatter", {"axis": 0}, {}, {"all-gather": 1}),
+        ("RR->SR", {}, {}, {"all-gather": 1}),
+    ],
+)
+def test_gradients_of_a_scatter_are_gathered(op: str, options: Any, forward: Any, backward: Any) -> None:
+    sch, x = layers_schedule(4, 16, 8, 4)
+    sch["first"].sync("fwd_post", op, **options)
+    Verify(sch, [x]).check()
+    run = build(sch).apply
+    assert collectives(jax.jit(run).lower(sch.params, x).compile()) == forward
+    loss = jax.jit(jax.grad(lambda x, params: jnp.sum(run(params, x) ** 2)))
+    assert collectives(loss.lower(x, sch.params).compile()) == backward
+
+
+@pytest.mark.parametrize("backward", ["scatter", "reduce_scatter"])
+def test_an_all_gather_hands_back_gradients_as_it_is_told(backward: Any) -> None:
+    """Where what follows computes the same on all devices each keeps its part; where it computes on shards, they are added up."""
+    sch, x = layers_schedule(4, 16, 8, 4)
+    sch.shard("first", axis=1)
+    sch["second"].sync("fwd_pre", "all_gather", backward=backward)
+    if backward == "reduce_scatter":
+        sch.shard("second", axis=1)
+        sch["second"].sync("fwd_post", "RS->RR")
+    Verify(sch, [x]).check()
+    loss = jax.jit(jax.grad(lambda p: jnp.sum(build(sch).apply(p, x) ** 2)))
+    assert ("reduce-scatter" in collectives(loss.lower(sch.params).compile())) == (backward == "reduce_scatter")
+
+
+@pytest.mark.parametrize(
+    ("mode", "op", "options", "message"),
+    [
+        ("fwd_mid", "all_reduce", {}, "sync mode 'fwd_mid', expected 'fwd_pre', 'fwd_post' or 'bwd_post'"),
+        ("bwd_post", "all_gather", {}, "of gradients: expected 'all_reduce', or a function"),
+        ("bwd_post", "SR->RS", {}, "of gradients: expected 'all_reduce', or a function"),
+        ("fwd_pre", "all_reduce", {}, "before a module: put it after the module that makes the partial sum"),
+        ("fwd_post", "reduce_scatter", {}, "needs axis=, the array dim to scatter along"),
+        ("fwd_post", "scatter", {}, "needs axis="),
+        ("fwd_post", "RS->SRR", {}, "expected the same dims on both sides, at most one of them S"),
+        ("fwd_post", "SS->RR", {}, "at most one of them S"),
+        ("fwd_post", "RS->RS", {}, "expected the same dims on both sides"),
+        ("fwd_post", "psum", {}, "expected one of all_reduce, all_gather, reduce_scatter, scatter, a change of layout"),
+    ],
+)
+def test_a_sync_that_can_not_be_meant_is_refused_at_once(mode: Any, op: str, options: Any, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        mlp_schedule()["linear1"].sync(mode, op, **options)
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "message"),
+    [
+        ("scatter", {"axis": 0}, "dim 0 of first/tanh has size 6, which 4 devices can't split evenly"),
+        ("scatter", {"axis": 2}, "dim 2 can't be split over 'x'"),
+        ("SR->RR", {}, "it is whole, not SR over 'x'"),
+    ],
+)
+def test_a_sync_that_does_not_fit_the_value_says_what_it_is(op: str, options: Any, message: str) -> None:
+    sch, _ = layers_schedule(6, 16, 8, 4)
+    sch["first"].sync("fwd_post", op, **options)
+    with pytest.raises(ScheduleError, match=message):
+        build(sch)
+
+
+def test_a_function_that_leaves_values_different_is_refused() -> None:
+    sch, x = layers_schedule(4, 16, 8, 4)
+    sch.shard("first", axis=1).shard("second", axis=0)
+    sch["second"].sync("fwd_post", lambda value: value * 2)
+    with pytest.raises(ScheduleError, match="returns values that still differ between the devices of 'x'"):
+        build(sch).apply(sch.params, np.asarray(x))
+
+
+@pytest.mark.parametrize("mesh", [4, (2, 2)])
+def test_a_function_makes_gradients_whole(mesh: Any) -> None:
+    """Slapo's hook on the backward pass: an all_reduce by hand is one, and anything else is what Verify finds."""
+    axis = {"mesh_axis": "y"} if mesh == (2, 2) else {}
+
+    def made(function: Any) -> tuple[ModelSchedule, jax.Array]:
+        sch, x = layers_schedule(8, 16, 8, mesh)
+        sch["first"].sync("bwd_post", function, **axis)
+        sch.shard("first", axis=1, **axis).shard("second", axis=0, **axis)
+        sch["second"].sync("fwd_post", "all_reduce", **axis)
+        return sch, x
+
+    name = axis.get("mesh_axis", "x")
+    sch, x = made(lambda gradient: jax.lax.psum(gradient, name))
+    Verify(sch, [x], batch_axis="x" if axis else None).check()
+    run = build(sch).apply
+    gradient = jax.jit(jax.grad(lambda x, params: jnp.sum(run(params, x) ** 2)))
+    assert collectives(gradient.lower(x, sch.params).compile()) == {"all-reduce": 2}
+    sch, x = made(lambda gradient: 2 * jax.lax.psum(gradient, name))
+    with pytest.raises(VerificationError, match=r"gradient of argument 0 differs .* at fault is sync\(mode=bwd_post"):
+        Verify(sch, [x]).check()
+    sch, x = made(lambda gradient: gradient)
+    with pytest.raises(ScheduleError, match=f"returns values that still differ between the devices of '{name}'"):
+        Verify(sch, [x]).check()
+    sch, x = made(lambda gradient: jax.lax.psum(gradient.sum(), name))
+    with pytest.raises(ScheduleError, match=r"makes float32\[\] of a gradient that is float32\[8, 8\]"):
+        Verify(sch, [x]).check()
+    with pytest.raises(ScheduleError, match="a sync function, runs on shards: build with backend='manual'"):
+        build(sch, "gspmd")
+
+
+def test_a_function_of_gradients_is_refused_where_they_are_no_sums() -> None:
+    sch, _ = layers_schedule(8, 16, 8, 4)
+    sch.shard("first", axis=1).shard("second", axis=0)
+    sch["second"].sync("fwd_post", "all_reduce").sync("bwd_post", lambda gradient: jax.lax.psum(gradient, "x"))
+    with pytest.raises(ScheduleError, match="its gradients are no partial sums over 'x'"):
+        build(sch)

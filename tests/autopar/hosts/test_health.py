@@ -1,0 +1,29 @@
+"""Who is taken for the one that hangs."""
+
+import pytest
+
+from autopar.hosts.health import Doing, Silent, culprit, silence_seconds
+
+WAITS = Doing(1, "recv x<0", 30.0)
+
+
+@pytest.mark.parametrize(
+    ("states", "asked", "host"),
+    [
+        ([WAITS, Doing(1, "1F0", 3.0), Silent.MUTE], [0], 2),
+        ([WAITS, Silent.GONE, Doing(2, "2F0", 9.0)], [0], 1),
+        ([WAITS, Doing(1, "1F0", 3.0), Doing(2, "2F0", 9.0)], [0], 2),
+        ([Doing(0, "0F1", 5.0), WAITS], [1], 0),
+        ([None, WAITS, None], [2, 0], 2),
+    ],
+)
+def test_who_does_not_answer_comes_before_who_is_busy_and_that_before_who_was_asked(states, asked, host):
+    assert culprit(states, asked) == host
+
+
+def test_the_seconds_of_silence_may_be_set():
+    assert silence_seconds({}) == 8
+    assert silence_seconds({"AUTOPAR_SILENCE_SECONDS": "30"}) == 30
+    for wrong in ("soon", "0", "nan"):
+        with pytest.raises(ValueError, match=rf"AUTOPAR_SILENCE_SECONDS='{wrong}', expected a number of seconds"):
+            silence_seconds({"AUTOPAR_SILENCE_SECONDS": wrong})

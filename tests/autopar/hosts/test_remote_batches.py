@@ -1,0 +1,272 @@
+"""Loaders on hosts: each worker reads its own rows, ahead, and every number of hosts gives the same batches."""
+
+import ast
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+import autopar
+from autopar import DataLoader, DataLoaderError, MeshDriverDataLoader
+from autopar.hosts.driver import RayHosts
+from autopar.hosts.errors import HostsError
+from tests.autopar.hosts.workers import is_alive, joined, pids, pipeline, until
+from tests.autopar.pipeline.steps import WIDTH, stack_params, stack_step
+
+ROWS = 16
+
+
+def by_rows(stages: int) -> autopar.PipeshardParallel:
+    """Stages that share out the rows of each microbatch."""
+    return pipeline(stages, default_auto_sharding_option=autopar.ShardingOptions(data_parallel=True))
+
+
+def compiled(method: Any, step: Any = stack_step) -> tuple[Any, Any]:
+    """A step, and where it wants its batches."""
+    function = autopar.parallelize(step, method=method)
+    return function, function.get_executable(stack_params(), batch(0, ROWS)).get_input_placement_specs()[1]
+
+
+def batch(start: int, end: int) -> dict[str, np.ndarray]:
+    angles = np.arange(start, end)[:, None] * np.arange(1, WIDTH + 1) / 48
+    return {"x": np.sin(angles).astype(np.float32), "y": np.cos(angles).astype(np.float32)}
+
+
+def recorded(folder: Path, fails: int | None = None) -> Callable[[int, int, int], Iterator[Any]]:
+    """A user's function that notes what it reads in a file for each process; it raises at example `fails`."""
+    width = WIDTH
+
+    def read(start: int, end: int, batch_size: int) -> Iterator[Any]:
+
+        import numpy as np
+
+        for first in range(start, end, batch_size):
+            with open(folder / str(os.getpid()), "a") as file:
+                file.write(f"{(first, batch_size)}\n")
+            if first == fails:
+                raise OSError("disk on fire")
+            angles = np.arange(first, first + batch_size)[:, None] * np.arange(1, width + 1) / 48
+            yield {"x": np.sin(angles), "y": np.cos(angles)}  # which NumPy makes float64
+
+    return read
+
+
+def calls(folder: Path, hosts: RayHosts) -> dict[int, list[tuple[int, int]]]:
+    """For each host the first example and the number of examples of what it has read, in order."""
+    of = {str(each["pid"]): host for host, each in enumerate(hosts._ask("environment"))}
+    return {of[file.name]: list(map(ast.literal_eval, file.read_text().splitlines())) for file in folder.iterdir()}
+
+
+def assert_batches(found: Any, first: int = 0, count: int = 3) -> None:
+    """They are batches `first`, `first` + 1 ... of the examples."""
+    found = list(found)
+    assert len(found) == count
+    for k, each in enumerate(found, first):
+        autopar.prefetch(each)
+        jax.tree.map(lambda mine, theirs: assert_array_equal(np.array(mine), theirs), each, batch(16 * k, 16 * k + 16))
+
+
+def loader(specs: Any, read: Any, **options: Any) -> MeshDriverDataLoader:
+    return MeshDriverDataLoader(ROWS, 3 * ROWS + 5, read, specs, **options)
+
+
+def scaled_step(params: Any, batch: Any, scale: Any) -> Any:
+    """`stack_step` whose every layer reads `scale` and a part of the batch."""
+
+    @autopar.manual_layer_construction
+    def loss(params: Any) -> jax.Array:
+        x = batch["x"]
+        for i, name in enumerate(sorted(params)):
+            if i:
+                autopar.mark_pipeline_boundary()
+            x = jax.numpy.tanh(x @ params[name]) * scale + batch["y"]
+        return jax.numpy.mean(x**2)
+
+    value, gradients = autopar.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients), value
+
+
+def train_scaled() -> None:
+    """Two steps of it from handles are those of one device."""
+    args = stack_params(), batch(0, 16), np.float32(0.5)
+    step = autopar.parallelize(scaled_step, method=by_rows(2))
+    specs = step.get_executable(*args).get_input_placement_specs()[1]
+    params, reference = args[0], args[0]
+    for given in DataLoader([batch(16 * k, 16 * k + 16) for k in range(2)], specs):
+        params, _ = step(params, given, args[2])
+    for k in range(2):
+        reference, _ = jax.jit(scaled_step)(reference, batch(16 * k, 16 * k + 16), args[2])
+    jax.tree.map(lambda mine, one: assert_allclose(np.array(mine), one, rtol=1e-5, atol=1e-6), params, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.hosts(4, 2)
+def test_inputs_that_several_stages_over_hosts_read_go_from_one_to_the_others(hosts):
+    train_scaled()
+
+
+@pytest.mark.slow
+@pytest.mark.hosts(4, 2)
+def test_a_stage_over_two_hosts_reads_on_both(hosts, tmp_path):
+    step, specs = compiled(by_rows(2))
+    given = loader(specs, recorded(tmp_path), repeat=True)
+    assert_batches(itertools.islice(given.from_step(3), 3))
+    found = calls(tmp_path, hosts)
+    assert sorted(found) == [0, 1, 2, 3]
+    rows = {host: sorted({(first % 16, count) for first, count in each}) for host, each in found.items()}
+    assert rows == {0: [(0, 8)], 1: [(8, 8)], 2: [(0, 8)], 3: [(8, 8)]}
+    params, _ = step(stack_params(), next(iter(given)))
+    expected, _ = jax.jit(stack_step)(stack_params(), batch(0, 16))
+    assert_allclose(np.array(params["w0"]), expected["w0"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.hosts(1, 8)
+def test_one_host_reads_once_for_all_and_from_the_step_on(hosts, tmp_path):
+    _, specs = compiled(by_rows(2))
+    assert_batches(loader(specs, recorded(tmp_path)).from_step(1), 1, 2)
+    assert calls(tmp_path, hosts) == {0: [(16, 16), (32, 16)]}
+
+
+@pytest.mark.hosts(2, 4)
+def test_inputs_that_several_stages_read_go_from_one_to_the_others(hosts):
+    train_scaled()
+
+
+@pytest.mark.hosts(2, 4)
+def test_training_from_loaders_is_training_from_numpy(hosts, tmp_path):
+    step, specs = compiled(by_rows(2))
+    expected = stack_params()
+    for k in range(3):
+        expected, _ = jax.jit(stack_step)(expected, batch(16 * k, 16 * k + 16))
+    batches = [batch(16 * k, 16 * k + 16) for k in range(3)]
+    for given in (loader(specs, recorded(tmp_path), prefetch_size=2), DataLoader(batches, specs), batches):
+        params = stack_params()
+        for each in given:
+            params, _ = step(params, each)
+        jax.tree.map(lambda mine, one: assert_allclose(np.array(mine), one, rtol=1e-5, atol=1e-6), params, expected)
+
+
+def only_x(read: Any) -> Any:
+    return lambda *args: ((each["x"],) for each in read(*args))
+
+
+@pytest.mark.hosts(2, 4)
+def test_a_worker_reads_only_for_the_stages_that_take_something(hosts, tmp_path):
+    (tmp_path / "both").mkdir()
+    (tmp_path / "inputs").mkdir()
+    _, specs = compiled(by_rows(2))
+    assert [leaf.mesh_ids for leaf in jax.tree.leaves(specs)] == [(0,), (1,)]
+    assert_batches(loader(specs, recorded(tmp_path / "both")))
+    whole = [(0, 16), (16, 16), (32, 16)]
+    assert calls(tmp_path / "both", hosts) == {0: whole, 1: whole}  # x on the first host, y on the other
+    assert len(list(loader((specs["x"],), only_x(recorded(tmp_path / "inputs"))))) == 3
+    assert calls(tmp_path / "inputs", hosts) == {0: whole}
+
+
+@pytest.mark.hosts(2, 4)
+def test_reading_is_so_far_ahead_and_what_is_dropped_is_freed(hosts, tmp_path):
+    _, specs = compiled(by_rows(2))
+    before, live = hosts.num_arrays(), set(hosts._live)
+    batches = iter(MeshDriverDataLoader(ROWS, 20 * ROWS, recorded(tmp_path), specs, prefetch_size=2))
+    first = next(batches)
+    ahead = {0: [(0, 16), (16, 16), (32, 16)], 1: [(0, 16), (16, 16), (32, 16)]}
+    assert until(lambda: calls(tmp_path, hosts) == ahead)
+    time.sleep(0.1)
+    assert calls(tmp_path, hosts) == ahead
+    del batches
+    assert_array_equal(np.array(first["x"]), batch(0, 16)["x"])
+    del first
+    assert until(lambda: hosts.num_arrays() == before)
+    assert hosts._live <= live
+
+
+@pytest.mark.hosts(2, 4)
+def test_a_function_that_fails_is_told_by_its_host_and_the_workers_go_on(hosts, tmp_path):
+    step, specs = compiled(by_rows(2))
+    params, batches = stack_params(), iter(loader(specs, recorded(tmp_path, fails=16)))
+    params, _ = step(params, next(batches))
+    with pytest.raises(
+        DataLoaderError, match=r"host 0 \(.*\): batch 1, examples 16 to 31, could not be read: OSError: disk on"
+    ) as caught:
+        next(batches)
+    assert caught.value.host == 0
+    assert "in read" in caught.value.__notes__[0]  # where in the user's function
+    params, _ = step(params, batch(16, 32))
+    assert np.isfinite(np.array(params["w0"])).all()
+    with pytest.raises(DataLoaderError, match=r"host 0 .*: batch 0, .* is missing"):
+        next(iter(loader(specs, lambda *_: iter(()))))
+    with pytest.raises(DataLoaderError, match=r"host 0 .*: batch 0, .* has arrays at \['x'\], expected them at"):
+        next(iter(loader(specs, lambda *_: [{"x": 0}])))
+
+
+class Unloadable:
+    def __call__(self, *_: int) -> Any: ...
+
+    def __reduce__(self) -> Any:
+        def fails() -> Any:
+            raise ImportError("no such module here")
+
+        return fails, ()
+
+
+@pytest.mark.hosts(2, 4)
+def test_what_can_not_be_sent_or_loaded_is_refused(hosts):
+    import threading
+
+    _, specs = compiled(by_rows(2))
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"input_iter_func can't be sent to the workers: .*lock"):
+        next(iter(loader(specs, lambda *_: [lock])))
+
+    with pytest.raises(
+        DataLoaderError, match=r"host 0 .*: input_iter_func can't be loaded here: .*no such module here"
+    ):
+        next(iter(loader(specs, Unloadable())))
+
+
+@pytest.mark.hosts(2, 4)
+def test_placements_of_other_hosts_are_refused(hosts):
+    _, specs = compiled(by_rows(2))
+    far = jax.tree.map(lambda spec: replace(spec, devices=((6, 7, 8, 9),)), specs)
+    with pytest.raises(ValueError, match="the plan needs 10 devices, the 2 hosts have 8"):
+        next(iter(loader(far, lambda *_: [])))
+
+
+@pytest.mark.slow
+@pytest.mark.hosts(2, 4)
+def test_a_loader_outlives_its_workers_and_an_iteration_does_not(hosts, tmp_path):
+    given = loader(compiled(by_rows(2))[1], recorded(tmp_path), prefetch_size=0)
+    batches = iter(given)
+    next(batches)
+    there = pids()
+    autopar.shutdown()
+    with pytest.raises(HostsError, match="from_step"):
+        next(batches)
+    assert until(lambda: not any(map(is_alive, there)))
+    joined(2, 4)
+    with pytest.raises(ValueError, match=r"of hosts \[\d\], but no step that has them as a mesh has been compiled"):
+        next(given.from_step(1))
+    specs = compiled(by_rows(2))[1]  # whose stages are in a host each
+    across = jax.tree.map(lambda spec: replace(spec, devices=((2, 3, 4, 5),)), specs)
+    with pytest.raises(ValueError, match=r"of hosts \[0, 1\], but no step that has them as a mesh has been compiled"):
+        next(iter(loader(across, lambda *_: [])))
+
+
+@pytest.mark.slow
+@pytest.mark.hosts(2, 4)
+def test_workers_that_share_a_batch_read_their_rows_of_each(hosts, tmp_path):
+    _, specs = compiled(autopar.DataParallel(num_micro_batches=2))
+    given = loader(specs, recorded(tmp_path))
+    assert_batches(given)
+    assert calls(tmp_path, hosts) == {0: [(0, 8), (16, 8), (32, 8)], 1: [(8, 8), (24, 8), (40, 8)]}
+    assert_batches(given.from_step(2), 2, 1)
+    assert calls(tmp_path, hosts)[1][3:] == [(40, 8)]

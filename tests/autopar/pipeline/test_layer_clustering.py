@@ -1,0 +1,91 @@
+import json
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from autopar.pipeline.layer_clustering import MOST_HEAVY, NoLayersError, cluster_layers, received_bytes
+
+INSTANCES = json.loads((Path(__file__).parents[2] / "golden" / "layer_clusters.json").read_text())["instances"]
+
+
+def from_rows(rows):
+    """The golden file's `received`, [start][stop - start - 1], as columns by stop."""
+    return lambda: (
+        np.array([rows[start][stop - start - 1] for start in range(stop)]) for stop in range(1, len(rows) + 1)
+    )
+
+
+@pytest.mark.parametrize("golden", INSTANCES, ids=lambda x: f"{len(x['flops'])}-{x['num_layers']}-{x['eps']}")
+def test_the_recorded_optimum_is_found(golden):
+    flops, rows = np.array(golden["flops"]), golden["received"]
+    arguments = flops, from_rows(rows), golden["num_layers"], golden["eps"], np.array(golden["heavy"])
+    if golden["bottleneck"] is None:
+        with pytest.raises(NoLayersError, match="use a larger eps"):
+            cluster_layers(*arguments)
+        return
+    layers = cluster_layers(*arguments)
+    assert layers.bottleneck == golden["bottleneck"]
+    assert max(rows[a][b - a - 1] for a, b in pairwise((0, *layers.stops))) == golden["bottleneck"]
+
+
+def received_by(values, start: int, stop: int) -> float:
+    return sum(size for maker, size, users in values if maker < start and any(start <= user < stop for user in users))
+
+
+@st.composite
+def graphs(draw):
+    """Work of equations and values as (equation that makes it, bytes, users)."""
+    size = draw(st.integers(1, 9))
+    values = []
+    for maker in range(size - 1):
+        users = draw(st.lists(st.integers(maker + 1, size - 1), unique=True, max_size=3))
+        values.append((maker, float(draw(st.integers(0, 9))), sorted(users)))
+    return np.array(draw(st.lists(st.integers(0, 4), min_size=size, max_size=size)), float), values
+
+
+@given(graphs())
+def test_bytes_received_are_those_of_the_values_made_before(graph):
+    flops, values = graph
+    for stop, column in enumerate(received_bytes(len(flops), values)(), start=1):
+        assert column.tolist() == [received_by(values, start, stop) for start in range(stop)]
+
+
+@given(graphs(), st.integers(1, 4), st.sampled_from([0.0, 0.2, 1.0]))
+def test_the_cut_is_the_best_of_all(graph, num_layers, eps):
+    flops, values = graph
+    heavy = flops > 0
+    assume(num_layers <= heavy.sum())
+    least, share = min(MOST_HEAVY, heavy.sum() // num_layers), (1 + eps) * flops.sum() / num_layers
+    found = []
+    for cut in combinations(range(1, len(flops)), num_layers - 1):
+        layers = list(pairwise((0, *cut, len(flops))))
+        counts = [heavy[a:b].sum() for a, b in layers]
+        work = [flops[a:b].sum() for a, b in layers]
+        if all(n >= least and (w <= share * (1 + 1e-9) or n == least) for n, w in zip(counts, work, strict=True)):
+            found.append((max(received_by(values, a, b) for a, b in layers), sum(w * w for w in work)))
+    received = received_bytes(len(flops), values)
+    if not found:
+        with pytest.raises(NoLayersError):
+            cluster_layers(flops, received, num_layers, eps)
+        return
+    layers = cluster_layers(flops, received, num_layers, eps)
+    work = [flops[a:b].sum() for a, b in pairwise((0, *layers.stops))]
+    assert (layers.bottleneck, sum(w * w for w in work)) == min(found)
+
+
+def test_equal_blocks_are_cut_between_blocks():
+    """Inside a block 10 bytes are alive, between blocks 1."""
+    blocks, size = 4, 6
+    values = [(e, 1.0 if e % size == size - 1 else 10.0, [e + 1]) for e in range(blocks * size - 1)]
+    layers = cluster_layers(np.ones(blocks * size), received_bytes(blocks * size, values), blocks, eps=0.5)
+    assert layers.stops == (6, 12, 18, 24)
+    assert layers.bottleneck == 1
+
+
+def test_more_layers_than_heavy_equations_are_refused():
+    with pytest.raises(NoLayersError, match="3 layers asked of 2 heavy equations; use 1 to 2"):
+        cluster_layers(np.array([1.0, 0.0, 1.0]), received_bytes(3, []), 3)

@@ -1,0 +1,127 @@
+"""What "auto" stands for is tried and the fastest is taken."""
+
+import jax
+import pytest
+
+import autopar
+from autopar import AutoLayerOption, UniformStageOption
+from autopar.pipeline.option_search import CHUNKS, layer_options, micro_batch_counts, schedules
+from autopar.pipeline.pipeline_schedules import schedule_names
+from autopar.pipeline.planning import PipelinePlanner
+from experiments.models import build_model
+from simulator.cluster import Cluster
+
+CLUSTER = Cluster.load("p3.16xlarge").with_size(devices_per_host=4)
+MODEL = build_model("mlp", {"dim": 64, "num_layers": 4, "batch_size": 16})
+
+
+def train_step(state, batch):
+    return MODEL.train_step(state, batch, autopar.value_and_grad)
+
+
+def planned(**options) -> autopar.Plan:
+    method = autopar.PipeshardParallel(**{"layer_option": AutoLayerOption(4), "stage_option": "auto", **options})
+    return autopar.plan_step(train_step, MODEL.abstract_args(), method=method, cluster=CLUSTER)
+
+
+def test_counts_are_the_powers_of_two_that_divide_the_batch():
+    assert micro_batch_counts("auto", [24, 8]) == [1, 2, 4, 8]
+    assert micro_batch_counts("auto", [7]) == [1]
+    assert micro_batch_counts(3, [7]) == [3]
+
+
+def test_schedules_to_try_come_with_chunks_where_they_interleave():
+    tried = schedules("auto", "auto")
+    assert {name for name, _ in tried} == set(schedule_names()) - {"inference"}
+    assert [chunks for name, chunks in tried if name == "interleaved_1f1b"] == list(CHUNKS[1:])
+    assert all(chunks == 1 for name, chunks in tried if name != "interleaved_1f1b")
+    assert schedules("1f1b", "auto") == [("1f1b", 1)]
+    assert schedules("interleaved_1f1b", 2) == [("interleaved_1f1b", 2)]
+
+
+def test_remat_is_tried_both_ways():
+    assert [each and each.remat_layer for each in layer_options(AutoLayerOption(2, "auto"))] == [False, True]
+    assert layer_options(AutoLayerOption(2, True)) == [AutoLayerOption(2, True)]
+    assert layer_options(None) == [None]
+
+
+@pytest.mark.slow
+def test_the_fastest_of_all_that_was_tried_is_the_plan():
+    plan = planned(num_micro_batches="auto", pipeline_schedule="auto", num_chunks="auto")
+    tried = autopar.get_last_search_result()
+    assert len(tried) == 5 * len(schedules("auto", "auto"))
+    best = min((each for each in tried if each.seconds is not None), key=lambda each: each.seconds)
+    assert plan.predicted_seconds == best.seconds
+    assert (plan.num_micro_batches, plan.pipeline) == (best.num_micro_batches, best.schedule)
+
+
+@pytest.mark.slow
+def test_planning_takes_what_all_that_is_compared_takes(monkeypatch):
+    def plan_in_a_second(*args, plan=PipelinePlanner.plan):
+        return plan(*args).model_copy(update={"planning_seconds": 1.0})
+
+    monkeypatch.setattr(PipelinePlanner, "plan", plan_in_a_second)
+    plan = planned(num_micro_batches="auto", pipeline_schedule="auto")
+    assert plan.planning_seconds == sum(each.seconds is not None for each in autopar.get_last_search_result()) > 1
+
+
+def test_a_choice_alone_is_planned_as_if_it_was_given():
+    plan = planned(num_micro_batches="auto", stage_option=UniformStageOption(4))
+    assert autopar.get_last_search_result()
+    alone = planned(num_micro_batches=plan.num_micro_batches, stage_option=UniformStageOption(4))
+    assert alone.stages == plan.stages
+    assert (
+        str(autopar.get_last_search_result()[0])
+        == f"{plan.num_micro_batches} microbatches, 1f1b: {alone.predicted_seconds:.4g} s"
+    )
+
+
+def test_what_was_found_runs_and_equals_one_device():
+    method = autopar.PipeshardParallel(
+        devices=4,
+        num_micro_batches="auto",
+        pipeline_schedule="auto",
+        layer_option=AutoLayerOption(2, remat_layer="auto"),
+        stage_option=UniformStageOption(2),
+    )
+    state, batch = MODEL.init_state(jax.random.key(0)), MODEL.make_batch(jax.random.key(1))
+    expected = jax.jit(train_step)(state, batch)
+    found = autopar.parallelize(train_step, method=method)(state, batch)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jax.numpy.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_memory_decides_for_more_microbatches():
+    """Fewer need more at once."""
+    free = planned(num_micro_batches="auto", stage_option=UniformStageOption(2))
+    used = {n: planned(num_micro_batches=n, stage_option=UniformStageOption(2)).predicted_bytes for n in (1, 16)}
+    assert used[16] < used[1]
+    tight = planned(num_micro_batches="auto", stage_option=UniformStageOption(2), memory_budget=used[16])
+    assert tight.predicted_bytes <= used[16]
+    assert tight.predicted_seconds >= free.predicted_seconds
+
+
+def test_the_first_refusal_is_told_where_nothing_can_be_planned():
+    with pytest.raises(ValueError, match="fits into"):
+        planned(num_micro_batches="auto", stage_option=UniformStageOption(2), memory_budget=10.0)
+    assert all(each.seconds is None and each.reason for each in autopar.get_last_search_result())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_micro_batches": 0}, "num_micro_batches is 0, expected a whole number of at least 1 or 'auto'"),
+        ({"num_micro_batches": "many"}, "num_micro_batches is 'many', expected"),
+        ({"num_chunks": "auto?"}, "num_chunks is 'auto\\?', expected"),
+        ({"pipeline_schedule": "automatic"}, "pipeline_schedule is 'automatic', expected one of"),
+    ],
+)
+def test_other_words_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        autopar.PipeshardParallel(**options)
+
+
+def test_a_decorator_can_not_leave_remat_open():
+    with pytest.raises(ValueError, match="layer_option of PipeshardParallel"):
+        autopar.automatic_layer_construction(layer_num=2, remat_layer="auto")(MODEL.train_step)

@@ -1,0 +1,113 @@
+"""Cutting a step into tasks: nothing is lost, nothing is done twice, nothing is read before it is made."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+from jax.extend.core import Var
+
+import autopar
+from autopar.pipeline.partition import Cut, Task
+from autopar.pipeline.partitioner import cut_step
+from autopar.trace import StepGraph, trace
+from experiments.models.published import SMALL
+from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.test_steps import tied_args, tied_step
+
+
+@cache
+def traced(name: str) -> StepGraph:
+    if name == "stack":
+        return trace(stack_step, (stack_params(), stack_batch()), (1,), 4, None, True)
+    if name == "tied":
+        return trace(tied_step, tied_args(), (1,), 4, None, True)
+    model = SMALL[name]
+
+    def step(state: Any, batch: Any) -> Any:
+        return model.train_step(state, batch, autopar.value_and_grad)
+
+    return trace(step, model.abstract_args(), (1,), 1, autopar.AutoLayerOption(STEPS[name]), True)
+
+
+STEPS = {"stack": 4, "tied": 3, "gpt": 3, "gpt_scanned": 2, "wide_resnet": 3}
+
+
+@pytest.fixture(params=STEPS)
+def step(request: pytest.FixtureRequest) -> tuple[StepGraph, range]:
+    return traced(request.param), range(STEPS[request.param])
+
+
+def order(cut: Cut) -> list[Task]:
+    """The tasks as one microbatch goes through them, then the update."""
+    last = cut.num_stages - 1
+    phases = {"F": 0, "B": 1, "I": 1, "W": 2, "U": 3}
+
+    def key(task: Task) -> tuple[int, int, int]:
+        way = task.stage if task.phase == "F" else last - task.stage
+        return phases[task.phase], task.round if task.phase == "U" else way, task.stage
+
+    return sorted(cut.eqns, key=key)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_every_needed_equation_is_in_one_task_unless_it_is_computed_anywhere(step: Any, split: bool) -> None:
+    graph, stages = step
+    cut = cut_step(graph, stages, split)
+    micro = graph.microbatching
+    assert micro is not None
+    tasks: dict[int, list[Task]] = {}
+    for task, eqns in cut.eqns.items():
+        numbers = [number for number, _ in eqns]
+        assert len(set(numbers)) == len(numbers)
+        for number in numbers:
+            tasks.setdefault(number, []).append(task)
+    needed = {number for number, _ in (*micro.body, *micro.tail)}
+    assert set(tasks) <= needed
+    made = {number: graph.jaxpr.eqns[number].outvars for number in needed}
+    marked = {atom for _, mark in micro.marks for atom in mark.invars if isinstance(atom, Var)}
+    for number in needed - set(tasks):  # nothing reads it: what is left of a constant loss, say
+        assert not any(var in marked or var in graph.jaxpr.outvars for var in made[number])
+    small = set(graph.jaxpr.invars) | set(graph.jaxpr.constvars)
+    for number, places in tasks.items():
+        if len(places) > 1:  # depends on constants and small inputs alone
+            reads = [a for a in graph.jaxpr.eqns[number].invars if isinstance(a, Var)]
+            makers = [n for n in tasks if any(a in made[n] for a in reads)]
+            assert all(a in small or any(a in made[n] for n in makers) for a in reads)
+            assert all(len(tasks[n]) >= len(places) for n in makers)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_what_a_task_reads_was_made_before(step: Any, split: bool) -> None:
+    graph, stages = step
+    cut = cut_step(graph, stages, split)
+    known: set[Any] = set(graph.jaxpr.invars) | set(graph.jaxpr.constvars)
+    totals: set[Any] = set()
+    for task in order(cut):
+        if task.phase == "U":
+            known |= totals
+        assert known.issuperset(cut.reads[task]), task
+        known |= set(cut.results[task])
+        totals |= {each.sum for each in cut.totals.get(task, ())}
+    assert known.issuperset(a for a in graph.jaxpr.outvars if isinstance(a, Var))
+
+
+def test_splitting_the_backward_pass_keeps_all_of_it(step: Any) -> None:
+    graph, stages = step
+    whole, split = cut_step(graph, stages), cut_step(graph, stages, True)
+    for stage in stages:
+        halves = [number for phase in ("I", "W") for number, _ in split.eqns[Task(stage, phase)]]
+        assert sorted(halves) == [number for number, _ in whole.eqns[Task(stage, "B")]]
+        awaited = {var for task in split.eqns if task.stage < stage and task.phase in "IW" for var in split.reads[task]}
+        assert awaited.isdisjoint(split.results[Task(stage, "W")])  # nobody waits for gradients of weights
+
+
+def test_a_total_is_kept_where_its_parts_are_made(step: Any) -> None:
+    graph, stages = step
+    cut = cut_step(graph, stages)
+    for task, totals in cut.totals.items():
+        here = {var for _, eqn in cut.eqns[task] for var in eqn.outvars} | set(cut.reads[task])
+        assert all(not isinstance(each.part, Var) or each.part in here for each in totals)
+
+
+def test_updates_of_a_step_without_a_global_norm_take_one_round() -> None:
+    assert {task.round for task in cut_step(traced("stack"), range(4)).eqns} == {0}

@@ -1,0 +1,119 @@
+"""What is written to memory and until when, on steps small enough to say it by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import autopar
+from autopar.graph import aval_of
+from autopar.sharding.lifetimes import is_relaid, lifetimes, stored_values
+from autopar.trace import StepGraph, trace
+
+MATRIX = jax.ShapeDtypeStruct((8, 8), "float32")
+
+
+def traced(fun, *args) -> StepGraph:
+    return trace(fun, args or (MATRIX, MATRIX), ())
+
+
+def made_by(step: StepGraph, name: str) -> list:
+    return [eqn.outvars[0] for eqn in step.jaxpr.eqns if eqn.primitive.name == name]
+
+
+def number(step: StepGraph, name: str, nth: int = 0) -> int:
+    return [n for n, eqn in enumerate(step.jaxpr.eqns) if eqn.primitive.name == name][nth]
+
+
+def test_what_a_late_fusion_computes_again_keeps_what_it_is_computed_from():
+    def body(x, w):
+        y = x @ w
+        late = jnp.sin(y) * 2  # derived at once, read only after the second product, and cheap
+        return (x @ (y + 1)) * late
+
+    step = traced(body)
+    y = made_by(step, "dot_general")[0]
+    assert not stored_values(step) & {*made_by(step, "sin")}
+    assert lifetimes(step)[y] == (number(step, "dot_general"), number(step, "mul", 1))
+
+
+@pytest.mark.parametrize(("fun", "is_kept"), [(jnp.tanh, True), (jnp.exp, False), (lax.erf, True), (jnp.log, False)])
+def test_only_an_expensive_value_is_kept_for_its_second_reader(fun, is_kept):
+    def body(x, w):
+        y = fun(x @ w)
+        return (y + 1) @ w + (y * y)
+
+    step = traced(body)
+    value = step.jaxpr.eqns[1].outvars[0]
+    assert (value in stored_values(step)) == is_kept
+
+
+def test_views_take_no_memory_and_keep_what_they_show():
+    def body(x, w):
+        y = (x @ w).reshape(4, 16).reshape(16, 4).T
+        return y.T @ jnp.ones((4, 4)), jnp.sum(y @ x.reshape(16, 4))
+
+    step = traced(body)
+    alive = lifetimes(step)
+    y = made_by(step, "dot_general")[0]
+    assert not alive.keys() & {*made_by(step, "reshape"), *made_by(step, "transpose")}
+    assert alive[y][1] == number(step, "dot_general", 2)
+
+
+def test_adding_a_scatter_scatters_in_place():
+    def body(x, rows):
+        return jnp.zeros((8, 8)).at[rows].add(1.0) + jnp.sin(x)
+
+    step = traced(body, MATRIX, jax.ShapeDtypeStruct((3,), "int32"))
+    (scattered,) = made_by(step, "scatter-add")
+    assert scattered not in lifetimes(step)
+    assert not stored_values(step) & {*made_by(step, "sin")}
+
+
+def test_a_lookup_computes_only_what_it_reads():
+    def body(x, w):
+        y = (x @ w).astype(jnp.float16).astype(jnp.float32)
+        return y[0, :3]
+
+    step = traced(body)
+    assert not stored_values(step) & {*made_by(step, "convert_element_type")}
+
+
+def test_a_loop_holds_what_it_reads_and_what_it_collects_throughout():
+    def body(x, stack):
+        def layer(h, w):
+            h = jnp.tanh(h @ w)
+            return h, h
+
+        h, all_h = lax.scan(layer, x @ x, stack * 2)
+        return h, all_h.sum()
+
+    step = traced(body, MATRIX, jax.ShapeDtypeStruct((3, 8, 8), "float32"))
+    alive = lifetimes(step)
+    start, end = number(step, "loop"), number(step, "end")
+    assert alive[made_by(step, "mul")[0]] == (number(step, "mul"), end)
+    assert alive[made_by(step, "loop_stack")[0]] == (start, number(step, "reduce_sum"))
+    assert not alive.keys() & {*made_by(step, "loop_carry")}
+    assert alive[made_by(step, "dot_general")[0]][1] >= number(step, "loop_result")
+
+
+@pytest.mark.parametrize(("size", "stride", "expected"), [(3, 1, True), (1, 2, True), (1, 1, False)])
+def test_a_convolution_reads_its_kernel_in_a_layout_of_its_own(size: int, stride: int, expected: bool):
+    def body(x, kernel):
+        return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    images, kernel = jax.ShapeDtypeStruct((2, 8, 8, 4), "float32"), jax.ShapeDtypeStruct((size, size, 4, 4), "float32")
+    (eqn,) = traced(body, images, kernel).jaxpr.eqns
+    assert is_relaid(eqn, 1) == expected
+    assert not is_relaid(eqn, 0)
+
+
+def test_what_microbatches_add_up_to_is_no_view_of_the_share_of_one():
+    def body(w, x):
+        return w - autopar.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(w)
+
+    step = trace(body, (MATRIX, jax.ShapeDtypeStruct((16, 8), "float32")), (1,), 2)
+    assert step.microbatching
+    (_, mark), *_ = step.microbatching.marks
+    (summed,) = [var for var in mark.outvars if aval_of(var).shape == (8, 8)]
+    assert lifetimes(step)[summed] == (number(step, "accumulate"), number(step, "sub", -1))

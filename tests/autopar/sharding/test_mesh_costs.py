@@ -1,0 +1,56 @@
+"""Costs of changing a spec, with numbers by hand: 1 GB/s and no latency."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.sharding.mesh_costs import MeshCosts, reshard_steps
+from autopar.sharding.spec import LogicalMesh, all_specs
+from simulator.costs import BandwidthOnly
+
+MESH = LogicalMesh((2, 4), ("x", "y"))
+COSTS = MeshCosts(MESH, BandwidthOnly(1e9))
+SPECS = all_specs((8, 8), MESH)
+R, X0, Y0, Y1, XY0 = ((), ()), (("x",), ()), (("y",), ()), ((), ("y",)), (("x", "y"), ())
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "steps"),
+    [
+        (R, XY0, []),
+        (X0, XY0, []),
+        (Y0, R, [("all_gather", 8000.0, ("y",))]),
+        (XY0, X0, [("all_gather", 4000.0, ("y",))]),
+        (XY0, R, [("all_gather", 8000.0, ("x", "y"))]),
+        ((("x",), ("y",)), R, [("all_gather", 2000.0, ("x",)), ("all_gather", 8000.0, ("y",))]),
+        (Y0, Y1, [("all_to_all", 2000.0, ("y",))]),
+        (Y0, (("x",), ("y",)), [("all_to_all", 1000.0, ("y",))]),
+        (Y0, (("x", "y"), ()), [("all_gather", 4000.0, ("y",))]),
+        (XY0, Y1, [("all_gather", 8000.0, ("x", "y"))]),
+        (XY0, (("x",), ("y",)), [("all_to_all", 1000.0, ("y",))]),
+    ],
+)
+def test_steps_between_specs_of_an_array_of_8000_bytes(source, target, steps):
+    assert list(reshard_steps(8000.0, source, target, MESH)) == steps
+
+
+def test_an_all_gather_moves_all_but_the_own_shard():
+    assert COSTS.reshard(8000.0, Y0, R) == pytest.approx(8000 * 3 / 4 / 1e9)
+
+
+@given(st.sampled_from(SPECS), st.sampled_from(SPECS))
+def test_staying_is_free_and_nothing_costs_less(source, target):
+    assert COSTS.reshard(8000.0, source, source) == 0
+    assert COSTS.reshard(8000.0, source, target) >= 0
+
+
+def test_the_matrix_holds_every_pair():
+    matrix = COSTS.reshard_matrix(8000.0, (R, Y0), (R, Y0, Y1))
+    expected = [[COSTS.reshard(8000.0, a, b) for b in (R, Y0, Y1)] for a in (R, Y0)]
+    np.testing.assert_array_equal(matrix, expected)  # pyright: ignore[reportArgumentType]
+    assert COSTS.reshard_matrix(8000.0, (R,), (R, Y0)) is None
+
+
+def test_no_axis_costs_nothing():
+    assert COSTS.collective("all_reduce", 1e9, ()) == 0

@@ -1,0 +1,102 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.clock import Clock
+from simulator.contended_effect import PiecewiseEffect, piecewise_effect_of
+from simulator.engine import play
+from simulator.program import Program, Recv, Run, Send
+from simulator.work import Body, Collective, Done, Kernel, Loop, Start
+from tests.simulator.bodies import compute, start
+from tests.simulator.test_laws import FAR, NEAR, Hardware, makespan, overlapping
+
+MANY = [Start(Collective(f"g{n}", "all_gather", 1, (NEAR, FAR)[n % 2])) for n in range(600)]
+SLOWED = Hardware(factor=dict.fromkeys((NEAR, FAR), 1.5))
+
+
+def test_a_gather_beside_a_product_by_hand() -> None:
+    # computes 1, gathers 8 bytes while it computes 2, which takes 3; 6 bytes are left: done after 10
+    # with a lag of 1 and more the gather starts later, with one of 3 and more it starts after the product
+    body = (compute(1), start(4), compute(2), Done("gather"))
+    assert piecewise_effect_of(body, SLOWED, (0, 1)) == PiecewiseEffect(
+        ((0, 10.0, 10.0, 0, 0), (1, 10.0, 10.0, 0.5, 0.5), (3, 11.0, 11.0, 1, 1))
+    )
+
+
+@st.composite
+def waiting(draw: st.DrawFn) -> Body:
+    """Collectives beside kernels, all waited for, some in loops."""
+    body = draw(overlapping())
+    running = {op.collective.name for op in body if isinstance(op, Start)} - {
+        op.name for op in body if isinstance(op, Done)
+    }
+    body = (*body, *map(Done, draw(st.permutations(sorted(running)))))
+    count = draw(st.integers(0, 5))
+    return (start(draw(st.integers(0, 9)), "outer"), Loop(count, body), compute(2), Done("outer"), *body)
+
+
+factors = st.fixed_dictionaries(dict.fromkeys((NEAR, FAR), st.floats(1, 2)))
+
+
+@given(waiting(), factors, st.integers(0, 40))
+def test_it_is_what_the_engine_finds_behind_something_that_was_sent(body: Body, factor: dict, lag: int) -> None:
+    costs = Hardware(factor=factor)
+    rows = ((Send("x", 1, 2 * lag), Run(0, "F")), (Recv("x", 0),))
+    program = Program(((0, 1), (2, 3)), rows, {"0F": body})
+    streams = play(program, costs)[0][0]
+    lagged = piecewise_effect_of(body, costs, (0, 1))
+    assert lagged is not None
+    assert lagged.at(lag) == pytest.approx((streams.compute, streams.free["within hosts"]))
+
+
+@given(st.lists(waiting(), min_size=3, max_size=3), factors, st.sampled_from([0.0, 0.5]), st.data())
+def test_programs_of_such_tasks_need_no_engine(
+    bodies: list[Body], factor: dict, dispatch: float, data: st.DataObject
+) -> None:
+    rows = [[], []]
+    for n, (mesh, size) in enumerate(data.draw(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 20)), max_size=8))):
+        rows[mesh] += [Run(n % 3, "F", n), Send(f"v{n}", 1 - mesh, size)]
+        rows[1 - mesh].append(Recv(f"v{n}", mesh))
+    program = Program(((0, 1), (2, 3)), tuple(map(tuple, rows)), {f"{i}F": body for i, body in enumerate(bodies)})
+    costs, clock = Hardware(factor=factor), Clock.of(program)
+    assert clock.makespan(costs, dispatch) == pytest.approx(makespan(program, costs, dispatch))
+    (known,) = clock.known
+    assert known.costs is costs
+    assert known.table is not None
+
+
+def test_a_loop_is_turned_only_until_all_turns_are_alike() -> None:
+    turn = (start(4), compute(2), Done("gather"))
+    long, short = (piecewise_effect_of((Loop(count, turn),), SLOWED, (0, 1)) for count in (10**9, 10))
+    assert long is not None
+    assert short is not None
+    assert long.at(3)[0] - short.at(3)[0] == pytest.approx((10**9 - 10) * 9)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        (start(4), compute(2)),
+        (start(4), Loop(2, (Done("gather"),))),
+        (start(4), start(4), Done("gather")),
+        (*MANY, compute(600), *(Done(op.collective.name) for op in MANY)),
+    ],
+    ids=["not waited for", "in a loop", "twice", "of many pieces"],
+)
+def test_what_is_not_waited_for_or_has_too_many_pieces_is_left_to_the_engine(body: Body) -> None:
+    costs = Hardware(factor={NEAR: 1.2, FAR: 1.5})
+    assert piecewise_effect_of(body, costs, (0, 1)) is None
+
+
+@pytest.mark.parametrize("last", [Done("gather"), compute(1)], ids=["pieces", "not waited for"])
+def test_the_clock_leaves_such_tasks_to_the_engine(last: Done | Kernel) -> None:
+    costs = Hardware(factor={NEAR: 1.2, FAR: 1.5})
+    body = (*MANY, start(3), compute(600), *(Done(op.collective.name) for op in MANY), last)
+    program = Program(((0, 1),), ((Run(0, "F"),),), {"0F": body})
+    assert Clock.of(program).makespan(costs) == makespan(program, costs)
+
+
+def test_other_costs_are_asked_for_again() -> None:
+    program = Program(((0, 1),), ((Run(0, "F"),),), {"0F": (start(4), compute(2), Done("gather"))})
+    clock = Clock.of(program)
+    assert [clock.makespan(Hardware(factor={NEAR: factor})) for factor in (1.0, 1.5, 1.0)] == [8, 9, 8]

@@ -1,0 +1,250 @@
+"""Clusters of several pools: their files, their devices, what things cost on them."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.breakdown import predict
+from simulator.clock import Clock
+from simulator.cluster import Cluster, Link, cluster_names, mixed_cluster_names
+from simulator.costs import ClusterCosts, MixedCosts, costs_of
+from simulator.description import ClusterError
+from simulator.engine import simulate
+from simulator.heterogeneous import MixedCluster, load_cluster
+from simulator.memory import MemoryUse
+from simulator.program import Program, Recv, Run, Send
+from simulator.timeline import Timeline
+from simulator.work import CollectiveKind, Gemm, Groups, Kernel
+
+V100, A100 = Cluster.load("p3.16xlarge"), Cluster.load("dgx_a100_40")
+MIXED = MixedCluster(name="both", description="one host of each", pools=(V100, A100))
+PRODUCT = Kernel("matmul", "gemm", flops=2 * 4096**3, bytes=3 * 2 * 4096**2, dtype="f16", gemm=Gemm(4096, 4096, 4096))
+FILE = {
+    "name": "toy",
+    "description": "two hosts of four beside one of two",
+    "source": "made up",
+    "device": "a100_sxm4_40gb",
+    "nics_per_host": 2,
+    "collective_launch_us": 0,
+    "intra_host": {"bandwidth_gb_per_s": 100, "latency_us": 0},
+    "inter_host": {"bandwidth_gb_per_s": 10, "latency_us": 0},
+    "pools": [{"hosts": 2, "devices_per_host": 4}, {"hosts": 1, "devices_per_host": 2, "device": "v100_sxm2_16gb"}],
+}
+
+
+def load(folder: Path, **changes: object) -> MixedCluster:
+    path = folder / "toy.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in (FILE | changes).items() if value != "left out"}))
+    cluster = load_cluster(path)
+    assert isinstance(cluster, MixedCluster)
+    return cluster
+
+
+# Files
+
+
+@pytest.mark.parametrize("name", mixed_cluster_names())
+def test_every_shipped_mixed_cluster_loads_and_is_called_like_its_file(name: str) -> None:
+    cluster = load_cluster(name)
+    assert isinstance(cluster, MixedCluster)
+    assert cluster.name == name
+    assert len({pool.name for pool in cluster.pools}) == len(cluster.pools)
+    assert name not in cluster_names()
+
+
+def test_the_shipped_ones_differ_in_their_gpus_or_in_the_size_of_their_hosts() -> None:
+    pools = {
+        name: [(pool.device.name, pool.num_devices) for pool in load_cluster(name).pools]
+        for name in mixed_cluster_names()
+    }
+    a100 = "NVIDIA A100-SXM4-40GB"
+    assert pools == {
+        "a2_uneven": [(a100, 8), (a100, 4)],
+        "p3_beside_p4d": [("Tesla V100-SXM2-16GB", 8), (a100, 8)],
+    }
+
+
+def test_clusters_of_equal_hosts_load_as_ever() -> None:
+    assert load_cluster("p3.16xlarge") == V100 == V100.pools[0]
+    assert V100.pool_of((0, 7)) == 0
+
+
+def test_a_pool_is_as_the_file_says_unless_it_says_otherwise(tmp_path: Path) -> None:
+    first, second = load(tmp_path).pools
+    assert (first.hosts, first.devices_per_host, first.nics_per_host) == (2, 4, 2)
+    assert (first.device, second.device) == (A100.device, V100.device)
+    assert first.inter_host == second.inter_host == Link(bandwidth_gb_per_s=10, latency_us=0)
+    assert [pool.name for pool in (first, second)] == ["toy, pool 0", "toy, pool 1"]
+
+
+def test_a_pool_may_be_like_another_cluster(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(FILE | {"pools": None, "hosts": 3, "devices_per_host": 4}))
+    text = (tmp_path / "mine.yaml").read_text().replace("pools: null\n", "")
+    (tmp_path / "mine.yaml").write_text(text)
+    pools = [{"like": "p3.16xlarge", "hosts": 2}, {"like": "mine.yaml", "nics_per_host": 4}]
+    first, second = load(tmp_path, pools=pools).pools
+    assert first == V100.with_size(hosts=2)
+    assert (second.hosts, second.devices_per_host, second.nics_per_host) == (3, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"pools": []}, "pools: given 0, expected at least 2"),
+        ({"pools": [{"hosts": 1, "devices_per_host": 2}]}, "pools: given 1, expected at least 2"),
+        (
+            {"pools": {"hosts": 1}},
+            "pools: given {'hosts': 1}; expected a list of sections with the fields of a cluster",
+        ),
+        ({"pools": ["p3.16xlarge"]}, "pools: given ['p3.16xlarge']; expected a list of sections"),
+        (
+            {"pools": [FILE["pools"][0], {"hosts": 1}]},  # pyright: ignore[reportIndexIssue]
+            "pools.1: devices_per_host: missing; expected a whole number",
+        ),
+        ({"inter_hosts": {}}, "pools.0: inter_hosts: unknown field (given {}); did you mean 'inter_host'?"),
+        ({"device": "v1000"}, "device: unknown device 'v1000'"),
+        (
+            {"inter_host": "left out", "pools": [{"hosts": 1, "devices_per_host": 2}] * 2},
+            "pools.0.inter_host: missing, but there are other pools; describe the link of its network cards",
+        ),
+        ({"pools": [{"like": "p4"}] * 2}, "unknown cluster 'p4'; expected one of "),
+        ({"pools": [{"like": "p3_beside_p4d"}] * 2}, "p3_beside_p4d.yaml: has pools, so its hosts are not all alike"),
+        ({"name": "left out"}, "name: missing; expected a text"),
+    ],
+)
+def test_a_wrong_file_is_reported_with_the_pool_and_what_is_expected(
+    tmp_path: Path, changes: dict[str, object], expected: str
+) -> None:
+    with pytest.raises(ClusterError, match=re.escape(expected)):
+        load(tmp_path, **changes)
+
+
+def test_what_wants_equal_hosts_says_so() -> None:
+    with pytest.raises(ClusterError, match=r"p3_beside_p4d\.yaml: has pools.*simulator\.load_cluster reads it"):
+        Cluster.load("p3_beside_p4d")
+
+
+# Devices
+
+
+def test_devices_are_numbered_pool_by_pool(tmp_path: Path) -> None:
+    cluster = load(tmp_path)
+    assert (cluster.num_devices, cluster.pool_starts) == (10, (0, 8))
+    assert [cluster.pool_of((device,)) for device in range(10)] == [0] * 8 + [1] * 2
+    with pytest.raises(ClusterError, match=r"7, 8 lie in several pools .* 0 to 7 \(NVIDIA A100.*8 to 9 \(Tesla V100"):
+        cluster.pool_of((7, 8))
+    with pytest.raises(ClusterError, match="devices 9 to 10 are not all in cluster 'toy': it has 10"):
+        cluster.pool_of((9, 10))
+
+
+def test_the_first_devices_are_whole_pools_and_a_part_of_the_next(tmp_path: Path) -> None:
+    cluster = load(tmp_path)
+    assert cluster.first_devices(10) == cluster
+    assert cluster.first_devices(8) == cluster.pools[0]
+    assert cluster.first_devices(3) == cluster.pools[0].with_size(1, 3)
+    nine = cluster.first_devices(9)
+    assert isinstance(nine, MixedCluster)
+    assert nine.pools == (cluster.pools[0], cluster.pools[1].with_size(1, 1))
+    for count in (0, 11):
+        with pytest.raises(ClusterError, match=f"{count} devices asked of 'toy', which has 10"):
+            cluster.first_devices(count)
+
+
+# Costs
+
+
+def test_each_pool_has_its_own_speed() -> None:
+    costs = costs_of(MIXED)
+    assert costs.kernel(PRODUCT, 7) == ClusterCosts(V100).kernel(PRODUCT)
+    assert costs.kernel(PRODUCT, 8) == ClusterCosts(A100).kernel(PRODUCT) < 0.5 * costs.kernel(PRODUCT, 7)
+    four = tuple(range(4))
+    second = tuple(8 + i for i in four)
+    assert costs.collective("all_reduce", 1e8, (second,)) == ClusterCosts(A100).collective("all_reduce", 1e8, (four,))
+
+
+def test_a_message_between_pools_takes_the_slower_card(tmp_path: Path) -> None:
+    fast = {
+        "hosts": 1,
+        "devices_per_host": 4,
+        "nics_per_host": 4,
+        "inter_host": {"bandwidth_gb_per_s": 40, "latency_us": 7},
+    }
+    slow = {"hosts": 1, "devices_per_host": 4, "nics_per_host": 1}  # 10 GB/s, no latency
+    costs = MixedCosts(load(tmp_path, pools=[fast, slow]))
+    assert costs.collective("permute", 1e9, ((0, 4),)) == pytest.approx(0.1)
+    assert costs.collective("permute", 1e9, ((4, 0),)) == pytest.approx(0.1)
+    # four messages leave by four cards and meet at one
+    assert costs.collective("permute", 1e9, tuple((i, 4 + i) for i in range(4))) == pytest.approx(0.4)
+    # four messages to one device of the fast host meet at its card: 4 x 1 GB at 40 GB/s, but leave by the slow one
+    assert costs.collective("permute", 1e9, tuple((4 + i, 0) for i in range(4))) == pytest.approx(0.4)
+    both_ways = ((0, 4), (5, 1))  # links are full duplex
+    assert costs.collective("permute", 1e9, both_ways) == pytest.approx(0.1)
+    # beside one that stays in the fast host, which is done first
+    assert costs.collective("permute", 1e9, ((0, 4), (1, 2))) == pytest.approx(0.1)
+
+
+def test_only_messages_cross_between_pools() -> None:
+    with pytest.raises(ClusterError, match="devices 0, 8 lie in several pools of cluster 'both'"):
+        costs_of(MIXED).collective("all_reduce", 1e6, ((0, 8),))
+
+
+kinds = st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+
+
+@given(kinds, st.sampled_from([1, 2, 4, 8]), st.integers(0, 1), st.floats(1, 1e9))
+def test_in_a_pool_everything_costs_what_it_does_there(
+    kind: CollectiveKind, size: int, pool: int, num_bytes: float
+) -> None:
+    groups = tuple(tuple(range(first, first + size)) for first in range(0, 8, size))
+    shifted: Groups = tuple(tuple(8 * pool + device for device in group) for group in groups)
+    own = ClusterCosts((V100, A100)[pool])
+    assert costs_of(MIXED).collective(kind, num_bytes, shifted) == own.collective(kind, num_bytes, groups)
+
+
+@given(st.permutations(range(16)), st.floats(1, 1e9))
+def test_messages_between_equal_pools_are_those_between_hosts(order: list[int], num_bytes: float) -> None:
+    """As long as none stays in its host: what is within and what is across is limited by one latency or the other."""
+    pairs = tuple((a, b) for a, b in zip(range(16), order, strict=True) if (a < 8) != (b < 8))
+    if pairs:
+        equal = MixedCluster(name="two", description="", pools=(V100, V100))
+        together = ClusterCosts(V100.with_size(hosts=2))
+        assert costs_of(equal).collective("permute", num_bytes, pairs) == pytest.approx(
+            together.collective("permute", num_bytes, pairs)
+        )
+
+
+def test_a_program_runs_on_each_pool_at_its_own_speed() -> None:
+    """A product on a V100, 1 GB from there to an A100, and the same product there."""
+    rows = ((Run(0, "F", 0), Send("x", 1, int(1e9))), (Recv("x", 0), Run(1, "F", 0)))
+    program = Program(((0,), (8,)), rows, {"0F": (PRODUCT,), "1F": (PRODUCT,)})
+    first, second = (ClusterCosts(cluster).kernel(PRODUCT) for cluster in (V100, A100))
+    sending = (7.1 + 30) * 1e-6 + 1e9 / 2.8e9  # by the V100s' card
+    assert simulate(program, MIXED).makespan == pytest.approx(first + sending + second)
+    with pytest.raises(ValueError, match="cluster 'both' has devices 0 to 15"):
+        simulate(Program(((16,),), ((),)), MIXED)
+
+
+@pytest.mark.parametrize("dispatch", [0.0, 1e-3])
+def test_the_clock_knows_the_pools_and_so_does_the_prediction(dispatch: float) -> None:
+    rows = ((Run(0, "F", 0), Send("x", 1, int(1e6))), (Recv("x", 0), Run(1, "F", 0)))
+    memory = MemoryUse(arguments=int(12e9)), MemoryUse(arguments=int(20e9))
+    program = Program(((0, 1), (8,)), rows, {"0F": (PRODUCT,), "1F": (PRODUCT,)}, memory)
+    prediction = predict(program, MIXED, dispatch=dispatch)
+    assert Clock.of(program).makespan(costs_of(MIXED), dispatch) == pytest.approx(prediction.seconds)
+    assert prediction.peak_flop_per_s == 2 * 125e12 + 312e12
+    assert prediction.memory.capacity == V100.device.memory_bytes  # fuller than the A100
+
+
+def test_devices_of_different_pools_are_in_different_hosts() -> None:
+    assert [MIXED.host_of(device) for device in (0, 7, 8, 15)] == [0, 0, 1, 1]
+    assert [load_cluster("a2_uneven").host_of(device) for device in (7, 11)] == [0, 1]
+
+
+def test_every_mesh_has_to_fit_on_its_own_devices() -> None:
+    used = MemoryUse(arguments=int(30e9)), MemoryUse(arguments=int(10e9))
+    assert Timeline((), ((8, 9), (0, 1)), used).fits(MIXED)
+    assert not Timeline((), ((0, 1), (8, 9)), used).fits(MIXED)

@@ -1,0 +1,187 @@
+"""Messages of several meshes that share network cards."""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.clock import Clock
+from simulator.cluster import Cluster, Link
+from simulator.costs import BandwidthOnly, ClusterCosts, CostModel, costs_of
+from simulator.engine import meetings_of, simulate
+from simulator.heterogeneous import MixedCluster
+from simulator.nic_sharing import Message, NicSharing, meetings
+from simulator.program import DeadlockError, Instruction, Program, Recv, Run, Send
+from simulator.timeline import STREAMS, Timeline
+from simulator.timeline import Link as LinkClass
+from simulator.work import Body, Collective, Done, Groups, Kernel, Start
+from tests.simulator.bodies import programs
+
+BASE = Cluster.load("p3.16xlarge")
+
+
+def toy(hosts: int = 2, nics: int = 1, latency_us: float = 0.0) -> Cluster:
+    """Hosts of two at 100 GB/s; cards of 1 GB/s; nothing else costs anything."""
+    return BASE.with_size(hosts, 2).model_copy(
+        update={
+            "nics_per_host": nics,
+            "collective_launch_us": 0.0,
+            "collectives": None,
+            "intra_host": Link(bandwidth_gb_per_s=100, latency_us=0),
+            "inter_host": Link(bandwidth_gb_per_s=1, latency_us=latency_us),
+        }
+    )
+
+
+def wait(seconds: float) -> Kernel:
+    return Kernel("dot", "memory", 0, 0, seconds=seconds)
+
+
+def sent(timeline: Timeline) -> dict[str, object]:
+    spans = [span for span in timeline.spans if span.category == "send"]
+    return {span.name: (pytest.approx(span.start), pytest.approx(span.end)) for span in spans}
+
+
+def two_sends(late: float = 0.0, num_bytes: int = 10**9) -> Program:
+    """Devices 0 and 1 of one host each send a billion bytes to one of the other, the second one later."""
+    rows: tuple[tuple[Instruction, ...], ...] = (
+        (Send("x", 2, 10**9),),
+        (Run(0, "F"), Send("y", 3, num_bytes)),
+        (Recv("x", 0),),
+        (Recv("y", 1),),
+    )
+    return Program(((0,), (1,), (2,), (3,)), rows, {"0F": (wait(late),)})
+
+
+def test_messages_of_two_meshes_through_one_card_take_twice_as_long() -> None:
+    assert sent(simulate(two_sends(), toy(nics=2))) == {"send x>2": (0, 1), "send y>3": (0, 1)}
+    timeline = simulate(two_sends(), toy(nics=1))
+    assert sent(timeline) == {"send x>2": (0, 2), "send y>3": (0, 2)}
+    assert {arrow.value: arrow.received for arrow in timeline.arrows} == {"x": 2, "y": 2}
+
+
+def test_they_share_it_only_while_both_are_on_their_way() -> None:
+    # x alone for 0.5 s; both at half of the speed for 1 s, in which x sends its other half; y alone for 0.5 s
+    assert sent(simulate(two_sends(late=0.5), toy())) == {"send x>2": (0, 1.5), "send y>3": (0.5, 2)}
+    # y is small: it has arrived 0.4 s after 0.5, and x sends its last 0.3 alone
+    assert sent(simulate(two_sends(0.5, 2 * 10**8), toy())) == {"send x>2": (0, 1.2), "send y>3": (0.5, 0.9)}
+
+
+def test_latency_is_not_shared() -> None:
+    timeline = simulate(two_sends(), toy(latency_us=1e5))
+    assert sent(timeline) == {"send x>2": (0, 2.1), "send y>3": (0, 2.1)}
+
+
+def test_a_card_goes_both_ways_at_full_speed() -> None:
+    rows = (Send("x", 1, 10**9), Recv("y", 1)), (Send("y", 0, 10**9), Recv("x", 0))
+    program = Program(((0,), (2,)), rows)
+    assert not meetings_of(program, enumerate(row[0] for row in rows), ClusterCosts(toy()))
+    assert simulate(program, toy()).makespan == pytest.approx(1)
+
+
+def test_what_comes_from_two_hosts_into_one_shares_its_card() -> None:
+    rows = (Send("x", 2, 10**9),), (Send("y", 2, 10**9),), (Recv("x", 0), Recv("y", 1))
+    program = Program(((0,), (2,), (4,)), rows)
+    assert simulate(program, toy(3)).makespan == pytest.approx(2)
+    assert Clock.of(program).makespan(ClusterCosts(toy(3))) == pytest.approx(2)
+
+
+def test_what_a_mesh_sends_goes_one_after_the_other_and_then_meets_others() -> None:
+    # mesh 0 sends x, then z. x and y share until 2; z is alone
+    first, *others = two_sends().instructions
+    rows = (*first, Send("z", 2, 10**9)), others[0], (*others[1], Recv("z", 0)), others[2]
+    timeline = simulate(replace(two_sends(), instructions=rows), toy())
+    assert sent(timeline) == {"send x>2": (0, 2), "send y>3": (0, 2), "send z>2": (2, 3)}
+
+
+def test_a_collective_between_hosts_follows_what_its_mesh_sent_before() -> None:
+    # y, of two devices into one card, takes 2 s alone, x 1 s: x has arrived at 2, y at 3. Then two devices exchange a billion bytes each
+    far: Body = (wait(0.5), Start(Collective("far", "all_gather", 2e9, ((0, 1),))), Done("far"))
+    rows: tuple[tuple[Instruction, ...], ...] = (
+        (Send("y", 1, 2 * 10**9), Run(0, "F")),
+        (Recv("y", 0),),
+        (Send("x", 3, 10**9),),
+        (Recv("x", 2),),
+    )
+    timeline = simulate(Program(((0, 2), (4,), (1,), (5,)), rows, {"0F": far}), toy(3))
+    found = {span.name: (span.start, span.end) for span in timeline.spans if span.stream == "communication"}
+    assert found == {"send x>3": (0, 2), "send y>1": (0, 3), "far": (3, 4)}
+    assert [(span.start, span.end) for span in timeline.spans if span.name == "dot"] == [(0, 0.5)]
+
+
+def test_messages_between_pools_take_a_part_of_the_faster_card() -> None:
+    fast = toy(1).model_copy(update={"inter_host": Link(bandwidth_gb_per_s=2, latency_us=0)})
+    both = MixedCluster(name="both", description="", pools=(toy(2), fast))
+    costs = costs_of(both)
+    assert costs.cards(((0, 4),)) == {(0, "out", 0): 1, (1, "in", 0): 0.5}
+    # two slow cards into one that is twice as fast: nobody waits
+    rows = (Send("x", 2, 10**9),), (Send("y", 2, 10**9),), (Recv("x", 0), Recv("y", 1))
+    assert simulate(Program(((0,), (2,), (4,)), rows), both).makespan == pytest.approx(1)
+
+
+def test_meetings_are_at_cards_of_several_meshes_and_of_those_that_are_used_alike_one_tells_all() -> None:
+    ways = {
+        (0, 1): {"a": 1.0, "b": 1.0, "own": 0.5},
+        (2, 1): {"a": 0.5, "b": 0.5, "c": 1.0},
+        (3, 1): {"c": 1.0},
+        (3, 2): {"d": 1.0},
+    }
+    assert meetings(ways) == {(0, 1): {"b": 1.0}, (2, 1): {"b": 0.5, "c": 1.0}, (3, 1): {"c": 1.0}, (3, 2): {}}
+    assert meetings({(0, 1): {"a": 1.0}, (0, 2): {"a": 1.0}}) == {}  # a mesh sends one thing after the other
+
+
+def test_a_deadlock_is_shown() -> None:
+    rows = (Send("x", 2, 8), Recv("q", 2)), (Send("y", 2, 8),), (Recv("x", 0), Recv("nothing", 1))
+    with pytest.raises(DeadlockError, match=r"mesh 2: recv x<0 \| > recv nothing<1"):
+        simulate(Program(((0,), (2,), (4,)), rows), toy(3))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=6))
+def test_one_card_is_never_idle_while_somebody_sends(messages: list[tuple[int, int]]) -> None:
+    """Everybody has sent when one after the other would have."""
+    cards = NicSharing()
+    for mesh, (ready, seconds) in enumerate(messages):
+        cards.send(Message("", ("x", mesh, 9), ready, 0.0, seconds, {"card": 1.0}))
+    ends = {}
+    while message := cards.arrival():
+        ends[message.mesh] = cards.time
+    last = 0
+    for ready, seconds in sorted(messages):
+        last = max(last, ready) + seconds
+    assert max(ends.values()) == pytest.approx(last)
+    assert all(ends[mesh] >= sum(message) - 1e-9 for mesh, message in enumerate(messages))
+
+
+class Shared(BandwidthOnly):
+    """As `COSTS`, but what all devices send goes through one card, or through one of each."""
+
+    together: bool
+
+    def __init__(self, together: bool) -> None:
+        super().__init__(bandwidth=1.0, flop_per_s=1.0)
+        object.__setattr__(self, "together", together)
+
+    def link(self, groups: Groups) -> LinkClass:
+        return "between hosts"
+
+    def cards(self, pairs: Groups) -> Mapping[Hashable, float]:
+        return {"card": 1.0} if self.together else {source: 1.0 for source, _ in pairs}
+
+
+@given(programs(), st.sampled_from([0.0, 0.5]))
+def test_sharing_is_never_faster_nor_slower_than_one_after_the_other(program: Program, dispatch: float) -> None:
+    cluster = Cluster.load("cpu-virtual")
+    timelines = [simulate(program, cluster, Shared(together), dispatch) for together in (False, True)]
+    alone, shared = (timeline.makespan for timeline in timelines)
+    assert alone <= shared * (1 + 1e-9)
+    busy = [timelines[0].busy(mesh, stream) for mesh in range(len(program.meshes)) for stream in STREAMS]
+    assert shared <= sum(busy) * (1 + 1e-9)
+    costs: CostModel = Shared(True)
+    assert Clock.of(program).makespan(costs, dispatch) == pytest.approx(shared)
+    for timeline in timelines:
+        for mesh in range(len(program.meshes)):
+            own = [span for span in timeline.spans if (span.mesh, span.category) == (mesh, "send")]
+            assert all(first.end <= second.start + 1e-9 for first, second in pairwise(own))
