@@ -1,8 +1,9 @@
-"""Imports go experiments -> autopar -> simulator, and the simulator knows no JAX."""
+"""Imports go experiments -> autopar -> simulator, the simulator knows no JAX, and modules have names of their own."""
 
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,20 @@ def test_only_one_module_uses_private_jax():
     assert private == ["_plugins.py"]
 
 
+TWICE = {
+    "cli",
+    "create_state",
+    "executable",
+    "planned",
+    "planning",
+}  # of whole steps and pipelines, or of two command lines
+
+
+def test_a_module_has_a_name_of_its_own():
+    names = Counter(path.stem for path in FILES if path.relative_to(ROOT).parts[0] != "experiments")
+    assert {name for name, count in names.items() if count > 1} - {"__init__"} == TWICE
+
+
 IMPORT = """
 import sys, autopar
 slow = {"flax", "optax", "orbax", "pandas", "ray", "scipy"}
@@ -59,3 +74,9 @@ def test_what_only_a_few_want_is_imported_when_they_do():
 def test_a_name_that_autopar_lacks_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'autopar' has no attribute 'paralelize'"):
         autopar.paralelize  # noqa: B018 # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(("old", "new"), [("inspect", "report"), ("schedule", "directives")])
+def test_a_name_of_before_is_refused_with_the_new_one(old, new):
+    with pytest.raises(AttributeError, match=rf"autopar\.{old} is called autopar\.{new}"):
+        getattr(autopar, old)

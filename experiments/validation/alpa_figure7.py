@@ -27,7 +27,7 @@ from autopar.trace import trace
 from experiments.models.gpt import GPT
 from experiments.models.moe import MoE
 from experiments.validation.pipeline_quality import EPS, GLOBAL_BATCH, PUBLISHED, Published, p3
-from simulator.validation.sets.common import records
+from simulator.validation.sets.published_rows import records
 
 type Which = Literal["alpa", "inter_only"]
 

@@ -15,7 +15,7 @@ from simulator.formula import EAGER, Backend
 from simulator.validation.cases import Case, PublishedSet
 from simulator.validation.published import published_sets
 from simulator.validation.report import Comparison, as_json, write_report
-from simulator.validation.sets.common import PUBLISHED
+from simulator.validation.sets.published_rows import PUBLISHED
 from simulator.validation.sets.vtrain import vtrain_single_node_case, vtrain_single_node_rows
 from simulator.validation.statistics import Coverage, coverage, regret, spearman, statistics
 

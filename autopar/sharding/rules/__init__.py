@@ -10,8 +10,8 @@ from jax.extend.core import JaxprEqn
 
 from autopar.sharding.factors import OpFactors
 from autopar.sharding.rules import contract, index, linalg, loops, order, random, reduce, shape, shard_map
-from autopar.sharding.rules.common import Rule, replicated
 from autopar.sharding.rules.pointwise import POINTWISE, pointwise
+from autopar.sharding.rules.rule_helpers import Rule, replicated
 
 __all__ = ["PASS_THROUGH", "POINTWISE", "REPLICATED", "RULES", "MissingRuleError", "is_replicated_only", "op_factors"]
 

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from jax.extend.core import JaxprEqn
 
 from autopar.sharding.factors import FactorBuilder, OpFactors
-from autopar.sharding.rules.common import Rule, shape_of
+from autopar.sharding.rules.rule_helpers import Rule, shape_of
 
 
 def _dot_general(eqn: JaxprEqn) -> OpFactors:

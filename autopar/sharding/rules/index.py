@@ -6,7 +6,7 @@ Dims that are indexed one element at a time may be sharded all the same: each de
 from jax.extend.core import JaxprEqn
 
 from autopar.sharding.factors import FactorBuilder, Kind, OpFactors
-from autopar.sharding.rules.common import Rule, shape_of
+from autopar.sharding.rules.rule_helpers import Rule, shape_of
 
 
 def _gather(eqn: JaxprEqn) -> OpFactors:

@@ -3,7 +3,7 @@
 from jax.extend.core import JaxprEqn
 
 from autopar.sharding.factors import OpFactors
-from autopar.sharding.rules.common import Rule, leading, shape_of
+from autopar.sharding.rules.rule_helpers import Rule, leading, shape_of
 
 
 def _batched(core: int = 2) -> Rule:

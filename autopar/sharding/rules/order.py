@@ -3,7 +3,7 @@
 from jax.extend.core import JaxprEqn
 
 from autopar.sharding.factors import OpFactors
-from autopar.sharding.rules.common import Rule, along, shape_of, whole_along
+from autopar.sharding.rules.rule_helpers import Rule, along, shape_of, whole_along
 
 
 def _fft(eqn: JaxprEqn) -> OpFactors:

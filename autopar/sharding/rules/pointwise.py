@@ -3,7 +3,7 @@
 from jax.extend.core import JaxprEqn
 
 from autopar.sharding.factors import Dims, FactorBuilder, OpFactors
-from autopar.sharding.rules.common import shape_of
+from autopar.sharding.rules.rule_helpers import shape_of
 
 POINTWISE = frozenset({
     *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e"),

@@ -6,8 +6,8 @@ With JAX's default, partitionable threefry, a device can make its shard of them 
 from jax.extend.core import JaxprEqn
 
 from autopar.sharding.factors import FactorBuilder, OpFactors
-from autopar.sharding.rules.common import Rule, leading, shape_of
 from autopar.sharding.rules.pointwise import pointwise
+from autopar.sharding.rules.rule_helpers import Rule, leading, shape_of
 
 
 def _per_key(eqn: JaxprEqn) -> OpFactors:

@@ -5,7 +5,7 @@ from jax.extend.core import JaxprEqn
 
 from autopar.graph import aval_of
 from autopar.sharding.factors import FactorBuilder, Kind, OpFactors
-from autopar.sharding.rules.common import Rule, shape_of, whole_along
+from autopar.sharding.rules.rule_helpers import Rule, shape_of, whole_along
 
 
 def _reduction(kind: Kind, parameter: str = "axes") -> Rule:

@@ -6,7 +6,7 @@ from math import prod
 from jax.extend.core import JaxprEqn
 
 from autopar.sharding.factors import FactorBuilder, OpFactors
-from autopar.sharding.rules.common import Rule, along, leading, shape_of, whole_along
+from autopar.sharding.rules.rule_helpers import Rule, along, leading, shape_of, whole_along
 
 
 def _broadcast_in_dim(eqn: JaxprEqn) -> OpFactors:

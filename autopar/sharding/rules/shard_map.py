@@ -7,7 +7,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from autopar.sharding.factors import Dims, FactorBuilder, OpFactors
-from autopar.sharding.rules.common import Rule, shape_of
+from autopar.sharding.rules.rule_helpers import Rule, shape_of
 from autopar.sharding.spec import from_partition_spec
 
 

@@ -8,7 +8,7 @@ from simulator.formula.layer import layer_phases
 from simulator.formula.scenario import Recompute
 from simulator.formula.training_memory import kept_activations
 from simulator.validation.cases import Case
-from simulator.validation.sets.common import GIB, PUBLISHED, gpt, machine, records
+from simulator.validation.sets.published_rows import GIB, PUBLISHED, gpt, machine, records
 
 
 def korthikanti_table5(folder: Path = PUBLISHED) -> Iterator[Case]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from simulator.formula import ZERO_2021, Execution, Transformer, predict
 from simulator.validation.cases import Case, Unpredicted
-from simulator.validation.sets.common import PUBLISHED, fastest_case, gpt, machine, records
+from simulator.validation.sets.published_rows import PUBLISHED, fastest_case, gpt, machine, records
 
 
 def sc21_ptd(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from simulator.formula import JITTED, Execution, Transformer, memory_of, predict
 from simulator.validation.cases import Case, Unpredicted
-from simulator.validation.sets.common import GIB, PUBLISHED, chosen, machine, records
+from simulator.validation.sets.published_rows import GIB, PUBLISHED, chosen, machine, records
 
 _MPT = {
     "125m": (12, 768, 12),

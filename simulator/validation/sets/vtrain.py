@@ -10,7 +10,7 @@ import pandas as pd
 from simulator.formula import EAGER, Backend, Execution, Transformer, predict
 from simulator.formula.scenario import Recompute
 from simulator.validation.cases import Case
-from simulator.validation.sets.common import PUBLISHED, machine, records, table
+from simulator.validation.sets.published_rows import PUBLISHED, machine, records, table
 
 
 def vtrain_multi_node(folder: Path = PUBLISHED) -> Iterator[Case]:

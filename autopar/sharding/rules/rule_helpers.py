@@ -1,4 +1,4 @@
-"""What the rules of every family build on."""
+"""What the rules of every family of primitives share."""
 
 from collections.abc import Callable, Collection
 
