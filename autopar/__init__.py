@@ -59,7 +59,6 @@ from autopar.plan import Plan, PlanError  # noqa: E402
 from autopar.predicting import compile_step, plan_step, predict, simulate  # noqa: E402
 from autopar.runtime.batch_reading import DataLoaderError  # noqa: E402
 from autopar.runtime.executable import Executable  # noqa: E402
-from autopar.runtime.pipeline_executable import PipelineExecutable  # noqa: E402
 from autopar.sharding.options import ShardingOptions  # noqa: E402
 from autopar.sharding.pins import ShardingError  # noqa: E402
 from autopar.sharding.planner import MemoryBudgetError  # noqa: E402
@@ -116,7 +115,6 @@ __all__ = [
     "MissingRuleError",
     "OptionError",
     "ParallelizedFunction",
-    "PipelineExecutable",
     "PipeshardParallel",
     "Plan",
     "PlanError",

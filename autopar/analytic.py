@@ -14,12 +14,10 @@ from typing import Literal
 from autopar.control_flow import MARKERS, repeats
 from autopar.equation_work import array_bytes, kernel_of
 from autopar.graph import aval_of
-from autopar.lower import WHOLE_STEP, program_of
 from autopar.microbatch.gradients import accumulate_p
 from autopar.pipeline.compiling import lower_stage
-from autopar.pipeline.partition import Task
+from autopar.pipeline.partition import WHOLE_STEP_TASK, Task
 from autopar.pipeline.pipeline_memory import MeshMemory
-from autopar.pipeline.planned import PlannedPipeline
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.planned import Planned, PlannedStep
 from autopar.report.choices import recover
@@ -30,7 +28,6 @@ from autopar.sharding.memory_constraint import Memory
 from autopar.sharding.memory_roles import roles_at_peak
 from autopar.sharding.mesh_costs import Step
 from autopar.sharding.spec import local_shape
-from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts
 from simulator.heterogeneous import AnyCluster
 from simulator.hlo.provenance import part_of
@@ -42,21 +39,8 @@ _ARGUMENTS: tuple[Role, ...] = ("parameters", "optimizer", "inputs")
 """What a device holds before the step begins."""
 
 
-def analytic_program(planned: PlannedStep, cluster: Cluster) -> Program:
-    """The program of a plan without a pipeline on `cluster`, as the planner counts it.
-
-    Raises:
-        PlanError: the plan leaves choices to XLA.
-        ClusterError: the cluster has fewer devices.
-    """
-    cluster.pool_of(range(planned.plan.stages[0].mesh.num_devices))
-    told = _Told(planned, ClusterCosts(cluster))
-    bodies = {WHOLE_STEP.task: told.body(range(len(planned.step.jaxpr.eqns)), adds=True)}
-    return replace(program_of(planned.plan), bodies=bodies, memory=(_memory_use(told.held()),))
-
-
-def analytic_pipeline(planned: PlannedPipeline, cluster: AnyCluster) -> Program:
-    """The program of a pipeline on `cluster`, as the planner counts it.
+def analytic_program(planned: PlannedStep, cluster: AnyCluster) -> Program:
+    """Return the program of a plan on `cluster`, as the planner counts it.
 
     Raises:
         PlanError: the plan leaves choices to XLA.
@@ -70,7 +54,11 @@ def analytic_pipeline(planned: PlannedPipeline, cluster: AnyCluster) -> Program:
         tasks = _numbers(planned.graphs[number])
         last = [task for task in tasks if task.phase != "U"][-1]
         for task, numbers in tasks.items():
-            bodies[task.name] = told.body(numbers, planned.step.num_micro_batches, adds=task == last)
+            runs = 1 if task.phase == "S" else planned.step.num_micro_batches
+            bodies[task.name] = told.body(numbers, runs, adds=task == last)
+        if planned.cut.is_whole_step:
+            memory.add_task(WHOLE_STEP_TASK, _memory_use(told.held()))
+            continue
         for function in lower_stage(planned, number, stage.mesh.abstract(), frozenset(planned.step.carried.values())):
             temporaries = told.temporaries([n for n, _ in planned.graphs[number].tasks[function.task]])
             reused = sum(map(planned.values[number].device_bytes, function.reused))

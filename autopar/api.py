@@ -6,12 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import wraps
-from math import prod
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, assert_never, get_args
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
 from autopar._cpython import builds_graphs
 from autopar._memo import forget_steps
@@ -33,37 +30,23 @@ from autopar.arguments import (
 )
 from autopar.checkpoint.saving import finish_saving
 from autopar.checks import NONE, TEXT, OptionError, checked, items, one_of, real, shown, whole
-from autopar.devices import cluster_of, device_mesh, logical_mesh, submeshes
 from autopar.first_step import checked_first_step
 from autopar.fitting import budget_of, compiled_within
-from autopar.follow import follow_pipeline, follow_plan
+from autopar.follow import follow
 from autopar.hosts import session
 from autopar.hosts.arrays import DistributedArray
-from autopar.methods import (
-    CreateStateParallel,
-    FollowParallel,
-    Method,
-    PipeshardParallel,
-    PlanMethod,
-    PlanningMethod,
-    ShardParallel,
-)
-from autopar.pipeline.planned import PlannedPipeline
+from autopar.method_planning import plan_by_method, trace_for
+from autopar.methods import CreateStateParallel, FollowParallel, Method, PlanMethod, PlanningMethod, ShardParallel
 from autopar.planned import PlannedStep
-from autopar.predicting import any_cluster, plan_pipelined, plan_sharded, single_pool, trace_for
 from autopar.runtime.create_state import CreateStateExecutable, state_avals
 from autopar.runtime.executable import Executable
-from autopar.runtime.pipeline_executable import PipelineExecutable
-from autopar.sharding.spec import LogicalMesh
 from autopar.trace import abstract, trace
-from simulator.heterogeneous import AnyCluster
 
 if TYPE_CHECKING:
-    from autopar.hosts.create_state import RemoteCreateState
     from autopar.hosts.driver import RayHosts
-    from autopar.hosts.executable import RemoteExecutable
+    from autopar.hosts.remote_create_state import RemoteCreateState
 
-type AnyExecutable = "Executable | PipelineExecutable | CreateStateExecutable | RemoteExecutable | RemoteCreateState"
+type AnyExecutable = "Executable | CreateStateExecutable | RemoteCreateState"
 
 
 def parallelize(
@@ -249,47 +232,34 @@ class ParallelizedFunction:
         donated: tuple[int, ...],
         start: float,
     ) -> AnyExecutable:
-        if (remote := session.hosts()) is not None:
-            return _remote_executable(remote, self.method, fun, args, batch, donated, start)
+        backend, leaves = session.backend(), leaves_of(args, donated)
         match self.method:
             case PlanMethod(plan, devices):
-                step = trace_for(plan, fun, args, batch)
-                if plan.pipeline is not None:
-                    meshes = submeshes(devices, plan.stages)
-                    return _pipeline(PlannedPipeline(step, plan), meshes, args, donated, start)
-                plan.check(step.fingerprint)
-                stage = plan.stages[0]
-                mesh = device_mesh(devices, stage.mesh_shape, stage.axis_names)
-                return Executable(step, plan, mesh, donated, _since(start))
-            case PipeshardParallel() as method:
-                mesh = device_mesh(method.devices)
-                cluster = _cluster_for(method, mesh)
-                cluster, present = cluster.first_devices(mesh.size), list(mesh.devices.flat)
-                budget = budget_of(method.memory_budget, cluster, mesh.devices.flat[0].platform)
-                return compiled_within(
-                    budget,
-                    lambda within: plan_pipelined(fun, args, batch, _within(method, within), cluster, present),
-                    lambda step, plan: _pipeline(
-                        PlannedPipeline(step, plan), submeshes(mesh, plan.stages), args, donated, start
-                    ),
-                )
-            case FollowParallel() as method:
-                return _follow(fun, args, batch, method, start)
-            case CreateStateParallel() as method:
-                return _create_state(fun, args, method)
+                present = backend.devices_of_plan(plan, devices)
+                planned = PlannedStep(trace_for(plan, fun, args, batch), plan)
+                return backend.load(planned, present, leaves, _since(start))
+            case FollowParallel(src_func, num_micro_batches):
+                followed = _compiled(src_func)
+                present = backend.devices_of(followed)
+                cluster = backend.cluster(src_func.method, present)
+                planned = follow(fun, args, batch, num_micro_batches or 1, followed.planned, cluster)
+                return backend.load(planned, present, plan_seconds=_since(start))
+            case CreateStateParallel(train_step, other_args):
+                others = tuple(other_args) if isinstance(other_args, tuple | list) else (other_args,)
+                step = trace(fun, args, ())
+                executable = _parallelized(train_step, "train_step").get_executable(state_avals(step), *others)
+                assert isinstance(executable, Executable)
+                return backend.load_state(step, executable)
             case PlanningMethod() as method:
-                mesh = device_mesh(method.devices)
-                cluster = single_pool(_cluster_for(method, mesh), type(method).__name__)
-                step = trace(fun, args, batch, method.num_micro_batches)
-                logical = LogicalMesh(mesh.devices.shape, mesh.axis_names)
-                budget = budget_of(method.memory_budget, cluster, mesh.devices.flat[0].platform)
+                target = backend.target(method)
+                present = target.devices or {}
                 return compiled_within(
-                    budget,
-                    lambda within: (step, plan_sharded(step, logical, cluster, _within(method, within))),
-                    lambda step, plan: Executable(step, plan, mesh, donated, _since(start)),
+                    budget_of(method.memory_budget, target.cluster, backend.platform),
+                    lambda within: plan_by_method(_within(method, within), fun, args, batch, target),
+                    lambda planned: backend.load(planned, present, leaves, _since(start)),
                 )
-            case other:
-                raise TypeError(f"method is {other!r}, expected one of autopar.methods, e.g. autopar.ShardParallel()")
+            case _:
+                assert_never(self.method)
 
 
 def init(
@@ -344,112 +314,18 @@ def shutdown() -> None:
         gc.collect()  # steps and what was compiled for them refer to one another
 
 
-def _pipeline(
-    planned: PlannedPipeline, meshes: Sequence[Mesh], args: Sequence[Any], donated: Sequence[int], start: float
-) -> PipelineExecutable:
-    return PipelineExecutable(planned, meshes, leaves_of(args, donated), _since(start))
-
-
-def _follow(
-    fun: Callable[..., Any], args: Sequence[Any], batch: Sequence[int], method: FollowParallel, start: float
-) -> AnyExecutable:
-    followed = _parallelized(method.src_func, "src_func").get_last_executable()
-    count = method.num_micro_batches or 1
-    match followed:
-        case PipelineExecutable():
-            devices = Mesh(np.array(followed.devices), ("x",))
-            cluster = _cluster_for(method.src_func.method, devices)
-            step, plan = follow_pipeline(fun, args, batch, count, followed.planned, cluster)
-            return _pipeline(PlannedPipeline(step, plan), followed.meshes, args, (), start)
-        case Executable() if count == 1:
-            cluster = single_pool(_cluster_for(method.src_func.method, followed.mesh), type(method).__name__)
-            step, plan = follow_plan(fun, args, batch, followed.plan, cluster)
-            return Executable(step, plan, followed.mesh, plan_seconds=_since(start))
-        case Executable():
-            raise ValueError(
-                f"num_micro_batches is {count}, but {followed.step.name}, which is followed, is no pipeline; leave it out"
-            )
-        case _:
-            raise ValueError("the step to follow has not been compiled yet; call it, or its get_executable, first")
-
-
-def _create_state(fun: Callable[..., Any], args: Sequence[Any], method: CreateStateParallel) -> CreateStateExecutable:
-    train_step, others = _followers(method)
-    step = trace(fun, args, ())
-    executable = train_step.get_executable(state_avals(step), *others)
-    assert isinstance(executable, Executable | PipelineExecutable)
-    shardings = jax.tree.leaves(executable.in_shardings[0])
-    return CreateStateExecutable(step, shardings, jax.tree.leaves(executable.get_input_placement_specs()[0]))
-
-
-def _remote_executable(
-    hosts: "RayHosts",
-    method: Method,
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    batch: tuple[int, ...],
-    donated: tuple[int, ...],
-    start: float,
-) -> AnyExecutable:
-    """What runs on other hosts."""
-    from autopar.hosts.create_state import RemoteCreateState
-    from autopar.hosts.driver import check_plan, cluster_of_hosts, mesh_shape
-    from autopar.hosts.executable import RemoteExecutable, RemotePipeline, remote_executable
-
-    given = method.cluster if isinstance(method, PlanningMethod) else None
-    cluster = cluster_of_hosts(hosts) if given is None else any_cluster(given)
-    match method:
-        case PlanMethod(plan, devices):
-            check_plan(hosts, plan, devices)
-            step = trace_for(plan, fun, args, batch)
-            planned = PlannedStep(step, plan) if plan.pipeline is None else PlannedPipeline(step, plan)
-        case PipeshardParallel():
-            shape = mesh_shape(hosts, method.devices)
-            planned = PlannedPipeline(*plan_pipelined(fun, args, batch, method, cluster.first_devices(prod(shape))))
-        case FollowParallel(src_func=src_func):
-            followed = _parallelized(src_func, "src_func").get_last_executable()
-            if not isinstance(followed, RemoteExecutable):
-                raise ValueError("the step to follow has not been compiled for these hosts yet; call it first")
-            count = method.num_micro_batches or 1
-            if isinstance(followed, RemotePipeline):
-                planned = PlannedPipeline(*follow_pipeline(fun, args, batch, count, followed.planned, cluster))
-            else:
-                alike = single_pool(cluster, type(method).__name__)
-                planned = PlannedStep(*follow_plan(fun, args, batch, followed.plan, alike))
-            donated = ()
-        case CreateStateParallel():
-            train_step, others = _followers(method)
-            step = trace(fun, args, ())
-            executable = train_step.get_executable(state_avals(step), *others)
-            assert isinstance(executable, RemoteExecutable)
-            return RemoteCreateState(step, executable)
-        case PlanningMethod():
-            step = trace(fun, args, batch, method.num_micro_batches)
-            alike = single_pool(cluster, type(method).__name__)
-            planned = PlannedStep(
-                step, plan_sharded(step, logical_mesh(mesh_shape(hosts, method.devices)), alike, method)
-            )
-        case other:
-            raise TypeError(f"method is {other!r}, expected one of autopar.methods, e.g. autopar.ShardParallel()")
-    return remote_executable(planned, hosts, leaves_of(args, donated), _since(start))
-
-
-def _followers(method: CreateStateParallel) -> tuple[ParallelizedFunction, tuple[Any, ...]]:
-    """The training step that a state is made for, and its other arguments."""
-    others = tuple(method.other_args) if isinstance(method.other_args, tuple | list) else (method.other_args,)
-    return _parallelized(method.train_step, "train_step"), others
-
-
 def _parallelized(function: Any, name: str) -> ParallelizedFunction:
     if not isinstance(function, ParallelizedFunction):
         raise TypeError(f"{name} is {function!r}, expected what autopar.parallelize returns")
     return function
 
 
-def _cluster_for(method: Method, mesh: Mesh) -> AnyCluster:
-    """The hardware that a method plans for, if it runs on `mesh`."""
-    cluster = method.cluster if isinstance(method, PlanningMethod) else None
-    return cluster_of(mesh) if cluster is None else any_cluster(cluster)
+def _compiled(followed: Any) -> Executable:
+    """Return the executable of a step that is followed."""
+    executable = _parallelized(followed, "src_func").get_last_executable()
+    if not isinstance(executable, Executable):
+        raise ValueError("the step to follow has not been compiled yet; call it, or its get_executable, first")
+    return executable
 
 
 def _within[M: PlanningMethod](method: M, memory_budget: float | None) -> M:

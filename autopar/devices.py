@@ -1,7 +1,7 @@
 """The devices that are here: as a mesh to run on, and as a cluster that the cost model knows."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from autopar.checks import NONE, SHAPE, Kind, checked, instance, items, shown, whole
-from autopar.plan import Stage
+from autopar.plan import Plan, Stage
 from autopar.sharding.spec import AnyMesh, LogicalMesh
 from simulator.cluster import Cluster
 from simulator.heterogeneous import AnyCluster
@@ -140,19 +140,30 @@ def mesh_meant(devices: Devices, count: int) -> LogicalMesh:
             return logical_mesh((len(devices),))
 
 
-def submeshes(devices: Devices, stages: Sequence[Stage]) -> tuple[Mesh, ...]:
-    """The mesh of each stage of a pipeline, as its plan numbers the devices.
+def devices_of_plan(devices: Devices, plan: Plan) -> list[Device]:
+    """Return the devices of this process that a plan runs on, in the order in which it numbers them.
+
+    Args:
+        devices: those that the user means; by default the first ones that are here.
 
     Raises:
-        ValueError: the plan needs more devices than are here.
+        ValueError: they are fewer than the plan needs, or in a mesh of another shape.
     """
+    needed = max(device for stage in plan.stages for device in stage.devices) + 1
+    whole, shape = plan.schedule.is_whole_step, plan.stages[0].mesh_shape
+    if isinstance(devices, Mesh) and whole and shape != devices.axis_sizes:
+        raise ValueError(f"the plan needs a mesh of shape {shape}, got one of shape {devices.axis_sizes}")
     present = list(devices.devices.flat) if isinstance(devices, Mesh) else _choose(devices, None)[0]
-    needed = max(device for stage in stages for device in stage.devices) + 1
-    if needed > len(present):
-        raise ValueError(f"the plan's stages need {needed} devices, got {len(present)}")
+    if needed > len(present) or (devices is not None and whole and needed < len(present)):
+        raise ValueError(f"the plan needs {needed} devices, got {len(present)}")
+    return present
+
+
+def submeshes(devices: Mapping[int, Device] | Sequence[Device], stages: Sequence[Stage]) -> tuple[Mesh, ...]:
+    """Return the mesh of each stage; the plan numbers the devices."""
 
     def mesh(stage: Stage) -> Mesh:
-        chosen = np.array([present[device] for device in stage.devices]).reshape(stage.mesh_shape)
+        chosen = np.array([devices[device] for device in stage.devices]).reshape(stage.mesh_shape)
         return Mesh(chosen, stage.axis_names, axis_types=(AxisType.Auto,) * len(stage.mesh_shape))
 
     return tuple(map(mesh, stages))

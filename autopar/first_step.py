@@ -1,18 +1,21 @@
 """Compare the first step of a plan with the same step on one device."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
+from autopar.evaluate import as_is, evaluate
 from autopar.graph import aval_of, constant, source_line
 from autopar.keys import is_key
-from autopar.lower import jit_values
+from autopar.pipeline.lowering import StageLowering
 from autopar.runtime.create_state import CreateStateExecutable
-from autopar.runtime.executable import Executable
-from autopar.runtime.pipeline_executable import PipelineExecutable
+from autopar.runtime.local_executable import LocalExecutable
+from autopar.sharding.spec import partition_spec
 from autopar.trace import StepGraph
 
 if TYPE_CHECKING:
@@ -38,7 +41,7 @@ def checked_first_step(fun: Callable[..., Any], executable: "AnyExecutable", arg
             microbatches and stages.
         ValueError: the step runs on other hosts.
     """
-    if not isinstance(executable, Executable | PipelineExecutable | CreateStateExecutable):
+    if not isinstance(executable, LocalExecutable | CreateStateExecutable):
         raise ValueError(
             "check='first step' compares steps of this process; leave it out on other hosts (autopar.init(cluster='ray'))"
         )
@@ -66,10 +69,13 @@ def _first_equation(
 ) -> str:
     """Describe the first equation whose result differs; "" if there is none, or if it can't be found."""
     step = executable.step
-    if not isinstance(executable, Executable) or step.microbatching is not None:
+    if not isinstance(executable, LocalExecutable) or step.microbatching is not None:
         return ""
-    planned = jit_values(step, (executable.plan, executable.mesh))(*given)
-    whole = jit_values(step)
+    (stage,), (mesh,) = executable.plan.stages, executable.meshes
+    lowering = StageLowering(executable.planned.graphs[0], [stage], mesh)
+    shardings = [NamedSharding(mesh, partition_spec(value.spec)) for value in stage.inputs]
+    planned = jax.jit(partial(_values, step, lowering.run_eqns), in_shardings=shardings)(*given)
+    whole = jax.jit(partial(_values, step, partial(evaluate, before=as_is, after=as_is)))
     expected, noisy = whole(*given), whole(*perturbed)
     for number, values in planned.items():
         eqn = step.jaxpr.eqns[number]
@@ -79,6 +85,14 @@ def _first_equation(
                 shape = aval_of(eqn.outvars[r]).str_short()
                 return f"; the first value inside that differs is that of {name} ({source_line(eqn)}), {shape}, which {difference}"
     return ""
+
+
+def _values(step: StepGraph, run_eqns: Callable[..., None], *leaves: Any) -> dict[int, list[Any]]:
+    """Return what the equations of a step make, by their numbers, without what they make inside of loops and branches."""
+    env = dict(zip((*step.jaxpr.invars, *step.jaxpr.constvars), (*leaves, *step.jaxpr.consts), strict=True))
+    run_eqns(enumerate(step.jaxpr.eqns), env)
+    made = enumerate(step.jaxpr.eqns)
+    return {n: [env[var] for var in eqn.outvars] for n, eqn in made if all(var in env for var in eqn.outvars)}
 
 
 class _Comparison:

@@ -3,11 +3,9 @@
 from collections.abc import Callable
 
 from autopar.pipeline.stage_problem import NoStagesError
-from autopar.plan import Plan
+from autopar.planned import PlannedStep
 from autopar.runtime.executable import Executable
-from autopar.runtime.pipeline_executable import PipelineExecutable
 from autopar.sharding.planner import MemoryBudgetError
-from autopar.trace import StepGraph
 from simulator.cluster import Cluster
 from simulator.heterogeneous import AnyCluster
 from simulator.memory import MemoryUse
@@ -23,13 +21,13 @@ def budget_of(memory_budget: float | None, cluster: AnyCluster, platform: str) -
     """
     if memory_budget is not None:
         return memory_budget
-    return cluster.device.usable_bytes if platform == "gpu" and isinstance(cluster, Cluster) else None
+    return cluster.device.usable_bytes if platform != "cpu" and isinstance(cluster, Cluster) else None
 
 
-def compiled_within[E: Executable | PipelineExecutable](
+def compiled_within[E: Executable](
     budget: float | None,
-    plan_within: Callable[[float | None], tuple[StepGraph, Plan]],
-    compiled: Callable[[StepGraph, Plan], E],
+    plan_within: Callable[[float | None], PlannedStep],
+    compiled: Callable[[PlannedStep], E],
 ) -> E:
     """Plan and compile a step so that XLA's buffer assignment is within the budget.
 
@@ -44,31 +42,32 @@ def compiled_within[E: Executable | PipelineExecutable](
     Raises:
         MemoryBudgetError: no plan that was compiled fits.
     """
-    step, plan = plan_within(None)
-    executable = compiled(step, plan)
+    planned = plan_within(None)
+    executable = compiled(planned)
     if budget is None:
         return executable
     least = used = _fullest(executable)
     for _ in range(ROUNDS - 1):
-        allowed = plan.predicted_bytes - (used.total - budget)
+        allowed = planned.plan.predicted_bytes - (used.total - budget)
         if used.total <= budget or allowed <= 0:
             break
         try:
-            step, plan = plan_within(allowed)
+            planned = plan_within(allowed)
         except (MemoryBudgetError, NoStagesError):
             break
         warning = (
             f"planned within {allowed / 1e9:.3g} GB per device: XLA's program for a plan within the budget of"
             f" {budget / 1e9:.3g} GB needs {used.total / 1e9:.3g} GB"
         )
-        plan = plan.model_copy(update={"warnings": (*plan.warnings, warning)})
+        plan = planned.plan.model_copy(update={"warnings": (*planned.plan.warnings, warning)})
+        planned = PlannedStep(planned.step, plan)
         del executable  # frees its memory on the devices
-        executable = compiled(step, plan)
+        executable = compiled(planned)
         used = _fullest(executable)
         least = min(least, used, key=lambda each: each.total)
     if used.total <= budget:
         return executable
-    error = MemoryBudgetError(budget, least.total, step.name)
+    error = MemoryBudgetError(budget, least.total, planned.step.name)
     error.add_note(
         f"Of the plans that were compiled, the smallest needs {least.total / 1e9:.3g} GB, of which"
         f" {(least.outputs - least.aliased) / 1e9:.3g} GB are outputs that take the place of no input (see donate_argnums)"
@@ -76,7 +75,6 @@ def compiled_within[E: Executable | PipelineExecutable](
     raise error
 
 
-def _fullest(executable: Executable | PipelineExecutable) -> MemoryUse:
+def _fullest(executable: Executable) -> MemoryUse:
     """Return the memory of the device that needs most."""
-    memory = executable.memory
-    return memory if isinstance(memory, MemoryUse) else max(memory, key=lambda each: each.total)
+    return max(executable.memory, key=lambda each: each.total)

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.layers import FollowLayerOption
-from autopar.pipeline.partitioner import cut_step
-from autopar.pipeline.planned import PlannedPipeline
+from autopar.pipeline.partitioner import cut_step, uncut_step
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
-from autopar.plan import MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit, Value
-from autopar.planning import coverage_warnings, make_plan, stage_of
+from autopar.plan import WHOLE_STEP, MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit, Value
+from autopar.planned import PlannedStep
+from autopar.planning import coverage_warnings, stage_of
+from autopar.report.axis_uses import with_axis_uses
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.planner import Shardings, plan_shardings
 from autopar.sharding.spec import partition_spec
-from autopar.trace import StepGraph, named_inputs, trace
+from autopar.trace import named_inputs, trace
 from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts
 from simulator.heterogeneous import AnyCluster
@@ -29,25 +30,20 @@ class Home:
     """Where an input of the step that is followed is.
 
     Attributes:
-        stage: of a pipeline; 0 where there is none.
+        stage: number of the stage.
     """
 
     value: Value
     stage: int = 0
 
 
-def homes_of(plan: Plan) -> list[Home]:
-    """Where the inputs of a plan without a pipeline are."""
-    return [Home(value) for value in plan.stages[0].inputs]
-
-
-def pipeline_homes(planned: PlannedPipeline) -> list[Home]:
-    """Where the inputs of a pipelined step are."""
-    found = []
+def homes_of(planned: PlannedStep) -> list[Home]:
+    """Return where the inputs of a planned step are."""
+    homes = []
     for i, stages in planned.cut.input_stages.items():
         position = planned.graphs[stages[0]].inputs.index(i)
-        found.append(Home(planned.plan.stages[stages[0]].inputs[position], stages[0]))
-    return found
+        homes.append(Home(planned.plan.stages[stages[0]].inputs[position], stages[0]))
+    return homes
 
 
 def find_home(path: str, shape: tuple[int, ...], dtype: Any, homes: Sequence[Home]) -> Home | None:
@@ -73,40 +69,40 @@ def find_home(path: str, shape: tuple[int, ...], dtype: Any, homes: Sequence[Hom
     return min(fits, key=rank, default=None)
 
 
-def follow_plan(
-    fun: Callable[..., Any], args: Sequence[Any], batch: Collection[int], followed: Plan, cluster: Cluster
-) -> tuple[StepGraph, Plan]:
-    """`fun` on the mesh of a plan without a pipeline, with what it shares with its step in the same place."""
-    step = trace(fun, args, batch)
-    homes = homes_of(followed)
-    found = {
-        path: find_home(path, aval.shape, aval.dtype, homes)
-        for path, aval, is_batch in named_inputs(args, batch)
-        if not is_batch
-    }
-    pins = {path: partition_spec(home.value.spec) for path, home in found.items() if home is not None}
-    return step, make_plan(step, followed.stages[0].mesh, cluster, ShardingOptions(pins=pins), _METHOD)
-
-
-def follow_pipeline(
+def follow(
     fun: Callable[..., Any],
     args: Sequence[Any],
     batch: Collection[int],
     num_micro_batches: int,
-    followed: PlannedPipeline,
+    followed: PlannedStep,
     cluster: AnyCluster,
-) -> tuple[StepGraph, Plan]:
-    """`fun` in the stages of a pipelined plan, forward only: each equation where the parameters are that it reads."""
-    assert followed.plan.pipeline is not None
-    homes = pipeline_homes(followed)
+) -> PlannedStep:
+    """Plan `fun` in the stages of a planned step, forward only: each equation where the parameters are that it reads.
+
+    A step that is not cut is followed by one that is not.
+
+    Raises:
+        ValueError: microbatches are asked for, and the step that is followed is not a pipeline.
+    """
+    homes = homes_of(followed)
     found = [
         None if is_batch else find_home(path, aval.shape, aval.dtype, homes)
         for path, aval, is_batch in named_inputs(args, batch)
     ]
     stages = followed.plan.stages
-    option = FollowLayerOption(tuple(None if home is None else home.stage for home in found), len(stages))
-    step = trace(fun, args, batch, num_micro_batches, option, marked=True, forward=True)
-    cut = cut_step(step, range(len(stages)), homes=option.homes)
+    if followed.cut.is_whole_step:
+        if num_micro_batches > 1:
+            raise ValueError(
+                f"num_micro_batches is {num_micro_batches}, but {followed.step.name}, which is followed, is no pipeline; leave it out"
+            )
+        schedule, step = WHOLE_STEP, trace(fun, args, batch)
+        cut = uncut_step(step)
+    else:
+        option = FollowLayerOption(tuple(None if home is None else home.stage for home in found), len(stages))
+        num_chunks = followed.plan.schedule.num_chunks
+        schedule = PipelineSchedule(name="inference", num_chunks=num_chunks, layer_option=option)
+        step = trace(fun, args, batch, num_micro_batches, option, marked=True, forward=True)
+        cut = cut_step(step, range(len(stages)), homes=option.homes)
     planned = [
         _plan_stage(graph, stage, found, cluster.pools[cluster.pool_of(stage.devices)])
         for graph, stage in zip(stage_graphs(cut), stages, strict=True)
@@ -114,7 +110,7 @@ def follow_pipeline(
     seconds = [shardings.seconds for _, shardings in planned]
     fullest = max((shardings for _, shardings in planned), key=lambda shardings: shardings.peak_bytes)
     slowest = planned[seconds.index(max(seconds))][1]
-    return step, Plan(
+    plan = Plan(
         step=step.name,
         fingerprint=step.fingerprint,
         method=_METHOD,
@@ -122,7 +118,7 @@ def follow_pipeline(
         cluster=cluster.name,
         num_micro_batches=num_micro_batches,
         stages=tuple(stage for stage, _ in planned),
-        pipeline=PipelineSchedule(name="inference", num_chunks=followed.plan.pipeline.num_chunks, layer_option=option),
+        schedule=schedule,
         predicted_seconds=(sum(seconds) + (num_micro_batches - 1) * max(seconds)) / num_micro_batches,
         predicted_split=TimeSplit(**slowest.split._asdict()),
         predicted_bytes=round(fullest.peak_bytes),
@@ -131,6 +127,7 @@ def follow_pipeline(
         planning_seconds=sum(shardings.solve_seconds for _, shardings in planned),
         warnings=coverage_warnings(step),
     )
+    return PlannedStep(step, with_axis_uses(step, plan) if cut.is_whole_step else plan)
 
 
 def _plan_stage(
@@ -144,4 +141,5 @@ def _plan_stage(
     options = ShardingOptions(pins=pins)
     found = plan_shardings(graph.step, stage.mesh, ClusterCosts(cluster), options, cluster.device.usable_bytes)
     planned = stage_of(graph.step, stage.mesh, found)
-    return planned.model_copy(update={"layers": (graph.stage,), "devices": stage.devices}), found
+    layers = () if graph.cut.is_whole_step else (graph.stage,)
+    return planned.model_copy(update={"layers": layers, "devices": stage.devices}), found

@@ -342,3 +342,9 @@ def _flops(eqn: JaxprEqn, debug_info: Any) -> float:
         if e.primitive not in MARKERS and e.outvars
     )
     return sum(times * kernel.flops for times, kernel in kernels if kernel.kind in ("gemm", "conv"))
+
+
+def num_layers(jaxpr: Jaxpr) -> int:
+    """Return the number of layers that a traced step has; 0 if it has none."""
+    found = (layer_of(eqn) for eqn in jaxpr.eqns)
+    return max((each[0] for each in found if each is not None), default=-1) + 1

@@ -23,7 +23,7 @@ from simulator.files import brief, one_line, parse_json, read_text, write_text
 from simulator.memory import Role as MemoryRole
 from simulator.memory import apportioned
 
-VERSION = 2
+VERSION = 3
 
 OperatorKind = Literal["column", "row", "vocab", "expert", "sequence"]
 """What of an operator a mesh axis splits, seen from a parameter: see `AxisUse`."""
@@ -107,8 +107,8 @@ class Stage(_Model):
         mesh_shape, axis_names: the logical mesh.
         constraints: what the step's values inside are pinned to.
         deferred: mesh axes along which devices accumulate gradients apart, and complete them once, after the last microbatch.
-        layers: in a pipeline, the layers that it consists of.
-        devices: in a pipeline, the numbers of its devices in the cluster; otherwise the first ones.
+        layers: the layers that it consists of; none if it is the whole step.
+        devices: the numbers of its devices in the cluster.
     """
 
     mesh_shape: tuple[int, ...]
@@ -118,18 +118,22 @@ class Stage(_Model):
     constraints: tuple[Constraint, ...] = ()
     deferred: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
-    devices: tuple[int, ...] = ()
+    devices: tuple[int, ...]
 
     @property
     def mesh(self) -> LogicalMesh:
         return LogicalMesh(self.mesh_shape, self.axis_names)
 
 
+WHOLE_STEP_SCHEDULE = "whole_step"
+"""The name of the schedule that runs a step as one program: one stage, whose only phase is S."""
+
+
 class PipelineSchedule(_Model):
-    """In which order the stages of a pipeline run.
+    """The order in which the stages of a plan run.
 
     Attributes:
-        name: see `autopar.pipeline.pipeline_schedules.schedule_names`.
+        name: "whole_step", or one of `autopar.pipeline.pipeline_schedules.schedule_names`.
         num_chunks: stages on each submesh; stage s is on submesh s modulo the number of submeshes.
         layer_option: how the loss function is cut into layers, unless it says so itself.
     """
@@ -137,6 +141,14 @@ class PipelineSchedule(_Model):
     name: str
     num_chunks: PositiveInt = 1
     layer_option: LayerOption | None = None
+
+    @property
+    def is_whole_step(self) -> bool:
+        """Whether the step is one program, not cut into stages and phases."""
+        return self.name == WHOLE_STEP_SCHEDULE
+
+
+WHOLE_STEP = PipelineSchedule(name=WHOLE_STEP_SCHEDULE)
 
 
 class TimeSplit(_Model):
@@ -181,7 +193,7 @@ class Plan(_Model):
         options: limits that it was made within.
         cluster: name of the cluster it was made for.
         num_micro_batches: parts that the batch is cut into, gradients being accumulated over them.
-        pipeline: the schedule, if the stages form a pipeline.
+        schedule: the order in which stages run; `WHOLE_STEP` for a step that is not cut into stages.
         predicted_seconds: the planner's estimate of one step; predicted_split: what that time goes to.
         predicted_bytes: its estimate of the memory that one device needs; predicted_memory: what that is for.
         gap: proven relative distance of that estimate from the best one; None where nothing was proven.
@@ -189,7 +201,7 @@ class Plan(_Model):
         warnings: what a reader should know, e.g. primitives that every device computes whole for want of a better rule.
     """
 
-    version: Literal[2] = VERSION
+    version: Literal[3] = VERSION
     step: str
     fingerprint: str
     method: str
@@ -197,7 +209,7 @@ class Plan(_Model):
     cluster: str
     num_micro_batches: int = 1
     stages: tuple[Stage, ...]
-    pipeline: PipelineSchedule | None = None
+    schedule: PipelineSchedule = WHOLE_STEP
     predicted_seconds: float
     predicted_split: TimeSplit
     predicted_bytes: int
@@ -249,7 +261,7 @@ class Plan(_Model):
         mesh = ", ".join(" x ".join(f"{a}={n}" for a, n in stage.mesh.sizes.items()) for stage in self.stages)
         deferred = ", ".join(axis for stage in self.stages for axis in stage.deferred)
         once = f" (gradients completed once along {deferred})" if deferred else ""
-        schedule = f"schedule {self.pipeline.name}, " if self.pipeline else ""
+        schedule = "" if self.schedule.is_whole_step else f"schedule {self.schedule.name}, "
         title = (
             f"{self.method} on {self.cluster}, mesh {mesh}, {schedule}{self.num_micro_batches} microbatch(es){once},"
             f" {self.predicted_seconds * 1e3:.3g} ms and {self.predicted_bytes / 1e9:.3g} GB per device predicted"
@@ -260,7 +272,7 @@ class Plan(_Model):
         for name in ("value", "role", "shape", "dtype", "PartitionSpec", "bytes per device"):
             table.add_column(name, justify="right" if name == "bytes per device" else "left", overflow="fold")
         for number, stage in enumerate(self.stages):
-            if self.pipeline is not None:
+            if not self.schedule.is_whole_step:
                 place = f"layers {ranges(stage.layers)} on devices {ranges(stage.devices)}"
                 table.add_row(f"stage {number}: {place}", "", "", "", "", "")
                 table.add_section()

@@ -118,6 +118,7 @@ def stage_of(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:
         outputs=tuple(outputs),
         constraints=tuple(constraints),
         deferred=found.deferred,
+        devices=tuple(range(mesh.num_devices)),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import jax
 
 from autopar._cpython import builds_graphs
-from autopar.analytic import analytic_pipeline, analytic_program
+from autopar.analytic import analytic_program
 from autopar.arguments import (
     ARGNUMS,
     AUTO_ARGNUMS,
@@ -21,29 +21,22 @@ from autopar.arguments import (
 )
 from autopar.checks import SHAPE, OptionError, checked, instance, one_of, shown, that, whole
 from autopar.control_flow import MARKERS, repeats
-from autopar.devices import Device, logical_mesh, mesh_meant, mesh_on
+from autopar.devices import logical_mesh, mesh_meant, mesh_on
 from autopar.equation_work import kernel_of
 from autopar.graph import aval_of
-from autopar.layers import LayerOption
-from autopar.lower import compile_program
-from autopar.methods import CLUSTER, PLAN, PipeshardParallel, PlanningMethod, ShardParallel
-from autopar.pipeline.compiling import compile_pipeline
-from autopar.pipeline.option_search import layer_options, micro_batch_counts, schedules, search
-from autopar.pipeline.planned import PlannedPipeline
-from autopar.pipeline.planning import PipelinePlanner
+from autopar.method_planning import Target, any_cluster, plan_by_method, trace_for
+from autopar.methods import PLAN, PipeshardParallel, PlanningMethod, ShardParallel
+from autopar.pipeline.compiling import compile_planned
 from autopar.pipeline.stage_problem import NoStagesError
 from autopar.plan import Plan
-from autopar.planned import Planned, PlannedStep
-from autopar.planning import make_plan
+from autopar.planned import Planned, PlannedStep, as_planned
 from autopar.sharding.planner import MemoryBudgetError
 from autopar.sharding.spec import LogicalMesh
-from autopar.trace import StepGraph, abstract, trace
+from autopar.trace import StepGraph, abstract
 from simulator.breakdown import predict as prediction_of_program
-from simulator.cluster import Cluster
 from simulator.cost_fingerprint import cost_fingerprint
-from simulator.description import ClusterError
 from simulator.engine import simulate as timeline_of
-from simulator.heterogeneous import AnyCluster, MixedCluster, load_cluster
+from simulator.heterogeneous import AnyCluster
 from simulator.hlo.provenance import part_of
 from simulator.prediction import Prediction
 from simulator.program import Program
@@ -92,11 +85,7 @@ def plan_step(
     if given is not None:
         method = replace(method, memory_budget=given / MEMORY_MARGIN)
     try:
-        if isinstance(method, PipeshardParallel):
-            return plan_pipelined(fun, args, batch_argnums, method, cluster.first_devices(mesh.num_devices))[1]
-        cluster = single_pool(cluster, type(method).__name__)
-        step = trace(fun, args, batch_argnums, method.num_micro_batches)
-        return plan_sharded(step, mesh, cluster, method)
+        return plan_by_method(method, fun, args, batch_argnums, Target(mesh, cluster)).plan
     except (MemoryBudgetError, NoStagesError) as error:
         if given is not None:
             error.add_note(
@@ -156,7 +145,7 @@ def predict(
     batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
     fidelity: Fidelity = "compiled",
 ) -> Timeline:
-    """What happens when in a step, and per-device memory, on a cluster that need not be here: `compile_step`, simulated.
+    """Predict what happens when in a step, and per-device memory, on a cluster that need not be here: `compile_step`, simulated.
 
     `simulate` says where the time goes.
     """
@@ -216,16 +205,15 @@ def simulate(
 def _program(planned: Planned, cluster: AnyCluster, donate_argnums: Argnums, fidelity: Fidelity) -> Program:
     checked("fidelity", fidelity, one_of(*get_args(Fidelity)))
     donate_argnums = checked("donate_argnums", donate_argnums, AUTO_ARGNUMS)
-    step, plan, analytic = planned.step, planned.plan, fidelity == "analytic"
-    donated = donated_arguments(donate_argnums, step.in_avals)
-    if plan.pipeline is not None:
-        pipeline, leaves = PlannedPipeline(step, plan), leaves_of(step.in_avals, donated)
-        program = analytic_pipeline(pipeline, cluster) if analytic else compile_pipeline(pipeline, cluster, leaves)[0]
+    step = planned.step
+    whole = as_planned(planned)
+    if fidelity == "analytic":
+        program = analytic_program(whole, cluster)
     else:
-        whole, pool = PlannedStep(step, plan), single_pool(cluster, f"a plan of {plan.method}")
-        program = analytic_program(whole, pool) if analytic else compile_program(step, plan, pool, donated)[0]
+        donated = leaves_of(step.in_avals, donated_arguments(donate_argnums, step.in_avals))
+        program = compile_planned(whole, cluster, donated)[0]
     rows = [jax.tree.leaves(step.in_avals)[i].shape[0] for i in step.batch]
-    costed_for = cost_fingerprint(program, cluster) if analytic else ""
+    costed_for = cost_fingerprint(program, cluster) if fidelity == "analytic" else ""
     needed, examples = _needed_flops(step), max(rows, default=0)
     return replace(program, model_flops=needed, examples=examples, costed_for=costed_for)
 
@@ -241,60 +229,3 @@ def _needed_flops(step: StepGraph) -> float:
         if kernel.kind != "memory":
             total += kernel.flops * times * (step.num_micro_batches if number in body else 1)
     return total
-
-
-def plan_sharded(step: StepGraph, mesh: LogicalMesh, cluster: Cluster, method: PlanningMethod) -> Plan:
-    name = type(method).__name__
-    return make_plan(step, mesh, cluster, method.sharding_of(step), name, memory_budget=method.memory_budget)
-
-
-def plan_pipelined(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    batch: Sequence[int],
-    method: PipeshardParallel,
-    cluster: AnyCluster,
-    devices: Sequence[Device] | None = None,
-) -> tuple[StepGraph, Plan]:
-    forward = method.pipeline_schedule == "inference"
-    rows = [leaf.shape[0] for i in batch for leaf in jax.tree.leaves(args[i]) if getattr(leaf, "shape", ())]
-
-    def traced(count: int, layers: LayerOption | None) -> StepGraph:
-        return trace(fun, args, batch, count, layers, marked=True, forward=forward)
-
-    def planner(step: StepGraph) -> PipelinePlanner:
-        options = method.sharding_of(step)
-        return PipelinePlanner(step, cluster, options, method.memory_budget, devices=devices)
-
-    return search(
-        traced,
-        planner,
-        micro_batch_counts(method.num_micro_batches, rows),
-        layer_options(method.layer_option),
-        schedules(method.pipeline_schedule, method.num_chunks),
-        method.stages,
-        type(method).__name__,
-    )
-
-
-def trace_for(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], batch_argnums: Sequence[int]) -> StepGraph:
-    """The step as `plan` was made for."""
-    if plan.pipeline is None:
-        return trace(fun, args, batch_argnums, plan.num_micro_batches)
-    forward = plan.pipeline.name == "inference"
-    return trace(fun, args, batch_argnums, plan.num_micro_batches, plan.pipeline.layer_option, True, forward)
-
-
-def any_cluster(cluster: Any) -> AnyCluster:
-    cluster = checked("cluster", cluster, CLUSTER)
-    return cluster if isinstance(cluster, Cluster | MixedCluster) else load_cluster(cluster)
-
-
-def single_pool(cluster: AnyCluster, what: str) -> Cluster:
-    """The cluster, if one mesh can span it."""
-    if isinstance(cluster, Cluster):
-        return cluster
-    raise ClusterError(
-        f"{what} shards a step over one mesh of devices that are alike, but cluster {cluster.name!r} has {len(cluster.pools)} pools of"
-        " different hosts; use PipeshardParallel, whose stages lie in one pool each, or one pool: load_cluster(...).pools[0]"
-    )

@@ -12,9 +12,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import autopar
-from autopar.lower import compile_program
 from autopar.pipeline.pipeline_schedules import Pipeline, make_schedule
-from autopar.trace import trace
 from experiments.models import build_model
 from simulator.clock import Clock
 from simulator.cluster import Cluster
@@ -36,7 +34,7 @@ def program():
     model = build_model("mlp", {"dim": 2048, "num_layers": 10, "batch_size": 2048})
     args = model.abstract_args()
     plan = autopar.plan_step(model.train_step, args, cluster=CLUSTER, mesh_shape=(8,))
-    return compile_program(trace(model.train_step, args, (1,)), plan, CLUSTER)[0]
+    return autopar.compile_step(model.train_step, args, plan, CLUSTER, donate_argnums=())
 
 
 @pytest.mark.benchmark(group="simulate")

@@ -11,7 +11,7 @@ from experiments.models.model import Model
 from simulator.cluster import Cluster
 from simulator.engine import simulate
 from simulator.hlo import parse_hlo
-from simulator.program import Program, Run
+from simulator.program import Program
 from simulator.timeline import Timeline
 
 type Shape = tuple[int, ...]
@@ -71,10 +71,5 @@ def compile_here(step: Any, args: tuple[Any, Any]) -> tuple[Any, float]:
 
 def simulated(executable: TargetExecutable, cluster: Cluster) -> Prediction:
     """Time a step that every device of one mesh runs alike."""
-    program = Program(
-        meshes=(tuple(range(executable.num_devices)),),
-        instructions=((Run(0, "S"),),),
-        bodies={"0S": parse_hlo(executable.hlo_text)},
-        memory=(executable.memory,),
-    )
+    program = Program.single(parse_hlo(executable.hlo_text), executable.num_devices, executable.memory)
     return Prediction(simulate(program, cluster), executable.compile_seconds)

@@ -2,7 +2,7 @@
 
 >>> from simulator import Cluster, Gemm, Kernel, Program, Run, simulate
 >>> product = Kernel("matmul", "gemm", flops=2 * 4096**3, bytes=3 * 4 * 4096**2, gemm=Gemm(4096, 4096, 4096))
->>> program = Program(meshes=((0,),), instructions=((Run(0, "S"),),), bodies={"0S": (product,)})
+>>> program = Program.single((product,))
 >>> timeline = simulate(program, Cluster.load("p3.16xlarge"))
 >>> f"{timeline.makespan * 1e3:.1f} ms"
 '9.7 ms'

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, assert_never, get_args
+from typing import Literal, Self, assert_never, get_args
 
 from simulator.memory import Level, MemoryUse
 from simulator.work import Body, Collective, Groups, matrix_flops, unknown_kernels
@@ -109,6 +109,18 @@ class Program:
     model_flops: float | None = None
     examples: int = 0
     costed_for: str = ""
+
+    @classmethod
+    def single(cls, body: Body, num_devices: int = 1, memory: MemoryUse | None = None) -> Self:
+        """Return the program of a step that is one task on the first devices of a cluster.
+
+        Args:
+            body: what each device launches.
+            memory: of one device.
+        """
+        run = Run(0, "S")
+        used = () if memory is None else (memory,)
+        return cls((tuple(range(num_devices)),), ((run,),), {run.task: body}, used)
 
     def __post_init__(self) -> None:
         for mesh, devices in enumerate(self.meshes):

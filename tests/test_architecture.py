@@ -41,13 +41,7 @@ def test_only_one_module_uses_private_jax():
     assert private == ["_plugins.py"]
 
 
-TWICE = {
-    "cli",
-    "create_state",
-    "executable",
-    "planned",
-    "planning",
-}  # of whole steps and pipelines, or of two command lines
+TWICE = {"cli"}  # of two command lines
 
 
 def test_a_module_has_a_name_of_its_own():

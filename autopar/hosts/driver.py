@@ -362,7 +362,7 @@ def check_plan(hosts: RayHosts, plan: Plan, devices: Devices) -> None:
     Raises:
         ValueError: `devices` are not as many as the plan has.
     """
-    stages = [stage.devices or tuple(range(stage.mesh.num_devices)) for stage in plan.stages]
+    stages = [stage.devices for stage in plan.stages]
     needed = max(device for members in stages for device in members) + 1
     if devices is not None and prod(mesh_shape(hosts, devices)) != needed:
         raise ValueError(

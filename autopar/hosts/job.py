@@ -154,12 +154,17 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output of the step, made of a value of a mesh, or of those of all microbatches, example by example."""
+    """An output of the step, made of a value of a mesh, or of those of all microbatches, example by example.
+
+    Attributes:
+        is_copy: whether it is a copy of its value, which is another output, too, or an argument that the caller keeps.
+    """
 
     number: int
     mesh: int
     parts: tuple[Array, ...]
     whole: Array
+    is_copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class Loaded:
         self._used_up = {call.operands[at].name for call in job.calls.values() for at in call.donated}
         self._used_up |= {part.name for output in job.outputs for part in output.parts}
         self._zeros = [self._make_zeros(each) for each in job.zeros]
-        self._joins = {each: self._join(each) for each in job.outputs if len(each.parts) > 1}
+        self._makes = {each: self._make(each) for each in job.outputs if each.is_copy or len(each.parts) > 1}
         self._splits = {each: self._split(each) for each in job.inputs if len(each.parts) > 1}
 
     def start(self, kept: Mapping[int, jax.Array], given: Mapping[int, np.ndarray], letter: int) -> list[Values]:
@@ -108,13 +108,12 @@ class Loaded:
     def take(self, output: Output, values: list[Values]) -> jax.Array:
         """An output, when all instructions have run."""
         parts = [values[output.mesh][part.name] for part in output.parts]
-        return self._joins[output](*parts) if output in self._joins else parts[0]
+        return self._makes[output](*parts) if output in self._makes else parts[0]
 
-    def _join(self, output: Output) -> Callable[..., jax.Array]:
+    def _make(self, output: Output) -> Callable[..., jax.Array]:
         sharding = self._sharding(output.whole)
-        return jax.jit(
-            partial(join_rows, self.job.chunks), in_shardings=(sharding,) * len(output.parts), out_shardings=sharding
-        )
+        make = jnp.copy if output.is_copy else partial(join_rows, self.job.chunks)
+        return jax.jit(make, in_shardings=(sharding,) * len(output.parts), out_shardings=sharding)
 
     def _split(self, given: Input) -> Callable[[jax.Array], list[jax.Array]]:
         homes = [self._sharding(part) for part in given.parts]

@@ -12,12 +12,10 @@ from jax.extend.core import Literal, Var
 from autopar.graph import Atom, aval_of
 from autopar.hosts.job import Array, Call, Delivery, Input, Job, Output, StageMesh
 from autopar.keys import data_aval, is_key, on_data
-from autopar.lower import WHOLE_STEP, jit_step, program_of
 from autopar.pipeline.compiling import lower_stage
 from autopar.pipeline.cross_mesh_resharding import reshard
 from autopar.pipeline.instructions import micro_batch_of, task_of
 from autopar.pipeline.lowering import TaskFunction
-from autopar.pipeline.planned import PlannedPipeline
 from autopar.plan import Stage
 from autopar.planned import PlannedStep
 from autopar.runtime.create_state import part_of_state
@@ -80,42 +78,7 @@ class Prepared:
 
 
 def _mesh_of(stage: Stage) -> StageMesh:
-    return StageMesh(stage.devices or tuple(range(stage.mesh.num_devices)), stage.mesh_shape, stage.axis_names)
-
-
-def prepare_step(planned: PlannedStep, platform: str, donated: frozenset[int]) -> Prepared:
-    """The job of a step that is not cut: one run instruction, on one mesh."""
-    (stage,) = planned.plan.stages
-    step, mesh = planned.step, _mesh_of(stage)
-    exports = Exports(platform)
-    jitted = jit_step(step, planned.plan, mesh.logical.abstract())
-    avals = jax.tree.leaves(step.in_avals)
-    inputs = [
-        Array.of(f"in{i}", aval, mesh, value.spec)
-        for i, (aval, value) in enumerate(zip(avals, stage.inputs, strict=True))
-    ]
-    outputs = [
-        Array.of(f"out{o}", aval_of(atom), mesh, value.spec)
-        for o, (atom, value) in enumerate(zip(step.jaxpr.outvars, stage.outputs, strict=True))
-    ]
-
-    def run(*leaves: Any) -> list[Any]:
-        return jax.tree.leaves(jitted(*jax.tree.unflatten(step.in_tree, leaves)))
-
-    program = exports.add(run, avals, inputs, outputs)
-    call = Call(program, tuple(inputs), tuple(outputs), tuple(sorted(donated)))
-    job = Job(
-        programs=exports.programs,
-        meshes=(mesh.devices,),
-        order=((0, WHOLE_STEP),),
-        calls={WHOLE_STEP: call},
-        deliveries={},
-        inputs=tuple(Input(i, 0, each, (each,)) for i, each in enumerate(inputs)),
-        outputs=tuple(Output(o, 0, (each,), each) for o, each in enumerate(outputs)),
-        zeros=((),),
-    )
-    functions = {WHOLE_STEP.task: (jitted, step.in_avals)}
-    return Prepared(job, program_of(planned.plan), tuple(inputs), tuple(outputs), donated, functions)
+    return StageMesh(stage.devices, stage.mesh_shape, stage.axis_names)
 
 
 def prepare_state(step: StepGraph, places: Sequence[Array], platform: str) -> Prepared:
@@ -149,13 +112,18 @@ def prepare_state(step: StepGraph, places: Sequence[Array], platform: str) -> Pr
     return Prepared(job, program, (), tuple(wholes[o] for o in range(len(wholes))))
 
 
-def prepare_pipeline(planned: PlannedPipeline, platform: str, donated: frozenset[int]) -> Prepared:
-    """The job of a pipeline."""
-    return _Pipeline(planned, platform, donated).prepared()
+def prepare(planned: PlannedStep, platform: str, donated: frozenset[int]) -> Prepared:
+    """Return the job of a planned step.
+
+    Args:
+        platform: "cpu" or "cuda".
+        donated: numbers of the inputs whose memory the step may reuse.
+    """
+    return _Exporter(planned, platform, donated).prepared()
 
 
-class _Pipeline:
-    def __init__(self, planned: PlannedPipeline, platform: str, donated: frozenset[int]) -> None:
+class _Exporter:
+    def __init__(self, planned: PlannedStep, platform: str, donated: frozenset[int]) -> None:
         self._planned, self._donated = planned, donated
         self._step, self._cut, self._names = planned.step, planned.cut, planned.names
         self._meshes = [_mesh_of(stage) for stage in planned.plan.stages]
@@ -180,7 +148,7 @@ class _Pipeline:
             if isinstance(run, Run)
         }
         homes = tuple(self._home(i) for i in range(len(self._step.jaxpr.invars)))
-        outputs = [self._output(o, atom) for o, atom in enumerate(self._step.jaxpr.outvars)]
+        outputs = self._outputs()
         inputs = tuple(each for i, home in enumerate(homes) for each in self._inputs(i, home))
         deliveries = self._deliveries()
         job = Job(
@@ -241,10 +209,11 @@ class _Pipeline:
         """Input `i` for every mesh that reads it and is not sent it."""
         var, stages = self._step.jaxpr.invars[i], self._cut.input_stages[i]
         is_sent = i in self._step.carried.values()  # by an instruction, to all but the first
-        count = self._count if i in self._step.batch else 1
+        count = self._cut.micro_batches(i)
+        is_cut = i in self._step.batch and not self._cut.is_whole_step
         found = []
         for mesh in dict.fromkeys(map(self._mesh_of, stages[:1] if is_sent else stages)):
-            names = [f"in{i}.{k}" for k in range(count)] if i in self._step.batch else [f"in{i}"]
+            names = [f"in{i}.{k}" for k in range(count)] if is_cut else [f"in{i}"]
             reader, read = self._planned.instructions.readers.get((mesh, names[0]), (stages[0], var))
             parts = tuple(self._array(reader, read, name) for name in names)
             found.append(Input(i, mesh, home, parts))
@@ -256,6 +225,19 @@ class _Pipeline:
             for each in totals:
                 found[self._mesh_of(task.stage)].append(self._array(task.stage, each.sum, self._names.of(each.sum, 0)))
         return tuple(map(tuple, found))
+
+    def _outputs(self) -> list[Output | Constant]:
+        """Every output, each an array of its own, as `autopar.runtime.argument_placement.outputs_of` has them."""
+        taken = {f"in{i}" for i in range(len(self._step.jaxpr.invars)) if i not in self._donated}
+        outputs = []
+        for o, atom in enumerate(self._step.jaxpr.outvars):
+            output = self._output(o, atom)
+            if isinstance(output, Output) and len(output.parts) == 1:
+                name = output.parts[0].name
+                output = replace(output, is_copy=name in taken)
+                taken.add(name)
+            outputs.append(output)
+        return outputs
 
     def _output(self, o: int, atom: Atom) -> Output | Constant:
         step, cut = self._step, self._cut

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from autopar.hosts.errors import HostsError
 from autopar.hosts.ray_private import found_address
 from autopar.progress import tell
+from autopar.runtime.local_backend import Backend, LocalBackend
 
 if TYPE_CHECKING:
     from autopar.hosts.driver import RayHosts
@@ -22,6 +23,15 @@ _PROBE_SECONDS = 5.0
 def hosts() -> "RayHosts | None":
     """The hosts that have been joined; None: steps run in this process."""
     return _hosts
+
+
+def backend() -> Backend:
+    """Return where steps run."""
+    if _hosts is None:
+        return LocalBackend()
+    from autopar.hosts.ray_backend import RayBackend
+
+    return RayBackend(_hosts)
 
 
 def join(

@@ -1,4 +1,4 @@
-"""The tasks of planned pipelines, ready to be compiled, and compiled for clusters that are not here."""
+"""The tasks of planned steps, ready to be compiled, and compiled for clusters that are not here."""
 
 import time
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from autopar.pipeline.lowering import StageLowering, TaskFunction
 from autopar.pipeline.pipeline_memory import MeshMemory
-from autopar.pipeline.planned import PlannedPipeline
+from autopar.planned import PlannedStep
 from autopar.sharding.spec import AnyMesh
 from autopar.target import compile_for, target_mesh
 from simulator.heterogeneous import AnyCluster
@@ -19,16 +19,16 @@ from simulator.work import Body, with_axes
 
 
 def lower_stage(
-    planned: PlannedPipeline, stage: int, mesh: AnyMesh, donated: frozenset[int] = frozenset()
+    planned: PlannedStep, stage: int, mesh: AnyMesh, donated: frozenset[int] = frozenset()
 ) -> list[TaskFunction]:
-    """The tasks of a stage on a mesh; `donated` are numbers of the step's inputs whose memory they may reuse."""
+    """Return the tasks of a stage on a mesh; `donated` are numbers of the step's inputs whose memory they may reuse."""
     last_reads = planned.instructions.last_reads
     functions = StageLowering(planned.graphs[stage], planned.plan.stages, mesh, donated, last_reads).functions()
     return [each for each in functions if each.task.name in planned.tasks]
 
 
-def compile_pipeline(planned: PlannedPipeline, cluster: AnyCluster, donated: frozenset[int]) -> tuple[Program, float]:
-    """The program with bodies and memory as XLA compiles its tasks for `cluster`, and the seconds that took.
+def compile_planned(planned: PlannedStep, cluster: AnyCluster, donated: frozenset[int]) -> tuple[Program, float]:
+    """Return the program with bodies and memory as XLA compiles its tasks for `cluster`, and the seconds that took.
 
     Each stage is compiled for the devices of the pool that it is in; tasks that are the same program for the same devices, as those
     of identical layers are, once.

@@ -1,4 +1,4 @@
-"""The instructions of a pipeline: its schedule with every value named, sent where it is needed and freed when it no longer is."""
+"""The instructions of a plan: its schedule with every value named, sent where it is needed and freed after its last use."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -39,8 +39,8 @@ class Names:
         base = {var: f"v{k}" for k, var in enumerate(values)}
         base.update((var, f"t{k}") for k, var in enumerate(sums))
         base.update((var, f"in{i}") for i, var in enumerate(cut.step.jaxpr.invars))
-        batch = {cut.step.jaxpr.invars[i] for i in cut.step.batch}
-        body = {var for var in values if (task := cut.made_by.get(var)) and task.phase != "U"}
+        batch = {cut.step.jaxpr.invars[i] for i in cut.step.batch if not cut.is_whole_step}
+        body = {var for var in values if (task := cut.made_by.get(var)) and task.phase not in ("U", "S")}
         return cls(base, frozenset(batch | body).difference(sums))
 
     def of(self, var: Var, micro_batch: int) -> str:
@@ -118,7 +118,7 @@ class _Builder:
         self._outputs = {names.of(a, 0) for a in cut.step.jaxpr.outvars if isinstance(a, Var) and a in cut.made_by}
         batches = range(schedule.pipeline.num_micro_batches)
         self._outputs |= {names.of(part, b) for part in cut.joined.values() for b in batches}
-        self._outputs |= {f"in{i}" for i in range(len(cut.step.jaxpr.invars)) if i not in cut.step.batch}
+        self._outputs |= {f"in{i}" for i in range(len(cut.step.jaxpr.invars))}
         self.crossings = {
             (name, mesh): Crossing(self.readers[mesh, name][1], source, self.readers[mesh, name][0])
             for name, source in self._source.items()

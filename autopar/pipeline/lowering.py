@@ -1,7 +1,7 @@
-"""The tasks of a pipeline as jitted functions, each on the mesh of its stage."""
+"""The tasks of a plan as jitted functions, each on the mesh of its stage."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,15 +12,15 @@ from jax.extend.core import Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import graph
-from autopar.evaluate import compiler_options, evaluate
-from autopar.microbatch.accumulation import added, gathered, scaled
+from autopar.evaluate import Numbered, compiler_options, evaluate
+from autopar.microbatch.accumulation import Apart, accumulate, accumulate_apart, added, gathered, scaled
 from autopar.microbatch.splitting import Combine
 from autopar.pipeline.partition import Task
 from autopar.pipeline.stage_graph import StageGraph, numbers_of
 from autopar.pipeline.stage_values import StageValues
 from autopar.plan import Stage
 from autopar.sharding.manual_regions import on_devices
-from autopar.sharding.spec import AnyMesh, Spec, partition_spec
+from autopar.sharding.spec import AnyMesh, Spec, partition_spec, replicated
 from autopar.shardwise import shardwise, wanted_by
 
 type Place = Callable[[Spec], NamedSharding | PartitionSpec | None]
@@ -34,7 +34,7 @@ class TaskFunction:
         reads: values it takes first.
         results: values it gives first.
         sums: what it accumulates, taken after `reads` and given back after `results`.
-        jitted: a function of a flat list of arrays, to a flat list; sums are donated.
+        jitted: a function of a flat list of arrays, to a flat list; sums are donated. It is named after the step.
         in_avals, in_shardings: of its operands.
         donated: positions of the operands whose memory the results may take.
         reused: those operands.
@@ -82,7 +82,7 @@ class StageLowering:
         self.values = StageValues(found, stage)
         self.donated = {self.cut.step.jaxpr.invars[i] for i in donated if self.cut.input_stages[i][0] == found.stage}
         self.last_reads = last_reads or {}
-        self._local = found.parts(self.values.ways) if stage.deferred else found
+        self._local = found.parts(self.values.ways) if stage.deferred and not self.cut.is_whole_step else found
         self._scales = self._scales_of([each.mesh.ways(each.deferred) for each in stages])
         self._wanted = wanted_by(stage)
 
@@ -116,7 +116,9 @@ class StageLowering:
     def _function(self, task: Task) -> TaskFunction:
         reads, results = self.cut.reads[task], self.cut.results[task]
         sums = tuple(each.sum for each in self.cut.totals.get(task, ()))
-        if task.phase == "U":
+        if task.phase == "S":
+            run = partial(self._whole_step, task)
+        elif task.phase == "U":
             run = partial(self._update, task)
         elif self.stage.deferred:
             run = self._run_apart(task)
@@ -147,12 +149,41 @@ class StageLowering:
         for mine, var in zip(self.cut.reads[task], found.cut.reads[task], strict=True):
             if mine in self._scales:
                 env[var] = (env[var] * self._scales[mine]).astype(env[var].dtype)
-        self._evaluate(found, place, task, env)
+        self.run_eqns(found.tasks[task], env, place)
         totals = []
         for each in accumulated:
             part, total = jnp.asarray(graph.read(each.part, env)), env[each.sum]
             totals.append(added(each.combine, total, part, self.cut.step.num_micro_batches))
         return [*(env[var] for var in found.cut.results[task]), *totals]
+
+    def _whole_step(self, task: Task, *operands: Any) -> list[Any]:
+        """The whole step, microbatches one after the other."""
+        step = self.cut.step
+        env = self._constants(self.graph) | dict(zip(self.cut.reads[task], operands, strict=True))
+        if step.microbatching is None:
+            self.run_eqns(enumerate(step.jaxpr.eqns), env)
+        else:
+            if self.stage.deferred:
+                local = self._local_accumulation()
+                pin = partial(self._constrain, self._placed_apart, "out")
+                accumulate_apart(step, local, env, partial(self.run_eqns, place=self._placed_apart), pin)
+            else:
+                pin = partial(self._constrain, self._placed, "out")
+                accumulate(step, env, self.run_eqns, pin)
+            self.run_eqns(step.microbatching.tail, env)
+        return [env[var] for var in self.cut.results[task]]
+
+    def _local_accumulation(self) -> Apart:
+        """How devices accumulate gradients of the whole step for themselves, along the deferred axes."""
+        step, stage = self.cut.step, self.stage
+        assert step.microbatching is not None
+        results = tuple(
+            self._wanted.get((number, "out"), {}).get(r, replicated(graph.aval_of(var).ndim))
+            for number, eqn in step.microbatching.marks
+            for r, var in enumerate(eqn.outvars)
+        )
+        inputs = tuple(value.spec for value in stage.inputs)
+        return Apart(step.cut(self.values.ways), self.mesh, stage.deferred, inputs, results)
 
     def _update(self, task: Task, *operands: Any) -> list[Any]:
         """A round of the update; the first completes what was accumulated."""
@@ -164,7 +195,7 @@ class StageLowering:
             if self.stage.deferred:
                 value = value[0] if combine == "same" else value.sum(0)
             env[each.total] = jax.lax.with_sharding_constraint(value, self.sharding(each.total))
-        self._evaluate(self.graph, self._placed, task, env)
+        self.run_eqns(self.graph.tasks[task], env)
         return [env[var] for var in self.cut.results[task]]
 
     def _run_apart(self, task: Task) -> Callable[..., list[Any]]:
@@ -200,10 +231,16 @@ class StageLowering:
     def _constants(self, found: StageGraph) -> dict[Var, Any]:
         return dict(zip(found.step.jaxpr.constvars, found.step.jaxpr.consts, strict=True))
 
-    def _evaluate(self, found: StageGraph, place: Place, task: Task, env: dict[Var, Any]) -> None:
-        eqns = [(number, on_devices(eqn, self.mesh)) for number, eqn in found.tasks[task]]
+    def run_eqns(self, eqns: Iterable[Numbered], env: dict[Var, Any], place: Place | None = None) -> None:
+        """Run numbered equations on the values in `env`, with their operands and results put where the plan wants them.
+
+        Args:
+            place: what a spec means for a value; by default a sharding over the mesh.
+        """
+        place = place or self._placed
+        here = [(number, on_devices(eqn, self.mesh)) for number, eqn in eqns]
         before, after = partial(self._constrain, place, "in"), partial(self._constrain, place, "out")
-        evaluate(eqns, env, before, after, shardwise(self.mesh, self._wanted))
+        evaluate(here, env, before, after, shardwise(self.mesh, self._wanted))
 
     def _constrain(self, place: Place, side: str, number: int, values: Sequence[Any]) -> list[Any]:
         values = list(values)
@@ -227,6 +264,9 @@ class StageLowering:
         A state that is updated comes first, then what nobody reads any more.
         """
         reads, results = self.cut.reads[task], self.cut.results[task]
+        if task.phase == "S":  # XLA pairs them, and uses the memory of the others for temporaries
+            kept = {var for var in self.cut.step.jaxpr.outvars if isinstance(var, Var)}.difference(results)
+            return [k for k, var in enumerate(reads) if var in self.donated - kept]
 
         def kind(var: Var) -> tuple[tuple[int, ...], Any]:
             return self.values.shape(var), graph.aval_of(var).dtype

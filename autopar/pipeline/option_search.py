@@ -11,8 +11,8 @@ from typing import Literal
 
 from autopar.layers import AutoLayerOption, LayerError, LayerOption, ManualLayerOption
 from autopar.microbatch.splitting import MicrobatchError
+from autopar.pipeline.pipeline_planner import PipelinePlanner
 from autopar.pipeline.pipeline_schedules import schedule_names
-from autopar.pipeline.planning import PipelinePlanner
 from autopar.pipeline.stage_options import AutoStageOption, StageError, StageOption, UniformStageOption
 from autopar.pipeline.stage_problem import NoStagesError
 from autopar.plan import PipelineSchedule, Plan

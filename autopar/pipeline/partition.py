@@ -9,6 +9,7 @@ from typing import NamedTuple
 from jax.extend.core import Var
 
 from autopar import control_flow
+from autopar._memo import memoized_on_step
 from autopar.evaluate import Numbered
 from autopar.graph import Atom
 from autopar.microbatch.gradients import accumulate_p
@@ -23,7 +24,7 @@ class Task(NamedTuple):
 
     Attributes:
         stage: number of the stage.
-        phase: F, B (or I and W), U.
+        phase: F, B (or I and W), U; or S, the whole step.
         round: of the update: a round uses what other stages made in the ones before. 0 for other phases.
     """
 
@@ -35,6 +36,10 @@ class Task(NamedTuple):
     def name(self) -> str:
         """What the program calls it, whatever the microbatch."""
         return Run(self.stage, self.phase, self.round).task
+
+
+WHOLE_STEP_TASK = Task(0, "S")
+"""The one task of a step that is not cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +74,9 @@ class BatchFacts:
     mixed: frozenset[Var]
 
 
+@memoized_on_step
 def batch_facts(step: StepGraph) -> BatchFacts:
-    """The facts about `step`."""
+    """Return what depends on the batch in `step`."""
     _, dims = batch_factors(step, step_factors(step))
     rows = {var: min(each) for var, each in dims.items() if len(each) == 1}
     reached = {step.jaxpr.invars[i] for i in step.batch}
@@ -94,7 +100,6 @@ class Cut:
         eqns: the numbered equations of each task, in order; those that several tasks need are in each of them.
         totals: for each forward or backward task what it accumulates.
         num_stages: stages.
-        facts: what depends on the batch in the step, and how.
         parts: the same tasks for microbatches that are cut into so many parts.
         wanted: values that are read outside of these tasks.
         joined: for each result with a row per example, what one microbatch makes of it.
@@ -105,11 +110,24 @@ class Cut:
     num_stages: int
     eqns: dict[Task, tuple[Numbered, ...]]
     totals: dict[Task, tuple[Total, ...]]
-    facts: BatchFacts
     parts: "Callable[[int], Cut]"
     wanted: tuple[Var, ...] = ()
     joined: dict[Var, Var] = field(default_factory=dict)
     homes: Mapping[int, int] = field(default_factory=dict)
+
+    @cached_property
+    def facts(self) -> BatchFacts:
+        """What depends on the batch in the step, and how."""
+        return batch_facts(self.step)
+
+    @property
+    def is_whole_step(self) -> bool:
+        """Whether one task runs the whole step, microbatches included."""
+        return WHOLE_STEP_TASK in self.eqns
+
+    def micro_batches(self, i: int) -> int:
+        """Return the number of parts that tasks read input `i` in: its microbatches, if it is a batch that is cut outside of tasks."""
+        return self.step.num_micro_batches if i in self.step.batch and not self.is_whole_step else 1
 
     def part(self, atom: Atom) -> Atom:
         """What makes an output: the value of one microbatch, if it is joined from all of them."""
@@ -140,6 +158,8 @@ class Cut:
     @cached_property
     def reads(self) -> dict[Task, tuple[Var, ...]]:
         """Values that a task uses and does not make: inputs of the step, and what other tasks made."""
+        if self.is_whole_step:
+            return {WHOLE_STEP_TASK: tuple(self.step.jaxpr.invars)}
         return {task: self._reads(task) for task in self.eqns}
 
     @cached_property

@@ -20,10 +20,16 @@ from autopar.evaluate import Numbered
 from autopar.graph import Atom, aval_of
 from autopar.layers import layer_of
 from autopar.microbatch.splitting import Combine
-from autopar.pipeline.partition import Cut, Task, Total, batch_facts
+from autopar.pipeline.partition import WHOLE_STEP_TASK, Cut, Task, Total
 from autopar.trace import StepGraph
 
 _CASTS = {"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "copy_p"}
+
+
+def uncut_step(step: StepGraph) -> Cut:
+    """Return `step` as the one task of one stage."""
+    eqns = {WHOLE_STEP_TASK: tuple(enumerate(step.jaxpr.eqns))}
+    return Cut(step, 1, eqns, {}, lambda ways: uncut_step(step.cut(ways)))
 
 
 def cut_step(
@@ -246,8 +252,7 @@ class _Builder:
         ordered = {task: tasks[task] for task in sorted(tasks, key=self._order)}
         eqns = {task: tuple(each for unit in mine for each in unit.eqns) for task, mine in ordered.items()}
         totals = {task: tuple(each) for task, each in self.totals.items()}
-        facts = batch_facts(self.step)
-        return Cut(self.step, self.num_stages, eqns, totals, facts, parts, joined=self.joined, homes=homes)
+        return Cut(self.step, self.num_stages, eqns, totals, parts, joined=self.joined, homes=homes)
 
     def _order(self, task: Task) -> tuple[int, int, int]:
         if task.phase == "U":

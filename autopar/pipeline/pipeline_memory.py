@@ -1,4 +1,4 @@
-"""Bytes on one device of each mesh of a pipeline, instruction by instruction, by what they hold."""
+"""Bytes on one device of each mesh of a plan, instruction by instruction, by what they hold."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -6,9 +6,9 @@ from typing import NamedTuple
 from jax.extend.core import Var
 
 from autopar.pipeline.instructions import micro_batch_of, task_of
-from autopar.pipeline.partition import Task
-from autopar.pipeline.planned import PlannedPipeline
-from simulator.memory import Level, MemoryUse, Role, added, apportioned
+from autopar.pipeline.partition import WHOLE_STEP_TASK, Task
+from autopar.planned import PlannedStep
+from simulator.memory import Level, MemoryUse, Role, added, apportioned, with_roles
 from simulator.program import Free, Program, Recv, Run, Send
 
 type Levels = tuple[tuple[tuple[Level, Level], ...], ...]
@@ -25,21 +25,31 @@ class _Value(NamedTuple):
 class MeshMemory:
     """Follows what lives on each mesh: the state, what microbatches add up to, values until they are freed, and temporaries."""
 
-    def __init__(self, planned: PlannedPipeline) -> None:
+    def __init__(self, planned: PlannedStep) -> None:
         self.planned = planned
         self._tasks: dict[Task, tuple[MemoryUse, Mapping[Role, int]]] = {}
 
     def add_task(self, task: Task, used: MemoryUse, temporaries: Mapping[Role, float] | None = None) -> None:
-        """What a task needs while it runs, and what its temporaries are, if that is known."""
+        """Add what a task needs while it runs, and what its temporaries are, if that is known."""
         self._tasks[task] = used, apportioned(temporaries or {}, used.temporaries, "temporaries")
 
     def peaks(self, levels: Levels) -> tuple[MemoryUse, ...]:
-        """The memory of each mesh when it is fullest. Inputs are its arguments; all else that lives then is temporary."""
+        """Return the memory of each mesh when it is fullest. Inputs are its arguments; all else that lives then is temporary.
+
+        The memory of a step that is one program is that program's.
+        """
+        if self.planned.cut.is_whole_step:
+            return (self._whole_step(),)
         return tuple(self._peak(mesh, [during for during, _ in each]) for mesh, each in enumerate(levels))
 
     def levels(self, program: Program) -> Levels:
-        """What lives on each mesh, instruction by instruction."""
+        """Return what lives on each mesh, instruction by instruction."""
         return tuple(tuple(self._held(mesh, program)) for mesh in range(len(program.meshes)))
+
+    def _whole_step(self) -> MemoryUse:
+        """The memory of the one program of a step that is not cut."""
+        used, temporaries = self._tasks.get(WHOLE_STEP_TASK, (MemoryUse(), {}))
+        return used if used.roles else with_roles(used, self._arguments(0), temporaries)
 
     def _peak(self, mesh: int, levels: Iterable[Level]) -> MemoryUse:
         fixed = self._arguments(mesh)
@@ -54,7 +64,7 @@ class MeshMemory:
             here = [stage for stage in stages if mesh_of(stage) == mesh]
             if here:
                 var = cut.step.jaxpr.invars[i]
-                size = self._bytes(here[0], var) * (cut.step.num_micro_batches if i in cut.step.batch else 1)
+                size = self._bytes(here[0], var) * cut.micro_batches(i)
                 arguments = added(arguments, {self._role(here[0], var): size})
         return arguments
 
@@ -65,6 +75,8 @@ class MeshMemory:
         for instruction in program.instructions[mesh]:
             before = during = now
             match instruction:
+                case Run(phase="S"):
+                    during = self._whole_step().roles
                 case Run():
                     made = self._made(instruction)
                     now, temporaries = self._grown(before, task_of(instruction), made)

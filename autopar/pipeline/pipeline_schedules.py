@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import assert_never
 
+from autopar.plan import WHOLE_STEP_SCHEDULE
 from simulator.clock import Clock
 from simulator.max_plus import MaxPlusMap
 from simulator.program import Free, Instruction, Phase, Program, Recv, Run, Send, walk
@@ -61,7 +62,8 @@ class Schedule:
                 if self.pipeline.mesh_of(task.stage) != mesh:
                     raise ValueError(f"{self.name}: task {task} is on mesh {mesh}, its stage is not")
         phases = {task.phase for task in tasks}
-        count = self.pipeline.num_stages * (len(phases - {"U"}) * self.pipeline.num_micro_batches + ("U" in phases))
+        once = phases & {"U", "S"}
+        count = self.pipeline.num_stages * (len(phases - once) * self.pipeline.num_micro_batches + len(once))
         if len(set(tasks)) != len(tasks) or len(tasks) != count:
             raise ValueError(f"{self.name}: {len(tasks)} tasks, {len(set(tasks))} distinct; expected {count}\n{self}")
 
@@ -217,7 +219,7 @@ def make_schedule(name: str, pipeline: Pipeline) -> Schedule:
 def schedule_kind(name: str, pipeline: Pipeline | None = None) -> ScheduleKind:
     """The registered schedule `name`; with a pipeline, checks that it can be scheduled so."""
     if name not in _KINDS:
-        raise ValueError(f"unknown pipeline schedule {name!r}; expected one of {', '.join(_KINDS)}")
+        raise ValueError(f"unknown pipeline schedule {name!r}; expected one of {', '.join(schedule_names())}")
     if pipeline and pipeline.num_chunks > 1 and name not in ("interleaved_1f1b", "inference"):
         raise ValueError(
             f"schedule {name!r} runs one stage per mesh, not {pipeline.num_chunks}; use 'interleaved_1f1b'"
@@ -236,8 +238,12 @@ def has_backward(name: str) -> bool:
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Names of the schedules."""
-    return tuple(_KINDS)
+    """Return the names of the schedules that pipelines may have."""
+    return tuple(name for name in _KINDS if name != WHOLE_STEP_SCHEDULE)
+
+
+def _whole_step(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
+    yield Run(mesh, "S")
 
 
 def _gpipe(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
@@ -340,4 +346,5 @@ _KINDS = {
         "backward split in two; weight gradients fill the bubble of 1f1b in its memory (Qi et al., ICLR'24)",
     ),
     "inference": ScheduleKind(_inference, lambda mesh, pipeline: 1, "forwards only"),
+    WHOLE_STEP_SCHEDULE: ScheduleKind(_whole_step, lambda mesh, pipeline: 1, "the whole step as one program"),
 }

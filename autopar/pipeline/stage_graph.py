@@ -1,6 +1,6 @@
-"""One stage of a pipeline as a step of its own: what the intra-operator planner is asked to shard.
+"""One stage of a plan as a step of its own: what the intra-operator planner is asked to shard.
 
-Its inputs, sums, update and outputs are in an order of their own, that in which the stage comes to them: the order of the whole
+A step that is not cut is its own stage. Of a stage of a pipeline, the inputs, sums, update and outputs are in the order in which the stage comes to them: the order of the whole
 step follows the names of parameters, which tell stages apart that do the same.
 """
 
@@ -61,7 +61,9 @@ def stage_graphs(cut: Cut) -> list[StageGraph]:
 
 
 def stage_graph(cut: Cut, stage: int) -> StageGraph:
-    """The graph of one stage."""
+    """Return the graph of one stage."""
+    if cut.is_whole_step:
+        return _whole_step_graph(cut)
     step, micro = cut.step, cut.step.microbatching
     assert micro is not None
     mine = [task for task in cut.eqns if task.stage == stage]
@@ -158,6 +160,15 @@ def stage_graph(cut: Cut, stage: int) -> StageGraph:
     )
     tasks = {task: tuple((numbers[number], eqn) for number, eqn in cut.eqns[task]) for task in mine}
     return StageGraph(cut, stage, whole, inputs, received, outputs, sent, tasks, parts)
+
+
+def _whole_step_graph(cut: Cut) -> StageGraph:
+    """Return the graph of the only stage of a step that is not cut: the step itself."""
+    jaxpr = cut.step.jaxpr
+    inputs, outputs = tuple(range(len(jaxpr.invars))), tuple(range(len(jaxpr.outvars)))
+    return StageGraph(
+        cut, 0, cut.step, inputs, (), outputs, (), cut.eqns, lambda ways: _whole_step_graph(cut.parts(ways))
+    )
 
 
 def numbers_of(step: StepGraph) -> dict[Var, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Where a stage of a pipeline has its values, and in which shape, as its plan says."""
+"""Where a stage has its values, and in which shape, as its plan says."""
 
 from jax.extend.core import Var
 
@@ -27,6 +27,11 @@ class StageValues:
         self.mesh, self.deferred = stage.mesh, stage.deferred
         self.ways = self.mesh.ways(stage.deferred)
         jaxpr = found.step.jaxpr
+        # A program of the whole step takes whole batches and cuts them itself; its equations are those of a microbatch.
+        whole = found.cut.is_whole_step
+        self._shapes: dict[Var, tuple[int, ...]] = {}
+        if whole:
+            self._shapes = {v: value.shape for v, value in zip(jaxpr.invars, stage.inputs, strict=True)}
         self._specs: dict[Var, Spec] = {v: value.spec for v, value in zip(jaxpr.invars, stage.inputs, strict=True)}
         self.roles: dict[Var, MemoryRole] = {
             v: MEMORY_ROLES[value.role] for v, value in zip(jaxpr.invars, stage.inputs, strict=True)
@@ -41,18 +46,19 @@ class StageValues:
         for each in totals:
             spec = self._specs.get(each.total, replicated(aval_of(each.total).ndim))
             self._specs[each.sum] = tuple(tuple(a for a in axes if a not in stage.deferred) for axes in spec)
-        self.apart = {each.sum for each in totals} | found.cut.facts.mixed if stage.deferred else frozenset()
+        apart = stage.deferred and not whole
+        self.apart = {each.sum for each in totals} | found.cut.facts.mixed if apart else frozenset()
 
     def shape(self, var: Var) -> tuple[int, ...]:
-        """Shape of a value as tasks get and give it."""
-        shape = aval_of(var).shape
+        """Return the shape of a value as tasks get and give it."""
+        shape: tuple[int, ...] = self._shapes.get(var) or aval_of(var).shape
         return (self.ways, *shape) if var in self.apart else shape
 
     def spec(self, var: Var) -> Spec:
-        """Spec of a value as tasks get and give it."""
+        """Return the spec of a value as tasks get and give it."""
         spec = self._specs.get(var, replicated(aval_of(var).ndim))
         return (self.deferred, *spec) if var in self.apart else spec
 
     def device_bytes(self, var: Var) -> int:
-        """Bytes of one device's shard of a value."""
+        """Return the bytes of one device's shard of a value."""
         return array_bytes(local_shape(self.shape(var), self.spec(var), self.mesh), aval_of(var).dtype)

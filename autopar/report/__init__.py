@@ -4,9 +4,9 @@ from autopar.planned import PlannedStep
 from autopar.report.classify import Classification, ParameterClass, classify
 from autopar.report.decisions import decisions
 from autopar.report.diff import PlanDiff, diff
-from autopar.report.dump import DEBUG_FILES, dump_debug_info, dump_pipeline
+from autopar.report.dump import DEBUG_FILES, dump_debug_info
 from autopar.report.input_placement import PlacementSpec, input_placement_specs, output_placement_specs, placed
-from autopar.report.program_text import Status, annotated, hlo_text, partitioned, traced, unknown_status
+from autopar.report.program_text import Status, TaskStatus, annotated, partitioned, traced, unknown_status
 from autopar.report.reasons import Reason, RunnerUp
 from autopar.report.reshardings import ReshardingTask, resharding_tasks
 from autopar.report.sharding_picture import picture
@@ -25,13 +25,12 @@ __all__ = [
     "StageInfo",
     "Status",
     "TaskInfo",
+    "TaskStatus",
     "annotated",
     "classify",
     "decisions",
     "diff",
     "dump_debug_info",
-    "dump_pipeline",
-    "hlo_text",
     "input_placement_specs",
     "output_placement_specs",
     "partitioned",

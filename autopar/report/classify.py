@@ -126,7 +126,7 @@ def classify(planned: Plan | Planned, stage: int | None = None) -> Classificatio
         ValueError: the plan is a pipeline and no stage is given, or it comes without its step.
     """
     plan = planned if isinstance(planned, Plan) else _with_uses(planned, stage)
-    if plan.pipeline is not None:
+    if not plan.schedule.is_whole_step:
         raise ValueError("the plan is a pipeline, which is classified with its step: give the executable, and stage=")
     (only,) = plan.stages
     parameters = []

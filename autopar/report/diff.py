@@ -87,9 +87,9 @@ def _mesh(plan: Plan) -> str:
 
 
 def _schedule(plan: Plan) -> str:
-    if plan.pipeline is None:
+    if plan.schedule.is_whole_step:
         return "no pipeline"
-    return f"{plan.pipeline.name} with {plan.pipeline.num_chunks} stage(s) per mesh"
+    return f"{plan.schedule.name} with {plan.schedule.num_chunks} stage(s) per mesh"
 
 
 def _layers(plan: Plan) -> str:
@@ -99,7 +99,7 @@ def _layers(plan: Plan) -> str:
 
 
 def _classes(a: Plan, b: Plan) -> Iterator[str]:
-    if a.pipeline is not None or b.pipeline is not None:
+    if not (a.schedule.is_whole_step and b.schedule.is_whole_step):
         return  # stages are classified one by one, with their step
     before, after = classify(a), classify(b)
     if before.label != after.label:
@@ -129,7 +129,7 @@ def _values(a: Plan, b: Plan) -> Iterator[str]:
 def _by_path(plan: Plan) -> dict[str, Value]:
     """Inputs and outputs of the step; what stages hand to one another is none of the user's."""
     values = (value for stage in plan.stages for value in (*stage.inputs, *stage.outputs))
-    own = (each for each in values if plan.pipeline is None or not each.path.startswith(("received/", "result/sent/")))
+    own = (each for each in values if not each.path.startswith(("received/", "result/sent/")))
     return {value.path: value for value in own}
 
 

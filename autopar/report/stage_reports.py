@@ -1,4 +1,4 @@
-"""Reports about pipelines: each stage is viewed as a step with a plan of its own."""
+"""Reports about stages: each is viewed as a step with a plan of its own."""
 
 from dataclasses import dataclass
 
@@ -6,14 +6,13 @@ from autopar.control_flow import MARKERS, repeats
 from autopar.equation_work import array_bytes, kernel_of
 from autopar.graph import aval_of
 from autopar.pipeline.partition import Task
-from autopar.pipeline.planned import PlannedPipeline
-from autopar.plan import Plan
-from autopar.planned import Planned, PlannedStep
+from autopar.plan import WHOLE_STEP, Plan
+from autopar.planned import Planned, PlannedStep, as_planned
 
 
 @dataclass(frozen=True, slots=True)
 class TaskInfo:
-    """What one task does for one microbatch, on all devices of its stage together.
+    """The work of one run of a task, on all devices of its stage together: that of one microbatch, or of the whole step.
 
     Attributes:
         name: as in the program: `0F`, `1B`, `1U0`.
@@ -42,8 +41,8 @@ class StageInfo:
     tasks: tuple[TaskInfo, ...]
 
 
-def stage_infos(planned: PlannedPipeline) -> list[StageInfo]:
-    """Every stage of a pipeline."""
+def stage_infos(planned: PlannedStep) -> list[StageInfo]:
+    """Return what runs on every stage."""
     return [
         StageInfo(
             stage=number,
@@ -64,18 +63,16 @@ def single_stage(planned: Planned, stage: int | None) -> Planned:
     Raises:
         ValueError: the plan is a pipeline and `stage` is none of its stages.
     """
-    if planned.plan.pipeline is None:
+    if planned.plan.schedule.is_whole_step:
         return planned
     one = stage_plan(planned.plan, stage)
-    known = getattr(planned, "planned", None)  # an executable has cut the step already
-    whole = known if isinstance(known, PlannedPipeline) else PlannedPipeline(planned.step, planned.plan)
-    step = whole.graphs[stage or 0].step
+    step = as_planned(planned).graphs[stage or 0].step
     return PlannedStep(step, one.model_copy(update={"fingerprint": step.fingerprint}))
 
 
 def stage_plan(plan: Plan, stage: int | None) -> Plan:
-    """One stage of a pipelined plan as a plan; a plan without a pipeline as it is. Raises ValueError as `single_stage` does."""
-    if plan.pipeline is None:
+    """Return one stage of a plan as a plan. Raises ValueError as `single_stage` does."""
+    if plan.schedule.is_whole_step:
         return plan
     last = len(plan.stages) - 1
     if stage is None or not 0 <= stage <= last:
@@ -83,13 +80,16 @@ def stage_plan(plan: Plan, stage: int | None) -> Plan:
         raise ValueError(
             f"{given}, but the plan is a pipeline and its stages are looked at one by one: give stage=0 to {last}"
         )
-    return plan.model_copy(update={"stages": (plan.stages[stage],), "pipeline": None})
+    return plan.model_copy(update={"stages": (plan.stages[stage],), "schedule": WHOLE_STEP})
 
 
-def _task_info(planned: PlannedPipeline, task: Task) -> TaskInfo:
+def _task_info(planned: PlannedStep, task: Task) -> TaskInfo:
     eqns = [eqn for _, eqn in planned.cut.eqns[task]]
+    micro = planned.step.microbatching if task.phase == "S" else None
+    in_microbatches = {number for number, _ in micro.body} if micro else set()
     flops = num_bytes = 0.0
-    for eqn, times in zip(eqns, repeats(eqns), strict=True):
+    for (number, eqn), repeated in zip(planned.cut.eqns[task], repeats(eqns), strict=True):
+        times = repeated * (planned.step.num_micro_batches if number in in_microbatches else 1)
         if eqn.primitive not in MARKERS and eqn.outvars:
             avals = [aval_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
             moved = sum(array_bytes(aval.shape, aval.dtype) for aval in avals)

@@ -1,8 +1,9 @@
-"""Placing the arguments of a pipelined step, and collecting its results."""
+"""Placing the arguments of a planned step, and collecting its results."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,12 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.graph import Atom, aval_of
+from autopar.keys import is_key
 from autopar.microbatch.batch_rows import cut_rows, join_rows
 from autopar.runtime.value_placement import Places
 
 type Values = dict[str, jax.Array]
-"""What a mesh has, by name (`autopar.pipeline.instructions.Names`)."""
+"""The values that a mesh has, by name (`autopar.pipeline.instructions.Names`)."""
 
 
 class Inputs:
@@ -30,7 +32,7 @@ class Inputs:
         self._step, self._cut = planned.step, planned.cut
         self._places = places
         self.homes = [places.home(i) for i in range(len(self._step.jaxpr.invars))]
-        self._splits = {i: self._split(i) for i in self._step.batch}
+        self._splits = {i: self._split(i) for i in self._step.batch if not self._cut.is_whole_step}
         self._zeros = [self._make_zeros(mesh) for mesh in range(len(planned.program.meshes))]
 
     def start(self, leaves: Sequence[jax.Array]) -> list[Values]:
@@ -79,29 +81,41 @@ class Output:
     """How an output is made when all instructions have run.
 
     Attributes:
-        names: the values of the mesh that it is made of.
+        names: the values of the mesh that it is made of; none for a constant.
         sharding: where it is.
         make: makes it of them; None: it is one of them.
-        value: a constant, which is made of nothing.
     """
 
     mesh: int
     names: tuple[str, ...]
     sharding: NamedSharding
     make: Callable[..., jax.Array] | None = None
-    value: jax.Array | None = None
 
     def take(self, values: Sequence[Values]) -> jax.Array:
-        """The output, of the values of each mesh."""
-        if self.value is not None:
-            return self.value
+        """Return the output, made of the values of each mesh."""
         parts = [values[self.mesh][name] for name in self.names]
         return parts[0] if self.make is None else self.make(*parts)
 
 
-def outputs_of(places: Places) -> list[Output]:
-    """Every output of the step."""
-    return [_output(places, atom) for atom in places.planned.step.jaxpr.outvars]
+def outputs_of(places: Places, donated: frozenset[int] = frozenset()) -> list[Output]:
+    """Return how every output of the step is made.
+
+    Each is an array of its own, which the next step may be given as an argument whose memory it reuses: an output that is also
+    another one, or an argument that the caller keeps, is copied.
+
+    Args:
+        donated: numbers of the inputs that the caller gives away.
+    """
+    taken = {f"in{i}" for i in range(len(places.planned.step.jaxpr.invars)) if i not in donated}
+    outputs = []
+    for atom in places.planned.step.jaxpr.outvars:
+        output = _output(places, atom)
+        if output.make is None and output.names[0] in taken:
+            copied = jax.jit(jnp.copy, in_shardings=output.sharding, out_shardings=output.sharding)
+            output = replace(output, make=copied)
+        taken.update(output.names[:1])
+        outputs.append(output)
+    return outputs
 
 
 def _output(places: Places, atom: Atom) -> Output:
@@ -109,7 +123,7 @@ def _output(places: Places, atom: Atom) -> Output:
     if isinstance(atom, Literal) or atom in step.jaxpr.constvars:
         value = atom.val if isinstance(atom, Literal) else step.jaxpr.consts[step.jaxpr.constvars.index(atom)]
         here = NamedSharding(places.meshes[0], PartitionSpec())
-        return Output(0, (), here, value=jax.device_put(np.asarray(value, aval_of(atom).dtype), here))
+        return Output(0, (), here, jax.jit(partial(_constant, value, aval_of(atom)), out_shardings=here))
     if atom in cut.joined:
         part = cut.joined[atom]
         stage, count = cut.made_by[part].stage, step.num_micro_batches
@@ -121,6 +135,12 @@ def _output(places: Places, atom: Atom) -> Output:
         return Output(places.mesh_of(stage), (names.of(atom, 0),), places.of(stage, atom))
     i = step.jaxpr.invars.index(atom)
     return Output(places.mesh_of(cut.input_stages[i][0]), (f"in{i}",), places.home(i))
+
+
+def _constant(value: Any, aval: Any) -> Any:
+    if is_key(aval.dtype):
+        return value
+    return np.asarray(value).item() if aval.weak_type and not aval.shape else jnp.asarray(value, aval.dtype)
 
 
 def micro_batches(count: int, chunks: int, whole: jax.Array) -> list[jax.Array]:

@@ -9,7 +9,7 @@ from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import graph
-from autopar.evaluate import evaluate
+from autopar.evaluate import as_is, evaluate
 from autopar.sharding.spec import AnyMesh
 from autopar.shardwise import shardwise
 from autopar.trace import StepGraph
@@ -69,7 +69,7 @@ def part_of_state(step: StepGraph, outputs: Sequence[int], mesh: AnyMesh) -> Cal
 
     def run(*args: Any) -> list[jax.Array]:
         env = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*args, *jaxpr.consts), strict=True))
-        evaluate(eqns, env, _as_is, _as_is, shardwise(mesh))
+        evaluate(eqns, env, as_is, as_is, shardwise(mesh))
         values = (atom.val if isinstance(atom, Literal) else env[atom] for atom in wanted)
         return [jax.lax.convert_element_type(v, graph.aval_of(a).dtype) for v, a in zip(values, wanted, strict=True)]
 
@@ -80,7 +80,3 @@ def state_avals(step: StepGraph) -> Any:
     """The state that a traced function makes, as ShapeDtypeStructs."""
     avals = map(graph.aval_of, step.jaxpr.outvars)
     return jax.tree.unflatten(step.out_tree, [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
-
-
-def _as_is(number: int, values: list[Any]) -> list[Any]:
-    return values

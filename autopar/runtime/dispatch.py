@@ -1,4 +1,4 @@
-"""The instructions of a pipeline, dispatched one after the other; the devices run them as they can."""
+"""The instructions of a planned step, dispatched one after the other; the devices run them as they can."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,13 +36,18 @@ class Call:
     def run(self, values: Values) -> None:
         """Dispatch it on the values of its mesh, which get the results."""
         operands = [
-            value if (value := values[name]).sharding == sharding else jax.device_put(value, sharding)
+            value if _is_at(value := values[name], sharding) else jax.device_put(value, sharding)
             for name, sharding in self.operands
         ]
         made = self.compiled(*operands)
         values.update(zip(self.results, made, strict=True))
         if self.waits:
             jax.block_until_ready(made)
+
+
+def _is_at(value: jax.Array, sharding: NamedSharding) -> bool:
+    """Return whether a value is in its place; comparing shardings takes long where they are not the same object."""
+    return (present := value.sharding) is sharding or present == sharding
 
 
 class Dispatcher:

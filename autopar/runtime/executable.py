@@ -1,83 +1,156 @@
-"""A planned step compiled for devices that are here."""
+"""The executable of a planned step: what `parallelize` compiles, wherever it runs."""
 
-import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-from jax.sharding import Mesh
+import numpy as np
 
 from autopar import report
-from autopar.lower import jit_step, program_of
+from autopar.pipeline.partition import Task
+from autopar.pipeline.pipeline_memory import MeshMemory
 from autopar.plan import Plan
-from autopar.target import memory_of
+from autopar.planned import PlannedStep
 from autopar.trace import StepGraph
 from simulator.memory import MemoryUse
 from simulator.program import Program
+from simulator.timeline import Timeline
 
 
-class Executable:
-    """One step, for arguments of one structure, shape and dtype.
+class Executable(ABC):
+    """One step, planned and compiled for arguments of one structure, shape and dtype.
 
     Attributes:
-        step: what was traced.
-        plan: how it runs.
-        program: the same as instructions.
-        mesh: the devices it runs on.
-        jitted, compiled: the step as JAX has it, before and after compilation.
+        planned: the traced step and its plan.
+        tasks: what its stages run, by task.
         in_shardings, out_shardings: pytrees like the arguments and the result.
-        plan_seconds, compile_seconds: what tracing and planning, and compiling took.
+        plan_seconds: seconds of tracing and planning.
+        compile_seconds: seconds of compiling.
     """
 
-    def __init__(
-        self, step: StepGraph, plan: Plan, mesh: Mesh, donate_argnums: Sequence[int] = (), plan_seconds: float = 0.0
-    ) -> None:
-        self.step = step
-        self.plan = plan
-        self.mesh = mesh
-        self.program: Program = program_of(plan)
-        self.plan_seconds = plan_seconds
-        start = time.perf_counter()
-        self.jitted = jit_step(step, plan, mesh, donate_argnums)
-        self.compiled = self.jitted.lower(*step.in_avals).compile()
-        self.compile_seconds = time.perf_counter() - start
-        self.in_shardings: Any = self.compiled.input_shardings[0]
-        self.out_shardings: Any = self.compiled.output_shardings
+    planned: PlannedStep
+    tasks: Mapping[Task, Any]
+    in_shardings: Any
+    out_shardings: Any
+    plan_seconds: float
+    compile_seconds: float
 
-    def __call__(self, *args: Any) -> Any:
-        """Run the step on arguments that are where `in_shardings` wants them."""
-        return self.compiled(*args)
+    @property
+    def step(self) -> StepGraph:
+        """What was traced."""
+        return self.planned.step
 
+    @property
+    def plan(self) -> Plan:
+        """How it runs."""
+        return self.planned.plan
+
+    @property
+    def program(self) -> Program:
+        """The plan as instructions."""
+        return self.planned.program
+
+    # -- running
+
+    @abstractmethod
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
-        """`args` on the devices, as the plan wants them; what is in place already is not copied."""
-        return tuple(jax.device_put(arg, shardings) for arg, shardings in zip(args, self.in_shardings, strict=True))
+        """Return `args` on the devices, as the plan wants them; what is in place already is not copied."""
 
-    @property
-    def memory(self) -> MemoryUse:
-        """Bytes on one device, by the compiler's buffer assignment."""
-        return memory_of(self.compiled)
+    @abstractmethod
+    def __call__(self, *args: Any) -> Any:
+        """Run the step on arguments that are where the plan wants them.
 
-    def get_total_allocation_size(self) -> int:
-        """Bytes that one device needs to run the step."""
-        return self.memory.total
+        Raises:
+            ValueError: they are elsewhere, or of another structure.
+        """
 
-    def get_hlo_text(self, status: report.Status = "optimized") -> str:
-        """The program: "traced", "annotated" with shardings, "partitioned" for one device, or "optimized" as it runs."""
-        return report.hlo_text(self, status)
+    @abstractmethod
+    def sync(self) -> None:
+        """Wait until the devices have nothing left to do."""
 
+    # -- what it is
+
+    @abstractmethod
     def get_input_placement_specs(self) -> Any:
-        """A tuple like the arguments, with a `PlacementSpec` for every array."""
-        return report.input_placement_specs(self, self._device_ids)
+        """Return a tuple like the arguments, with a `PlacementSpec` for every array."""
 
+    @abstractmethod
     def get_output_placement_specs(self) -> Any:
-        """A pytree like the result, with a `PlacementSpec` for every array."""
-        return report.output_placement_specs(self, self._device_ids)
+        """Return a pytree like the result, with a `PlacementSpec` for every array."""
+
+    def get_stage_execution_info(self) -> list[report.StageInfo]:
+        """Return for every stage its layers, devices and tasks, with the work of each."""
+        return report.stage_infos(self.planned)
 
     @property
-    def _device_ids(self) -> list[int]:
-        return [device.id for device in self.mesh.devices.flat]
+    @abstractmethod
+    def platform(self) -> str:
+        """The platform of its devices, "cpu" or "gpu"."""
+
+    @abstractmethod
+    def _text(self, task: Task, status: report.TaskStatus) -> str:
+        """Return the program of a task."""
+
+    def get_hlo_text(self, status: report.Status = "optimized", stage: int | None = None) -> str:
+        """Return the program at one stage of its compilation.
+
+        Args:
+            status: "traced": the step as it was written; "annotated" with the plan's shardings, "partitioned" for one device, or
+                "optimized" as it runs: the program of each task, under a line `// task 0F` where there are several.
+            stage: only those of one stage.
+
+        Raises:
+            ValueError: there is no such stage or status.
+        """
+        last = len(self.plan.stages) - 1
+        if stage is not None and not 0 <= stage <= last:
+            raise ValueError(f"there is no stage {stage}, expected 0 to {last}")
+        match status:
+            case "traced":
+                return report.traced(self, self.platform)
+            case "annotated" | "partitioned" | "optimized":
+                pass
+            case _:
+                raise report.unknown_status(status)
+        cut = self.planned.cut
+        if cut.is_whole_step:
+            (task,) = self.tasks
+            return self._text(task, status)
+        return "\n".join(
+            f"// task {task.name}\n{self._text(task, status)}"
+            for task in self.tasks
+            if stage in (None, task.stage) and (cut.eqns[task] or cut.totals.get(task))
+        )
 
     def dump_debug_info(self, folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
         """Write plan, reasons, placements, reshardings, programs and memory to `folder`; see `autopar.report.DEBUG_FILES`."""
         return report.dump_debug_info(self, folder, name)
+
+    # -- what it needs
+
+    @abstractmethod
+    def get_stage_allocation_size(self) -> dict[Task, MemoryUse]:
+        """Return the bytes on one device for each task, by the compiler's buffer assignment."""
+
+    @property
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """For each mesh the bytes on one device when it is fullest, by the compiler's buffer assignment for each task."""
+        memory = MeshMemory(self.planned)
+        for task, used in self.get_stage_allocation_size().items():
+            memory.add_task(task, used)
+        return memory.peaks(memory.levels(self.program))
+
+    def get_total_allocation_size(self) -> int:
+        """Return the bytes that the fullest device needs to run the step."""
+        return max(used.total for used in self.memory)
+
+    # -- how long it takes
+
+    @abstractmethod
+    def profile_with_dummy_inputs(self, warmup: int = 1, number: int = 3, repeat: int = 3) -> np.ndarray:
+        """Return the seconds of a step on zeros, `repeat` times the mean over `number` steps; shape (repeat,)."""
+
+    @abstractmethod
+    def dump_stage_execution_trace(self, file: str | Path) -> Timeline:
+        """Run a step on zeros with every instruction timed; write it for Perfetto, in the form of a simulated step, and return it."""

@@ -1,4 +1,4 @@
-"""The tasks of a pipeline compiled for the devices that are here."""
+"""The tasks of a planned step compiled for the devices that are here."""
 
 import time
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from autopar.pipeline.compiling import lower_stage
 from autopar.pipeline.lowering import TaskFunction
-from autopar.pipeline.partition import Task
-from autopar.pipeline.planned import PlannedPipeline
+from autopar.pipeline.partition import WHOLE_STEP_TASK, Task
+from autopar.planned import PlannedStep
 from autopar.progress import ranges, tell
 
 
@@ -25,10 +25,12 @@ class CompiledTask:
 
 
 def compile_tasks(
-    planned: PlannedPipeline, meshes: Sequence[Mesh], donated: frozenset[int] = frozenset()
+    planned: PlannedStep, meshes: Sequence[Mesh], donated: frozenset[int] = frozenset()
 ) -> dict[Task, CompiledTask]:
-    """The tasks of every stage; those of one mesh that are the same program share an executable, as identical layers do, and the
-    same stages under another schedule.
+    """Compile the tasks of every stage.
+
+    Those of one mesh that are the same program share an executable, as identical layers do, and the same stages under another
+    schedule.
 
     Args:
         meshes: the devices of each stage.
@@ -40,8 +42,9 @@ def compile_tasks(
         functions = lower_stage(planned, number, mesh, donated)
         for function in functions:
             found[function.task] = CompiledTask(function, _compiled(function, mesh))
+        layers = f"layers {ranges(stage.layers)} on " if stage.layers else ""
         tell(
-            f"stage {number}: layers {ranges(stage.layers)} on devices {ranges(stage.devices)}, mesh"
+            f"stage {number}: {layers}devices {ranges(stage.devices)}, mesh"
             f" {' x '.join(map(str, stage.mesh_shape))}; {len(functions)} tasks compiled in {time.perf_counter() - start:.2f} s"
         )
     return found
@@ -53,6 +56,8 @@ _known: WeakValueDictionary[tuple[Mesh, str], jax.stages.Compiled] = WeakValueDi
 
 def _compiled(function: TaskFunction, mesh: Mesh) -> jax.stages.Compiled:
     lowered = function.jitted.lower(*function.in_avals)
+    if function.task == WHOLE_STEP_TASK:  # there is no other, and its text may be long
+        return lowered.compile()
     key = mesh, sha256(lowered.as_text().encode()).hexdigest()
     compiled = _known.get(key)
     if compiled is None:

@@ -1,4 +1,4 @@
-"""Pipelines with a stopwatch: made-up inputs, the time of a step, and when each of its tasks ran."""
+"""Planned steps with a stopwatch: made-up inputs, the time of a step, and when each of its tasks ran."""
 
 import time
 from collections import defaultdict
@@ -12,10 +12,10 @@ from simulator.program import Free, Recv, Run, Send, walk
 from simulator.timeline import Span, Timeline
 
 if TYPE_CHECKING:
-    from autopar.runtime.pipeline_executable import PipelineExecutable
+    from autopar.runtime.local_executable import LocalExecutable
 
 
-def dummy_inputs(executable: "PipelineExecutable") -> list[jax.Array]:
+def dummy_inputs(executable: "LocalExecutable") -> list[jax.Array]:
     """Zeros for every input, where the step wants them."""
     avals, homes = jax.tree.leaves(executable.step.in_avals), executable.inputs.homes
     made: dict[int, jax.Array] = {}
@@ -25,7 +25,7 @@ def dummy_inputs(executable: "PipelineExecutable") -> list[jax.Array]:
     return [made[i] for i in range(len(avals))]
 
 
-def executed_timeline(executable: "PipelineExecutable", leaves: list[jax.Array]) -> Timeline:
+def executed_timeline(executable: "LocalExecutable", leaves: list[jax.Array]) -> Timeline:
     """Run a step, each instruction by itself, and put what it took on the clocks of the program.
 
     An instruction starts when its mesh is free and what it waits for is there, as in a simulation. Run by itself a task takes as

@@ -1,11 +1,11 @@
-"""Placement of a pipeline's values on local devices."""
+"""Placement of a planned step's values on local devices."""
 
 from collections.abc import Sequence
 
 from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding
 
-from autopar.pipeline.planned import PlannedPipeline
+from autopar.planned import PlannedStep
 from autopar.sharding.spec import partition_spec
 
 
@@ -16,7 +16,7 @@ class Places:
         meshes: the devices of each stage; stages may share them.
     """
 
-    def __init__(self, planned: PlannedPipeline, meshes: Sequence[Mesh]) -> None:
+    def __init__(self, planned: PlannedStep, meshes: Sequence[Mesh]) -> None:
         self.planned, self.meshes = planned, tuple(meshes)
 
     def mesh_of(self, stage: int) -> int:

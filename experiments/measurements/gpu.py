@@ -37,7 +37,7 @@ from simulator.calibration.shipped_profiles import write_profile
 from simulator.cluster import Cluster
 from simulator.engine import simulate
 from simulator.hlo import parse_hlo
-from simulator.program import Program, Run
+from simulator.program import Program
 from simulator.timeline import Timeline
 from simulator.work import unknown_kernels
 
@@ -118,7 +118,7 @@ def measure(model: Timed, clusters: Clusters, repeat: int, least: float) -> Row:
         run, lambda: jax.block_until_ready(state), warmup=2, repeat=repeat, number=1, min_repeat_second=least
     )
     memory, body = memory_of(step), parse_hlo(step.as_text() or "")
-    program = Program(meshes=((0,),), instructions=((Run(0, "S"),),), bodies={"0S": body}, memory=(memory,))
+    program = Program.single(body, memory=memory)
     args = model.abstract_args()
     plan = autopar.plan_step(model.train_step, args, cluster=clusters.shipped, mesh_shape=(1,))
 

@@ -15,12 +15,12 @@ import numpy as np
 import autopar
 from autopar.hosts import session
 from autopar.hosts.driver import RayHosts
-from autopar.hosts.executable import RemoteExecutable, remote_executable
 from autopar.hosts.job import Array, Delivery, Input, Job, Place, StageMesh
-from autopar.hosts.job_export import prepare_pipeline
+from autopar.hosts.job_export import prepare
+from autopar.hosts.remote_executable import RemoteExecutable
 from autopar.pipeline.cross_mesh_resharding import reshard
-from autopar.pipeline.planned import PlannedPipeline
-from autopar.runtime.pipeline_executable import PipelineExecutable
+from autopar.planned import PlannedStep
+from autopar.runtime.local_executable import LocalExecutable
 from autopar.runtime.timing import dummy_inputs, executed_timeline
 from experiments.scripts.measure import next_state
 from simulator.program import Instruction, Recv, Run, Send, parse_instruction
@@ -149,8 +149,8 @@ def middle(found: Sequence[Seconds]) -> Seconds:
     return Seconds(*(median(getattr(each, name) for each in found) for name in Seconds.__slots__))
 
 
-def task_seconds(executable: PipelineExecutable) -> dict[str, float]:
-    """Seconds of each task (`Run.task`) of a pipeline in this process, run by itself: the median over microbatches."""
+def task_seconds(executable: LocalExecutable) -> dict[str, float]:
+    """Seconds of each task (`Run.task`) of a step in this process, run by itself: the median over microbatches."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     inputs = jax.block_until_ready(dummy_inputs(executable))
     for span in executed_timeline(executable, inputs).spans:
@@ -172,9 +172,9 @@ class LoadSeconds:
     compile: float
 
 
-def load(hosts: RayHosts, planned: PlannedPipeline) -> tuple[RemoteExecutable, LoadSeconds]:
-    """A pipeline on hosts; it is exported once more, to see how long that takes."""
+def load(hosts: RayHosts, planned: PlannedStep) -> tuple[RemoteExecutable, LoadSeconds]:
+    """A step on hosts; it is exported once more, to see how long that takes."""
     start = time.perf_counter()
-    prepare_pipeline(planned, hosts.platform, frozenset())
+    prepare(planned, hosts.platform, frozenset())
     export = time.perf_counter() - start
-    return remote_executable(planned, hosts), LoadSeconds(export, max(hosts.load_seconds))
+    return RemoteExecutable(planned, hosts), LoadSeconds(export, max(hosts.load_seconds))

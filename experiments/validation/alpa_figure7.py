@@ -18,7 +18,7 @@ from typing import Literal
 
 import autopar
 from autopar import AutoLayerOption
-from autopar.pipeline.planning import make_pipeline_plan
+from autopar.pipeline.pipeline_planner import make_pipeline_plan
 from autopar.pipeline.stage_problem import NoStagesError
 from autopar.plan import PipelineSchedule, Plan
 from autopar.sharding.options import AUTO

@@ -17,10 +17,11 @@ from pathlib import Path
 
 from jax.extend.core import Var
 
+from autopar.arguments import leaves_of
 from autopar.control_flow import repeats
 from autopar.equation_work import array_bytes
 from autopar.graph import aval_of
-from autopar.lower import WHOLE_STEP, compile_program
+from autopar.pipeline.compiling import compile_planned
 from autopar.report import PlannedStep
 from autopar.report.replay import Played, replay
 from autopar.sharding.mesh_costs import Step, reshard_steps
@@ -182,11 +183,12 @@ def compare(case: Case) -> Iterator[Row]:
     plan = STRATEGIES[case.strategy].plan(model, case.mesh, cluster)
     assert plan is not None
     planned = PlannedStep(trace(model.train_step, args, (1,)), plan)
-    program, _ = compile_program(planned.step, plan, cluster, donate_argnums=(0,))
+    donated = leaves_of(planned.step.in_avals, (0,))
+    program, _ = compile_planned(planned, cluster, donated)
     timeline = simulate(program, cluster)
     steps = list(planned_collectives(planned))
     in_plan = _by_kind(steps)
-    in_program = work_of(program.bodies[WHOLE_STEP.task]).collectives
+    in_program = work_of(program.bodies["0S"]).collectives
     at = case.name, mesh_name(case.mesh), case.cluster, case.strategy
     for kind in KINDS:
         row = Row(*at, kind, in_plan[kind], in_program.get(kind, 0.0))

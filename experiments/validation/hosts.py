@@ -27,10 +27,8 @@ from typing import Any, Literal
 import yaml
 
 import autopar
-from autopar.pipeline.planned import PlannedPipeline
 from autopar.progress import tell
-from autopar.runtime.executable import Executable
-from autopar.runtime.pipeline_executable import PipelineExecutable
+from autopar.runtime.local_executable import LocalExecutable
 from experiments.measurements import hosts as measurements
 from experiments.measurements.hosts import Running, Seconds, Shape, middle
 from experiments.models import GPT, MLP, Model
@@ -116,7 +114,7 @@ class Compiled:
         self.case, self.args = case, initial_args(case.model)
         self.plan = case.plan(self.args)
         executable = self.function().get_executable(*self.args)
-        assert isinstance(executable, PipelineExecutable | Executable)
+        assert isinstance(executable, LocalExecutable)
         self.executable = executable
         self.running = Running(self.executable, self.args)
 
@@ -152,7 +150,7 @@ def measure(cases: Sequence[Compiled], shape: Shape, repeat: int) -> Iterator[Me
     for turn in range(repeat + 1):  # the first, in which much happens for the first time, doesn't count
         for each, remote, results in zip(cases, remotes, found, strict=True):
             local = each.executable
-            tasks = measurements.task_seconds(local) if isinstance(local, PipelineExecutable) else {}
+            tasks = {} if local.plan.schedule.is_whole_step else measurements.task_seconds(local)
             result = each.running.seconds(3), remote.seconds(3), tasks
             if turn:
                 results.append(result)
@@ -171,7 +169,7 @@ def measure_start(case: Compiled, shape: Shape) -> Iterator[Row]:
     yield row("import_in_one_process", measurements.import_seconds("autopar.hosts.worker"))
     hosts, seconds = measurements.start_hosts(shape)
     yield row("init", seconds)
-    executable, loaded = measurements.load(hosts, PlannedPipeline(case.executable.step, case.plan))  # pyright: ignore
+    executable, loaded = measurements.load(hosts, case.executable.planned)
     yield from (row(name, value) for name, value in asdict(loaded).items())
     remote = Running(executable, case.args)
     yield row("first_step", remote.seconds(1).alone)

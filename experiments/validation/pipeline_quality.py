@@ -16,7 +16,7 @@ from pathlib import Path
 
 import autopar
 from autopar import AutoLayerOption, AutoStageOption, ManualStageOption
-from autopar.pipeline.planning import make_pipeline_plan
+from autopar.pipeline.pipeline_planner import make_pipeline_plan
 from autopar.pipeline.stage_options import StageOption
 from autopar.pipeline.stage_problem import NoStagesError
 from autopar.plan import PipelineSchedule, Plan

@@ -24,7 +24,7 @@ from experiments.validation.annotations import Annotations
 from simulator.cluster import Cluster
 from simulator.engine import simulate
 from simulator.hlo import parse_hlo
-from simulator.program import Program, Run
+from simulator.program import Program
 from simulator.timeline import Timeline
 
 type Shape = tuple[int, ...]
@@ -81,12 +81,7 @@ def measure(
         try:
             if isinstance(method, Annotations):
                 executable = method.compile(model, mesh, cluster)
-                program = Program(
-                    meshes=(tuple(range(executable.num_devices)),),
-                    instructions=((Run(0, "S"),),),
-                    bodies={"0S": parse_hlo(executable.hlo_text)},
-                    memory=(executable.memory,),
-                )
+                program = Program.single(parse_hlo(executable.hlo_text), executable.num_devices, executable.memory)
                 timeline = simulate(program, cluster)
             else:
                 row, timeline = _planned(row, model, method, mesh, cluster)

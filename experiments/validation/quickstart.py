@@ -21,7 +21,7 @@ from experiments.models import MLP
 from simulator.cluster import Cluster
 from simulator.engine import simulate
 from simulator.hlo import parse_hlo
-from simulator.program import Program, Run
+from simulator.program import Program
 
 MODEL = MLP(dim=2048, num_layers=10, batch_size=2048)
 GIB = 2**30
@@ -112,12 +112,7 @@ def _place(args: Any, mesh: Mesh, spec: Any) -> Any:
 
 
 def _row(strategy: str, published: Published, executable: TargetExecutable, cluster: Cluster) -> Row:
-    program = Program(
-        meshes=(tuple(range(executable.num_devices)),),
-        instructions=((Run(0, "S"),),),
-        bodies={"0S": parse_hlo(executable.hlo_text)},
-        memory=(executable.memory,),
-    )
+    program = Program.single(parse_hlo(executable.hlo_text), executable.num_devices, executable.memory)
     seconds = simulate(program, cluster).makespan
     return Row(strategy, published, seconds, executable.memory.total / GIB)
 

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 import autopar
+from autopar.method_planning import trace_for
 from autopar.planned import PlannedStep
-from autopar.predicting import trace_for
 from experiments.models import GPT
 from simulator import Cluster, load_program, prediction_of, save_program, simulate
 from simulator.description import ClusterError
@@ -62,12 +62,12 @@ def predicted(name: str, fidelity: Any = "analytic") -> Timeline:
 @pytest.mark.parametrize("name", tiers(["1f1b", "shard", "accumulated", "zero2", "data", "zero_bubble_h1"]))
 def test_it_is_what_the_plan_says(name):
     timeline, made = predicted(name), plan(name)
-    if made.pipeline is None:
+    if made.schedule.is_whole_step:
         assert timeline.makespan == pytest.approx(made.predicted_seconds, rel=1e-6)
     else:  # which counts one transfer at a time, and not what a gather costs the one that receives
         assert timeline.makespan == pytest.approx(made.predicted_seconds, rel=0.08)
     counted = (
-        0.01 if made.pipeline is None else 0.05
+        0.01 if made.schedule.is_whole_step else 0.05
     )  # what only half a backward pass reads counts through all of it there
     assert max(use.total for use in timeline.memory) == pytest.approx(made.predicted_bytes, rel=counted)
     assert all(sum(use.roles.values()) == use.total for use in timeline.memory)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar import api
+from autopar.pipeline.partition import Task
 from autopar.testing import assert_allclose
 from simulator.cluster import Cluster
 from tests.steps import mlp_args, mlp_step, serial
@@ -172,7 +173,7 @@ def test_only_the_programs_that_were_used_last_are_kept(monkeypatch):
     f = autopar.parallelize(lambda x, k: x * k, static_argnums=1, batch_argnums=(0,), method=autopar.DataParallel(2))
     x = np.ones(4, np.float32)
     first, second = (weakref.ref(f.get_executable(x, k)) for k in (1, 2))
-    compiled = weakref.ref(second().compiled)
+    compiled = weakref.ref(second().tasks[Task(0, "S")].compiled)
     f(x, 1)
     f(x, 3)  # in the place of 2
     gc.collect()
@@ -256,7 +257,7 @@ def test_meshes_are_taken_as_a_mesh_a_shape_a_number_or_a_list():
     explicit = jax.make_mesh((2, 2), ("rows", "columns"))
     for given_devices, shape in [(explicit, (2, 2)), ((2, 2), (2, 2)), (4, (4,)), (devices[4:], (4,)), (None, (8,))]:
         planned = autopar.parallelize(mlp_step, method=autopar.DataParallel(devices=given_devices), donate_argnums=())
-        assert planned.get_executable(*mlp_args()).mesh.devices.shape == shape
+        assert planned.get_executable(*mlp_args()).meshes[0].devices.shape == shape
     planned = autopar.parallelize(mlp_step, method=autopar.DataParallel(devices=devices[4:]), donate_argnums=())
     state, _ = planned(*mlp_args())
     assert state.step.sharding.device_set == set(devices[4:])
@@ -306,8 +307,9 @@ def test_the_executable_tells_memory_and_program():
     state, batch = mlp_args()
     state_bytes = sum(jnp.asarray(leaf).nbytes for leaf in jax.tree.leaves(state))
     batch_bytes = sum(leaf.nbytes for leaf in batch.values())
-    assert executable.memory.arguments == state_bytes + batch_bytes // 2
-    assert executable.get_total_allocation_size() == executable.memory.total >= state_bytes
+    (memory,) = executable.memory
+    assert memory.arguments == state_bytes + batch_bytes // 2
+    assert executable.get_total_allocation_size() == memory.total >= state_bytes
     assert str(executable.program) == "mesh 0: 0S0"
     assert "all-reduce" in executable.get_hlo_text()
 

@@ -1,6 +1,7 @@
 """`check="first step"` finds a plan that computes something else than one device, and no other."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import shardwise
+from autopar.pipeline.compiling import lower_stage
 from autopar.testing import assert_allclose
 from tests.autopar.test_shardwise import IMAGES, KERNEL, per_example_gradients
 from tests.tiers import pairs
@@ -102,15 +104,12 @@ def test_what_differs_is_named_with_its_line(monkeypatch):
 
 
 def test_integers_are_compared_exactly(monkeypatch):
-    from autopar import lower
+    def wrong(*args):
+        (right,) = lower_stage(*args)
+        jitted = jax.jit(lambda *operands: (right.jitted(*operands)[0] + 1, right.jitted(*operands)[1]))
+        return [replace(right, jitted=jitted)]
 
-    jitted = lower.jit_step
-
-    def wrong(step, plan, mesh, donate_argnums=()):
-        right = jitted(step, plan, mesh, donate_argnums)
-        return jax.jit(lambda *args: (right(*args)[0] + 1, right(*args)[1]))
-
-    monkeypatch.setattr("autopar.runtime.executable.jit_step", wrong)
+    monkeypatch.setattr("autopar.runtime.tasks.lower_stage", wrong)
     count = lambda n, x: (n + 1000, x.mean())  # noqa: E731
     planned = autopar.parallelize(count, method=autopar.DataParallel(8), check="first step")
     with pytest.raises(autopar.FirstStepError, match=r"result/0 is off by 1 where its numbers reach 1e\+03\. Another"):

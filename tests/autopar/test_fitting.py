@@ -4,6 +4,7 @@ import pytest
 
 import autopar
 from autopar import fitting
+from autopar.planned import PlannedStep
 from autopar.testing import assert_allclose
 from simulator.cluster import Cluster
 from tests.steps import mlp_args, mlp_step, serial
@@ -24,21 +25,21 @@ def compilations(monkeypatch):
         made.append(args)
         init(self, *args, **kwargs)
 
-    monkeypatch.setattr("autopar.api.Executable.__init__", counted)
+    monkeypatch.setattr("autopar.runtime.local_executable.LocalExecutable.__init__", counted)
     return made
 
 
 @pytest.mark.parametrize("share", tiers([0.8, 0.95, 0.6]))
 def test_a_budget_below_the_compiled_bytes_gives_a_plan_that_fits_or_an_error(share):
     first = parallelized(autopar.ShardParallel(8)).get_executable(*ARGS)
-    budget = share * first.memory.total
+    budget = share * first.get_total_allocation_size()
     step = parallelized(autopar.ShardParallel(8, memory_budget=budget), donate=())
     try:
         executable = step.get_executable(*ARGS)
     except autopar.MemoryBudgetError as error:
         refused = error
     else:
-        assert executable.memory.total <= budget
+        assert executable.get_total_allocation_size() <= budget
         assert executable.plan.predicted_bytes <= budget
         assert_allclose(step(*ARGS), serial(mlp_step, *ARGS), rtol=2e-3, atol=2e-3)
         return
@@ -48,7 +49,7 @@ def test_a_budget_below_the_compiled_bytes_gives_a_plan_that_fits_or_an_error(sh
 def test_what_fits_is_compiled_once_and_planned_as_ever(monkeypatch):
     made = compilations(monkeypatch)
     free = parallelized(autopar.ShardParallel(8)).get_executable(*ARGS)
-    budget = 1.01 * max(free.memory.total, free.plan.predicted_bytes)
+    budget = 1.01 * max(free.get_total_allocation_size(), free.plan.predicted_bytes)
     bound = parallelized(autopar.ShardParallel(8, memory_budget=budget)).get_executable(*ARGS)
     assert len(made) == 2
     assert bound.plan.stages == free.plan.stages
@@ -57,12 +58,14 @@ def test_what_fits_is_compiled_once_and_planned_as_ever(monkeypatch):
 
 def test_a_method_that_fixes_its_plan_is_refused_with_the_compilers_bytes():
     free = parallelized(autopar.DataParallel(8), donate=()).get_executable(*ARGS)
-    budget = (free.plan.predicted_bytes + free.memory.total) / 2
-    assert free.plan.predicted_bytes < free.memory.total, "the state is not donated, which the planner does not know"
+    budget = (free.plan.predicted_bytes + free.get_total_allocation_size()) / 2
+    assert free.plan.predicted_bytes < free.get_total_allocation_size(), (
+        "the state is not donated, which the planner does not know"
+    )
     with pytest.raises(autopar.MemoryBudgetError) as caught:
         parallelized(autopar.DataParallel(8, memory_budget=budget), donate=()).get_executable(*ARGS)
     assert caught.value.budget == budget
-    assert caught.value.least == free.memory.total
+    assert caught.value.least == free.get_total_allocation_size()
     assert "donate_argnums" in caught.value.__notes__[0]
 
 
@@ -70,7 +73,7 @@ class Compiled:
     """An executable of which only the memory is known."""
 
     def __init__(self, used):
-        self.memory = fitting.MemoryUse(arguments=used)
+        self.memory = (fitting.MemoryUse(arguments=used),)
 
 
 @pytest.mark.parametrize(("excess", "rounds"), [(1.0, 1), (1.1, 2), (1.3, 2)])
@@ -81,13 +84,13 @@ def test_plans_are_made_within_less_until_one_fits_and_say_so(excess, rounds):
 
     def plan_within(within):
         asked.append(within or 1000.0)
-        return step, plan.model_copy(update={"predicted_bytes": int(asked[-1])})
+        return PlannedStep(step, plan.model_copy(update={"predicted_bytes": int(asked[-1])}))
 
     made = []
     compiled = fitting.compiled_within(
-        1000.0, plan_within, lambda _, plan: made.append(plan) or Compiled(int(excess * plan.predicted_bytes))
+        1000.0, plan_within, lambda new: made.append(new.plan) or Compiled(int(excess * new.plan.predicted_bytes))
     )
-    assert compiled.memory.total <= 1000
+    assert compiled.memory[0].total <= 1000
     assert len(asked) >= rounds
     assert asked == sorted(asked, reverse=True)
     assert any("planned within" in warning for warning in made[-1].warnings) == (len(asked) > 1)
@@ -99,7 +102,7 @@ def test_it_is_given_up_when_less_does_not_help():
 
     def plan_within(within):
         asked.append(within)
-        return step, plan.model_copy(update={"predicted_bytes": 1000})
+        return PlannedStep(step, plan.model_copy(update={"predicted_bytes": 1000}))
 
     with pytest.raises(autopar.MemoryBudgetError, match="at least"):
         fitting.compiled_within(1000.0, plan_within, lambda *_: Compiled(1100))

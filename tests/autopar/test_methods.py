@@ -193,10 +193,10 @@ def test_degrees_without_a_pipeline_are_a_mesh_of_the_same_devices(devices, degr
     method = autopar.get_3d_parallel_method(1, *degrees, devices=devices)
     assert isinstance(method, autopar.ShardParallel)
     executable = autopar.parallelize(mlp_step, method=method).get_executable(*mlp_args())
-    assert executable.mesh.devices.shape == (8 // degrees[1], degrees[1])
+    assert executable.meshes[0].devices.shape == (8 // degrees[1], degrees[1])
     given = jax.devices()[::-1] if isinstance(devices, list) else jax.devices()
-    assert list(executable.mesh.devices.flat) == given
-    if executable.mesh.devices.shape[0] > 1:
+    assert list(executable.meshes[0].devices.flat) == given
+    if executable.meshes[0].devices.shape[0] > 1:
         assert {v.path: v.spec for v in executable.plan.stages[0].inputs}["1/x"][0][:1] == ("x",)
 
 

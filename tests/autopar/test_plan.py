@@ -66,7 +66,7 @@ def test_a_plan_for_another_step_is_refused(plan):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "not a plan"), ("[]", "not a plan"), ('{"version": 99}', "version 99, expected 2"), ("{}", "version None")],
+    [("{", "not a plan"), ("[]", "not a plan"), ('{"version": 99}', "version 99, expected 3"), ("{}", "version None")],
 )
 def test_what_is_no_plan_is_refused(text, message):
     with pytest.raises(PlanError, match=message):

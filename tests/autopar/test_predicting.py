@@ -41,7 +41,7 @@ def test_plan_step_and_parallelize_take_devices_for_the_same_mesh(kind, devices)
     here = autopar.parallelize(mlp_step, method=method).get_executable(*args).plan
     assert mesh_of(plan) == mesh_of(here)
     again = autopar.parallelize(mlp_step, method=autopar.PlanMethod(plan)).get_executable(*args)
-    assert again.mesh.devices.shape == mesh_of(plan).shape
+    assert again.meshes[0].devices.shape == mesh_of(plan).shape
 
 
 @pytest.mark.parametrize("devices", [4, (2, 2), AbstractMesh((4,), ("i",))])

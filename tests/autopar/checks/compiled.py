@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from autopar.lower import WHOLE_STEP, compile_program, jit_step
+from autopar.pipeline.compiling import compile_planned, lower_stage
 from autopar.planning import make_plan
 from autopar.report import PlannedStep, classify
 from autopar.sharding.options import AUTO, ShardingOptions
@@ -39,15 +39,16 @@ def collectives(planned: PlannedStep) -> Counter[str]:
     mesh = planned.plan.stages[0].mesh
     devices = np.array(jax.devices()[: mesh.num_devices]).reshape(mesh.shape)
     here = Mesh(devices, mesh.axis_names, axis_types=(AxisType.Auto,) * devices.ndim)
-    text = jit_step(planned.step, planned.plan, here).lower(*planned.step.in_avals).compile().as_text() or ""
+    (function,) = lower_stage(planned, 0, here)
+    text = function.jitted.lower(*function.in_avals).compile().as_text() or ""
     found = _COLLECTIVE.findall(text)
     return Counter(kind.replace("-", "_") for shapes, kind in found if re.search(r"\[\d", shapes))
 
 
 def on_gpus(planned: PlannedStep) -> Counter[str]:
     """The same in the program that XLA compiles for GPUs."""
-    program, _ = compile_program(planned.step, planned.plan, Cluster.load("dgx_a100_80"))
-    started = (each.collective for each in program.bodies[WHOLE_STEP.task] if isinstance(each, Start))
+    program, _ = compile_planned(planned, Cluster.load("dgx_a100_80"), frozenset())
+    started = (each.collective for each in program.bodies["0S"] if isinstance(each, Start))
     return Counter(each.kind for each in started if each.num_bytes > 8)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.hosts.clocks import offset
-from autopar.hosts.executable import RemotePipeline, RemoteStep
+from autopar.hosts.remote_executable import RemoteExecutable
 from autopar.hosts.timelines import Note, aligned, merged
 from autopar.report import Status
 from simulator.program import Free, Recv, Run, Send
@@ -89,10 +89,10 @@ ARGS = stack_params(), stack_batch()
 
 
 @cache
-def remote() -> RemotePipeline:
+def remote() -> RemoteExecutable:
     function = autopar.parallelize(stack_step, method=pipeline(4), donate_argnums=(0,))
     executable = function.get_executable(*ARGS)
-    assert isinstance(executable, RemotePipeline)
+    assert isinstance(executable, RemoteExecutable)
     return executable
 
 
@@ -151,7 +151,7 @@ def test_a_pipeline_on_hosts_answers_as_one_in_this_process(hosts, tmp_path):
 @pytest.mark.hosts(2, 4)
 def test_a_step_that_is_not_cut_answers_as_one_in_this_process_also_over_several_hosts(hosts, tmp_path):
     there = autopar.parallelize(stack_step, method=autopar.ShardParallel(devices=(2, 4))).get_executable(*ARGS)
-    assert isinstance(there, RemoteStep)
+    assert isinstance(there, RemoteExecutable)
     here = _in_this_process(there.plan)
     assert there.memory == here.memory
     assert there.get_total_allocation_size() == here.get_total_allocation_size()

@@ -14,11 +14,10 @@ import autopar
 from autopar.hosts import delivery
 from autopar.hosts.job import Array, Job, groups_of
 from autopar.hosts.job_executable import Loaded
-from autopar.hosts.job_export import Prepared, prepare_pipeline, prepare_step
+from autopar.hosts.job_export import Prepared, prepare
 from autopar.hosts.worker import InstructionError, Worker
-from autopar.pipeline.planned import PlannedPipeline
+from autopar.method_planning import trace_for
 from autopar.planned import PlannedStep
-from autopar.predicting import trace_for
 from experiments.models import MLP
 from experiments.scripts.measure import initial_args
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
@@ -30,9 +29,7 @@ def prepared(method: Any, step: Any, args: Any, donated: bool = True) -> Prepare
     plan = autopar.plan_step(step, args, method=method, cluster="cpu-virtual", mesh_shape=(8,))
     traced = trace_for(plan, step, args, (1,))
     used_up = frozenset(range(len(jax.tree.leaves(args[0])))) if donated else frozenset()
-    if plan.pipeline is None:
-        return prepare_step(PlannedStep(traced, plan), "cpu", used_up)
-    return prepare_pipeline(PlannedPipeline(traced, plan), "cpu", used_up)
+    return prepare(PlannedStep(traced, plan), "cpu", used_up)
 
 
 class Driver:

@@ -10,11 +10,11 @@ import pytest
 import autopar
 from autopar.devices import submeshes
 from autopar.layers import AutoLayerOption
-from autopar.pipeline.planned import PlannedPipeline
-from autopar.pipeline.planning import make_pipeline_plan
+from autopar.pipeline.pipeline_planner import make_pipeline_plan
 from autopar.pipeline.stage_options import ManualStageOption
 from autopar.plan import PipelineSchedule
-from autopar.runtime.pipeline_executable import PipelineExecutable
+from autopar.planned import PlannedStep
+from autopar.runtime.local_executable import LocalExecutable
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.trace import trace
 from experiments.models.published import SMALL
@@ -68,7 +68,7 @@ def test_stages_that_see_parts_of_any_size_compute_what_one_device_does(trained,
     changes = [as_changes(options) if options is not None else {} for options in (first, second)]
     plan = planned(step, shapes, changes)
     assert [stage.mesh.ways(stage.deferred) for stage in plan.stages] == ways
-    executable = PipelineExecutable(PlannedPipeline(step, plan), submeshes(None, plan.stages))
+    executable = LocalExecutable(PlannedStep(step, plan), submeshes(jax.devices(), plan.stages))
     actual = executable(*executable.shard_args(*args))
     for (path, one), other in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True):
         atol = 1e-4 * max(1e-2, float(np.abs(one).max()))
@@ -78,7 +78,7 @@ def test_stages_that_see_parts_of_any_size_compute_what_one_device_does(trained,
 def test_gradients_are_completed_in_the_update_alone(trained):
     step, *_ = trained
     plan = planned(step, [(4,), (4,)], [as_changes(DATA_PARALLEL)] * 2)
-    executable = PipelineExecutable(PlannedPipeline(step, plan), submeshes(None, plan.stages))
+    executable = LocalExecutable(PlannedStep(step, plan), submeshes(jax.devices(), plan.stages))
     reduces = {task: each.compiled.as_text().count(" all-reduce(") for task, each in executable.tasks.items()}
     assert all(not count for task, count in reduces.items() if task.phase != "U")
     assert sum(reduces.values()) >= 2

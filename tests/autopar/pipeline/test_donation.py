@@ -10,7 +10,7 @@ import pytest
 import autopar
 from autopar.pipeline.instructions import task_of
 from autopar.pipeline.partition import Task
-from autopar.runtime.pipeline_executable import PipelineExecutable
+from autopar.runtime.local_executable import LocalExecutable
 from autopar.target import memory_of
 from simulator.program import Free, Run
 from tests.autopar.pipeline.steps import WIDTH, pipeline, stack, stack_batch, stack_params, stack_step
@@ -20,17 +20,17 @@ WEIGHT = WIDTH * WIDTH * 4
 
 
 @cache
-def compiled(schedule: str = "1f1b", donate: bool = True) -> PipelineExecutable:
+def compiled(schedule: str = "1f1b", donate: bool = True) -> LocalExecutable:
     method = pipeline(pipeline_schedule=schedule)
     parallel = autopar.parallelize(stack_step, method=method, donate_argnums=(0,) if donate else ())
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # what is donated is used
         executable = parallel.get_executable(stack_params(), stack_batch())
-    assert isinstance(executable, PipelineExecutable)
+    assert isinstance(executable, LocalExecutable)
     return executable
 
 
-def aliased(executable: PipelineExecutable, *task: Any) -> int:
+def aliased(executable: LocalExecutable, *task: Any) -> int:
     """Bytes of results that are where an operand was."""
     return memory_of(executable.tasks[Task(*task)].compiled).aliased
 
@@ -64,7 +64,7 @@ def test_inference_keeps_nothing() -> None:
     """Every stage writes where the one before it wrote, but the first, which reads an input."""
     method = pipeline(pipeline_schedule="inference", layer_option=autopar.ManualLayerOption())
     executable = autopar.parallelize(stack, method=method).get_executable(stack_params(), stack_batch()["x"])
-    assert isinstance(executable, PipelineExecutable)
+    assert isinstance(executable, LocalExecutable)
     assert [aliased(executable, stage, "F") for stage in range(4)] == [0, ACTIVATION, ACTIVATION, ACTIVATION]
 
 

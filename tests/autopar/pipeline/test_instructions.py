@@ -6,22 +6,22 @@ from typing import Any
 import pytest
 
 import autopar
+from autopar.method_planning import trace_for
 from autopar.pipeline.instructions import task_of
 from autopar.pipeline.pipeline_schedules import schedule_names
-from autopar.pipeline.planned import PlannedPipeline
-from autopar.predicting import trace_for
+from autopar.planned import PlannedStep
 from simulator.program import Free, Recv, Run, Send, walk
 from tests.autopar.pipeline.steps import pipeline, stack, stack_batch, stack_params, stack_step
 from tests.autopar.pipeline.test_steps import tied_args, tied_step
 
 
-def planned(step: Callable[..., Any], args: Any, schedule: str, devices: int) -> PlannedPipeline:
+def planned(step: Callable[..., Any], args: Any, schedule: str, devices: int) -> PlannedStep:
     chunks = 2 if schedule == "interleaved_1f1b" else 1
     layers = autopar.ManualLayerOption() if schedule == "inference" else None
     stages = autopar.UniformStageOption(4 if chunks == 2 else None)
     options = dict(pipeline_schedule=schedule, num_chunks=chunks, layer_option=layers, stage_option=stages)
     plan = autopar.plan_step(step, args, method=pipeline(devices=devices, **options), cluster="cpu-virtual")
-    return PlannedPipeline(trace_for(plan, step, args, (1,)), plan)
+    return PlannedStep(trace_for(plan, step, args, (1,)), plan)
 
 
 def cases() -> list[Any]:

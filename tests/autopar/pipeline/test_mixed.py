@@ -12,7 +12,7 @@ import pytest
 
 import autopar
 from autopar import AutoLayerOption, AutoStageOption, ManualStageOption, PlanMethod, StageError, UniformStageOption
-from autopar.pipeline.planning import PipelinePlanner, make_pipeline_plan
+from autopar.pipeline.pipeline_planner import PipelinePlanner, make_pipeline_plan
 from autopar.pipeline.stage_construction import stage_problem
 from autopar.pipeline.submeshes import Submesh
 from autopar.plan import PipelineSchedule, Plan

@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autopar
+from autopar.method_planning import trace_for
 from autopar.pipeline.instructions import task_of
 from autopar.pipeline.pipeline_memory import MeshMemory
 from autopar.pipeline.pipeline_schedules import Schedule
-from autopar.pipeline.planned import PlannedPipeline
-from autopar.predicting import trace_for
+from autopar.planned import PlannedStep
 from simulator.memory import MemoryUse
 from simulator.program import Free, Run
 from tests.autopar.pipeline.steps import pipeline, stack_batch, stack_params, stack_step
 
 
 @cache
-def planned(name: str, stages: int, chunks: int, num_micro_batches: int) -> PlannedPipeline:
+def planned(name: str, stages: int, chunks: int, num_micro_batches: int) -> PlannedStep:
     method = pipeline(
         num_micro_batches,
         pipeline_schedule=name,
@@ -28,14 +28,14 @@ def planned(name: str, stages: int, chunks: int, num_micro_batches: int) -> Plan
     )
     args = stack_params(), stack_batch()
     plan = autopar.plan_step(stack_step, args, method=method, cluster="cpu-virtual", mesh_shape=(4,))
-    return PlannedPipeline(trace_for(plan, stack_step, args, (1,)), plan)
+    return PlannedStep(trace_for(plan, stack_step, args, (1,)), plan)
 
 
 SHAPES = [("1f1b", 2, 1), ("1f1b", 4, 1), ("zero_bubble_h1", 4, 1), ("interleaved_1f1b", 4, 2)]
 
 
 @st.composite
-def pipelines(draw: st.DrawFn) -> PlannedPipeline:
+def pipelines(draw: st.DrawFn) -> PlannedStep:
     """A planned pipeline that runs its tasks in any order in which each comes after those that it needs."""
     whole = copy(planned(*draw(st.sampled_from(SHAPES)), draw(st.sampled_from([2, 4, 8]))))
     tasks = [task for row in whole.schedule.rows for task in row]
@@ -54,7 +54,7 @@ def pipelines(draw: st.DrawFn) -> PlannedPipeline:
 
 
 @given(pipelines(), st.randoms(use_true_random=False))
-def test_memory_is_never_negative_and_returns_to_the_baseline(whole: PlannedPipeline, random) -> None:
+def test_memory_is_never_negative_and_returns_to_the_baseline(whole: PlannedStep, random) -> None:
     memory, program, cut = MeshMemory(whole), whole.program, whole.cut
     for task in sorted({task_of(each) for row in program.instructions for each in row if isinstance(each, Run)}):
         made = [*cut.results[task], *(each.sum for each in cut.totals.get(task, ()))]

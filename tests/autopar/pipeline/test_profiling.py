@@ -154,7 +154,7 @@ def test_a_task_is_timed_on_zeros_also_where_it_uses_its_operands_up() -> None:
     executable = autopar.parallelize(stack_step, method=method, donate_argnums=(0,)).get_executable(
         stack_params(2), stack_batch()
     )
-    assert isinstance(executable, autopar.PipelineExecutable)
+    assert isinstance(executable, autopar.Executable)
     seconds = [profiling.task_seconds(each.function) for each in executable.tasks.values()]
     assert (np.array(seconds) > 0).all()
     assert len(seconds) == 6

@@ -23,19 +23,20 @@ def executable():
 
 
 def test_files_are_named_after_the_step(tmp_path):
+    endings = [ending.format(0) for ending in DEBUG_FILES]
     paths = executable().dump_debug_info(tmp_path / "debug" / "run", name="step")
-    assert sorted(p.name for p in (tmp_path / "debug" / "run").iterdir()) == sorted(f"step{e}" for e in DEBUG_FILES)
-    assert [p.name for p in paths] == [f"step{ending}" for ending in DEBUG_FILES]
-    text = {ending: path.read_text() for ending, path in zip(DEBUG_FILES, paths, strict=True)}
+    assert sorted(p.name for p in (tmp_path / "debug" / "run").iterdir()) == sorted(f"step{e}" for e in endings)
+    assert [p.name for p in paths] == [f"step{ending}" for ending in endings]
+    text = {ending: path.read_text() for ending, path in zip(endings, paths, strict=True)}
     assert Plan.from_json(text["_plan.json"]) == executable().plan
-    assert text["_parallelism.txt"].startswith("ZeRO-3 (mesh x=4)\n")
+    assert text["_stage_0.parallelism.txt"].startswith("ZeRO-3 (mesh x=4)\n")
     assert "1/x: PlacementSpec(float32[32,64], P('x', None) on mesh 0)\n" in text["_input_placement_specs.txt"]
     assert "result/1: PlacementSpec(float32[], P() on mesh 0)\n" in text["_output_placement_specs.txt"]
-    assert "all_gather of 16,384 bytes over x" in text["_resharding_tasks.txt"]
-    assert "#0 jvp(MLP)/Dense_0/dot_general" in text["_strategies.txt"]
+    assert "all_gather of 16,384 bytes over x" in text["_stage_0.resharding_tasks.txt"]
+    assert "#0 jvp(MLP)/Dense_0/dot_general" in text["_stage_0.strategies.txt"]
     total = executable().get_total_allocation_size()
     assert text["_stage_0.mem_usage.txt"].startswith(
-        f"total_allocation_size: {total / 2**30:.3f} GiB ({total:,} bytes)"
+        f"task 0S\ntotal_allocation_size: {total / 2**30:.3f} GiB ({total:,} bytes)"
     )
     assert text["_stage_0.hlo"].strip() == executable().get_hlo_text().strip()
 
@@ -89,4 +90,4 @@ def test_reasons_that_are_not_known_do_not_stop_a_dump(tmp_path):
     own = Cluster.load("dgx_a100_80").model_copy(update={"name": "ours"})
     each = made_by(autopar.DataParallel((4,), cluster=own))
     each.dump_debug_info(tmp_path, name="s")
-    assert (tmp_path / "s_strategies.txt").read_text().startswith("not known: the plan is for cluster 'ours'")
+    assert (tmp_path / "s_stage_0.strategies.txt").read_text().startswith("not known: the plan is for cluster 'ours'")

@@ -49,7 +49,7 @@ def test_specs_are_what_the_executable_runs_with(method):
         (own,) = spec.sharding_specs
         assert spec.mesh_ids == (0,)
         assert own.shard_shape(spec.aval.shape) == sharding.shard_shape(spec.aval.shape)
-        assert dict(own.mesh.shape) == dict(executable.mesh.shape)
+        assert dict(own.mesh.shape) == dict(executable.meshes[0].shape)
         assert spec.sharding().is_equivalent_to(sharding, len(spec.aval.shape))
     leaves = jax.tree.leaves(ARGS)
     assert [(s.aval.shape, s.aval.dtype) for s in specs[: len(leaves)]] == [

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 import autopar
 from autopar import ManualStageOption
 from autopar.pipeline.cross_mesh_resharding import reshard
-from autopar.runtime.pipeline_executable import PipelineExecutable
+from autopar.runtime.local_executable import LocalExecutable
 from autopar.runtime.transports import Transport, by_tiles, default_transport, whole
 from autopar.sharding.spec import LogicalMesh, Spec, all_specs, partition_spec
 from simulator.program import Recv, Send
@@ -76,8 +76,8 @@ def test_a_pipeline_that_sends_tiles_trains_as_one_device() -> None:
     args = stack_params(), stack_batch()
     parallel = autopar.parallelize(stack_step, method=pipeline(devices=7, stage_option=STAGES), donate_argnums=())
     usual = parallel.get_executable(*args)
-    assert isinstance(usual, PipelineExecutable)
-    tiled = PipelineExecutable(usual.planned, usual.meshes, transport=by_tiles)
+    assert isinstance(usual, LocalExecutable)
+    tiled = LocalExecutable(usual.planned, usual.meshes, transport=by_tiles)
     expected = jax.jit(stack_step)(*args)
     for executable in (usual, tiled):
         autopar.testing.assert_allclose(executable(*executable.shard_args(*args)), expected, rtol=1e-5, atol=1e-6)
@@ -86,7 +86,7 @@ def test_a_pipeline_that_sends_tiles_trains_as_one_device() -> None:
 def test_sends_and_receives_count_what_the_resharding_moves() -> None:
     args = stack_params(), stack_batch()
     executable = autopar.parallelize(stack_step, method=pipeline(devices=7, stage_option=STAGES)).get_executable(*args)
-    assert isinstance(executable, PipelineExecutable)
+    assert isinstance(executable, LocalExecutable)
     planned = executable.planned
     rows = planned.program.instructions
     sends = [(mesh, each) for mesh, row in enumerate(rows) for each in row if isinstance(each, Send)]

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from autopar.lower import jit_step
+from autopar.pipeline.compiling import lower_stage
 from autopar.plan import MemorySplit, Plan, TimeSplit
+from autopar.planned import PlannedStep
 from autopar.planning import stage_of
 from autopar.sharding.binding import bind
 from autopar.sharding.candidates import Option
@@ -66,7 +67,9 @@ def differing(
     mesh: LogicalMesh,
 ) -> str:
     """Which result of a step of one equation differs from `expected`, and by how much; "" if none does."""
-    found = jax.tree.leaves(jit_step(step, plan_of(step, factors, option, mesh), device_mesh(mesh))(*operands))
+    planned = PlannedStep(step, plan_of(step, factors, option, mesh))
+    (function,) = lower_stage(planned, 0, device_mesh(mesh))
+    found = function.jitted(*operands)
     for r, (x, y) in enumerate(zip(map(_plain, found), expected, strict=True)):
         if not np.allclose(x, y, rtol=1e-4, atol=1e-4 * float(np.abs(y).max(initial=1.0)), equal_nan=True):
             return f"result {r} is off by {np.abs(x - y).max()} where values reach {np.abs(y).max()}"

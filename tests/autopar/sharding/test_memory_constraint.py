@@ -6,9 +6,7 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar.lower import compile_program
 from autopar.plan import Plan
-from autopar.trace import trace
 from simulator.cluster import Cluster
 from simulator.memory import MemoryUse
 
@@ -17,7 +15,7 @@ A100 = Cluster.load("dgx_a100_80")
 
 def planned_and_compiled(step, args) -> tuple[Plan, MemoryUse]:
     plan = autopar.plan_step(step, args, cluster=A100, mesh_shape=(8,), method=autopar.DataParallel())
-    program, _ = compile_program(trace(step, args, (1,)), plan, A100, (0,))
+    program = autopar.compile_step(step, args, plan, A100, donate_argnums=(0,))
     return plan, program.memory[0]
 
 

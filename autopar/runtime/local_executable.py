@@ -1,7 +1,7 @@
-"""Pipelines on the devices of this process: the executable that `parallelize` returns for a pipelined plan."""
+"""Planned steps on the devices of this process."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,59 +11,49 @@ from jax.sharding import Mesh
 
 from autopar import graph, report
 from autopar.pipeline.partition import Task
-from autopar.pipeline.planned import PlannedPipeline
-from autopar.plan import Plan
+from autopar.planned import PlannedStep
 from autopar.runtime.argument_placement import Inputs, outputs_of
 from autopar.runtime.dispatch import Dispatcher
-from autopar.runtime.inspected import InspectedPipeline
-from autopar.runtime.tasks import compile_tasks
+from autopar.runtime.executable import Executable
+from autopar.runtime.tasks import CompiledTask, compile_tasks
 from autopar.runtime.timing import dummy_inputs, executed_timeline
 from autopar.runtime.transports import Transport, default_transport
 from autopar.runtime.value_placement import Places
 from autopar.target import memory_of
-from autopar.trace import StepGraph
 from autopar.util import benchmark_func
 from simulator.memory import MemoryUse
-from simulator.program import Program
 from simulator.timeline import Timeline
 
 
-class PipelineExecutable(InspectedPipeline):
-    """One step, for arguments of one structure, shape and dtype, as a pipeline.
+class LocalExecutable(Executable):
+    """One step on the devices of this process; see `Executable`.
 
     Attributes:
-        step: what was traced.
-        plan: how it runs.
-        program: the instructions.
         meshes: the devices of each stage.
-        tasks: what the stages run, compiled.
         inputs, outputs, dispatcher: the parts of a call: arguments in, instructions, results out.
-        in_shardings, out_shardings: pytrees like the arguments and the result.
-        plan_seconds, compile_seconds: what tracing and planning, and compiling took.
     """
+
+    tasks: Mapping[Task, CompiledTask]
 
     def __init__(
         self,
-        planned: PlannedPipeline,
+        planned: PlannedStep,
         meshes: Sequence[Mesh],
         donated: frozenset[int] = frozenset(),
         plan_seconds: float = 0.0,
         transport: Transport = default_transport,
     ) -> None:
-        """Compile a planned pipeline.
+        """Compile a planned step.
 
         Args:
             donated: numbers of the inputs whose memory the step may reuse.
             transport: how values get from mesh to mesh.
         """
         self.planned, self.meshes, self.plan_seconds = planned, tuple(meshes), plan_seconds
-        self.step: StepGraph = planned.step
-        self.plan: Plan = planned.plan
-        self.program: Program = planned.program
         start = time.perf_counter()
         places = Places(planned, meshes)
         self.tasks = compile_tasks(planned, meshes, donated)
-        self.inputs, self.outputs = Inputs(places), outputs_of(places)
+        self.inputs, self.outputs = Inputs(places), outputs_of(places, donated)
         self.dispatcher = Dispatcher(places, self.tasks, transport)
         self.in_shardings: Any = jax.tree.unflatten(self.step.in_tree, self.inputs.homes)
         self.out_shardings: Any = jax.tree.unflatten(self.step.out_tree, [each.sharding for each in self.outputs])
@@ -72,18 +62,12 @@ class PipelineExecutable(InspectedPipeline):
     # -- running
 
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
-        """`args` on the devices, as the plan wants them; what is in place already is not copied."""
         return tuple(jax.device_put(arg, shardings) for arg, shardings in zip(args, self.in_shardings, strict=True))
 
     def __call__(self, *args: Any) -> Any:
-        """Run the step on arguments that are where `in_shardings` wants them.
-
-        Raises:
-            ValueError: they are elsewhere, or of another structure.
-        """
         leaves = self.step.leaves(args)
         for leaf, home in zip(leaves, self.inputs.homes, strict=True):
-            if getattr(leaf, "sharding", None) != home:
+            if (sharding := getattr(leaf, "sharding", None)) is not home and sharding != home:
                 raise ValueError("an argument is not where the plan wants it; see shard_args")
         values = self.inputs.start(leaves)
         self.dispatcher.run(values)
@@ -92,14 +76,12 @@ class PipelineExecutable(InspectedPipeline):
     # -- what it is
 
     def get_input_placement_specs(self) -> Any:
-        """A tuple like the arguments, with a `PlacementSpec` for every array."""
         avals = jax.tree.leaves(self.step.in_avals)
         mesh_of = self.planned.schedule.pipeline.mesh_of
         meshes = [mesh_of(self.planned.cut.input_stages[i][0]) for i in range(len(avals))]
         return jax.tree.unflatten(self.step.in_tree, map(report.placed, avals, self.inputs.homes, meshes))
 
     def get_output_placement_specs(self) -> Any:
-        """A pytree like the result, with a `PlacementSpec` for every array."""
         specs = []
         for atom, output in zip(self.step.jaxpr.outvars, self.outputs, strict=True):
             aval = graph.aval_of(atom)
@@ -116,10 +98,13 @@ class PipelineExecutable(InspectedPipeline):
         return list(dict.fromkeys(device for mesh in self.meshes for device in mesh.devices.flat))
 
     def get_stage_allocation_size(self) -> dict[Task, MemoryUse]:
-        """Bytes on one device for each task, by the compiler's buffer assignment."""
         return {task: memory_of(each.compiled) for task, each in self.tasks.items()}
 
-    def _text(self, task: Task, status: report.Status) -> str:
+    @property
+    def platform(self) -> str:
+        return self.meshes[0].devices.flat[0].platform
+
+    def _text(self, task: Task, status: report.TaskStatus) -> str:
         if status == "optimized":
             return self.tasks[task].compiled.as_text() or ""
         function = self.tasks[task].function
@@ -131,7 +116,6 @@ class PipelineExecutable(InspectedPipeline):
     # -- how long it takes
 
     def profile_with_dummy_inputs(self, warmup: int = 1, number: int = 3, repeat: int = 3) -> np.ndarray:
-        """Seconds of a step on zeros, `repeat` times the mean over `number` steps; shape (repeat,)."""
         leaves = dummy_inputs(self)
 
         def run() -> None:
@@ -142,13 +126,11 @@ class PipelineExecutable(InspectedPipeline):
         return benchmark_func(run, self.sync, warmup, repeat, number)
 
     def dump_stage_execution_trace(self, file: str | Path) -> Timeline:
-        """Run a step on zeros with every instruction timed; write it for Perfetto, in the form of a simulated step, and return it."""
         executed_timeline(self, dummy_inputs(self))  # the first time is slower
         timeline = executed_timeline(self, dummy_inputs(self))
         timeline.save_chrome_trace(file)
         return timeline
 
     def sync(self) -> None:
-        """Wait until the devices have nothing left to do."""
         for device in self.devices:
             jax.device_put(0, device).block_until_ready()

@@ -20,8 +20,9 @@ from autopar import (
     StageError,
     UniformStageOption,
 )
+from autopar.report import DEBUG_FILES
 from autopar.runtime.dispatch import Dispatcher
-from autopar.runtime.pipeline_executable import PipelineExecutable
+from autopar.runtime.local_executable import LocalExecutable
 from simulator.program import Instruction, Run, walk
 from simulator.timeline import Timeline
 from tests.autopar.pipeline.steps import (
@@ -36,12 +37,12 @@ from tests.autopar.pipeline.steps import (
 
 
 @cache
-def compiled() -> tuple[autopar.ParallelizedFunction, PipelineExecutable]:
+def compiled() -> tuple[autopar.ParallelizedFunction, LocalExecutable]:
     """A pipeline of two stages, each on two devices."""
     method = pipeline(stage_option=UniformStageOption(2, submesh_logical_shape=(2,)))
     parallel = autopar.parallelize(stack_step, method=method, donate_argnums=(0,))
     executable = parallel.get_executable(stack_params(), stack_batch())
-    assert isinstance(executable, PipelineExecutable)
+    assert isinstance(executable, LocalExecutable)
     return parallel, executable
 
 
@@ -209,10 +210,8 @@ def test_the_programs_of_a_stage_are_told_by_task() -> None:
 def test_debug_info_has_files_for_each_stage(tmp_path: Any) -> None:
     _, executable = compiled()
     names = {path.name for path in executable.dump_debug_info(tmp_path, "step")}
-    assert {"step_plan.json", "step_plan.txt", "step_program.txt", "step_parallelism.txt"} <= names
-    assert {
-        f"step_stage_{k}{ending}" for k in (0, 1) for ending in (".hlo", ".annotated.mlir", ".mem_usage.txt")
-    } <= names
+    endings = {ending.format(stage) for ending in DEBUG_FILES for stage in range(2)} - {"_traced.mlir"}
+    assert names == {f"step{ending}" for ending in endings}
     assert autopar.Plan.load(tmp_path / "step_plan.json") == executable.plan
 
 

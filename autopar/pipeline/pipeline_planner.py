@@ -12,12 +12,12 @@ from autopar._cpython import builds_graphs
 from autopar.devices import Device, logical_mesh
 from autopar.equation_work import array_bytes
 from autopar.graph import aval_of
+from autopar.layers import num_layers
 from autopar.pipeline.layer_costs import LayerCosts
 from autopar.pipeline.layer_ranges import LayerRanges
 from autopar.pipeline.partition import Cut
 from autopar.pipeline.partitioner import cut_step
 from autopar.pipeline.pipeline_schedules import Pipeline, Schedule, make_schedule, splits_backward
-from autopar.pipeline.planned import num_layers
 from autopar.pipeline.profiling import StageProfiler
 from autopar.pipeline.stage_construction import FoundStages, find_stages, remember, transfer_seconds
 from autopar.pipeline.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
@@ -77,7 +77,7 @@ class PipelinePlanner:
         known = costs_of(cluster)
         self.costs: CostModel = costs or known
         self.pool_costs: Sequence[CostModel] = [costs] * len(known.pools) if costs else known.pools
-        self.num_layers = num_layers(step)
+        self.num_layers = num_layers(step.jaxpr)
         if self.num_layers == 0:
             raise StageError(
                 "the step has no layers: decorate the loss function with autopar.manual_layer_construction or"
@@ -115,7 +115,7 @@ class PipelinePlanner:
             cluster=self.cluster.name,
             num_micro_batches=step.num_micro_batches,
             stages=tuple(stages),
-            pipeline=schedule,
+            schedule=schedule,
             predicted_seconds=found.seconds,
             predicted_split=TimeSplit(**slowest.split._asdict()),
             predicted_bytes=sum(found.held.values()),

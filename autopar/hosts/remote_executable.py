@@ -1,8 +1,7 @@
 """A planned step on other hosts: what `parallelize` gives there, to be called and asked about."""
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,67 +13,56 @@ from autopar import report
 from autopar.hosts.arrays import DistributedArray
 from autopar.hosts.driver import RayHosts
 from autopar.hosts.job import Array
-from autopar.hosts.job_export import Prepared, prepare_pipeline, prepare_step
+from autopar.hosts.job_export import prepare
 from autopar.hosts.timelines import Note, merged
-from autopar.lower import WHOLE_STEP
 from autopar.pipeline.instructions import task_of
 from autopar.pipeline.partition import Task
-from autopar.pipeline.planned import PlannedPipeline
-from autopar.plan import Plan
 from autopar.planned import PlannedStep
-from autopar.runtime.inspected import InspectedPipeline
-from autopar.trace import StepGraph
+from autopar.runtime.executable import Executable
 from autopar.util import benchmark_func
 from simulator.memory import MemoryUse
-from simulator.program import Program, Run
+from simulator.program import Run
 from simulator.timeline import Timeline
 
 
-def remote_executable(
-    planned: PlannedStep, hosts: RayHosts, donated: frozenset[int] = frozenset(), plan_seconds: float = 0.0
-) -> "RemoteExecutable":
-    """A planned step, exported and compiled on its workers.
-
-    Args:
-        donated: numbers of the inputs whose memory the step may reuse.
-    """
-    start = time.perf_counter()
-    if isinstance(planned, PlannedPipeline):
-        return RemotePipeline(planned, prepare_pipeline(planned, hosts.platform, donated), hosts, plan_seconds, start)
-    return RemoteStep(planned, prepare_step(planned, hosts.platform, donated), hosts, plan_seconds, start)
-
-
-class RemoteExecutable(ABC):
-    """One step, for arguments of one structure, shape and dtype, run by the workers of other hosts.
+class RemoteExecutable(Executable):
+    """One step, run by the workers of other hosts; see `Executable`.
 
     Calls return before the step has run; what they return are handles (`DistributedArray`), which the next call takes. So the driver
-    may be several steps ahead.
+    may be several steps ahead. `in_shardings` and `out_shardings` are on meshes without devices.
 
     Attributes:
-        step: what was traced.
-        plan: how it runs.
-        program: the instructions.
-        in_shardings, out_shardings: pytrees like the arguments and the result, on meshes without devices.
-        plan_seconds, compile_seconds: what tracing and planning, and exporting and compiling took.
+        hosts: the hosts that it runs on.
+        tasks: for each task an instruction that runs it.
     """
 
+    tasks: Mapping[Task, Run]
+
     def __init__(
-        self, planned: PlannedStep, prepared: Prepared, hosts: RayHosts, plan_seconds: float, start: float
+        self,
+        planned: PlannedStep,
+        hosts: RayHosts,
+        donated: frozenset[int] = frozenset(),
+        plan_seconds: float = 0.0,
     ) -> None:
-        """Have the workers compile what was prepared, since `start`."""
-        self.step: StepGraph = planned.step
-        self.plan: Plan = planned.plan
-        self.program: Program = prepared.program
-        self.hosts, self.plan_seconds, self._prepared = hosts, plan_seconds, prepared
-        self._number = hosts.load(prepared.job, self)
-        self.in_shardings: Any = jax.tree.unflatten(self.step.in_tree, [each.sharding for each in prepared.inputs])
-        self.out_shardings: Any = jax.tree.unflatten(self.step.out_tree, [each.sharding for each in self._made])
+        """Export a planned step and have the workers compile it.
+
+        Args:
+            donated: numbers of the inputs whose memory the step may reuse.
+        """
+        start = time.perf_counter()
+        self.planned, self.hosts, self.plan_seconds = planned, hosts, plan_seconds
+        self._prepared = prepare(planned, hosts.platform, donated)
+        runs = {task_of(run): run for run in self._prepared.job.calls}
+        self.tasks = {t: runs[t] for graph in planned.graphs for t in graph.tasks if t in runs}
+        self._number = hosts.load(self._prepared.job, self)
+        self.in_shardings = jax.tree.unflatten(self.step.in_tree, [each.sharding for each in self._prepared.inputs])
+        self.out_shardings = jax.tree.unflatten(self.step.out_tree, [each.sharding for each in self._made])
         self.compile_seconds = time.perf_counter() - start
 
     # -- running
 
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
-        """`args` on the workers, as the plan wants them; what is in place already stays."""
         leaves, tree = jax.tree.flatten(args)
         placed = [
             leaf if self._has(leaf, wanted) else self.hosts.put(leaf, wanted)
@@ -112,7 +100,6 @@ class RemoteExecutable(ABC):
         return isinstance(leaf, DistributedArray) and leaf.hosts is self.hosts and leaf.array.place == wanted.place
 
     def sync(self) -> None:
-        """Wait until the workers have done everything they were asked."""
         self.hosts.wait()
 
     # -- what it is
@@ -123,12 +110,10 @@ class RemoteExecutable(ABC):
         return self._prepared.inputs
 
     def get_input_placement_specs(self) -> Any:
-        """A tuple like the arguments, with a `PlacementSpec` for every array."""
         avals = jax.tree.leaves(self.step.in_avals)
         return jax.tree.unflatten(self.step.in_tree, map(self._spec, avals, self._prepared.inputs))
 
     def get_output_placement_specs(self) -> Any:
-        """A pytree like the result, with a `PlacementSpec` for every array."""
         return jax.tree.unflatten(self.step.out_tree, [self._spec(each.aval, each) for each in self._made])
 
     def _spec(self, aval: Any, array: Array) -> report.PlacementSpec:
@@ -146,28 +131,26 @@ class RemoteExecutable(ABC):
 
     # -- what it needs
 
-    @abstractmethod
-    def _memory(self) -> tuple[MemoryUse, ...]:
-        """For each mesh the bytes on one device, by the compiler's buffer assignment."""
+    @property
+    def platform(self) -> str:
+        return self.hosts.platform
 
-    def _program(self, run: Run, status: report.Status) -> str:
-        """The program of a task; what only its compiler knows is asked of the workers that run it."""
+    def _text(self, task: Task, status: report.TaskStatus) -> str:
+        run = self.tasks[task]
         if status == "annotated":
             return report.annotated(*self._prepared.functions[run.task], self.hosts.platform)
-        devices = self._prepared.job.calls[run].devices
+        devices = self._prepared.job.calls[run].devices  # only their compiler knows
         return self.hosts.ask(devices, "program_text", self._number, run, status)[0]
 
-    def _allocations(self) -> dict[str, MemoryUse]:
-        """Bytes on one device for each task."""
+    def get_stage_allocation_size(self) -> dict[Task, MemoryUse]:
         found: dict[str, MemoryUse] = {}
         for of_worker in self.hosts.ask(self.hosts.owner, "allocations", self._number):
             found |= of_worker
-        return found
+        return {task: found[run.task] for task, run in self.tasks.items()}
 
     # -- how long it takes
 
     def profile_with_dummy_inputs(self, warmup: int = 1, number: int = 3, repeat: int = 3) -> np.ndarray:
-        """Seconds of a step on zeros, `repeat` times the mean over `number` steps; shape (repeat,)."""
         leaves = self._dummy_inputs()
 
         def run() -> None:
@@ -191,7 +174,7 @@ class RemoteExecutable(ABC):
         until the value may be fetched; who receives it waits for it and fetches it.
         """
         self.recorded()  # the first time is slower
-        timeline = merged(self.recorded(), self.program.meshes, self._memory())
+        timeline = merged(self.recorded(), self.program.meshes, self.memory)
         timeline.save_chrome_trace(file)
         return timeline
 
@@ -200,60 +183,3 @@ class RemoteExecutable(ABC):
         self.hosts.ask(self.hosts.owner, "record")
         self(*jax.tree.unflatten(self.step.in_tree, self._dummy_inputs()))
         return self.hosts.recorded()
-
-
-class RemoteStep(RemoteExecutable):
-    """A step that is not cut, on the hosts of one mesh."""
-
-    @property
-    def memory(self) -> MemoryUse:
-        """Bytes on one device, by the compiler's buffer assignment."""
-        return self._allocations()[WHOLE_STEP.task]
-
-    def _memory(self) -> tuple[MemoryUse, ...]:
-        return (self.memory,)
-
-    def get_total_allocation_size(self) -> int:
-        """Bytes that one device needs to run the step."""
-        return self.memory.total
-
-    def get_hlo_text(self, status: report.Status = "optimized") -> str:
-        """The program: "traced", "annotated" with shardings, "partitioned" for one device, or "optimized" as it runs."""
-        match status:
-            case "traced":
-                return report.traced(self, self.hosts.platform)
-            case "annotated" | "partitioned" | "optimized":
-                return self._program(WHOLE_STEP, status)
-            case other:
-                raise report.unknown_status(other)
-
-    def dump_debug_info(self, folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
-        """Write plan, reasons, placements, reshardings, programs and memory to `folder`; see `autopar.report.DEBUG_FILES`."""
-        return report.dump_debug_info(self, folder, name)
-
-
-class RemotePipeline(RemoteExecutable, InspectedPipeline):
-    """A pipeline, its stages on hosts of their own or together on some.
-
-    Attributes:
-        tasks: for each task an instruction that runs it.
-    """
-
-    def __init__(
-        self, planned: PlannedPipeline, prepared: Prepared, hosts: RayHosts, plan_seconds: float, start: float
-    ) -> None:
-        super().__init__(planned, prepared, hosts, plan_seconds, start)
-        self.planned = planned
-        runs = {task_of(run): run for run in prepared.job.calls}
-        self.tasks = {t: runs[t] for graph in planned.graphs for t in graph.tasks if t in runs}
-
-    def get_stage_allocation_size(self) -> dict[Task, MemoryUse]:
-        """Bytes on one device for each task, by the compiler's buffer assignment."""
-        found = self._allocations()
-        return {task: found[run.task] for task, run in self.tasks.items()}
-
-    def _memory(self) -> tuple[MemoryUse, ...]:
-        return self.memory
-
-    def _text(self, task: Task, status: report.Status) -> str:
-        return self._program(self.tasks[task], status)

@@ -14,7 +14,7 @@ from autopar import AutoLayerOption, AutoStageOption, ManualStageOption, Uniform
 from autopar.pipeline.layer_costs import LayerCosts, Shape, Way
 from autopar.pipeline.layer_ranges import LayerRanges, graph_key
 from autopar.pipeline.partitioner import cut_step
-from autopar.pipeline.planning import TOLERANCE, make_pipeline_plan
+from autopar.pipeline.pipeline_planner import TOLERANCE, make_pipeline_plan
 from autopar.pipeline.stage_construction import stage_problem
 from autopar.pipeline.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import stage_graphs

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from autopar.hosts.arrays import plain
-from autopar.hosts.executable import RemoteExecutable
 from autopar.hosts.job import Array
 from autopar.hosts.job_export import prepare_state
+from autopar.hosts.remote_executable import RemoteExecutable
 from autopar.trace import StepGraph
 
 

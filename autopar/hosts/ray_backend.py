@@ -1,0 +1,57 @@
+"""The hosts of a Ray cluster as a backend: planned steps are exported here, and compiled and run there."""
+
+from autopar.devices import Devices, logical_mesh
+from autopar.hosts.driver import RayHosts, check_plan, cluster_of_hosts, mesh_shape
+from autopar.hosts.remote_create_state import RemoteCreateState
+from autopar.hosts.remote_executable import RemoteExecutable
+from autopar.method_planning import Target, any_cluster
+from autopar.methods import Method, PlanningMethod
+from autopar.plan import Plan
+from autopar.planned import PlannedStep
+from autopar.runtime.executable import Executable
+from autopar.runtime.local_backend import Present
+from autopar.trace import StepGraph
+from simulator.heterogeneous import AnyCluster
+
+
+class RayBackend:
+    """The hosts of a Ray cluster; see `autopar.runtime.local_backend.Backend`."""
+
+    def __init__(self, hosts: RayHosts) -> None:
+        self.hosts = hosts
+
+    def target(self, method: PlanningMethod) -> Target:
+        """See `Backend`."""
+        return Target(logical_mesh(mesh_shape(self.hosts, method.devices)), self.cluster(method, {}))
+
+    def devices_of_plan(self, plan: Plan, devices: Devices) -> Present:
+        """See `Backend`."""
+        check_plan(self.hosts, plan, devices)
+        return {}
+
+    def devices_of(self, executable: Executable) -> Present:
+        """See `Backend`."""
+        if not isinstance(executable, RemoteExecutable) or executable.hosts is not self.hosts:
+            raise ValueError("the step has not been compiled for these hosts yet; call it first")
+        return {}
+
+    def cluster(self, method: Method, present: Present) -> AnyCluster:
+        """See `Backend`."""
+        given = method.cluster if isinstance(method, PlanningMethod) else None
+        return cluster_of_hosts(self.hosts) if given is None else any_cluster(given)
+
+    @property
+    def platform(self) -> str:
+        """See `Backend`."""
+        return self.hosts.platform
+
+    def load(
+        self, planned: PlannedStep, present: Present, donated: frozenset[int] = frozenset(), plan_seconds: float = 0.0
+    ) -> RemoteExecutable:
+        """See `Backend`."""
+        return RemoteExecutable(planned, self.hosts, donated, plan_seconds)
+
+    def load_state(self, step: StepGraph, executable: Executable) -> RemoteCreateState:
+        """See `Backend`."""
+        assert isinstance(executable, RemoteExecutable)
+        return RemoteCreateState(step, executable)

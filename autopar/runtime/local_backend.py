@@ -1,0 +1,117 @@
+"""Backends: where planned steps run. This process is one; the hosts of a Ray cluster are another (`autopar.hosts.ray_backend`)."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+
+from autopar.devices import Device, Devices, cluster_of, device_mesh, devices_of_plan, submeshes
+from autopar.method_planning import Target, any_cluster
+from autopar.methods import Method, PlanningMethod
+from autopar.plan import Plan
+from autopar.planned import PlannedStep
+from autopar.runtime.create_state import CreateStateExecutable
+from autopar.runtime.executable import Executable
+from autopar.runtime.local_executable import LocalExecutable
+from autopar.sharding.spec import LogicalMesh
+from autopar.trace import StepGraph
+from simulator.heterogeneous import AnyCluster
+
+type Present = Mapping[int, Device]
+"""The devices of this process that a plan may use, by the numbers that plans give them; none where they are on other hosts."""
+
+
+class Backend(Protocol):
+    """Devices that planned steps are compiled for and run on."""
+
+    def target(self, method: PlanningMethod) -> Target:
+        """Return the hardware that a method plans for here.
+
+        Raises:
+            ValueError: it means devices that are not here.
+        """
+        ...
+
+    def devices_of_plan(self, plan: Plan, devices: Devices) -> Present:
+        """Return the devices for a plan that was made elsewhere, of those that the user means.
+
+        Raises:
+            ValueError: they are not as many as the plan has.
+        """
+        ...
+
+    def devices_of(self, executable: Executable) -> Present:
+        """Return the devices that a step runs on.
+
+        Raises:
+            ValueError: it runs elsewhere.
+        """
+        ...
+
+    def cluster(self, method: Method, present: Present) -> AnyCluster:
+        """Return the hardware of devices as the cost model knows it; a method may say another one."""
+        ...
+
+    @property
+    def platform(self) -> str:
+        """The platform of the devices: "cpu", "gpu" or "cuda"."""
+        ...
+
+    def load(
+        self, planned: PlannedStep, present: Present, donated: frozenset[int] = frozenset(), plan_seconds: float = 0.0
+    ) -> Executable:
+        """Compile a planned step.
+
+        Args:
+            donated: numbers of the inputs whose memory the step may reuse.
+        """
+        ...
+
+    def load_state(self, step: StepGraph, executable: Executable) -> Any:
+        """Compile a function that makes the state that is the first argument of `executable`, where that wants it."""
+        ...
+
+
+class LocalBackend:
+    """The devices of this process."""
+
+    def target(self, method: PlanningMethod) -> Target:
+        """See `Backend`."""
+        mesh = device_mesh(method.devices)
+        present = dict(enumerate(mesh.devices.flat))
+        return Target(LogicalMesh(mesh.devices.shape, mesh.axis_names), self.cluster(method, present), present)
+
+    def devices_of_plan(self, plan: Plan, devices: Devices) -> Present:
+        """See `Backend`."""
+        return dict(enumerate(devices_of_plan(devices, plan)))
+
+    def devices_of(self, executable: Executable) -> Present:
+        """See `Backend`."""
+        if not isinstance(executable, LocalExecutable):
+            raise ValueError("the step runs on other hosts, which have been left since; call it first")
+        return {
+            number: device
+            for stage, mesh in zip(executable.plan.stages, executable.meshes, strict=True)
+            for number, device in zip(stage.devices, mesh.devices.flat, strict=True)
+        }
+
+    def cluster(self, method: Method, present: Present) -> AnyCluster:
+        """See `Backend`."""
+        given = method.cluster if isinstance(method, PlanningMethod) else None
+        return cluster_of(device_mesh(list(present.values()))) if given is None else any_cluster(given)
+
+    @property
+    def platform(self) -> str:
+        """See `Backend`."""
+        return jax.default_backend()
+
+    def load(
+        self, planned: PlannedStep, present: Present, donated: frozenset[int] = frozenset(), plan_seconds: float = 0.0
+    ) -> LocalExecutable:
+        """See `Backend`."""
+        return LocalExecutable(planned, submeshes(present, planned.plan.stages), donated, plan_seconds)
+
+    def load_state(self, step: StepGraph, executable: Executable) -> CreateStateExecutable:
+        """See `Backend`."""
+        shardings = jax.tree.leaves(executable.in_shardings[0])
+        return CreateStateExecutable(step, shardings, jax.tree.leaves(executable.get_input_placement_specs()[0]))
