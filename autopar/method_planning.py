@@ -12,6 +12,7 @@ from autopar.layers import LayerOption
 from autopar.methods import CLUSTER, PipeshardParallel, PlanningMethod
 from autopar.pipeline.option_search import layer_options, micro_batch_counts, schedules, search
 from autopar.pipeline.pipeline_planner import PipelinePlanner
+from autopar.pipeline.stage_options import AutoStageOption
 from autopar.plan import Plan
 from autopar.planned import PlannedStep
 from autopar.planning import make_plan
@@ -77,14 +78,23 @@ def _plan_pipeline(
             devices=list(target.devices.values()) if target.devices else None,
         )
 
+    def whole_step(count: int) -> tuple[StepGraph, Plan]:
+        step = trace(fun, args, batch, count)
+        pool, options = single_pool(cluster, name), method.sharding_of(step)
+        return step, make_plan(step, target.mesh, pool, options, name, memory_budget=method.memory_budget)
+
+    name = type(method).__name__
+    stages = method.stages
+    is_open = method.pipeline_schedule == "auto" and isinstance(stages, AutoStageOption) and not stages.profile
     step, plan = search(
         traced,
         planner,
         micro_batch_counts(method.num_micro_batches, rows),
         layer_options(method.layer_option),
         schedules(method.pipeline_schedule, method.num_chunks),
-        method.stages,
-        type(method).__name__,
+        stages,
+        name,
+        whole_step if is_open and isinstance(cluster, Cluster) else None,
     )
     return PlannedStep(step, plan)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from jax.sharding import PartitionSpec
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
 from rich.console import Console
 from rich.table import Table
 
@@ -120,8 +120,24 @@ class Stage(_Model):
     layers: tuple[int, ...] = ()
     devices: tuple[int, ...]
 
+    @model_validator(mode="after")
+    def _check_mesh(self) -> Self:
+        """Specs name axes of the mesh, and there are as many devices as it has."""
+        if len(self.mesh_shape) != len(self.axis_names) or min(self.mesh_shape, default=1) < 1:
+            raise ValueError(f"mesh_shape {brief(self.mesh_shape)} with axis_names {brief(self.axis_names)}")
+        if len(set(self.devices)) != prod(self.mesh_shape) or len(self.devices) != prod(self.mesh_shape):
+            raise ValueError(f"devices {brief(self.devices)} for a mesh of shape {brief(self.mesh_shape)}")
+        for array in (*self.inputs, *self.outputs, *self.constraints):
+            unknown = {axis for axes in array.spec for axis in axes}.difference(self.axis_names)
+            if unknown or len(array.spec) != len(array.shape):
+                raise ValueError(
+                    f"spec {brief(array.spec)} of shape {brief(array.shape)} on axes {brief(self.axis_names)}"
+                )
+        return self
+
     @property
     def mesh(self) -> LogicalMesh:
+        """The logical mesh of its devices."""
         return LogicalMesh(self.mesh_shape, self.axis_names)
 
 

@@ -58,8 +58,9 @@ def plan_step(
 ) -> Plan:
     """Plan `fun` for arguments like `args` (arrays or ShapeDtypeStructs) on a cluster that need not be here.
 
-    XLA may need more memory than the planner estimates, and nothing is compiled here. So a `memory_budget` of the method is divided by
-    `MEMORY_MARGIN` before planning; the plan's `predicted_bytes` are the estimate.
+    XLA may need more memory than the planner estimates, and nothing is compiled here. So of a `memory_budget` of the method,
+    `WORKSPACE_BYTES` are set aside and the rest is divided by `MEMORY_MARGIN` before planning; the plan's `predicted_bytes` are the
+    estimate.
 
     Args:
         method: how to parallelize; ShardParallel() by default. Its `devices` mean what they do on devices that are here, but of
@@ -82,20 +83,29 @@ def plan_step(
     batch_argnums = _checked_step(fun, args, batch_argnums)
     mesh = _mesh(method, cluster, mesh_shape)
     given = method.memory_budget
+    workspace = 0 if all(pool.device.kind == "cpu" for pool in cluster.pools) else WORKSPACE_BYTES
     if given is not None:
-        method = replace(method, memory_budget=given / MEMORY_MARGIN)
+        method = replace(method, memory_budget=max(1.0, (given - workspace) / MEMORY_MARGIN))
     try:
         return plan_by_method(method, fun, args, batch_argnums, Target(mesh, cluster)).plan
     except (MemoryBudgetError, NoStagesError) as error:
-        if given is not None:
-            error.add_note(
-                f"memory_budget is {given / 1e9:.3g} GB; plan_step keeps a margin of {MEMORY_MARGIN - 1:.0%} for XLA"
-            )
-        raise
+        if given is None:
+            raise
+        if isinstance(error, MemoryBudgetError):
+            error = MemoryBudgetError(given, workspace + MEMORY_MARGIN * error.least, error.step)
+        error.add_note(
+            f"memory_budget is {given / 1e9:.3g} GB; plan_step keeps {workspace / 1e6:.1f} MB for workspaces of"
+            f" libraries, and a margin of {MEMORY_MARGIN - 1:.0%} for XLA"
+        )
+        raise error from None
 
 
 MEMORY_MARGIN = 1.13
 """How many times its estimate of memory the planner allows XLA to need. The largest excess in results/tables/fidelity.csv is 1.124."""
+
+
+WORKSPACE_BYTES = 8 * 2**20
+"""Bytes for what XLA:GPU gives cuBLAS to work in: 4 MiB for each matrix product, of which two may run at the same time (jaxlib 0.11.2)."""
 
 
 _METHOD = instance("one of autopar.methods that make a plan, e.g. autopar.ShardParallel()", PlanningMethod)

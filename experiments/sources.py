@@ -15,14 +15,12 @@ ROOT = Path(__file__).parent.parent
 RUN = (
     "autopar/api.py",
     "autopar/arguments.py",
-    "autopar/lower.py",
     "autopar/runtime/**/*.py",
     "autopar/testing.py",
     "autopar/util.py",
 )
 PREDICT = (
     "autopar/_plugins.py",
-    "autopar/lower.py",
     "autopar/predicting.py",
     "autopar/target.py",
     "simulator/engine.py",

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self, assert_never, get_args
 
+from simulator.files import one_line
 from simulator.memory import Level, MemoryUse
 from simulator.work import Body, Collective, Groups, matrix_flops, unknown_kernels
 
@@ -139,7 +140,7 @@ class Program:
     def body(self, run: Run) -> Body:
         """What one device launches for a task; one that has no body: `ValueError`."""
         if run.task not in self.bodies:
-            known = ", ".join(sorted(self.bodies)) or "none"
+            known = one_line(", ".join(sorted(self.bodies)) or "none")
             raise ValueError(
                 f"task {run.task} has no body, so it can't be simulated; the program has bodies of: {known}"
             )

@@ -1,7 +1,8 @@
 """Choosing how a pipeline runs: the number of microbatches, the schedule, chunks, and whether layers are computed again.
 
 Every combination of what is left to choose is planned, and the plan with the least predicted time wins. A step is traced once for
-each number of microbatches and each way to keep activations; all schedules share what is known of its layers.
+each number of microbatches and each way to keep activations; all schedules share what is known of its layers. Where schedule and
+stages are both left to choose, the step as one program is a candidate, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from autopar.pipeline.pipeline_planner import PipelinePlanner
 from autopar.pipeline.pipeline_schedules import schedule_names
 from autopar.pipeline.stage_options import AutoStageOption, StageError, StageOption, UniformStageOption
 from autopar.pipeline.stage_problem import NoStagesError
-from autopar.plan import PipelineSchedule, Plan
+from autopar.plan import WHOLE_STEP, PipelineSchedule, Plan
 from autopar.progress import tell
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
@@ -92,12 +93,14 @@ def search(
     kinds: Sequence[tuple[str, int]],
     stage_option: StageOption,
     method: str,
+    whole_step: Callable[[int], tuple[StepGraph, Plan]] | None = None,
 ) -> tuple[StepGraph, Plan]:
-    """The traced step and the plan with the least predicted time, of all combinations.
+    """Return the traced step and the plan with the least predicted time, of all combinations.
 
     Args:
         trace: (number of microbatches, layer option) -> the step, in layers and marked.
         kinds: schedules, with the stages on each submesh.
+        whole_step: number of microbatches -> the step and its plan as one program, if that may be chosen.
 
     Raises:
         What the first combination raised, if there is no plan for any.
@@ -107,6 +110,17 @@ def search(
     spent = 0.0
     first: ValueError | None = None
     several = len(counts) * len(layers) * len(kinds) > 1
+    for count, plan_whole_step in product(counts, [whole_step] if whole_step else []):
+        try:
+            found = plan_whole_step(count)
+        except (MicrobatchError, ShardingError, InfeasibleError) as error:
+            _last.append(Choice(count, WHOLE_STEP, None, str(error)))
+        else:
+            _last.append(Choice(count, WHOLE_STEP, found[1].predicted_seconds))
+            spent += found[1].planning_seconds
+            if best is None or found[1].predicted_seconds < best[1].predicted_seconds:
+                best = found
+        tell(str(_last[-1]))
     for count, layer_option in product(counts, layers):
         known: PipelinePlanner | None = None
         for name, chunks in kinds:

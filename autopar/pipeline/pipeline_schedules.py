@@ -12,6 +12,7 @@ from typing import assert_never
 
 from autopar.plan import WHOLE_STEP_SCHEDULE
 from simulator.clock import Clock
+from simulator.files import brief
 from simulator.max_plus import MaxPlusMap
 from simulator.program import Free, Instruction, Phase, Program, Recv, Run, Send, walk
 
@@ -219,7 +220,7 @@ def make_schedule(name: str, pipeline: Pipeline) -> Schedule:
 def schedule_kind(name: str, pipeline: Pipeline | None = None) -> ScheduleKind:
     """The registered schedule `name`; with a pipeline, checks that it can be scheduled so."""
     if name not in _KINDS:
-        raise ValueError(f"unknown pipeline schedule {name!r}; expected one of {', '.join(schedule_names())}")
+        raise ValueError(f"unknown pipeline schedule {brief(name)}; expected one of {', '.join(schedule_names())}")
     if pipeline and pipeline.num_chunks > 1 and name not in ("interleaved_1f1b", "inference"):
         raise ValueError(
             f"schedule {name!r} runs one stage per mesh, not {pipeline.num_chunks}; use 'interleaved_1f1b'"

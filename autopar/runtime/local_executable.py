@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Var
 from jax.sharding import Mesh
 
 from autopar import graph, report
@@ -85,7 +86,7 @@ class LocalExecutable(Executable):
         specs = []
         for atom, output in zip(self.step.jaxpr.outvars, self.outputs, strict=True):
             aval = graph.aval_of(atom)
-            if atom in self.planned.cut.joined:
+            if isinstance(atom, Var) and atom in self.planned.cut.joined:
                 aval = aval.update(shape=(aval.shape[0] * self.step.num_micro_batches, *aval.shape[1:]))
             specs.append(report.placed(aval, output.sharding, output.mesh))
         return jax.tree.unflatten(self.step.out_tree, specs)

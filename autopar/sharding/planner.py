@@ -103,10 +103,11 @@ class MemoryBudgetError(InfeasibleError):
 
     Attributes:
         budget: bytes that were given; `least`: bytes below which no plan gets.
+        step: name of the step.
     """
 
     def __init__(self, budget: float, least: float, step: str = "the step") -> None:
-        self.budget, self.least = budget, least
+        self.budget, self.least, self.step = budget, least, step
         needs = f"at least {least / 1e9:.3g} GB" if least > budget else "more than that"
         super().__init__(
             f"no plan for {step} fits into {budget / 1e9:.3g} GB per device: every one that is allowed needs {needs}. More devices, a smaller"

@@ -5,6 +5,7 @@ import pytest
 import autopar
 from autopar import fitting
 from autopar.planned import PlannedStep
+from autopar.runtime.local_executable import LocalExecutable
 from autopar.testing import assert_allclose
 from simulator.cluster import Cluster
 from tests.steps import mlp_args, mlp_step, serial
@@ -19,13 +20,13 @@ def parallelized(method, donate="auto"):
 
 def compilations(monkeypatch):
     """Count the programs that are compiled."""
-    made, init = [], autopar.api.Executable.__init__
+    made, init = [], LocalExecutable.__init__
 
     def counted(self, *args, **kwargs):
         made.append(args)
         init(self, *args, **kwargs)
 
-    monkeypatch.setattr("autopar.runtime.local_executable.LocalExecutable.__init__", counted)
+    monkeypatch.setattr(LocalExecutable, "__init__", counted)
     return made
 
 

@@ -252,11 +252,16 @@ def test_one_mesh_over_different_devices_is_refused(method):
         autopar.parallelize(stack_step, method=replace(method, devices=8, cluster=MIXED))(stack_params(), stack_batch())
 
 
-def test_a_plan_without_a_pipeline_is_not_predicted_on_a_mixed_cluster():
+def test_a_plan_of_one_stage_is_predicted_where_its_devices_lie_in_one_pool():
     args = stack_params(), stack_batch()
     plan = autopar.plan_step(stack_step, args, cluster="p3.16xlarge", mesh_shape=(2,))
-    with pytest.raises(ClusterError, match="a plan of ShardParallel shards a step over one mesh"):
-        autopar.predict(stack_step, args, plan, MIXED)
+    predicted = [
+        autopar.predict(stack_step, args, plan, cluster, fidelity="analytic") for cluster in (MIXED, MIXED.pools[0])
+    ]
+    assert predicted[0].makespan == predicted[1].makespan
+    wide = autopar.plan_step(stack_step, args, cluster="p3.16xlarge", mesh_shape=(8,))
+    with pytest.raises(ClusterError, match="lie in several pools of cluster"):
+        autopar.predict(stack_step, args, wide, MIXED, fidelity="analytic")
 
 
 @pytest.mark.parametrize(
@@ -285,5 +290,5 @@ def test_a_plan_for_another_cluster_is_refused():
     other = beside(V100.with_size(hosts=2, devices_per_host=3), A100)
     with pytest.raises(ClusterError, match="lie in several pools of cluster 'toy'"):
         autopar.predict(gpt_step, args, gpt_plan(), other)
-    with pytest.raises(ValueError, match="stages need 8 devices, got 4"):
+    with pytest.raises(ValueError, match="the plan needs 8 devices, got 4"):
         autopar.parallelize(gpt_step, method=PlanMethod(gpt_plan(), devices=4)).get_executable(*args)

@@ -8,6 +8,7 @@ from autopar import AutoLayerOption, UniformStageOption
 from autopar.pipeline.option_search import CHUNKS, layer_options, micro_batch_counts, schedules
 from autopar.pipeline.pipeline_planner import PipelinePlanner
 from autopar.pipeline.pipeline_schedules import schedule_names
+from autopar.plan import WHOLE_STEP
 from experiments.models import build_model
 from simulator.cluster import Cluster
 
@@ -49,10 +50,22 @@ def test_remat_is_tried_both_ways():
 def test_the_fastest_of_all_that_was_tried_is_the_plan():
     plan = planned(num_micro_batches="auto", pipeline_schedule="auto", num_chunks="auto")
     tried = autopar.get_last_search_result()
-    assert len(tried) == 5 * len(schedules("auto", "auto"))
+    assert len(tried) == 5 * (len(schedules("auto", "auto")) + 1)
     best = min((each for each in tried if each.seconds is not None), key=lambda each: each.seconds)
     assert plan.predicted_seconds == best.seconds
     assert (plan.num_micro_batches, plan.schedule) == (best.num_micro_batches, best.schedule)
+    whole = autopar.plan_step(train_step, MODEL.abstract_args(), cluster=CLUSTER)
+    assert WHOLE_STEP in [each.schedule for each in tried]
+    assert plan.predicted_seconds <= whole.predicted_seconds
+
+
+def test_a_step_that_is_fastest_as_one_program_is_not_cut():
+    """On one host, where collectives are cheap and a pipeline of few microbatches waits."""
+    options = {"num_micro_batches": 1, "pipeline_schedule": "auto"}
+    plan = planned(**options)
+    assert plan.schedule == WHOLE_STEP
+    assert plan.stages == autopar.plan_step(train_step, MODEL.abstract_args(), cluster=CLUSTER).stages
+    assert planned(**options, stage_option=UniformStageOption(2)).schedule != WHOLE_STEP
 
 
 @pytest.mark.slow
@@ -61,7 +74,7 @@ def test_planning_takes_what_all_that_is_compared_takes(monkeypatch):
         return plan(*args).model_copy(update={"planning_seconds": 1.0})
 
     monkeypatch.setattr(PipelinePlanner, "plan", plan_in_a_second)
-    plan = planned(num_micro_batches="auto", pipeline_schedule="auto")
+    plan = planned(num_micro_batches="auto", pipeline_schedule="auto", stage_option=UniformStageOption(2))
     assert plan.planning_seconds == sum(each.seconds is not None for each in autopar.get_last_search_result()) > 1
 
 
