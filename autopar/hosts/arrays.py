@@ -7,8 +7,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.hosts.errors import HostsError
-from autopar.hosts.job import Array
 from autopar.keys import is_key
+from autopar.runtime.job import Array
 
 if TYPE_CHECKING:
     from autopar.hosts.driver import RayHosts

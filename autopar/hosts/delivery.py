@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from autopar.devices import Device
-from autopar.hosts.job import Delivery, Place
 from autopar.hosts.mailbox import Mailbox
 from autopar.pipeline.cross_mesh_resharding import Piece, tiles
+from autopar.runtime.job import Delivery, Place
 from autopar.runtime.pieces import cutting, joining
 
 
-class Carrier:
+class PieceCarrier:
     """One delivery, on a worker that has devices of the mesh that sends, of the one that receives, or of both.
 
     Each piece goes from worker to worker once, all those between two workers as one letter. What copies lack is gathered inside the
@@ -75,7 +75,7 @@ class Carrier:
                 landed = jax.ShapeDtypeStruct(plan.shape, delivery.dtype, sharding=self._landing)
                 self._complete = jax.jit(lambda landed: landed, out_shardings=wanted).lower(landed).compile()
 
-    def send(self, value: jax.Array, letter: int, is_used_up: bool = False) -> None:
+    def send(self, value: jax.Array, letter: int, is_used_up: bool) -> None:
         """Cut what is here of the value and let every receiver have its pieces. Letters are numbered up from `letter`.
 
         Args:
@@ -96,8 +96,11 @@ class Carrier:
                 assert self._mailbox is not None
                 self._mailbox.offer(letter + receiver, arrays)
 
+    def wait(self) -> None:
+        """Wait for nothing: what is sent may be received at once."""
+
     def receive(self, letter: int) -> jax.Array:
-        """The value, of everything that was sent to this worker."""
+        """Return the value, of everything that was sent to this worker, when it is there."""
         pieces: dict[int, jax.Array] = {}
         for sender, avals in self._avals.items():
             if sender == self._worker:
@@ -108,7 +111,7 @@ class Carrier:
             pieces.update(zip(self._letters[sender, self._worker], arrays, strict=True))
         parts = [join([pieces[n] for n in numbers]) for numbers, join in self._joins]
         landed = jax.make_array_from_single_device_arrays(self._shape, self._landing, parts)
-        return landed if self._complete is None else self._complete(landed)
+        return jax.block_until_ready(landed if self._complete is None else self._complete(landed))
 
 
 def _extent(piece: Piece) -> tuple[int, ...]:

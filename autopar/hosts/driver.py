@@ -21,11 +21,11 @@ from autopar.hosts.arrays import DistributedArray, plain
 from autopar.hosts.checkpoints import part_of, saved_pieces
 from autopar.hosts.clocks import offset
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError
-from autopar.hosts.job import Array, Job, Place, groups_of
 from autopar.hosts.timelines import Note, aligned
 from autopar.hosts.workers import Workers, reason
 from autopar.pipeline.cross_mesh_resharding import tiles
 from autopar.plan import Plan
+from autopar.runtime.job import Array, Job, Place, groups_of
 from simulator.cluster import Cluster
 from simulator.heterogeneous import AnyCluster, MixedCluster
 

@@ -12,9 +12,9 @@ from autopar.data_loader import ahead
 from autopar.hosts.arrays import DistributedArray
 from autopar.hosts.driver import RayHosts
 from autopar.hosts.errors import HostsError
-from autopar.hosts.job import Array, Place
 from autopar.report.input_placement import PlacementSpec
 from autopar.runtime.batch_reading import Batches
+from autopar.runtime.job import Array, Place
 
 
 def put_on_workers(hosts: RayHosts, specs: Sequence[PlacementSpec]) -> Callable[[int, Any], DistributedArray]:

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from autopar.hosts.arrays import plain
-from autopar.hosts.job import Array
-from autopar.hosts.job_export import prepare_state
+from autopar.hosts.job_export import export_state
 from autopar.hosts.remote_executable import RemoteExecutable
+from autopar.runtime.job import Array
 from autopar.trace import StepGraph
 
 
@@ -24,7 +24,7 @@ class RemoteCreateState:
         self.step, self._train_step, self.hosts = step, train_step, train_step.hosts
         start = time.perf_counter()
         count = len(step.jaxpr.outvars)
-        prepared = prepare_state(step, train_step.places[:count], self.hosts.platform)
+        prepared = export_state(step, train_step.places[:count], self.hosts.platform)
         self._outputs = {o: each for o, each in enumerate(prepared.outputs) if isinstance(each, Array)}
         self.out_shardings: Any = jax.tree.unflatten(step.out_tree, [each.sharding for each in self._outputs.values()])
         self._number = self.hosts.load(prepared.job, self)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ import numpy as np
 from autopar import report
 from autopar.hosts.arrays import DistributedArray
 from autopar.hosts.driver import RayHosts
-from autopar.hosts.job import Array
-from autopar.hosts.job_export import prepare
+from autopar.hosts.job_export import export_job
 from autopar.hosts.timelines import Note, merged
 from autopar.pipeline.instructions import task_of
 from autopar.pipeline.partition import Task
 from autopar.planned import PlannedStep
 from autopar.runtime.executable import Executable
+from autopar.runtime.job import Array
 from autopar.util import benchmark_func
 from simulator.memory import MemoryUse
 from simulator.program import Run
@@ -52,11 +51,11 @@ class RemoteExecutable(Executable):
         """
         start = time.perf_counter()
         self.planned, self.hosts, self.plan_seconds = planned, hosts, plan_seconds
-        self._prepared = prepare(planned, hosts.platform, donated)
-        runs = {task_of(run): run for run in self._prepared.job.calls}
+        self.description = export_job(planned, hosts.platform, donated)
+        runs = {task_of(run): run for run in self.description.job.calls}
         self.tasks = {t: runs[t] for graph in planned.graphs for t in graph.tasks if t in runs}
-        self._number = hosts.load(self._prepared.job, self)
-        self.in_shardings = jax.tree.unflatten(self.step.in_tree, [each.sharding for each in self._prepared.inputs])
+        self._number = hosts.load(self.description.job, self)
+        self.in_shardings = jax.tree.unflatten(self.step.in_tree, [each.sharding for each in self.description.inputs])
         self.out_shardings = jax.tree.unflatten(self.step.out_tree, [each.sharding for each in self._made])
         self.compile_seconds = time.perf_counter() - start
 
@@ -66,7 +65,7 @@ class RemoteExecutable(Executable):
         leaves, tree = jax.tree.flatten(args)
         placed = [
             leaf if self._has(leaf, wanted) else self.hosts.put(leaf, wanted)
-            for leaf, wanted in zip(leaves, self._prepared.inputs, strict=True)
+            for leaf, wanted in zip(leaves, self.description.inputs, strict=True)
         ]
         return jax.tree.unflatten(tree, placed)
 
@@ -78,7 +77,7 @@ class RemoteExecutable(Executable):
             HostsError: a step has failed, this one or one before, or the workers that had an argument have ended.
         """
         leaves = self.step.leaves(args)
-        for i, (leaf, wanted) in enumerate(zip(leaves, self._prepared.inputs, strict=True)):
+        for i, (leaf, wanted) in enumerate(zip(leaves, self.description.inputs, strict=True)):
             if np.shape(leaf) != wanted.aval.shape:
                 raise ValueError(f"{self.step.in_paths[i]} has shape {np.shape(leaf)}, expected {wanted.aval.shape}")
             if isinstance(leaf, DistributedArray):
@@ -87,12 +86,12 @@ class RemoteExecutable(Executable):
                 leaf.check()
             elif i not in self.step.batch:
                 raise ValueError(f"{self.step.in_paths[i]} is not on the workers; see shard_args")
-        outputs = {o: each for o, each in enumerate(self._prepared.outputs) if isinstance(each, Array)}
+        outputs = {o: each for o, each in enumerate(self.description.outputs) if isinstance(each, Array)}
         made = self.hosts.run(self._number, leaves, outputs)
-        for i in self._prepared.donated:
+        for i in self.description.donated:
             if isinstance(leaves[i], DistributedArray):
                 leaves[i].is_donated = True
-        results = [made.get(o, each) for o, each in enumerate(self._prepared.outputs)]
+        results = [made.get(o, each) for o, each in enumerate(self.description.outputs)]
         return jax.tree.unflatten(self.step.out_tree, results)
 
     def _has(self, leaf: Any, wanted: Array) -> bool:
@@ -107,27 +106,10 @@ class RemoteExecutable(Executable):
     @property
     def places(self) -> Sequence[Array]:
         """For each input what and where it should be."""
-        return self._prepared.inputs
+        return self.description.inputs
 
-    def get_input_placement_specs(self) -> Any:
-        avals = jax.tree.leaves(self.step.in_avals)
-        return jax.tree.unflatten(self.step.in_tree, map(self._spec, avals, self._prepared.inputs))
-
-    def get_output_placement_specs(self) -> Any:
-        return jax.tree.unflatten(self.step.out_tree, [self._spec(each.aval, each) for each in self._made])
-
-    def _spec(self, aval: Any, array: Array) -> report.PlacementSpec:
-        mesh = self._prepared.job.meshes.index(array.place.mesh.devices)
-        return report.placed(aval, array.sharding, mesh, array.place.mesh.devices)
-
-    @cached_property
-    def _made(self) -> list[Array]:
-        """What and where the outputs are; constants count as copies on the first mesh, as in one process."""
-        mesh = self._prepared.inputs[0].place.mesh
-        return [
-            each if isinstance(each, Array) else Array.of(f"out{o}", jax.typeof(each), mesh, ((),) * np.ndim(each))
-            for o, each in enumerate(self._prepared.outputs)
-        ]
+    def _device_ids(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(numbers)
 
     # -- what it needs
 
@@ -138,8 +120,9 @@ class RemoteExecutable(Executable):
     def _text(self, task: Task, status: report.TaskStatus) -> str:
         run = self.tasks[task]
         if status == "annotated":
-            return report.annotated(*self._prepared.functions[run.task], self.hosts.platform)
-        devices = self._prepared.job.calls[run].devices  # only their compiler knows
+            function = self.description.functions[run.task]
+            return report.annotated(function.jitted, function.in_avals, self.hosts.platform)
+        devices = self.description.job.calls[run].devices  # only their compiler knows
         return self.hosts.ask(devices, "program_text", self._number, run, status)[0]
 
     def get_stage_allocation_size(self) -> dict[Task, MemoryUse]:
@@ -164,7 +147,7 @@ class RemoteExecutable(Executable):
         """Zeros, made where the step wants them; batches here."""
         return [
             np.zeros(each.shape, each.dtype) if i in self.step.batch and not each.impl else self.hosts.zeros(each)
-            for i, each in enumerate(self._prepared.inputs)
+            for i, each in enumerate(self.description.inputs)
         ]
 
     def dump_stage_execution_trace(self, file: str | Path) -> Timeline:

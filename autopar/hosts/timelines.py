@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.runtime.argument_placement import Values
-from autopar.runtime.timing import span_of, wait_for
+from autopar.runtime.loaded_job import Values, wait_for
+from autopar.runtime.timing import span_of
 from simulator.memory import MemoryUse
 from simulator.program import Free, Instruction, Recv, Run, Send
 from simulator.timeline import Arrow, Span, Timeline

@@ -16,13 +16,14 @@ from autopar.devices import Device
 from autopar.hosts.batch_threads import open_reader
 from autopar.hosts.environment import check_port, devices_of, free_port, versions
 from autopar.hosts.errors import HostsError
-from autopar.hosts.job import Array, Job, Place
-from autopar.hosts.job_executable import Loaded, placed
 from autopar.hosts.mailbox import Mailbox
 from autopar.hosts.timelines import Execute, Note, Stopwatch
+from autopar.hosts.worker_job import WorkerJob
 from autopar.pipeline.cross_mesh_resharding import Tile
-from autopar.report.program_text import Status
+from autopar.report.program_text import TaskStatus
 from autopar.runtime.batch_reading import Reader
+from autopar.runtime.job import Array, Job, Place
+from autopar.runtime.loaded_job import placed
 from autopar.target import memory_of
 from autopar.util import zeros
 from simulator.memory import MemoryUse
@@ -76,7 +77,7 @@ class Worker:
         self._devices: dict[int, Device] = {}
         self._mailbox: Mailbox | None = None
         self._arrays: dict[int, jax.Array] = {}
-        self._jobs: dict[int, Loaded] = {}
+        self._jobs: dict[int, WorkerJob] = {}
         self._copies: dict[Path, dict[str, np.ndarray]] = {}
         self._now: tuple[int | None, str, float] | None = None
         self._records, self._notes = False, list[Note]()
@@ -193,7 +194,7 @@ class Worker:
         start = time.perf_counter()
         self._now = None, "compiling", time.time()
         try:
-            self._jobs[number] = Loaded(job, self.number, self._owner, self._devices, self._mailbox)
+            self._jobs[number] = WorkerJob(job, self.number, self._owner, self._devices, self._mailbox)
         finally:
             self._now = None
         return time.perf_counter() - start
@@ -268,7 +269,7 @@ class Worker:
         """Seconds by the clock of this host."""
         return time.perf_counter()
 
-    def program_text(self, number: int, run: Run, status: Status) -> str:
+    def program_text(self, number: int, run: Run, status: TaskStatus) -> str:
         """The program of an instruction: "partitioned", or "optimized" as it runs."""
         return self._jobs[number].text(run, status)
 

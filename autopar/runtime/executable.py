@@ -1,17 +1,22 @@
 """The executable of a planned step: what `parallelize` compiles, wherever it runs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from autopar import report
+from autopar.graph import aval_of
 from autopar.pipeline.partition import Task
 from autopar.pipeline.pipeline_memory import MeshMemory
 from autopar.plan import Plan
 from autopar.planned import PlannedStep
+from autopar.runtime.job import Array
+from autopar.runtime.job_description import JobDescription, mesh_of
 from autopar.trace import StepGraph
 from simulator.memory import MemoryUse
 from simulator.program import Program
@@ -23,6 +28,7 @@ class Executable(ABC):
 
     Attributes:
         planned: the traced step and its plan.
+        description: its job.
         tasks: what its stages run, by task.
         in_shardings, out_shardings: pytrees like the arguments and the result.
         plan_seconds: seconds of tracing and planning.
@@ -30,6 +36,7 @@ class Executable(ABC):
     """
 
     planned: PlannedStep
+    description: JobDescription
     tasks: Mapping[Task, Any]
     in_shardings: Any
     out_shardings: Any
@@ -72,12 +79,36 @@ class Executable(ABC):
     # -- what it is
 
     @abstractmethod
+    def _device_ids(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Return what `PlacementSpec` calls the devices that have these numbers in the plan."""
+
     def get_input_placement_specs(self) -> Any:
         """Return a tuple like the arguments, with a `PlacementSpec` for every array."""
+        avals = jax.tree.leaves(self.step.in_avals)
+        return jax.tree.unflatten(self.step.in_tree, map(self._placement, avals, self.description.inputs))
 
-    @abstractmethod
     def get_output_placement_specs(self) -> Any:
         """Return a pytree like the result, with a `PlacementSpec` for every array."""
+        atoms = self.step.jaxpr.outvars
+        made = [
+            self._placement(jax.ShapeDtypeStruct(each.aval.shape, aval.dtype, weak_type=aval.weak_type), each)
+            for each, aval in zip(self._made, map(aval_of, atoms), strict=True)
+        ]
+        return jax.tree.unflatten(self.step.out_tree, made)
+
+    @cached_property
+    def _made(self) -> list[Array]:
+        """What and where the outputs are; constants count as copies on the first mesh."""
+        mesh = mesh_of(self.plan.stages[0])
+        return [
+            each if isinstance(each, Array) else Array.of(f"out{o}", jax.typeof(each), mesh, ((),) * np.ndim(each))
+            for o, each in enumerate(self.description.outputs)
+        ]
+
+    def _placement(self, aval: Any, array: Array) -> report.PlacementSpec:
+        mesh = array.place.mesh
+        number = self.description.job.meshes.index(mesh.devices)
+        return report.placed(aval, array.sharding, number, self._device_ids(mesh.devices))
 
     def get_stage_execution_info(self) -> list[report.StageInfo]:
         """Return for every stage its layers, devices and tasks, with the work of each."""

@@ -89,11 +89,7 @@ class LocalBackend:
         """See `Backend`."""
         if not isinstance(executable, LocalExecutable):
             raise ValueError("the step runs on other hosts, which have been left since; call it first")
-        return {
-            number: device
-            for stage, mesh in zip(executable.plan.stages, executable.meshes, strict=True)
-            for number, device in zip(stage.devices, mesh.devices.flat, strict=True)
-        }
+        return executable.job.devices
 
     def cluster(self, method: Method, present: Present) -> AnyCluster:
         """See `Backend`."""

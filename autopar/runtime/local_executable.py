@@ -2,24 +2,30 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Var
-from jax.sharding import Mesh
+from jax.extend.core import Literal
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar import graph, report
+from autopar import report
+from autopar.devices import Device
+from autopar.graph import Atom, aval_of
+from autopar.keys import is_key
+from autopar.pipeline.instructions import task_of
 from autopar.pipeline.partition import Task
 from autopar.planned import PlannedStep
-from autopar.runtime.argument_placement import Inputs, outputs_of
-from autopar.runtime.dispatch import Dispatcher
 from autopar.runtime.executable import Executable
+from autopar.runtime.job import Output
+from autopar.runtime.job_description import describe_job
+from autopar.runtime.loaded_job import LoadedJob, Values, is_at
 from autopar.runtime.tasks import CompiledTask, compile_tasks
 from autopar.runtime.timing import dummy_inputs, executed_timeline
-from autopar.runtime.transports import Transport, default_transport
-from autopar.runtime.value_placement import Places
+from autopar.runtime.transports import MoveCarrier, Transport, default_transport
 from autopar.target import memory_of
 from autopar.util import benchmark_func
 from simulator.memory import MemoryUse
@@ -31,7 +37,8 @@ class LocalExecutable(Executable):
 
     Attributes:
         meshes: the devices of each stage.
-        inputs, outputs, dispatcher: the parts of a call: arguments in, instructions, results out.
+        job: the step's job, loaded on these devices.
+        homes: where each input is before the step.
     """
 
     tasks: Mapping[Task, CompiledTask]
@@ -52,12 +59,30 @@ class LocalExecutable(Executable):
         """
         self.planned, self.meshes, self.plan_seconds = planned, tuple(meshes), plan_seconds
         start = time.perf_counter()
-        places = Places(planned, meshes)
         self.tasks = compile_tasks(planned, meshes, donated)
-        self.inputs, self.outputs = Inputs(places), outputs_of(places, donated)
-        self.dispatcher = Dispatcher(places, self.tasks, transport)
-        self.in_shardings: Any = jax.tree.unflatten(self.step.in_tree, self.inputs.homes)
-        self.out_shardings: Any = jax.tree.unflatten(self.step.out_tree, [each.sharding for each in self.outputs])
+        functions = {task: each.function for task, each in self.tasks.items()}
+        self.description = describe_job(planned, functions, donated, keys_as_data=False)
+        here: dict[int, Device] = {
+            number: device
+            for stage, mesh in zip(planned.plan.stages, meshes, strict=True)
+            for number, device in zip(stage.devices, mesh.devices.flat, strict=True)
+        }
+        self.job = LoadedJob(
+            self.description.job,
+            here,
+            lambda run, _: self.tasks[task_of(run)].compiled,
+            partial(MoveCarrier, devices=here, transport=transport),
+        )
+        self.homes = [self.job.sharding(each) for each in self.description.inputs]
+        outputs = {each.number: each for each in self.description.job.outputs}
+        constants = NamedSharding(self.meshes[0], PartitionSpec())
+        self._outputs: list[Output | jax.stages.Wrapped] = [
+            outputs[o] if o in outputs else jax.jit(partial(_constant, self.step.jaxpr, atom), out_shardings=constants)
+            for o, atom in enumerate(self.step.jaxpr.outvars)
+        ]
+        made = [self.job.sharding(each.whole) if isinstance(each, Output) else constants for each in self._outputs]
+        self.in_shardings = jax.tree.unflatten(self.step.in_tree, self.homes)
+        self.out_shardings = jax.tree.unflatten(self.step.out_tree, made)
         self.compile_seconds = time.perf_counter() - start
 
     # -- running
@@ -67,43 +92,35 @@ class LocalExecutable(Executable):
 
     def __call__(self, *args: Any) -> Any:
         leaves = self.step.leaves(args)
-        for leaf, home in zip(leaves, self.inputs.homes, strict=True):
-            if (sharding := getattr(leaf, "sharding", None)) is not home and sharding != home:
+        for leaf, home in zip(leaves, self.homes, strict=True):
+            if not is_at(leaf, home):
                 raise ValueError("an argument is not where the plan wants it; see shard_args")
-        values = self.inputs.start(leaves)
-        self.dispatcher.run(values)
-        return jax.tree.unflatten(self.step.out_tree, [each.take(values) for each in self.outputs])
+        values = self.job.start(dict(enumerate(leaves)), {})
+        for mesh, instruction in self.job.order:
+            self.job.execute(mesh, instruction, values)
+        return jax.tree.unflatten(self.step.out_tree, [self._take(each, values) for each in self._outputs])
 
-    # -- what it is
+    def _take(self, output: "Output | jax.stages.Wrapped", values: Sequence[Values]) -> jax.Array:
+        """Return an output; a constant is made anew, since the next step may reuse its memory."""
+        return self.job.take(output, values) if isinstance(output, Output) else output()
 
-    def get_input_placement_specs(self) -> Any:
-        avals = jax.tree.leaves(self.step.in_avals)
-        mesh_of = self.planned.schedule.pipeline.mesh_of
-        meshes = [mesh_of(self.planned.cut.input_stages[i][0]) for i in range(len(avals))]
-        return jax.tree.unflatten(self.step.in_tree, map(report.placed, avals, self.inputs.homes, meshes))
-
-    def get_output_placement_specs(self) -> Any:
-        specs = []
-        for atom, output in zip(self.step.jaxpr.outvars, self.outputs, strict=True):
-            aval = graph.aval_of(atom)
-            if isinstance(atom, Var) and atom in self.planned.cut.joined:
-                aval = aval.update(shape=(aval.shape[0] * self.step.num_micro_batches, *aval.shape[1:]))
-            specs.append(report.placed(aval, output.sharding, output.mesh))
-        return jax.tree.unflatten(self.step.out_tree, specs)
-
-    # -- what it needs
+    def sync(self) -> None:
+        for device in self.devices:
+            jax.device_put(0, device).block_until_ready()
 
     @property
-    def devices(self) -> list[Any]:
+    def devices(self) -> list[Device]:
         """The devices of all stages, each once."""
         return list(dict.fromkeys(device for mesh in self.meshes for device in mesh.devices.flat))
 
-    def get_stage_allocation_size(self) -> dict[Task, MemoryUse]:
-        return {task: memory_of(each.compiled) for task, each in self.tasks.items()}
+    # -- what it is
 
     @property
     def platform(self) -> str:
         return self.meshes[0].devices.flat[0].platform
+
+    def _device_ids(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.job.devices[number].id for number in numbers)
 
     def _text(self, task: Task, status: report.TaskStatus) -> str:
         if status == "optimized":
@@ -113,6 +130,11 @@ class LocalExecutable(Executable):
         if status == "annotated":
             return lowered.as_text()
         return report.partitioned(lowered, self.meshes[task.stage].devices.size)
+
+    # -- what it needs
+
+    def get_stage_allocation_size(self) -> dict[Task, MemoryUse]:
+        return {task: memory_of(each.compiled) for task, each in self.tasks.items()}
 
     # -- how long it takes
 
@@ -132,6 +154,11 @@ class LocalExecutable(Executable):
         timeline.save_chrome_trace(file)
         return timeline
 
-    def sync(self) -> None:
-        for device in self.devices:
-            jax.device_put(0, device).block_until_ready()
+
+def _constant(jaxpr: Any, atom: Atom) -> Any:
+    """Return the value of an output that is a constant, weak as it was traced."""
+    value = atom.val if isinstance(atom, Literal) else jaxpr.consts[jaxpr.constvars.index(atom)]
+    aval = aval_of(atom)
+    if is_key(aval.dtype):
+        return value
+    return np.asarray(value).item() if aval.weak_type and not aval.shape else jnp.asarray(value, aval.dtype)

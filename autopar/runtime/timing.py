@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, assert_never
 
 import jax
 
-from autopar.runtime.argument_placement import Values
 from autopar.util import zeros
 from simulator.program import Free, Recv, Run, Send, walk
 from simulator.timeline import Span, Timeline
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 def dummy_inputs(executable: "LocalExecutable") -> list[jax.Array]:
     """Zeros for every input, where the step wants them."""
-    avals, homes = jax.tree.leaves(executable.step.in_avals), executable.inputs.homes
+    avals, homes = jax.tree.leaves(executable.step.in_avals), executable.homes
     made: dict[int, jax.Array] = {}
     for mesh in dict.fromkeys(home.mesh for home in homes):
         mine = [i for i, home in enumerate(homes) if home.mesh == mesh]
@@ -31,7 +30,7 @@ def executed_timeline(executable: "LocalExecutable", leaves: list[jax.Array]) ->
     An instruction starts when its mesh is free and what it waits for is there, as in a simulation. Run by itself a task takes as
     long as it does when nothing else disturbs it; what the host adds between tasks is not in the picture.
     """
-    values = executable.inputs.start(leaves)
+    values = executable.job.start(dict(enumerate(leaves)), {})
     compute: dict[int, float] = defaultdict(float)
     communication: dict[int, float] = defaultdict(float)
     arrived: dict[tuple[str, int], float] = {}
@@ -39,8 +38,8 @@ def executed_timeline(executable: "LocalExecutable", leaves: list[jax.Array]) ->
     task: dict[int, str] = defaultdict(str)
     for mesh, instruction in walk(executable.program):
         begin = time.perf_counter()
-        executable.dispatcher.execute(mesh, instruction, values)
-        wait_for(values[instruction.to if isinstance(instruction, Send) else mesh])
+        executable.job.execute(mesh, instruction, values)
+        executable.job.wait_for(mesh, instruction, values)
         seconds = time.perf_counter() - begin
         match instruction:
             case Run():
@@ -61,11 +60,6 @@ def executed_timeline(executable: "LocalExecutable", leaves: list[jax.Array]) ->
             case _:
                 assert_never(instruction)
     return Timeline(tuple(spans), executable.program.meshes, executable.memory)
-
-
-def wait_for(values: Values) -> None:
-    """Wait until a mesh has its values."""
-    jax.block_until_ready([value for value in values.values() if not value.is_deleted()])
 
 
 def span_of(mesh: int, instruction: Run | Send | Recv, start: float, end: float, after: str = "") -> Span:

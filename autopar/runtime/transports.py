@@ -8,14 +8,16 @@ for nothing. Devices of a CPU share its memory, so that tiles save nothing and t
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from autopar.devices import Device
 from autopar.pipeline.cross_mesh_resharding import Resharding, tiles
+from autopar.runtime.job import Delivery
 from autopar.runtime.pieces import cutting, joining
 from autopar.sharding.spec import partition_spec
 
@@ -37,6 +39,39 @@ class Move:
 
 type Transport = Callable[[Resharding, jax.ShapeDtypeStruct, Mesh, Mesh], Move]
 """(plan, the value, its mesh, the other mesh) -> how to carry the plan out, as often as asked."""
+
+
+class MoveCarrier:
+    """A delivery between meshes of this process; see `autopar.runtime.loaded_job.Carrier`."""
+
+    def __init__(self, delivery: Delivery, devices: Mapping[int, Device], transport: Transport) -> None:
+        """Prepare it.
+
+        Args:
+            devices: those of the two meshes, by number.
+            transport: how to carry the resharding out.
+        """
+        source, to = delivery.source.on(devices), delivery.to.on(devices)
+        value = jax.ShapeDtypeStruct(delivery.plan.shape, delivery.dtype)
+        self._move = transport(delivery.plan, value, source, to)
+        self._waits = to.devices.size > 1 and to.devices.flat[0].platform == "cpu"
+        self._sent: dict[int, jax.Array] = {}
+
+    def send(self, value: jax.Array, letter: int, is_used_up: bool) -> None:
+        """Send the value; JAX copies it before its memory is used for something else."""
+        self._sent[letter] = self._move.send(value)
+
+    def receive(self, letter: int) -> jax.Array:
+        """Return the value where it is wanted."""
+        value = self._sent.pop(letter)
+        if self._move.complete is None:  # whoever uses it waits for it
+            return value
+        completed = self._move.complete(value)
+        return jax.block_until_ready(completed) if self._waits else completed
+
+    def wait(self) -> None:
+        """Wait until what has been sent is there."""
+        jax.block_until_ready(list(self._sent.values()))
 
 
 def default_transport(plan: Resharding, value: jax.ShapeDtypeStruct, source: Mesh, to: Mesh) -> Move:

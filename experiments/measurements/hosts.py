@@ -15,11 +15,11 @@ import numpy as np
 import autopar
 from autopar.hosts import session
 from autopar.hosts.driver import RayHosts
-from autopar.hosts.job import Array, Delivery, Input, Job, Place, StageMesh
-from autopar.hosts.job_export import prepare
+from autopar.hosts.job_export import export_job
 from autopar.hosts.remote_executable import RemoteExecutable
 from autopar.pipeline.cross_mesh_resharding import reshard
 from autopar.planned import PlannedStep
+from autopar.runtime.job import Array, Delivery, Input, Job, Place, StageMesh
 from autopar.runtime.local_executable import LocalExecutable
 from autopar.runtime.timing import dummy_inputs, executed_timeline
 from experiments.scripts.measure import next_state
@@ -175,6 +175,6 @@ class LoadSeconds:
 def load(hosts: RayHosts, planned: PlannedStep) -> tuple[RemoteExecutable, LoadSeconds]:
     """A step on hosts; it is exported once more, to see how long that takes."""
     start = time.perf_counter()
-    prepare(planned, hosts.platform, frozenset())
+    export_job(planned, hosts.platform, frozenset())
     export = time.perf_counter() - start
     return RemoteExecutable(planned, hosts), LoadSeconds(export, max(hosts.load_seconds))

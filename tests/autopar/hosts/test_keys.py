@@ -81,8 +81,8 @@ def test_stages_on_hosts_draw_what_one_device_draws(hosts):
     state, value = trained(function, first_state())
     assert_as_one_device((state, value))
     executable = function.get_last_executable()
-    sent = {name for name, _ in executable._prepared.job.deliveries}
-    keys = {each.name for call in executable._prepared.job.calls.values() for each in call.operands if each.impl}
+    sent = {name for name, _ in executable.description.job.deliveries}
+    keys = {each.name for call in executable.description.job.calls.values() for each in call.operands if each.impl}
     assert sent & keys  # a key goes from stage to stage
     assert executable.profile_with_dummy_inputs(warmup=0, number=1, repeat=1).shape == (1,)
 

@@ -12,12 +12,13 @@ from numpy.testing import assert_allclose
 
 import autopar
 from autopar.hosts import delivery
-from autopar.hosts.job import Array, Job, groups_of
-from autopar.hosts.job_executable import Loaded
-from autopar.hosts.job_export import Prepared, prepare
+from autopar.hosts.job_export import export_job
 from autopar.hosts.worker import InstructionError, Worker
 from autopar.method_planning import trace_for
 from autopar.planned import PlannedStep
+from autopar.runtime.job import Array, Job, groups_of
+from autopar.runtime.job_description import JobDescription
+from autopar.runtime.loaded_job import LoadedJob
 from experiments.models import MLP
 from experiments.scripts.measure import initial_args
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
@@ -25,17 +26,17 @@ from tests.steps import mlp_args, mlp_step, serial
 from tests.tiers import tiers
 
 
-def prepared(method: Any, step: Any, args: Any, donated: bool = True) -> Prepared:
+def prepared(method: Any, step: Any, args: Any, donated: bool = True) -> JobDescription:
     plan = autopar.plan_step(step, args, method=method, cluster="cpu-virtual", mesh_shape=(8,))
     traced = trace_for(plan, step, args, (1,))
     used_up = frozenset(range(len(jax.tree.leaves(args[0])))) if donated else frozenset()
-    return prepare(PlannedStep(traced, plan), "cpu", used_up)
+    return export_job(PlannedStep(traced, plan), "cpu", used_up)
 
 
 class Driver:
     """One worker with all devices of this process."""
 
-    def __init__(self, found: Prepared) -> None:
+    def __init__(self, found: JobDescription) -> None:
         self.found, self.worker = found, Worker(0, [range(8)], "127.0.0.1")
         self.worker.start()
         self.worker.load(0, found.job)
@@ -104,15 +105,16 @@ def test_each_mesh_executes_the_instructions_of_the_program_in_order(monkeypatch
     args = stack_params(), stack_batch()
     found = prepared(pipeline(4), stack_step, args)
     done = defaultdict(list)
-    execute = Loaded.execute
+    execute = LoadedJob.execute
 
     def spy(self, mesh, instruction, values, letter):
         done[mesh].append(instruction)
         execute(self, mesh, instruction, values, letter)
 
-    monkeypatch.setattr(Loaded, "execute", spy)
+    monkeypatch.setattr(LoadedJob, "execute", spy)
     Driver(found).steps(args, 1)
-    assert [tuple(done[mesh]) for mesh in range(4)] == list(found.program.instructions)
+    order = [[each for of_mesh, each in found.job.order if of_mesh == mesh] for mesh in range(4)]
+    assert [done[mesh] for mesh in range(4)] == order
 
 
 def test_a_worker_is_told_of_its_own_meshes_only():

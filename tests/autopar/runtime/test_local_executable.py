@@ -21,7 +21,7 @@ from autopar import (
     UniformStageOption,
 )
 from autopar.report import DEBUG_FILES
-from autopar.runtime.dispatch import Dispatcher
+from autopar.runtime.loaded_job import LoadedJob
 from autopar.runtime.local_executable import LocalExecutable
 from simulator.program import Instruction, Run, walk
 from simulator.timeline import Timeline
@@ -49,13 +49,13 @@ def compiled() -> tuple[autopar.ParallelizedFunction, LocalExecutable]:
 def test_the_program_is_executed_instruction_by_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
     _, executable = compiled()
     ran: list[tuple[int, Instruction]] = []
-    original = Dispatcher.execute
+    original = LoadedJob.execute
 
-    def execute(self: Dispatcher, mesh: int, instruction: Instruction, values: Any) -> None:
+    def execute(self: LoadedJob, mesh: int, instruction: Instruction, values: Any) -> None:
         ran.append((mesh, instruction))
         original(self, mesh, instruction, values)
 
-    monkeypatch.setattr(Dispatcher, "execute", execute)
+    monkeypatch.setattr(LoadedJob, "execute", execute)
     executable(*executable.shard_args(stack_params(), stack_batch()))
     assert ran == list(walk(executable.program))
 
@@ -94,15 +94,13 @@ def test_a_donated_state_is_used_up_and_another_one_stays() -> None:
 
 def test_an_exception_in_a_stage_is_raised_as_it_is_and_the_next_step_works(monkeypatch: pytest.MonkeyPatch) -> None:
     _, executable = compiled()
-    broken, call = next(
-        (run, call) for run, call in executable.dispatcher.calls.items() if (run.stage, run.phase) == (1, "B")
-    )
+    broken, call = next((run, call) for run, call in executable.job.calls.items() if (run.stage, run.phase) == (1, "B"))
 
     def fails(*operands: Any) -> Any:
         raise ZeroDivisionError("in stage 1")
 
     with monkeypatch.context() as patch:
-        patch.setitem(executable.dispatcher.calls, broken, replace(call, compiled=fails))
+        patch.setitem(executable.job.calls, broken, replace(call, compiled=fails))
         with pytest.raises(ZeroDivisionError, match="in stage 1"):
             executable(*executable.shard_args(stack_params(), stack_batch()))
     _, loss = executable(*executable.shard_args(stack_params(), stack_batch()))

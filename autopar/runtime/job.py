@@ -1,4 +1,4 @@
-"""What a worker is told once about a step: plain data that can be sent, without anything traced.
+"""A job: a planned step as those that run it know it, plain data that can be sent, without anything traced.
 
 A job names values as the program does. Devices are numbered host by host, as plans number them.
 """
@@ -66,18 +66,25 @@ class Array:
     """A value of a mesh: what it is and where.
 
     Attributes:
-        impl: of random keys what they are made by; the array consists of their numbers then, in one dim more.
+        dtype: of its elements; of random keys that are keys.
+        impl: of random keys that are sent as the numbers that they consist of, in one dim more, what they are made by.
     """
 
     name: str
     shape: tuple[int, ...]
-    dtype: np.dtype
+    dtype: Any
     place: Place
     impl: str | None = None
 
     @classmethod
-    def of(cls, name: str, aval: Any, mesh: StageMesh, spec: Spec) -> "Array":
-        """The value of that aval, which `spec` shards."""
+    def of(cls, name: str, aval: Any, mesh: StageMesh, spec: Spec, keys_as_data: bool = True) -> "Array":
+        """Return the value of that aval, which `spec` shards.
+
+        Args:
+            keys_as_data: whether random keys are sent as the numbers that they consist of: between processes.
+        """
+        if is_key(aval.dtype) and not keys_as_data:
+            return cls(name, aval.shape, aval.dtype, Place(mesh, spec))
         data, impl = data_aval(aval), impl_of(aval.dtype) if is_key(aval.dtype) else None
         spec += ((),) * (data.ndim - len(spec))
         return cls(name, data.shape, np.dtype(data.dtype), Place(mesh, spec), impl)
@@ -105,7 +112,7 @@ class Call:
     """What a run instruction calls.
 
     Attributes:
-        program: the key of the exported program.
+        program: the key of the exported program; the name of the task where the devices are those of this process.
         donated: positions of operands whose memory the results may take.
     """
 
@@ -172,7 +179,7 @@ class Job:
     """A step, for workers.
 
     Attributes:
-        programs: serialised `jax.export.Exported`, by key.
+        programs: serialised `jax.export.Exported`, by key; none where the devices are those of this process.
         order: the instructions with their meshes, in the order of `walk`.
         meshes: the devices of each mesh.
         spreads: deliveries before the first instruction, by input and mesh: of inputs that other meshes read, too, than that which is

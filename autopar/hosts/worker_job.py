@@ -1,0 +1,65 @@
+"""A job loaded on a worker: programs that the driver exported, and deliveries from worker to worker."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+
+from autopar.devices import Device
+from autopar.evaluate import FFT_OPTIONS
+from autopar.hosts.delivery import PieceCarrier
+from autopar.hosts.mailbox import Mailbox
+from autopar.report.program_text import TaskStatus, partitioned
+from autopar.runtime.job import Call, Job
+from autopar.runtime.loaded_job import LoadedJob
+from simulator.program import Run
+
+
+class WorkerJob(LoadedJob):
+    """A job, ready to run on a worker."""
+
+    def __init__(
+        self, job: Job, worker: int, owner: Mapping[int, int], devices: Mapping[int, Device], mailbox: Mailbox | None
+    ) -> None:
+        """Compile what the worker runs of it.
+
+        Args:
+            owner: the worker that has each device.
+            devices: those of this worker, and of those it shares a mesh with, by number.
+        """
+        self._exported = {key: jax.export.deserialize(bytearray(blob)) for key, blob in job.programs.items()}
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
+        carrier = partial(PieceCarrier, worker=worker, owner=owner, devices=devices, mailbox=mailbox)
+        super().__init__(job, devices, self._compile, carrier, len(set(owner.values())))
+
+    def text(self, run: Run, status: TaskStatus) -> str:
+        """Return the program of an instruction, after a stage of its compilation."""
+        if status == "optimized":
+            return self.calls[run].compiled.as_text() or ""
+        call = self.job.calls[run]
+        return partitioned(self._lowered(call), len(call.devices))
+
+    def _compile(self, run: Run, call: Call) -> jax.stages.Compiled:
+        places = [tuple(self.sharding(each) for each in arrays) for arrays in (call.operands, call.results)]
+        key = call.program, *places, call.donated
+        if key not in self._compiled:
+            self._compiled[key] = self._lowered(call).compile()
+        return self._compiled[key]
+
+    def _lowered(self, call: Call) -> jax.stages.Lowered:
+        exported = self._exported[call.program]
+        is_fft = self.waits(call) and "stablehlo.fft" in exported.mlir_module()
+        jitted = jax.jit(
+            partial(_call_exported, exported),
+            in_shardings=tuple(map(self.sharding, call.operands)),
+            out_shardings=list(map(self.sharding, call.results)),
+            donate_argnums=call.donated,
+            keep_unused=True,
+            compiler_options=FFT_OPTIONS if is_fft else None,
+        )
+        return jitted.lower(*(each.raw for each in call.operands))
+
+
+def _call_exported(exported: Any, *operands: Any) -> list[Any]:
+    return list(exported.call(*operands))
