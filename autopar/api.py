@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, assert_never, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, assert_never, get_args, overload
 
 import jax
 
@@ -46,9 +46,43 @@ if TYPE_CHECKING:
     from autopar.hosts.driver import RayHosts
     from autopar.hosts.remote_create_state import RemoteCreateState
 
-type AnyExecutable = "Executable | CreateStateExecutable | RemoteCreateState"
+type StateExecutable = "CreateStateExecutable | RemoteCreateState"
+"""What makes a state, here or on other hosts."""
+
+type AnyExecutable = "Executable | StateExecutable"
 
 
+class _Options(TypedDict, total=False):
+    """Options of `parallelize` beside the method."""
+
+    static_argnums: Argnums
+    donate_argnums: Argnums
+    batch_argnums: int | Sequence[int]
+    check: Literal["first step"] | None
+
+
+@overload
+def parallelize(
+    fun: Callable[..., Any], *, method: CreateStateParallel, **options: Unpack[_Options]
+) -> "ParallelizedFunction[StateExecutable]": ...
+@overload
+def parallelize(
+    fun: Callable[..., Any],
+    *,
+    method: PlanningMethod | PlanMethod | FollowParallel | None = None,
+    **options: Unpack[_Options],
+) -> "ParallelizedFunction[Executable]": ...
+@overload
+def parallelize(
+    fun: None = None, *, method: CreateStateParallel, **options: Unpack[_Options]
+) -> "Callable[[Callable[..., Any]], ParallelizedFunction[StateExecutable]]": ...
+@overload
+def parallelize(
+    fun: None = None,
+    *,
+    method: PlanningMethod | PlanMethod | FollowParallel | None = None,
+    **options: Unpack[_Options],
+) -> "Callable[[Callable[..., Any]], ParallelizedFunction[Executable]]": ...
 def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
@@ -105,7 +139,7 @@ MOST_PROGRAMS = 32
 """How many compiled programs a parallelized function keeps, one for each combination of shapes and static values."""
 
 
-class ParallelizedFunction:
+class ParallelizedFunction[E: AnyExecutable]:
     """What `parallelize` returns: called like the function it was given.
 
     It takes numpy and jax arrays, distributes them over the devices, and returns distributed arrays.
@@ -127,11 +161,11 @@ class ParallelizedFunction:
         self._donate_argnums: Argnums = donate_argnums
         self._batch_argnums = batch_argnums
         self._numbers = NumberWatch(fun)
-        self._executables: OrderedDict[Any, AnyExecutable] = OrderedDict()  # that was used last comes last
-        self._last: tuple[tuple[int, ...], tuple[Any, ...], AnyExecutable] | None = None
+        self._executables: OrderedDict[Any, E] = OrderedDict()  # that was used last comes last
+        self._last: tuple[tuple[int, ...], tuple[Any, ...], E] | None = None
         self._hosts: RayHosts | None = None  # that the executables are for
         self._check = check
-        self._unchecked: set[AnyExecutable] = set()  # whose first step is still to be compared
+        self._unchecked: set[E] = set()  # whose first step is still to be compared
 
     def __call__(self, *args: Any) -> Any:
         if self._last is not None and self._hosts is session.hosts() and self._last[2] not in self._unchecked:
@@ -146,18 +180,18 @@ class ParallelizedFunction:
             return self._first_step(executable, args, dynamic)
         return executable(*executable.shard_args(*dynamic))
 
-    def _first_step(self, executable: AnyExecutable, args: Sequence[Any], dynamic: Sequence[Any]) -> Any:
+    def _first_step(self, executable: E, args: Sequence[Any], dynamic: Sequence[Any]) -> Any:
         """Run the first step of an executable beside one on one device."""
         static = static_arguments(self._static_argnums, args)
         results = checked_first_step(self._with_static(args, static), executable, dynamic)
         self._unchecked.discard(executable)
         return results
 
-    def get_executable(self, *args: Any) -> AnyExecutable:
+    def get_executable(self, *args: Any) -> E:
         """The executable for arguments like these, compiled if need be; ShapeDtypeStructs will do."""
         return self._prepare(args)[0]
 
-    def get_last_executable(self) -> AnyExecutable | None:
+    def get_last_executable(self) -> E | None:
         """The executable of the last call."""
         return self._last[2] if self._last else None
 
@@ -166,7 +200,7 @@ class ParallelizedFunction:
         executable, dynamic = self._prepare(args)
         return executable.shard_args(*dynamic)
 
-    def _prepare(self, args: Sequence[Any]) -> tuple[AnyExecutable, tuple[Any, ...]]:
+    def _prepare(self, args: Sequence[Any]) -> tuple[E, tuple[Any, ...]]:
         if self._hosts is not session.hosts():
             self._executables, self._last, self._hosts = OrderedDict(), None, session.hosts()
             self._unchecked.clear()
@@ -201,7 +235,7 @@ class ParallelizedFunction:
         return executable, dynamic
 
     @builds_graphs
-    def _compile(self, args: Sequence[Any], static: tuple[int, ...]) -> AnyExecutable:
+    def _compile(self, args: Sequence[Any], static: tuple[int, ...]) -> E:
         start = time.perf_counter()
         kept = [i for i in range(len(args)) if i not in static]
 
@@ -212,7 +246,9 @@ class ParallelizedFunction:
         dynamic = [args[i] for i in kept]
         batch = positions(batch_arguments(self._batch_argnums, args))
         donated = positions(donated_arguments(self._donate_argnums, args))
-        return self._executable(self._with_static(args, static), dynamic, batch, donated, start)
+        # `parallelize` has E belong to the method.
+        executable: Any = self._executable(self._with_static(args, static), dynamic, batch, donated, start)
+        return executable
 
     def _with_static(self, args: Sequence[Any], static: Sequence[int]) -> Callable[..., Any]:
         """The function of the arguments that are not static."""

@@ -3,7 +3,8 @@
 The same for the devices of this process and for a worker that has some of the devices of a job.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, assert_never
@@ -48,23 +49,24 @@ class CompiledCall:
     """A run instruction, ready to be dispatched.
 
     Attributes:
-        operands: names of the values it takes, and where it wants them.
+        operands: names of the values it takes.
+        moves: for operands that may be elsewhere, where it wants them.
         results: names of those it gives.
         waits: whether it ends before the next begins: virtual devices wait for one another with threads that there may not be
             enough of.
     """
 
     compiled: Any
-    operands: tuple[tuple[str, NamedSharding], ...]
+    operands: tuple[str, ...]
+    moves: tuple[tuple[int, NamedSharding], ...]
     results: tuple[str, ...]
     waits: bool
 
     def run(self, values: Values) -> None:
         """Dispatch it on the values of its mesh, which get the results."""
-        operands = [
-            value if is_at(value := values[name], sharding) else jax.device_put(value, sharding)
-            for name, sharding in self.operands
-        ]
+        operands = [values[name] for name in self.operands]
+        for position, sharding in self.moves:
+            operands[position] = jax.device_put(operands[position], sharding)
         made = self.compiled(*operands)
         values.update(zip(self.results, made, strict=True))
         if self.waits:
@@ -103,7 +105,12 @@ class LoadedJob:
             num_workers: how many workers run the job.
         """
         self.job, self.order, self.devices = job, job.order, devices
-        self.calls = {run: self._call(call, compiled(run, call)) for run, call in job.calls.items()}
+        places = self._places()
+        self.calls = {
+            run: self._call(call, compiled(run, call), places[mesh])
+            for mesh, run in job.order
+            if isinstance(run, Run) and (call := job.calls[run])
+        }
         carriers: dict[int, Carrier] = {}
         for each in (*job.deliveries.values(), *job.spreads.values()):
             if each.number not in carriers:
@@ -115,8 +122,8 @@ class LoadedJob:
         self._used_up = {call.operands[at].name for call in job.calls.values() for at in call.donated}
         self._used_up |= {part.name for output in job.outputs for part in output.parts}
         self._zeros = [self._make_zeros(each) for each in job.zeros]
-        self._makes = {each: self._make(each) for each in job.outputs if each.is_copy or len(each.parts) > 1}
-        self._splits = {each: self._split(each) for each in job.inputs if len(each.parts) > 1}
+        self._makes = {each.number: self._make(each) for each in job.outputs if each.is_copy or len(each.parts) > 1}
+        self._inputs = [(each, self._split(each) if len(each.parts) > 1 else None) for each in job.inputs]
 
     def start(self, kept: Mapping[int, jax.Array], given: Mapping[int, np.ndarray], letter: int = 0) -> list[Values]:
         """Return the values of each mesh before the first instruction.
@@ -130,15 +137,16 @@ class LoadedJob:
         for (number, _), (carrier, offset) in self._spreads.items():
             if number in kept:
                 carrier.send(kept[number], letter + offset, is_used_up=True)
-        for each in self.job.inputs:
-            count = len(each.parts)
+        for each, split in self._inputs:
             if each.number in given:
-                whole = given[each.number]
+                whole, count = given[each.number], len(each.parts)
                 rows = cut_rows(whole, count, self.job.chunks) if count > 1 else [whole]
                 parts = [placed(row, part.place, self.devices) for row, part in zip(rows, each.parts, strict=True)]
+            elif split is None:
+                values[each.mesh][each.parts[0].name] = self._whole(each, kept, letter)
+                continue
             else:
-                whole = self._whole(each, kept, letter)
-                parts = self._splits[each](whole) if count > 1 else [whole]
+                parts = split(self._whole(each, kept, letter))
             values[each.mesh].update((part.name, made) for part, made in zip(each.parts, parts, strict=True))
         return values
 
@@ -177,7 +185,8 @@ class LoadedJob:
     def take(self, output: Output, values: Sequence[Values]) -> jax.Array:
         """Return an output, when all instructions have run."""
         parts = [values[output.mesh][part.name] for part in output.parts]
-        return self._makes[output](*parts) if output in self._makes else parts[0]
+        make = self._makes.get(output.number)
+        return parts[0] if make is None else make(*parts)
 
     def sharding(self, array: Array) -> NamedSharding:
         """Return where an array is."""
@@ -187,9 +196,36 @@ class LoadedJob:
         """Return whether the results of a call are waited for: see `CompiledCall`."""
         return len(call.devices) > 1 and self.devices[call.devices[0]].platform == "cpu"
 
-    def _call(self, call: Call, compiled: Any) -> CompiledCall:
-        operands = tuple((each.name, self.sharding(each)) for each in call.operands)
-        return CompiledCall(compiled, operands, tuple(each.name for each in call.results), self.waits(call))
+    def _call(self, call: Call, compiled: Any, places: Mapping[str, Set[Place]]) -> CompiledCall:
+        moves = tuple(
+            (position, self.sharding(each))
+            for position, each in enumerate(call.operands)
+            if places[each.name] != {each.place}
+        )
+        names = [tuple(each.name for each in arrays) for arrays in (call.operands, call.results)]
+        return CompiledCall(compiled, names[0], moves, names[1], self.waits(call))
+
+    def _places(self) -> list[dict[str, set[Place]]]:
+        """Where the values of each mesh may be when something reads them."""
+        places: list[dict[str, set[Place]]] = [defaultdict(set) for _ in self.job.meshes]
+        for mesh, sums in enumerate(self.job.zeros):
+            for each in sums:
+                places[mesh][each.name].add(each.place)
+        for each in self.job.inputs:
+            is_there = len(each.parts) == 1 and (each.number, each.mesh) not in self.job.spreads
+            for part in each.parts:
+                places[each.mesh][part.name].add(each.home.place if is_there else part.place)
+        for mesh, instruction in self.job.order:
+            match instruction:
+                case Run():
+                    for each in self.job.calls[instruction].results:
+                        places[mesh][each.name].add(each.place)
+                case Recv(name):
+                    delivery = self.job.deliveries[name, mesh]
+                    places[mesh][name].add(Place(delivery.to, delivery.plan.spec))
+                case _:
+                    pass
+        return places
 
     def _make(self, output: Output) -> Callable[..., jax.Array]:
         sharding = self.sharding(output.whole)
