@@ -18,11 +18,9 @@ from autopar import manual, report, testing, util  # noqa: E402 (nothing may sta
 from autopar.api import ParallelizedFunction, init, parallelize, shutdown  # noqa: E402
 from autopar.checkpoint import CheckpointError, Saving, latest_step, restore_checkpoint, save_checkpoint  # noqa: E402
 from autopar.checks import OptionError  # noqa: E402
-from autopar.data_loader import DataLoader, MeshDriverDataLoader  # noqa: E402
-from autopar.first_step import FirstStepError  # noqa: E402
 from autopar.hosts.arrays import DistributedArray, prefetch  # noqa: E402
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError  # noqa: E402
-from autopar.layers import (  # noqa: E402
+from autopar.ir.layers import (  # noqa: E402
     AutoLayerOption,
     FollowLayerOption,
     LayerError,
@@ -47,8 +45,6 @@ from autopar.methods import (  # noqa: E402
 )
 from autopar.microbatch.gradients import grad, value_and_grad  # noqa: E402
 from autopar.microbatch.splitting import MicrobatchError  # noqa: E402
-from autopar.pipeline.option_search import get_last_search_result  # noqa: E402
-from autopar.pipeline.stage_construction import get_last_dp_result  # noqa: E402
 from autopar.pipeline.stage_options import (  # noqa: E402
     AutoStageOption,
     ManualStageOption,
@@ -56,15 +52,19 @@ from autopar.pipeline.stage_options import (  # noqa: E402
     UniformStageOption,
 )
 from autopar.plan import Plan, PlanError  # noqa: E402
-from autopar.predicting import compile_step, plan_step, predict, simulate  # noqa: E402
+from autopar.planning.option_search import get_last_search_result  # noqa: E402
+from autopar.planning.stage_construction import get_last_dp_result  # noqa: E402
+from autopar.prediction.predicting import compile_step, plan_step, predict, simulate  # noqa: E402
+from autopar.primitives import MissingRuleError  # noqa: E402
 from autopar.runtime.batch_reading import DataLoaderError  # noqa: E402
+from autopar.runtime.data_loader import DataLoader, MeshDriverDataLoader  # noqa: E402
 from autopar.runtime.executable import Executable  # noqa: E402
+from autopar.runtime.first_step import FirstStepError  # noqa: E402
 from autopar.sharding.options import ShardingOptions  # noqa: E402
 from autopar.sharding.pins import ShardingError  # noqa: E402
 from autopar.sharding.planner import MemoryBudgetError  # noqa: E402
-from autopar.sharding.rules import MissingRuleError  # noqa: E402
 from autopar.sharding.selection_problem import InfeasibleError  # noqa: E402
-from autopar.trace import TraceError  # noqa: E402
+from autopar.tracing.trace import TraceError  # noqa: E402
 from autopar.training import train  # noqa: E402
 from autopar.tuning import Tuned, tune  # noqa: E402
 

@@ -11,8 +11,20 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, assert_never,
 import jax
 
 from autopar._cpython import builds_graphs
-from autopar._memo import forget_steps
-from autopar.arguments import (
+from autopar.checkpoint.saving import finish_saving
+from autopar.checks import NONE, TEXT, OptionError, checked, items, one_of, real, shown, whole
+from autopar.hosts import session
+from autopar.hosts.arrays import DistributedArray
+from autopar.ir.memo import forget_steps
+from autopar.lowering.planned import PlannedStep
+from autopar.methods import CreateStateParallel, FollowParallel, Method, PlanMethod, PlanningMethod, ShardParallel
+from autopar.planning.follow import follow
+from autopar.planning.method_planning import plan_by_method, trace_for
+from autopar.runtime.create_state import CreateStateExecutable, state_avals
+from autopar.runtime.executable import Executable
+from autopar.runtime.first_step import checked_first_step
+from autopar.runtime.fitting import budget_of, compiled_within
+from autopar.tracing.arguments import (
     ARGNUMS,
     AUTO_ARGNUMS,
     DEFAULT_BATCH,
@@ -28,19 +40,7 @@ from autopar.arguments import (
     static_key,
     without,
 )
-from autopar.checkpoint.saving import finish_saving
-from autopar.checks import NONE, TEXT, OptionError, checked, items, one_of, real, shown, whole
-from autopar.first_step import checked_first_step
-from autopar.fitting import budget_of, compiled_within
-from autopar.follow import follow
-from autopar.hosts import session
-from autopar.hosts.arrays import DistributedArray
-from autopar.method_planning import plan_by_method, trace_for
-from autopar.methods import CreateStateParallel, FollowParallel, Method, PlanMethod, PlanningMethod, ShardParallel
-from autopar.planned import PlannedStep
-from autopar.runtime.create_state import CreateStateExecutable, state_avals
-from autopar.runtime.executable import Executable
-from autopar.trace import abstract, trace
+from autopar.tracing.trace import abstract, trace
 
 if TYPE_CHECKING:
     from autopar.hosts.driver import RayHosts

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from autopar.checks import NONE, SHAPE, Kind, checked, instance, items, shown, whole
+from autopar.ir.spec import AnyMesh, LogicalMesh
 from autopar.plan import Plan, Stage
-from autopar.sharding.spec import AnyMesh, LogicalMesh
 from simulator.cluster import Cluster
 from simulator.heterogeneous import AnyCluster
 

@@ -22,13 +22,13 @@ from autopar.checks import (
     whole,
 )
 from autopar.devices import DEVICES, Devices, device_mesh, mesh_meant
-from autopar.layers import AutoLayerOption, LayerOption
+from autopar.ir.layers import AutoLayerOption, LayerOption
+from autopar.ir.step_graph import StepGraph
 from autopar.pipeline.pipeline_schedules import Pipeline, schedule_kind, schedule_names
 from autopar.pipeline.stage_options import AutoStageOption, StageOption, UniformStageOption
 from autopar.plan import Plan
 from autopar.sharding.options import AUTO, DATA_PARALLEL, PINS, ZERO2, ZERO3, ShardingOptions
 from autopar.sharding.pins import specs_by_path
-from autopar.trace import StepGraph
 from simulator.cluster import Cluster
 from simulator.heterogeneous import AnyCluster, MixedCluster
 

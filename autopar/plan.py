@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_
 from rich.console import Console
 from rich.table import Table
 
-from autopar.layers import LayerOption
+from autopar.ir.layers import LayerOption
+from autopar.ir.spec import LogicalMesh, Spec, local_shape, partition_spec
 from autopar.progress import ranges
 from autopar.sharding.dataflow import Role
 from autopar.sharding.options import ShardingOptions
-from autopar.sharding.spec import LogicalMesh, Spec, local_shape, partition_spec
 from simulator.files import brief, one_line, parse_json, read_text, write_text
 from simulator.memory import Role as MemoryRole
 from simulator.memory import apportioned

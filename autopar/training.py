@@ -15,11 +15,11 @@ from autopar.checkpoint.manifest import check_keep, directory_path
 from autopar.checkpoint.restoring import restore_last
 from autopar.checkpoint.saving import finish_saving, forget_saving
 from autopar.checks import FUNCTION, NONE, checked, instance, that, whole
-from autopar.data_loader import DataLoader, MeshDriverDataLoader
 from autopar.hosts import session
 from autopar.hosts.errors import HostsError
 from autopar.progress import tell
-from autopar.trace import abstract
+from autopar.runtime.data_loader import DataLoader, MeshDriverDataLoader
+from autopar.tracing.trace import abstract
 
 type Batches = DataLoader | MeshDriverDataLoader | Callable[[int], Iterable[Any]]
 """A loader, or a function from k to the batches of the steps k, k + 1, ..."""

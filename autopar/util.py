@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from autopar.checks import NONE, checked, real, whole
-from autopar.keys import impl_of, is_key
+from autopar.ir.keys import impl_of, is_key
 
 
 def benchmark_func(

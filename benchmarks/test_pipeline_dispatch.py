@@ -7,11 +7,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import autopar
-from autopar.pipeline.cross_mesh_resharding import reshard
-from autopar.pipeline.instructions import task_of
-from autopar.pipeline.profiling import task_seconds
+from autopar.ir.spec import LogicalMesh, partition_spec
+from autopar.lowering.cross_mesh_resharding import reshard
+from autopar.lowering.instructions import task_of
+from autopar.planning.profiling import task_seconds
 from autopar.runtime.transports import by_tiles, whole
-from autopar.sharding.spec import LogicalMesh, partition_spec
 from simulator.program import Run, walk
 from tests.autopar.pipeline.steps import pipeline, stack_batch, stack_params, stack_step
 

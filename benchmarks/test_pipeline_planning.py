@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.pipeline.cross_mesh_resharding import reshard
-from autopar.pipeline.layer_clustering import cluster_layers, received_bytes
+from autopar.ir.layer_clustering import cluster_layers, received_bytes
+from autopar.ir.spec import LogicalMesh
+from autopar.lowering.cross_mesh_resharding import reshard
 from autopar.pipeline.pipeline_schedules import Pipeline, make_schedule, schedule_names
-from autopar.pipeline.stage_dp import construct_stages
-from autopar.pipeline.stage_problem import StageCost, StageProblem, in_flight_of
 from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes, logical_shapes
-from autopar.sharding.spec import LogicalMesh
+from autopar.planning.stage_dp import construct_stages
+from autopar.planning.stage_problem import StageCost, StageProblem, in_flight_of
 from experiments.models.published import gpt
 from simulator.cluster import Cluster
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from autopar.devices import logical_mesh
-from autopar.planning import make_plan
+from autopar.ir.step_graph import StepGraph
+from autopar.planning.step_planner import make_plan
 from autopar.sharding.options import AUTO
-from autopar.trace import StepGraph, trace
+from autopar.tracing.trace import trace
 from experiments.models import build_model
 from experiments.models.published import gpt
 from simulator.cluster import Cluster

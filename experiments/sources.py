@@ -14,15 +14,15 @@ ROOT = Path(__file__).parent.parent
 # What a planned step is run, or predicted, with. Everything else in the two packages has a say in the plan itself.
 RUN = (
     "autopar/api.py",
-    "autopar/arguments.py",
+    "autopar/tracing/arguments.py",
     "autopar/runtime/**/*.py",
     "autopar/testing.py",
     "autopar/util.py",
 )
 PREDICT = (
     "autopar/_plugins.py",
-    "autopar/predicting.py",
-    "autopar/target.py",
+    "autopar/prediction/predicting.py",
+    "autopar/lowering/target.py",
     "simulator/engine.py",
     "simulator/hlo/**/*.py",
     "simulator/memory.py",

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import autopar
-from autopar.target import compile_for, memory_of, target_devices, target_mesh
+from autopar.lowering.target import compile_for, memory_of, target_devices, target_mesh
 from experiments.by_hand import BY_HAND
 from experiments.models.model import Model, ValueAndGrad
 from experiments.planned import SCHEDULED, Pipelined, Planned

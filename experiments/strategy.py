@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import autopar
-from autopar.target import TargetExecutable
+from autopar.lowering.target import TargetExecutable
 from experiments.models.model import Model
 from simulator.cluster import Cluster
 from simulator.engine import simulate

@@ -3,8 +3,8 @@
 import numpy as np
 from hypothesis import strategies as st
 
+from autopar.ir.spec import LogicalMesh
 from autopar.sharding.selection_problem import CapacityConstraint, SelectionProblem
-from autopar.sharding.spec import LogicalMesh
 
 MESHES = [(1,), (2,), (4,), (8,), (1, 4), (2, 2), (2, 4), (2, 2, 2)]
 

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from autopar.checks import NONE, Kind, checked, whole
-from autopar.pipeline.cross_mesh_resharding import Tile
+from autopar.lowering.cross_mesh_resharding import Tile
 
 _MANIFEST = "manifest.json"
 _UNFINISHED = ".saving"

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from autopar.checkpoint.manifest import CheckpointError, DamagedCheckpointError, SavedArray, SavedPiece
-from autopar.pipeline.cross_mesh_resharding import Tile
+from autopar.lowering.cross_mesh_resharding import Tile
 
 if TYPE_CHECKING:
     from orbax.checkpoint import Checkpointer

@@ -23,9 +23,9 @@ from autopar.checkpoint.manifest import (
 from autopar.checkpoint.parts import Wanted, restore
 from autopar.checkpoint.saving import finish_saving
 from autopar.hosts import session
-from autopar.keys import data_aval, impl_of, is_key
+from autopar.ir.keys import data_aval, impl_of, is_key
+from autopar.lowering.job import Place
 from autopar.report import PlacementSpec
-from autopar.runtime.job import Place
 
 _SHOWN = 5
 """How many arrays an error names."""

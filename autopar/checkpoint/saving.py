@@ -27,8 +27,8 @@ from autopar.checkpoint.manifest import (
 )
 from autopar.checkpoint.parts import copied, in_part, tile_of, write
 from autopar.hosts.arrays import DistributedArray
-from autopar.keys import is_key
-from autopar.pipeline.cross_mesh_resharding import Tile
+from autopar.ir.keys import is_key
+from autopar.lowering.cross_mesh_resharding import Tile
 from autopar.progress import tell
 
 _HERE = "driver"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jax.extend.core import JaxprEqn, Var
 
 from autopar.directives.model_graph import ModelGraph, Node
-from autopar.graph import Atom, aval_of
+from autopar.ir.graph import Atom, aval_of
 
 
 @dataclass(frozen=True, slots=True)

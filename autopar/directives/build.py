@@ -13,12 +13,12 @@ from autopar.directives.definitions import CutPipelineStage, ForkRng, ScheduleEr
 from autopar.directives.execution import Constrained, Machine, Named, Shards, check_functions, run_model
 from autopar.directives.ir import Group, Item, Placed, Synced
 from autopar.directives.scheduled_model import ModelSchedule
-from autopar.layers import ManualLayerOption
+from autopar.ir.layers import ManualLayerOption
+from autopar.ir.spec import AnyMesh, partition_spec
 from autopar.methods import Devices, ManualShardParallel, PipeshardParallel, PlanningMethod, ShardParallel
 from autopar.microbatch.gradients import tells_examples
 from autopar.pipeline.stage_options import UniformStageOption
 from autopar.sharding.options import ShardingOptions
-from autopar.sharding.spec import AnyMesh, partition_spec
 
 type Backend = Literal["manual", "gspmd", "auto"]
 

@@ -23,9 +23,9 @@ from autopar.directives.policies import policy_of
 from autopar.directives.replacing import Functions, call
 from autopar.directives.syncs import OPS, apply
 from autopar.directives.value_layouts import Layout, LayoutError
-from autopar.graph import read
-from autopar.layers import mark_pipeline_boundary
-from autopar.sharding.spec import AnyMesh, LogicalMesh, partition_spec
+from autopar.ir.graph import read
+from autopar.ir.layers import mark_pipeline_boundary
+from autopar.ir.spec import AnyMesh, LogicalMesh, partition_spec
 
 
 class Machine(Protocol):

@@ -10,9 +10,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from autopar.directives.model_graph import ModelGraph, Node
 from autopar.directives.value_layouts import INNER, Followed, steps_of
-from autopar.graph import aval_of
-from autopar.sharding.rules import op_factors
-from autopar.sharding.spec import LogicalMesh, Spec, axes_of, replicated
+from autopar.ir.graph import aval_of
+from autopar.ir.spec import LogicalMesh, Spec, axes_of, replicated
+from autopar.primitives import op_factors
 
 DRAW = "random_bits"
 

@@ -10,8 +10,8 @@ from autopar.directives.definitions import Replace, Sync
 from autopar.directives.equation_regions import Region
 from autopar.directives.model_graph import ModelGraph
 from autopar.directives.value_layouts import Layout
-from autopar.graph import Atom
-from autopar.sharding.spec import Spec
+from autopar.ir.graph import Atom
+from autopar.ir.spec import Spec
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,10 +11,10 @@ from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 from jax.sharding import AbstractMesh
 
 from autopar.directives.value_layouts import INNER, Layout, LayoutError, follow, follow_jaxpr, layout_of, whole
-from autopar.graph import aval_of, read
+from autopar.ir.graph import aval_of, read
+from autopar.ir.spec import LogicalMesh, Spec, axes_of, local_shape
 from autopar.manual.rng import fold_rng_over_axis
 from autopar.sharding.binding import bind, bind_shards
-from autopar.sharding.spec import LogicalMesh, Spec, axes_of, local_shape
 
 _NO_MESH = AbstractMesh((), ())
 """Where rules of the user are traced: JAX keeps such traces, for other meshes, too."""

@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import closed_call_p, copy_p, jit_p, remat_p
 
 from autopar.directives.nnx_scopes import MARK
-from autopar.graph import Atom, aval_of, needed
+from autopar.ir.graph import Atom, aval_of, needed
 
 _CALLS = {jit_p: "jaxpr", closed_call_p: "call_jaxpr"}
 _METHOD = re.compile(r"\.\w+$")

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, Var
 
 from autopar.directives.definitions import ScheduleError
 from autopar.directives.value_layouts import INNER
-from autopar.trace import abstract
+from autopar.tracing.trace import abstract
 
 MARK = "~"
 """What such a scope begins with: it is the whole path, dots between names, not one name inside another."""

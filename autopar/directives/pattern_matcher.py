@@ -10,8 +10,8 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from autopar.directives.broadcasts import Through, look_through, sizes
 from autopar.directives.definitions import ScheduleError
 from autopar.directives.model_graph import ModelGraph, Node
-from autopar.graph import Atom, aval_of
-from autopar.sharding.rules import POINTWISE
+from autopar.ir.graph import Atom, aval_of
+from autopar.primitives import POINTWISE
 
 _COMMUTATIVE = frozenset({"add", "add_any", "and", "eq", "max", "min", "mul", "ne", "or", "xor"})
 _FREE = frozenset({

@@ -18,8 +18,8 @@ from autopar.directives.broadcasts import sizes, source_dims
 from autopar.directives.definitions import ScheduleError
 from autopar.directives.model_graph import ModelGraph, Node, trace_model
 from autopar.directives.pattern_matcher import Matcher, Subgraph
-from autopar.graph import Atom, aval_of
-from autopar.sharding.rules import POINTWISE
+from autopar.ir.graph import Atom, aval_of
+from autopar.primitives import POINTWISE
 
 _ORDERS = 8
 """In how many orders of operands a match is looked at, at most, to choose one."""

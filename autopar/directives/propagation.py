@@ -19,8 +19,8 @@ from autopar.directives.ir import Boundary, Compute, Group, Item, Placed, Synced
 from autopar.directives.model_graph import ModelGraph, Node, joined, within
 from autopar.directives.syncs import NotApplicable, after
 from autopar.directives.value_layouts import Followed, Layout, LayoutError, follow, layout_of, whole
-from autopar.graph import Atom, aval_of
-from autopar.sharding.spec import LogicalMesh, Spec, axes_of
+from autopar.ir.graph import Atom, aval_of
+from autopar.ir.spec import LogicalMesh, Spec, axes_of
 
 
 def place(

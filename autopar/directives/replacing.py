@@ -17,7 +17,7 @@ from autopar.directives.definitions import Replace, ScheduleError, describe
 from autopar.directives.equation_regions import Unit
 from autopar.directives.model_graph import ModelGraph, Node, joined, trace_at, within
 from autopar.directives.nnx_scopes import call_unchanged
-from autopar.graph import aval_of
+from autopar.ir.graph import aval_of
 
 type Functions = Mapping[str, Callable[..., Any]]
 

@@ -23,9 +23,9 @@ from autopar.directives.module_tree import Modules, classes_of
 from autopar.directives.pattern_matcher import Subgraph
 from autopar.directives.propagation import SyncInside, place
 from autopar.directives.replacing import ModuleFunction, as_function, unfolded, unfolded_for_sync
-from autopar.graph import Atom
-from autopar.sharding.spec import AnyMesh, LogicalMesh
-from autopar.trace import abstract
+from autopar.ir.graph import Atom
+from autopar.ir.spec import AnyMesh, LogicalMesh
+from autopar.tracing.trace import abstract
 
 
 def create_schedule(

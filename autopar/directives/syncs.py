@@ -12,7 +12,7 @@ from jax import lax
 from autopar.directives.definitions import ScheduleError, Sync
 from autopar.directives.local import shard
 from autopar.directives.value_layouts import Layout
-from autopar.sharding.spec import LogicalMesh
+from autopar.ir.spec import LogicalMesh
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 _RESHARD = re.compile(r"([RS]+)->([RS]+)")

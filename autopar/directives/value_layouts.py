@@ -1,6 +1,6 @@
 """Where the values of a scheduled model are: split, whole, or a partial sum on each device; and how equations carry that on.
 
-What an equation does to dims is told by the planner's rule table (`autopar.sharding.rules`); here a sharding is not chosen but
+What an equation does to dims is told by the planner's rule table (`autopar.primitives`); here a sharding is not chosen but
 followed from operands to results. Nothing is ever moved: what would need moving is an error that a directive must mend.
 """
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit_p, reduce_max_p, remat_p
 
-from autopar.graph import Atom, aval_of
-from autopar.sharding.factors import OpFactors
-from autopar.sharding.rules import op_factors
-from autopar.sharding.spec import LogicalMesh, Spec, axes_of, partition_spec
+from autopar.ir.graph import Atom, aval_of
+from autopar.ir.spec import LogicalMesh, Spec, axes_of, partition_spec
+from autopar.primitives import op_factors
+from autopar.primitives.factors import OpFactors
 
 INNER = {jit_p: "jaxpr", custom_jvp_call_p: "call_jaxpr", custom_vjp_call_p: "call_jaxpr", remat_p: "jaxpr"}
 """Primitives that are as their body is."""

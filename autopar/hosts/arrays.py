@@ -7,14 +7,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.hosts.errors import HostsError
-from autopar.keys import is_key
-from autopar.runtime.job import Array
+from autopar.ir.array_handle import ArrayHandle
+from autopar.ir.keys import is_key
+from autopar.lowering.job import Array
 
 if TYPE_CHECKING:
     from autopar.hosts.driver import RayHosts
 
 
-class DistributedArray:
+class DistributedArray(ArrayHandle):
     """A handle on an array whose parts are in the memory of devices of other hosts.
 
     `np.array(x)` brings it here; so does any JAX function that is given it. When the handle goes, the workers forget the array with the

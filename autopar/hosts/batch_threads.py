@@ -4,8 +4,8 @@ import pickle
 from collections.abc import Mapping
 
 from autopar.devices import Device
+from autopar.lowering.job import Place
 from autopar.runtime.batch_reading import Batches, DataLoaderError, Reader
-from autopar.runtime.job import Place
 
 
 def open_reader(batches: bytes, places: Mapping[int, Place], devices: Mapping[int, Device]) -> Reader:

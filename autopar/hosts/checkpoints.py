@@ -6,7 +6,7 @@ from math import prod
 
 from autopar.checkpoint.manifest import SavedPiece
 from autopar.hosts.arrays import DistributedArray
-from autopar.pipeline.cross_mesh_resharding import tiles
+from autopar.lowering.cross_mesh_resharding import tiles
 
 
 def part_of(host: int) -> str:

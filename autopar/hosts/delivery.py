@@ -9,8 +9,8 @@ from jax.sharding import SingleDeviceSharding
 
 from autopar.devices import Device
 from autopar.hosts.mailbox import Mailbox
-from autopar.pipeline.cross_mesh_resharding import Piece, tiles
-from autopar.runtime.job import Delivery, Place
+from autopar.lowering.cross_mesh_resharding import Piece, tiles
+from autopar.lowering.job import Delivery, Place
 from autopar.runtime.pieces import cutting, joining
 
 

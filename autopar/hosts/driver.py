@@ -23,9 +23,9 @@ from autopar.hosts.clocks import offset
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError
 from autopar.hosts.timelines import Note, aligned
 from autopar.hosts.workers import Workers, reason
-from autopar.pipeline.cross_mesh_resharding import tiles
+from autopar.lowering.cross_mesh_resharding import tiles
+from autopar.lowering.job import Array, Job, Place, groups_of
 from autopar.plan import Plan
-from autopar.runtime.job import Array, Job, Place, groups_of
 from simulator.cluster import Cluster
 from simulator.heterogeneous import AnyCluster, MixedCluster
 

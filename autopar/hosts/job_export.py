@@ -7,15 +7,15 @@ from typing import Any
 
 import jax
 
-from autopar.graph import aval_of
-from autopar.keys import data_aval, on_data
-from autopar.pipeline.compiling import lower_stage
-from autopar.pipeline.instructions import task_of
-from autopar.planned import PlannedStep
+from autopar.ir.graph import aval_of
+from autopar.ir.keys import data_aval, on_data
+from autopar.ir.step_graph import StepGraph
+from autopar.lowering.compilation import lower_stage
+from autopar.lowering.instructions import task_of
+from autopar.lowering.job import Array, Call, Input, Job, Output
+from autopar.lowering.job_description import JobDescription, describe_job, mesh_of
+from autopar.lowering.planned import PlannedStep
 from autopar.runtime.create_state import part_of_state
-from autopar.runtime.job import Array, Call, Input, Job, Output
-from autopar.runtime.job_description import JobDescription, describe_job, mesh_of
-from autopar.trace import StepGraph
 from simulator.program import Program, Run, walk
 
 

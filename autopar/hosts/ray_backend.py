@@ -4,13 +4,13 @@ from autopar.devices import Devices, logical_mesh
 from autopar.hosts.driver import RayHosts, check_plan, cluster_of_hosts, mesh_shape
 from autopar.hosts.remote_create_state import RemoteCreateState
 from autopar.hosts.remote_executable import RemoteExecutable
-from autopar.method_planning import Target, any_cluster
+from autopar.ir.step_graph import StepGraph
+from autopar.lowering.planned import PlannedStep
 from autopar.methods import Method, PlanningMethod
 from autopar.plan import Plan
-from autopar.planned import PlannedStep
+from autopar.planning.method_planning import Target, any_cluster
 from autopar.runtime.executable import Executable
 from autopar.runtime.local_backend import Present
-from autopar.trace import StepGraph
 from simulator.heterogeneous import AnyCluster
 
 

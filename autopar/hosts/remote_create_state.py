@@ -8,8 +8,8 @@ import jax
 from autopar.hosts.arrays import plain
 from autopar.hosts.job_export import export_state
 from autopar.hosts.remote_executable import RemoteExecutable
-from autopar.runtime.job import Array
-from autopar.trace import StepGraph
+from autopar.ir.step_graph import StepGraph
+from autopar.lowering.job import Array
 
 
 class RemoteCreateState:

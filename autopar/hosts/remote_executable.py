@@ -13,11 +13,11 @@ from autopar.hosts.arrays import DistributedArray
 from autopar.hosts.driver import RayHosts
 from autopar.hosts.job_export import export_job
 from autopar.hosts.timelines import Note, merged
-from autopar.pipeline.instructions import task_of
+from autopar.lowering.instructions import task_of
+from autopar.lowering.job import Array
+from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partition import Task
-from autopar.planned import PlannedStep
 from autopar.runtime.executable import Executable
-from autopar.runtime.job import Array
 from autopar.util import benchmark_func
 from simulator.memory import MemoryUse
 from simulator.program import Run

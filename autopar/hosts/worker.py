@@ -19,12 +19,12 @@ from autopar.hosts.errors import HostsError
 from autopar.hosts.mailbox import Mailbox
 from autopar.hosts.timelines import Execute, Note, Stopwatch
 from autopar.hosts.worker_job import WorkerJob
-from autopar.pipeline.cross_mesh_resharding import Tile
+from autopar.lowering.cross_mesh_resharding import Tile
+from autopar.lowering.job import Array, Job, Place
+from autopar.lowering.target import memory_of
 from autopar.report.program_text import TaskStatus
 from autopar.runtime.batch_reading import Reader
-from autopar.runtime.job import Array, Job, Place
 from autopar.runtime.loaded_job import placed
-from autopar.target import memory_of
 from autopar.util import zeros
 from simulator.memory import MemoryUse
 from simulator.program import Run

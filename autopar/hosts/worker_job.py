@@ -7,11 +7,11 @@ from typing import Any
 import jax
 
 from autopar.devices import Device
-from autopar.evaluate import FFT_OPTIONS
 from autopar.hosts.delivery import PieceCarrier
 from autopar.hosts.mailbox import Mailbox
+from autopar.ir.evaluate import FFT_OPTIONS
+from autopar.lowering.job import Call, Job
 from autopar.report.program_text import TaskStatus, partitioned
-from autopar.runtime.job import Call, Job
 from autopar.runtime.loaded_job import LoadedJob
 from simulator.program import Run
 

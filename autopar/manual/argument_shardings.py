@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.sharding.spec import misfit
+from autopar.ir.spec import misfit
 
 
 def shardings(mesh: Mesh, specs: Any, args: Any) -> Any:

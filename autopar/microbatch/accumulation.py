@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
-from autopar import graph
-from autopar.evaluate import Hook
+from autopar.ir import graph
+from autopar.ir.evaluate import Hook
+from autopar.ir.spec import AnyMesh, Spec, axes_of, partition_spec
+from autopar.ir.step_graph import Combine, Loop, StepGraph
 from autopar.microbatch.batch_rows import cut_rows
-from autopar.microbatch.splitting import Combine, Loop
-from autopar.sharding.spec import AnyMesh, Spec, axes_of, partition_spec
-from autopar.trace import StepGraph
 
 type Env = dict[Var, Any]
 

@@ -17,15 +17,12 @@ from typing import Literal as OneOf
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from autopar import control_flow
-from autopar.equation_groups import dependents, units
-from autopar.graph import Atom, Where, aval_of, constant, source_line
+from autopar.ir import control_flow
+from autopar.ir.equation_groups import dependents, units
+from autopar.ir.graph import Atom, Where, aval_of, constant, source_line
+from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling_rules import ADDS, BatchScaling, NotSeparable, added, is_linear, power_of
-from autopar.sharding.rules import PASS_THROUGH, op_factors
-
-
-class MicrobatchError(ValueError):
-    """The step can't be run in microbatches with the same result."""
+from autopar.primitives import PASS_THROUGH, op_factors
 
 
 @dataclass(frozen=True, slots=True)

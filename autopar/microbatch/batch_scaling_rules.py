@@ -6,7 +6,7 @@ from typing import Literal as OneOf
 
 from jax.extend.core import JaxprEqn, Var
 
-from autopar.graph import Where
+from autopar.ir.graph import Where
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from autopar.flatten import flatten
-from autopar.graph import Atom, aval_of
+from autopar.ir.flatten import flatten
+from autopar.ir.graph import Atom, aval_of
 
 type Weights = Mapping[int, Sequence[Var | None]]
 """For each `accumulate` equation, by number, the scalars by which each of its operands is to be divided."""

@@ -6,63 +6,23 @@ after the last microbatch (`autopar.microbatch.deferred_division`). Whatever doe
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
-from typing import Literal as OneOf
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from autopar.equation_groups import dependents
-from autopar.graph import Atom, aval_of, needed, source_line
-from autopar.microbatch.batch_scaling import BatchScalings, MicrobatchError, power_of_constant
+from autopar.ir.equation_groups import dependents
+from autopar.ir.evaluate import Numbered
+from autopar.ir.graph import Atom, aval_of, needed, source_line
+from autopar.ir.step_graph import Combine, Loop, MicrobatchError, Microbatching
+from autopar.microbatch.batch_scaling import BatchScalings, power_of_constant
 from autopar.microbatch.batch_scaling_rules import BatchScaling
 from autopar.microbatch.deferred_division import divided_afterwards, equations, statistics
 from autopar.microbatch.gradients import accumulate_p
 from autopar.microbatch.whole_batch import joined, substituted
 
-type Combine = OneOf["sum", "mean", "same", "rows"]
-"""How the microbatches' values make that of the batch: added up, averaged, any of them, or put together row by row."""
-
-type Numbered = tuple[int, JaxprEqn]
-
 _FOR_UNIT_DIMS = frozenset({"broadcast_in_dim", "copy", "expand_dims", "reduce_sum", "reshape", "squeeze", "transpose"})
-
-
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """Equations that run for each microbatch, and the numbered `accumulate` equations at which they end."""
-
-    body: tuple[Numbered, ...]
-    marks: tuple[Numbered, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Microbatching:
-    """How a step runs in microbatches.
-
-    Attributes:
-        count: number of microbatches.
-        body: numbered equations that run for each, up to the marked values.
-        tail: numbered equations that run once, on the accumulated values.
-        marks: the numbered `accumulate` equations: the body ends at their operands, the tail starts at their results.
-        combine: how each of their results is put together.
-        powers: for values with a row per example, told by (equation, result), the power of the batch's size that they grow with.
-        chunks: runs of neighbouring examples that a microbatch consists of, as many as examples unless the step puts some together,
-            as the pairs of a preference loss.
-        loops: the body and the marks as they run, one loop over all microbatches after another: first those that accumulate statistics
-            of the batch that a later one reads, such as the sum of a mask that divides a loss.
-    """
-
-    count: int
-    body: tuple[Numbered, ...]
-    tail: tuple[Numbered, ...]
-    marks: tuple[Numbered, ...]
-    combine: tuple[Combine, ...]
-    powers: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
-    chunks: int = 1
-    loops: tuple[Loop, ...] = ()
 
 
 def split(

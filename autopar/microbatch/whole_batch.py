@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from autopar import graph
-from autopar.equation_groups import Unit, units
-from autopar.graph import Atom
+from autopar.ir import graph
+from autopar.ir.equation_groups import Unit, units
+from autopar.ir.graph import Atom
 from autopar.microbatch.gradients import accumulate_p
 
 type Names = dict[Var, Atom]

@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 from jax.extend.core import Var
 
-from autopar import control_flow
-from autopar._memo import memoized_on_step
-from autopar.evaluate import Numbered
-from autopar.graph import Atom
+from autopar.ir import control_flow
+from autopar.ir.evaluate import Numbered
+from autopar.ir.graph import Atom
+from autopar.ir.memo import memoized_on_step
+from autopar.ir.step_graph import Combine, StepGraph
 from autopar.microbatch.gradients import accumulate_p
-from autopar.microbatch.splitting import Combine
 from autopar.sharding.dataflow import batch_factors, step_factors
-from autopar.trace import StepGraph
 from simulator.program import Phase, Run
 
 

@@ -12,12 +12,11 @@ from math import inf
 import jax
 from jax.extend.core import Jaxpr, Var
 
-from autopar import graph
-from autopar.equation_groups import units
-from autopar.evaluate import Numbered
-from autopar.microbatch.splitting import MicrobatchError, Microbatching
+from autopar.ir import graph
+from autopar.ir.equation_groups import units
+from autopar.ir.evaluate import Numbered
+from autopar.ir.step_graph import MicrobatchError, Microbatching, StepGraph
 from autopar.pipeline.partition import Cut, Task
-from autopar.trace import StepGraph
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A sharding alone does not tell: a kernel split over an axis is operator parallel when the multiplication is split along with it,
 and ZeRO-3 when it is gathered first and the axis splits the batch. So plans record what each axis splits where a parameter
-meets the activations (`autopar.report.axis_uses`), and the kind is read off that.
+meets the activations (`autopar.analysis.axis_uses`), and the kind is read off that.
 """
 
 from collections import Counter
@@ -12,13 +12,13 @@ from functools import cached_property
 from math import prod
 from typing import Literal as OneOf
 
+from autopar.analysis.axis_uses import with_axis_uses
+from autopar.analysis.descriptions import nearest
+from autopar.ir.spec import LogicalMesh, Spec, axes_of, partition_spec
+from autopar.lowering.planned import Planned
 from autopar.plan import AxisUse, OperatorKind, Plan, Stage, Value, spec_text
-from autopar.planned import Planned
-from autopar.report.axis_uses import with_axis_uses
-from autopar.report.descriptions import nearest
 from autopar.report.input_placement import array_text
 from autopar.report.stage_reports import single_stage
-from autopar.sharding.spec import LogicalMesh, Spec, axes_of, partition_spec
 
 type DataKind = OneOf["data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
 """The axis splits the batch; ZeRO also stores in parts the optimizer state (1), and gradients (2), and parameters (3)."""

@@ -5,13 +5,13 @@ from dataclasses import fields
 from math import ceil
 from typing import TYPE_CHECKING
 
+from autopar.analysis.descriptions import describe_spec
+from autopar.analysis.reasons import Reason, explain
+from autopar.ir.step_graph import StepGraph
+from autopar.lowering.planned import Planned, PlannedStep
 from autopar.plan import Plan
-from autopar.planned import Planned, PlannedStep
-from autopar.report.descriptions import describe_spec
-from autopar.report.reasons import Reason, explain
 from autopar.report.stage_reports import single_stage
 from autopar.sharding.options import ShardingOptions
-from autopar.trace import StepGraph
 from simulator.costs import ClusterCosts, CostModel
 from simulator.heterogeneous import MixedCluster, load_cluster
 

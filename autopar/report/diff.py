@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
+from autopar.ir.spec import Spec, partition_spec
+from autopar.lowering.planned import Planned
 from autopar.plan import Constraint, Plan, TimeSplit, Value, spec_text
-from autopar.planned import Planned
 from autopar.progress import ranges
 from autopar.report.classify import classify
 from autopar.sharding.options import ShardingOptions
-from autopar.sharding.spec import Spec, partition_spec
 
 _ROLES = {
     "parameter": "parameters",

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from autopar.analysis.reasons import explain
+from autopar.analysis.reshardings import resharding_tasks
 from autopar.report.classify import classify
 from autopar.report.decisions import default_costs
-from autopar.report.reasons import explain
-from autopar.report.reshardings import resharding_tasks
 from autopar.report.stage_reports import single_stage
 from simulator.memory import MemoryUse
 

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from autopar.graph import aval_of
+from autopar.ir.graph import aval_of
+from autopar.ir.spec import partition_spec
+from autopar.lowering.planned import Planned
 from autopar.plan import Stage, Value, spec_text
-from autopar.planned import Planned
-from autopar.sharding.spec import partition_spec
 
 
 @dataclass(frozen=True, slots=True)

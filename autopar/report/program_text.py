@@ -10,12 +10,12 @@ from typing import Literal as OneOf
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from autopar.pipeline.lowering import StageLowering
+from autopar.ir.spec import replicated
+from autopar.lowering.planned import Planned
+from autopar.lowering.stage_lowering import StageLowering
 from autopar.pipeline.partitioner import uncut_step
 from autopar.pipeline.stage_graph import stage_graph
 from autopar.plan import Stage
-from autopar.planned import Planned
-from autopar.sharding.spec import replicated
 
 TaskStatus = OneOf["annotated", "partitioned", "optimized"]
 """StableHLO with the plan's shardings; HLO of one device right after partitioning, its collectives in place; and HLO of one device

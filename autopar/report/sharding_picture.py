@@ -5,11 +5,11 @@ from html import escape
 from itertools import groupby, product
 from math import prod
 
+from autopar.analysis.descriptions import nearest
+from autopar.ir.spec import LogicalMesh, Spec, from_partition_spec, partition_spec
+from autopar.lowering.planned import Planned
 from autopar.plan import Constraint, Plan, Stage, Value, spec_text
-from autopar.planned import Planned
-from autopar.report.descriptions import nearest
 from autopar.report.input_placement import PlacementSpec, array_text
-from autopar.sharding.spec import LogicalMesh, Spec, from_partition_spec, partition_spec
 
 type Grid = list[list[str]]
 """For each piece of a two-dimensional slice the devices that hold it."""

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from autopar.control_flow import MARKERS, repeats
-from autopar.equation_work import array_bytes, kernel_of
-from autopar.graph import aval_of
+from autopar.ir.control_flow import MARKERS, repeats
+from autopar.ir.equation_work import array_bytes, kernel_of
+from autopar.ir.graph import aval_of
+from autopar.lowering.planned import Planned, PlannedStep, as_planned
 from autopar.pipeline.partition import Task
 from autopar.plan import WHOLE_STEP, Plan
-from autopar.planned import Planned, PlannedStep, as_planned
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ import jax
 from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar import graph
-from autopar.evaluate import as_is, evaluate
-from autopar.sharding.spec import AnyMesh
-from autopar.shardwise import shardwise
-from autopar.trace import StepGraph
+from autopar.ir import graph
+from autopar.ir.evaluate import as_is, evaluate
+from autopar.ir.spec import AnyMesh
+from autopar.ir.step_graph import StepGraph
+from autopar.lowering.shardwise import shardwise
 
 
 class CreateStateExecutable:

@@ -10,14 +10,14 @@ import jax
 import numpy as np
 
 from autopar import report
-from autopar.graph import aval_of
+from autopar.ir.graph import aval_of
+from autopar.ir.step_graph import StepGraph
+from autopar.lowering.job import Array
+from autopar.lowering.job_description import JobDescription, mesh_of
+from autopar.lowering.pipeline_memory import MeshMemory
+from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partition import Task
-from autopar.pipeline.pipeline_memory import MeshMemory
 from autopar.plan import Plan
-from autopar.planned import PlannedStep
-from autopar.runtime.job import Array
-from autopar.runtime.job_description import JobDescription, mesh_of
-from autopar.trace import StepGraph
 from simulator.memory import MemoryUse
 from simulator.program import Program
 from simulator.timeline import Timeline

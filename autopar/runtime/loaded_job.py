@@ -15,12 +15,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.devices import Device
+from autopar.lowering.job import Array, Call, Delivery, Input, Job, Output, Place
 from autopar.microbatch.batch_rows import cut_rows, join_rows
-from autopar.runtime.job import Array, Call, Delivery, Input, Job, Output, Place
 from simulator.program import Free, Instruction, Recv, Run, Send
 
 type Values = dict[str, jax.Array]
-"""The values that a mesh has, by name (`autopar.pipeline.instructions.Names`)."""
+"""The values that a mesh has, by name (`autopar.lowering.instructions.Names`)."""
 
 
 class Carrier(Protocol):

@@ -6,15 +6,15 @@ from typing import Any, Protocol
 import jax
 
 from autopar.devices import Device, Devices, cluster_of, device_mesh, devices_of_plan, submeshes
-from autopar.method_planning import Target, any_cluster
+from autopar.ir.spec import LogicalMesh
+from autopar.ir.step_graph import StepGraph
+from autopar.lowering.planned import PlannedStep
 from autopar.methods import Method, PlanningMethod
 from autopar.plan import Plan
-from autopar.planned import PlannedStep
+from autopar.planning.method_planning import Target, any_cluster
 from autopar.runtime.create_state import CreateStateExecutable
 from autopar.runtime.executable import Executable
 from autopar.runtime.local_executable import LocalExecutable
-from autopar.sharding.spec import LogicalMesh
-from autopar.trace import StepGraph
 from simulator.heterogeneous import AnyCluster
 
 type Present = Mapping[int, Device]

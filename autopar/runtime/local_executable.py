@@ -14,19 +14,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import report
 from autopar.devices import Device
-from autopar.graph import Atom, aval_of
-from autopar.keys import is_key
-from autopar.pipeline.instructions import task_of
+from autopar.ir.graph import Atom, aval_of
+from autopar.ir.keys import is_key
+from autopar.lowering.instructions import task_of
+from autopar.lowering.job import Output
+from autopar.lowering.job_description import describe_job
+from autopar.lowering.planned import PlannedStep
+from autopar.lowering.target import memory_of
 from autopar.pipeline.partition import Task
-from autopar.planned import PlannedStep
 from autopar.runtime.executable import Executable
-from autopar.runtime.job import Output
-from autopar.runtime.job_description import describe_job
 from autopar.runtime.loaded_job import LoadedJob, Values, is_at
 from autopar.runtime.tasks import CompiledTask, compile_tasks
 from autopar.runtime.timing import dummy_inputs, executed_timeline
 from autopar.runtime.transports import MoveCarrier, Transport, default_transport
-from autopar.target import memory_of
 from autopar.util import benchmark_func
 from simulator.memory import MemoryUse
 from simulator.timeline import Timeline

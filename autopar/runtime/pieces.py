@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from autopar.devices import Device
-from autopar.pipeline.cross_mesh_resharding import Tile
+from autopar.lowering.cross_mesh_resharding import Tile
 
 
 def cutting(wanted: Sequence[Tile], held: Tile, dtype: jnp.dtype, device: Device) -> Callable[..., list]:

@@ -9,10 +9,10 @@ from weakref import WeakValueDictionary
 import jax
 from jax.sharding import Mesh
 
-from autopar.pipeline.compiling import lower_stage
-from autopar.pipeline.lowering import TaskFunction
+from autopar.lowering.compilation import lower_stage
+from autopar.lowering.planned import PlannedStep
+from autopar.lowering.stage_lowering import TaskFunction
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Task
-from autopar.planned import PlannedStep
 from autopar.progress import ranges, tell
 
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from autopar.devices import Device
-from autopar.pipeline.cross_mesh_resharding import Resharding, tiles
-from autopar.runtime.job import Delivery
+from autopar.ir.spec import partition_spec
+from autopar.lowering.cross_mesh_resharding import Resharding, tiles
+from autopar.lowering.job import Delivery
 from autopar.runtime.pieces import cutting, joining
-from autopar.sharding.spec import partition_spec
 
 type Carry = Callable[[jax.Array], jax.Array]
 

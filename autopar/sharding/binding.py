@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from autopar.graph import aval_of
-from autopar.sharding.spec import LogicalMesh, Spec, local_shape
+from autopar.ir.graph import aval_of
+from autopar.ir.spec import LogicalMesh, Spec, local_shape
 
 type Shapes = Sequence[tuple[int, ...]]
 

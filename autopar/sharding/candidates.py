@@ -9,10 +9,10 @@ from math import prod
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import gather_p
 
+from autopar.ir.spec import LogicalMesh, Spec, Specs, divides, local_shape
+from autopar.primitives.factors import Assignment, OpFactors
 from autopar.sharding.distinct_options import each_once
-from autopar.sharding.factors import Assignment, OpFactors
 from autopar.sharding.mesh_costs import Step
-from autopar.sharding.spec import LogicalMesh, Spec, Specs, divides, local_shape
 
 
 @dataclass(frozen=True, slots=True)

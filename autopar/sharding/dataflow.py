@@ -7,12 +7,12 @@ from typing import Literal as OneOf
 
 from jax.extend.core import Jaxpr, Literal, Var
 
-from autopar import control_flow
-from autopar._memo import memoized_on_step
-from autopar.graph import Atom
-from autopar.sharding.factors import OpFactors
-from autopar.sharding.rules import PASS_THROUGH, op_factors
-from autopar.trace import StepGraph
+from autopar.ir import control_flow
+from autopar.ir.graph import Atom
+from autopar.ir.memo import memoized_on_step
+from autopar.ir.step_graph import StepGraph
+from autopar.primitives import PASS_THROUGH, op_factors
+from autopar.primitives.factors import OpFactors
 
 type Role = OneOf["batch", "parameter", "state", "received", "other"]
 """What an input is: per example; carried and used per example; carried for the optimizer's sake; what another stage of a pipeline

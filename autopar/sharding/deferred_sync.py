@@ -11,13 +11,12 @@ from dataclasses import replace
 from itertools import combinations, product
 from math import prod
 
-from autopar.graph import aval_of
-from autopar.microbatch.splitting import MicrobatchError
+from autopar.ir.graph import aval_of
+from autopar.ir.spec import LogicalMesh, Spec, Specs, axes_of, divides, local_shape
+from autopar.ir.step_graph import MicrobatchError, StepGraph
+from autopar.primitives.factors import PARTIAL, Assignment, OpFactors
 from autopar.sharding.candidates import Option, completions
-from autopar.sharding.factors import PARTIAL, Assignment, OpFactors
 from autopar.sharding.mesh_costs import Step
-from autopar.sharding.spec import LogicalMesh, Spec, Specs, axes_of, divides, local_shape
-from autopar.trace import StepGraph
 
 type Axes = tuple[str, ...]
 

@@ -4,11 +4,11 @@ from collections import defaultdict
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from autopar import control_flow
-from autopar.graph import Atom, aval_of
+from autopar.ir import control_flow
+from autopar.ir.graph import Atom, aval_of
+from autopar.ir.step_graph import StepGraph
 from autopar.sharding.lifetimes import is_view
 from autopar.sharding.operand_layouts import PRODUCTS
-from autopar.trace import StepGraph
 
 
 class Values:

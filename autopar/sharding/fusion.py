@@ -20,15 +20,15 @@ from math import prod
 
 from jax.extend.core import JaxprEqn, Var
 
-from autopar import control_flow
-from autopar._memo import memoized_on_step
-from autopar.equation_work import array_bytes
-from autopar.graph import aval_of
+from autopar.ir import control_flow
+from autopar.ir.equation_work import array_bytes
+from autopar.ir.graph import aval_of
+from autopar.ir.memo import memoized_on_step
+from autopar.ir.step_graph import StepGraph
+from autopar.primitives import PASS_THROUGH
 from autopar.sharding.epilogues import Values, find_epilogues, find_scattered
 from autopar.sharding.lifetimes import EXPENSIVE, FUSIBLE, READING, is_view
 from autopar.sharding.operand_layouts import GRADIENT, ORDER, PRODUCTS, Layout, layouts
-from autopar.sharding.rules import PASS_THROUGH
-from autopar.trace import StepGraph
 
 _SCATTERS = frozenset({"scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min", "dynamic_update_slice"})
 

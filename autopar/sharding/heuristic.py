@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.ir.spec import LogicalMesh, Spec, Specs, replicated
 from autopar.sharding.dataflow import Role
 from autopar.sharding.options import Mode
 from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem, Solution
-from autopar.sharding.spec import LogicalMesh, Spec, Specs, replicated
 
 
 def input_placed(role: Role, shape: Sequence[int], allowed: Specs, mesh: LogicalMesh, mode: Mode) -> Spec:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from jax.extend.core import Var
 
+from autopar.ir.spec import Spec
+from autopar.ir.step_graph import StepGraph
 from autopar.sharding.heuristic import propagate
 from autopar.sharding.memory_constraint import Memory
 from autopar.sharding.mesh_costs import MeshCosts
@@ -16,8 +18,6 @@ from autopar.sharding.objective import enumerate_decisions
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.selection_problem import SelectionProblem
 from autopar.sharding.solver import solve
-from autopar.sharding.spec import Spec
-from autopar.trace import StepGraph
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 
 from jax.extend.core import JaxprEqn, Var
 
-from autopar import control_flow
-from autopar._memo import memoized_on_step
-from autopar.graph import aval_of
-from autopar.sharding.rules import PASS_THROUGH, POINTWISE
-from autopar.trace import StepGraph
+from autopar.ir import control_flow
+from autopar.ir.graph import aval_of
+from autopar.ir.memo import memoized_on_step
+from autopar.ir.step_graph import StepGraph
+from autopar.primitives import PASS_THROUGH, POINTWISE
 
 FUSIBLE = POINTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze", "slice", "transpose"}
 """Primitives whose results a fusion keeps in registers when only fusible equations or `READING` ones read them."""

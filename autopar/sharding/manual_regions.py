@@ -3,17 +3,17 @@
 from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh
 
-from autopar import control_flow
-from autopar.equation_work import array_bytes, kernel_of
-from autopar.flatten import flatten
-from autopar.graph import aval_of
-from autopar.sharding.factors import Assignment
+from autopar.ir import control_flow
+from autopar.ir.equation_work import array_bytes, kernel_of
+from autopar.ir.flatten import flatten
+from autopar.ir.graph import aval_of
+from autopar.ir.spec import AnyMesh, LogicalMesh
+from autopar.primitives import op_factors
+from autopar.primitives.factors import Assignment
+from autopar.primitives.shard_map import region_axes
 from autopar.sharding.lifetimes import is_fusible
 from autopar.sharding.mesh_costs import MeshCosts
 from autopar.sharding.pins import ShardingError
-from autopar.sharding.rules import op_factors
-from autopar.sharding.rules.shard_map import region_axes
-from autopar.sharding.spec import AnyMesh, LogicalMesh
 from simulator.work import CollectiveKind
 
 SHARD_MAP = "shard_map"

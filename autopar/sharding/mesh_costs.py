@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from autopar.ir.spec import LogicalMesh, Spec, axes_of
 from autopar.sharding.distinct_options import each_once
-from autopar.sharding.spec import LogicalMesh, Spec, axes_of
 from simulator.costs import CostModel
 from simulator.timeline import Link
 from simulator.work import CollectiveKind, Groups, Kernel

@@ -14,10 +14,14 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from autopar import control_flow
-from autopar.equation_work import array_bytes, kernel_of
-from autopar.graph import Atom, aval_of
+from autopar.ir import control_flow
+from autopar.ir.equation_work import array_bytes, kernel_of
+from autopar.ir.graph import Atom, aval_of
+from autopar.ir.spec import Specs, local_shape, partition_spec, replicated
+from autopar.ir.step_graph import StepGraph
 from autopar.microbatch.gradients import accumulate_p
+from autopar.primitives import POINTWISE
+from autopar.primitives.factors import Assignment, OpFactors
 from autopar.sharding import manual_regions
 from autopar.sharding.candidates import (
     Candidates,
@@ -32,17 +36,13 @@ from autopar.sharding.candidates import (
 from autopar.sharding.dataflow import Role, analyse
 from autopar.sharding.deferred_sync import fits, leads, partial_completions, synchronisations
 from autopar.sharding.distinct_options import each_once
-from autopar.sharding.factors import Assignment, OpFactors
 from autopar.sharding.fusion import PICKING, Moved, takes_two_kernels, traffic
 from autopar.sharding.heuristic import input_placed
 from autopar.sharding.mesh_costs import MeshCosts, Seconds, Step
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import Pins, ShardingError, check_batch_axis, input_specs
 from autopar.sharding.reshard_hoisting import moved_bytes
-from autopar.sharding.rules import POINTWISE
 from autopar.sharding.selection_problem import SelectionProblem
-from autopar.sharding.spec import Specs, local_shape, partition_spec, replicated
-from autopar.trace import StepGraph
 from simulator.work import Kernel
 
 

@@ -4,7 +4,7 @@ from math import prod
 
 from jax.extend.core import JaxprEqn
 
-from autopar.graph import aval_of
+from autopar.ir.graph import aval_of
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 

@@ -8,10 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from autopar.graph import aval_of
-from autopar.sharding.dataflow import Role
-from autopar.sharding.options import Freedom, ShardingOptions
-from autopar.sharding.spec import (
+from autopar.ir.graph import aval_of
+from autopar.ir.spec import (
     LogicalMesh,
     Spec,
     Specs,
@@ -22,7 +20,9 @@ from autopar.sharding.spec import (
     misfit,
     partition_spec,
 )
-from autopar.trace import StepGraph
+from autopar.ir.step_graph import StepGraph
+from autopar.sharding.dataflow import Role
+from autopar.sharding.options import Freedom, ShardingOptions
 
 
 class ShardingError(ValueError):

@@ -11,8 +11,10 @@ from typing import Literal as OneOf
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from autopar.graph import Atom, aval_of
-from autopar.microbatch.splitting import MicrobatchError
+from autopar.ir.graph import Atom, aval_of
+from autopar.ir.spec import LogicalMesh, Spec, replicated
+from autopar.ir.step_graph import MicrobatchError, StepGraph
+from autopar.lowering.shardwise import is_shardwise
 from autopar.sharding.dataflow import Role
 from autopar.sharding.deferred_sync import Axes, candidates, check_parts
 from autopar.sharding.heuristic import propagate
@@ -25,9 +27,6 @@ from autopar.sharding.pins import ShardingError
 from autopar.sharding.reshard_hoisting import passes_moves
 from autopar.sharding.selection_problem import CapacityConstraint, InfeasibleError, SelectionProblem, Solution
 from autopar.sharding.solver import solve
-from autopar.sharding.spec import LogicalMesh, Spec, replicated
-from autopar.shardwise import is_shardwise
-from autopar.trace import StepGraph
 from simulator.costs import CostModel
 from simulator.memory import Role as MemoryRole
 

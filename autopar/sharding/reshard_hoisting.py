@@ -5,8 +5,8 @@ There it is as small as it gets, and a convolution finds the reversed kernel tha
 
 from jax.extend.core import JaxprEqn, Var
 
-from autopar.equation_work import array_bytes
-from autopar.graph import aval_of
+from autopar.ir.equation_work import array_bytes
+from autopar.ir.graph import aval_of
 
 
 def passes_moves(eqn: JaxprEqn) -> bool:

@@ -13,11 +13,11 @@ from jax.sharding import AbstractMesh, Mesh
 from autopar.api import parallelize
 from autopar.checks import FUNCTION, PATH, checked, instance, one_of, whole
 from autopar.devices import AXIS_NAMES, Devices, device_mesh, is_here
+from autopar.lowering.target import target_mesh
 from autopar.methods import ManualShardParallel, PlanningMethod
-from autopar.predicting import plan_step, predict
+from autopar.prediction.predicting import plan_step, predict
 from autopar.progress import tell
 from autopar.sharding.planner import MemoryBudgetError
-from autopar.target import target_mesh
 from autopar.tuning.search import Search, search
 from autopar.tuning.space import Candidate, Domain, Space
 from autopar.tuning.trials import Trial, Tuned

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import autopar
 from autopar import manual
-from autopar.target import compile_for, memory_of, target_mesh
+from autopar.lowering.target import compile_for, memory_of, target_mesh
 from experiments.by_hand.networks import Layout, Params, network_of
 from experiments.models import GPT, MLP, Model
 from experiments.strategy import Prediction, Runnable, Shape, compile_here, simulated

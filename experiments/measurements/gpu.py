@@ -29,7 +29,7 @@ from rich.table import Table
 import autopar
 from autopar.calibrate import CPU, GPU, Effort, calibrate, driver_version
 from autopar.devices import cluster_of, device_mesh
-from autopar.target import memory_of
+from autopar.lowering.target import memory_of
 from autopar.util import benchmark_func
 from experiments.models import GPT, MLP, ViT
 from experiments.scripts.measure import next_state

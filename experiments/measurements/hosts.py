@@ -17,9 +17,9 @@ from autopar.hosts import session
 from autopar.hosts.driver import RayHosts
 from autopar.hosts.job_export import export_job
 from autopar.hosts.remote_executable import RemoteExecutable
-from autopar.pipeline.cross_mesh_resharding import reshard
-from autopar.planned import PlannedStep
-from autopar.runtime.job import Array, Delivery, Input, Job, Place, StageMesh
+from autopar.lowering.cross_mesh_resharding import reshard
+from autopar.lowering.job import Array, Delivery, Input, Job, Place, StageMesh
+from autopar.lowering.planned import PlannedStep
 from autopar.runtime.local_executable import LocalExecutable
 from autopar.runtime.timing import dummy_inputs, executed_timeline
 from experiments.scripts.measure import next_state

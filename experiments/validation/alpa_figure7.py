@@ -18,12 +18,12 @@ from typing import Literal
 
 import autopar
 from autopar import AutoLayerOption
-from autopar.pipeline.pipeline_planner import make_pipeline_plan
-from autopar.pipeline.stage_problem import NoStagesError
 from autopar.plan import PipelineSchedule, Plan
+from autopar.planning.pipeline_planner import make_pipeline_plan
+from autopar.planning.stage_problem import NoStagesError
 from autopar.sharding.options import AUTO
 from autopar.sharding.selection_problem import InfeasibleError
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from experiments.models.gpt import GPT
 from experiments.models.moe import MoE
 from experiments.validation.pipeline_quality import EPS, GLOBAL_BATCH, PUBLISHED, Published, p3

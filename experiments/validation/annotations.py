@@ -15,7 +15,7 @@ import jax
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.target import TargetExecutable, compile_for, target_mesh
+from autopar.lowering.target import TargetExecutable, compile_for, target_mesh
 from experiments.models.model import Model
 from simulator.cluster import Cluster
 

@@ -17,17 +17,17 @@ from pathlib import Path
 
 from jax.extend.core import Var
 
-from autopar.arguments import leaves_of
-from autopar.control_flow import repeats
-from autopar.equation_work import array_bytes
-from autopar.graph import aval_of
-from autopar.pipeline.compiling import compile_planned
+from autopar.analysis.replay import Played, replay
+from autopar.ir.control_flow import repeats
+from autopar.ir.equation_work import array_bytes
+from autopar.ir.graph import aval_of
+from autopar.ir.spec import LogicalMesh, Spec, local_shape
+from autopar.lowering.compilation import compile_planned
 from autopar.report import PlannedStep
-from autopar.report.replay import Played, replay
 from autopar.sharding.mesh_costs import Step, reshard_steps
 from autopar.sharding.reshard_hoisting import moved_bytes
-from autopar.sharding.spec import LogicalMesh, Spec, local_shape
-from autopar.trace import trace
+from autopar.tracing.arguments import leaves_of
+from autopar.tracing.trace import trace
 from experiments.job import mesh_name
 from experiments.models import BERT, GPT, LSTM, MLP, Model, MoE, NnxMLP, UNet, ViT, WideResNet, build_model
 from experiments.strategies import STRATEGIES, Planned

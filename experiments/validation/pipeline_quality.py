@@ -16,13 +16,14 @@ from pathlib import Path
 
 import autopar
 from autopar import AutoLayerOption, AutoStageOption, ManualStageOption
-from autopar.pipeline.pipeline_planner import make_pipeline_plan
+from autopar.ir.step_graph import StepGraph
 from autopar.pipeline.stage_options import StageOption
-from autopar.pipeline.stage_problem import NoStagesError
 from autopar.plan import PipelineSchedule, Plan
+from autopar.planning.pipeline_planner import make_pipeline_plan
+from autopar.planning.stage_problem import NoStagesError
 from autopar.sharding.options import AUTO
 from autopar.sharding.selection_problem import InfeasibleError
-from autopar.trace import StepGraph, trace
+from autopar.tracing.trace import trace
 from experiments.models import Model
 from experiments.models.published import gpt, moe
 from simulator.cluster import Cluster

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
-from autopar.target import TargetExecutable, compile_for, target_devices, target_mesh
+from autopar.lowering.target import TargetExecutable, compile_for, target_devices, target_mesh
 from experiments.models import MLP
 from simulator.cluster import Cluster
 from simulator.engine import simulate

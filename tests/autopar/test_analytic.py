@@ -8,8 +8,8 @@ import jax
 import pytest
 
 import autopar
-from autopar.method_planning import trace_for
-from autopar.planned import PlannedStep
+from autopar.lowering.planned import PlannedStep
+from autopar.planning.method_planning import trace_for
 from experiments.models import GPT
 from simulator import Cluster, load_program, prediction_of, save_program, simulate
 from simulator.description import ClusterError

@@ -381,6 +381,6 @@ def test_what_is_computed_whole_everywhere_is_said():
     args = (jax.random.key(0), jnp.ones(8))
     plan = autopar.plan_step(step, args, cluster="p3.16xlarge", mesh_shape=(4,))
     assert plan.warnings == (
-        "1 x random_gamma: computed whole on every device, there is no better rule for it in autopar/sharding/rules",
+        "1 x random_gamma: computed whole on every device, there is no better rule for it in autopar/primitives",
     )
     assert "random_gamma" in str(plan)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar import control_flow
-from autopar.evaluate import evaluate
-from autopar.flatten import flatten
-from autopar.graph import fingerprint, read
+from autopar.ir import control_flow
+from autopar.ir.evaluate import evaluate
+from autopar.ir.flatten import flatten
+from autopar.ir.graph import fingerprint, read
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 W = jnp.eye(4) * 0.5 + 0.1

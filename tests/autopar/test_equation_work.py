@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar.equation_work import array_bytes, hlo_dtype, kernel_of
-from autopar.flatten import flatten
+from autopar.ir.equation_work import array_bytes, hlo_dtype, kernel_of
+from autopar.ir.flatten import flatten
 from simulator.work import Kernel
 
 

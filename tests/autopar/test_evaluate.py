@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 import autopar
-from autopar.evaluate import FFT_OPTIONS, compiler_options
+from autopar.ir.evaluate import FFT_OPTIONS, compiler_options
 
 MESH = Mesh(np.array(jax.devices()[:2]), "x")
 X = np.ones((4, 8), np.float32)

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar import shardwise
-from autopar.pipeline.compiling import lower_stage
+from autopar.lowering import shardwise
+from autopar.lowering.compilation import lower_stage
 from autopar.testing import assert_allclose
 from tests.autopar.test_shardwise import IMAGES, KERNEL, per_example_gradients
 from tests.tiers import pairs

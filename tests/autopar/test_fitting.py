@@ -3,8 +3,8 @@
 import pytest
 
 import autopar
-from autopar import fitting
-from autopar.planned import PlannedStep
+from autopar.lowering.planned import PlannedStep
+from autopar.runtime import fitting
 from autopar.runtime.local_executable import LocalExecutable
 from autopar.testing import assert_allclose
 from simulator.cluster import Cluster

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from autopar import graph
-from autopar.evaluate import evaluate
-from autopar.flatten import flatten
+from autopar.ir import graph
+from autopar.ir.evaluate import evaluate
+from autopar.ir.flatten import flatten
 
 
 def run(jaxpr, *args):

@@ -8,10 +8,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.ir.spec import LogicalMesh
 from autopar.plan import Plan
 from autopar.report import classify
 from autopar.sharding.heuristic import largest_dims
-from autopar.sharding.spec import LogicalMesh
 from autopar.testing import assert_allclose
 from simulator.cluster import Cluster
 from tests.steps import mlp_args, mlp_step, serial

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 import autopar
-from autopar.predicting import MEMORY_MARGIN, WORKSPACE_BYTES
+from autopar.prediction.predicting import MEMORY_MARGIN, WORKSPACE_BYTES
 from simulator.cluster import Cluster
 from tests.steps import mlp_args, mlp_step
 from tests.tiers import slow

@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.ir.spec import LogicalMesh
+from autopar.lowering.shardwise import is_shardwise
 from autopar.sharding.options import ShardingOptions
-from autopar.sharding.spec import LogicalMesh
-from autopar.shardwise import is_shardwise
 from autopar.testing import assert_allclose
 from tests.autopar.sharding.cases import CASES
 from tests.autopar.sharding.proof import equations

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
 from autopar import _plugins
-from autopar.target import TargetExecutable, compile_for, target_devices, target_mesh
+from autopar.lowering.target import TargetExecutable, compile_for, target_devices, target_mesh
 from experiments.models import MLP
 from simulator.cluster import Cluster, ClusterError, cluster_names
 from simulator.hlo import parse_hlo
@@ -206,7 +206,7 @@ def test_the_plugin_starts_only_where_it_can_run(monkeypatch):
 
 
 COMPILE = """
-from autopar.target import compile_for, target_devices
+from autopar.lowering.target import compile_for, target_devices
 from simulator.cluster import Cluster
 cluster = Cluster.load("p3.16xlarge")
 one = jax.sharding.SingleDeviceSharding(target_devices(cluster, 1)[0])

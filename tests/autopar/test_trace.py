@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.trace import TraceError, trace
+from autopar.tracing.trace import TraceError, trace
 from tests.steps import mlp_args, mlp_step
 
 

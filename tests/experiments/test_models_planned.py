@@ -9,10 +9,10 @@ import pytest
 
 import autopar
 from autopar.devices import logical_mesh
-from autopar.planning import make_plan
+from autopar.ir.spec import axes_of
+from autopar.planning.step_planner import make_plan
 from autopar.sharding.options import AUTO
-from autopar.sharding.spec import axes_of
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from experiments.models.published import SMALL
 from simulator.cluster import Cluster
 from simulator.costs import BandwidthOnly

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 import autopar
-from autopar.pipeline.stage_problem import NoStagesError
-from autopar.predicting import WORKSPACE_BYTES
+from autopar.planning.stage_problem import NoStagesError
+from autopar.prediction.predicting import WORKSPACE_BYTES
 from experiments.models import GPT, LSTM, MLP
 from tests.fuzz.outcomes import Outcomes
 

@@ -1,14 +1,14 @@
 """Every split of every family of primitives, as XLA's partitioner makes it, gives what one device computes.
 
-The partitioner is a part of jaxlib: a family that a new one gets wrong shows here, and belongs into `autopar.shardwise`.
+The partitioner is a part of jaxlib: a family that a new one gets wrong shows here, and belongs into `autopar.lowering.shardwise`.
 """
 
 import jax
 import numpy as np
 import pytest
 
-from autopar.sharding.rules import POINTWISE, contract, index, linalg, op_factors, order, random, reduce, shape
-from autopar.sharding.spec import LogicalMesh
+from autopar.ir.spec import LogicalMesh
+from autopar.primitives import POINTWISE, contract, index, linalg, op_factors, order, random, reduce, shape
 from tests.autopar.sharding.cases import CASES, RANDOM, ints
 from tests.autopar.sharding.proof import candidates, equations
 from tests.autopar.sharding.splits import wrong_splits

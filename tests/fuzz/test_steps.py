@@ -12,7 +12,7 @@ from jax import lax
 import autopar
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
-from autopar.trace import TraceError
+from autopar.tracing.trace import TraceError
 from tests.fuzz.outcomes import Outcomes
 
 pytestmark = pytest.mark.fuzz

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from autopar.pipeline.compiling import compile_planned, lower_stage
-from autopar.planning import make_plan
+from autopar.ir.spec import LogicalMesh, Spec
+from autopar.ir.step_graph import StepGraph
+from autopar.lowering.compilation import compile_planned, lower_stage
+from autopar.planning.step_planner import make_plan
 from autopar.report import PlannedStep, classify
 from autopar.sharding.options import AUTO, ShardingOptions
-from autopar.sharding.spec import LogicalMesh, Spec
-from autopar.trace import StepGraph
 from experiments.validation.fidelity import planned_collectives
 from simulator.cluster import Cluster
 from simulator.costs import BandwidthOnly

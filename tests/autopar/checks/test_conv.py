@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from autopar.sharding.options import DATA_PARALLEL
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from tests.autopar.checks.compiled import collectives, kinds, planned
 
 LAYERS = 3

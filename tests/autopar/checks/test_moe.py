@@ -8,7 +8,7 @@ from flax.training.train_state import TrainState
 
 import autopar
 from autopar.report import classify
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from experiments.models.moe import ExpertBlock
 from tests.autopar.checks.compiled import in_plan, on_gpus, planned
 

@@ -11,7 +11,7 @@ from flax.training.train_state import TrainState
 
 from autopar.sharding.options import DATA_PARALLEL, ShardingOptions
 from autopar.testing import assert_allclose
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from experiments.models.transformer import Block
 from tests.autopar.checks.compiled import collectives, kinds, planned
 from tests.steps import mlp_step

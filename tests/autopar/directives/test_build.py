@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.directives import Built, ModelSchedule, Schedule, ScheduleError, Verify, build, create_schedule
+from autopar.lowering.target import target_mesh
 from autopar.pipeline.partition import Task
-from autopar.target import target_mesh
 from autopar.testing import assert_allclose
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from simulator.cluster import Cluster
 from tests.autopar.directives.models import (
     MLP,

@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 import autopar
-from autopar.keys import data_aval, impl_of, key_dtype, on_data
+from autopar.ir.keys import data_aval, impl_of, key_dtype, on_data
 from tests.autopar.hosts.workers import pipeline
 from tests.autopar.pipeline.steps import descend, stack_batch, stack_params
 

@@ -14,10 +14,10 @@ import autopar
 from autopar.hosts import delivery
 from autopar.hosts.job_export import export_job
 from autopar.hosts.worker import InstructionError, Worker
-from autopar.method_planning import trace_for
-from autopar.planned import PlannedStep
-from autopar.runtime.job import Array, Job, groups_of
-from autopar.runtime.job_description import JobDescription
+from autopar.lowering.job import Array, Job, groups_of
+from autopar.lowering.job_description import JobDescription
+from autopar.lowering.planned import PlannedStep
+from autopar.planning.method_planning import trace_for
 from autopar.runtime.loaded_job import LoadedJob
 from experiments.models import MLP
 from experiments.scripts.measure import initial_args

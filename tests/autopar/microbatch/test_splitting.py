@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.testing import assert_allclose
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from tests.tiers import slow
 
 RNG = np.random.default_rng(0)

@@ -9,14 +9,14 @@ import pytest
 
 import autopar
 from autopar.devices import submeshes
-from autopar.layers import AutoLayerOption
-from autopar.pipeline.pipeline_planner import make_pipeline_plan
+from autopar.ir.layers import AutoLayerOption
+from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.stage_options import ManualStageOption
 from autopar.plan import PipelineSchedule
-from autopar.planned import PlannedStep
+from autopar.planning.pipeline_planner import make_pipeline_plan
 from autopar.runtime.local_executable import LocalExecutable
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from experiments.models.published import SMALL
 from simulator.cluster import Cluster
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.pipeline.cross_mesh_resharding import Resharding, landing_spec, reshard, tiles
-from autopar.sharding.spec import LogicalMesh, all_specs
+from autopar.ir.spec import LogicalMesh, all_specs
+from autopar.lowering.cross_mesh_resharding import Resharding, landing_spec, reshard, tiles
 
 SHAPES = [(4, 8, 16), (3, 8, 2), (6, 8, 16), (2, 64, 64)]
 MESHES = [((1, 2), (1, 2)), ((1, 4), (1, 4)), ((1, 2), (1, 4)), ((2, 2), (1, 2))]

@@ -8,10 +8,10 @@ import jax
 import pytest
 
 import autopar
-from autopar.pipeline.instructions import task_of
+from autopar.lowering.instructions import task_of
+from autopar.lowering.target import memory_of
 from autopar.pipeline.partition import Task
 from autopar.runtime.local_executable import LocalExecutable
-from autopar.target import memory_of
 from simulator.program import Free, Run
 from tests.autopar.pipeline.steps import WIDTH, pipeline, stack, stack_batch, stack_params, stack_step
 

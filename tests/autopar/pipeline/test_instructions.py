@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.method_planning import trace_for
-from autopar.pipeline.instructions import task_of
+from autopar.lowering.instructions import task_of
+from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.pipeline_schedules import schedule_names
-from autopar.planned import PlannedStep
+from autopar.planning.method_planning import trace_for
 from simulator.program import Free, Recv, Run, Send, walk
 from tests.autopar.pipeline.steps import pipeline, stack, stack_batch, stack_params, stack_step
 from tests.autopar.pipeline.test_steps import tied_args, tied_step

@@ -12,15 +12,16 @@ import pytest
 
 import autopar
 from autopar import AutoLayerOption, AutoStageOption, ManualStageOption, PlanMethod, StageError, UniformStageOption
-from autopar.pipeline.pipeline_planner import PipelinePlanner, make_pipeline_plan
-from autopar.pipeline.stage_construction import stage_problem
+from autopar.ir.step_graph import StepGraph
+from autopar.lowering.planned import PlannedStep
+from autopar.lowering.target import compile_for
 from autopar.pipeline.submeshes import Submesh
 from autopar.plan import PipelineSchedule, Plan
-from autopar.planned import PlannedStep
+from autopar.planning.pipeline_planner import PipelinePlanner, make_pipeline_plan
+from autopar.planning.stage_construction import stage_problem
 from autopar.sharding.options import AUTO
 from autopar.sharding.planner import MemoryBudgetError
-from autopar.target import compile_for
-from autopar.trace import StepGraph, trace
+from autopar.tracing.trace import trace
 from experiments.models import build_model
 from experiments.models.model import Model
 from simulator.cluster import Cluster
@@ -194,7 +195,7 @@ def test_a_plan_is_predicted_with_every_stage_compiled_for_its_own_gpus(monkeypa
         compiled_for.append(cluster.device.name)
         return compile_for(jitted, avals, cluster)
 
-    monkeypatch.setattr("autopar.pipeline.compiling.compile_for", record)
+    monkeypatch.setattr("autopar.lowering.compilation.compile_for", record)
     timeline = autopar.predict(gpt_step, gpt().abstract_args(), gpt_plan(), MIXED)
     assert [name for name, _ in groupby(compiled_for)] == [
         A100.device.name,

@@ -5,10 +5,10 @@ import pytest
 
 import autopar
 from autopar import AutoLayerOption, UniformStageOption
-from autopar.pipeline.option_search import CHUNKS, layer_options, micro_batch_counts, schedules
-from autopar.pipeline.pipeline_planner import PipelinePlanner
 from autopar.pipeline.pipeline_schedules import schedule_names
 from autopar.plan import WHOLE_STEP
+from autopar.planning.option_search import CHUNKS, layer_options, micro_batch_counts, schedules
+from autopar.planning.pipeline_planner import PipelinePlanner
 from experiments.models import build_model
 from simulator.cluster import Cluster
 

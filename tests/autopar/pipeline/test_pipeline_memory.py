@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autopar
-from autopar.method_planning import trace_for
-from autopar.pipeline.instructions import task_of
-from autopar.pipeline.pipeline_memory import MeshMemory
+from autopar.lowering.instructions import task_of
+from autopar.lowering.pipeline_memory import MeshMemory
+from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.pipeline_schedules import Schedule
-from autopar.planned import PlannedStep
+from autopar.planning.method_planning import trace_for
 from simulator.memory import MemoryUse
 from simulator.program import Free, Run
 from tests.autopar.pipeline.steps import pipeline, stack_batch, stack_params, stack_step

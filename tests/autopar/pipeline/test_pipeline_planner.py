@@ -11,20 +11,21 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import AutoLayerOption, AutoStageOption, ManualStageOption, UniformStageOption
-from autopar.pipeline.layer_costs import LayerCosts, Shape, Way
-from autopar.pipeline.layer_ranges import LayerRanges, graph_key
+from autopar.ir.step_graph import StepGraph
 from autopar.pipeline.partitioner import cut_step
-from autopar.pipeline.pipeline_planner import TOLERANCE, make_pipeline_plan
-from autopar.pipeline.stage_construction import stage_problem
-from autopar.pipeline.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.pipeline.stage_graph import stage_graphs
-from autopar.pipeline.stage_problem import NoStagesError, Stage, StageProblem, step_seconds
 from autopar.pipeline.submeshes import Submesh
 from autopar.plan import PipelineSchedule, Plan
+from autopar.planning.layer_costs import LayerCosts, Shape, Way
+from autopar.planning.layer_ranges import LayerRanges, graph_key
+from autopar.planning.pipeline_planner import TOLERANCE, make_pipeline_plan
+from autopar.planning.stage_construction import stage_problem
+from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
+from autopar.planning.stage_problem import NoStagesError, Stage, StageProblem, step_seconds
 from autopar.sharding.options import AUTO
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import MemoryBudgetError
-from autopar.trace import StepGraph, trace
+from autopar.tracing.trace import trace
 from experiments.models import build_model
 from simulator.cluster import Cluster
 from simulator.costs import BandwidthOnly, ClusterCosts

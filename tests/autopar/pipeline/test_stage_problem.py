@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.pipeline.pipeline_schedules import Pipeline, make_schedule
-from autopar.pipeline.stage_dp import construct_stages
-from autopar.pipeline.stage_problem import NoStagesError, Stage, StageCost, StageProblem, in_flight_of, step_seconds
 from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes, fits, place
+from autopar.planning.stage_dp import construct_stages
+from autopar.planning.stage_problem import NoStagesError, Stage, StageCost, StageProblem, in_flight_of, step_seconds
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 INSTANCES = json.loads((GOLDEN / "stages.json").read_text())["instances"]

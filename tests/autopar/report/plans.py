@@ -9,12 +9,13 @@ import optax
 from flax.training.train_state import TrainState
 
 import autopar
-from autopar.planning import make_plan
+from autopar.analysis.axis_uses import with_axis_uses
+from autopar.ir.spec import LogicalMesh, Spec, replicated
+from autopar.ir.step_graph import StepGraph
+from autopar.planning.step_planner import make_plan
 from autopar.report import PlannedStep
-from autopar.report.axis_uses import with_axis_uses
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
-from autopar.sharding.spec import LogicalMesh, Spec, replicated
-from autopar.trace import StepGraph, trace
+from autopar.tracing.trace import trace
 from simulator.cluster import Cluster
 from simulator.costs import BandwidthOnly
 from tests.steps import mlp_args, mlp_step

@@ -6,13 +6,13 @@ import optax
 import pytest
 
 import autopar
+from autopar.analysis.axis_uses import with_axis_uses
+from autopar.ir.spec import LogicalMesh
 from autopar.plan import Plan
-from autopar.planning import make_plan
+from autopar.planning.step_planner import make_plan
 from autopar.report import PlannedStep, classify
-from autopar.report.axis_uses import with_axis_uses
 from autopar.sharding.options import DATA_PARALLEL
-from autopar.sharding.spec import LogicalMesh
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from simulator.cluster import Cluster
 from tests.autopar.report.plans import planned, respecced
 

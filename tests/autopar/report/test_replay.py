@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.analysis.replay import replay
+from autopar.ir.spec import axes_of
 from autopar.plan import PlanError
+from autopar.primitives.factors import OpFactors, assignment_of
 from autopar.report import PlannedStep
-from autopar.report.replay import replay
-from autopar.sharding.factors import OpFactors, assignment_of
-from autopar.sharding.spec import axes_of
 from tests.autopar.report.plans import OPTIONS, planned, step_graph
 
 

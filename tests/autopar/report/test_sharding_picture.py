@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 
+from autopar.ir.spec import all_specs, partition_spec
 from autopar.plan import Value
 from autopar.report import PlacementSpec, input_placement_specs, picture
-from autopar.sharding.spec import all_specs, partition_spec
 from tests.autopar.report.plans import planned
 from tests.generators import meshes
 

@@ -111,8 +111,8 @@ def test_a_saved_plan_gives_the_same_places_without_solving(monkeypatch: pytest.
     _, executable = compiled()
     plan = autopar.Plan.from_json(executable.plan.to_json())
     assert plan == executable.plan
-    monkeypatch.setattr("autopar.planning.plan_shardings", None)
-    monkeypatch.setattr("autopar.pipeline.stage_costs.plan_shardings", None)
+    monkeypatch.setattr("autopar.planning.step_planner.plan_shardings", None)
+    monkeypatch.setattr("autopar.planning.stage_costs.plan_shardings", None)
     again = autopar.parallelize(stack_step, method=PlanMethod(plan)).get_executable(stack_params(), stack_batch())
     assert again.get_input_placement_specs() == executable.get_input_placement_specs()
     assert again.get_output_placement_specs() == executable.get_output_placement_specs()

@@ -10,10 +10,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 import autopar
 from autopar import ManualStageOption
-from autopar.pipeline.cross_mesh_resharding import reshard
+from autopar.ir.spec import LogicalMesh, Spec, all_specs, partition_spec
+from autopar.lowering.cross_mesh_resharding import reshard
 from autopar.runtime.local_executable import LocalExecutable
 from autopar.runtime.transports import Transport, by_tiles, default_transport, whole
-from autopar.sharding.spec import LogicalMesh, Spec, all_specs, partition_spec
 from simulator.program import Recv, Send
 from tests.autopar.pipeline.steps import pipeline, stack_batch, stack_params, stack_step
 

@@ -17,13 +17,13 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from autopar.directives.local import shard as shard_of
-from autopar.evaluate import evaluate
-from autopar.flatten import flatten
+from autopar.ir.evaluate import evaluate
+from autopar.ir.flatten import flatten
+from autopar.ir.spec import LogicalMesh, Spec, partition_spec, replicated
+from autopar.primitives import op_factors
+from autopar.primitives.factors import Assignment, OpFactors
 from autopar.sharding.binding import bind_shards
 from autopar.sharding.candidates import Option, completions, is_compilable
-from autopar.sharding.factors import Assignment, OpFactors
-from autopar.sharding.rules import op_factors
-from autopar.sharding.spec import LogicalMesh, Spec, partition_spec, replicated
 
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 

@@ -7,19 +7,20 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from autopar.pipeline.compiling import lower_stage
+from autopar.ir.spec import LogicalMesh
+from autopar.ir.step_graph import StepGraph
+from autopar.lowering.compilation import lower_stage
+from autopar.lowering.planned import PlannedStep
 from autopar.plan import MemorySplit, Plan, TimeSplit
-from autopar.planned import PlannedStep
-from autopar.planning import stage_of
+from autopar.planning.step_planner import stage_of
+from autopar.primitives import op_factors
+from autopar.primitives.factors import OpFactors
 from autopar.sharding.binding import bind
 from autopar.sharding.candidates import Option
-from autopar.sharding.factors import OpFactors
 from autopar.sharding.mesh_costs import Seconds
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.planner import Constraint, Shardings
-from autopar.sharding.rules import op_factors
-from autopar.sharding.spec import LogicalMesh
-from autopar.trace import StepGraph, trace
+from autopar.tracing.trace import trace
 from tests.autopar.sharding.proof import candidates, device_mesh
 
 

@@ -10,10 +10,10 @@ from jax import lax
 
 import autopar
 from autopar.devices import logical_mesh
-from autopar.planning import make_plan
+from autopar.planning.step_planner import make_plan
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO3
 from autopar.testing import assert_allclose
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from simulator.cluster import Cluster
 from simulator.costs import BandwidthOnly
 from tests.tiers import tiers

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.ir.spec import LogicalMesh
 from autopar.sharding.deferred_sync import candidates, fits, leads, synchronisations
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ShardingOptions
 from autopar.sharding.planner import MemoryBudgetError, plan_shardings
-from autopar.sharding.spec import LogicalMesh
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 
 LINE = LogicalMesh((4,), ("x",))
 SQUARE = LogicalMesh((2, 2), ("x", "y"))

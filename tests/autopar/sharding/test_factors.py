@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.flatten import flatten
-from autopar.sharding.factors import FactorBuilder, OpFactors
-from autopar.sharding.rules import op_factors
-from autopar.sharding.spec import LogicalMesh, divides
+from autopar.ir.flatten import flatten
+from autopar.ir.spec import LogicalMesh, divides
+from autopar.primitives import op_factors
+from autopar.primitives.factors import FactorBuilder, OpFactors
 
 MESH = LogicalMesh((2, 4), ("x", "y"))
 

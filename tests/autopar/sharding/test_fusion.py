@@ -7,15 +7,16 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar.equation_work import array_bytes
-from autopar.graph import aval_of
+from autopar.ir.equation_work import array_bytes
+from autopar.ir.graph import aval_of
+from autopar.ir.spec import LogicalMesh
+from autopar.ir.step_graph import StepGraph
 from autopar.sharding.fusion import takes_two_kernels, traffic
 from autopar.sharding.memory_constraint import Memory
 from autopar.sharding.mesh_costs import COMBINED_BYTES, Combined, MeshCosts
 from autopar.sharding.objective import enumerate_decisions
 from autopar.sharding.options import AUTO, DATA_PARALLEL
-from autopar.sharding.spec import LogicalMesh
-from autopar.trace import StepGraph, trace
+from autopar.tracing.trace import trace
 from simulator.cluster import Cluster
 from simulator.costs import BandwidthOnly, ClusterCosts
 from simulator.work import CollectiveKind, Kernel

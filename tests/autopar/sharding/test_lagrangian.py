@@ -3,12 +3,12 @@
 import jax
 import pytest
 
+from autopar.ir.spec import LogicalMesh
 from autopar.sharding.lagrangian import Priced, PricedProblem
 from autopar.sharding.mesh_costs import MeshCosts
 from autopar.sharding.options import AUTO
 from autopar.sharding.planner import plan_shardings
-from autopar.sharding.spec import LogicalMesh
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from simulator.cluster import Cluster
 from simulator.costs import ClusterCosts
 from tests.steps import mlp_args, mlp_step

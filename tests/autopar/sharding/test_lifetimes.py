@@ -6,9 +6,10 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar.graph import aval_of
+from autopar.ir.graph import aval_of
+from autopar.ir.step_graph import StepGraph
 from autopar.sharding.lifetimes import is_relaid, lifetimes, stored_values
-from autopar.trace import StepGraph, trace
+from autopar.tracing.trace import trace
 
 MATRIX = jax.ShapeDtypeStruct((8, 8), "float32")
 

@@ -9,13 +9,13 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.devices import logical_mesh
-from autopar.planning import make_plan
+from autopar.ir.spec import LogicalMesh
+from autopar.planning.step_planner import make_plan
 from autopar.sharding.options import AUTO
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import plan_shardings
-from autopar.sharding.spec import LogicalMesh
 from autopar.testing import assert_allclose
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from simulator.cluster import Cluster
 from simulator.costs import BandwidthOnly
 

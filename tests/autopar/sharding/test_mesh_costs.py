@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.ir.spec import LogicalMesh, all_specs
 from autopar.sharding.mesh_costs import MeshCosts, reshard_steps
-from autopar.sharding.spec import LogicalMesh, all_specs
 from simulator.costs import BandwidthOnly
 
 MESH = LogicalMesh((2, 4), ("x", "y"))

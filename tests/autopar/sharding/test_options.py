@@ -7,13 +7,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.ir.spec import LogicalMesh
 from autopar.sharding.options import DATA_PARALLEL, ShardingOptions
 from autopar.sharding.pins import ShardingError, check_patterns
 from autopar.sharding.planner import plan_shardings
 from autopar.sharding.selection_problem import InfeasibleError
-from autopar.sharding.spec import LogicalMesh
 from autopar.testing import assert_allclose
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from simulator.costs import BandwidthOnly
 from tests.steps import mlp_args, mlp_step, serial
 

@@ -6,12 +6,12 @@ import optax
 import pytest
 
 import autopar
-from autopar.planning import make_plan
+from autopar.ir.spec import LogicalMesh
+from autopar.planning.step_planner import make_plan
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import MemoryBudgetError, plan_shardings
-from autopar.sharding.spec import LogicalMesh
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from simulator.cluster import Cluster
 from simulator.costs import BandwidthOnly
 from tests.steps import mlp_args, mlp_step
@@ -109,7 +109,7 @@ def test_a_primitive_without_a_rule_is_computed_whole_and_the_plan_says_so():
     plan = make_plan(step, LINE, Cluster.load("cpu-virtual"), AUTO, "ShardParallel", COSTS)
     (warning,) = plan.warnings
     assert "unheard_of" in warning
-    assert "autopar/sharding/rules" in warning
+    assert "autopar/primitives" in warning
     number = next(n for n, eqn in enumerate(step.jaxpr.eqns) if eqn.primitive is unknown)
     pins = {(c.eqn, c.side): c.spec for c in plan.stages[0].constraints}
     assert pins[number, "out"] == ((), ())

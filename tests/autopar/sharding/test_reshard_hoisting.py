@@ -7,11 +7,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from autopar.ir.spec import LogicalMesh
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.planner import Constraint, plan_shardings
 from autopar.sharding.reshard_hoisting import moved_bytes, passes_moves
-from autopar.sharding.spec import LogicalMesh
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from simulator.costs import BandwidthOnly
 
 LINE = LogicalMesh((4,), ("x",))

@@ -13,10 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autopar.control_flow import MARKERS
-from autopar.flatten import flatten
-from autopar.sharding.rules import POINTWISE, REPLICATED, RULES, MissingRuleError, is_replicated_only, op_factors
-from autopar.sharding.spec import LogicalMesh
+from autopar.ir.control_flow import MARKERS
+from autopar.ir.flatten import flatten
+from autopar.ir.spec import LogicalMesh
+from autopar.primitives import POINTWISE, REPLICATED, RULES, MissingRuleError, is_replicated_only, op_factors
 from tests.autopar.sharding.cases import CASES, RANDOM, ints
 from tests.autopar.sharding.proof import check, device_mesh, equations
 

@@ -4,8 +4,8 @@ import jax
 import pytest
 
 import autopar
-from autopar.flatten import flatten
-from autopar.sharding.rules import PASS_THROUGH, op_factors
+from autopar.ir.flatten import flatten
+from autopar.primitives import PASS_THROUGH, op_factors
 from autopar.testing import assert_allclose
 from tests.autopar.sharding.steps import STEPS
 from tests.tiers import tiers

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from autopar.sharding.spec import (
+from autopar.ir.spec import (
     LogicalMesh,
     all_specs,
     axes_of,

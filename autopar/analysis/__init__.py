@@ -1,0 +1,1 @@
+"""What a plan means for the equations of its step."""

@@ -1,0 +1,15 @@
+"""Arrays that are elsewhere, as a trace sees them."""
+
+from typing import Any
+
+
+class ArrayHandle:
+    """An array on other hosts: it has a shape and a dtype, but no data here.
+
+    Attributes:
+        shape, dtype, weak_type: as of a `jax.Array`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool

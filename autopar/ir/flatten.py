@@ -1,0 +1,213 @@
+"""From what JAX traces to a flat jaxpr: one list of equations in which every value has one name.
+
+`jit`, `custom_jvp_call` and `custom_vjp_call` leave no trace: by the time a whole step has been traced its derivatives have been
+taken. A differentiated `jax.checkpoint` becomes an `optimization_barrier` on its inputs followed by its body, which is
+what JAX itself lowers it to: the recomputation stays. The bodies of `scan`, `while_loop` and `cond` stand between markers,
+see `autopar.ir.control_flow`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core.primitives import (
+    broadcast_in_dim_p,
+    closed_call_p,
+    cond_p,
+    custom_jvp_call_p,
+    custom_vjp_call_p,
+    jit_p,
+    remat_p,
+    scan_p,
+    while_p,
+)
+
+from autopar.ir import control_flow
+from autopar.ir.graph import Atom, needed
+
+_INNER_JAXPR = {
+    jit_p: "jaxpr",
+    closed_call_p: "call_jaxpr",
+    custom_jvp_call_p: "call_jaxpr",
+    custom_vjp_call_p: "call_jaxpr",
+}
+
+
+def flatten(jaxpr: Jaxpr) -> Jaxpr:
+    """`jaxpr` with calls inlined, equal equations merged, unused ones removed and each variable bound once.
+
+    Constants of inlined calls become leading `constvars`, with their values in `consts`.
+    """
+    builder = _Builder()
+    invars = [Var(v.aval) for v in jaxpr.invars]
+    outvars = builder.inline(jaxpr, invars)
+    eqns = [eqn for _, eqn in needed(enumerate(builder.eqns), outvars)]
+    return Jaxpr(
+        constvars=list(builder.constants),
+        invars=invars,
+        outvars=outvars,
+        eqns=eqns,
+        consts=list(builder.constants.values()),
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.eqns: list[JaxprEqn] = []
+        self.constants: dict[Var, Any] = {}
+        self._constant_of: dict[int, Var] = {}
+        self._known: dict[Any, list[Var]] = {}
+        self._control: dict[Primitive, Callable[[JaxprEqn, list[Atom], Any], list[Atom]]] = {
+            scan_p: self._scan,
+            while_p: self._while,
+            cond_p: self._cond,
+        }
+
+    def inline(self, jaxpr: Jaxpr, args: Sequence[Atom], name_stack: Any = None) -> list[Atom]:
+        """Append the equations of `jaxpr` applied to `args`; return its results."""
+        env: dict[Var, Atom] = dict(zip(jaxpr.invars, args, strict=True))
+        for var, value in zip(jaxpr.constvars, jaxpr.consts, strict=True):
+            env[var] = self._constant(value, var)
+
+        def rename(atom: Atom) -> Atom:
+            return atom if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            invars = [rename(atom) for atom in eqn.invars]
+            stack = eqn.source_info.name_stack if name_stack is None else name_stack + eqn.source_info.name_stack
+            if eqn.primitive in _INNER_JAXPR:
+                outvars = self.inline(eqn.params[_INNER_JAXPR[eqn.primitive]], invars, stack)
+            elif eqn.primitive is remat_p:
+                if eqn.params["differentiated"]:
+                    invars = self._barrier(invars, eqn)
+                outvars = self.inline(eqn.params["jaxpr"], invars, stack)
+            elif eqn.primitive in self._control:
+                outvars = self._control[eqn.primitive](_at(eqn, stack), invars, stack)
+            else:
+                outvars = self._apply(_at(eqn, stack).replace(invars=invars))
+            env.update(zip(eqn.outvars, outvars, strict=True))
+        return [rename(atom) for atom in jaxpr.outvars]
+
+    # -- straight lines
+
+    def _append(self, eqn: JaxprEqn) -> list[Var]:
+        """`eqn` with results of its own."""
+        outvars = [Var(v.aval) for v in eqn.outvars]
+        self.eqns.append(eqn.replace(outvars=outvars))
+        return outvars
+
+    def _apply(self, eqn: JaxprEqn) -> list[Var]:
+        """The results of `eqn`, computed before if there is an equal equation (what a barrier holds back is not equal)."""
+        key = _value_number(eqn)
+        if key is None:
+            return self._append(eqn)
+        if key not in self._known:
+            self._known[key] = self._append(eqn)
+        return self._known[key]
+
+    def _constant(self, value: Any, var: Var) -> Var:
+        if id(value) not in self._constant_of:
+            self._constant_of[id(value)] = new = Var(var.aval)
+            self.constants[new] = value
+        return self._constant_of[id(value)]
+
+    def _barrier(self, invars: list[Atom], eqn: JaxprEqn) -> list[Atom]:
+        """Hold `invars` behind a barrier, so that the compiler recomputes what follows instead of reusing it."""
+        prevent_cse = eqn.params["prevent_cse"]
+        marks = prevent_cse if isinstance(prevent_cse, tuple) else (prevent_cse,) * len(invars)
+        held = [atom for atom, mark in zip(invars, marks, strict=True) if mark and isinstance(atom, Var)]
+        if not held:
+            return invars
+        barrier = jax.lax.optimization_barrier_p
+        outvars = self._append(eqn.replace(invars=list(held), outvars=held, primitive=barrier, params={}))
+        after = dict(zip(held, outvars, strict=True))
+        return [after.get(atom, atom) if isinstance(atom, Var) else atom for atom in invars]
+
+    # -- control flow
+
+    def _scan(self, eqn: JaxprEqn, invars: list[Atom], stack: Any) -> list[Atom]:
+        consts, init, xs = map(list, eqn.params["ft_in"].update(invars).unpack())
+        params = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
+        with self._region(eqn, control_flow.loop_p, [], params) as mark:
+            body = eqn.params["jaxpr"]
+            inner = [mark(control_flow.loop_const_p, [atom], atom.aval) for atom in consts]
+            carry = [mark(control_flow.loop_carry_p, [atom], atom.aval) for atom in init]
+            slices = body.invars[len(consts) + len(init) :]
+            inner += carry
+            inner += [mark(control_flow.loop_slice_p, [a], v.aval) for a, v in zip(xs, slices, strict=True)]
+            results = self.inline(body, inner, stack)
+            after, ys = results[: len(init)], results[len(init) :]
+            final = [mark(control_flow.loop_result_p, [c, a], c.aval) for c, a in zip(carry, after, strict=True)]
+            stacked = eqn.outvars[len(init) :]
+            return [*final, *(mark(control_flow.loop_stack_p, [y], v.aval) for y, v in zip(ys, stacked, strict=True))]
+
+    def _while(self, eqn: JaxprEqn, invars: list[Atom], stack: Any) -> list[Atom]:
+        num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        with self._region(eqn, control_flow.loop_p, [], {"length": None}) as mark:
+            consts = [mark(control_flow.loop_const_p, [atom], atom.aval) for atom in invars[: num_cond + num_body]]
+            carry = [mark(control_flow.loop_carry_p, [atom], atom.aval) for atom in invars[num_cond + num_body :]]
+            (test,) = self.inline(eqn.params["cond_jaxpr"], [*consts[:num_cond], *carry], stack)
+            mark(control_flow.loop_test_p, [test])
+            self._known = {}  # what the condition has computed is not known to the body
+            after = self.inline(eqn.params["body_jaxpr"], [*consts[num_cond:], *carry], stack)
+            return [mark(control_flow.loop_result_p, [c, a], c.aval) for c, a in zip(carry, after, strict=True)]
+
+    def _cond(self, eqn: JaxprEqn, invars: list[Atom], stack: Any) -> list[Atom]:
+        branches = eqn.params["branches"]
+        with self._region(eqn, control_flow.switch_p, invars[:1], {"branches": len(branches)}) as mark:
+            results, outside = [], self._known
+            for branch in branches:
+                mark(control_flow.branch_p, [])
+                self._known = dict(outside)  # what one branch has computed is not known to the next
+                results.append(self.inline(branch, invars[1:], stack))
+            chosen = zip(eqn.outvars, *results, strict=True)
+            return [mark(control_flow.switch_result_p, atoms, var.aval) for var, *atoms in chosen]
+
+    @contextmanager
+    def _region(
+        self, eqn: JaxprEqn, primitive: Primitive, invars: list[Atom], params: dict[str, Any]
+    ) -> Iterator[Callable[..., Var]]:
+        """Opens a region and ends it; gives what appends its other markers."""
+        (token,) = self._append(eqn.replace(primitive=primitive, invars=invars, outvars=[_var()], params=params))
+        outside, self._known = self._known, {}  # what goes into a loop does so by its markers
+
+        def mark(primitive: Primitive, atoms: Sequence[Atom], *results: ShapedArray) -> Any:
+            outvars = [Var(aval) for aval in results]
+            marker = {"primitive": primitive, "invars": [*atoms, token], "outvars": outvars, "params": {}}
+            appended = self._append(eqn.replace(**marker, effects=frozenset()))
+            return appended[0] if appended else None
+
+        yield mark
+        mark(control_flow.end_p, [])
+        self._known = outside
+
+
+def _var() -> Var:
+    return Var(control_flow.TOKEN)
+
+
+def _at(eqn: JaxprEqn, name_stack: Any) -> JaxprEqn:
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=name_stack))
+
+
+def _value_number(eqn: JaxprEqn) -> Any:
+    """Equal for equations that compute the same; None for one that must stay, or whose parameters can't be compared.
+
+    Constants of one shape stay apart: zeros per example may be as many as those of a weight, but for some batch sizes only.
+    """
+    if eqn.effects or (eqn.primitive is broadcast_in_dim_p and isinstance(eqn.invars[0], Literal)):
+        return None
+    # By its bytes: -0.0 is not 0.0.
+    atoms = tuple((np.asarray(a.val).tobytes(), a.aval) if isinstance(a, Literal) else a for a in eqn.invars)
+    context = (eqn.ctx.compute_type, eqn.ctx.threefry_partitionable, eqn.ctx.cur_abstract_mesh, eqn.ctx.xla_metadata)
+    key = (eqn.primitive, atoms, tuple(sorted(eqn.params.items())), context)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key

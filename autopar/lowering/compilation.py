@@ -1,0 +1,58 @@
+"""The tasks of planned steps, ready to be compiled, and compiled for clusters that are not here."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jax.sharding import Mesh
+
+from autopar.ir.spec import AnyMesh
+from autopar.lowering.pipeline_memory import MeshMemory
+from autopar.lowering.planned import PlannedStep
+from autopar.lowering.stage_lowering import StageLowering, TaskFunction
+from autopar.lowering.target import compile_for, target_mesh
+from simulator.heterogeneous import AnyCluster
+from simulator.hlo import held_at_peak, parse_hlo
+from simulator.memory import MemoryUse, Role
+from simulator.program import Program
+from simulator.work import Body, with_axes
+
+
+def lower_stage(
+    planned: PlannedStep, stage: int, mesh: AnyMesh, donated: frozenset[int] = frozenset()
+) -> list[TaskFunction]:
+    """Return the tasks of a stage on a mesh; `donated` are numbers of the step's inputs whose memory they may reuse."""
+    last_reads = planned.instructions.last_reads
+    functions = StageLowering(planned.graphs[stage], planned.plan.stages, mesh, donated, last_reads).functions()
+    return [each for each in functions if each.task.name in planned.tasks]
+
+
+def compile_planned(planned: PlannedStep, cluster: AnyCluster, donated: frozenset[int]) -> tuple[Program, float]:
+    """Return the program with bodies and memory as XLA compiles its tasks for `cluster`, and the seconds that took.
+
+    Each stage is compiled for the devices of the pool that it is in; tasks that are the same program for the same devices, as those
+    of identical layers are, once.
+
+    Raises:
+        ClusterError: a stage has devices that the cluster lacks, or of several pools.
+    """
+    start = time.perf_counter()
+    compiled: dict[tuple[str, Mesh], tuple[Body, MemoryUse, Mapping[Role, float]]] = {}
+    bodies: dict[str, Body] = {}
+    memory = MeshMemory(planned)
+    for number, stage in enumerate(planned.plan.stages):
+        pool = cluster.pools[cluster.pool_of(stage.devices)]
+        mesh = target_mesh(pool, stage.mesh_shape, stage.axis_names)
+        for function in lower_stage(planned, number, mesh, donated):
+            key = function.jitted.lower(*function.in_avals).as_text(), mesh
+            if key not in compiled:
+                target = compile_for(function.jitted, function.in_avals, pool)
+                found = with_axes(parse_hlo(target.hlo_text), stage.mesh.along)
+                compiled[key] = found, target.memory, held_at_peak(target.hlo_text)
+            body, used, temporaries = compiled[key]
+            bodies[function.task.name] = body
+            memory.add_task(function.task, used, temporaries)
+    program = planned.program
+    levels = memory.levels(program)
+    program = replace(program, bodies=bodies, memory=memory.peaks(levels), levels=levels)
+    return program, time.perf_counter() - start

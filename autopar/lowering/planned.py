@@ -1,0 +1,102 @@
+"""A step and the plan for it: what runs a plan and what simulates it both start here."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from autopar.ir.layers import FollowLayerOption
+from autopar.ir.step_graph import StepGraph
+from autopar.lowering.cross_mesh_resharding import Resharding, reshard
+from autopar.lowering.instructions import Crossing, Names, PipelineProgram, pipeline_program
+from autopar.lowering.stage_values import StageValues
+from autopar.pipeline.partition import Cut
+from autopar.pipeline.partitioner import cut_step, uncut_step
+from autopar.pipeline.pipeline_schedules import Pipeline, Schedule, make_schedule
+from autopar.pipeline.stage_graph import StageGraph, stage_graphs
+from autopar.plan import Plan
+from simulator.program import Program, Run
+
+
+class Planned(Protocol):
+    """A step and the plan for it: an `Executable`, or a `PlannedStep`."""
+
+    @property
+    def step(self) -> StepGraph: ...
+    @property
+    def plan(self) -> Plan: ...
+
+
+def as_planned(planned: Planned) -> "PlannedStep":
+    """Return a step and its plan as a `PlannedStep`; an executable has one, in which the step is cut already."""
+    known = getattr(planned, "planned", planned)
+    return known if isinstance(known, PlannedStep) else PlannedStep(planned.step, planned.plan)
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A traced step and the plan for it, for devices that need not be here, and what follows from the two.
+
+    Raises:
+        PlanError: the plan is for another step.
+    """
+
+    step: StepGraph
+    plan: Plan
+
+    def __post_init__(self) -> None:
+        self.plan.check(self.step.fingerprint)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule with all tasks of a step."""
+        name, num_chunks = self.plan.schedule.name, self.plan.schedule.num_chunks
+        meshes = len(self.plan.stages) // num_chunks
+        return make_schedule(name, Pipeline(meshes, self.plan.num_micro_batches, num_chunks))
+
+    @cached_property
+    def cut(self) -> Cut:
+        """The step as tasks."""
+        if self.plan.schedule.is_whole_step:
+            return uncut_step(self.step)
+        stage_of = {layer: s for s, stage in enumerate(self.plan.stages) for layer in stage.layers}
+        option = self.plan.schedule.layer_option
+        homes = option.homes if isinstance(option, FollowLayerOption) else {}
+        stages = [stage_of[layer] for layer in sorted(stage_of)]
+        return cut_step(self.step, stages, "W" in self.schedule.phases, homes)
+
+    @cached_property
+    def graphs(self) -> list[StageGraph]:
+        """Each stage as a step of its own."""
+        return stage_graphs(self.cut)
+
+    @cached_property
+    def names(self) -> Names:
+        """What the program calls the values."""
+        return Names.of_cut(self.cut)
+
+    @cached_property
+    def values(self) -> list[StageValues]:
+        """Where each stage has its values."""
+        return [StageValues(*each) for each in zip(self.graphs, self.plan.stages, strict=True)]
+
+    def transfer(self, crossing: Crossing) -> Resharding:
+        """Return how a value gets from one stage to another."""
+        source, to = self.values[crossing.source], self.values[crossing.to]
+        shape, spec = source.shape(crossing.var), source.spec(crossing.var)
+        return reshard(shape, (source.mesh, spec), (to.mesh, to.spec(crossing.var)))
+
+    @cached_property
+    def instructions(self) -> PipelineProgram:
+        """The program and what its sends carry."""
+        meshes = tuple(stage.devices for stage in self.plan.stages[: self.schedule.pipeline.num_meshes])
+        return pipeline_program(self.cut, self.schedule, meshes, self.names, self.transfer)
+
+    @property
+    def program(self) -> Program:
+        """The instructions, without bodies."""
+        return self.instructions.program
+
+    @cached_property
+    def tasks(self) -> frozenset[str]:
+        """The names of the tasks that the program runs; those with nothing to do are left out."""
+        return frozenset(each.task for row in self.program.instructions for each in row if isinstance(each, Run))

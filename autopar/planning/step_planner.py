@@ -1,0 +1,141 @@
+"""From a traced step to a plan."""
+
+from collections import Counter
+from typing import Any
+
+import jax
+
+from autopar._cpython import builds_graphs
+from autopar.analysis.axis_uses import with_axis_uses
+from autopar.ir.control_flow import loop_p
+from autopar.ir.graph import aval_of
+from autopar.ir.spec import LogicalMesh
+from autopar.ir.step_graph import StepGraph
+from autopar.lowering.shardwise import is_shardwise
+from autopar.plan import Constraint, MemorySplit, Plan, Stage, TimeSplit, Value
+from autopar.primitives import is_replicated_only
+from autopar.report.decisions import print_if_asked
+from autopar.sharding.options import ShardingOptions
+from autopar.sharding.pins import check_patterns
+from autopar.sharding.planner import Shardings, plan_shardings
+from simulator.cluster import Cluster
+from simulator.costs import ClusterCosts, CostModel
+
+
+@builds_graphs
+def make_plan(
+    step: StepGraph,
+    mesh: LogicalMesh,
+    cluster: Cluster,
+    options: ShardingOptions,
+    method: str,
+    costs: CostModel | None = None,
+    memory_budget: float | None = None,
+) -> Plan:
+    """The cheapest plan for `step` on `mesh`, as `cluster` (or another cost model of it) prices it; no device is touched.
+
+    Args:
+        memory_budget: bytes of one device that the step may use; by default the device's memory less its reserve.
+
+    Raises:
+        MemoryBudgetError: no plan fits.
+        MissingRuleError, ShardingError, InfeasibleError, TimeoutError: see `plan_shardings`.
+    """
+    if mesh.num_devices > cluster.num_devices:
+        raise ValueError(
+            f"a mesh of shape {mesh.shape} needs {mesh.num_devices} devices, but cluster {cluster.name!r} has"
+            f" {cluster.num_devices}; use a smaller mesh or a cluster with more hosts"
+        )
+    check_patterns(options.pins, step)
+    budget = cluster.device.usable_bytes if memory_budget is None else memory_budget
+    costs = costs or ClusterCosts(cluster)
+    shardings = plan_shardings(step, mesh, costs, options, budget)
+    plan = Plan(
+        step=step.name,
+        fingerprint=step.fingerprint,
+        method=method,
+        options=options,
+        cluster=cluster.name,
+        num_micro_batches=step.num_micro_batches,
+        stages=(stage_of(step, mesh, shardings),),
+        predicted_seconds=shardings.seconds,
+        predicted_split=TimeSplit(**shardings.split._asdict()),
+        predicted_bytes=round(shardings.peak_bytes),
+        predicted_memory=MemorySplit.of(shardings.roles_at_peak, round(shardings.peak_bytes)),
+        gap=shardings.gap,
+        planning_seconds=shardings.solve_seconds,
+        warnings=(*shardings.warnings, *coverage_warnings(step)),
+    )
+    plan = with_axis_uses(step, plan)
+    if options.mode == "manual":
+        return _left_to_xla(step, plan)
+    print_if_asked(step, plan, costs, options)
+    return plan
+
+
+def _left_to_xla(step: StepGraph, plan: Plan) -> Plan:
+    """The plan with nothing pinned inside but the values that the user named, and equations that run on shards; the rest of it says
+    what XLA probably does."""
+    (stage,) = plan.stages
+    eqns = step.jaxpr.eqns
+
+    def stays(constraint: Constraint) -> bool:
+        eqn = eqns[constraint.eqn]
+        return is_shardwise(eqn) or (eqn.primitive.name == "name" and constraint.side == "out")
+
+    stage = stage.model_copy(update={"constraints": tuple(filter(stays, stage.constraints))})
+    warning = "shardings inside are left to XLA: predicted time and memory assume the simplest propagation"
+    return plan.model_copy(update={"stages": (stage,), "warnings": (warning, *plan.warnings)})
+
+
+def stage_of(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:
+    """A solved sharding as a part of a plan."""
+    full = jax.tree.leaves(step.in_avals)
+    inputs = [
+        Value(path=path, role=role, spec=spec, **_array(aval))
+        for path, role, aval, spec in zip(step.in_paths, found.roles, full, found.inputs, strict=True)
+    ]
+    outputs = [
+        Value(
+            path=f"result/{path}".removesuffix("/"),
+            role="output",
+            spec=spec,
+            **_array(aval_of(atom)),
+        )
+        for path, atom, spec in zip(step.out_paths, step.jaxpr.outvars, found.outputs, strict=True)
+    ]
+    constraints = []
+    for constraint in found.constraints:
+        eqn = step.jaxpr.eqns[constraint.eqn]
+        aval = aval_of((eqn.invars if constraint.side == "in" else eqn.outvars)[constraint.index])
+        name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/")
+        at = {"eqn": constraint.eqn, "side": constraint.side, "index": constraint.index, "spec": constraint.spec}
+        constraints.append(Constraint(**at, name=name, **_array(aval)))
+    return Stage(
+        mesh_shape=mesh.shape,
+        axis_names=mesh.axis_names,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        constraints=tuple(constraints),
+        deferred=found.deferred,
+        devices=tuple(range(mesh.num_devices)),
+    )
+
+
+def _array(aval: Any) -> dict[str, Any]:
+    return {"shape": aval.shape, "dtype": str(aval.dtype), "itemsize": aval.dtype.itemsize}
+
+
+def coverage_warnings(step: StepGraph) -> tuple[str, ...]:
+    """For each primitive that is planned as replicated for want of a better rule, and for loops of unknown length."""
+    counts = Counter(
+        eqn.primitive.name for eqn in step.jaxpr.eqns if eqn.outvars and is_replicated_only(eqn.primitive.name)
+    )
+    found = [
+        f"{count} x {name}: computed whole on every device, there is no better rule for it in autopar/primitives"
+        for name, count in sorted(counts.items())
+    ]
+    endless = sum(eqn.primitive is loop_p and eqn.params["length"] is None for eqn in step.jaxpr.eqns)
+    if endless:
+        found.append(f"{endless} x while_loop: how often it runs is not known, its costs count once")
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Programs and predictions of plans for clusters that need not be here."""

@@ -1,0 +1,60 @@
+"""What the rules of every family of primitives share."""
+
+from collections.abc import Callable, Collection
+
+from jax.extend.core import JaxprEqn
+
+from autopar.ir.graph import Atom, aval_of
+from autopar.primitives.factors import Dims, FactorBuilder, OpFactors
+
+type Rule = Callable[[JaxprEqn], OpFactors]
+"""From an equation to its factors."""
+
+
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    return aval_of(atom).shape
+
+
+def replicated(eqn: JaxprEqn) -> OpFactors:
+    """Every operand and result whole on every device."""
+    return leading(eqn, 0)
+
+
+def leading(eqn: JaxprEqn, count: int) -> OpFactors:
+    """All operands and results share their first `count` dims; what comes after is whole."""
+    build = FactorBuilder()
+    shared = build.dims(shape_of(eqn.invars[0])[:count]) if count else ()
+
+    def dims(atom: Atom) -> Dims:
+        return (*shared, *build.dims(shape_of(atom)[count:], "whole"))
+
+    return build.build([dims(v) for v in eqn.invars], [dims(v) for v in eqn.outvars])
+
+
+def whole_along(eqn: JaxprEqn, axes: Collection[int]) -> OpFactors:
+    """`axes` are whole in every operand and result, though their sizes may differ; other dims go through.
+
+    Operands of another rank (start indices, padding values) are whole.
+    """
+    build = FactorBuilder()
+    out = shape_of(eqn.outvars[0])
+    axes = {axis % len(out) for axis in axes}
+    kept = tuple(() if dim in axes else build.new(size) for dim, size in enumerate(out))
+
+    def dims(atom: Atom) -> Dims:
+        shape = shape_of(atom)
+        if len(shape) != len(out):
+            return build.dims(shape, "whole")
+        return tuple(build.new(shape[dim], "whole") if dim in axes else kept[dim] for dim in range(len(out)))
+
+    return build.build([dims(v) for v in eqn.invars], [dims(v) for v in eqn.outvars])
+
+
+def along(parameter: str) -> Rule:
+    """Primitives that need the dims named by `parameter` whole, and keep the others: sorts, scans, concatenation."""
+
+    def rule(eqn: JaxprEqn) -> OpFactors:
+        axes = eqn.params[parameter]
+        return whole_along(eqn, axes if isinstance(axes, tuple) else (axes,))
+
+    return rule

@@ -1,0 +1,1 @@
+"""From a Python training step to a `StepGraph`."""
