@@ -24,6 +24,7 @@ from autopar.runtime.create_state import CreateStateExecutable, state_avals
 from autopar.runtime.executable import Executable
 from autopar.runtime.first_step import checked_first_step
 from autopar.runtime.fitting import budget_of, compiled_within
+from autopar.runtime.local_backend import LOCAL, Backend, backend
 from autopar.tracing.arguments import (
     ARGNUMS,
     AUTO_ARGNUMS,
@@ -43,7 +44,6 @@ from autopar.tracing.arguments import (
 from autopar.tracing.trace import abstract, trace
 
 if TYPE_CHECKING:
-    from autopar.hosts.driver import RayHosts
     from autopar.hosts.remote_create_state import RemoteCreateState
 
 type StateExecutable = "CreateStateExecutable | RemoteCreateState"
@@ -163,12 +163,12 @@ class ParallelizedFunction[E: AnyExecutable]:
         self._numbers = NumberWatch(fun)
         self._executables: OrderedDict[Any, E] = OrderedDict()  # that was used last comes last
         self._last: tuple[tuple[int, ...], tuple[Any, ...], E] | None = None
-        self._hosts: RayHosts | None = None  # that the executables are for
+        self._backend: Backend = backend()  # that the executables are for
         self._check = check
         self._unchecked: set[E] = set()  # whose first step is still to be compared
 
     def __call__(self, *args: Any) -> Any:
-        if self._last is not None and self._hosts is session.hosts() and self._last[2] not in self._unchecked:
+        if self._last is not None and self._backend is backend() and self._last[2] not in self._unchecked:
             static, static_args, executable = self._last
             if not static or static_args == tuple(static_key(args[i]) for i in static if i < len(args)):
                 try:
@@ -201,14 +201,14 @@ class ParallelizedFunction[E: AnyExecutable]:
         return executable.shard_args(*dynamic)
 
     def _prepare(self, args: Sequence[Any]) -> tuple[E, tuple[Any, ...]]:
-        if self._hosts is not session.hosts():
-            self._executables, self._last, self._hosts = OrderedDict(), None, session.hosts()
+        if self._backend is not backend():
+            self._executables, self._last, self._backend = OrderedDict(), None, backend()
             self._unchecked.clear()
         check_args(getattr(self.fun, "__name__", "the step"), args)
         static = static_arguments(self._static_argnums, args)
         dynamic = tuple(without(args, static))
         leaves, tree = jax.tree.flatten(dynamic)
-        if self._hosts is None and any(isinstance(leaf, DistributedArray) for leaf in leaves):
+        if self._backend is LOCAL and any(isinstance(leaf, DistributedArray) for leaf in leaves):
             leaves = [leaf.__jax_array__() if isinstance(leaf, DistributedArray) else leaf for leaf in leaves]
             dynamic = jax.tree.unflatten(tree, leaves)
         try:
@@ -268,31 +268,31 @@ class ParallelizedFunction[E: AnyExecutable]:
         donated: tuple[int, ...],
         start: float,
     ) -> AnyExecutable:
-        backend, leaves = session.backend(), leaves_of(args, donated)
+        here, leaves = backend(), leaves_of(args, donated)
         match self.method:
             case PlanMethod(plan, devices):
-                present = backend.devices_of_plan(plan, devices)
+                present = here.devices_of_plan(plan, devices)
                 planned = PlannedStep(trace_for(plan, fun, args, batch), plan)
-                return backend.load(planned, present, leaves, _since(start))
+                return here.load(planned, present, leaves, _since(start))
             case FollowParallel(src_func, num_micro_batches):
                 followed = _compiled(src_func)
-                present = backend.devices_of(followed)
-                cluster = backend.cluster(src_func.method, present)
+                present = here.devices_of(followed)
+                cluster = here.cluster(src_func.method, present)
                 planned = follow(fun, args, batch, num_micro_batches or 1, followed.planned, cluster)
-                return backend.load(planned, present, plan_seconds=_since(start))
+                return here.load(planned, present, plan_seconds=_since(start))
             case CreateStateParallel(train_step, other_args):
                 others = tuple(other_args) if isinstance(other_args, tuple | list) else (other_args,)
                 step = trace(fun, args, ())
                 executable = _parallelized(train_step, "train_step").get_executable(state_avals(step), *others)
                 assert isinstance(executable, Executable)
-                return backend.load_state(step, executable)
+                return here.load_state(step, executable)
             case PlanningMethod() as method:
-                target = backend.target(method)
+                target = here.target(method)
                 present = target.devices or {}
                 return compiled_within(
-                    budget_of(method.memory_budget, target.cluster, backend.platform),
+                    budget_of(method.memory_budget, target.cluster, here.platform),
                     lambda within: plan_by_method(_within(method, within), fun, args, batch, target),
-                    lambda planned: backend.load(planned, present, leaves, _since(start)),
+                    lambda planned: here.load(planned, present, leaves, _since(start)),
                 )
             case _:
                 assert_never(self.method)

@@ -25,7 +25,8 @@ from simulator.memory import Footprint, MemoryUse
 from simulator.prediction import Prediction
 from simulator.program import DeadlockError, Free, Program, Recv, Run, Send, parse_instruction, walk
 from simulator.program_file import ProgramError, load_program, save_program
-from simulator.timeline import Span, Timeline
+from simulator.spans import Span
+from simulator.timeline import Timeline
 from simulator.work import Collective, Done, Gemm, Kernel, Loop, Start, Work, work_of
 
 __all__ = [

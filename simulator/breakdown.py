@@ -13,7 +13,8 @@ from simulator.heterogeneous import AnyCluster
 from simulator.memory import Footprint
 from simulator.prediction import Prediction
 from simulator.program import Phase, Program, Run, parse_instruction
-from simulator.timeline import Span, Timeline
+from simulator.spans import Span
+from simulator.timeline import Timeline
 
 _PARTS: dict[Phase, str] = {
     "F": "forward",

@@ -15,7 +15,7 @@ from math import inf
 from typing import NamedTuple, assert_never
 
 from simulator.costs import CostModel, collective_seconds, kernel_seconds
-from simulator.timeline import Link
+from simulator.spans import Link
 from simulator.work import Body, Done, Kernel, Loop, Start, on_devices
 
 _MAX_PIECES = 256  # of a task that has more of them, the engine finds the time sooner

@@ -12,7 +12,7 @@ from simulator.collective_profile import sent_fraction
 from simulator.collectives import Network
 from simulator.compute import KernelModel
 from simulator.heterogeneous import AnyCluster, MixedCluster
-from simulator.timeline import Link
+from simulator.spans import Link
 from simulator.topology import Flows, find_routes
 from simulator.work import Collective, CollectiveKind, Groups, Kernel
 

@@ -16,8 +16,9 @@ from simulator.costs import CostModel, costs_of
 from simulator.heterogeneous import AnyCluster
 from simulator.nic_sharing import Message, NicSharing, Parts, Way, meetings
 from simulator.program import Free, Instruction, Program, Recv, Run, Send, walk
+from simulator.spans import LINKS, Arrow, Span
 from simulator.streams import Streams
-from simulator.timeline import LINKS, Arrow, Span, Timeline
+from simulator.timeline import Timeline
 from simulator.work import Body, Done, Start
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from simulator.figure_style import pyplot, save_figure
 from simulator.program import Phase, Run, parse_instruction
-from simulator.timeline import Link, Timeline
+from simulator.spans import Link
+from simulator.timeline import Timeline
 
 _TASKS: dict[Phase, tuple[str, str]] = {
     "F": ("forward", "#4878cf"),

@@ -14,7 +14,7 @@ from math import inf
 from typing import assert_never
 
 from simulator.costs import CostModel, collective_seconds, kernel_seconds
-from simulator.timeline import Link
+from simulator.spans import Link
 from simulator.work import Body, Done, Kernel, Loop, Start, on_devices
 
 Row = tuple[float, float, float]

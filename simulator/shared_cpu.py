@@ -13,7 +13,8 @@ from typing import assert_never
 from simulator.cluster import Cluster, Processes
 from simulator.costs import CostModel, costs_of
 from simulator.program import Free, Instruction, Program, Recv, Run, Send, walk
-from simulator.timeline import Arrow, Link, Span, Timeline
+from simulator.spans import Arrow, Link, Span
+from simulator.timeline import Timeline
 from simulator.work import on_devices
 
 type _Value = tuple[str, int, int]

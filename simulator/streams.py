@@ -20,7 +20,7 @@ from typing import Literal, assert_never
 
 from simulator.costs import CostModel, collective_seconds, kernel_seconds
 from simulator.memory import Level
-from simulator.timeline import LINKS, Category, Link, Span, Stream
+from simulator.spans import LINKS, Category, Link, Span, Stream
 from simulator.work import Body, Collective, Done, Groups, Kernel, Loop, Part, Start, on_devices
 
 

@@ -5,85 +5,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from simulator.files import write_text
 from simulator.heterogeneous import AnyCluster
 from simulator.memory import Level, MemoryUse
 from simulator.perfetto import chrome_trace
-from simulator.work import Part
-
-Stream = Literal["compute", "communication", "host"]
-STREAMS: tuple[Stream, ...] = ("compute", "communication", "host")
-
-Category = Literal[
-    "gemm",
-    "conv",
-    "attention",
-    "attention backward",
-    "memory",
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "permute",
-    "task",
-    "send",
-    "dispatch",
-    "wait",
-    "bubble",
-    "host",
-]
-"""Kinds of kernel and of collective; `task` is a whole task whose kernels are not told apart, `wait` is compute waiting for its own
-communication, `bubble` for another mesh, `host` for the host, which is busy with `dispatch`."""
+from simulator.spans import STREAMS, Arrow, Category, Span, Stream
 
 _IDLE = ("wait", "bubble", "host")
-
-Link = Literal["within hosts", "between hosts"]
-LINKS: tuple[Link, ...] = ("within hosts", "between hosts")
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One stretch of one stream of one mesh, in seconds from the start of the step.
-
-    Attributes:
-        task: the instruction it belongs to, as it prints: `1F0`.
-        busy: seconds it stands for, where that is less than its length: the iterations of a loop are summed up as one span per
-            category.
-        awaited: the kind of the collective that a `wait` waits for.
-        axis: the mesh axes that communication lies along, or that of the collective that a `wait` waits for; nothing if nobody says.
-        link: what communication goes over.
-        part: of a kernel, the part of the training step.
-    """
-
-    name: str
-    mesh: int
-    stream: Stream
-    start: float
-    end: float
-    category: Category
-    task: str = ""
-    busy: float | None = None
-    awaited: Category | None = None
-    link: Link | None = None
-    part: Part = ""
-    axis: str = ""
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start if self.busy is None else self.busy
-
-
-@dataclass(frozen=True, slots=True)
-class Arrow:
-    """A value on its way: mesh `source` starts to send it at `sent`, mesh `to` goes on with it at `received`."""
-
-    value: str
-    source: int
-    sent: float
-    to: int
-    received: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +99,7 @@ class Timeline:
 
     def chrome_trace(self) -> dict[str, Any]:
         """The timeline in the Trace Event Format that Perfetto and chrome://tracing open (`simulator.perfetto`)."""
-        return chrome_trace(self)
+        return chrome_trace(self.meshes, self.tasks(), self.spans, self.arrows, self.levels)
 
     def save_chrome_trace(self, path: str | Path) -> None:
         """Write `chrome_trace` as JSON; open it at ui.perfetto.dev."""

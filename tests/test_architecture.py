@@ -1,9 +1,10 @@
-"""Imports go experiments -> autopar -> simulator, the simulator knows no JAX, and modules have names of their own."""
+"""Imports go experiments -> autopar -> simulator and from layer to layer, the simulator knows no JAX, and modules have names of their own."""
 
 import ast
 import subprocess
 import sys
 from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,49 @@ def imported(path: Path) -> set[str]:
 def test_imports_go_one_way(path):
     package = path.relative_to(ROOT).parts[0]
     assert not imported(path) & FORBIDDEN[package]
+
+
+LAYERS = (
+    *("simulator", "simulator.hlo", "simulator.formula", "simulator.calibration", "simulator.validation"),
+    *(
+        "autopar.ir",
+        "autopar.primitives",
+        "autopar.microbatch",
+        "autopar.tracing",
+        "autopar.sharding",
+        "autopar.pipeline",
+    ),
+    *("autopar.lowering", "autopar.analysis", "autopar.planning", "autopar.prediction", "autopar.report"),
+    *("autopar.runtime", "autopar.checkpoint", "autopar.hosts"),
+    *("autopar.manual", "autopar.directives", "autopar.model_schedules", "autopar.tuning"),
+)
+"""The packages, each of which imports only those before it. Modules beside packages count by themselves."""
+
+
+def layer_of(module: str) -> str:
+    """The package of a module, or the module itself where it is beside packages."""
+    package = module.rpartition(".")[0]
+    return next(
+        (name for name in LAYERS if f"{module}.".startswith(f"{name}.") and name.count(".")), package and module
+    )
+
+
+def test_packages_are_layers():
+    """No package imports one above it, not even late or for types; no modules beside packages import one another in a circle."""
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in FILES}
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        if module.startswith("experiments"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [full if (full := f"{node.module}.{name}") in modules else str(node.module) for name in names]
+            graph.setdefault(layer_of(module), set()).update(layer_of(name) for name in names if name in modules)
+    packages = [name for name in LAYERS if name in graph]
+    upward = [(a, b) for n, a in enumerate(packages) for b in packages[n + 1 :] if b in graph[a]]
+    assert not upward
+    TopologicalSorter({name: found - {name} for name, found in graph.items()}).prepare()  # raises CycleError
 
 
 def test_only_one_module_uses_private_jax():

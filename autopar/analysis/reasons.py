@@ -1,5 +1,6 @@
 """Why a plan is as it is: what every input and equation chose, what that costs, and what else it could have chosen."""
 
+import os
 from dataclasses import dataclass
 from math import nan
 from typing import Literal as OneOf
@@ -14,10 +15,11 @@ from autopar.ir.equation_work import array_bytes
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import Spec, local_shape
 from autopar.ir.step_graph import StepGraph
-from autopar.lowering.planned import Planned
+from autopar.lowering.placement_specs import array_text
+from autopar.lowering.planned import Planned, PlannedStep
 from autopar.microbatch.gradients import accumulate_p
+from autopar.plan import Plan
 from autopar.primitives.factors import assignment_of
-from autopar.report.input_placement import array_text
 from autopar.sharding.mesh_costs import Seconds
 from autopar.sharding.objective import Placement
 from autopar.sharding.options import ShardingOptions
@@ -111,6 +113,16 @@ def explain(
     tell = _Teller(planned.step, recover(planned, model, options), runners_up)
     inputs = map(tell.input, range(len(planned.step.jaxpr.invars)))
     return (*inputs, *(tell.equation(each) for each in tell.choices.replay.equations if each.eqn.outvars))
+
+
+PRINT_VARIABLE = "AUTOPAR_DEBUG_PRINT_AS_STRATEGY"
+"""The environment variable that has every plan printed with its reasons when it is "1"."""
+
+
+def print_if_asked(step: StepGraph, plan: Plan, costs: CostModel, options: ShardingOptions) -> None:
+    """Print the reasons of a plan that was just made, if the user asked for it with the environment variable."""
+    if os.environ.get(PRINT_VARIABLE) == "1":
+        print(*explain(PlannedStep(step, plan), costs, options), sep="\n")
 
 
 _NO_SECONDS = Seconds(nan, nan, nan)

@@ -10,9 +10,9 @@ from autopar.ir.equation_work import array_bytes
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import LogicalMesh, Spec, partition_spec
 from autopar.ir.step_graph import StepGraph
+from autopar.lowering.placement_specs import array_text
 from autopar.lowering.planned import Planned
 from autopar.plan import spec_text
-from autopar.report.input_placement import array_text
 from autopar.sharding.mesh_costs import Step, reshard_steps
 
 

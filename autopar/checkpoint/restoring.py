@@ -22,10 +22,9 @@ from autopar.checkpoint.manifest import (
 )
 from autopar.checkpoint.parts import Wanted, restore
 from autopar.checkpoint.saving import finish_saving
-from autopar.hosts import session
 from autopar.ir.keys import data_aval, impl_of, is_key
-from autopar.lowering.job import Place
-from autopar.report import PlacementSpec
+from autopar.lowering.placement_specs import PlacementSpec
+from autopar.runtime.local_backend import backend
 
 _SHOWN = 5
 """How many arrays an error names."""
@@ -128,9 +127,10 @@ def _restored(directory: Path, step: int, placement_specs: Any, verify: bool) ->
 
 def _placed(folder: Path, saved: Mapping[str, SavedArray], wanted: Mapping[str, Any], verify: bool) -> list[Any]:
     """Restore arrays where they are wanted."""
-    hosts = session.hosts()
-    if hosts is not None and all(isinstance(spec, PlacementSpec) for spec in wanted.values()):
-        return list(hosts.restore(folder, [(saved[path], Place.of(spec)) for path, spec in wanted.items()], verify))
+    if all(isinstance(spec, PlacementSpec) for spec in wanted.values()):
+        by_hosts = backend().restore(folder, [(saved[path], spec) for path, spec in wanted.items()], verify)
+        if by_hosts is not None:
+            return by_hosts
     values = restore(folder, [_wanted_here(saved[path], spec) for path, spec in wanted.items()], verify)
     return [_with_key(saved[path], value) for path, value in zip(wanted, values, strict=True)]
 

@@ -26,7 +26,7 @@ from autopar.checkpoint.manifest import (
     directory_path,
 )
 from autopar.checkpoint.parts import copied, in_part, tile_of, write
-from autopar.hosts.arrays import DistributedArray
+from autopar.ir.array_handle import ArrayHandle
 from autopar.ir.keys import is_key
 from autopar.lowering.cross_mesh_resharding import Tile
 from autopar.progress import tell
@@ -161,9 +161,9 @@ def _copy(folder: Path, leaves: Mapping[str, Any], verify: bool) -> tuple[tuple[
     """The arrays of the checkpoint, and what writes their values, which are copied now."""
     saved: dict[str, SavedArray] = {}
     here: dict[str, np.ndarray] = {}
-    elsewhere: dict[str, DistributedArray] = {}
+    elsewhere: dict[str, ArrayHandle] = {}
     for number, (path, leaf) in enumerate(leaves.items()):
-        if isinstance(leaf, DistributedArray):
+        if isinstance(leaf, ArrayHandle):
             leaf.check()
             elsewhere[path] = leaf
             continue

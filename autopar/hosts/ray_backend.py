@@ -1,14 +1,24 @@
 """The hosts of a Ray cluster as a backend: planned steps are exported here, and compiled and run there."""
 
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from autopar.checkpoint.manifest import SavedArray
 from autopar.devices import Devices, logical_mesh
+from autopar.hosts.arrays import DistributedArray
 from autopar.hosts.driver import RayHosts, check_plan, cluster_of_hosts, mesh_shape
+from autopar.hosts.remote_batches import put_on_workers, read_by_workers
 from autopar.hosts.remote_create_state import RemoteCreateState
 from autopar.hosts.remote_executable import RemoteExecutable
 from autopar.ir.step_graph import StepGraph
+from autopar.lowering.job import Place
+from autopar.lowering.placement_specs import PlacementSpec
 from autopar.lowering.planned import PlannedStep
 from autopar.methods import Method, PlanningMethod
 from autopar.plan import Plan
 from autopar.planning.method_planning import Target, any_cluster
+from autopar.runtime.batch_reading import Batches
 from autopar.runtime.executable import Executable
 from autopar.runtime.local_backend import Present
 from simulator.heterogeneous import AnyCluster
@@ -55,3 +65,19 @@ class RayBackend:
         """See `Backend`."""
         assert isinstance(executable, RemoteExecutable)
         return RemoteCreateState(step, executable)
+
+    def put(self, specs: Sequence[PlacementSpec]) -> Callable[[int, Any], DistributedArray]:
+        """See `Backend`."""
+        return put_on_workers(self.hosts, specs)
+
+    def read(
+        self, batches: Batches, specs: Sequence[PlacementSpec], steps: Iterator[int], prefetch: int
+    ) -> Iterator[list[DistributedArray]]:
+        """See `Backend`."""
+        return read_by_workers(self.hosts, batches, specs, steps, prefetch)
+
+    def restore(
+        self, folder: Path, wanted: Sequence[tuple[SavedArray, PlacementSpec]], verify: bool
+    ) -> list[DistributedArray]:
+        """See `Backend`."""
+        return self.hosts.restore(folder, [(saved, Place.of(spec)) for saved, spec in wanted], verify)

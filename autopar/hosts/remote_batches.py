@@ -12,9 +12,8 @@ from autopar.hosts.arrays import DistributedArray
 from autopar.hosts.driver import RayHosts
 from autopar.hosts.errors import HostsError
 from autopar.lowering.job import Array, Place
-from autopar.report.input_placement import PlacementSpec
-from autopar.runtime.batch_reading import Batches
-from autopar.runtime.data_loader import ahead
+from autopar.lowering.placement_specs import PlacementSpec
+from autopar.runtime.batch_reading import Batches, ahead
 
 
 def put_on_workers(hosts: RayHosts, specs: Sequence[PlacementSpec]) -> Callable[[int, Any], DistributedArray]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from autopar.hosts.errors import HostsError
 from autopar.hosts.ray_private import found_address
 from autopar.progress import tell
-from autopar.runtime.local_backend import Backend, LocalBackend
+from autopar.runtime.local_backend import LOCAL, use_backend
 
 if TYPE_CHECKING:
     from autopar.hosts.driver import RayHosts
@@ -25,13 +25,16 @@ def hosts() -> "RayHosts | None":
     return _hosts
 
 
-def backend() -> Backend:
-    """Return where steps run."""
-    if _hosts is None:
-        return LocalBackend()
-    from autopar.hosts.ray_backend import RayBackend
+def _set(hosts: "RayHosts | None") -> None:
+    """Have steps run on these hosts; None: in this process."""
+    global _hosts
+    if hosts is None:
+        use_backend(LOCAL)
+    else:
+        from autopar.hosts.ray_backend import RayBackend
 
-    return RayBackend(_hosts)
+        use_backend(RayBackend(hosts))
+    _hosts = hosts
 
 
 def join(
@@ -42,7 +45,7 @@ def join(
     timeout: float,
 ) -> None:
     """Join a Ray cluster and start workers; what was joined before is left."""
-    global _hosts, _asked, _job
+    global _asked, _job
     leave()
     try:
         import ray
@@ -56,7 +59,7 @@ def join(
         _connect(address, namespace)
         _job = ray.get_runtime_context().get_job_id()
     try:
-        _hosts = RayHosts(num_nodes, num_devices_per_node, timeout)
+        _set(RayHosts(num_nodes, num_devices_per_node, timeout))
     except BaseException:
         leave()
         raise
@@ -73,7 +76,6 @@ def rejoin() -> None:
     from autopar.hosts.driver import RayHosts
     from autopar.hosts.workers import alive_nodes
 
-    global _hosts
     assert _asked is not None
     num_nodes, num_devices_per_node, timeout = _asked
     _end_workers()
@@ -81,9 +83,9 @@ def rejoin() -> None:
         count = len(alive_nodes())
         try:
             if isinstance(num_devices_per_node, Sequence):
-                _hosts = RayHosts(None, num_devices_per_node[:count], timeout)
+                _set(RayHosts(None, num_devices_per_node[:count], timeout))
             else:
-                _hosts = RayHosts(num_nodes and min(num_nodes, count), num_devices_per_node, timeout)
+                _set(RayHosts(num_nodes and min(num_nodes, count), num_devices_per_node, timeout))
         except HostsError:
             if len(alive_nodes()) >= count:
                 raise
@@ -147,8 +149,8 @@ def leave() -> None:
 
 
 def _end_workers() -> None:
-    global _hosts
-    joined, _hosts = _hosts, None
+    joined = _hosts
+    _set(None)
     if joined is not None:
         joined.close()
 

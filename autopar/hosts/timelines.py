@@ -9,7 +9,8 @@ from autopar.runtime.loaded_job import Values, wait_for
 from autopar.runtime.timing import span_of
 from simulator.memory import MemoryUse
 from simulator.program import Free, Instruction, Recv, Run, Send
-from simulator.timeline import Arrow, Span, Timeline
+from simulator.spans import Arrow, Span
+from simulator.timeline import Timeline
 
 type Execute = Callable[[int, Instruction, list[Values], int], None]
 """Carries out an instruction of a mesh, on the values of all meshes and with the first number of the step's deliveries."""

@@ -8,8 +8,15 @@ class ArrayHandle:
 
     Attributes:
         shape, dtype, weak_type: as of a `jax.Array`.
+        hosts: the hosts that have it.
+        array: what and where it is there (`autopar.lowering.job.Array`).
     """
 
     shape: tuple[int, ...]
     dtype: Any
     weak_type: bool
+    hosts: Any
+    array: Any
+
+    def check(self) -> None:
+        """Raise RuntimeError if there is nothing to read any more."""

@@ -17,7 +17,7 @@ from autopar.lowering.cross_mesh_resharding import Resharding
 from simulator.program import Instruction, Run
 
 if TYPE_CHECKING:
-    from autopar.report import PlacementSpec
+    from autopar.lowering.placement_specs import PlacementSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from autopar.pipeline.partition import Cut
 from autopar.pipeline.partitioner import cut_step, uncut_step
 from autopar.pipeline.pipeline_schedules import Pipeline, Schedule, make_schedule
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
-from autopar.plan import Plan
+from autopar.plan import WHOLE_STEP, Plan
 from simulator.program import Program, Run
 
 
@@ -100,3 +100,29 @@ class PlannedStep:
     def tasks(self) -> frozenset[str]:
         """The names of the tasks that the program runs; those with nothing to do are left out."""
         return frozenset(each.task for row in self.program.instructions for each in row if isinstance(each, Run))
+
+
+def single_stage(planned: Planned, stage: int | None) -> Planned:
+    """What is asked to be inspected: the plan itself, or one stage of a pipeline.
+
+    Raises:
+        ValueError: the plan is a pipeline and `stage` is none of its stages.
+    """
+    if planned.plan.schedule.is_whole_step:
+        return planned
+    one = stage_plan(planned.plan, stage)
+    step = as_planned(planned).graphs[stage or 0].step
+    return PlannedStep(step, one.model_copy(update={"fingerprint": step.fingerprint}))
+
+
+def stage_plan(plan: Plan, stage: int | None) -> Plan:
+    """Return one stage of a plan as a plan. Raises ValueError as `single_stage` does."""
+    if plan.schedule.is_whole_step:
+        return plan
+    last = len(plan.stages) - 1
+    if stage is None or not 0 <= stage <= last:
+        given = "no stage is given" if stage is None else f"stage {stage} is given"
+        raise ValueError(
+            f"{given}, but the plan is a pipeline and its stages are looked at one by one: give stage=0 to {last}"
+        )
+    return plan.model_copy(update={"stages": (plan.stages[stage],), "schedule": WHOLE_STEP})

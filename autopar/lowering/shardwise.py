@@ -1,10 +1,4 @@
-"""Equations that run on each device's shards, because XLA's partitioner divides them wrongly.
-
-In jaxlib 0.11.2 these are convolutions with groups: the gradient of a vmapped convolution for its kernel has the examples as
-groups, and that of a grouped one has `batch_group_count`. Under some shardings the partitioned program computes other numbers,
-under `jax.jit` as well. tests/fuzz/test_splits.py compares every split of every family of primitives with one device: it names
-the primitives that belong here when a new jaxlib gets others wrong.
-"""
+"""Run equations on each device's shards where XLA's partitioner would divide them wrongly."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,6 +15,7 @@ from autopar.microbatch.accumulation import along, complete
 from autopar.plan import Stage
 from autopar.primitives import op_factors
 from autopar.primitives.factors import assignment_of
+from autopar.primitives.partitioner_defects import is_shardwise
 from autopar.sharding.binding import bind_shards
 
 type Wanted = Mapping[tuple[int, str], Mapping[int, Spec]]
@@ -33,13 +28,6 @@ def wanted_by(stage: Stage) -> Wanted:
     for constraint in stage.constraints:
         wanted[constraint.eqn, constraint.side][constraint.index] = constraint.spec
     return wanted
-
-
-def is_shardwise(eqn: JaxprEqn) -> bool:
-    """Return whether XLA's partitioner would divide the equation wrongly."""
-    if eqn.primitive.name != "conv_general_dilated":
-        return False
-    return eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1
 
 
 def shardwise(mesh: AnyMesh, wanted: Wanted | None = None) -> Apply:

@@ -7,14 +7,14 @@ import jax
 
 from autopar._cpython import builds_graphs
 from autopar.analysis.axis_uses import with_axis_uses
+from autopar.analysis.reasons import print_if_asked
 from autopar.ir.control_flow import loop_p
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
-from autopar.lowering.shardwise import is_shardwise
 from autopar.plan import Constraint, MemorySplit, Plan, Stage, TimeSplit, Value
 from autopar.primitives import is_replicated_only
-from autopar.report.decisions import print_if_asked
+from autopar.primitives.partitioner_defects import is_shardwise
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import check_patterns
 from autopar.sharding.planner import Shardings, plan_shardings

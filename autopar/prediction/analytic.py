@@ -20,11 +20,10 @@ from autopar.ir.graph import aval_of
 from autopar.ir.spec import local_shape
 from autopar.lowering.compilation import lower_stage
 from autopar.lowering.pipeline_memory import MeshMemory
-from autopar.lowering.planned import Planned, PlannedStep
+from autopar.lowering.planned import Planned, PlannedStep, single_stage
 from autopar.microbatch.gradients import accumulate_p
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Task
 from autopar.pipeline.stage_graph import StageGraph
-from autopar.report.stage_reports import single_stage
 from autopar.sharding.memory_constraint import Memory
 from autopar.sharding.memory_roles import roles_at_peak
 from autopar.sharding.mesh_costs import Step

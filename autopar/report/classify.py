@@ -15,10 +15,9 @@ from typing import Literal as OneOf
 from autopar.analysis.axis_uses import with_axis_uses
 from autopar.analysis.descriptions import nearest
 from autopar.ir.spec import LogicalMesh, Spec, axes_of, partition_spec
-from autopar.lowering.planned import Planned
+from autopar.lowering.placement_specs import array_text
+from autopar.lowering.planned import Planned, single_stage
 from autopar.plan import AxisUse, OperatorKind, Plan, Stage, Value, spec_text
-from autopar.report.input_placement import array_text
-from autopar.report.stage_reports import single_stage
 
 type DataKind = OneOf["data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
 """The axis splits the batch; ZeRO also stores in parts the optimizer state (1), and gradients (2), and parameters (3)."""

@@ -1,25 +1,19 @@
 """Decisions of a plan as a table; printed while planning if AUTOPAR_DEBUG_PRINT_AS_STRATEGY=1."""
 
-import os
 from dataclasses import fields
 from math import ceil
 from typing import TYPE_CHECKING
 
 from autopar.analysis.descriptions import describe_spec
 from autopar.analysis.reasons import Reason, explain
-from autopar.ir.step_graph import StepGraph
-from autopar.lowering.planned import Planned, PlannedStep
+from autopar.lowering.planned import Planned, single_stage
 from autopar.plan import Plan
-from autopar.report.stage_reports import single_stage
 from autopar.sharding.options import ShardingOptions
 from simulator.costs import ClusterCosts, CostModel
 from simulator.heterogeneous import MixedCluster, load_cluster
 
 if TYPE_CHECKING:
     import pandas as pd
-
-PRINT_VARIABLE = "AUTOPAR_DEBUG_PRINT_AS_STRATEGY"
-"""The environment variable that has every plan printed with its reasons when it is "1"."""
 
 
 def decisions(
@@ -56,12 +50,6 @@ def decisions(
         {name: getattr(each, name) for name in columns} | {"result": describe_spec(each.result)} for each in reasons
     ]
     return pd.DataFrame(rows, columns=columns).astype({"eqn": "Int64"})
-
-
-def print_if_asked(step: StepGraph, plan: Plan, costs: CostModel, options: ShardingOptions) -> None:
-    """Print the reasons of a plan that was just made, if the user asked for it with the environment variable."""
-    if os.environ.get(PRINT_VARIABLE) == "1":
-        print(*explain(PlannedStep(step, plan), costs, options), sep="\n")
 
 
 def default_costs(plan: Plan) -> CostModel:

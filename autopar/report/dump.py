@@ -1,21 +1,35 @@
 """Everything that is known of an executable, as files in a folder."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import jax
 
 from autopar.analysis.reasons import explain
 from autopar.analysis.reshardings import resharding_tasks
+from autopar.lowering.planned import Planned, single_stage
+from autopar.pipeline.partition import Task
 from autopar.report.classify import classify
 from autopar.report.decisions import default_costs
-from autopar.report.stage_reports import single_stage
+from autopar.report.program_text import Status
+from autopar.report.stage_reports import StageInfo
 from simulator.memory import MemoryUse
+from simulator.program import Program
 
-if TYPE_CHECKING:
-    from autopar.runtime.executable import Executable
+
+class Dumped(Planned, Protocol):
+    """An executable, as `dump_debug_info` needs it: see `autopar.Executable`."""
+
+    @property
+    def program(self) -> Program: ...
+    def get_stage_execution_info(self) -> Sequence[StageInfo]: ...
+    def get_input_placement_specs(self) -> Any: ...
+    def get_output_placement_specs(self) -> Any: ...
+    def get_hlo_text(self, status: Status = "optimized", stage: int | None = None) -> str: ...
+    def get_stage_allocation_size(self) -> dict[Task, MemoryUse]: ...
+
 
 DEBUG_FILES = {
     "_plan.json": "the plan; `Plan.load` reads it",
@@ -40,7 +54,7 @@ Alpa's `.grad_sync_channel_ids.txt` has no equivalent: no gradient is synchronis
 """
 
 
-def dump_debug_info(executable: "Executable", folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
+def dump_debug_info(executable: Dumped, folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
     """Write the files of `DEBUG_FILES` to `folder`, each name starting with `name`, by default the step's; return their paths.
 
     Each file is there whole or not at all; files of an earlier dump are replaced.
@@ -65,7 +79,7 @@ def _write(path: Path, text: str) -> Path:
     return partial.replace(path)
 
 
-def _texts(executable: "Executable") -> Iterator[tuple[str, str]]:
+def _texts(executable: Dumped) -> Iterator[tuple[str, str]]:
     plan, step = executable.plan, executable.step
     yield "_plan.json", plan.to_json()
     yield "_plan.txt", str(plan)
@@ -94,7 +108,7 @@ def _specs(paths: "tuple[str, ...] | list[str]", specs: object) -> str:
     return "\n".join(f"{path}: {spec}" for path, spec in zip(paths, jax.tree.leaves(specs), strict=True))
 
 
-def _strategies(executable: "Executable", stage: int) -> str:
+def _strategies(executable: Dumped, stage: int) -> str:
     one = single_stage(executable, stage)
     try:
         return "\n".join(map(str, explain(one, default_costs(one.plan), one.plan.options)))

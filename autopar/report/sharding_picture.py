@@ -7,9 +7,9 @@ from math import prod
 
 from autopar.analysis.descriptions import nearest
 from autopar.ir.spec import LogicalMesh, Spec, from_partition_spec, partition_spec
+from autopar.lowering.placement_specs import PlacementSpec, array_text
 from autopar.lowering.planned import Planned
 from autopar.plan import Constraint, Plan, Stage, Value, spec_text
-from autopar.report.input_placement import PlacementSpec, array_text
 
 type Grid = list[list[str]]
 """For each piece of a two-dimensional slice the devices that hold it."""

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.equation_work import array_bytes, kernel_of
 from autopar.ir.graph import aval_of
-from autopar.lowering.planned import Planned, PlannedStep, as_planned
+from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partition import Task
-from autopar.plan import WHOLE_STEP, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +54,6 @@ def stage_infos(planned: PlannedStep) -> list[StageInfo]:
         )
         for number, stage in enumerate(planned.plan.stages)
     ]
-
-
-def single_stage(planned: Planned, stage: int | None) -> Planned:
-    """What is asked to be inspected: the plan itself, or one stage of a pipeline.
-
-    Raises:
-        ValueError: the plan is a pipeline and `stage` is none of its stages.
-    """
-    if planned.plan.schedule.is_whole_step:
-        return planned
-    one = stage_plan(planned.plan, stage)
-    step = as_planned(planned).graphs[stage or 0].step
-    return PlannedStep(step, one.model_copy(update={"fingerprint": step.fingerprint}))
-
-
-def stage_plan(plan: Plan, stage: int | None) -> Plan:
-    """Return one stage of a plan as a plan. Raises ValueError as `single_stage` does."""
-    if plan.schedule.is_whole_step:
-        return plan
-    last = len(plan.stages) - 1
-    if stage is None or not 0 <= stage <= last:
-        given = "no stage is given" if stage is None else f"stage {stage} is given"
-        raise ValueError(
-            f"{given}, but the plan is a pipeline and its stages are looked at one by one: give stage=0 to {last}"
-        )
-    return plan.model_copy(update={"stages": (plan.stages[stage],), "schedule": WHOLE_STEP})
 
 
 def _task_info(planned: PlannedStep, task: Task) -> TaskInfo:

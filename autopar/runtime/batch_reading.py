@@ -1,6 +1,7 @@
 """Reading batches with a user's function: which examples form a batch, and which of them one process takes."""
 
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -172,3 +173,14 @@ def _ranges(rows: Iterable[Rows]) -> tuple[Rows, ...]:
         else:
             found.append((start, stop))
     return tuple(found)
+
+
+def ahead[T](items: Iterator[T], count: int) -> Iterator[T]:
+    """The items, each given when `count` more have been begun."""
+    waiting: deque[T] = deque()
+    for item in items:
+        waiting.append(item)
+        if len(waiting) > count:
+            yield waiting.popleft()
+    while waiting:
+        yield waiting.popleft()

@@ -1,19 +1,17 @@
 """Batches for training, some ahead of the step: made by this process, or read by each worker as far as it needs them."""
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from typing import Any, Self
 
 import jax
 
 from autopar.checks import FLAG, checked, whole
-from autopar.hosts import session
 from autopar.ir.keys import is_key
-from autopar.report.input_placement import PlacementSpec
-from autopar.runtime.batch_reading import Batches, Form, Reader, Reads
+from autopar.lowering.placement_specs import PlacementSpec
+from autopar.runtime.batch_reading import Batches, Form, Reads, ahead
+from autopar.runtime.local_backend import backend
 
 type Source = Iterable[Any] | Callable[[int], Iterable[Any]]
 """Batches, or a function of k that gives those from batch k on."""
@@ -102,12 +100,7 @@ class DataLoader(_Loader):
 
     def _placed_by(self) -> Callable[[int, Any], Any]:
         """What puts batch k where the step wants it."""
-        if (hosts := session.hosts()) is None:
-            put = _put_here(self._specs)
-        else:
-            from autopar.hosts.remote_batches import put_on_workers
-
-            put = put_on_workers(hosts, self._specs)
+        put = backend().put(self._specs)
 
         def placed(number: int, batch: Any) -> Any:
             leaves = self._form.leaves(batch, f"batch {number}")
@@ -192,31 +185,8 @@ class MeshDriverDataLoader(_Loader):
         if not self._repeat and _count(step, "step") > len(self):
             raise ValueError(f"step={step}, but there are {len(self)} batches; repeat=True begins with the first again")
         steps = itertools.count(_count(step, "step")) if self._repeat else iter(range(step, len(self)))
-        if (hosts := session.hosts()) is None:
-            found = _read_here(self._batches, self._specs, steps, self._prefetch)
-        else:
-            from autopar.hosts.remote_batches import read_by_workers
-
-            found = read_by_workers(hosts, self._batches, self._specs, steps, self._prefetch)
+        found = backend().read(self._batches, self._specs, steps, self._prefetch)
         return (jax.tree.unflatten(self._tree, arrays) for arrays in found)
-
-
-def _read_here(
-    batches: Batches, specs: list[PlacementSpec], steps: Iterator[int], prefetch: int
-) -> Iterator[list[jax.Array]]:
-    """The arrays of each batch, read by a thread."""
-    reader = Reader(batches, {i: spec.sharding() for i, spec in enumerate(specs)})
-    thread = ThreadPoolExecutor(1, "autopar-reader")
-    try:
-        for reading in ahead((thread.submit(reader.read, step) for step in steps), prefetch):
-            yield list(reading.result().values())
-    finally:
-        thread.shutdown(wait=False, cancel_futures=True)
-
-
-def _put_here(specs: list[PlacementSpec]) -> Callable[[int, Any], jax.Array]:
-    shardings = [spec.sharding() for spec in specs]
-    return lambda i, leaf: jax.device_put(leaf, shardings[i])
 
 
 def _once(batches: Iterator[Any]) -> Callable[[int], Iterator[Any]]:
@@ -232,17 +202,6 @@ def _once(batches: Iterator[Any]) -> Callable[[int], Iterator[Any]]:
         return itertools.islice(left.pop(), step, None)
 
     return given
-
-
-def ahead[T](items: Iterator[T], count: int) -> Iterator[T]:
-    """The items, each given when `count` more have been begun."""
-    waiting: deque[T] = deque()
-    for item in items:
-        waiting.append(item)
-        if len(waiting) > count:
-            yield waiting.popleft()
-    while waiting:
-        yield waiting.popleft()
 
 
 def _specs(placement_specs: Any) -> list[PlacementSpec]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,12 @@ from autopar.lowering.stage_lowering import StageLowering
 from autopar.runtime.create_state import CreateStateExecutable
 from autopar.runtime.local_executable import LocalExecutable
 
-if TYPE_CHECKING:
-    from autopar.api import AnyExecutable
-
 
 class FirstStepError(RuntimeError):
     """The first step of a plan has other results than the same step on one device."""
 
 
-def checked_first_step(fun: Callable[..., Any], executable: "AnyExecutable", args: Sequence[Any]) -> Any:
+def checked_first_step(fun: Callable[..., Any], executable: Any, args: Sequence[Any]) -> Any:
     """Run a step as planned and on one device, compare the results, and return the planned ones.
 
     Both run on copies: `args` stay as they are, also where the step reuses their memory. Results may differ as far as rounding
@@ -64,9 +61,7 @@ def checked_first_step(fun: Callable[..., Any], executable: "AnyExecutable", arg
     return results
 
 
-def _first_equation(
-    executable: "AnyExecutable", given: Sequence[Any], perturbed: Sequence[Any], compare: "_Comparison"
-) -> str:
+def _first_equation(executable: Any, given: Sequence[Any], perturbed: Sequence[Any], compare: "_Comparison") -> str:
     """Describe the first equation whose result differs; "" if there is none, or if it can't be found."""
     step = executable.step
     if not isinstance(executable, LocalExecutable) or step.microbatching is not None:

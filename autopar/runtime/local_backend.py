@@ -1,6 +1,8 @@
-"""Backends: where planned steps run. This process is one; the hosts of a Ray cluster are another (`autopar.hosts.ray_backend`)."""
+"""Backends: where steps run. This process is one; the hosts of a Ray cluster are another (`autopar.hosts.ray_backend`)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -8,10 +10,12 @@ import jax
 from autopar.devices import Device, Devices, cluster_of, device_mesh, devices_of_plan, submeshes
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
+from autopar.lowering.placement_specs import PlacementSpec
 from autopar.lowering.planned import PlannedStep
 from autopar.methods import Method, PlanningMethod
 from autopar.plan import Plan
 from autopar.planning.method_planning import Target, any_cluster
+from autopar.runtime.batch_reading import Batches, Reader, ahead
 from autopar.runtime.create_state import CreateStateExecutable
 from autopar.runtime.executable import Executable
 from autopar.runtime.local_executable import LocalExecutable
@@ -71,6 +75,28 @@ class Backend(Protocol):
         """Compile a function that makes the state that is the first argument of `executable`, where that wants it."""
         ...
 
+    def put(self, specs: Sequence[PlacementSpec]) -> Callable[[int, Any], Any]:
+        """Return a function of a number and an array that puts the array where that spec says."""
+        ...
+
+    def read(
+        self, batches: Batches, specs: Sequence[PlacementSpec], steps: Iterator[int], prefetch: int
+    ) -> Iterator[list[Any]]:
+        """Return the arrays of each batch, read where they go while `prefetch` more are being read.
+
+        Raises:
+            DataLoaderError: a batch can't be read.
+        """
+        ...
+
+    def restore(self, folder: Path, wanted: Sequence[tuple[Any, PlacementSpec]], verify: bool) -> list[Any] | None:
+        """Return the arrays of a checkpoint, read by the hosts that they go to; None if this process is to read them.
+
+        Args:
+            wanted: `autopar.checkpoint.manifest.SavedArray`s, and where they go.
+        """
+        ...
+
 
 class LocalBackend:
     """The devices of this process."""
@@ -111,3 +137,39 @@ class LocalBackend:
         """See `Backend`."""
         shardings = jax.tree.leaves(executable.in_shardings[0])
         return CreateStateExecutable(step, shardings, jax.tree.leaves(executable.get_input_placement_specs()[0]))
+
+    def put(self, specs: Sequence[PlacementSpec]) -> Callable[[int, Any], jax.Array]:
+        """See `Backend`."""
+        shardings = [spec.sharding() for spec in specs]
+        return lambda i, leaf: jax.device_put(leaf, shardings[i])
+
+    def read(
+        self, batches: Batches, specs: Sequence[PlacementSpec], steps: Iterator[int], prefetch: int
+    ) -> Iterator[list[jax.Array]]:
+        """See `Backend`; a thread reads."""
+        reader = Reader(batches, {i: spec.sharding() for i, spec in enumerate(specs)})
+        thread = ThreadPoolExecutor(1, "autopar-reader")
+        try:
+            for reading in ahead((thread.submit(reader.read, step) for step in steps), prefetch):
+                yield list(reading.result().values())
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def restore(self, folder: Path, wanted: Sequence[tuple[Any, PlacementSpec]], verify: bool) -> None:
+        """See `Backend`."""
+
+
+LOCAL = LocalBackend()
+
+_current: Backend = LOCAL
+
+
+def backend() -> Backend:
+    """Return where steps run now."""
+    return _current
+
+
+def use_backend(new: Backend) -> None:
+    """Have steps that are compiled from now on run there."""
+    global _current
+    _current = new

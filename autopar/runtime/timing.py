@@ -8,7 +8,8 @@ import jax
 
 from autopar.util import zeros
 from simulator.program import Free, Recv, Run, Send, walk
-from simulator.timeline import Span, Timeline
+from simulator.spans import Span
+from simulator.timeline import Timeline
 
 if TYPE_CHECKING:
     from autopar.runtime.local_executable import LocalExecutable

@@ -11,7 +11,7 @@ import numpy as np
 from autopar.ir.spec import LogicalMesh, Spec, axes_of
 from autopar.sharding.distinct_options import each_once
 from simulator.costs import CostModel
-from simulator.timeline import Link
+from simulator.spans import Link
 from simulator.work import CollectiveKind, Groups, Kernel
 
 

@@ -14,7 +14,7 @@ from jax.extend.core import Literal, Var
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import LogicalMesh, Spec, replicated
 from autopar.ir.step_graph import MicrobatchError, StepGraph
-from autopar.lowering.shardwise import is_shardwise
+from autopar.primitives.partitioner_defects import is_shardwise
 from autopar.sharding.dataflow import Role
 from autopar.sharding.deferred_sync import Axes, candidates, check_parts
 from autopar.sharding.heuristic import propagate

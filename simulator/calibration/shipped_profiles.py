@@ -8,11 +8,11 @@ import yaml
 from simulator import collective_profile, kernel_profile
 from simulator.calibration.fit_collectives import MeasuredCollectives, fit_curve, fit_switch
 from simulator.calibration.fit_products import fit_gemms
+from simulator.calibration.measured_samples import GPUS, collective_kinds, measured_collectives, measured_gemms
 from simulator.cluster import shipped_device
 from simulator.collective_profile import CollectiveProfile
 from simulator.description import Description, read, validate
 from simulator.files import write_text
-from simulator.validation.measurements import GPUS, collective_kinds, measured_collectives, measured_gemms
 
 
 def fit_profiles() -> Iterator[tuple[Path, Description]]:

@@ -18,7 +18,7 @@ from numpy.testing import assert_array_equal
 
 import autopar
 from autopar import DataLoader, DataLoaderError, MeshDriverDataLoader
-from autopar.report.input_placement import PlacementSpec
+from autopar.lowering.placement_specs import PlacementSpec
 from autopar.runtime.batch_reading import Batches, Form, Reader
 from tests.autopar.pipeline.steps import WIDTH, stack_batch, stack_params, stack_step
 

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.ir.spec import LogicalMesh
-from autopar.lowering.shardwise import is_shardwise
+from autopar.primitives.partitioner_defects import is_shardwise
 from autopar.sharding.options import ShardingOptions
 from autopar.testing import assert_allclose
 from tests.autopar.sharding.cases import CASES

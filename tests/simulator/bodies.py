@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from simulator.costs import BandwidthOnly
 from simulator.program import Free, Instruction, Program, Recv, Run, Send
-from simulator.timeline import Link
+from simulator.spans import Link
 from simulator.work import Collective, Done, Groups, Kernel, Loop, Start
 
 COSTS = BandwidthOnly(bandwidth=1.0, flop_per_s=1.0)  # a FLOP or a sent byte takes a second

@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 import simulator.formula
 from simulator.breakdown import predict
+from simulator.calibration.measured_samples import DATA
 from simulator.cli import app
 from simulator.cluster import Cluster
 from simulator.program import Program, Run
 from simulator.program_file import save_program
-from simulator.validation.measurements import DATA
 from simulator.work import Kernel
 from tests.simulator.test_breakdown import PIPELINE
 

@@ -4,11 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.calibration.fit_collectives import MeasuredCollectives, fit_curve, fit_switch
+from simulator.calibration.measured_samples import measured_collectives, network_ratios
 from simulator.cluster import Cluster, ClusterError, Link
 from simulator.collective_profile import SizeCurve, SwitchCurve, sent_fraction
 from simulator.collectives import Network
 from simulator.topology import Ring, find_routes, strided_ring
-from simulator.validation.measurements import measured_collectives, network_ratios
 from simulator.work import CollectiveKind
 
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

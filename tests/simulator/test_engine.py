@@ -10,7 +10,8 @@ from simulator.costs import BandwidthOnly
 from simulator.engine import simulate
 from simulator.memory import MemoryUse
 from simulator.program import DeadlockError, Instruction, Program, Recv, Run, Send
-from simulator.timeline import STREAMS, Span, Timeline
+from simulator.spans import STREAMS, Span
+from simulator.timeline import Timeline
 from simulator.work import Body, Collective, Done, Loop, Op, Start
 from tests.simulator.bodies import COSTS, bodies, compute, programs, seconds, start
 

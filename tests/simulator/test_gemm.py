@@ -4,11 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.calibration.fit_products import MeasuredGemms, fit_gemms, is_held_out
+from simulator.calibration.measured_samples import measured_gemms
 from simulator.cluster import Cluster, Device, device_names, shipped_device
 from simulator.costs import ClusterCosts
 from simulator.gemm import GemmModel
 from simulator.kernel_profile import KernelProfile
-from simulator.validation.measurements import measured_gemms
 from simulator.work import Gemm, Kernel
 
 ONE = KernelProfile(

@@ -12,7 +12,7 @@ from simulator.cluster import Cluster, Link
 from simulator.costs import CostModel
 from simulator.engine import simulate
 from simulator.program import Program, Recv, Run, Send
-from simulator.timeline import Link as LinkClass
+from simulator.spans import Link as LinkClass
 from simulator.work import Body, Collective, Done, Groups, Kernel, KernelKind, Op, Start
 from tests.simulator.bodies import compute, programs, start
 

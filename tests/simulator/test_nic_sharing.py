@@ -15,8 +15,9 @@ from simulator.engine import meetings_of, simulate
 from simulator.heterogeneous import MixedCluster
 from simulator.nic_sharing import Message, NicSharing, meetings
 from simulator.program import DeadlockError, Instruction, Program, Recv, Run, Send
-from simulator.timeline import STREAMS, Timeline
-from simulator.timeline import Link as LinkClass
+from simulator.spans import STREAMS
+from simulator.spans import Link as LinkClass
+from simulator.timeline import Timeline
 from simulator.work import Body, Collective, Done, Groups, Kernel, Start
 from tests.simulator.bodies import programs
 

@@ -4,7 +4,8 @@ from simulator.cluster import Cluster
 from simulator.engine import simulate
 from simulator.perfetto import chrome_trace
 from simulator.program import Free, Program, Recv, Run, Send
-from simulator.timeline import Span, Timeline
+from simulator.spans import Span
+from simulator.timeline import Timeline
 from tests.simulator.bodies import COSTS, compute, start
 from tests.simulator.test_timeline import TIMELINE
 
@@ -78,7 +79,7 @@ def test_the_counter_of_memory_follows_the_instructions() -> None:
         [(0, 9), (3, 7), (3, 7), (3, 7), (3, 7), (3, 2)],
         [(5, 8), (5, 8), (5, 9), (10, 8), (10, 8), (10, 4)],
     ]
-    counters = [e for e in chrome_trace(timeline)["traceEvents"] if e["ph"] == "C"]
+    counters = [e for e in timeline.chrome_trace()["traceEvents"] if e["ph"] == "C"]
     assert [(e["pid"], e["ts"], e["args"]) for e in counters[:2]] == [
         (0, 0, {"inputs, GB": 2e-9, "activations, GB": 7e-9}),
         (0, 3e6, {"inputs, GB": 7e-9, "activations, GB": 0}),

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 import simulator
 import simulator.cli
+from simulator.calibration.measured_samples import DATA
 from simulator.cli import app
 from simulator.memory import MemoryUse
 from simulator.program import Program, Run
 from simulator.program_file import save_program
-from simulator.validation.measurements import DATA
 from simulator.validation.published import published_sets
 from simulator.work import Collective, Done, Gemm, Kernel, Start
 

@@ -8,7 +8,7 @@ from simulator.cluster import Cluster, Processes
 from simulator.costs import BandwidthOnly
 from simulator.program import DeadlockError, Free, Program, Recv, Run, Send
 from simulator.shared_cpu import simulate_processes
-from simulator.timeline import Span
+from simulator.spans import Span
 from tests.simulator.bodies import programs
 
 COSTS = BandwidthOnly(bandwidth=1.0, flop_per_s=1.0)  # a byte takes a second

@@ -5,7 +5,8 @@ import pytest
 
 from simulator.cluster import Cluster
 from simulator.memory import MemoryUse
-from simulator.timeline import Span, Timeline
+from simulator.spans import Span
+from simulator.timeline import Timeline
 
 TIMELINE = Timeline(
     spans=(

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from simulator.calibration.fit_backends import fit_backend
 from simulator.cli import app
 from simulator.formula import EAGER, Backend
 from simulator.validation.cases import Case, PublishedSet
+from simulator.validation.fit_backends import fit_backend
 from simulator.validation.published import published_sets
 from simulator.validation.report import Comparison, as_json, write_report
 from simulator.validation.sets.published_rows import PUBLISHED

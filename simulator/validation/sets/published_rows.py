@@ -8,12 +8,12 @@ from typing import Any
 
 import pandas as pd
 
+from simulator.calibration.measured_samples import DATA
 from simulator.cluster import Cluster
 from simulator.files import read_table
 from simulator.formula import EAGER, Backend, Execution, Machine, Transformer, predict
 from simulator.prediction import Prediction
 from simulator.validation.cases import Case, Unpredicted
-from simulator.validation.measurements import DATA
 
 GIB = 2**30
 

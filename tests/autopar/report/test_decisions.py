@@ -4,9 +4,10 @@ import pandas as pd
 import pytest
 
 import autopar
+from autopar.analysis.reasons import PRINT_VARIABLE, print_if_asked
 from autopar.plan import PlanError
 from autopar.report import PlannedStep, decisions
-from autopar.report.decisions import PRINT_VARIABLE, default_costs, print_if_asked
+from autopar.report.decisions import default_costs
 from autopar.sharding.options import AUTO
 from simulator.costs import BandwidthOnly
 from tests.autopar.report.plans import OPTIONS, SLOW, planned, respecced
