@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, workflow.basedir)  # the project itself, wherever the results go
 
-from experiments.sources import cluster_files, sources
+from experiments.sources import CODE, cluster_files, code_hash
 from experiments.sweep import make_sweep
 
 

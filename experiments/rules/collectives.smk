@@ -3,13 +3,13 @@
 
 rule collectives:
     input:
-        sources("collectives"),
         cluster_files(sweep.collectives["cluster"]),
     output:
         table="results/tables/collectives.csv",
         errors="results/tables/collectives_fit.csv",
         profile="results/tables/collectives_profile.yaml",
     params:
+        code=code_hash(*CODE),
         settings=json.dumps(sweep.collectives),
     threads: workflow.cores
     log:

@@ -3,10 +3,11 @@
 
 rule figures:
     input:
-        sources("figures"),
         table="results/tables/cells.parquet",
     output:
         expand("results/figures/{figure}.svg", figure=sweep.figures),
+    params:
+        code=code_hash(*CODE),
     log:
         "results/logs/figures.log",
     message:

@@ -3,11 +3,11 @@
 
 rule measure:
     input:
-        sources("measure"),
         plans="results/plans/{job}",
     output:
         cells=directory("results/cells/measured/{job}"),
     params:
+        code=code_hash(*CODE),
         job=lambda wildcards: sweep[wildcards.job].to_json(),
         settings=json.dumps(sweep.measure),
     threads: workflow.cores

@@ -3,11 +3,11 @@
 
 rule plan:
     input:
-        sources("plan"),
         lambda wildcards: cluster_files(sweep[wildcards.job].cluster),
     output:
         directory("results/plans/{job}"),
     params:
+        code=code_hash(*CODE),
         job=lambda wildcards: sweep[wildcards.job].to_json(),
     log:
         "results/logs/plan/{job}.log",

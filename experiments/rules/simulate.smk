@@ -3,12 +3,12 @@
 
 rule simulate:
     input:
-        sources("simulate"),
         plans="results/plans/{job}",
     output:
         cells=directory("results/cells/simulated/{job}"),
         timelines=directory("results/timelines/{job}"),
     params:
+        code=code_hash(*CODE),
         job=lambda wildcards: sweep[wildcards.job].to_json(),
     log:
         "results/logs/simulate/{job}.log",

@@ -3,13 +3,14 @@
 
 rule tables:
     input:
-        sources("tables"),
         published=Path(workflow.basedir) / sweep.published,
         cells=expand("results/cells/{cell}", cell=sweep.cells),
     output:
         "results/tables/cells.csv",
         "results/tables/cells.parquet",
         "results/tables/quickstart.csv",
+    params:
+        code=code_hash(*CODE),
     log:
         "results/logs/tables.log",
     message:

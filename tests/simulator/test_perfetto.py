@@ -2,7 +2,6 @@ import pytest
 
 from simulator.cluster import Cluster
 from simulator.engine import simulate
-from simulator.perfetto import chrome_trace
 from simulator.program import Free, Program, Recv, Run, Send
 from simulator.spans import Span
 from simulator.timeline import Timeline
@@ -13,7 +12,7 @@ CLUSTER = Cluster.load("cpu-virtual").with_size(hosts=1, devices_per_host=4)
 
 
 def test_meshes_are_processes_and_streams_are_threads() -> None:
-    names = [(e["pid"], e["tid"], e["args"]["name"]) for e in chrome_trace(TIMELINE)["traceEvents"] if e["ph"] == "M"]
+    names = [(e["pid"], e["tid"], e["args"]["name"]) for e in TIMELINE.chrome_trace()["traceEvents"] if e["ph"] == "M"]
     assert names == [
         (0, 0, "mesh 0: devices 0-2"),
         (0, 0, "tasks"),
@@ -26,7 +25,7 @@ def test_meshes_are_processes_and_streams_are_threads() -> None:
 
 
 def test_spans_are_in_microseconds() -> None:
-    events = [e for e in chrome_trace(TIMELINE)["traceEvents"] if e["ph"] == "X"]
+    events = [e for e in TIMELINE.chrome_trace()["traceEvents"] if e["ph"] == "X"]
     spans = {(e["pid"], e["tid"], e["name"]): (e["ts"], e["dur"]) for e in events}
     assert spans[0, 1, "dot.2"] == pytest.approx((2000, 1000))
     assert spans[0, 2, "send x>1"] == pytest.approx((3000, 1000))
@@ -41,7 +40,7 @@ def test_each_class_of_links_and_the_host_have_a_thread() -> None:
         Span("gather", 0, "communication", 1, 2, "all_gather", "0F0", link="between hosts"),
         Span("0F0", 0, "host", 0, 1, "dispatch", "0F0"),
     )
-    events = chrome_trace(Timeline(spans, ((0,),)))["traceEvents"]
+    events = Timeline(spans, ((0,),)).chrome_trace()["traceEvents"]
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     on = {e["name"]: threads[e["tid"]] for e in events if e["ph"] == "X"}
     assert on == {"sum": "within hosts", "gather": "between hosts", "0F0": "host"}
@@ -63,7 +62,7 @@ PROGRAM = Program(
 
 
 def test_an_arrow_leads_from_a_send_to_the_task_that_goes_on_with_it() -> None:
-    events = chrome_trace(simulate(PROGRAM, CLUSTER, COSTS))["traceEvents"]
+    events = simulate(PROGRAM, CLUSTER, COSTS).chrome_trace()["traceEvents"]
     send = next(e for e in events if e["name"] == "send x>1" and e["ph"] == "X" and e["tid"])
     begin, end = (next(e for e in events if e["ph"] == phase) for phase in "sf")
     # computes until 3, sends 2 bytes from each device until 5
