@@ -53,8 +53,9 @@ from autopar.pipeline.stage_options import (  # noqa: E402
 )
 from autopar.plan import Plan, PlanError  # noqa: E402
 from autopar.planning.option_search import get_last_search_result  # noqa: E402
+from autopar.planning.plan_step import plan_step  # noqa: E402
 from autopar.planning.stage_construction import get_last_dp_result  # noqa: E402
-from autopar.prediction.predicting import compile_step, plan_step, predict, simulate  # noqa: E402
+from autopar.prediction.predicting import compile_step, predict, simulate  # noqa: E402
 from autopar.primitives import MissingRuleError  # noqa: E402
 from autopar.runtime.batch_reading import DataLoaderError  # noqa: E402
 from autopar.runtime.data_loader import DataLoader, MeshDriverDataLoader  # noqa: E402

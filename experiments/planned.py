@@ -50,7 +50,7 @@ class ByPlan(ABC):
     def predict(self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster) -> Prediction:
         assert plan is not None
         start = time.perf_counter()
-        timeline = autopar.predict(self.step(model, mesh)[0], model.abstract_args(), plan, cluster)
+        timeline = autopar.simulate(self.step(model, mesh)[0], model.abstract_args(), plan, cluster)
         return Prediction(timeline, time.perf_counter() - start)
 
 

@@ -92,6 +92,7 @@ def prediction_of(
         examples=timeline.examples,
         whole=parts["whole"],
         unknown=timeline.unknown,
+        timeline=timeline,
     )
 
 

@@ -6,6 +6,7 @@ from math import exp, isfinite, nan, sqrt
 from statistics import NormalDist
 
 from simulator.memory import Footprint
+from simulator.timeline import Timeline
 
 PARTS = ("forward", "backward", "recompute", "update", "whole", "bubble", "host")
 """Where the time goes, beside exposed communication."""
@@ -37,6 +38,7 @@ class Prediction:
         devices: how many.
         tokens, examples: of the step; 0 if the program does not say.
         unknown: how many kernels of each sort were priced by the bytes they must move, as nobody knows what they cost.
+        timeline: what happens when; None of a formula.
     """
 
     seconds: float
@@ -57,6 +59,7 @@ class Prediction:
     examples: int = 0
     whole: float = 0.0
     unknown: Mapping[str, int] = field(default_factory=dict)
+    timeline: Timeline | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         numbers = {

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from autopar import report
+from autopar.checks import checked, whole
 from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.job import Array
@@ -18,7 +19,14 @@ from autopar.lowering.pipeline_memory import MeshMemory
 from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partition import Task
 from autopar.plan import Plan
+from autopar.planning.method_planning import any_cluster
+from autopar.prediction.predicting import Fidelity, program_of
+from autopar.tracing.arguments import Argnums
+from simulator.breakdown import prediction_of
+from simulator.engine import simulate as simulate_program
+from simulator.heterogeneous import AnyCluster
 from simulator.memory import MemoryUse
+from simulator.prediction import Prediction
 from simulator.program import Program
 from simulator.timeline import Timeline
 
@@ -177,6 +185,26 @@ class Executable(ABC):
         return max(used.total for used in self.memory)
 
     # -- how long it takes
+
+    def simulate(
+        self, cluster: AnyCluster | str | Path, *, donate_argnums: Argnums = "auto", fidelity: Fidelity = "compiled"
+    ) -> Timeline:
+        """Return what happens when in a step on a cluster that need not be here; see `autopar.simulate`."""
+        cluster = any_cluster(cluster)
+        return simulate_program(program_of(self, cluster, donate_argnums, fidelity), cluster)
+
+    def predict(
+        self,
+        cluster: AnyCluster | str | Path,
+        *,
+        donate_argnums: Argnums = "auto",
+        fidelity: Fidelity = "compiled",
+        tokens: int = 0,
+    ) -> Prediction:
+        """Return where the time and the memory of a step go on a cluster that need not be here; see `autopar.predict`."""
+        cluster, tokens = any_cluster(cluster), checked("tokens", tokens, whole(0))
+        timeline = self.simulate(cluster, donate_argnums=donate_argnums, fidelity=fidelity)
+        return prediction_of(timeline, cluster, tokens=tokens)
 
     @abstractmethod
     def profile_with_dummy_inputs(self, warmup: int = 1, number: int = 3, repeat: int = 3) -> np.ndarray:

@@ -15,7 +15,8 @@ from autopar.checks import FUNCTION, PATH, checked, instance, one_of, whole
 from autopar.devices import AXIS_NAMES, Devices, device_mesh, is_here
 from autopar.lowering.target import target_mesh
 from autopar.methods import ManualShardParallel, PlanningMethod
-from autopar.prediction.predicting import plan_step, predict
+from autopar.planning.plan_step import plan_step
+from autopar.prediction.predicting import simulate
 from autopar.progress import tell
 from autopar.sharding.planner import MemoryBudgetError
 from autopar.tuning.search import Search, search
@@ -91,7 +92,7 @@ def _predicted(make: Make, candidate: Candidate, cluster: Cluster) -> Trial:
             method = replace(method, memory_budget=inf)  # what XLA makes of it is known below: better than an estimate
         plan = plan_step(step, args, method=method, cluster=cluster, mesh_shape=_shape(method.devices))
         if compiles:
-            timeline = predict(step, args, plan, cluster)
+            timeline = simulate(step, args, plan, cluster)
             seconds, used = timeline.makespan, timeline.peak_bytes
         else:
             seconds, used = plan.predicted_seconds, plan.predicted_bytes

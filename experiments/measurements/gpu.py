@@ -123,7 +123,7 @@ def measure(model: Timed, clusters: Clusters, repeat: int, least: float) -> Row:
     plan = autopar.plan_step(model.train_step, args, cluster=clusters.shipped, mesh_shape=(1,))
 
     def analytic(cluster: Cluster) -> Timeline:
-        return autopar.predict(model.train_step, args, plan, cluster, fidelity="analytic")
+        return autopar.simulate(model.train_step, args, plan, cluster, fidelity="analytic")
 
     shipped = analytic(clusters.shipped)
     return Row(

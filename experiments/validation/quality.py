@@ -104,7 +104,7 @@ def _planned(
         planned_bytes=plan.predicted_bytes,
         planning_seconds=plan.planning_seconds,
     )
-    return planned, autopar.predict(model.train_step, args, plan, cluster)
+    return planned, autopar.simulate(model.train_step, args, plan, cluster)
 
 
 def behind(rows: Sequence[Row]) -> float | None:

@@ -52,7 +52,7 @@ def measure(name: str, model: GPT, cluster: Cluster) -> Iterator[Row]:
         built = build(sch, backend)
         step, args = train_step(model, built), model.abstract_args()
         plan = autopar.plan_step(step, args, method=built.method, cluster=cluster)
-        timeline = autopar.predict(step, args, plan, cluster)
+        timeline = autopar.simulate(step, args, plan, cluster)
         used = timeline.memory[0].total
         yield Row(name, cluster.name, way, timeline.makespan, used, plan.planning_seconds)
 

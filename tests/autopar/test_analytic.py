@@ -8,8 +8,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.lowering.planned import PlannedStep
-from autopar.planning.method_planning import trace_for
+import simulator
 from experiments.models import GPT
 from simulator import Cluster, load_program, prediction_of, save_program, simulate
 from simulator.description import ClusterError
@@ -56,7 +55,7 @@ def plan(name: str) -> autopar.Plan:
 
 @cache
 def predicted(name: str, fidelity: Any = "analytic") -> Timeline:
-    return autopar.predict(step, MODEL.abstract_args(), plan(name), A100, fidelity=fidelity)
+    return autopar.simulate(step, MODEL.abstract_args(), plan(name), A100, fidelity=fidelity)
 
 
 @pytest.mark.parametrize("name", tiers(["1f1b", "shard", "accumulated", "zero2", "data", "zero_bubble_h1"]))
@@ -100,7 +99,7 @@ def test_communication_is_told_by_mesh_axis(fidelity):
 def test_a_plan_from_a_file_will_do_and_the_program_goes_into_one(tmp_path):
     plan("1f1b").save(tmp_path / "plan.json")
     loaded = autopar.Plan.load(tmp_path / "plan.json")
-    again = autopar.predict(step, MODEL.abstract_args(), loaded, A100, fidelity="analytic")
+    again = autopar.simulate(step, MODEL.abstract_args(), loaded, A100, fidelity="analytic")
     assert again.makespan == predicted("1f1b").makespan
     program = autopar.compile_step(step, MODEL.abstract_args(), loaded, A100, fidelity="analytic")
     save_program(program, tmp_path / "program.json")
@@ -120,7 +119,7 @@ def test_what_is_computed_again_counts_by_itself(name):
         return model.train_step(state, batch, autopar.value_and_grad)
 
     made = autopar.plan_step(step, model.abstract_args(), method=method, cluster=A100, mesh_shape=shape)
-    found = prediction_of(autopar.predict(step, model.abstract_args(), made, A100, fidelity="analytic"), A100)
+    found = autopar.predict(step, model.abstract_args(), made, A100, fidelity="analytic")
     assert found.mfu < 0.9 * found.hfu
     assert 0.3 * found.forward < found.recompute < found.forward
     assert found.backward > found.forward
@@ -128,8 +127,9 @@ def test_what_is_computed_again_counts_by_itself(name):
 
 @pytest.mark.parametrize("name", tiers(["1f1b", "zero2", "data"]))
 def test_what_the_model_needs_is_the_same_on_every_plan(name):
-    planned = PlannedStep(trace_for(plan(name), step, MODEL.abstract_args(), (1,)), plan(name))
-    found = autopar.simulate(planned, A100, fidelity="analytic", tokens=MODEL.batch_size * MODEL.sequence_length)
+    tokens = MODEL.batch_size * MODEL.sequence_length
+    found = autopar.predict(step, MODEL.abstract_args(), plan(name), A100, fidelity="analytic", tokens=tokens)
+    assert found.timeline == predicted(name)
     assert found.seconds == predicted(name).makespan
     width, rows = MODEL.hidden_size, MODEL.batch_size * MODEL.sequence_length
     weights = MODEL.num_layers * 12 * width**2 + width * MODEL.vocab_size
@@ -138,7 +138,7 @@ def test_what_the_model_needs_is_the_same_on_every_plan(name):
     assert 0 < found.mfu <= found.hfu * (1 + 1e-9) < 1
     assert (found.examples, found.examples_per_s) == (MODEL.batch_size, MODEL.batch_size / found.seconds)
     program = autopar.compile_step(step, MODEL.abstract_args(), plan(name), A100, fidelity="analytic")
-    assert autopar.simulate(program, "dgx_a100_80").row()["mfu"] == found.mfu
+    assert simulator.predict(program, A100).row()["mfu"] == found.mfu
 
 
 def test_what_can_not_be_predicted_so_is_refused():
@@ -149,7 +149,7 @@ def test_what_can_not_be_predicted_so_is_refused():
         step, args, method=autopar.ManualShardParallel(pins={"*/kernel": jax.P(None, "x")}), cluster=A100
     )
     with pytest.raises(autopar.PlanError, match="nothing inside the step was chosen"):
-        autopar.predict(step, args, manual, A100, fidelity="analytic")
+        autopar.simulate(step, args, manual, A100, fidelity="analytic")
     for name in ("shard", "1f1b"):
         with pytest.raises(ClusterError, match="it has 4"):
-            autopar.predict(step, args, plan(name), A100.first_devices(4), fidelity="analytic")
+            autopar.simulate(step, args, plan(name), A100.first_devices(4), fidelity="analytic")

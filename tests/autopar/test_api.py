@@ -213,7 +213,7 @@ def test_a_parallelized_step_is_not_planned_as_a_step():
     for use in (
         lambda: autopar.parallelize(step),
         lambda: autopar.plan_step(step, mlp_args(), cluster="p3.16xlarge"),
-        lambda: autopar.predict(step, mlp_args(), plan, "p3.16xlarge"),
+        lambda: autopar.simulate(step, mlp_args(), plan, "p3.16xlarge"),
         lambda: autopar.compile_step(step, mlp_args(), plan, "p3.16xlarge"),
     ):
         with pytest.raises(TypeError, match=r"fun is .*\.fun"):
@@ -323,7 +323,7 @@ def test_predictions_need_no_devices():
     args = jax.eval_shape(lambda: mlp_args((256, 256), batch_size=64))
     cluster = Cluster.load("dgx_a100_80").with_size(hosts=2)
     plan = autopar.plan_step(mlp_step, args, method=autopar.DataParallel(), cluster=cluster, mesh_shape=(16,))
-    timeline = autopar.predict(mlp_step, args, plan, cluster)
+    timeline = autopar.simulate(mlp_step, args, plan, cluster)
     assert 0 < timeline.makespan < 1e-2
     (memory,) = timeline.memory
     assert memory.total < cluster.device.memory_bytes

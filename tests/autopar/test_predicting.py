@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 import autopar
-from autopar.prediction.predicting import MEMORY_MARGIN, WORKSPACE_BYTES
+from autopar.planning.plan_step import MEMORY_MARGIN, WORKSPACE_BYTES
 from simulator.cluster import Cluster
 from tests.steps import mlp_args, mlp_step
 from tests.tiers import slow
@@ -111,3 +111,13 @@ def test_a_plan_within_a_budget_leaves_the_margin():
     assert told.value.__notes__ == [
         "memory_budget is 1e-05 GB; plan_step keeps 8.4 MB for workspaces of libraries, and a margin of 13% for XLA"
     ]
+
+
+def test_an_executable_predicts_what_its_plan_does():
+    executable = autopar.parallelize(mlp_step, method=autopar.DataParallel(4)).get_executable(*mlp_args())
+    plan, args = executable.plan, mlp_args()
+    found = executable.predict("dgx_a100_80", fidelity="analytic", tokens=64)
+    assert found == autopar.predict(mlp_step, args, plan, "dgx_a100_80", fidelity="analytic", tokens=64)
+    timeline = executable.simulate("dgx_a100_80", fidelity="analytic")
+    assert found.timeline == timeline == autopar.simulate(mlp_step, args, plan, "dgx_a100_80", fidelity="analytic")
+    assert (found.seconds, found.tokens) == (timeline.makespan, 64)

@@ -230,7 +230,7 @@ def predicted_seconds() -> float:
     plan = autopar.plan_step(
         model.train_step, args, method=autopar.DataParallel(), cluster="p3.16xlarge", mesh_shape=(8,)
     )
-    return autopar.predict(model.train_step, args, plan, "p3.16xlarge").makespan
+    return autopar.simulate(model.train_step, args, plan, "p3.16xlarge").makespan
 
 
 @pytest.mark.slow

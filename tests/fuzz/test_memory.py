@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 import autopar
+from autopar.planning.plan_step import WORKSPACE_BYTES
 from autopar.planning.stage_problem import NoStagesError
-from autopar.prediction.predicting import WORKSPACE_BYTES
 from experiments.models import GPT, LSTM, MLP
 from tests.fuzz.outcomes import Outcomes
 
@@ -73,7 +73,7 @@ def test_what_is_compiled_is_within_the_budget_of_the_plan(part, record_property
                 free = autopar.plan_step(step, args, cluster=CLUSTER, method=method)
                 budget = share * (free.predicted_bytes + WORKSPACE_BYTES)
                 plan = autopar.plan_step(step, args, cluster=CLUSTER, method=replace(method, memory_budget=budget))
-                used = max(memory.total for memory in autopar.predict(step, args, plan, CLUSTER).memory)
+                used = max(memory.total for memory in autopar.simulate(step, args, plan, CLUSTER).memory)
             return "within" if used <= budget else f"OVER by {used / budget - 1:.1%}: {method} of {model}"
 
         outcomes.add(f"seed {seed}", attempt, (autopar.MemoryBudgetError, NoStagesError), 300)

@@ -250,7 +250,7 @@ SUBJECTS = {
         given={"fun": STEP, "args": ARGS, "cluster": CLUSTER},
     ),
     "simulate": Subject(
-        lambda **options: autopar.predict(STEP, **{"args": ARGS, "plan": a_plan(), "cluster": CLUSTER} | options),
+        lambda **options: autopar.simulate(STEP, **{"args": ARGS, "plan": a_plan(), "cluster": CLUSTER} | options),
         {
             "args": [ARGS, list(ARGS)],
             "cluster": [CLUSTER, "dgx_h100"],

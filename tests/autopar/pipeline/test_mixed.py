@@ -196,7 +196,7 @@ def test_a_plan_is_predicted_with_every_stage_compiled_for_its_own_gpus(monkeypa
         return compile_for(jitted, avals, cluster)
 
     monkeypatch.setattr("autopar.lowering.compilation.compile_for", record)
-    timeline = autopar.predict(gpt_step, gpt().abstract_args(), gpt_plan(), MIXED)
+    timeline = autopar.simulate(gpt_step, gpt().abstract_args(), gpt_plan(), MIXED)
     assert [name for name, _ in groupby(compiled_for)] == [
         A100.device.name,
         V100.device.name,
@@ -257,12 +257,12 @@ def test_a_plan_of_one_stage_is_predicted_where_its_devices_lie_in_one_pool():
     args = stack_params(), stack_batch()
     plan = autopar.plan_step(stack_step, args, cluster="p3.16xlarge", mesh_shape=(2,))
     predicted = [
-        autopar.predict(stack_step, args, plan, cluster, fidelity="analytic") for cluster in (MIXED, MIXED.pools[0])
+        autopar.simulate(stack_step, args, plan, cluster, fidelity="analytic") for cluster in (MIXED, MIXED.pools[0])
     ]
     assert predicted[0].makespan == predicted[1].makespan
     wide = autopar.plan_step(stack_step, args, cluster="p3.16xlarge", mesh_shape=(8,))
     with pytest.raises(ClusterError, match="lie in several pools of cluster"):
-        autopar.predict(stack_step, args, wide, MIXED, fidelity="analytic")
+        autopar.simulate(stack_step, args, wide, MIXED, fidelity="analytic")
 
 
 @pytest.mark.parametrize(
@@ -287,9 +287,9 @@ def test_stages_that_do_not_keep_to_a_pool_are_refused(mlp, option, message):
 def test_a_plan_for_another_cluster_is_refused():
     args = gpt().abstract_args()
     with pytest.raises(ClusterError, match=re.escape("'p3.16xlarge': it has 4 devices")):
-        autopar.predict(gpt_step, args, gpt_plan(), V100)
+        autopar.simulate(gpt_step, args, gpt_plan(), V100)
     other = beside(V100.with_size(hosts=2, devices_per_host=3), A100)
     with pytest.raises(ClusterError, match="lie in several pools of cluster 'toy'"):
-        autopar.predict(gpt_step, args, gpt_plan(), other)
+        autopar.simulate(gpt_step, args, gpt_plan(), other)
     with pytest.raises(ValueError, match="the plan needs 8 devices, got 4"):
         autopar.parallelize(gpt_step, method=PlanMethod(gpt_plan(), devices=4)).get_executable(*args)

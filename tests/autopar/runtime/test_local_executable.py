@@ -168,7 +168,7 @@ def test_the_executed_timeline_has_every_task_once(tmp_path: Any) -> None:
 def test_the_memory_of_a_predicted_pipeline_grows_and_returns_to_where_it_was() -> None:
     args = jax.eval_shape(lambda: (stack_params(width=256), stack_batch(64, 256)))
     plan = autopar.plan_step(stack_step, args, method=pipeline(devices=8), cluster="p3.16xlarge")
-    timeline = autopar.predict(stack_step, args, plan, "p3.16xlarge")
+    timeline = autopar.simulate(stack_step, args, plan, "p3.16xlarge")
     for levels, most in zip(timeline.levels, timeline.memory, strict=True):
         held = [sum(level.values()) for _, level in levels]
         assert max(held) == most.total == sum(most.roles.values())

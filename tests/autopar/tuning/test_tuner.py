@@ -46,7 +46,7 @@ def test_the_best_of_a_space_is_that_of_brute_force() -> None:
     for shape in ((1, 2), (2, 1), (8, 1)):
         method = make({"data": shape[0], "tensor": shape[1]}, lambda shape: shape)[2]
         plan = autopar.plan_step(step, ARGS, method=method, cluster=cluster, mesh_shape=shape)
-        seconds[shape] = autopar.predict(step, ARGS, plan, cluster).makespan
+        seconds[shape] = autopar.simulate(step, ARGS, plan, cluster).makespan
     found = {tuple(t.candidate.values()): t.predicted_seconds for t in tuned().trials if t.status == "fits"}
     assert found == seconds
     assert tuple(tuned().best.values()) == min(seconds, key=lambda shape: seconds[shape])
