@@ -45,6 +45,7 @@ from autopar.methods import (  # noqa: E402
 )
 from autopar.microbatch.gradients import grad, value_and_grad  # noqa: E402
 from autopar.microbatch.splitting import MicrobatchError  # noqa: E402
+from autopar.pipeline.pipeline_schedules import register_schedule  # noqa: E402
 from autopar.pipeline.stage_options import (  # noqa: E402
     AutoStageOption,
     ManualStageOption,
@@ -153,6 +154,7 @@ __all__ = [
     "plan_step",
     "predict",
     "prefetch",
+    "register_schedule",
     "report",
     "restore_checkpoint",
     "save_checkpoint",

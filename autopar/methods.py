@@ -167,7 +167,8 @@ class PipeshardParallel(PlanningMethod):
         layer_option: how the loss function is cut into layers, if no decorator says so; its `remat_layer` may be "auto".
         stage_option: which layers form a stage, on which devices; "uniform" and "auto" are a `UniformStageOption()` and an
             `AutoStageOption()`. stage_mode: the same, in the words of Alpa's tutorial.
-        num_chunks: stages on each submesh, for the interleaved schedule; or "auto". With an `AutoStageOption`, several are even stages.
+        num_chunks: stages on each submesh, for the interleaved schedule; or "auto". By default as many as the schedule runs: two of
+            "zero_bubble_v" and "dualpipe_v", one of the others. With an `AutoStageOption`, several are even stages.
     """
 
     num_micro_batches: int | Literal["auto"] = 1  # pyright: ignore[reportIncompatibleVariableOverride]  # only here it may be left open
@@ -176,7 +177,7 @@ class PipeshardParallel(PlanningMethod):
     layer_option: LayerOption | None = None
     stage_option: StageOption | Literal["uniform", "auto"] = "uniform"
     stage_mode: Literal["uniform", "auto"] | None = None
-    num_chunks: int | Literal["auto"] = 1
+    num_chunks: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         count = whole() | one_of("auto")
@@ -188,11 +189,18 @@ class PipeshardParallel(PlanningMethod):
             layer_option=_LAYERS,
             stage_option=_STAGES,
             stage_mode=one_of(*_STAGE_OPTIONS) | NONE,
-            num_chunks=count,
+            num_chunks=count | NONE,
             **_COMMON,
         )
-        if self.num_chunks not in (1, "auto") and self.pipeline_schedule != "auto":
+        if isinstance(self.num_chunks, int) and self.pipeline_schedule != "auto":
             schedule_kind(self.pipeline_schedule, Pipeline(1, 1, self.num_chunks))
+
+    @property
+    def chunks(self) -> int | Literal["auto"]:
+        """The stages on each submesh, spelled out."""
+        if self.num_chunks is not None:
+            return self.num_chunks
+        return 1 if self.pipeline_schedule == "auto" else schedule_kind(self.pipeline_schedule).num_chunks or 1
 
     @property
     def sharding(self) -> ShardingOptions:

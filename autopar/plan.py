@@ -150,7 +150,7 @@ class PipelineSchedule(_Model):
 
     Attributes:
         name: "whole_step", or one of `autopar.pipeline.pipeline_schedules.schedule_names`.
-        num_chunks: stages on each submesh; stage s is on submesh s modulo the number of submeshes.
+        num_chunks: stages on each submesh; which ones they are the schedule says.
         layer_option: how the loss function is cut into layers, unless it says so itself.
     """
 

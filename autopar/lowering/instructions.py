@@ -98,7 +98,7 @@ def pipeline_program(
 class _Builder:
     def __init__(self, cut: Cut, schedule: Schedule, names: Names, transfers: Transfers) -> None:
         self._cut, self._schedule, self._names, self._transfers = cut, schedule, names, transfers
-        mesh_of = schedule.pipeline.mesh_of
+        mesh_of = schedule.mesh_of
         self._all_runs = [list(self._runs(row)) for row in schedule.rows]
         self.readers: dict[tuple[int, str], tuple[int, Var]] = {}
         self._meshes: dict[str, list[int]] = defaultdict(list)  # that read a value
@@ -167,7 +167,7 @@ class _Builder:
         last = self._last_reader(runs)
         here: set[str] = set()
         for name, source in self._source.items():
-            if name.startswith("in") and self._schedule.pipeline.mesh_of(source) == mesh:
+            if name.startswith("in") and self._schedule.mesh_of(source) == mesh:
                 yield from self._sends(name)
         for run in runs:
             task = task_of(run)
@@ -194,7 +194,7 @@ class _Builder:
 
     def _recv(self, name: str, mesh: int) -> Recv:
         crossing = self.crossings[name, mesh]
-        return Recv(name, self._schedule.pipeline.mesh_of(crossing.source), self._gather(name, crossing))
+        return Recv(name, self._schedule.mesh_of(crossing.source), self._gather(name, crossing))
 
     def _gather(self, name: str, crossing: Crossing) -> Collective | None:
         """What completes a value that has arrived in parts."""

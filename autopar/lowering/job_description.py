@@ -113,7 +113,7 @@ class _Describer:
         return found
 
     def _mesh_of(self, stage: int) -> int:
-        return self._planned.schedule.pipeline.mesh_of(stage)
+        return self._planned.schedule.mesh_of(stage)
 
     def _home(self, i: int) -> Array:
         """Input `i` before the step."""

@@ -58,7 +58,7 @@ class MeshMemory:
         return MemoryUse(arguments, temporaries=sum(most.values()) - arguments, roles=most)
 
     def _arguments(self, mesh: int) -> Level:
-        cut, mesh_of = self.planned.cut, self.planned.schedule.pipeline.mesh_of
+        cut, mesh_of = self.planned.cut, self.planned.schedule.mesh_of
         arguments: dict[Role, int] = {}
         for i, stages in cut.input_stages.items():
             here = [stage for stage in stages if mesh_of(stage) == mesh]
@@ -106,7 +106,7 @@ class MeshMemory:
 
     def _sums(self, mesh: int) -> dict[str, _Value]:
         """What microbatches add up to."""
-        mesh_of = self.planned.schedule.pipeline.mesh_of
+        mesh_of = self.planned.schedule.mesh_of
         return {
             self.planned.names.of(each.sum, 0): _Value("gradients", self._bytes(task.stage, each.sum))
             for task, totals in self.planned.cut.totals.items()

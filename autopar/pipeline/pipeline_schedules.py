@@ -1,13 +1,14 @@
 """Pipeline schedules as data: in which order each mesh runs its tasks.
 
-Stage s runs on mesh s modulo the number of meshes, so that with several chunks a mesh runs several stages. A schedule is one
-function that lists the tasks of one mesh; what depends on what, transfers, deadlocks, clocks and memory follow from the lists.
+A schedule is one function that lists the tasks of one mesh, which also says which stages it has; what depends on what, transfers,
+deadlocks, clocks and memory follow from the lists. `register_schedule` adds one.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import assert_never
 
 from autopar.plan import WHOLE_STEP_SCHEDULE
@@ -24,7 +25,7 @@ class Pipeline:
     Attributes:
         num_meshes: meshes that work at the same time.
         num_micro_batches: slices of the batch that go through it in one step.
-        num_chunks: stages on each mesh; stage s is chunk s // num_meshes of mesh s % num_meshes.
+        num_chunks: stages on each mesh.
     """
 
     num_meshes: int
@@ -38,10 +39,8 @@ class Pipeline:
 
     @property
     def num_stages(self) -> int:
+        """The number of stages, on all meshes together."""
         return self.num_meshes * self.num_chunks
-
-    def mesh_of(self, stage: int) -> int:
-        return stage % self.num_meshes
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Schedule:
     """For each mesh the tasks it runs in one step, in order.
 
     Raises:
-        ValueError: a task runs on another mesh than its stage's, twice or never.
+        ScheduleError: the tasks of a stage are on several meshes, or a task runs twice or never.
     """
 
     name: str
@@ -60,23 +59,34 @@ class Schedule:
         tasks = [task for row in self.rows for task in row]
         for mesh, row in enumerate(self.rows):
             for task in row:
-                if self.pipeline.mesh_of(task.stage) != mesh:
-                    raise ValueError(f"{self.name}: task {task} is on mesh {mesh}, its stage is not")
+                if self._meshes.get(task.stage) != mesh:
+                    raise ScheduleError(f"{self.name}: task {task} is on mesh {mesh}, its stage is not")
         phases = {task.phase for task in tasks}
         once = phases & {"U", "S"}
         count = self.pipeline.num_stages * (len(phases - once) * self.pipeline.num_micro_batches + len(once))
         if len(set(tasks)) != len(tasks) or len(tasks) != count:
-            raise ValueError(f"{self.name}: {len(tasks)} tasks, {len(set(tasks))} distinct; expected {count}\n{self}")
+            raise ScheduleError(
+                f"{self.name}: {len(tasks)} tasks, {len(set(tasks))} distinct; expected {count}\n{self}"
+            )
 
     def __str__(self) -> str:
         return "\n".join(f"mesh {mesh}: {' '.join(map(str, row))}" for mesh, row in enumerate(self.rows))
 
+    @cached_property
+    def _meshes(self) -> dict[int, int]:
+        return {task.stage: mesh for mesh, row in enumerate(self.rows) for task in row}
+
+    def mesh_of(self, stage: int) -> int:
+        """Return the mesh that a stage is on."""
+        return self._meshes[stage]
+
     @property
     def phases(self) -> frozenset[Phase]:
+        """The phases that its tasks have."""
         return frozenset(task.phase for row in self.rows for task in row)
 
     def in_flight(self) -> list[int]:
-        """For each stage, of how many microbatches it holds activations at most."""
+        """Return for each stage of how many microbatches it holds activations at most."""
         release = "W" if "W" in self.phases else "B"
         held, most = Counter(), Counter()
         for row in self.rows:
@@ -111,13 +121,13 @@ class Schedule:
         for mesh, row in enumerate(self.rows):
             for task in row:
                 for needed in self.needs(task):
-                    if self.pipeline.mesh_of(needed.stage) != mesh:
+                    if self.mesh_of(needed.stage) != mesh:
                         users.setdefault(needed, []).append(mesh)
 
         def instructions(mesh: int) -> Iterator[Instruction]:
             for task in self.rows[mesh]:
                 for needed in self.needs(task):
-                    if (source := self.pipeline.mesh_of(needed.stage)) != mesh:
+                    if (source := self.mesh_of(needed.stage)) != mesh:
                         yield Recv(str(needed), source)
                 yield task
                 yield from (Send(str(task), user) for user in users.get(task, ()))
@@ -199,19 +209,83 @@ class ScheduleKind:
         row: the tasks of one mesh.
         in_flight: of how many (stage, microbatch) a mesh holds activations at most, without listing its tasks: planning asks it often.
         summary: what is special about it, in a sentence.
+        num_chunks: stages on each mesh; None: any number.
+        forward: the schedule of forwards only whose stages are on the same meshes, for steps that follow; "" if there is none.
     """
 
-    row: Callable[[int, Pipeline], Iterator[Run]]
+    row: Callable[[int, Pipeline], Iterable[Run]]
     in_flight: Callable[[int, Pipeline], int]
     summary: str
+    num_chunks: int | None = 1
+    forward: str = "inference"
+
+
+class ScheduleError(ValueError):
+    """A schedule that there is not, or not for pipelines of that size, or that does not run every task once."""
+
+
+def register_schedule(
+    name: str,
+    row: Callable[[int, Pipeline], Iterable[Run]],
+    *,
+    num_chunks: int | None = 1,
+    in_flight: Callable[[int, Pipeline], int] | None = None,
+    forward: str = "",
+    summary: str = "",
+) -> None:
+    """Add a pipeline schedule, for `PipeshardParallel(pipeline_schedule=name)`; "auto" tries it, too.
+
+    Args:
+        name: what it is called.
+        row: (mesh, pipeline) -> the tasks of that mesh in order: F and B of every stage that it has and every microbatch, or F, I (the
+            gradients of inputs) and W (those of weights), and U of each of its stages. A stage is on the mesh in whose row its tasks
+            are; the first stage on mesh m has number m.
+        num_chunks: stages on each mesh; None: any number.
+        in_flight: (mesh, pipeline) -> of how many (stage, microbatch) the mesh holds activations at most; by default counted.
+        forward: the name of the schedule of forwards only whose stages are on the same meshes, for `FollowParallel`: "inference" where
+            stage s is on mesh s modulo the number of meshes, "inference_v" where the second chunk goes back. "": steps can't follow.
+        summary: what is special about it, in a sentence.
+
+    Raises:
+        ScheduleError: there is a schedule of that name, or this one does not run a small pipeline.
+    """
+    if name in _KINDS:
+        raise ScheduleError(f"there is a pipeline schedule {name!r} already; give yours another name")
+    kind = ScheduleKind(
+        row, in_flight or (lambda mesh, pipeline: _held(row(mesh, pipeline))), summary, num_chunks, forward
+    )
+    _KINDS[name] = kind
+    try:
+        pipeline = Pipeline(2, 8, num_chunks or 1)
+        schedule = make_schedule(name, pipeline)
+        done: set[Run] = set()
+        for _, task in walk(schedule.program()):
+            if isinstance(task, Run):
+                if missing := [str(each) for each in schedule.needs(task) if each not in done]:
+                    raise ScheduleError(f"{name}: task {task} comes before {', '.join(missing)}, which it needs")
+                done.add(task)
+        for mesh in range(2):
+            if schedule.mesh_of(mesh) != mesh:
+                raise ScheduleError(f"{name}: stage {mesh} is on mesh {schedule.mesh_of(mesh)}, expected mesh {mesh}")
+    except BaseException:
+        del _KINDS[name]
+        make_schedule.cache_clear()
+        raise
+
+
+def _held(row: Iterable[Run]) -> int:
+    """Of how many (stage, microbatch) the tasks hold activations at most."""
+    tasks = list(row)
+    release = "W" if any(task.phase == "W" for task in tasks) else "B"
+    return max(accumulate(((task.phase == "F") - (task.phase == release) for task in tasks), initial=0))
 
 
 @lru_cache(maxsize=4)  # a search asks for the same one again and again; long ones take 100 MB with their clock
 def make_schedule(name: str, pipeline: Pipeline) -> Schedule:
-    """The schedule `name` (see `schedule_names`) of `pipeline`.
+    """Return the schedule `name` (see `schedule_names`) of `pipeline`.
 
     Raises:
-        ValueError: an unknown name, or several chunks where a mesh runs one stage.
+        ScheduleError: an unknown name, or not so many stages on a mesh, or too few microbatches.
     """
     kind = schedule_kind(name, pipeline)
     return Schedule(name, pipeline, tuple(tuple(kind.row(mesh, pipeline)) for mesh in range(pipeline.num_meshes)))
@@ -220,22 +294,31 @@ def make_schedule(name: str, pipeline: Pipeline) -> Schedule:
 def schedule_kind(name: str, pipeline: Pipeline | None = None) -> ScheduleKind:
     """The registered schedule `name`; with a pipeline, checks that it can be scheduled so."""
     if name not in _KINDS:
-        raise ValueError(f"unknown pipeline schedule {brief(name)}; expected one of {', '.join(schedule_names())}")
-    if pipeline and pipeline.num_chunks > 1 and name not in ("interleaved_1f1b", "inference"):
-        raise ValueError(
-            f"schedule {name!r} runs one stage per mesh, not {pipeline.num_chunks}; use 'interleaved_1f1b'"
+        raise ScheduleError(f"unknown pipeline schedule {brief(name)}; expected one of {', '.join(schedule_names())}")
+    chunks = _KINDS[name].num_chunks
+    if pipeline and chunks is not None and pipeline.num_chunks != chunks:
+        others = ", ".join(
+            other for other in schedule_names() if _KINDS[other].num_chunks in (None, pipeline.num_chunks)
+        )
+        raise ScheduleError(
+            f"schedule {name!r} runs {chunks} stage(s) per mesh, not {pipeline.num_chunks}; use num_chunks={chunks}, or one of {others}"
         )
     return _KINDS[name]
 
 
+def smallest(name: str) -> Pipeline:
+    """Return a small pipeline that can be scheduled so."""
+    return Pipeline(1, 2, schedule_kind(name).num_chunks or 1)
+
+
 def splits_backward(name: str) -> bool:
     """Whether the backward pass comes in two parts, for inputs and for weights."""
-    return "W" in make_schedule(name, Pipeline(1, 1)).phases
+    return "W" in make_schedule(name, smallest(name)).phases
 
 
 def has_backward(name: str) -> bool:
     """Whether there is a backward pass."""
-    return bool({"B", "I"} & set(make_schedule(name, Pipeline(1, 1)).phases))
+    return bool({"B", "I"} & set(make_schedule(name, smallest(name)).phases))
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -320,6 +403,107 @@ def _in_flight_interleaved(mesh: int, pipeline: Pipeline) -> int:
     return min(pipeline.num_micro_batches * pipeline.num_chunks, _interleaved_warm_up(mesh, pipeline) + 1)
 
 
+def _inference_v(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
+    for stage in _v_stages(mesh, pipeline):
+        yield from (Run(stage, "F", batch) for batch in range(pipeline.num_micro_batches))
+
+
+def _v_stages(mesh: int, pipeline: Pipeline) -> tuple[int, int]:
+    """The stages of a mesh where the second chunk goes back over the meshes, so that the first mesh has the last stage."""
+    return mesh, 2 * pipeline.num_meshes - 1 - mesh
+
+
+class _Tasks:
+    """Lists tasks of a mesh with two chunks, each phase of each chunk microbatch by microbatch."""
+
+    def __init__(self, stages: tuple[int, int], num_micro_batches: int) -> None:
+        self._stages, self._count = stages, num_micro_batches
+        self._next: Counter[tuple[int, Phase]] = Counter()
+        self.listed: list[Run] = []
+
+    def add(self, chunk: int, *phases: Phase) -> None:
+        """List the next microbatch of each phase; there are no more than there are."""
+        for phase in phases:
+            if (batch := self._next[chunk, phase]) < self._count:
+                self.listed.append(Run(self._stages[chunk], phase, batch))
+            self._next[chunk, phase] += 1
+
+    def done(self, chunk: int, phase: Phase) -> int:
+        """Return how many of a phase have been listed."""
+        return self._next[chunk, phase]
+
+
+def _zero_bubble_v(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
+    """Forward down the meshes and back up, backward the same way: no mesh waits between its first task and its last, where F, I and W
+    take as long as each other, and each holds as much as the first of 1f1b."""
+    meshes, tasks = pipeline.num_meshes, _Tasks(_v_stages(mesh, pipeline), pipeline.num_micro_batches)
+    rounds = max(
+        pipeline.num_micro_batches, 2 * meshes - 1
+    )  # what fills the pipeline; `tasks` lists those that there are
+    for _ in range(2 * (meshes - mesh) - 1):
+        tasks.add(0, "F")
+    for _ in range(mesh):
+        tasks.add(1, "F")
+        tasks.add(0, "F")
+    for _ in range(meshes - mesh):
+        tasks.add(1, "F", "I", "W")
+    while tasks.done(1, "F") < rounds:
+        if tasks.done(0, "F") < rounds:
+            tasks.add(0, "F")
+        tasks.add(0, "I", "W")
+        tasks.add(1, "F", "I", "W")
+    for _ in range(mesh):
+        tasks.add(0, "I")
+        tasks.add(1, "I")
+    for _ in range(meshes - mesh):
+        tasks.add(0, "I", "W")
+    for chunk in (1, 0):
+        for _ in range(tasks.done(chunk, "I") - tasks.done(chunk, "W")):
+            tasks.add(chunk, "W")
+    yield from tasks.listed
+    yield from (Run(stage, "U") for stage in sorted(_v_stages(mesh, pipeline)))
+
+
+def _dualpipe_v(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
+    """Forward of one chunk beside backward of the other, so that the communication of each may hide behind the other's computation."""
+    meshes, batches = pipeline.num_meshes, pipeline.num_micro_batches
+    if batches < 2 * meshes:
+        raise ScheduleError(
+            f"schedule 'dualpipe_v' needs at least twice as many microbatches as meshes: {2 * meshes} for {meshes} meshes, not {batches}"
+        )
+    tasks, later = _Tasks(_v_stages(mesh, pipeline), batches), meshes - mesh - 1
+    waiting: deque[int] = deque()  # the chunks whose gradients of weights are left for later
+    for _ in range(2 * later):
+        tasks.add(0, "F")
+    for _ in range(mesh + 1):
+        tasks.add(0, "F")
+        tasks.add(1, "F")
+    for _ in range(later):
+        tasks.add(1, "I", "W", "F")
+    for _ in range(batches - 2 * meshes + mesh + 1):
+        tasks.add(0, "F")
+        tasks.add(1, "I", "W", "F")
+        tasks.add(0, "I", "W")
+    for _ in range(later):
+        tasks.add(1, "I", "W", "F")
+        tasks.add(0, "I", "W")
+    for number in range(2 * (mesh + 1)):  # in turns; from the middle on only what the mesh before waits for
+        chunk = 1 - number % 2
+        tasks.add(chunk, "I")
+        if number < mesh + 1:
+            tasks.add(chunk, "W")
+        else:
+            waiting.append(chunk)
+    for _ in range(later):
+        tasks.add(waiting.popleft(), "W")
+        tasks.add(0, "I")
+        waiting.append(0)
+    for chunk in waiting:
+        tasks.add(chunk, "W")
+    yield from tasks.listed
+    yield from (Run(stage, "U") for stage in sorted(_v_stages(mesh, pipeline)))
+
+
 _KINDS = {
     "gpipe": ScheduleKind(
         _gpipe,
@@ -340,12 +524,30 @@ _KINDS = {
         _interleaved_1f1b,
         _in_flight_interleaved,
         "1f1b with several stages on each mesh: a smaller bubble, more transfers (Narayanan et al., SC'21)",
+        None,
     ),
     "zero_bubble_h1": ScheduleKind(
         _zero_bubble_h1,
         lambda mesh, pipeline: min(pipeline.num_micro_batches, pipeline.num_meshes),
         "backward split in two; weight gradients fill the bubble of 1f1b in its memory (Qi et al., ICLR'24)",
     ),
-    "inference": ScheduleKind(_inference, lambda mesh, pipeline: 1, "forwards only"),
+    "zero_bubble_v": ScheduleKind(
+        _zero_bubble_v,
+        lambda mesh, pipeline: _held(_zero_bubble_v(mesh, pipeline)),
+        "two stages on each mesh, the second on the way back: no bubble in the memory of 1f1b (ZB-V, Qi et al., NeurIPS'24)",
+        2,
+        "inference_v",
+    ),
+    "dualpipe_v": ScheduleKind(
+        _dualpipe_v,
+        lambda mesh, pipeline: _held(_dualpipe_v(mesh, pipeline)),
+        "placed as zero_bubble_v, forwards beside backwards (DualPipe of DeepSeek-V3, arXiv 2412.19437, cut in half)",
+        2,
+        "inference_v",
+    ),
+    "inference": ScheduleKind(_inference, lambda mesh, pipeline: 1, "forwards only", None),
+    "inference_v": ScheduleKind(
+        _inference_v, lambda mesh, pipeline: 1, "forwards only, placed as zero_bubble_v", 2, "inference_v"
+    ),
     WHOLE_STEP_SCHEDULE: ScheduleKind(_whole_step, lambda mesh, pipeline: 1, "the whole step as one program"),
 }

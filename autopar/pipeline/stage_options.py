@@ -1,6 +1,6 @@
 """Which layers form a stage and which devices it gets, as the user says: evenly, one by one, or to be found."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf, prod
@@ -35,6 +35,10 @@ class Assignment:
 _PHYSICAL = items(whole(), "(hosts, devices per host), such as (1, 4)", least=2, most=2)
 
 
+type Placement = Callable[[int], Sequence[int]]
+"""The number of submeshes -> for each stage the number of its submesh."""
+
+
 @dataclass(frozen=True, slots=True)
 class UniformStageOption:
     """Stages with the same number of devices, and of layers as far as possible.
@@ -60,8 +64,10 @@ class UniformStageOption:
         if self.submesh_physical_shape is not None and self.submesh_logical_shape is not None:
             _check_submesh(self.submesh_physical_shape, self.submesh_logical_shape)
 
-    def assign(self, num_layers: int, num_devices: int, options: ShardingOptions, num_chunks: int) -> list[Assignment]:
-        """The stages, `num_chunks` on each submesh. Raises StageError when there are too few layers or devices."""
+    def assign(
+        self, num_layers: int, num_devices: int, options: ShardingOptions, num_chunks: int, placement: Placement
+    ) -> list[Assignment]:
+        """Return the stages, `num_chunks` on each submesh. Raises StageError when there are too few layers or devices."""
         stages = num_layers if self.num_stages is None else self.num_stages
         if stages > num_layers:
             raise StageError(f"{stages} stages from {num_layers} layer(s); a stage needs at least one layer")
@@ -77,8 +83,8 @@ class UniformStageOption:
         bounds = [num_layers * s // stages for s in range(stages + 1)]
         devices = [tuple(range(mesh * each, (mesh + 1) * each)) for mesh in range(count)]
         return [
-            Assignment(tuple(range(bounds[s], bounds[s + 1])), devices[s % count], shapes, options)
-            for s in range(stages)
+            Assignment(tuple(range(bounds[s], bounds[s + 1])), devices[mesh], shapes, options)
+            for s, mesh in enumerate(placement(count))
         ]
 
 
@@ -124,8 +130,10 @@ class ManualStageOption:
         for physical, logical in zip(self.submesh_physical_shapes, self.submesh_logical_shapes, strict=True):
             _check_submesh(physical, logical)
 
-    def assign(self, num_layers: int, num_devices: int, options: ShardingOptions, num_chunks: int) -> list[Assignment]:
-        """The stages. Raises StageError when they don't fit together."""
+    def assign(
+        self, num_layers: int, num_devices: int, options: ShardingOptions, num_chunks: int, placement: Placement
+    ) -> list[Assignment]:
+        """Return the stages. Raises StageError when they don't fit together."""
         if num_chunks != 1:
             raise StageError("a manual stage option gives each stage a submesh of its own; use a UniformStageOption")
         stages = [tuple(layers) for layers in self.forward_stage_layer_ids]

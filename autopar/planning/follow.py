@@ -12,6 +12,7 @@ from autopar.ir.layers import FollowLayerOption
 from autopar.ir.spec import partition_spec
 from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partitioner import cut_step, uncut_step
+from autopar.pipeline.pipeline_schedules import schedule_kind
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.plan import WHOLE_STEP, MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit, Value
 from autopar.planning.step_planner import coverage_warnings, stage_of
@@ -99,8 +100,14 @@ def follow(
         cut = uncut_step(step)
     else:
         option = FollowLayerOption(tuple(None if home is None else home.stage for home in found), len(stages))
-        num_chunks = followed.plan.schedule.num_chunks
-        schedule = PipelineSchedule(name="inference", num_chunks=num_chunks, layer_option=option)
+        own = followed.plan.schedule
+        forward = schedule_kind(own.name).forward
+        if not forward:
+            raise ValueError(
+                f"{followed.step.name} runs by schedule {own.name!r}, which names no schedule of forwards only for steps that follow; give"
+                " register_schedule a forward="
+            )
+        schedule = PipelineSchedule(name=forward, num_chunks=own.num_chunks, layer_option=option)
         step = trace(fun, args, batch, num_micro_batches, option, marked=True, forward=True)
         cut = cut_step(step, range(len(stages)), homes=option.homes)
     planned = [

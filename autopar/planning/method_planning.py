@@ -13,6 +13,7 @@ from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.planned import PlannedStep
 from autopar.methods import CLUSTER, PipeshardParallel, PlanningMethod
+from autopar.pipeline.pipeline_schedules import has_backward
 from autopar.pipeline.stage_options import AutoStageOption
 from autopar.plan import Plan
 from autopar.planning.option_search import layer_options, micro_batch_counts, schedules, search
@@ -63,7 +64,7 @@ def _plan_pipeline(
     method: PipeshardParallel, fun: Callable[..., Any], args: Sequence[Any], batch: Sequence[int], target: Target
 ) -> PlannedStep:
     cluster = target.cluster.first_devices(target.mesh.num_devices)
-    forward = method.pipeline_schedule == "inference"
+    forward = method.pipeline_schedule != "auto" and not has_backward(method.pipeline_schedule)
     rows = [leaf.shape[0] for i in batch for leaf in jax.tree.leaves(args[i]) if getattr(leaf, "shape", ())]
 
     def traced(count: int, layers: LayerOption | None) -> StepGraph:
@@ -92,7 +93,7 @@ def _plan_pipeline(
         planner,
         micro_batch_counts(method.num_micro_batches, rows),
         layer_options(method.layer_option),
-        schedules(method.pipeline_schedule, method.num_chunks),
+        schedules(method.pipeline_schedule, method.chunks),
         stages,
         name,
         whole_step if is_open and isinstance(cluster, Cluster) else None,
@@ -103,7 +104,8 @@ def _plan_pipeline(
 def trace_for(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], batch_argnums: Sequence[int]) -> StepGraph:
     """Trace a step as `plan` was made for."""
     schedule = plan.schedule
-    marked, forward = not schedule.is_whole_step, schedule.name == "inference"
+    marked = not schedule.is_whole_step
+    forward = marked and not has_backward(schedule.name)
     return trace(fun, args, batch_argnums, plan.num_micro_batches, schedule.layer_option, marked, forward)
 
 

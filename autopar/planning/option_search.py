@@ -12,7 +12,7 @@ from typing import Literal
 
 from autopar.ir.layers import AutoLayerOption, LayerError, LayerOption, ManualLayerOption
 from autopar.ir.step_graph import MicrobatchError, StepGraph
-from autopar.pipeline.pipeline_schedules import schedule_names
+from autopar.pipeline.pipeline_schedules import ScheduleError, has_backward, schedule_kind, schedule_names
 from autopar.pipeline.stage_options import AutoStageOption, StageError, StageOption, UniformStageOption
 from autopar.plan import WHOLE_STEP, PipelineSchedule, Plan
 from autopar.planning.pipeline_planner import PipelinePlanner
@@ -75,13 +75,12 @@ def layer_options(given: LayerOption | None) -> list[LayerOption | None]:
 
 
 def schedules(name: str, num_chunks: int | Literal["auto"]) -> list[tuple[str, int]]:
-    """The schedules to try, with the stages on each submesh."""
-    names = [each for each in schedule_names() if each != "inference"] if name == "auto" else [name]
+    """Return the schedules to try, with the stages on each submesh."""
+    names = [each for each in schedule_names() if has_backward(each)] if name == "auto" else [name]
     chunks = CHUNKS if num_chunks == "auto" else (num_chunks,)
-    pairs = product(names, chunks)
-    if name == "auto":  # with one stage on each submesh interleaving is 1f1b
-        pairs = ((each, count) for each, count in pairs if (count > 1) == (each == _INTERLEAVED))
-    return [(each, count) for each, count in pairs if count == 1 or each in (_INTERLEAVED, "inference")]
+    pairs = [(each, count) for each, count in product(names, chunks) if schedule_kind(each).num_chunks in (None, count)]
+    # With one stage on each submesh interleaving is 1f1b.
+    return [(each, count) for each, count in pairs if name != "auto" or each != _INTERLEAVED or count > 1]
 
 
 def search(
@@ -127,7 +126,15 @@ def search(
             try:
                 known = known or planner(trace(count, layer_option))
                 plans = _plans(known, stage_option, schedule, method)
-            except (MicrobatchError, LayerError, StageError, NoStagesError, ShardingError, InfeasibleError) as error:
+            except (
+                MicrobatchError,
+                LayerError,
+                ScheduleError,
+                StageError,
+                NoStagesError,
+                ShardingError,
+                InfeasibleError,
+            ) as error:
                 first = first or error
                 _last.append(Choice(count, schedule, None, str(error)))
             else:
@@ -156,7 +163,7 @@ def _plans(planner: PipelinePlanner, stage_option: StageOption, schedule: Pipeli
     for count in meshes:
         try:
             plans.append(planner.plan(UniformStageOption(count * chunks), schedule, method))
-        except (StageError, ShardingError, InfeasibleError) as error:
+        except (ScheduleError, StageError, ShardingError, InfeasibleError) as error:
             errors.append(error)
     if not plans:
         raise (

@@ -102,7 +102,13 @@ class PipelinePlanner:
         if isinstance(stage_option, AutoStageOption):
             found = self._found(stage_option, schedule)
         else:
-            assigned = stage_option.assign(self.num_layers, self.cluster.num_devices, self.options, schedule.num_chunks)
+            chunks = schedule.num_chunks
+
+            def placement(num_meshes: int) -> list[int]:
+                tasks = make_schedule(schedule.name, Pipeline(num_meshes, step.num_micro_batches, chunks))
+                return [tasks.mesh_of(stage) for stage in range(num_meshes * chunks)]
+
+            assigned = stage_option.assign(self.num_layers, self.cluster.num_devices, self.options, chunks, placement)
             found = self._solved(assigned, schedule, None)
         solved = found.solved
         stages = [_stage(*each) for each in zip(found.graphs, found.assigned, solved, strict=True)]
@@ -235,7 +241,7 @@ def _fullest(schedule: Schedule, solved: Sequence[SolvedStage], in_flight: Seque
     used: dict[int, dict[Role, int]] = defaultdict(dict)
     for stage, each in enumerate(solved):
         held = apportioned(each.shardings.roles_at_peak, round(each.bytes(in_flight[stage])), "activations")
-        mesh = schedule.pipeline.mesh_of(stage)
+        mesh = schedule.mesh_of(stage)
         used[mesh] = added(used[mesh], held)
     return max(used.values(), key=lambda held: sum(held.values()))
 
@@ -256,7 +262,7 @@ def _makespan(
     transfers: dict[tuple[int, int], float] = {}
     for (source, to), num_bytes in moved.items():
         seconds = transfer_seconds(costs, num_bytes, assigned[source].devices, assigned[to].devices)
-        meshes = schedule.pipeline.mesh_of(source), schedule.pipeline.mesh_of(to)
+        meshes = schedule.mesh_of(source), schedule.mesh_of(to)
         transfers[meshes] = max(seconds, transfers.get(meshes, 0.0))
     return schedule.makespan(
         lambda task: solved[task.stage].phases.get(task.phase, 0.0),

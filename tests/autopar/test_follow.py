@@ -67,6 +67,7 @@ METHODS = {
     "shard in microbatches": ShardParallel((2, 2), num_micro_batches=2),
     "ZeRO-3": Zero3Parallel(4),
     "pipeline": PipeshardParallel(4, 2),
+    "pipeline in a V": PipeshardParallel(2, 2, pipeline_schedule="zero_bubble_v"),
 }
 
 

@@ -33,9 +33,10 @@ def test_counts_are_the_powers_of_two_that_divide_the_batch():
 
 def test_schedules_to_try_come_with_chunks_where_they_interleave():
     tried = schedules("auto", "auto")
-    assert {name for name, _ in tried} == set(schedule_names()) - {"inference"}
+    assert {name for name, _ in tried} == set(schedule_names()) - {"inference", "inference_v"}
     assert [chunks for name, chunks in tried if name == "interleaved_1f1b"] == list(CHUNKS[1:])
-    assert all(chunks == 1 for name, chunks in tried if name != "interleaved_1f1b")
+    assert {name for name, chunks in tried if chunks == 2} == {"interleaved_1f1b", "zero_bubble_v", "dualpipe_v"}
+    assert schedules("zero_bubble_v", "auto") == [("zero_bubble_v", 2)]
     assert schedules("1f1b", "auto") == [("1f1b", 1)]
     assert schedules("interleaved_1f1b", 2) == [("interleaved_1f1b", 2)]
 

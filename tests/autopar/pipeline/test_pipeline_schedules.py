@@ -5,8 +5,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.pipeline.pipeline_schedules import Pipeline, Schedule, make_schedule, schedule_kind, schedule_names
+import autopar
+from autopar.pipeline import pipeline_schedules
+from autopar.pipeline.pipeline_schedules import (
+    Pipeline,
+    Schedule,
+    ScheduleError,
+    has_backward,
+    make_schedule,
+    schedule_kind,
+    schedule_names,
+    splits_backward,
+)
 from simulator.program import DeadlockError, Run, walk
+from tests.autopar.pipeline.steps import assert_as_serial, pipeline, stack_batch, stack_params, stack_step
 
 INSTANCES = json.loads((Path(__file__).parents[2] / "golden" / "schedules.json").read_text())["instances"]
 EQUAL_THIRDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "U": 0.0}
@@ -31,7 +43,7 @@ def grid(schedule: Schedule, clocks: int) -> list[str]:
     """What each mesh runs at each clock, in the words of the golden file; updates wait for the last clock."""
     rows = [["."] * clocks for _ in schedule.rows]
     for task, (start, _) in schedule.clock({"F": 1, "B": 1, "U": 0}).items():
-        row = rows[schedule.pipeline.mesh_of(task.stage)]
+        row = rows[schedule.mesh_of(task.stage)]
         if task.phase == "U":
             row[-1] = "U"
         else:
@@ -72,7 +84,10 @@ pipelines = st.builds(Pipeline, st.integers(1, 8), st.integers(1, 20), st.intege
 
 
 def schedules_of(pipeline: Pipeline) -> list[Schedule]:
-    names = schedule_names() if pipeline.num_chunks == 1 else ("interleaved_1f1b",)
+    """All schedules that the pipeline may have."""
+    names = [name for name in schedule_names() if schedule_kind(name).num_chunks in (None, pipeline.num_chunks)]
+    if pipeline.num_micro_batches < 2 * pipeline.num_meshes:
+        names = [name for name in names if name != "dualpipe_v"]
     return [make_schedule(name, pipeline) for name in names]
 
 
@@ -85,9 +100,9 @@ def test_every_task_runs_once_after_what_it_needs(pipeline):
                 assert set(schedule.needs(task)) <= done
                 assert task not in done
                 done.add(task)
-        phases = "F" if schedule.name == "inference" else "FIW" if schedule.name == "zero_bubble_h1" else "FB"
+        phases = "FIW" if splits_backward(schedule.name) else "FB" if has_backward(schedule.name) else "F"
         batches, stages = range(pipeline.num_micro_batches), range(pipeline.num_stages)
-        updates = {Run(stage, "U") for stage in stages} if schedule.name != "inference" else set()
+        updates = {Run(stage, "U") for stage in stages} if has_backward(schedule.name) else set()
         assert done == {Run(s, phase, b) for s in stages for phase in phases for b in batches} | updates
 
 
@@ -96,6 +111,8 @@ def test_activations_in_flight_are_those_announced(pipeline):
     for schedule in schedules_of(pipeline):
         kind = schedule_kind(schedule.name)
         held = held_by_meshes(schedule)
+        if not has_backward(schedule.name):
+            continue
         assert held == [kind.in_flight(mesh, pipeline) for mesh in range(pipeline.num_meshes)]
         if pipeline.num_chunks == 1:
             assert schedule.in_flight() == held
@@ -135,9 +152,9 @@ def test_a_task_left_out_is_refused():
         Schedule("wrong", Pipeline(2, 1), ((Run(0, "F"), Run(0, "B")), (Run(1, "F"),)))
 
 
-def test_a_task_on_the_wrong_mesh_is_refused():
-    with pytest.raises(ValueError, match="task 1F0 is on mesh 0"):
-        Schedule("wrong", Pipeline(2, 1), ((Run(0, "F"), Run(1, "F")), ()))
+def test_the_tasks_of_a_stage_are_on_one_mesh():
+    with pytest.raises(ScheduleError, match="task 0F0 is on mesh 0, its stage is not"):
+        Schedule("wrong", Pipeline(2, 1), ((Run(0, "F"), Run(1, "F")), (Run(0, "B"), Run(1, "B"))))
 
 
 def test_an_unknown_schedule_is_refused_with_the_known_ones():
@@ -146,8 +163,94 @@ def test_an_unknown_schedule_is_refused_with_the_known_ones():
 
 
 def test_several_chunks_need_the_interleaved_schedule():
-    with pytest.raises(ValueError, match="use 'interleaved_1f1b'"):
+    message = "use num_chunks=1, or one of interleaved_1f1b, zero_bubble_v, dualpipe_v"
+    with pytest.raises(ScheduleError, match=message):
         make_schedule("1f1b", Pipeline(2, 2, 2))
+    with pytest.raises(ScheduleError, match=r"'zero_bubble_v' runs 2 stage\(s\) per mesh, not 1; use num_chunks=2"):
+        make_schedule("zero_bubble_v", Pipeline(2, 2))
+
+
+ZERO_BUBBLE_V = """\
+mesh 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3 0U0 3U0
+mesh 1: 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3 1U0 2U0"""
+
+DUALPIPE_V = """\
+mesh 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3I1 3W1 3F2 0I0 0W0 3I2 3W2 3F3 0I1 0W1 3I3 3W3 0I2 0W2 0I3 0W3 0U0 3U0
+mesh 1: 1F0 2F0 1F1 2F1 1F2 2I0 2W0 2F2 1I0 1W0 1F3 2I1 2W1 2F3 1I1 1W1 2I2 2W2 1I2 1W2 2I3 1I3 2W3 1W3 1U0 2U0"""
+
+
+@pytest.mark.parametrize(("name", "expected"), [("zero_bubble_v", ZERO_BUBBLE_V), ("dualpipe_v", DUALPIPE_V)])
+def test_the_second_chunk_of_a_v_goes_back(name, expected):
+    assert str(make_schedule(name, Pipeline(2, 4, 2))) == expected
+
+
+@given(st.integers(1, 8), st.integers(0, 20))
+def test_a_v_has_no_bubble_in_the_memory_of_1f1b(meshes, more):
+    """Qi et al.: where F, I and W take as long as each other, a mesh waits only before its first task and after its last."""
+    pipeline = Pipeline(meshes, 2 * meshes + more, 2)
+    schedule = make_schedule("zero_bubble_v", pipeline)
+    assert held_by_meshes(schedule) == [2 * meshes] * meshes
+    spans = schedule.clock(EQUAL_THIRDS)
+    for mesh, row in enumerate(schedule.rows):
+        begin, end = spans[row[0]][0], spans[row[-1]][1]
+        assert (begin, end - begin) == (mesh, 6 * pipeline.num_micro_batches)
+
+
+@given(st.integers(1, 8), st.integers(0, 20))
+def test_dualpipe_v_waits_less_than_a_task_for_each_mesh(meshes, more):
+    pipeline = Pipeline(meshes, 2 * meshes + more, 2)
+    schedule = make_schedule("dualpipe_v", pipeline)
+    assert schedule.makespan(EQUAL_THIRDS) == 6 * pipeline.num_micro_batches + meshes - 1
+    assert max(held_by_meshes(schedule)) <= 2 * meshes + 1
+
+
+def test_dualpipe_v_needs_twice_as_many_microbatches_as_meshes():
+    with pytest.raises(ScheduleError, match="at least twice as many microbatches as meshes: 8 for 4 meshes, not 7"):
+        make_schedule("dualpipe_v", Pipeline(4, 7, 2))
+
+
+def forward_first(mesh, pipeline):
+    """A schedule of a user: gpipe, last microbatch first on the way back."""
+    yield from (Run(mesh, "F", batch) for batch in range(pipeline.num_micro_batches))
+    yield from (Run(mesh, "B", batch) for batch in reversed(range(pipeline.num_micro_batches)))
+    yield Run(mesh, "U")
+
+
+@pytest.fixture
+def registered():
+    autopar.register_schedule("forward_first", forward_first, forward="inference", summary="for a test")
+    yield "forward_first"
+    del pipeline_schedules._KINDS["forward_first"]
+
+
+def test_a_registered_schedule_is_one_like_the_others(registered):
+    assert registered in schedule_names()
+    assert schedule_kind(registered).in_flight(0, Pipeline(2, 5)) == 5
+    method = pipeline(pipeline_schedule=registered, devices=2, stage_option=autopar.UniformStageOption(2))
+    assert_as_serial(stack_step, method, stack_params(), stack_batch())
+    with pytest.raises(ScheduleError, match="there is a pipeline schedule 'forward_first' already"):
+        autopar.register_schedule(registered, forward_first)
+
+
+def never_back(mesh, pipeline):
+    yield Run(mesh, "B", 0)
+    yield from (Run(mesh, "F", batch) for batch in range(pipeline.num_micro_batches))
+    yield from (Run(mesh, "B", batch) for batch in range(1, pipeline.num_micro_batches))
+    yield Run(mesh, "U")
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        (never_back, "task 1B0 comes before 1F0"),
+        (lambda mesh, pipeline: [Run(mesh, "F", 0)], "expected 16"),
+        (lambda mesh, pipeline: forward_first(1 - mesh, pipeline), "stage 0 is on mesh 1, expected mesh 0"),
+    ],
+)
+def test_a_schedule_that_does_not_run_is_not_registered(row, error):
+    with pytest.raises(ValueError, match=error):
+        autopar.register_schedule("wrong", row)
+    assert "wrong" not in schedule_names()
 
 
 def test_a_pipeline_of_nothing_is_refused():

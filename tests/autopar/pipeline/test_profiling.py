@@ -12,7 +12,7 @@ import pytest
 import autopar
 from autopar import AutoStageOption, StageError
 from autopar.lowering.stage_lowering import TaskFunction
-from autopar.planning.step_planner import profiling
+from autopar.planning import profiling
 from simulator.cluster import Cluster
 from tests.autopar.pipeline.steps import assert_as_serial, pipeline, stack_batch, stack_params, stack_step
 

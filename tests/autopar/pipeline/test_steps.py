@@ -11,7 +11,7 @@ import pytest
 
 import autopar
 from autopar import ManualStageOption, MicrobatchError, UniformStageOption
-from autopar.pipeline.pipeline_schedules import schedule_names
+from autopar.pipeline.pipeline_schedules import has_backward, schedule_kind, schedule_names
 from simulator.program import Send
 from tests.autopar.pipeline.steps import (
     WIDTH,
@@ -25,12 +25,12 @@ from tests.autopar.pipeline.steps import (
 )
 from tests.tiers import pairs
 
-TRAINING = [name for name in schedule_names() if name != "inference"]
+TRAINING = [name for name in schedule_names() if has_backward(name)]
 
 
 @pytest.mark.parametrize(("schedule", "stages"), pairs(TRAINING, [2, 4]))
 def test_every_schedule_equals_one_device(schedule: str, stages: int) -> None:
-    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    chunks = schedule_kind(schedule).num_chunks or 2
     method = pipeline(
         pipeline_schedule=schedule, num_chunks=chunks, stage_option=UniformStageOption(stages), devices=stages // chunks
     )
