@@ -44,7 +44,7 @@ def test_medians_are_taken_number_by_number():
 def test_what_is_fitted_is_a_cluster_file_that_predicts(tmp_path):
     case = next(case for case in CASES if case.role == "fitted")
     compiled = Compiled(case)
-    tasks = {run.task: 1e-3 for run in compiled.executable.dispatcher.calls}  # pyright: ignore
+    tasks = {run.task: 1e-3 for run in compiled.executable.job.calls}  # pyright: ignore
     step = Seconds(0.06, 0.07, 0.005)
     found = [Measured(compiled, shape, step, step, tasks) for shape in SHAPES for _ in range(2)]
     transfers = [(1e3, 1e-3), (1e6, 2e-3), (1e8, 0.1)]
@@ -55,6 +55,6 @@ def test_what_is_fitted_is_a_cluster_file_that_predicts(tmp_path):
     assert read.source == "a test"
     assert found[0].step().predicted(read) == pytest.approx(found[0].step().predicted(cluster), rel=0.02)
     rows = {row.quantity: row.value for row in rows_of(found[0], {"here": read})}
-    assert rows["tasks_seconds"] == pytest.approx(1e-3 * len(compiled.executable.dispatcher.calls))  # pyright: ignore
+    assert rows["tasks_seconds"] == pytest.approx(1e-3 * len(compiled.executable.job.calls))
     assert rows["error_here"] == pytest.approx(rows["predicted_seconds_here"] / 0.06 - 1)
     assert abs(rows["error_here"]) < 0.2

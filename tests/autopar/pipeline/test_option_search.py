@@ -9,6 +9,7 @@ from autopar.pipeline.pipeline_schedules import schedule_names
 from autopar.plan import WHOLE_STEP
 from autopar.planning.option_search import CHUNKS, layer_options, micro_batch_counts, schedules
 from autopar.planning.pipeline_planner import PipelinePlanner
+from autopar.planning.plan_step import MEMORY_MARGIN, WORKSPACE_BYTES
 from experiments.models import build_model
 from simulator.cluster import Cluster
 
@@ -111,7 +112,8 @@ def test_memory_decides_for_more_microbatches():
     free = planned(num_micro_batches="auto", stage_option=UniformStageOption(2))
     used = {n: planned(num_micro_batches=n, stage_option=UniformStageOption(2)).predicted_bytes for n in (1, 16)}
     assert used[16] < used[1]
-    tight = planned(num_micro_batches="auto", stage_option=UniformStageOption(2), memory_budget=used[16])
+    budget = WORKSPACE_BYTES + MEMORY_MARGIN * used[16]
+    tight = planned(num_micro_batches="auto", stage_option=UniformStageOption(2), memory_budget=budget)
     assert tight.predicted_bytes <= used[16]
     assert tight.predicted_seconds >= free.predicted_seconds
 
