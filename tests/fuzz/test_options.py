@@ -136,7 +136,7 @@ PIPELINE = {
     **COMMON,
     "num_micro_batches": [*COUNTS, "auto"],
     "default_auto_sharding_option": [autopar.ShardingOptions(), autopar.ShardingOptions(batch_axis="x")],
-    "pipeline_schedule": ["1f1b", "gpipe", "interleaved_1f1b", "auto", "inference", "zero_bubble_h1"],
+    "pipeline_schedule": ["1f1b", "gpipe", "interleaved_1f1b", "auto", "inference", "zero_bubble_h1", "zero_bubble_v"],
     "layer_option": [LAYERS, autopar.ManualLayerOption(), autopar.AutoLayerOption(4, "auto"), None],
     "stage_option": ["uniform", "auto", autopar.UniformStageOption(2), autopar.AutoStageOption(leave_idle=True)],
     "stage_mode": [None, "uniform", "auto"],

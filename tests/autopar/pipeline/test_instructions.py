@@ -8,7 +8,7 @@ import pytest
 import autopar
 from autopar.lowering.instructions import task_of
 from autopar.lowering.planned import PlannedStep
-from autopar.pipeline.pipeline_schedules import schedule_names
+from autopar.pipeline.pipeline_schedules import has_backward, schedule_kind, schedule_names
 from autopar.planning.method_planning import trace_for
 from simulator.program import Free, Recv, Run, Send, walk
 from tests.autopar.pipeline.steps import pipeline, stack, stack_batch, stack_params, stack_step
@@ -16,8 +16,8 @@ from tests.autopar.pipeline.test_steps import tied_args, tied_step
 
 
 def planned(step: Callable[..., Any], args: Any, schedule: str, devices: int) -> PlannedStep:
-    chunks = 2 if schedule == "interleaved_1f1b" else 1
-    layers = autopar.ManualLayerOption() if schedule == "inference" else None
+    chunks = schedule_kind(schedule).num_chunks or (2 if schedule == "interleaved_1f1b" else 1)
+    layers = None if has_backward(schedule) else autopar.ManualLayerOption()
     stages = autopar.UniformStageOption(4 if chunks == 2 else None)
     options = dict(pipeline_schedule=schedule, num_chunks=chunks, layer_option=layers, stage_option=stages)
     plan = autopar.plan_step(step, args, method=pipeline(devices=devices, **options), cluster="cpu-virtual")
@@ -25,17 +25,15 @@ def planned(step: Callable[..., Any], args: Any, schedule: str, devices: int) ->
 
 
 def cases() -> list[Any]:
-    stacks = [
-        (stack_step, (stack_params(), stack_batch()), name, 4) for name in schedule_names() if name != "inference"
-    ]
-    infer = (stack, (stack_params(), stack_batch()["x"]), "inference", 4)
-    return [*stacks, infer, (tied_step, tied_args(), "1f1b", 6), (tied_step, tied_args(), "zero_bubble_h1", 3)]
+    stacks = [(stack_step, (stack_params(), stack_batch()), name, 4) for name in schedule_names() if has_backward(name)]
+    infer = [(stack, (stack_params(), stack_batch()["x"]), name, 4) for name in ("inference", "inference_v")]
+    return [*stacks, *infer, (tied_step, tied_args(), "1f1b", 6), (tied_step, tied_args(), "zero_bubble_h1", 3)]
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case[0].__name__}-{case[2]}-{case[3]}")
 def test_every_read_finds_its_value_and_nothing_is_left_but_inputs_and_outputs(case: Any) -> None:
     whole = planned(*case)
-    cut, names, mesh_of = whole.cut, whole.names, whole.schedule.pipeline.mesh_of
+    cut, names, mesh_of = whole.cut, whole.names, whole.schedule.mesh_of
     numbers = range(whole.step.num_micro_batches)
     inputs = {names.of(var, k) for var in whole.step.jaxpr.invars for k in numbers}
     sums = {names.of(each.sum, 0): mesh_of(task.stage) for task, totals in cut.totals.items() for each in totals}

@@ -44,7 +44,7 @@ def pipelines(draw: st.DrawFn) -> PlannedStep:
     random = draw(st.randoms(use_true_random=False))
     while waiting:
         task = random.choice([task for task, needed in waiting.items() if not needed])
-        rows[whole.schedule.pipeline.mesh_of(task.stage)].append(task)
+        rows[whole.schedule.mesh_of(task.stage)].append(task)
         del waiting[task]
         for needed in waiting.values():
             needed.discard(task)

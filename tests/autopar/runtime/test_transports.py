@@ -95,7 +95,7 @@ def test_sends_and_receives_count_what_the_resharding_moves() -> None:
     for source, send in sends:
         crossing = planned.instructions.crossings[send.value, send.to]
         plan = planned.transfer(crossing)
-        assert planned.schedule.pipeline.mesh_of(crossing.source) == source
+        assert planned.schedule.mesh_of(crossing.source) == source
         assert send.num_bytes == sum(plan.traffic(4).values())
         gather = receives[send.value, send.to].gather
         assert (gather is not None) == plan.gathers
