@@ -135,51 +135,20 @@ class Schedule:
         meshes = range(self.pipeline.num_meshes)
         return Program(tuple((mesh,) for mesh in meshes), tuple(tuple(instructions(mesh)) for mesh in meshes))
 
-    def clock(
-        self,
-        seconds: Mapping[Phase, float] | Callable[[Run], float],
-        transfer: Callable[[int, int], float] = lambda source, destination: 0.0,
-    ) -> dict[Run, tuple[float, float]]:
-        """When each task starts and ends, in seconds, if every mesh starts it as soon as it can.
-
-        Args:
-            seconds: what a task takes, by phase or for every task.
-            transfer: from one mesh to another, how long it takes to send what a task made; the meshes go on meanwhile, and a mesh
-                sends one thing after the other.
-
-        Raises:
-            DeadlockError: the meshes wait for one another.
-        """
-        time = seconds if callable(seconds) else lambda task: seconds[task.phase]
-        clocks = [0.0] * self.pipeline.num_meshes
-        sending = [0.0] * self.pipeline.num_meshes
-        arrived: dict[tuple[str, int], float] = {}
-        spans: dict[Run, tuple[float, float]] = {}
-        for mesh, instruction in walk(self.program()):
-            match instruction:
-                case Recv(value):
-                    clocks[mesh] = max(clocks[mesh], arrived[value, mesh])
-                case Run():
-                    start, clocks[mesh] = clocks[mesh], clocks[mesh] + time(instruction)
-                    spans[instruction] = start, clocks[mesh]
-                case Send(value, to):
-                    sending[mesh] = arrived[value, to] = max(clocks[mesh], sending[mesh]) + transfer(mesh, to)
-                case Free():
-                    pass
-                case _:
-                    assert_never(instruction)
-        return spans
-
     def makespan(
         self,
         seconds: Mapping[Phase, float] | Callable[[Run], float],
         transfer: Callable[[int, int], float] = lambda source, destination: 0.0,
     ) -> float:
-        """When the last task ends and the last transfer arrives, as in `clock` but much faster.
+        """Return when the last task ends and the last transfer arrives, in seconds, if every mesh starts each task as soon as it can.
 
         Args:
             seconds: what a task takes, by phase or for a task; asked once for all microbatches.
-            transfer: as for `clock`.
+            transfer: from one mesh to another, how long it takes to send what a task made; the meshes go on meanwhile, and a mesh
+                sends one thing after the other.
+
+        Raises:
+            DeadlockError: the meshes wait for one another.
         """
         time = seconds if callable(seconds) else lambda task: seconds[task.phase]
 

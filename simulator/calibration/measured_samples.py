@@ -36,9 +36,3 @@ def collective_kinds(gpu: str) -> tuple[CollectiveKind, ...]:
     """The kinds of collectives that were measured on a device."""
     rows = pd.read_csv(DATA / "collectives.csv")
     return tuple(rows[rows.gpu == gpu].kind.unique())
-
-
-def network_ratios() -> pd.DataFrame:
-    """Part of the bandwidth that all_reduces reach between hosts of 8 GPUs: columns `hosts`, `bytes`, `ratio`."""
-    wide = pd.read_csv(DATA / "simai_nic_ratio.csv").drop(columns="1")
-    return wide.melt("bytes", var_name="hosts", value_name="ratio").astype({"hosts": int})

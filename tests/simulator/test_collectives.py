@@ -1,10 +1,11 @@
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.calibration.fit_collectives import MeasuredCollectives, fit_curve, fit_switch
-from simulator.calibration.measured_samples import measured_collectives, network_ratios
+from simulator.calibration.measured_samples import DATA, measured_collectives
 from simulator.cluster import Cluster, ClusterError, Link
 from simulator.collective_profile import SizeCurve, SwitchCurve, sent_fraction
 from simulator.collectives import Network
@@ -131,7 +132,8 @@ def test_a_planted_switch_is_found_again_where_it_is_faster_than_the_ring() -> N
 
 def test_between_hosts_bandwidth_ramps_up_as_it_does_in_simai() -> None:
     # its cards are taken to be of 400 Gb/s; its times are those of rings, for they grow with the number of hosts
-    table = network_ratios()
+    wide = pd.read_csv(DATA / "simai_nic_ratio.csv").drop(columns="1")
+    table = wide.melt("bytes", var_name="hosts", value_name="ratio").astype({"hosts": int})
     table = table[table.ratio > 0.2]
     errors = []
     for hosts, num_bytes, ratio in table[["hosts", "bytes", "ratio"]].itertuples(index=False):
