@@ -5,8 +5,9 @@ each number of microbatches and each way to keep activations; all schedules shar
 stages are both left to choose, the step as one program is a candidate, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import product
 from typing import Literal
 
@@ -83,6 +84,13 @@ def schedules(name: str, num_chunks: int | Literal["auto"]) -> list[tuple[str, i
     return [(each, count) for each, count in pairs if name != "auto" or each != _INTERLEAVED or count > 1]
 
 
+type _Found = tuple[StepGraph, Sequence[Plan]]
+"""A traced step, and its plans for one choice."""
+
+_REFUSED = MicrobatchError, LayerError, ScheduleError, StageError, NoStagesError, ShardingError, InfeasibleError
+"""Why there may be no plan for a choice."""
+
+
 def search(
     trace: Callable[[int, LayerOption | None], StepGraph],
     planner: Callable[[StepGraph], PipelinePlanner],
@@ -103,59 +111,56 @@ def search(
     Raises:
         What the first combination raised, if there is no plan for any.
     """
+
+    def attempts() -> Iterator[tuple[int, PipelineSchedule, Callable[[], _Found]]]:
+        """What to try: microbatches, a schedule, and what plans it."""
+        for count, plan_whole_step in product(counts, [whole_step] if whole_step else []):
+            yield count, WHOLE_STEP, partial(_alone, plan_whole_step, count)
+        for count, layer_option in product(counts, layers):
+            known = cache(lambda count=count, option=layer_option: planner(trace(count, option)))
+            for name, chunks in kinds:
+                schedule = PipelineSchedule(name=name, num_chunks=chunks, layer_option=layer_option)
+                yield count, schedule, partial(_plans, known, stage_option, schedule, method)
+
     _last.clear()
-    best: tuple[StepGraph, Plan] | None = None
+    found: list[tuple[StepGraph, Plan]] = []
     spent = 0.0
-    first: ValueError | None = None
-    several = len(counts) * len(layers) * len(kinds) > 1
-    for count, plan_whole_step in product(counts, [whole_step] if whole_step else []):
+    refused: list[ValueError] = []
+    several = len(counts) * len(layers) * len(kinds) > 1 or whole_step is not None
+    for count, schedule, attempt in attempts():
         try:
-            found = plan_whole_step(count)
-        except (MicrobatchError, ShardingError, InfeasibleError) as error:
-            _last.append(Choice(count, WHOLE_STEP, None, str(error)))
+            step, plans = attempt()
+        except _REFUSED as error:
+            refused.append(error)
+            _last.append(Choice(count, schedule, None, str(error)))
         else:
-            _last.append(Choice(count, WHOLE_STEP, found[1].predicted_seconds))
-            spent += found[1].planning_seconds
-            if best is None or found[1].predicted_seconds < best[1].predicted_seconds:
-                best = found
-        tell(str(_last[-1]))
-    for count, layer_option in product(counts, layers):
-        known: PipelinePlanner | None = None
-        for name, chunks in kinds:
-            schedule = PipelineSchedule(name=name, num_chunks=chunks, layer_option=layer_option)
-            try:
-                known = known or planner(trace(count, layer_option))
-                plans = _plans(known, stage_option, schedule, method)
-            except (
-                MicrobatchError,
-                LayerError,
-                ScheduleError,
-                StageError,
-                NoStagesError,
-                ShardingError,
-                InfeasibleError,
-            ) as error:
-                first = first or error
-                _last.append(Choice(count, schedule, None, str(error)))
-            else:
-                plan = min(plans, key=lambda plan: plan.predicted_seconds)
-                _last.append(Choice(count, schedule, plan.predicted_seconds))
-                spent += sum(each.planning_seconds for each in plans)
-                if best is None or plan.predicted_seconds < best[1].predicted_seconds:
-                    best = known.step, plan
-            if several:
-                tell(str(_last[-1]))
-    if best is None:
-        assert first is not None
-        raise first
-    step, plan = best
+            best = min(plans, key=lambda plan: plan.predicted_seconds)
+            _last.append(Choice(count, schedule, best.predicted_seconds))
+            spent += sum(each.planning_seconds for each in plans)
+            found.append((step, best))
+        if several:
+            tell(str(_last[-1]))
+    if not found:
+        raise refused[0]
+    step, plan = min(found, key=lambda each: each[1].predicted_seconds)
     return step, plan.model_copy(update={"planning_seconds": spent})
 
 
-def _plans(planner: PipelinePlanner, stage_option: StageOption, schedule: PipelineSchedule, method: str) -> list[Plan]:
-    """The plan; if stages are to be found and several are on each submesh, those of even ones, of each number that layers and devices allow."""
+def _alone(plan_whole_step: Callable[[int], tuple[StepGraph, Plan]], count: int) -> _Found:
+    step, plan = plan_whole_step(count)
+    return step, [plan]
+
+
+def _plans(
+    known: Callable[[], PipelinePlanner], stage_option: StageOption, schedule: PipelineSchedule, method: str
+) -> _Found:
+    """The plan of a schedule.
+
+    If stages are to be found and several are on each submesh, plans of even ones, of each number that layers and devices allow.
+    """
+    planner = known()
     if not isinstance(stage_option, AutoStageOption) or schedule.num_chunks == 1:
-        return [planner.plan(stage_option, schedule, method)]
+        return planner.step, [planner.plan(stage_option, schedule, method)]
     layers, devices, chunks = planner.num_layers, planner.cluster.num_devices, schedule.num_chunks
     meshes = [n for n in range(2, devices + 1) if devices % n == 0 and layers >= n * chunks]
     plans: list[Plan] = []
@@ -173,4 +178,4 @@ def _plans(planner: PipelinePlanner, stage_option: StageOption, schedule: Pipeli
                 f"{layers} layer(s) are too few for {chunks} stages on each of several submeshes of {devices} device(s)"
             )
         )
-    return plans
+    return planner.step, plans
