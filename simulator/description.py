@@ -2,7 +2,8 @@
 
 import difflib
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
@@ -30,15 +31,13 @@ class Description(BaseModel):
     @model_validator(mode="after")
     def _numbers_are_in_range(self) -> Self:
         """Refuse numbers that no hardware or model has, with which predictions would overflow."""
-        for name, kind in type(self).model_fields.items():
+        for name, (least, least_inside) in _least(type(self)).items():
             value = getattr(self, name)
-            several = isinstance(value, dict)
-            bounds = getattr(get_args(kind.annotation)[-1], "__metadata__", ()) if several else kind.metadata
-            least = _LEAST if any(isinstance(bound, Gt) for bound in bounds) else 0.0
-            for key, number in value.items() if several else [("", value)]:
-                if isinstance(number, int | float) and not least <= abs(number) <= _MOST:
-                    field = f"{name}.{key}" if several else name
-                    raise ValueError(f"{field}: given {brief(number)}; expected {least:g} to {_MOST:g}")
+            if isinstance(value, dict):
+                for key, number in value.items():
+                    _check_range(f"{name}.{key}", number, least_inside)
+            else:
+                _check_range(name, value, least)
         return self
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -47,6 +46,24 @@ class Description(BaseModel):
         if not update:
             return copied
         return validate(type(self), {**dict(copied), **update}, getattr(self, "name", type(self).__name__))
+
+
+@cache
+def _least(description: type[Description]) -> dict[str, tuple[float, float]]:
+    """For each field the least that a number may be, and one in a dict."""
+
+    def least(bounds: Iterable[Any]) -> float:
+        return _LEAST if any(isinstance(bound, Gt) for bound in bounds) else 0.0
+
+    return {
+        name: (least(kind.metadata), least(getattr((get_args(kind.annotation) or (None,))[-1], "__metadata__", ())))
+        for name, kind in description.model_fields.items()
+    }
+
+
+def _check_range(field: str, number: Any, least: float) -> None:
+    if isinstance(number, int | float) and not least <= abs(number) <= _MOST:
+        raise ValueError(f"{field}: given {brief(number)}; expected {least:g} to {_MOST:g}")
 
 
 def read(path: Path) -> dict[str, Any]:

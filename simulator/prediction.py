@@ -62,6 +62,9 @@ class Prediction:
     timeline: Timeline | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        parts = (self.forward, self.backward, self.recompute, self.update, self.bubble, self.host, self.whole)
+        if isfinite(self.seconds + sum(parts) + sum(self.exposed.values()) + self.memory.total):
+            return
         numbers = {
             "seconds": self.seconds,
             **{name: getattr(self, name) for name in PARTS},
