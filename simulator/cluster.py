@@ -244,16 +244,18 @@ class Cluster(Description):
     def curves(self) -> CollectiveProfile:
         """Collectives within a host: `collectives` at the bandwidth of `intra_host`, with what wasn't measured as that implies."""
         link = self.link
+        measured = None if self.collectives is None else self.collectives.over(link)
+        if measured is not None and measured.permute is not None:
+            return measured
         implied = SizeCurve(
             launch_us=link.collective_launch_us,
             hop_us=link.latency_us,
             half_size_mb=link.half_size_mb,
             bandwidth_gb_per_s=link.bandwidth_gb_per_s,
         )
-        if self.collectives is None:
+        if measured is None:
             return CollectiveProfile(gpu=self.device.name, source=self.source, link=link, all_reduce=implied)
-        measured = self.collectives.over(link)
-        return measured.model_copy(update={"permute": measured.permute or implied})
+        return measured.model_copy(update={"permute": implied})
 
     @property
     def pools(self) -> "tuple[Cluster, ...]":
