@@ -5,6 +5,7 @@ are not all alike are in `simulator.heterogeneous`.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -229,7 +230,7 @@ class Cluster(Description):
     def num_devices(self) -> int:
         return self.hosts * self.devices_per_host
 
-    @property
+    @cached_property
     def link(self) -> MeasuredLink:
         """What collectives within a host go over."""
         link = self.intra_host
@@ -240,7 +241,7 @@ class Cluster(Description):
             half_size_mb=link.half_size_mb,
         )
 
-    @property
+    @cached_property
     def curves(self) -> CollectiveProfile:
         """Collectives within a host: `collectives` at the bandwidth of `intra_host`, with what wasn't measured as that implies."""
         link = self.link

@@ -45,7 +45,11 @@ class Description(BaseModel):
         copied = super().model_copy(deep=deep)
         if not update:
             return copied
-        return validate(type(self), {**dict(copied), **update}, getattr(self, "name", type(self).__name__))
+        return validate(type(self), {**self.fields(), **update}, getattr(self, "name", type(self).__name__))
+
+    def fields(self) -> dict[str, Any]:
+        """Return its fields by name, without what is computed of them."""
+        return {name: getattr(self, name) for name in type(self).model_fields}
 
 
 @cache

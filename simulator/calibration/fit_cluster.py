@@ -91,7 +91,7 @@ def fit_device(base: Device, measured: MeasuredDevice, name: str, source: str) -
     known = base.kind == "gpu"
     peaks = {dtype: max(rate / 1e12, base.peak_tflop_per_s.get(dtype, 0) * known) for dtype, rate in rates.items()}
     memory = max(bandwidth / 1e9, base.memory_bandwidth_gb_per_s * known)
-    fields = dict(base) | {
+    fields = base.fields() | {
         "name": name,
         "source": source,
         "peak_tflop_per_s": base.peak_tflop_per_s | peaks,
@@ -148,7 +148,7 @@ def fit_cluster(
 
     `provenance` is completed with how many rows there are of what, and the errors on them.
     """
-    fields = dict(base) | {"device": device, "hosts": 1, "devices_per_host": devices, "inter_host": None}
+    fields = base.fields() | {"device": device, "hosts": 1, "devices_per_host": devices, "inter_host": None}
     fields |= {"name": device.name, "description": f"{devices} x {device.name}", "source": device.source}
     if measured.launch is not None:
         fields["host_launch_us"] = measured.launch * 1e6
