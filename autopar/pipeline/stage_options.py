@@ -80,6 +80,11 @@ class UniformStageOption:
                 f"{count} submeshes of {max(each, 1)} device(s) need {count * max(each, 1)}, there are {num_devices}"
             )
         shapes = logical_shapes(each) if self.submesh_logical_shape is None else (tuple(self.submesh_logical_shape),)
+        if prod(shapes[0]) != each:
+            raise StageError(
+                f"submesh_logical_shape {shapes[0]} is of {prod(shapes[0])} device(s), but each of {count} submesh(es) has {each}; give"
+                " submesh_physical_shape=(hosts, devices per host) too, or a shape of as many"
+            )
         bounds = [num_layers * s // stages for s in range(stages + 1)]
         devices = [tuple(range(mesh * each, (mesh + 1) * each)) for mesh in range(count)]
         return [

@@ -330,3 +330,12 @@ def test_several_chunks_want_uniform_stages(mlp):
         make_pipeline_plan(mlp, CLUSTER, AutoStageOption(), AUTO, schedule, "PipeshardParallel")
     plan = make_pipeline_plan(mlp, CLUSTER, UniformStageOption(4), AUTO, schedule, "PipeshardParallel")
     assert len({stage.devices for stage in plan.stages}) == 2
+
+
+def test_a_logical_shape_is_of_all_devices_of_a_submesh(mlp):
+    with pytest.raises(
+        autopar.StageError, match=r"\(2,\) is of 2 device\(s\), but each of 1 submesh\(es\) has 4; give"
+    ):
+        planned(mlp, UniformStageOption(1, submesh_logical_shape=(2,)))
+    plan = planned(mlp, UniformStageOption(1, (1, 2), (2,)))
+    assert [stage.devices for stage in plan.stages] == [(0, 1)]
