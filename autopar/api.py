@@ -290,7 +290,7 @@ class ParallelizedFunction[E: AnyExecutable]:
                 target = here.target(method)
                 present = target.devices or {}
                 return compiled_within(
-                    budget_of(method.memory_budget, target.cluster, here.platform),
+                    budget_of(method.memory_budget, target.cluster, target.platform),
                     lambda within: plan_by_method(_within(method, within), fun, args, batch, target),
                     lambda planned: here.load(planned, present, leaves, _since(start)),
                 )

@@ -32,7 +32,8 @@ class RayBackend:
 
     def target(self, method: PlanningMethod) -> Target:
         """See `Backend`."""
-        return Target(logical_mesh(mesh_shape(self.hosts, method.devices)), self.cluster(method, {}))
+        mesh = logical_mesh(mesh_shape(self.hosts, method.devices))
+        return Target(mesh, self.cluster(method, {}), platform=self.hosts.platform)
 
     def devices_of_plan(self, plan: Plan, devices: Devices) -> Present:
         """See `Backend`."""
@@ -49,11 +50,6 @@ class RayBackend:
         """See `Backend`."""
         given = method.cluster if isinstance(method, PlanningMethod) else None
         return cluster_of_hosts(self.hosts) if given is None else any_cluster(given)
-
-    @property
-    def platform(self) -> str:
-        """See `Backend`."""
-        return self.hosts.platform
 
     def load(
         self, planned: PlannedStep, present: Present, donated: frozenset[int] = frozenset(), plan_seconds: float = 0.0

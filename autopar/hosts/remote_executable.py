@@ -18,7 +18,6 @@ from autopar.lowering.job import Array
 from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partition import Task
 from autopar.runtime.executable import Executable
-from autopar.util import benchmark_func
 from simulator.memory import MemoryUse
 from simulator.program import Run
 from simulator.timeline import Timeline
@@ -132,16 +131,6 @@ class RemoteExecutable(Executable):
         return {task: found[run.task] for task, run in self.tasks.items()}
 
     # -- how long it takes
-
-    def profile_with_dummy_inputs(self, warmup: int = 1, number: int = 3, repeat: int = 3) -> np.ndarray:
-        leaves = self._dummy_inputs()
-
-        def run() -> None:
-            results = jax.tree.leaves(self(*jax.tree.unflatten(self.step.in_tree, leaves)))
-            for output, i in self.step.carried.items():
-                leaves[i] = results[output]
-
-        return benchmark_func(run, self.sync, warmup, repeat, number)
 
     def _dummy_inputs(self) -> list[Any]:
         """Zeros, made where the step wants them; batches here."""

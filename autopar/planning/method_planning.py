@@ -33,11 +33,13 @@ class Target:
         mesh: the logical mesh that the method means by its `devices`. A pipeline takes only the number of devices from it.
         cluster: the hardware that the cost model describes.
         devices: the devices of this process that they are, by number, on which stages can be measured; None if they are elsewhere.
+        platform: what the step is to run on, "cpu", "gpu" or "cuda"; "" if it is not to run.
     """
 
     mesh: LogicalMesh
     cluster: AnyCluster
     devices: Mapping[int, Device] | None = None
+    platform: str = ""
 
 
 def plan_by_method(

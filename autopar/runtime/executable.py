@@ -22,6 +22,7 @@ from autopar.plan import Plan
 from autopar.planning.method_planning import any_cluster
 from autopar.prediction.predicting import Fidelity, program_of
 from autopar.tracing.arguments import Argnums
+from autopar.util import benchmark_func
 from simulator.breakdown import prediction_of
 from simulator.engine import simulate as simulate_program
 from simulator.heterogeneous import AnyCluster
@@ -207,8 +208,19 @@ class Executable(ABC):
         return prediction_of(timeline, cluster, tokens=tokens)
 
     @abstractmethod
+    def _dummy_inputs(self) -> list[Any]:
+        """Return zeros for every input, where the step takes them."""
+
     def profile_with_dummy_inputs(self, warmup: int = 1, number: int = 3, repeat: int = 3) -> np.ndarray:
         """Return the seconds of a step on zeros, `repeat` times the mean over `number` steps; shape (repeat,)."""
+        leaves = self._dummy_inputs()
+
+        def run() -> None:
+            results = jax.tree.leaves(self(*jax.tree.unflatten(self.step.in_tree, leaves)))
+            for output, i in self.step.carried.items():
+                leaves[i] = results[output]
+
+        return benchmark_func(run, self.sync, warmup, repeat, number)
 
     @abstractmethod
     def dump_stage_execution_trace(self, file: str | Path) -> Timeline:

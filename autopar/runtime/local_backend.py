@@ -56,11 +56,6 @@ class Backend(Protocol):
         """Return the hardware of devices as the cost model knows it; a method may say another one."""
         ...
 
-    @property
-    def platform(self) -> str:
-        """The platform of the devices: "cpu", "gpu" or "cuda"."""
-        ...
-
     def load(
         self, planned: PlannedStep, present: Present, donated: frozenset[int] = frozenset(), plan_seconds: float = 0.0
     ) -> Executable:
@@ -105,7 +100,8 @@ class LocalBackend:
         """See `Backend`."""
         mesh = device_mesh(method.devices)
         present = dict(enumerate(mesh.devices.flat))
-        return Target(LogicalMesh(mesh.devices.shape, mesh.axis_names), self.cluster(method, present), present)
+        logical, platform = LogicalMesh(mesh.devices.shape, mesh.axis_names), present[0].platform
+        return Target(logical, self.cluster(method, present), present, platform)
 
     def devices_of_plan(self, plan: Plan, devices: Devices) -> Present:
         """See `Backend`."""
@@ -121,11 +117,6 @@ class LocalBackend:
         """See `Backend`."""
         given = method.cluster if isinstance(method, PlanningMethod) else None
         return cluster_of(device_mesh(list(present.values()))) if given is None else any_cluster(given)
-
-    @property
-    def platform(self) -> str:
-        """See `Backend`."""
-        return jax.default_backend()
 
     def load(
         self, planned: PlannedStep, present: Present, donated: frozenset[int] = frozenset(), plan_seconds: float = 0.0

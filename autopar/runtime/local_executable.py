@@ -27,7 +27,6 @@ from autopar.runtime.loaded_job import LoadedJob, Values, is_at
 from autopar.runtime.tasks import CompiledTask, compile_tasks
 from autopar.runtime.timing import dummy_inputs, executed_timeline
 from autopar.runtime.transports import MoveCarrier, Transport, default_transport
-from autopar.util import benchmark_func
 from simulator.memory import MemoryUse
 from simulator.timeline import Timeline
 
@@ -138,15 +137,8 @@ class LocalExecutable(Executable):
 
     # -- how long it takes
 
-    def profile_with_dummy_inputs(self, warmup: int = 1, number: int = 3, repeat: int = 3) -> np.ndarray:
-        leaves = dummy_inputs(self)
-
-        def run() -> None:
-            results = jax.tree.leaves(self(*jax.tree.unflatten(self.step.in_tree, leaves)))
-            for output, i in self.step.carried.items():
-                leaves[i] = results[output]
-
-        return benchmark_func(run, self.sync, warmup, repeat, number)
+    def _dummy_inputs(self) -> list[jax.Array]:
+        return dummy_inputs(self)
 
     def dump_stage_execution_trace(self, file: str | Path) -> Timeline:
         executed_timeline(self, dummy_inputs(self))  # the first time is slower
