@@ -14,13 +14,19 @@ from autopar.hosts.ray_private import share_environment
 silence_idle_plugin()
 share_environment()
 
-from autopar import manual, report, testing, util  # noqa: E402 (nothing may start JAX's backends before)
-from autopar.api import ParallelizedFunction, init, parallelize, shutdown  # noqa: E402
-from autopar.checkpoint import CheckpointError, Saving, latest_step, restore_checkpoint, save_checkpoint  # noqa: E402
-from autopar.checks import OptionError  # noqa: E402
-from autopar.hosts.arrays import DistributedArray, prefetch  # noqa: E402
-from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError  # noqa: E402
-from autopar.ir.layers import (  # noqa: E402
+from autopar import manual, report, testing, util
+from autopar.api import ParallelizedFunction, init, parallelize, shutdown
+from autopar.checkpoint import (
+    CheckpointError,
+    Saving,
+    latest_step,
+    restore_checkpoint,
+    save_checkpoint,
+)
+from autopar.checks import OptionError
+from autopar.hosts.arrays import DistributedArray, prefetch
+from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
+from autopar.ir.layers import (
     AutoLayerOption,
     FollowLayerOption,
     LayerError,
@@ -31,7 +37,7 @@ from autopar.ir.layers import (  # noqa: E402
     manual_remat,
     mark_pipeline_boundary,
 )
-from autopar.methods import (  # noqa: E402
+from autopar.methods import (
     CreateStateParallel,
     DataParallel,
     FollowParallel,
@@ -43,32 +49,32 @@ from autopar.methods import (  # noqa: E402
     Zero3Parallel,
     get_3d_parallel_method,
 )
-from autopar.microbatch.gradients import grad, value_and_grad  # noqa: E402
-from autopar.microbatch.splitting import MicrobatchError  # noqa: E402
-from autopar.pipeline.pipeline_schedules import register_schedule  # noqa: E402
-from autopar.pipeline.stage_options import (  # noqa: E402
+from autopar.microbatch.gradients import grad, value_and_grad
+from autopar.microbatch.splitting import MicrobatchError
+from autopar.pipeline.pipeline_schedules import register_schedule
+from autopar.pipeline.stage_options import (
     AutoStageOption,
     ManualStageOption,
     StageError,
     UniformStageOption,
 )
-from autopar.plan import Plan, PlanError  # noqa: E402
-from autopar.planning.option_search import get_last_search_result  # noqa: E402
-from autopar.planning.plan_step import plan_step  # noqa: E402
-from autopar.planning.stage_construction import get_last_dp_result  # noqa: E402
-from autopar.prediction.predicting import compile_step, predict, simulate  # noqa: E402
-from autopar.primitives import MissingRuleError  # noqa: E402
-from autopar.runtime.batch_reading import DataLoaderError  # noqa: E402
-from autopar.runtime.data_loader import DataLoader, MeshDriverDataLoader  # noqa: E402
-from autopar.runtime.executable import Executable  # noqa: E402
-from autopar.runtime.first_step import FirstStepError  # noqa: E402
-from autopar.sharding.options import ShardingOptions  # noqa: E402
-from autopar.sharding.pins import ShardingError  # noqa: E402
-from autopar.sharding.planner import MemoryBudgetError  # noqa: E402
-from autopar.sharding.selection_problem import InfeasibleError  # noqa: E402
-from autopar.tracing.trace import TraceError  # noqa: E402
-from autopar.training import train  # noqa: E402
-from autopar.tuning import Tuned, tune  # noqa: E402
+from autopar.plan import Plan, PlanError
+from autopar.planning.option_search import get_last_search_result
+from autopar.planning.plan_step import plan_step
+from autopar.planning.stage_construction import get_last_dp_result
+from autopar.prediction.predicting import compile_step, predict, simulate
+from autopar.primitives import MissingRuleError
+from autopar.runtime.batch_reading import DataLoaderError
+from autopar.runtime.data_loader import DataLoader, MeshDriverDataLoader
+from autopar.runtime.executable import Executable
+from autopar.runtime.first_step import FirstStepError
+from autopar.sharding.options import ShardingOptions
+from autopar.sharding.pins import ShardingError
+from autopar.sharding.planner import MemoryBudgetError
+from autopar.sharding.selection_problem import InfeasibleError
+from autopar.tracing.trace import TraceError
+from autopar.training import train
+from autopar.tuning import Tuned, tune
 
 if TYPE_CHECKING:
     from autopar import directives, model_schedules

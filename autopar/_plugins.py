@@ -41,7 +41,9 @@ def backends_started() -> bool:
 
 
 @functools.cache
-def compile_only_devices(target_config: str, hosts: int, devices_per_host: int) -> tuple[Device, ...]:
+def compile_only_devices(
+    target_config: str, hosts: int, devices_per_host: int
+) -> tuple[Device, ...]:
     """Stand-ins for `hosts` x `devices_per_host` GPUs that programs can be compiled for but not run on, in order of their ids.
 
     `target_config` is XLA's GpuTargetConfig text: what the compiler wants to know of a GPU. The same arguments give the same

@@ -17,7 +17,14 @@ from autopar.hosts import session
 from autopar.hosts.arrays import DistributedArray
 from autopar.ir.memo import forget_steps
 from autopar.lowering.planned import PlannedStep
-from autopar.methods import CreateStateParallel, FollowParallel, Method, PlanMethod, PlanningMethod, ShardParallel
+from autopar.methods import (
+    CreateStateParallel,
+    FollowParallel,
+    Method,
+    PlanMethod,
+    PlanningMethod,
+    ShardParallel,
+)
 from autopar.planning.follow import follow
 from autopar.planning.method_planning import plan_by_method, trace_for
 from autopar.runtime.create_state import CreateStateExecutable, state_avals
@@ -114,7 +121,9 @@ def parallelize(
     """
     method = ShardParallel() if method is None else method
     if not isinstance(method, get_args(Method.__value__)):
-        raise OptionError(f"method is {shown(method)}, expected one of autopar.methods, e.g. autopar.ShardParallel()")
+        raise OptionError(
+            f"method is {shown(method)}, expected one of autopar.methods, e.g. autopar.ShardParallel()"
+        )
     static_argnums = checked("static_argnums", static_argnums, AUTO_ARGNUMS)
     donate_argnums = checked("donate_argnums", donate_argnums, AUTO_ARGNUMS)
     batch_argnums = checked("batch_argnums", batch_argnums, ARGNUMS)
@@ -168,9 +177,15 @@ class ParallelizedFunction[E: AnyExecutable]:
         self._unchecked: set[E] = set()  # whose first step is still to be compared
 
     def __call__(self, *args: Any) -> Any:
-        if self._last is not None and self._backend is backend() and self._last[2] not in self._unchecked:
+        if (
+            self._last is not None
+            and self._backend is backend()
+            and self._last[2] not in self._unchecked
+        ):
             static, static_args, executable = self._last
-            if not static or static_args == tuple(static_key(args[i]) for i in static if i < len(args)):
+            if not static or static_args == tuple(
+                static_key(args[i]) for i in static if i < len(args)
+            ):
                 try:
                     return executable(*without(args, static))
                 except (TypeError, ValueError):
@@ -209,7 +224,10 @@ class ParallelizedFunction[E: AnyExecutable]:
         dynamic = tuple(without(args, static))
         leaves, tree = jax.tree.flatten(dynamic)
         if self._backend is LOCAL and any(isinstance(leaf, DistributedArray) for leaf in leaves):
-            leaves = [leaf.__jax_array__() if isinstance(leaf, DistributedArray) else leaf for leaf in leaves]
+            leaves = [
+                leaf.__jax_array__() if isinstance(leaf, DistributedArray) else leaf
+                for leaf in leaves
+            ]
             dynamic = jax.tree.unflatten(tree, leaves)
         try:
             avals = tuple((a.shape, a.dtype, a.weak_type) for a in map(abstract, leaves))
@@ -247,7 +265,9 @@ class ParallelizedFunction[E: AnyExecutable]:
         batch = positions(batch_arguments(self._batch_argnums, args))
         donated = positions(donated_arguments(self._donate_argnums, args))
         # `parallelize` has E belong to the method.
-        executable: Any = self._executable(self._with_static(args, static), dynamic, batch, donated, start)
+        executable: Any = self._executable(
+            self._with_static(args, static), dynamic, batch, donated, start
+        )
         return executable
 
     def _with_static(self, args: Sequence[Any], static: Sequence[int]) -> Callable[..., Any]:
@@ -256,7 +276,9 @@ class ParallelizedFunction[E: AnyExecutable]:
 
         def fun(*dynamic: Any) -> Any:
             given = iter(dynamic)
-            return function(*(static_args[i] if i in static_args else next(given) for i in range(count)))
+            return function(
+                *(static_args[i] if i in static_args else next(given) for i in range(count))
+            )
 
         return wraps(self.fun)(fun)
 
@@ -278,12 +300,18 @@ class ParallelizedFunction[E: AnyExecutable]:
                 followed = _compiled(src_func)
                 present = here.devices_of(followed)
                 cluster = here.cluster(src_func.method, present)
-                planned = follow(fun, args, batch, num_micro_batches or 1, followed.planned, cluster)
+                planned = follow(
+                    fun, args, batch, num_micro_batches or 1, followed.planned, cluster
+                )
                 return here.load(planned, present, plan_seconds=_since(start))
             case CreateStateParallel(train_step, other_args):
-                others = tuple(other_args) if isinstance(other_args, tuple | list) else (other_args,)
+                others = (
+                    tuple(other_args) if isinstance(other_args, tuple | list) else (other_args,)
+                )
                 step = trace(fun, args, ())
-                executable = _parallelized(train_step, "train_step").get_executable(state_avals(step), *others)
+                executable = _parallelized(train_step, "train_step").get_executable(
+                    state_avals(step), *others
+                )
                 assert isinstance(executable, Executable)
                 return here.load_state(step, executable)
             case PlanningMethod() as method:
@@ -291,7 +319,9 @@ class ParallelizedFunction[E: AnyExecutable]:
                 present = target.devices or {}
                 return compiled_within(
                     budget_of(method.memory_budget, target.cluster, target.platform),
-                    lambda within: plan_by_method(_within(method, within), fun, args, batch, target),
+                    lambda within: plan_by_method(
+                        _within(method, within), fun, args, batch, target
+                    ),
                     lambda planned: here.load(planned, present, leaves, _since(start)),
                 )
             case _:
@@ -360,7 +390,9 @@ def _compiled(followed: Any) -> Executable:
     """Return the executable of a step that is followed."""
     executable = _parallelized(followed, "src_func").get_last_executable()
     if not isinstance(executable, Executable):
-        raise ValueError("the step to follow has not been compiled yet; call it, or its get_executable, first")
+        raise ValueError(
+            "the step to follow has not been compiled yet; call it, or its get_executable, first"
+        )
     return executable
 
 

@@ -18,9 +18,15 @@ import jax
 from autopar import microbenchmarks
 from autopar.devices import cluster_of, device_mesh
 from autopar.microbenchmarks import Benchmark
-from simulator.calibration.fit_cluster import Convolution, MeasuredDevice, Overlap, fit_cluster, fit_device
+from simulator.calibration.fit_cluster import (
+    Convolution,
+    MeasuredDevice,
+    Overlap,
+    fit_cluster,
+    fit_device,
+)
 from simulator.calibration.fit_collectives import MeasuredCollectives
-from simulator.cluster import Cluster, Provenance
+from simulator.hardware.cluster import Cluster, Provenance
 from simulator.work import CollectiveKind, Gemm
 
 _HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -65,7 +71,12 @@ CPU = Effort(
     tuple(4**i for i in range(5, 12)),
     (64, 256),
     (128, 256, 512),
-    (Convolution(4, 16, 32), Convolution(8, 16, 32), Convolution(4, 32, 32), Convolution(4, 16, 64)),
+    (
+        Convolution(4, 16, 32),
+        Convolution(8, 16, 32),
+        Convolution(4, 32, 32),
+        Convolution(4, 16, 64),
+    ),
     ("float32", "bfloat16"),
     0.02,
 )
@@ -87,7 +98,9 @@ def calibrate(
             fit the description at all is measured in any case.
     """
     if budget <= 0:
-        raise ValueError(f"a budget of {budget} seconds; expected more than 0, {BUDGET:.0f} by default")
+        raise ValueError(
+            f"a budget of {budget} seconds; expected more than 0, {BUDGET:.0f} by default"
+        )
     mesh = device_mesh(devices)
     here = list(mesh.devices.flat)
     base = cluster_of(mesh)
@@ -118,7 +131,9 @@ def driver_version() -> str | None:
 class _Clock:
     """Seconds of a budget, parts of which are given to one kind of measurement after the other."""
 
-    def __init__(self, budget: float, progress: Progress, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, budget: float, progress: Progress, now: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.budget, self.progress, self.now = budget, progress, now
         self.begun = now()
 
@@ -166,7 +181,9 @@ class _Measuring:
 
     def device(self) -> MeasuredDevice:
         several = len(self.devices) > 1
-        share = 0.4 if several else 0.9  # of the budget, for what a device does alone; products take half of it
+        share = (
+            0.4 if several else 0.9
+        )  # of the budget, for what a device does alone; products take half of it
         self.clock.tell("launches")
         launch = microbenchmarks.launch_seconds(self.devices[0], self.least)
         transfers = tuple(self._transfers(0.15 * share))
@@ -174,7 +191,9 @@ class _Measuring:
         for number, dtype in enumerate(self.effort.dtypes, start=1):
             until = share * (0.15 + 0.85 * number / len(self.effort.dtypes))
             begun = self.clock.spent / self.clock.budget
-            products[_HLO_DTYPES[dtype]] = tuple(self._products(dtype, begun + 0.6 * (until - begun)))
+            products[_HLO_DTYPES[dtype]] = tuple(
+                self._products(dtype, begun + 0.6 * (until - begun))
+            )
             convolutions[_HLO_DTYPES[dtype]] = tuple(self._convolutions(dtype, until))
         if not several:
             return MeasuredDevice(transfers, products, convolutions, launch=launch)
@@ -199,26 +218,38 @@ class _Measuring:
 
     def _convolutions(self, dtype: str, until: float) -> Iterator[tuple[Convolution, float]]:
         for sizes in self.clock.within(self.effort.convolutions, until, 2):
-            self.clock.tell(f"convolutions, {dtype}, {sizes.batch} x {sizes.side} x {sizes.side} x {sizes.channels}")
-            benchmark = microbenchmarks.convolution(self.devices[0], dtype, sizes.batch, sizes.side, sizes.channels)
+            self.clock.tell(
+                f"convolutions, {dtype}, {sizes.batch} x {sizes.side} x {sizes.side} x {sizes.channels}"
+            )
+            benchmark = microbenchmarks.convolution(
+                self.devices[0], dtype, sizes.batch, sizes.side, sizes.channels
+            )
             yield sizes, self._seconds(benchmark)
 
     def _collectives(self, kind: CollectiveKind, until: float) -> MeasuredCollectives:
         count = len(self.devices)
         counts = [each for each in (2, 4, 8, 16) if each < count] + [count]
         rows: list[tuple[int, float, float]] = []
-        for size, elements in self.clock.within(list(product(counts, self.effort.elements)), until, 6):
+        for size, elements in self.clock.within(
+            list(product(counts, self.effort.elements)), until, 6
+        ):
             self.clock.tell(f"{kind}, {size} devices, {elements:,} elements")
             num_bytes = 4 * size * -(-elements // size)
-            seconds = self._seconds(microbenchmarks.collective(kind, self.devices[:size], num_bytes))
+            seconds = self._seconds(
+                microbenchmarks.collective(kind, self.devices[:size], num_bytes)
+            )
             rows.append((size, float(num_bytes), seconds))
         return MeasuredCollectives.of(kind, *zip(*sorted(rows), strict=True))
 
     def _overlap(self, dtype: str) -> Overlap:
         """Products and an all_reduce that take about as long, by themselves and in one program."""
         self.clock.tell(f"an all_reduce beside products, {dtype}")
-        reduce = microbenchmarks.collective("all_reduce", self.devices, 4 * len(self.devices) * self._longest())
-        multiply = microbenchmarks.matrix_product(None, dtype, self.effort.rows[-1], self.effort.widths[-1])
+        reduce = microbenchmarks.collective(
+            "all_reduce", self.devices, 4 * len(self.devices) * self._longest()
+        )
+        multiply = microbenchmarks.matrix_product(
+            None, dtype, self.effort.rows[-1], self.effort.widths[-1]
+        )
         y = jax.tree.map(partial(microbenchmarks.on_each, self.devices), multiply.x)
 
         def products(count: int) -> Benchmark:
@@ -231,7 +262,9 @@ class _Measuring:
 
         moved = self._seconds(reduce)
         compute = products(max(1, min(64, round(moved / self._seconds(products(1))))))
-        both = Benchmark(lambda each: (reduce.kernel(each[0]), compute.kernel(each[1])), (reduce.x, compute.x))
+        both = Benchmark(
+            lambda each: (reduce.kernel(each[0]), compute.kernel(each[1])), (reduce.x, compute.x)
+        )
         return Overlap(self._seconds(compute), moved, self._seconds(both))
 
     def _longest(self) -> int:

@@ -96,7 +96,12 @@ def one_of(*known: str) -> Kind:
             raise ValueError
         return value
 
-    return Kind(" or ".join(map(repr, known)) if len(known) < 3 else f"one of {', '.join(map(repr, known))}", take)
+    return Kind(
+        " or ".join(map(repr, known))
+        if len(known) < 3
+        else f"one of {', '.join(map(repr, known))}",
+        take,
+    )
 
 
 def instance(expected: str, *types: type) -> Kind:
@@ -138,7 +143,9 @@ def by_name(kind: Kind, expected: str) -> Kind:
     """Mappings from texts that are not empty to values of one kind, as dicts."""
 
     def take(value: Any) -> dict[str, Any]:
-        if not isinstance(value, Mapping) or not all(isinstance(name, str) and name for name in value):
+        if not isinstance(value, Mapping) or not all(
+            isinstance(name, str) and name for name in value
+        ):
             raise TypeError
         return {name: kind.take(each) for name, each in value.items()}
 
@@ -148,7 +155,9 @@ def by_name(kind: Kind, expected: str) -> Kind:
 NONE = that("None", lambda value: value is None)
 FLAG = Kind("True or False", lambda value: bool(instance("", bool, np.bool_).take(value)))
 TEXT = that("a text that is not empty", lambda value: isinstance(value, str) and value != "")
-PATH = that("a path", lambda value: isinstance(value, Path) or (isinstance(value, str) and value != ""))
+PATH = that(
+    "a path", lambda value: isinstance(value, Path) or (isinstance(value, str) and value != "")
+)
 FUNCTION = that("a function", callable)
 BYTES = real(above=0.0)
 SHAPE = items(whole(), "a mesh shape such as (2, 4)", least=1, most=4)

@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from autopar.checks import NONE, SHAPE, Kind, checked, instance, items, shown, whole
 from autopar.ir.spec import AnyMesh, LogicalMesh
 from autopar.plan import Plan, Stage
-from simulator.cluster import Cluster
-from simulator.heterogeneous import AnyCluster
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.heterogeneous import AnyCluster
 
 type Device = Any  # jax.Device, which type checkers can't see
 type Devices = AnyMesh | int | Sequence[int] | Sequence[Device] | None
@@ -52,7 +52,9 @@ _CLUSTER_OF_KIND = {
 def logical_mesh(shape: Sequence[int]) -> LogicalMesh:
     """A mesh of `shape` with the default axis names."""
     if not 1 <= len(shape) <= len(AXIS_NAMES):
-        raise ValueError(f"mesh shape {tuple(shape)} has {len(shape)} axes, expected 1 to {len(AXIS_NAMES)}")
+        raise ValueError(
+            f"mesh shape {tuple(shape)} has {len(shape)} axes, expected 1 to {len(AXIS_NAMES)}"
+        )
     return LogicalMesh(tuple(shape), AXIS_NAMES[: len(shape)])
 
 
@@ -70,7 +72,9 @@ def device_mesh(
     """
     if isinstance(devices, Mesh):
         if shape is not None and tuple(shape) != devices.axis_sizes:
-            raise ValueError(f"the plan needs a mesh of shape {tuple(shape)}, got one of shape {devices.axis_sizes}")
+            raise ValueError(
+                f"the plan needs a mesh of shape {tuple(shape)}, got one of shape {devices.axis_sizes}"
+            )
         names = axis_names or devices.axis_names
         return Mesh(devices.devices, names, axis_types=(AxisType.Auto,) * len(names))
     chosen, own_shape = _choose(devices, prod(shape) if shape is not None else None)
@@ -91,7 +95,9 @@ def planned_mesh(devices: Devices) -> AnyMesh:
 
 def _choose(devices: Devices, count: int | None) -> tuple[list[Device], tuple[int, ...]]:
     if isinstance(devices, AbstractMesh):
-        raise ValueError(f"{devices} has no devices to run on; give a jax.sharding.Mesh of its axes")
+        raise ValueError(
+            f"{devices} has no devices to run on; give a jax.sharding.Mesh of its axes"
+        )
     present = jax.devices()
     if devices is None:
         devices = len(present) if count is None else count
@@ -116,7 +122,9 @@ def mesh_on(cluster: AnyCluster, devices: Devices) -> LogicalMesh:
         ValueError: the cluster has fewer devices, or `devices` are some that are here, and another number of them.
     """
     mesh, there = mesh_meant(devices, cluster.num_devices), cluster.num_devices
-    are_here = isinstance(devices, Mesh) or (isinstance(devices, tuple) and isinstance(devices[0], jax.Device))
+    are_here = isinstance(devices, Mesh) or (
+        isinstance(devices, tuple) and isinstance(devices[0], jax.Device)
+    )
     if mesh.num_devices > there or (are_here and mesh.num_devices != there):
         raise ValueError(
             f"devices is {shown(devices)}, {mesh.num_devices} of them, but cluster {cluster.name!r} has {there}; give the shape of a"
@@ -152,14 +160,18 @@ def devices_of_plan(devices: Devices, plan: Plan) -> list[Device]:
     needed = max(device for stage in plan.stages for device in stage.devices) + 1
     whole, shape = plan.schedule.is_whole_step, plan.stages[0].mesh_shape
     if isinstance(devices, Mesh) and whole and shape != devices.axis_sizes:
-        raise ValueError(f"the plan needs a mesh of shape {shape}, got one of shape {devices.axis_sizes}")
+        raise ValueError(
+            f"the plan needs a mesh of shape {shape}, got one of shape {devices.axis_sizes}"
+        )
     present = list(devices.devices.flat) if isinstance(devices, Mesh) else _choose(devices, None)[0]
     if needed > len(present) or (devices is not None and whole and needed < len(present)):
         raise ValueError(f"the plan needs {needed} devices, got {len(present)}")
     return present
 
 
-def submeshes(devices: Mapping[int, Device] | Sequence[Device], stages: Sequence[Stage]) -> tuple[Mesh, ...]:
+def submeshes(
+    devices: Mapping[int, Device] | Sequence[Device], stages: Sequence[Stage]
+) -> tuple[Mesh, ...]:
     """Return the mesh of each stage; the plan numbers the devices."""
 
     def mesh(stage: Stage) -> Mesh:

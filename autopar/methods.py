@@ -29,11 +29,20 @@ from autopar.pipeline.stage_options import AutoStageOption, StageOption, Uniform
 from autopar.plan import Plan
 from autopar.sharding.options import AUTO, DATA_PARALLEL, PINS, ZERO2, ZERO3, ShardingOptions
 from autopar.sharding.pins import specs_by_path
-from simulator.cluster import Cluster
-from simulator.heterogeneous import AnyCluster, MixedCluster
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.heterogeneous import AnyCluster, MixedCluster
 
-CLUSTER = instance("a simulator.Cluster or MixedCluster, the name of one or a path", Cluster, MixedCluster) | PATH
-_COMMON: dict[str, Any] = {"devices": DEVICES, "cluster": CLUSTER | NONE, "memory_budget": BYTES | NONE}
+CLUSTER = (
+    instance(
+        "a simulator.Cluster or MixedCluster, the name of one or a path", Cluster, MixedCluster
+    )
+    | PATH
+)
+_COMMON: dict[str, Any] = {
+    "devices": DEVICES,
+    "cluster": CLUSTER | NONE,
+    "memory_budget": BYTES | NONE,
+}
 _SHARDING = instance("an autopar.ShardingOptions", ShardingOptions)
 
 
@@ -146,10 +155,14 @@ class ManualShardParallel(PlanningMethod):
         return replace(self.sharding, pins={**inputs, **outputs, **self.pins})
 
 
-_STAGE_OPTIONS: dict[str, Callable[[], StageOption]] = {"uniform": UniformStageOption, "auto": AutoStageOption}
+_STAGE_OPTIONS: dict[str, Callable[[], StageOption]] = {
+    "uniform": UniformStageOption,
+    "auto": AutoStageOption,
+}
 _LAYERS = NONE | instance("a ManualLayerOption or an AutoLayerOption", *get_args(LayerOption))
 _STAGES = one_of(*_STAGE_OPTIONS) | instance(
-    "a UniformStageOption, a ManualStageOption or an AutoStageOption", *get_args(StageOption.__value__)
+    "a UniformStageOption, a ManualStageOption or an AutoStageOption",
+    *get_args(StageOption.__value__),
 )
 
 
@@ -200,7 +213,11 @@ class PipeshardParallel(PlanningMethod):
         """The stages on each submesh, spelled out."""
         if self.num_chunks is not None:
             return self.num_chunks
-        return 1 if self.pipeline_schedule == "auto" else schedule_kind(self.pipeline_schedule).num_chunks or 1
+        return (
+            1
+            if self.pipeline_schedule == "auto"
+            else schedule_kind(self.pipeline_schedule).num_chunks or 1
+        )
 
     @property
     def sharding(self) -> ShardingOptions:
@@ -234,9 +251,13 @@ def get_3d_parallel_method(
         ValueError: the degrees don't multiply to the number of devices.
     """
     degrees = {"operator_parallel": operator_parallel, "pipeline_parallel": pipeline_parallel}
-    operator_parallel, pipeline_parallel = (checked(name, each, whole()) for name, each in degrees.items())
+    operator_parallel, pipeline_parallel = (
+        checked(name, each, whole()) for name, each in degrees.items()
+    )
     data_parallel = checked("data_parallel", data_parallel, whole(-1))
-    degenerates = checked("allow_degenerate_into_shard_parallel", allow_degenerate_into_shard_parallel, FLAG)
+    degenerates = checked(
+        "allow_degenerate_into_shard_parallel", allow_degenerate_into_shard_parallel, FLAG
+    )
     devices = checked("devices", devices, DEVICES)
     count = device_count(devices)
     if data_parallel == -1:
@@ -250,10 +271,14 @@ def get_3d_parallel_method(
     sharding = ShardingOptions(batch_axis="x") if data_parallel > 1 else AUTO
     options = {
         "layer_option": AutoLayerOption(pipeline_parallel),
-        "stage_option": UniformStageOption(pipeline_parallel, (1, data_parallel * operator_parallel), shape),
+        "stage_option": UniformStageOption(
+            pipeline_parallel, (1, data_parallel * operator_parallel), shape
+        ),
         **options,
     }
-    method = PipeshardParallel(devices, num_micro_batches, default_auto_sharding_option=sharding, **options)
+    method = PipeshardParallel(
+        devices, num_micro_batches, default_auto_sharding_option=sharding, **options
+    )
     if pipeline_parallel > 1 or not degenerates:
         return method
     mesh = reshaped(devices, shape)
@@ -277,7 +302,9 @@ def device_count(devices: Devices) -> int:
 
 
 PLAN = instance("an autopar.Plan, such as plan_step returns", Plan)
-_PARALLELIZED = that("what autopar.parallelize returns", lambda step: hasattr(step, "get_last_executable"))
+_PARALLELIZED = that(
+    "what autopar.parallelize returns", lambda step: hasattr(step, "get_last_executable")
+)
 
 
 @dataclass(frozen=True)

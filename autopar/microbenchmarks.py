@@ -57,7 +57,9 @@ def elementwise(device: Any, size: int, parts: int | None = None) -> Benchmark:
     if parts is None:
         parts = max(1, _MORE_THAN_CACHES // (4 * size)) if _is_gpu(device) else 1
     if parts == 1:
-        return Benchmark(lambda x: x * 0.999 + 0.001, jax.device_put(jnp.ones(size, jnp.float32), device))
+        return Benchmark(
+            lambda x: x * 0.999 + 0.001, jax.device_put(jnp.ones(size, jnp.float32), device)
+        )
     in_a_turn = min(parts, _KERNELS_IN_A_TURN)
 
     def kernel(of: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -94,7 +96,9 @@ def collective(kind: CollectiveKind, devices: Sequence[Any], num_bytes: int) -> 
         raise ValueError(
             f"{num_bytes} bytes can't be split into float32 shards for {len(devices)} devices; use a multiple"
         )
-    return Benchmark(on_all(devices, _ONCE[kind]), on_each(devices, np.zeros(num_bytes // 4, np.float32)))
+    return Benchmark(
+        on_all(devices, _ONCE[kind]), on_each(devices, np.zeros(num_bytes // 4, np.float32))
+    )
 
 
 def on_each(devices: Sequence[Any], x: Any) -> jax.Array:
@@ -115,7 +119,9 @@ def repeated(benchmark: Benchmark) -> Callable[[Any, int], Any]:
     def row(x: Any, count: int) -> Any:
         return jax.lax.fori_loop(0, count, lambda _, x: benchmark.kernel(x), x)
 
-    (platform,) = {device.platform for leaf in jax.tree.leaves(benchmark.x) for device in leaf.devices()}
+    (platform,) = {
+        device.platform for leaf in jax.tree.leaves(benchmark.x) for device in leaf.devices()
+    }
     return jax.jit(row, static_argnums=1 if platform == "gpu" else ())
 
 

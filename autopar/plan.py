@@ -124,9 +124,15 @@ class Stage(_Model):
     def _check_mesh(self) -> Self:
         """Specs name axes of the mesh, and there are as many devices as it has."""
         if len(self.mesh_shape) != len(self.axis_names) or min(self.mesh_shape, default=1) < 1:
-            raise ValueError(f"mesh_shape {brief(self.mesh_shape)} with axis_names {brief(self.axis_names)}")
-        if len(set(self.devices)) != prod(self.mesh_shape) or len(self.devices) != prod(self.mesh_shape):
-            raise ValueError(f"devices {brief(self.devices)} for a mesh of shape {brief(self.mesh_shape)}")
+            raise ValueError(
+                f"mesh_shape {brief(self.mesh_shape)} with axis_names {brief(self.axis_names)}"
+            )
+        if len(set(self.devices)) != prod(self.mesh_shape) or len(self.devices) != prod(
+            self.mesh_shape
+        ):
+            raise ValueError(
+                f"devices {brief(self.devices)} for a mesh of shape {brief(self.mesh_shape)}"
+            )
         for array in (*self.inputs, *self.outputs, *self.constraints):
             unknown = {axis for axes in array.spec for axis in axes}.difference(self.axis_names)
             if unknown or len(array.spec) != len(array.shape):
@@ -196,7 +202,9 @@ class MemorySplit(_Model):
         """The parts from one percent on, largest first."""
         total = sum(self.model_dump().values())
         parts = sorted(self.model_dump().items(), key=lambda part: -part[1])
-        return ", ".join(f"{name} {size / total:.0%}" for name, size in parts if size >= 0.01 * total > 0)
+        return ", ".join(
+            f"{name} {size / total:.0%}" for name, size in parts if size >= 0.01 * total > 0
+        )
 
 
 class Plan(_Model):
@@ -244,13 +252,17 @@ class Plan(_Model):
         if not isinstance(data, dict):
             raise PlanError(f"not a plan: {brief(data)}; expected the JSON that Plan.save writes")
         if (version := data.get("version")) != VERSION:
-            raise PlanError(f"plan of version {brief(version)}, expected {VERSION}; plan the step again")
+            raise PlanError(
+                f"plan of version {brief(version)}, expected {VERSION}; plan the step again"
+            )
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise PlanError(f"not a plan: {one_line(f'{where}: {first["msg"]}')}; plan the step again") from error
+            raise PlanError(
+                f"not a plan: {one_line(f'{where}: {first["msg"]}')}; plan the step again"
+            ) from error
 
     def save(self, path: str | Path) -> None:
         write_text(path, self.to_json())
@@ -274,7 +286,9 @@ class Plan(_Model):
 
     def table(self) -> Table:
         """Every input, output and constrained value: shape, dtype, PartitionSpec, bytes per device."""
-        mesh = ", ".join(" x ".join(f"{a}={n}" for a, n in stage.mesh.sizes.items()) for stage in self.stages)
+        mesh = ", ".join(
+            " x ".join(f"{a}={n}" for a, n in stage.mesh.sizes.items()) for stage in self.stages
+        )
         deferred = ", ".join(axis for stage in self.stages for axis in stage.deferred)
         once = f" (gradients completed once along {deferred})" if deferred else ""
         schedule = "" if self.schedule.is_whole_step else f"schedule {self.schedule.name}, "
@@ -284,9 +298,16 @@ class Plan(_Model):
         )
         if split := str(self.predicted_memory):
             title += f": {split}"
-        table = Table(title=title, title_justify="left", caption="\n".join(self.warnings), caption_justify="left")
+        table = Table(
+            title=title,
+            title_justify="left",
+            caption="\n".join(self.warnings),
+            caption_justify="left",
+        )
         for name in ("value", "role", "shape", "dtype", "PartitionSpec", "bytes per device"):
-            table.add_column(name, justify="right" if name == "bytes per device" else "left", overflow="fold")
+            table.add_column(
+                name, justify="right" if name == "bytes per device" else "left", overflow="fold"
+            )
         for number, stage in enumerate(self.stages):
             if not self.schedule.is_whole_step:
                 place = f"layers {ranges(stage.layers)} on devices {ranges(stage.devices)}"

@@ -18,4 +18,6 @@ def assert_allclose(x: Any, y: Any, rtol: float = 1e-4, atol: float = 1e-4) -> N
     if names[0] != names[1]:
         raise AssertionError(f"structures differ: {left_tree} and {right_tree}")
     for (_, a), (_, b), name in zip(left, right, names[0], strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol, atol, err_msg=f"at {name or 'the value'}")
+        np.testing.assert_allclose(
+            np.asarray(a), np.asarray(b), rtol, atol, err_msg=f"at {name or 'the value'}"
+        )

@@ -63,13 +63,21 @@ def train(
             uses it.
         ValueError: there are fewer batches than steps, the step does not return a state, or an argument makes no sense.
     """
-    checked("step", step, that("what autopar.parallelize returns", lambda step: hasattr(step, "get_executable")))
+    checked(
+        "step",
+        step,
+        that("what autopar.parallelize returns", lambda step: hasattr(step, "get_executable")),
+    )
     checked(
         "batches",
         batches,
-        instance("a loader or a function of a step's number", DataLoader, MeshDriverDataLoader) | FUNCTION,
+        instance("a loader or a function of a step's number", DataLoader, MeshDriverDataLoader)
+        | FUNCTION,
     )
-    num_steps, max_failures = checked("num_steps", num_steps, whole(0)), checked("max_failures", max_failures, whole(0))
+    num_steps, max_failures = (
+        checked("num_steps", num_steps, whole(0)),
+        checked("max_failures", max_failures, whole(0)),
+    )
     save_every = checked("save_every", save_every, whole())
     checked("on_step", on_step, FUNCTION | NONE)
     check_keep(keep)
@@ -87,7 +95,9 @@ def _run(loop: "_Loop", state: Any, directory: Path, num_steps: int, max_failure
     """Run the loop until it ends, or hosts fail too often."""
     last = latest_step(directory)
     if last is not None and last > num_steps:
-        raise CheckpointError(f"{directory} has a checkpoint of step {last}, which is after num_steps={num_steps}")
+        raise CheckpointError(
+            f"{directory} has a checkpoint of step {last}, which is after num_steps={num_steps}"
+        )
     if last is None:
         save_checkpoint(directory, state, 0)
         last = 0
@@ -123,7 +133,12 @@ class _Loop:
         on_step: Callable[[int, Any], None] | None,
     ) -> None:
         self._step, self._avals, self._batches, self._num_steps = step, avals, batches, num_steps
-        self._directory, self._save_every, self._keep, self._on_step = directory, save_every, keep, on_step
+        self._directory, self._save_every, self._keep, self._on_step = (
+            directory,
+            save_every,
+            keep,
+            on_step,
+        )
 
     def run(self, first: int, state: Any) -> Any:
         """The steps from number `first` on; without a state, of the last checkpoint that can be read, which is at most `first`."""

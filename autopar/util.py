@@ -31,7 +31,11 @@ def benchmark_func(
     """
     warmup, repeat, number = (
         checked(name, given, whole(least))
-        for name, given, least in (("warmup", warmup, 0), ("repeat", repeat, 1), ("number", number, 1))
+        for name, given, least in (
+            ("warmup", warmup, 0),
+            ("repeat", repeat, 1),
+            ("number", number, 1),
+        )
     )
     min_repeat_second = checked("min_repeat_second", min_repeat_second, real() | NONE)
     sync = sync_func or (lambda: None)
@@ -59,4 +63,8 @@ def zeros(avals: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]) 
             return jnp.broadcast_to(jax.random.key(0, impl=impl_of(aval.dtype)), aval.shape)
         return jnp.zeros(aval.shape, aval.dtype)
 
-    return jax.jit(lambda: [make(aval) for aval in avals], out_shardings=list(shardings))() if avals else []
+    return (
+        jax.jit(lambda: [make(aval) for aval in avals], out_shardings=list(shardings))()
+        if avals
+        else []
+    )

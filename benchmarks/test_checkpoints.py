@@ -35,7 +35,9 @@ def test_saving(benchmark, state, tmp_path, verify):
 def test_restoring(benchmark, state, tmp_path, verify):
     autopar.save_checkpoint(tmp_path, state, 0)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state)
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state
+    )
 
     def restore() -> None:
         jax.block_until_ready(autopar.restore_checkpoint(tmp_path, 0, wanted, verify=verify))

@@ -25,7 +25,9 @@ def hosts():
 
 
 def function() -> autopar.ParallelizedFunction:
-    plan = autopar.plan_step(stack_step, ARGS, method=pipeline(devices=8), cluster="cpu-virtual", mesh_shape=(8,))
+    plan = autopar.plan_step(
+        stack_step, ARGS, method=pipeline(devices=8), cluster="cpu-virtual", mesh_shape=(8,)
+    )
     return autopar.parallelize(stack_step, method=autopar.PlanMethod(plan), donate_argnums=())
 
 

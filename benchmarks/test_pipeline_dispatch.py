@@ -31,7 +31,9 @@ def test_instructions(benchmark):
     benchmark(lambda: jax.block_until_ready(executable(*args)))
     count = sum(1 for _ in walk(executable.program))
     benchmark.extra_info["instructions"] = count
-    benchmark.extra_info["microseconds_per_instruction"] = benchmark.stats.stats.median / count * 1e6
+    benchmark.extra_info["microseconds_per_instruction"] = (
+        benchmark.stats.stats.median / count * 1e6
+    )
 
 
 @pytest.mark.benchmark(group="pipeline of four stages")
@@ -40,7 +42,9 @@ def test_a_step_beside_its_stages(benchmark):
     executable, args = executable_and_args(512, 2048)
     benchmark(lambda: jax.block_until_ready(executable(*args)))
     seconds = {task: task_seconds(each.function) for task, each in executable.tasks.items()}
-    seconds = sum(seconds[task_of(each)] for _, each in walk(executable.program) if isinstance(each, Run))
+    seconds = sum(
+        seconds[task_of(each)] for _, each in walk(executable.program) if isinstance(each, Run)
+    )
     benchmark.extra_info["over_the_sum_of_its_tasks"] = benchmark.stats.stats.median / seconds
 
 
@@ -72,15 +76,25 @@ def test_a_transfer(benchmark, transfer, width, transport):
     (source_size, source_spec), (size, spec) = TRANSFERS[transfer]
     devices = np.array(jax.devices())
     source, to = Mesh(devices[:source_size], ("x",)), Mesh(devices[4 : 4 + size], ("x",))
-    meshes = (LogicalMesh((source_size,), ("x",)), source_spec), (LogicalMesh((size,), ("x",)), spec)
+    meshes = (
+        (LogicalMesh((source_size,), ("x",)), source_spec),
+        (LogicalMesh((size,), ("x",)), spec),
+    )
     plan = reshard((width, width), *meshes)
     move = transport(plan, jax.ShapeDtypeStruct((width, width), jnp.float32), source, to)
-    value = jax.device_put(np.ones((width, width), np.float32), NamedSharding(source, partition_spec(source_spec)))
+    value = jax.device_put(
+        np.ones((width, width), np.float32), NamedSharding(source, partition_spec(source_spec))
+    )
     renew = jax.jit(jnp.copy)
 
     def carry(value):
         sent = move.send(value)
         return jax.block_until_ready(sent if move.complete is None else move.complete(sent))
 
-    benchmark.pedantic(carry, setup=lambda: ((jax.block_until_ready(renew(value)),), {}), rounds=100, warmup_rounds=3)
+    benchmark.pedantic(
+        carry,
+        setup=lambda: ((jax.block_until_ready(renew(value)),), {}),
+        rounds=100,
+        warmup_rounds=3,
+    )
     benchmark.extra_info["bytes_between_meshes"] = plan.sent_bytes(4)

@@ -15,12 +15,14 @@ from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes, l
 from autopar.planning.stage_dp import construct_stages
 from autopar.planning.stage_problem import StageCost, StageProblem, in_flight_of
 from experiments.models.published import gpt
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
 SEQUENCE, VOCABULARY = 1024, 51200
 
 
-def gpt_problem(layers: int, hidden: int, pool: HostPool, micro_batches: int, flop_per_s: float) -> StageProblem:
+def gpt_problem(
+    layers: int, hidden: int, pool: HostPool, micro_batches: int, flop_per_s: float
+) -> StageProblem:
     """A GPT with remat, by the formulas of Megatron-LM (Narayanan et al., SC'21): one sequence per microbatch, Adam, tensor
     parallelism at 100 GB/s in a host and 3 GB/s between hosts, an eighth more time than single layers would take."""
 
@@ -30,7 +32,10 @@ def gpt_problem(layers: int, hidden: int, pool: HostPool, micro_batches: int, fl
         params = 12 * hidden**2 + (VOCABULARY * hidden if kind != "inner" else 0)
         flop = 8 * SEQUENCE * params + 16 * SEQUENCE**2 * hidden
         sequence_bytes = 2 * SEQUENCE * hidden / data
-        seconds = flop / (data * model) / flop_per_s + 16 * sequence_bytes * (model - 1) / model / bandwidth
+        seconds = (
+            flop / (data * model) / flop_per_s
+            + 16 * sequence_bytes * (model - 1) / model / bandwidth
+        )
         once = 4 * params / model * (data - 1) / data / bandwidth
         return seconds, once, 16 * params / model, sequence_bytes
 
@@ -61,20 +66,34 @@ def gpt_problem(layers: int, hidden: int, pool: HostPool, micro_batches: int, fl
 PROBLEMS = {
     "GPT-2.6B, 8 V100": lambda: gpt_problem(32, 2560, HostPool(1, 8, 15_000_000_000), 32, 60e12),
     "GPT-39B, 64 V100": lambda: gpt_problem(48, 8192, HostPool(8, 8, 15_000_000_000), 1024, 60e12),
-    "GPT-0.5T, 3072 A100": lambda: gpt_problem(64, 25600, HostPool(384, 8, 78_000_000_000), 1536, 150e12),
+    "GPT-0.5T, 3072 A100": lambda: gpt_problem(
+        64, 25600, HostPool(384, 8, 78_000_000_000), 1536, 150e12
+    ),
 }
 
 
 @pytest.mark.benchmark(group="stages")
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_stage_construction(benchmark, name):
-    benchmark.extra_info["costs"] = benchmark.pedantic(lambda: construct_stages(PROBLEMS[name]())).num_costs
+    benchmark.extra_info["costs"] = benchmark.pedantic(
+        lambda: construct_stages(PROBLEMS[name]())
+    ).num_costs
 
 
 STEPS = {
     "GPT-2.6B, 8 V100": (gpt(2560, 32, 32, 1024), 128, 8, Cluster.load("p3.16xlarge")),
-    "GPT-39B, 64 V100": (gpt(8192, 48, 64, 1024), 1024, 16, Cluster.load("p3.16xlarge").with_size(hosts=8)),
-    "GPT-1T, 3072 A100": (gpt(25600, 128, 160, 3072), 384, 64, Cluster.load("dgx_a100_80").with_size(hosts=384)),
+    "GPT-39B, 64 V100": (
+        gpt(8192, 48, 64, 1024),
+        1024,
+        16,
+        Cluster.load("p3.16xlarge").with_size(hosts=8),
+    ),
+    "GPT-1T, 3072 A100": (
+        gpt(25600, 128, 160, 3072),
+        384,
+        64,
+        Cluster.load("dgx_a100_80").with_size(hosts=384),
+    ),
 }
 """Model, microbatches, layers that stages are made of, cluster."""
 
@@ -89,14 +108,18 @@ def test_a_step_becomes_a_pipeline(benchmark, name):
         return model.train_step(state, batch, autopar.value_and_grad)
 
     method = autopar.PipeshardParallel(
-        num_micro_batches=micro_batches, layer_option=autopar.AutoLayerOption(layers), stage_option="auto"
+        num_micro_batches=micro_batches,
+        layer_option=autopar.AutoLayerOption(layers),
+        stage_option="auto",
     )
     arguments = model.abstract_args()
     plan = benchmark.pedantic(
         lambda: autopar.plan_step(train_step, arguments, method=method, cluster=cluster), rounds=1
     )
     assert plan.gap <= 0.011
-    benchmark.extra_info["stages"] = [f"{len(stage.devices)}: {stage.mesh_shape}" for stage in plan.stages]
+    benchmark.extra_info["stages"] = [
+        f"{len(stage.devices)}: {stage.mesh_shape}" for stage in plan.stages
+    ]
 
 
 @pytest.mark.benchmark(group="layers")
@@ -106,8 +129,13 @@ def test_layer_clustering_of_20000_equations(benchmark, num_layers):
     random = np.random.default_rng(0)
     flops = np.where(random.random(size) < 0.1, random.random(size), 0.0)
     uses = random.integers(2, 60, size)
-    values = [(e, float(random.integers(1000)), [e + 1, min(e + int(uses[e]), size - 1)]) for e in range(size - 2)]
-    layers = benchmark.pedantic(cluster_layers, (flops, received_bytes(size, values), num_layers), rounds=3)
+    values = [
+        (e, float(random.integers(1000)), [e + 1, min(e + int(uses[e]), size - 1)])
+        for e in range(size - 2)
+    ]
+    layers = benchmark.pedantic(
+        cluster_layers, (flops, received_bytes(size, values), num_layers), rounds=3
+    )
     assert all(a < b for a, b in pairwise(layers.stops))
 
 

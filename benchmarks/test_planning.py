@@ -15,9 +15,15 @@ from autopar.sharding.options import AUTO
 from autopar.tracing.trace import trace
 from experiments.models import build_model
 from experiments.models.published import gpt
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
-GPT_125M = {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "sequence_length": 1024, "vocab_size": 51200}
+GPT_125M = {
+    "num_layers": 12,
+    "hidden_size": 768,
+    "num_heads": 12,
+    "sequence_length": 1024,
+    "vocab_size": 51200,
+}
 MODELS = {
     "mlp 2048": build_model("mlp", {"dim": 2048, "num_layers": 10, "batch_size": 2048}),
     "gpt 125M": build_model("gpt", GPT_125M | {"batch_size": 8}),
@@ -41,7 +47,9 @@ def test_trace(benchmark, name):
 @pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=str)
 def test_plan(benchmark, step, shape):
     cluster = Cluster.load("p3.16xlarge")
-    benchmark.pedantic(make_plan, (step, logical_mesh(shape), cluster, AUTO, "ShardParallel"), rounds=3)
+    benchmark.pedantic(
+        make_plan, (step, logical_mesh(shape), cluster, AUTO, "ShardParallel"), rounds=3
+    )
 
 
 PUBLISHED = {
@@ -52,7 +60,11 @@ PUBLISHED = {
     ),
     "gpt 2.6B (2, 4)": (gpt(2560, 32, 32, batch_size=32), (2, 4), Cluster.load("p3.16xlarge")),
     "gpt 39B (2, 4)": (gpt(8192, 48, 64, batch_size=8), (2, 4), Cluster.load("dgx_a100_80")),
-    "gpt 39B (8, 8)": (gpt(8192, 48, 64, batch_size=64), (8, 8), Cluster.load("dgx_a100_80").with_size(hosts=8)),
+    "gpt 39B (8, 8)": (
+        gpt(8192, 48, 64, batch_size=64),
+        (8, 8),
+        Cluster.load("dgx_a100_80").with_size(hosts=8),
+    ),
 }
 """Models of Alpa's suite (OSDI'22, section 8), with every layer unrolled unless they are scanned, and where they are planned."""
 

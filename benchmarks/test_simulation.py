@@ -14,14 +14,14 @@ from pytest_benchmark.fixture import BenchmarkFixture
 import autopar
 from autopar.pipeline.pipeline_schedules import Pipeline, make_schedule
 from experiments.models import build_model
-from simulator.clock import Clock
-from simulator.cluster import Cluster
-from simulator.costs import ClusterCosts
-from simulator.engine import simulate
-from simulator.formula import Execution, Machine, Transformer, predict
+from simulator.costs.cost_model import ClusterCosts
+from simulator.engine.clock import Clock
+from simulator.engine.prediction import Prediction
+from simulator.engine.simulation import simulate
+from simulator.hardware.cluster import Cluster
 from simulator.hlo import parse_hlo
-from simulator.prediction import Prediction
 from simulator.program import Program, Run, Send
+from simulator.transformer import Execution, Machine, Transformer, predict
 from simulator.work import Body, Collective, Done, Gemm, Kernel, Start
 
 CLUSTER = Cluster.load("p3.16xlarge")
@@ -51,12 +51,16 @@ def pipeline_on_hosts(name: str, stages: int, micro_batches: int) -> Program:
     )
     meshes = tuple(tuple(range(8 * mesh, 8 * mesh + 8)) for mesh in range(stages))
     tasks = {each.task: each.phase for row in rows for each in row if isinstance(each, Run)}
-    return Program(meshes, rows, {task: task_body(2 if phase == "B" else 1) for task, phase in tasks.items()})
+    return Program(
+        meshes, rows, {task: task_body(2 if phase == "B" else 1) for task, phase in tasks.items()}
+    )
 
 
 def task_body(times: int) -> Body:
     sizes = Gemm(2048 * times, 1024, 4096)
-    products: Body = tuple(Kernel(f"k{n}", "gemm", sizes.flops, 4e7, "bf16", sizes) for n in range(10))
+    products: Body = tuple(
+        Kernel(f"k{n}", "gemm", sizes.flops, 4e7, "bf16", sizes) for n in range(10)
+    )
     reduce = Collective("sum", "all_reduce", 2 * 2048 * 4096, (tuple(range(8)),))
     return (*products[:5], Start(reduce), *products[5:7], Done("sum"), *products[7:]) * 2
 
@@ -64,7 +68,9 @@ def task_body(times: int) -> Body:
 @pytest.mark.benchmark(group="pipelines")
 @pytest.mark.parametrize("costs", ["known", "new"])
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1"])
-def test_a_pipeline_of_64_stages_and_512_microbatches(benchmark: BenchmarkFixture, name: str, costs: str) -> None:
+def test_a_pipeline_of_64_stages_and_512_microbatches(
+    benchmark: BenchmarkFixture, name: str, costs: str
+) -> None:
     """Once the program is turned into arrays, at costs that it was timed at before, and at others; messages have the cards to themselves."""
     clock = Clock.of(pipeline_on_hosts(name, 64, 512))
     known = ClusterCosts(DGX)
@@ -73,7 +79,9 @@ def test_a_pipeline_of_64_stages_and_512_microbatches(benchmark: BenchmarkFixtur
     found = (
         benchmark.pedantic(lambda: clock.makespan(known, shared=False), rounds=100, warmup_rounds=5)
         if costs == "known"
-        else benchmark.pedantic(clock.makespan, setup=lambda: ((ClusterCosts(DGX),), {"shared": False}), rounds=10)
+        else benchmark.pedantic(
+            clock.makespan, setup=lambda: ((ClusterCosts(DGX),), {"shared": False}), rounds=10
+        )
     )
     assert found == expected
     assert clock.known[0].table is not None  # no engine
@@ -96,7 +104,9 @@ def test_a_search_of_plans(benchmark: BenchmarkFixture) -> None:
     """All 96 ways that are tried of running GPT-175B on 512 GPUs; the machine's caches start empty each time."""
     degrees = [(t, p, 512 // (t * p)) for t, p in product((1, 2, 4, 8), (2, 4, 8, 16))]
     plans = [
-        Execution(tensor=t, pipeline=p, data=d, microbatch=b, global_batch=2048, recompute=recompute)
+        Execution(
+            tensor=t, pipeline=p, data=d, microbatch=b, global_batch=2048, recompute=recompute
+        )
         for (t, p, d), b, recompute in product(degrees, (1, 2, 4), ("selective", "full"))
         if 2048 % (b * d) == 0
     ]
@@ -112,7 +122,9 @@ def test_a_search_of_plans(benchmark: BenchmarkFixture) -> None:
 
 def gpt_175b_on(gpus: int) -> tuple[Execution, Machine]:
     data = gpus // 64
-    plan = Execution(tensor=8, pipeline=8, data=data, global_batch=96 * data, interleave=3, recompute="full")
+    plan = Execution(
+        tensor=8, pipeline=8, data=data, global_batch=96 * data, interleave=3, recompute="full"
+    )
     return plan, Machine(Cluster.load("dgx_a100_80").with_size(8 * data))
 
 
@@ -124,7 +136,8 @@ def best(benchmark: BenchmarkFixture) -> float:
 @pytest.mark.benchmark(group="compiled programs")
 def test_reading_a_program_of_10000_instructions(benchmark):
     lines = [
-        f"  %n{i} = f32[4]{{0}} negate(%{f'n{i - 1}' if i else 'p'}), metadata={{{'x' * 500}}}" for i in range(10_000)
+        f"  %n{i} = f32[4]{{0}} negate(%{f'n{i - 1}' if i else 'p'}), metadata={{{'x' * 500}}}"
+        for i in range(10_000)
     ]
     text = "\n".join(["HloModule m", "ENTRY %main {", "  %p = f32[4]{0} parameter(0)", *lines, "}"])
     assert len(benchmark.pedantic(parse_hlo, (text,), rounds=3)) == 10_000

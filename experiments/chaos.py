@@ -32,7 +32,9 @@ from experiments.raylets import raylets
 
 app = typer.Typer(add_completion=False, help=__doc__)
 
-MODEL = GPT(num_layers=4, hidden_size=32, num_heads=4, sequence_length=16, vocab_size=64, batch_size=16)
+MODEL = GPT(
+    num_layers=4, hidden_size=32, num_heads=4, sequence_length=16, vocab_size=64, batch_size=16
+)
 
 
 class Victim(StrEnum):
@@ -47,7 +49,9 @@ def train(
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 10,
     hosts: Annotated[int, typer.Option(help="Raylets on this machine.")] = 2,
     devices: Annotated[int, typer.Option(help="Virtual devices of each.")] = 4,
-    victim: Annotated[Victim, typer.Option(help="What is killed first; afterwards it is workers.")] = Victim.WORKER,
+    victim: Annotated[
+        Victim, typer.Option(help="What is killed first; afterwards it is workers.")
+    ] = Victim.WORKER,
     seed: Annotated[int, typer.Option(help="Of the moments.")] = 0,
 ) -> None:
     """Train a GPT while workers are killed, and compare."""
@@ -63,7 +67,9 @@ def train(
             f"{steps} steps, {killer.count} of {kills} kills ({', '.join(killer.done)}): {len(told)} steps run, {len(told) - steps} of"
             f" them again; {time.monotonic() - start:.0f} s, undisturbed {undisturbed:.0f} s"
         )
-        worst = max(float(np.max(np.abs(one - other))) for one, other in zip(expected, found, strict=True))
+        worst = max(
+            float(np.max(np.abs(one - other))) for one, other in zip(expected, found, strict=True)
+        )
         print(f"largest difference of a parameter: {worst:g}")
         # on fewer devices sums are rounded otherwise, and Adam's first steps are as large for gradients that are rounding
         tolerance = 0.0 if victim is Victim.WORKER else 5e-3
@@ -87,7 +93,13 @@ def cycles(
             autopar.prefetch(function(*args)[1])
             autopar.shutdown()
             _wait(lambda: not _workers(), "workers after shutdown")
-            rows.append((psutil.Process().memory_info().rss / 2**20, len(_family()), psutil.Process().num_fds()))
+            rows.append(
+                (
+                    psutil.Process().memory_info().rss / 2**20,
+                    len(_family()),
+                    psutil.Process().num_fds(),
+                )
+            )
             if cycle in (1, 2, 5) or cycle % 10 == 0:
                 print(
                     f"after {cycle:3}: {rows[-1][0]:5.0f} MiB in the driver, {rows[-1][1]} processes, {rows[-1][2]} files open"
@@ -104,7 +116,9 @@ def step(state: Any, batch: Any) -> Any:
 def _method() -> autopar.PipeshardParallel:
     """Two stages, on whatever devices there are."""
     return autopar.PipeshardParallel(
-        num_micro_batches=2, layer_option=autopar.AutoLayerOption(2), stage_option=autopar.UniformStageOption(2)
+        num_micro_batches=2,
+        layer_option=autopar.AutoLayerOption(2),
+        stage_option=autopar.UniformStageOption(2),
     )
 
 
@@ -124,18 +138,24 @@ def _trained(
         run.append(done)
         if told is not None:
             told(done)
-            autopar.prefetch(results[1])  # else the driver has asked for everything before the first kill
+            autopar.prefetch(
+                results[1]
+            )  # else the driver has asked for everything before the first kill
 
     autopar.init(cluster="ray", num_nodes=hosts, num_devices_per_node=devices, timeout=120)
     function = autopar.parallelize(step, method=_method())
     state = MODEL.init_state(jax.random.key(0))
     with tempfile.TemporaryDirectory() as folder:
-        state = autopar.train(function, state, _batches, steps, folder, save_every=save_every, on_step=on_step)
+        state = autopar.train(
+            function, state, _batches, steps, folder, save_every=save_every, on_step=on_step
+        )
         autopar.prefetch(state.params)
     params = [np.array(leaf) for leaf in jax.tree.leaves(state.params)]
     del state
     autopar.shutdown()
-    left = [each["state"] for each in placement_group_table().values() if each["state"] != "REMOVED"]
+    left = [
+        each["state"] for each in placement_group_table().values() if each["state"] != "REMOVED"
+    ]
     if left:
         sys.exit(f"placement groups are left: {left}")
     return params, run
@@ -145,7 +165,12 @@ class _Killer:
     """Kills something soon after certain steps have been asked for."""
 
     def __init__(self, cluster: Cluster, victim: Victim, steps: list[int], seed: int) -> None:
-        self._cluster, self._victim, self._steps, self._random = cluster, victim, steps, random.Random(seed)
+        self._cluster, self._victim, self._steps, self._random = (
+            cluster,
+            victim,
+            steps,
+            random.Random(seed),
+        )
         self.done: list[str] = []
 
     @property
@@ -161,7 +186,8 @@ class _Killer:
         if self._victim is Victim.HOST and not self.done:
             _family()  # the workers of that host are nobody's children afterwards
             self._cluster.remove_node(
-                self._random.choice(sorted(self._cluster.worker_nodes, key=id)), allow_graceful=False
+                self._random.choice(sorted(self._cluster.worker_nodes, key=id)),
+                allow_graceful=False,
             )
             self.done.append(f"a host after step {step}")
             return
@@ -213,7 +239,11 @@ def _workers() -> list[psutil.Process]:
 
 def _ports() -> set[int]:
     """What this process listens on."""
-    return {each.laddr.port for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN}
+    return {
+        each.laddr.port
+        for each in psutil.Process().net_connections()
+        if each.status == psutil.CONN_LISTEN
+    }
 
 
 def _wait(is_so: Callable[[], bool], what: str, *, is_wanted: bool = False) -> None:

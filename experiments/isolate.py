@@ -21,7 +21,9 @@ def main(script: str, job_json: str, directory: str, *arguments: str) -> None:
     job, results = Job.from_json(job_json), Path(directory)
     write_job(results, job)
     while left := remaining(job, results):
-        code, errors = _run([sys.executable, "-m", f"experiments.scripts.{script}", job_json, directory, *arguments])
+        code, errors = _run(
+            [sys.executable, "-m", f"experiments.scripts.{script}", job_json, directory, *arguments]
+        )
         if code == 0:
             assert not remaining(job, results), f"{script} ended well but left out {left}"
             return

@@ -18,7 +18,7 @@ from autopar.methods import PlanningMethod
 from experiments.models import GPT, Model
 from experiments.schedules import megatron, schedule_gpt, split_attention, train_step
 from experiments.strategy import Prediction, Runnable, Shape
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
 type Directives = Callable[[ModelSchedule, str], None]
 """What a schedule says of a model, splitting over the mesh axis of that name."""
@@ -37,9 +37,13 @@ class ByPlan(ABC):
 
     def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> autopar.Plan:
         step, method = self.step(model, mesh)
-        return autopar.plan_step(step, model.abstract_args(), method=method, cluster=cluster, mesh_shape=mesh)
+        return autopar.plan_step(
+            step, model.abstract_args(), method=method, cluster=cluster, mesh_shape=mesh
+        )
 
-    def prepare(self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]) -> Runnable:
+    def prepare(
+        self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]
+    ) -> Runnable:
         assert plan is not None
         step = autopar.parallelize(self.step(model, mesh)[0], method=autopar.PlanMethod(plan))
         executable = step.get_executable(*args)
@@ -47,7 +51,9 @@ class ByPlan(ABC):
         memory, seconds = executable.get_total_allocation_size(), executable.compile_seconds
         return Runnable(step, placed, lambda result: result, memory, seconds)
 
-    def predict(self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster) -> Prediction:
+    def predict(
+        self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster
+    ) -> Prediction:
         assert plan is not None
         start = time.perf_counter()
         timeline = autopar.simulate(self.step(model, mesh)[0], model.abstract_args(), plan, cluster)
@@ -98,11 +104,18 @@ class Scheduled(ByPlan):
     backend: Backend
 
     def runs_on(self, model: Model, mesh: Shape) -> bool:
-        return isinstance(model, GPT) and not model.scan_layers and prod(mesh) > 1 and model.num_heads % mesh[-1] == 0
+        return (
+            isinstance(model, GPT)
+            and not model.scan_layers
+            and prod(mesh) > 1
+            and model.num_heads % mesh[-1] == 0
+        )
 
     def step(self, model: Model, mesh: Shape) -> tuple[Callable[..., Any], PlanningMethod]:
         if not isinstance(model, GPT):
-            raise ValueError(f"schedules are written for GPT; given {type(model).__name__}, use an automatic strategy")
+            raise ValueError(
+                f"schedules are written for GPT; given {type(model).__name__}, use an automatic strategy"
+            )
         names = logical_mesh(mesh).axis_names
         sch = schedule_gpt(model, AbstractMesh(mesh, names))
         self.directives(sch, names[-1])

@@ -42,18 +42,26 @@ def megatron(sch: ModelSchedule, mesh_axis: str | None = None) -> None:
     model_schedules.schedule_gpt(sch, Knobs(mesh_axis, vocabulary_parallel=True), NAMES)
 
 
-def train_step(model: Model, built: Built) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
+def train_step(
+    model: Model, built: Built
+) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
     """The model's own training step, with the scheduled model in it; gradients are accumulated over microbatches, if there are any."""
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
-        updated, loss = model.train_step(state.replace(apply_fn=built.apply), batch, autopar.value_and_grad)
+        updated, loss = model.train_step(
+            state.replace(apply_fn=built.apply), batch, autopar.value_and_grad
+        )
         return updated.replace(apply_fn=state.apply_fn), loss
 
     return step
 
 
 def scheduled_step(
-    model: GPT, mesh: Callable[[Sequence[int]], Mesh], shape: tuple[int, int], knobs: Knobs, num_micro_batches: int
+    model: GPT,
+    mesh: Callable[[Sequence[int]], Mesh],
+    shape: tuple[int, int],
+    knobs: Knobs,
+    num_micro_batches: int,
 ) -> tuple[Callable[..., Any], tuple[TrainState, Batch], PlanningMethod]:
     """The training step of a scheduled GPT, its arguments, and the method that keeps the schedule.
 

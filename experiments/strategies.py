@@ -20,7 +20,7 @@ from experiments.by_hand import BY_HAND
 from experiments.models.model import Model, ValueAndGrad
 from experiments.planned import SCHEDULED, Pipelined, Planned
 from experiments.strategy import Prediction, Runnable, Shape, Strategy, compile_here, simulated
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,23 @@ class Serial:
     def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> None:
         return None
 
-    def prepare(self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]) -> Runnable:
+    def prepare(
+        self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]
+    ) -> Runnable:
         placed = jax.device_put(args, jax.devices()[0])
         compiled, seconds = compile_here(jax.jit(model.train_step, donate_argnums=0), placed)
         return Runnable(compiled, placed, lambda result: result, memory_of(compiled).total, seconds)
 
-    def predict(self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster) -> Prediction:
+    def predict(
+        self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster
+    ) -> Prediction:
         here = NamedSharding(target_mesh(cluster, (1,), ("device",)), PartitionSpec())
-        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), model.abstract_args())
-        return simulated(compile_for(jax.jit(model.train_step, donate_argnums=0), args, cluster), cluster)
+        args = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), model.abstract_args()
+        )
+        return simulated(
+            compile_for(jax.jit(model.train_step, donate_argnums=0), args, cluster), cluster
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +62,25 @@ class Pmap:
     def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> None:
         return None
 
-    def prepare(self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]) -> Runnable:
+    def prepare(
+        self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]
+    ) -> Runnable:
         devices = jax.devices()[: prod(mesh)]
-        along = NamedSharding(Mesh(np.array(devices), ("batch",), axis_types=(AxisType.Auto,)), PartitionSpec("batch"))
+        along = NamedSharding(
+            Mesh(np.array(devices), ("batch",), axis_types=(AxisType.Auto,)), PartitionSpec("batch")
+        )
         placed = jax.device_put(_replicate_and_split(args, len(devices)), along)
         compiled, seconds = compile_here(_pmapped(model, devices), placed)
         gather = partial(jax.tree.map, lambda x: x[0])
         return Runnable(compiled, placed, gather, memory_of(compiled).total, seconds)
 
-    def predict(self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster) -> Prediction:
+    def predict(
+        self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster
+    ) -> Prediction:
         devices = target_devices(cluster, prod(mesh))
-        args = jax.eval_shape(partial(_replicate_and_split, count=len(devices)), model.abstract_args())
+        args = jax.eval_shape(
+            partial(_replicate_and_split, count=len(devices)), model.abstract_args()
+        )
         return simulated(compile_for(_pmapped(model, devices), args, cluster), cluster)
 
 
@@ -75,7 +91,9 @@ STRATEGIES: dict[str, Strategy] = {
     "zero2": Planned(autopar.Zero2Parallel),
     "zero3": Planned(autopar.Zero3Parallel),
     "shard": Planned(autopar.ShardParallel),
-    "heuristic": Planned(partial(autopar.ShardParallel, options=autopar.ShardingOptions(mode="heuristic"))),
+    "heuristic": Planned(
+        partial(autopar.ShardParallel, options=autopar.ShardingOptions(mode="heuristic"))
+    ),
     "pipeline": Pipelined(),
     **BY_HAND,
     **SCHEDULED,
@@ -87,16 +105,24 @@ def _replicate_and_split(args: tuple[Any, Any], count: int) -> tuple[Any, Any]:
 
     def split(x: jax.Array) -> jax.Array:
         if x.shape[0] % count:
-            raise ValueError(f"a batch of {x.shape[0]} can't be split over {count} devices; use a multiple of {count}")
+            raise ValueError(
+                f"a batch of {x.shape[0]} can't be split over {count} devices; use a multiple of {count}"
+            )
         return x.reshape(count, x.shape[0] // count, *x.shape[1:])
 
     state, batch = args
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), state), jax.tree.map(split, batch)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), state), jax.tree.map(
+        split, batch
+    )
 
 
 def _pmapped(model: Model, devices: Any) -> Any:
     def averaged(fun: Callable, **options: Any) -> Callable:
-        return lambda *args: jax.lax.pmean(jax.value_and_grad(fun, **options)(*args), axis_name="batch")
+        return lambda *args: jax.lax.pmean(
+            jax.value_and_grad(fun, **options)(*args), axis_name="batch"
+        )
 
     value_and_grad: ValueAndGrad = averaged
-    return jax.pmap(partial(model.train_step, value_and_grad=value_and_grad), axis_name="batch", devices=devices)
+    return jax.pmap(
+        partial(model.train_step, value_and_grad=value_and_grad), axis_name="batch", devices=devices
+    )

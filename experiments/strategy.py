@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import autopar
 from autopar.lowering.target import TargetExecutable
 from experiments.models.model import Model
-from simulator.cluster import Cluster
-from simulator.engine import simulate
+from simulator.engine.simulation import simulate
+from simulator.engine.timeline import Timeline
+from simulator.hardware.cluster import Cluster
 from simulator.hlo import parse_hlo
 from simulator.program import Program
-from simulator.timeline import Timeline
 
 type Shape = tuple[int, ...]
 """Devices along each axis of a logical mesh."""
@@ -54,11 +54,15 @@ class Strategy(Protocol):
         """Decide everything that needs deciding; None if nothing does. Touches no device."""
         ...
 
-    def prepare(self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]) -> Runnable:
+    def prepare(
+        self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]
+    ) -> Runnable:
         """Compile for the devices present, and distribute the host arrays `args` over them."""
         ...
 
-    def predict(self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster) -> Prediction:
+    def predict(
+        self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster
+    ) -> Prediction:
         """Compile for `cluster` and simulate. Touches no device."""
         ...
 
@@ -71,5 +75,7 @@ def compile_here(step: Any, args: tuple[Any, Any]) -> tuple[Any, float]:
 
 def simulated(executable: TargetExecutable, cluster: Cluster) -> Prediction:
     """Time a step that every device of one mesh runs alike."""
-    program = Program.single(parse_hlo(executable.hlo_text), executable.num_devices, executable.memory)
+    program = Program.single(
+        parse_hlo(executable.hlo_text), executable.num_devices, executable.memory
+    )
     return Prediction(simulate(program, cluster), executable.compile_seconds)

@@ -15,8 +15,8 @@ from experiments.job import Job, Source
 from experiments.models import MODELS, build_model
 from experiments.names import known
 from experiments.strategies import STRATEGIES
-from simulator.cluster import Cluster
 from simulator.files import brief, one_line, read_yaml
+from simulator.hardware.cluster import Cluster
 
 ROOT = Path(__file__).parent.parent
 SCHEMA = Path(__file__).parent / "schemas" / "config.schema.yaml"
@@ -74,7 +74,9 @@ def make_sweep(config: Mapping[str, Any]) -> Sweep:
             )
         for job in of_platform:
             if jobs[platform["source"]].setdefault(job.name, job) != job:
-                raise ValueError(f"two clusters are called {job.platform!r}; give one of the files another name")
+                raise ValueError(
+                    f"two clusters are called {job.platform!r}; give one of the files another name"
+                )
     return Sweep(jobs, config["collectives"], config["measure"], config["published"])
 
 
@@ -96,7 +98,9 @@ def _jobs(platform: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Jo
                     " or a cluster with more hosts"
                 )
             cluster.first_devices(prod(mesh))  # whole hosts, or part of one
-            strategies = tuple(name for name in config["strategies"] if STRATEGIES[name].runs_on(built, mesh))
+            strategies = tuple(
+                name for name in config["strategies"] if STRATEGIES[name].runs_on(built, mesh)
+            )
             if strategies:
                 yield Job(model, size, numbers, platform["cluster"], mesh, strategies)
 
@@ -115,7 +119,9 @@ def _check_keys(given: Any, where: str) -> None:
         case Mapping():
             for key, value in given.items():
                 if not isinstance(key, str):
-                    raise ValueError(f"{where}: a key {brief(key)}; expected a text, in quotes where it is a number")
+                    raise ValueError(
+                        f"{where}: a key {brief(key)}; expected a text, in quotes where it is a number"
+                    )
                 _check_keys(value, f"{where}.{key}")
         case list():
             for number, value in enumerate(given):
@@ -163,7 +169,9 @@ def _is_finite(checker: object, value: object) -> bool:
 
 _Validator = extend(
     Draft202012Validator,
-    type_checker=Draft202012Validator.TYPE_CHECKER.redefine_many({"integer": _is_whole, "number": _is_finite}),
+    type_checker=Draft202012Validator.TYPE_CHECKER.redefine_many(
+        {"integer": _is_whole, "number": _is_finite}
+    ),
 )
 """In JSON schemas 2.0 is an integer, and infinity a number."""
 

@@ -9,24 +9,24 @@
 
 `predict` says where the time goes, what a device holds and how well it is used; `Clock` finds the time alone, in no time.
 
-It knows nothing of JAX: `simulator.hlo` reads compiled programs as text, everything else is plain numbers. `simulator.formula` predicts
+It knows nothing of JAX: `simulator.hlo` reads compiled programs as text, everything else is plain numbers. `simulator.transformer` predicts
 transformers by their sizes, `python -m simulator` does so from files and compares with published numbers.
 """
 
 from simulator.backend import BACKENDS, Backend
-from simulator.breakdown import predict, prediction_of
-from simulator.clock import Clock
-from simulator.cluster import Cluster, Device, Link, cluster_names
-from simulator.costs import BandwidthOnly, ClusterCosts, CostModel, MixedCosts, costs_of
-from simulator.description import ClusterError
-from simulator.engine import simulate
-from simulator.heterogeneous import MixedCluster, load_cluster
+from simulator.costs.cost_model import BandwidthOnly, ClusterCosts, CostModel, MixedCosts, costs_of
+from simulator.engine.breakdown import predict, prediction_of
+from simulator.engine.clock import Clock
+from simulator.engine.prediction import Prediction
+from simulator.engine.simulation import simulate
+from simulator.engine.timeline import Timeline
+from simulator.hardware.cluster import Cluster, Device, Link, cluster_names
+from simulator.hardware.description import ClusterError
+from simulator.hardware.heterogeneous import MixedCluster, load_cluster
 from simulator.memory import Footprint, MemoryUse
-from simulator.prediction import Prediction
 from simulator.program import DeadlockError, Free, Program, Recv, Run, Send, parse_instruction, walk
 from simulator.program_file import ProgramError, load_program, save_program
 from simulator.spans import Span
-from simulator.timeline import Timeline
 from simulator.work import Collective, Done, Gemm, Kernel, Loop, Start, Work, work_of
 
 __all__ = [

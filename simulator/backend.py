@@ -41,7 +41,9 @@ CUDA_GRAPH = replace(JITTED, name="cuda-graph", kernel_us=0.6, instruction_us=15
 nothing on an RTX 5070 Ti (github.com/ahrefs/ocannl, issue 488), where kernels launched one by one take 2.7. What a step costs besides is taken
 to be as in `JITTED`. The gap between kernels on the device stays as it is."""
 
-BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in (EAGER, JITTED, CUDA_GRAPH, ZERO_2021)}
+BACKENDS: Mapping[str, Backend] = {
+    backend.name: backend for backend in (EAGER, JITTED, CUDA_GRAPH, ZERO_2021)
+}
 
 
 def backend_named(name: str) -> Backend:

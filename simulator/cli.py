@@ -9,24 +9,32 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from simulator.backend import BACKENDS, Backend, backend_named
-from simulator.breakdown import prediction_of
 from simulator.calibration.fit_profiles import COLUMNS, fit_collectives
 from simulator.calibration.shipped_profiles import fit_profiles, write_profile
-from simulator.engine import simulate
+from simulator.engine.breakdown import prediction_of
+from simulator.engine.prediction import Prediction
+from simulator.engine.simulation import simulate
 from simulator.files import check_writable, read_table
-from simulator.formula import predict
-from simulator.formula.scenario_files import Formula, load_for_program, load_machine
-from simulator.formula.what_if import Change
-from simulator.gantt import save_gantt
-from simulator.prediction import Prediction
-from simulator.prediction_table import prediction_json, prediction_table
+from simulator.hardware.schema import SCHEMAS
 from simulator.program_file import load_program
-from simulator.schema import SCHEMAS
+from simulator.report.gantt import save_gantt
+from simulator.report.prediction_table import prediction_json, prediction_table
+from simulator.transformer import predict
+from simulator.transformer.scenario_files import Formula, load_for_program, load_machine
+from simulator.transformer.what_if import Change
 from simulator.validation.published import published_sets
-from simulator.validation.report import Comparison, NothingPredictedError, as_json, summary, write_report
+from simulator.validation.report import (
+    Comparison,
+    NothingPredictedError,
+    as_json,
+    summary,
+    write_report,
+)
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Predicts training steps on clusters that need not be here."
+    no_args_is_help=True,
+    add_completion=False,
+    help="Predicts training steps on clusters that need not be here.",
 )
 
 
@@ -62,9 +70,12 @@ def predict_file(
             help="section.field=value of cluster, or of a formula's model or execution; or a factor, e.g. cluster.inter_host.bandwidth_gb_per_s=2x.",
         ),
     ] = None,
-    gantt: Annotated[Path | None, typer.Option(help="Draw the timeline of a program here (.svg, .png, .pdf).")] = None,
+    gantt: Annotated[
+        Path | None, typer.Option(help="Draw the timeline of a program here (.svg, .png, .pdf).")
+    ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write the timeline of a program here (.json), for Perfetto.")
+        Path | None,
+        typer.Option(help="Write the timeline of a program here (.json), for Perfetto."),
     ] = None,
     as_text: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -78,7 +89,9 @@ def predict_file(
             predictions = _of_program(file, names, changes, driver, gantt, trace)
         else:
             if gantt is not None or trace is not None:
-                raise ValueError("a formula has no timeline; --gantt and --trace are for programs (.json)")
+                raise ValueError(
+                    "a formula has no timeline; --gantt and --trace are for programs (.json)"
+                )
             predictions = _of_formula(file, names, changes, backend or "eager")
     except (ValueError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None
@@ -90,12 +103,17 @@ def predict_file(
         console.print(prediction_table(predictions))
 
 
-def _of_formula(file: Path, names: list[str], changes: list[Change], backend: str) -> dict[str, Prediction]:
+def _of_formula(
+    file: Path, names: list[str], changes: list[Change], backend: str
+) -> dict[str, Prediction]:
     of_cluster = [each for each in changes if each.path[0] == "cluster"]
     described = Formula.load(file, [each for each in changes if each.path[0] != "cluster"])
     devices = described.execution.devices
     machines = {name: load_machine(name, devices, backend, of_cluster) for name in names}
-    return {name: predict(described.model, described.execution, machine) for name, machine in machines.items()}
+    return {
+        name: predict(described.model, described.execution, machine)
+        for name, machine in machines.items()
+    }
 
 
 def _of_program(
@@ -107,7 +125,9 @@ def _of_program(
     trace: Path | None,
 ) -> dict[str, Prediction]:
     if elsewhere := [each.text for each in changes if each.path[0] != "cluster"]:
-        raise ValueError(f"{elsewhere[0]!r}: a program can't be changed, only its cluster: cluster.field=value")
+        raise ValueError(
+            f"{elsewhere[0]!r}: a program can't be changed, only its cluster: cluster.field=value"
+        )
     if (gantt or trace) and len(names) > 1:
         raise ValueError(f"--gantt and --trace are of one timeline; given {len(names)} clusters")
     program = load_program(file)
@@ -126,7 +146,9 @@ def _of_program(
 
 @app.command()
 def validate(
-    sets: Annotated[list[str] | None, typer.Argument(help="Names of published sets; all by default.")] = None,
+    sets: Annotated[
+        list[str] | None, typer.Argument(help="Names of published sets; all by default.")
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -137,11 +159,17 @@ def validate(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder for tables and figures; results/validation by default, none with --data."),
+        typer.Option(
+            help="Folder for tables and figures; results/validation by default, none with --data."
+        ),
     ] = None,
     write: Annotated[bool, typer.Option(help="Write tables and figures.")] = True,
-    as_text: Annotated[bool, typer.Option("--json", help="Print everything as JSON instead of a table.")] = False,
-    worst: Annotated[int, typer.Option(help="Also show so many rows of each set with the largest errors.")] = 0,
+    as_text: Annotated[
+        bool, typer.Option("--json", help="Print everything as JSON instead of a table.")
+    ] = False,
+    worst: Annotated[
+        int, typer.Option(help="Also show so many rows of each set with the largest errors.")
+    ] = 0,
 ) -> None:
     """Compares predictions with published measurements: errors, rank correlation, and the cost of choosing plans by prediction."""
     known = {published.name: published for published in published_sets()}
@@ -149,11 +177,19 @@ def validate(
         raise typer.BadParameter(f"unknown set {unknown[0]!r}; expected some of {', '.join(known)}")
     chosen = [known[name] for name in sets or known]
     if data is not None:
-        chosen = [published for published in chosen if any((data / f"{name}.csv").exists() for name in published.files)]
+        chosen = [
+            published
+            for published in chosen
+            if any((data / f"{name}.csv").exists() for name in published.files)
+        ]
     console, errors = Console(), Console(stderr=True)
-    console.width = max(console.width, 105)  # room for the table where nobody reads it on a terminal
+    console.width = max(
+        console.width, 105
+    )  # room for the table where nobody reads it on a terminal
     comparisons = []
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=errors, transient=True) as progress:
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), console=errors, transient=True
+    ) as progress:
         task = progress.add_task("", total=len(chosen))
         for published in chosen:
             progress.update(task, description=published.title)
@@ -201,11 +237,15 @@ def _print_worst(console: Console, comparison: Comparison, count: int) -> None:
 
 @app.command()
 def schema(
-    kind: Annotated[str, typer.Argument(help=f"Of a file that describes: {', '.join(SCHEMAS)}.")] = "cluster",
+    kind: Annotated[
+        str, typer.Argument(help=f"Of a file that describes: {', '.join(SCHEMAS)}.")
+    ] = "cluster",
 ) -> None:
     """Prints the JSON schema of files that describe hardware, with what each field means, for editors and checkers."""
     if kind not in SCHEMAS:
-        raise typer.BadParameter(f"unknown kind of file {kind!r}; expected one of {', '.join(SCHEMAS)}")
+        raise typer.BadParameter(
+            f"unknown kind of file {kind!r}; expected one of {', '.join(SCHEMAS)}"
+        )
     typer.echo(json.dumps(SCHEMAS[kind](), indent=1))
 
 
@@ -213,7 +253,10 @@ def schema(
 def calibrate(
     measurements: Annotated[
         Path | None,
-        typer.Argument(help=f"Collectives measured on one kind of device, .csv: {', '.join(COLUMNS)}.", exists=True),
+        typer.Argument(
+            help=f"Collectives measured on one kind of device, .csv: {', '.join(COLUMNS)}.",
+            exists=True,
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="The profile to write, .yaml.")] = None,
 ) -> None:

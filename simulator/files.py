@@ -16,7 +16,9 @@ _DEPTH = 50
 _NODES = 100_000
 _YAML_CHARACTERS = 2_000_000
 
-_BRIEF = reprlib.Repr(maxlevel=3, maxdict=6, maxlist=6, maxtuple=6, maxstring=100, maxother=100, maxlong=60)
+_BRIEF = reprlib.Repr(
+    maxlevel=3, maxdict=6, maxlist=6, maxtuple=6, maxstring=100, maxother=100, maxlong=60
+)
 
 
 class FileError(ValueError):
@@ -37,7 +39,9 @@ def one_line(text: object, length: int = _LINE) -> str:
     return line if len(line) <= length else f"{line[:length]}..."
 
 
-def read_text(path: str | Path, expected: str = "a text file", error: type[ValueError] = FileError) -> str:
+def read_text(
+    path: str | Path, expected: str = "a text file", error: type[ValueError] = FileError
+) -> str:
     """Return the text in a file.
 
     Args:
@@ -50,14 +54,20 @@ def read_text(path: str | Path, expected: str = "a text file", error: type[Value
     try:
         data = Path(path).read_bytes()
     except OSError as reason:
-        raise error(f"{one_line(path)}: can't be read ({reason.strerror}); expected {expected}") from None
+        raise error(
+            f"{one_line(path)}: can't be read ({reason.strerror}); expected {expected}"
+        ) from None
     except ValueError as reason:  # a path with a null character
-        raise error(f"{one_line(repr(str(path)))}: can't be read ({reason}); expected {expected}") from None
+        raise error(
+            f"{one_line(repr(str(path)))}: can't be read ({reason}); expected {expected}"
+        ) from None
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as reason:
         line, byte = data.count(b"\n", 0, reason.start) + 1, data[reason.start]
-        raise error(f"{path}: is not UTF-8: byte 0x{byte:02x} in line {line}; expected {expected}") from None
+        raise error(
+            f"{path}: is not UTF-8: byte 0x{byte:02x} in line {line}; expected {expected}"
+        ) from None
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -74,7 +84,9 @@ def write_text(path: str | Path, text: str) -> None:
 
 def unwritable(path: str | Path, reason: OSError) -> FileError:
     """Return the error that says why a file can't be written."""
-    return FileError(f"{path}: can't be written ({reason.strerror}); expected a file in a folder that is there")
+    return FileError(
+        f"{path}: can't be written ({reason.strerror}); expected a file in a folder that is there"
+    )
 
 
 def check_writable(*paths: Path | None) -> None:
@@ -85,8 +97,14 @@ def check_writable(*paths: Path | None) -> None:
     """
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            reason = "it is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
-            raise FileError(f"{path}: can't be written ({reason}); expected a file in a folder that is there")
+            reason = (
+                "it is a folder"
+                if path.is_dir()
+                else f"there is no folder {path.absolute().parent}"
+            )
+            raise FileError(
+                f"{path}: can't be written ({reason}); expected a file in a folder that is there"
+            )
 
 
 def parse_json(text: str, source: object, error: type[ValueError] = FileError) -> Any:
@@ -118,7 +136,9 @@ def parse_yaml(text: str, source: object, error: type[ValueError] = FileError) -
         error: it is not YAML, is nested too deeply, or is too large once its aliases are expanded.
     """
     if len(text) > _YAML_CHARACTERS:
-        raise error(f"{source}: has {len(text):,} characters; expected at most {_YAML_CHARACTERS:,}")
+        raise error(
+            f"{source}: has {len(text):,} characters; expected at most {_YAML_CHARACTERS:,}"
+        )
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
@@ -131,13 +151,24 @@ def parse_yaml(text: str, source: object, error: type[ValueError] = FileError) -
     except yaml.MarkedYAMLError as reason:
         mark = reason.problem_mark or reason.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise error(f"{source}: is not YAML: {where}{one_line(reason.problem or reason.context)}") from None
+        raise error(
+            f"{source}: is not YAML: {where}{one_line(reason.problem or reason.context)}"
+        ) from None
     # PyYAML's own errors, and those of Python where a value isn't what its form or its tag promises: a date such as 2026-13-01, `!!int x`
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as reason:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        TypeError,
+        ArithmeticError,
+    ) as reason:
         raise error(f"{source}: is not YAML: {one_line(reason) or type(reason).__name__}") from None
 
 
-def read_yaml(path: str | Path, expected: str = "a YAML file", error: type[ValueError] = FileError) -> Any:
+def read_yaml(
+    path: str | Path, expected: str = "a YAML file", error: type[ValueError] = FileError
+) -> Any:
     """Return the value in a YAML file; errors are those of `read_text` and `parse_yaml`."""
     return parse_yaml(read_text(path, expected, error), path, error)
 
@@ -164,7 +195,9 @@ def _check(node: yaml.Node, sizes: dict[int, int], depth: int) -> int:
     """Return how many values a node has once aliases are expanded; refuse what is too large or given twice."""
     if id(node) in sizes:
         if not sizes[id(node)]:
-            raise yaml.MarkedYAMLError(problem="an alias is part of itself", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem="an alias is part of itself", problem_mark=node.start_mark
+            )
         return sizes[id(node)]
     if depth > _DEPTH:
         raise RecursionError

@@ -5,7 +5,14 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Role = Literal[
-    "parameters", "optimizer", "gradients", "activations", "inputs", "outputs", "communication", "temporaries"
+    "parameters",
+    "optimizer",
+    "gradients",
+    "activations",
+    "inputs",
+    "outputs",
+    "communication",
+    "temporaries",
 ]
 """What memory holds: parameters; the state carried beside them; gradients of parameters, added up or waiting for the update; what
 the forward pass leaves for the backward pass; the batch and other inputs; results in a place of their own; copies of what other
@@ -35,7 +42,9 @@ class MemoryUse:
 
     def __post_init__(self) -> None:
         if self.roles and sum(self.roles.values()) != self.total:
-            raise ValueError(f"roles {dict(self.roles)} sum up to {sum(self.roles.values())}, expected {self.total}")
+            raise ValueError(
+                f"roles {dict(self.roles)} sum up to {sum(self.roles.values())}, expected {self.total}"
+            )
 
     @property
     def total(self) -> int:
@@ -67,7 +76,9 @@ def added[Bytes: (int, float)](*several: Mapping[Role, Bytes]) -> dict[Role, Byt
     return total
 
 
-def with_roles(use: MemoryUse, arguments: Mapping[Role, float], temporaries: Mapping[Role, float]) -> MemoryUse:
+def with_roles(
+    use: MemoryUse, arguments: Mapping[Role, float], temporaries: Mapping[Role, float]
+) -> MemoryUse:
     """`use`, with what its arguments and its temporaries hold; it has the last word on how many bytes these are."""
     roles = added(
         apportioned(arguments, use.arguments, "inputs"),
@@ -105,5 +116,7 @@ class Footprint:
     def fits(self) -> bool:
         """Whether the device has room. Without parts, nobody knows: `ValueError`."""
         if not self.parts:
-            raise ValueError("nothing is known of the memory; give the program `memory`, one MemoryUse per mesh")
+            raise ValueError(
+                "nothing is known of the memory; give the program `memory`, one MemoryUse per mesh"
+            )
         return self.reserved <= self.capacity

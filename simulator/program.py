@@ -31,7 +31,9 @@ class Run:
     @property
     def task(self) -> str:
         """The key of its body: the same for every microbatch, another for every round of an update."""
-        return f"{self.stage}U{self.micro_batch}" if self.phase == "U" else f"{self.stage}{self.phase}"
+        return (
+            f"{self.stage}U{self.micro_batch}" if self.phase == "U" else f"{self.stage}{self.phase}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,9 @@ def parse_instruction(text: str) -> Instruction:
         return Recv(found[1], int(found[2]))
     if found := re.fullmatch(r"free (.+)", text):
         return Free(tuple(found[1].split(",")))
-    raise ValueError(f"{text!r} is not an instruction; expected e.g. '1F0', 'send x>1', 'recv x<0' or 'free x,y'")
+    raise ValueError(
+        f"{text!r} is not an instruction; expected e.g. '1F0', 'send x>1', 'recv x<0' or 'free x,y'"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ class Program:
         model_flops: FLOP of the products and convolutions that the step needs, nothing computed twice, of all devices; None if nobody
             says.
         examples: that the step learns from; 0 if nobody says.
-        costed_for: the cluster whose seconds the bodies have, as `simulator.cost_fingerprint` writes it; nothing where they leave that to a cost
+        costed_for: the cluster whose seconds the bodies have, as `simulator.costs.cost_fingerprint` writes it; nothing where they leave that to a cost
             model, so that any cluster can time them.
     """
 
@@ -126,11 +130,17 @@ class Program:
     def __post_init__(self) -> None:
         for mesh, devices in enumerate(self.meshes):
             if not devices or min(devices) < 0:
-                raise ValueError(f"mesh {mesh} has devices {devices}; expected at least one, by numbers from 0 on")
+                raise ValueError(
+                    f"mesh {mesh} has devices {devices}; expected at least one, by numbers from 0 on"
+                )
         if len(self.meshes) != len(self.instructions):
-            raise ValueError(f"{len(self.meshes)} meshes but {len(self.instructions)} instruction lists; one each")
+            raise ValueError(
+                f"{len(self.meshes)} meshes but {len(self.instructions)} instruction lists; one each"
+            )
         if self.memory and len(self.memory) != len(self.meshes):
-            raise ValueError(f"{len(self.meshes)} meshes but memory of {len(self.memory)}; one each, or none")
+            raise ValueError(
+                f"{len(self.meshes)} meshes but memory of {len(self.memory)}; one each, or none"
+            )
         if self.levels and list(map(len, self.levels)) != list(map(len, self.instructions)):
             counts = list(map(len, self.instructions)), list(map(len, self.levels))
             raise ValueError(
@@ -171,7 +181,9 @@ class Program:
         return tuple((source[i % len(source)], target[i % len(target)]) for i in range(count))
 
     def __str__(self) -> str:
-        rows = (f"mesh {i}: " + " | ".join(map(str, row)) for i, row in enumerate(self.instructions))
+        rows = (
+            f"mesh {i}: " + " | ".join(map(str, row)) for i, row in enumerate(self.instructions)
+        )
         return "\n".join(rows)
 
 
@@ -214,6 +226,8 @@ def walk(program: Program) -> Iterator[tuple[int, Instruction]]:
 def _grid(program: Program, position: list[int]) -> str:
     rows = []
     for mesh, row in enumerate(program.instructions):
-        cells = [f"> {text}" if i == position[mesh] else text for i, text in enumerate(map(str, row))]
+        cells = [
+            f"> {text}" if i == position[mesh] else text for i, text in enumerate(map(str, row))
+        ]
         rows.append(f"  mesh {mesh}: " + " | ".join(cells))
     return "\n".join(rows)

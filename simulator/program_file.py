@@ -31,7 +31,9 @@ def load_program(path: str | Path) -> Program:
     try:
         return _File.model_validate_json(text).program
     except RecursionError:
-        raise ProgramError(f"{path}: is nested too deeply; expected a program that save_program wrote") from None
+        raise ProgramError(
+            f"{path}: is nested too deeply; expected a program that save_program wrote"
+        ) from None
     except ValidationError as error:
         if plan := _of_plan(text, path):
             raise ProgramError(f"{path}: {plan}") from None

@@ -1,4 +1,4 @@
-"""What devices are asked to do, in FLOP and bytes. Seconds come from a cost model (`simulator.costs`).
+"""What devices are asked to do, in FLOP and bytes. Seconds come from a cost model (`simulator.costs.cost_model`).
 
 A *body* is the ordered list of what one device launches for one task: kernels, collectives (started, then waited for) and
 loops of them. Both front ends produce it: the compiled one from scheduled HLO (`simulator.hlo`), the analytic one from a plan.
@@ -115,7 +115,11 @@ class Work:
     collectives: Mapping[str, float] = field(default_factory=dict)
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(_add(self.flops, other.flops), self.bytes + other.bytes, _add(self.collectives, other.collectives))
+        return Work(
+            _add(self.flops, other.flops),
+            self.bytes + other.bytes,
+            _add(self.collectives, other.collectives),
+        )
 
     def __mul__(self, times: float) -> "Work":
         scaled = {dtype: flops * times for dtype, flops in self.flops.items()}

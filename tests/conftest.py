@@ -2,7 +2,9 @@
 
 import os
 
-os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # the many processes that tests start import compiled modules
+os.environ["PYTHONDONTWRITEBYTECODE"] = (
+    ""  # the many processes that tests start import compiled modules
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""),
@@ -37,9 +39,16 @@ def pytest_terminal_summary(terminalreporter):
     """Print what fuzz tests counted (`tests.fuzz.outcomes`): a line for each kind of input, a column for each outcome."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     properties = [
-        each for report in reports if getattr(report, "when", "") == "call" for each in report.user_properties
+        each
+        for report in reports
+        if getattr(report, "when", "") == "call"
+        for each in report.user_properties
     ]
-    counts = {name[len("outcomes of ") :]: found for name, found in properties if name.startswith("outcomes of ")}
+    counts = {
+        name[len("outcomes of ") :]: found
+        for name, found in properties
+        if name.startswith("outcomes of ")
+    }
     if counts:
         terminalreporter.section("outcomes of fuzzed inputs")
         for line in as_table(counts):

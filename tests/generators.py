@@ -32,11 +32,19 @@ def choice_problems(draw: st.DrawFn, decisions: int = 6, options: int = 4) -> Se
                 edges[i, j] = np.where(rng.random(cost.shape) < forbidden, np.inf, cost)
     limits = []
     for _ in range(draw(st.integers(0, 2))):
-        uses = {i: rng.integers(0, 10, size).astype(float) for i, size in enumerate(sizes) if rng.random() < 0.7}
+        uses = {
+            i: rng.integers(0, 10, size).astype(float)
+            for i, size in enumerate(sizes)
+            if rng.random() < 0.7
+        }
         least = sum(float(use.min()) for use in uses.values())
         most = sum(float(use.max()) for use in uses.values())
         pairs = {
-            key: rng.integers(0, 10, cost.shape).astype(float) for key, cost in edges.items() if rng.random() < 0.3
+            key: rng.integers(0, 10, cost.shape).astype(float)
+            for key, cost in edges.items()
+            if rng.random() < 0.3
         }
-        limits.append(CapacityConstraint(uses, least + (most - least) * draw(st.floats(-0.2, 1)), pairs))
+        limits.append(
+            CapacityConstraint(uses, least + (most - least) * draw(st.floats(-0.2, 1)), pairs)
+        )
     return SelectionProblem(nodes, edges, limits)

@@ -38,7 +38,14 @@ def test_imports_go_one_way(path):
 
 
 LAYERS = (
-    *("simulator", "simulator.hlo", "simulator.formula", "simulator.calibration", "simulator.validation"),
+    *(
+        "simulator.hardware",
+        "simulator.costs",
+        "simulator.engine",
+        "simulator.report",
+        "simulator.hlo",
+    ),
+    *("simulator.transformer", "simulator.calibration", "simulator.validation"),
     *(
         "autopar.ir",
         "autopar.primitives",
@@ -47,7 +54,13 @@ LAYERS = (
         "autopar.sharding",
         "autopar.pipeline",
     ),
-    *("autopar.lowering", "autopar.analysis", "autopar.planning", "autopar.prediction", "autopar.report"),
+    *(
+        "autopar.lowering",
+        "autopar.analysis",
+        "autopar.planning",
+        "autopar.prediction",
+        "autopar.report",
+    ),
     *("autopar.runtime", "autopar.checkpoint", "autopar.hosts"),
     *("autopar.manual", "autopar.directives", "autopar.model_schedules", "autopar.tuning"),
 )
@@ -58,26 +71,41 @@ def layer_of(module: str) -> str:
     """The package of a module, or the module itself where it is beside packages."""
     package = module.rpartition(".")[0]
     return next(
-        (name for name in LAYERS if f"{module}.".startswith(f"{name}.") and name.count(".")), package and module
+        (name for name in LAYERS if f"{module}.".startswith(f"{name}.") and name.count(".")),
+        package and module,
     )
 
 
 def test_packages_are_layers():
     """No package imports one above it, not even late or for types; no modules beside packages import one another in a circle."""
-    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in FILES}
+    modules = {
+        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
+        for p in FILES
+    }
     graph: dict[str, set[str]] = {}
     for module, path in modules.items():
         if module.startswith("experiments"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import | ast.ImportFrom)
+                else []
+            )
             if isinstance(node, ast.ImportFrom):
-                names = [full if (full := f"{node.module}.{name}") in modules else str(node.module) for name in names]
-            graph.setdefault(layer_of(module), set()).update(layer_of(name) for name in names if name in modules)
+                names = [
+                    full if (full := f"{node.module}.{name}") in modules else str(node.module)
+                    for name in names
+                ]
+            graph.setdefault(layer_of(module), set()).update(
+                layer_of(name) for name in names if name in modules
+            )
     packages = [name for name in LAYERS if name in graph]
     upward = [(a, b) for n, a in enumerate(packages) for b in packages[n + 1 :] if b in graph[a]]
     assert not upward
-    TopologicalSorter({name: found - {name} for name, found in graph.items()}).prepare()  # raises CycleError
+    TopologicalSorter(
+        {name: found - {name} for name, found in graph.items()}
+    ).prepare()  # raises CycleError
 
 
 def test_only_one_module_uses_private_jax():
@@ -105,7 +133,9 @@ print(sorted({"flax"} & sys.modules.keys()))
 
 
 def test_what_only_a_few_want_is_imported_when_they_do():
-    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n['flax']\n"
 
 

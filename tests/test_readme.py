@@ -28,7 +28,9 @@ SHORTER = {"10_000": "1_002"}
 
 def section(title: str) -> str:
     """The text under a heading, up to the next."""
-    found = re.search(rf"^##+ {re.escape(title)}\n(.*?)(?=^##+ |\Z)", README, re.DOTALL | re.MULTILINE)
+    found = re.search(
+        rf"^##+ {re.escape(title)}\n(.*?)(?=^##+ |\Z)", README, re.DOTALL | re.MULTILINE
+    )
     assert found, f"README has no section {title!r}"
     return found[1]
 
@@ -46,9 +48,13 @@ def run(titles: tuple[str, ...], folder: Path) -> str:
     for long, short in SHORTER.items():
         text = text.replace(long, short)
     script.write_text(text)
-    np.lib.format.open_memmap(folder / "images.npy", "w+", np.float32, (50_000, 1024))  # of zeros, which take no room
+    np.lib.format.open_memmap(
+        folder / "images.npy", "w+", np.float32, (50_000, 1024)
+    )  # of zeros, which take no room
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "MPLBACKEND": "agg"}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=folder, env=environment)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, cwd=folder, env=environment
+    )
     assert not done.returncode, done.stderr[-4000:]
     return done.stdout
 
@@ -64,6 +70,10 @@ def test_the_examples_run_and_print_what_is_claimed(name, tmp_path):
     text = "".join(map(section, SCRIPTS[name])).splitlines()
     tables = [line for line in text if line.startswith("    │")]
     assert [row for row in map(cells, tables) if row not in map(cells, printed)] == []
-    programs = [line.strip().removesuffix("...") for line in text if re.match("    mesh [0-9]+: ", line)]
-    assert [start for start in programs if not any(line.startswith(start) for line in printed)] == []
+    programs = [
+        line.strip().removesuffix("...") for line in text if re.match("    mesh [0-9]+: ", line)
+    ]
+    assert [
+        start for start in programs if not any(line.startswith(start) for line in printed)
+    ] == []
     assert bool(tables and programs) == ("An example" in SCRIPTS[name])

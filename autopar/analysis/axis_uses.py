@@ -44,7 +44,9 @@ def with_axis_uses(step: StepGraph, plan: Plan) -> Plan:
     return plan.model_copy(update={"stages": (stage.model_copy(update={"inputs": tuple(inputs)}),)})
 
 
-def _uses(step: StepGraph, stage: Stage, equations: tuple[Played, ...]) -> dict[int, list[tuple[Played, int]]]:
+def _uses(
+    step: StepGraph, stage: Stage, equations: tuple[Played, ...]
+) -> dict[int, list[tuple[Played, int]]]:
     """For each parameter the equations, and operands of them, in which it (or what is made of it alone) meets the batch.
 
     The backward pass reads kernels transposed, so it is left out where there is a forward one.
@@ -54,20 +56,29 @@ def _uses(step: StepGraph, stage: Stage, equations: tuple[Played, ...]) -> dict[
         for i, (var, value) in enumerate(zip(step.jaxpr.invars, stage.inputs, strict=True))
         if value.role == "parameter"
     }
-    uses: dict[int, list[tuple[Played, int]]] = {i: [] for sources in made_of.values() for i in sources}
+    uses: dict[int, list[tuple[Played, int]]] = {
+        i: [] for sources in made_of.values() for i in sources
+    }
     for each in equations:
-        sources = [frozenset() if isinstance(a, Literal) else made_of.get(a, frozenset()) for a in each.eqn.invars]
+        sources = [
+            frozenset() if isinstance(a, Literal) else made_of.get(a, frozenset())
+            for a in each.eqn.invars
+        ]
         if each.batch:
             for k, found in enumerate(sources):
                 for i in found:
                     uses[i].append((each, k))
         else:
             made_of.update(dict.fromkeys(each.eqn.outvars, frozenset().union(*sources)))
-    return {i: [use for use in found if not _is_backward(use[0])] or found for i, found in uses.items()}
+    return {
+        i: [use for use in found if not _is_backward(use[0])] or found for i, found in uses.items()
+    }
 
 
 def _is_backward(each: Played) -> bool:
-    return "transpose(" in str(each.eqn.source_info.name_stack)  # JAX's mark of a transposed function
+    return "transpose(" in str(
+        each.eqn.source_info.name_stack
+    )  # JAX's mark of a transposed function
 
 
 def _split(each: Played, operand: int, axis: str) -> Split:
@@ -93,14 +104,21 @@ def _split(each: Played, operand: int, axis: str) -> Split:
     return "expert" if shared and not is_gather else "column"
 
 
-def _completions(update: Atom | None, value: Value, makers: Mapping[Var, Played]) -> dict[str, set[_Completion]]:
+def _completions(
+    update: Atom | None, value: Value, makers: Mapping[Var, Played]
+) -> dict[str, set[_Completion]]:
     """For each axis the collectives that complete the gradient of a parameter: those that its new value is made with."""
     found: dict[str, set[_Completion]] = {}
     waiting = [update]
     seen: set[Var] = set()
     while waiting:
         atom = waiting.pop()
-        if not isinstance(atom, Var) or atom in seen or atom not in makers or aval_of(atom).size != prod(value.shape):
+        if (
+            not isinstance(atom, Var)
+            or atom in seen
+            or atom not in makers
+            or aval_of(atom).size != prod(value.shape)
+        ):
             continue
         seen.add(atom)
         each = makers[atom]

@@ -18,7 +18,7 @@ from autopar.plan import PlanError
 from autopar.sharding.mesh_costs import MeshCosts, Seconds
 from autopar.sharding.objective import Decisions, Use, enumerate_decisions
 from autopar.sharding.options import ShardingOptions
-from simulator.costs import CostModel
+from simulator.costs.cost_model import CostModel
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ def recover(planned: Planned, model: CostModel, options: ShardingOptions) -> Cho
             under `options`.
     """
     if options.mode == "manual":
-        raise PlanError("nothing inside the step was chosen: the plan pins inputs and outputs, XLA propagates them")
+        raise PlanError(
+            "nothing inside the step was chosen: the plan pins inputs and outputs, XLA propagates them"
+        )
     step, played = planned.step, replay(planned)
     (stage,) = planned.plan.stages
     decisions = enumerate_decisions(step, MeshCosts(played.mesh, model), options, stage.deferred)
@@ -97,7 +99,10 @@ def _moves(step: StepGraph, decisions: Decisions, taken: Sequence[int]) -> np.nd
     seconds = np.zeros(len(taken))
     for (i, j), cost in decisions.edges.items():
         readers = moved[i, j] or {j: 1}
-        for reader, num_bytes in readers.items():  # in both directions only where two decisions read from one another
+        for (
+            reader,
+            num_bytes,
+        ) in readers.items():  # in both directions only where two decisions read from one another
             seconds[reader] += float(cost[taken[i], taken[j]]) * num_bytes / sum(readers.values())
     return seconds
 
@@ -122,21 +127,29 @@ def _taken(
 ) -> tuple[int, ...]:
     """The option of each decision that agrees with the plan; the first for constants, which have no other."""
     taken = [0] * len(decisions.costs)
-    for placement, var, path in zip(decisions.inputs, step.jaxpr.invars, step.in_paths, strict=True):
+    for placement, var, path in zip(
+        decisions.inputs, step.jaxpr.invars, step.in_paths, strict=True
+    ):
         fits = [spec == played.values[var] for spec in placement.specs]
         taken[placement.decision] = _fitting(path, fits, decisions.costs[placement.decision])
     for decision, number in owner.items():
         each = played.equations[number]
         placements = [decisions.placements[var] for var in each.eqn.outvars]
         fits = [
-            all(use.required[k] == each.operands[use.operand] for use in reads[number] if use.decision == decision)
+            all(
+                use.required[k] == each.operands[use.operand]
+                for use in reads[number]
+                if use.decision == decision
+            )
             and all(
                 p is None or p.decision != decision or p.specs[k] == spec
                 for p, spec in zip(placements, each.results, strict=True)
             )
             for k in range(len(decisions.costs[decision]))
         ]
-        taken[decision] = _fitting(f"equation {number}, {each.name},", fits, decisions.costs[decision])
+        taken[decision] = _fitting(
+            f"equation {number}, {each.name},", fits, decisions.costs[decision]
+        )
     return tuple(taken)
 
 

@@ -9,15 +9,25 @@ from autopar.plan import spec_text
 from autopar.primitives.factors import PARTIAL, Assignment, OpFactors
 
 
-def describe(factors: OpFactors, assignment: Assignment, result: Spec, batch: Collection[int] = ()) -> str:
+def describe(
+    factors: OpFactors, assignment: Assignment, result: Spec, batch: Collection[int] = ()
+) -> str:
     """What a candidate splits over which mesh axes, and how it completes partial results, e.g.
 
     `x on contracted (operand 0 dim 1, operand 1 dim 0), then all_reduce over x`.
     """
-    parts = [f"{'+'.join(axes)} on {_where(factors, f, f in batch)}" for f, axes in enumerate(assignment) if axes]
+    parts = [
+        f"{'+'.join(axes)} on {_where(factors, f, f in batch)}"
+        for f, axes in enumerate(assignment)
+        if axes
+    ]
     text = ", ".join(parts) or "whole on every device"
     for kind, axis in completions(factors, assignment, result):
-        onto = "" if kind == "all_reduce" else f" onto dim {next(d for d, axes in enumerate(result) if axis in axes)}"
+        onto = (
+            ""
+            if kind == "all_reduce"
+            else f" onto dim {next(d for d, axes in enumerate(result) if axis in axes)}"
+        )
         text += f", then {kind} over {axis}{onto}"
     return text
 
@@ -39,6 +49,11 @@ def _where(factors: OpFactors, factor: int, is_batch: bool) -> str:
     arrays = [(f"operand {k}", of) for k, of in enumerate(factors.operands)]
     several = len(factors.results) > 1
     arrays += [(f"result {r}" if several else "result", of) for r, of in enumerate(factors.results)]
-    dims = ", ".join(f"{name} dim {dim}" for name, of in arrays for dim, inner in enumerate(of) if factor in inner)
+    dims = ", ".join(
+        f"{name} dim {dim}"
+        for name, of in arrays
+        for dim, inner in enumerate(of)
+        if factor in inner
+    )
     words = ["batch"] * is_batch + ["contracted"] * (factors.kinds[factor] in PARTIAL)
     return f"{' '.join(words)} ({dims})".strip()

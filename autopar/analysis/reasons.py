@@ -23,7 +23,7 @@ from autopar.primitives.factors import assignment_of
 from autopar.sharding.mesh_costs import Seconds
 from autopar.sharding.objective import Placement
 from autopar.sharding.options import ShardingOptions
-from simulator.costs import CostModel
+from simulator.costs.cost_model import CostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,11 @@ class Reason:
                 )
                 costs = ", ".join(f"{name} {seconds * 1e6:.4g} us" for name, seconds in split)
                 result = "" if self.kind == "input" else f" -> {describe_spec(self.result)}"
-                others = f"\n    rather than {'; '.join(map(str, self.runners_up))}" if self.runners_up else ""
+                others = (
+                    f"\n    rather than {'; '.join(map(str, self.runners_up))}"
+                    if self.runners_up
+                    else ""
+                )
                 return f"{line}{self.choice}{result}; {costs}; {self.memory_bytes:,} bytes per device{others}"
 
 
@@ -112,7 +116,10 @@ def explain(
     """
     tell = _Teller(planned.step, recover(planned, model, options), runners_up)
     inputs = map(tell.input, range(len(planned.step.jaxpr.invars)))
-    return (*inputs, *(tell.equation(each) for each in tell.choices.replay.equations if each.eqn.outvars))
+    return (
+        *inputs,
+        *(tell.equation(each) for each in tell.choices.replay.equations if each.eqn.outvars),
+    )
 
 
 PRINT_VARIABLE = "AUTOPAR_DEBUG_PRINT_AS_STRATEGY"
@@ -160,7 +167,11 @@ class _Teller:
         elif each.deferred and each.eqn.primitive is accumulate_p:
             kind, why = "decides", "microbatches accumulated apart"
             choice = f"completed along {', '.join(each.deferred)} once, after all microbatches"
-            own = [self.choices.seconds(d) for d, number in self.choices.owner.items() if number == each.number]
+            own = [
+                self.choices.seconds(d)
+                for d, number in self.choices.owner.items()
+                if number == each.number
+            ]
             seconds = Seconds(*map(sum, zip(_NO_COST, *own, strict=True)))
         elif self.choices.owner.get(placement.decision) == each.number:
             kind, choice = "decides", _choice(each)
@@ -182,7 +193,10 @@ class _Teller:
             follows,
             why,
             *seconds,
-            sum(self._bytes(var, spec) for var, spec in zip(each.eqn.outvars, each.results, strict=True)),
+            sum(
+                self._bytes(var, spec)
+                for var, spec in zip(each.eqn.outvars, each.results, strict=True)
+            ),
             runners_up,
         )
 
@@ -198,7 +212,9 @@ class _Teller:
         texts = []
         for k, result in enumerate(placement.specs):
             read = [required[o][k] if o in required else None for o in range(len(each.operands))]
-            texts.append(describe(factors, assignment_of(factors, read, (result,)), result, each.batch))
+            texts.append(
+                describe(factors, assignment_of(factors, read, (result,)), result, each.batch)
+            )
         return self._runners_up(placement.decision, texts)
 
     def _runners_up(self, decision: int, texts: list[str]) -> tuple[RunnerUp, ...]:
@@ -211,7 +227,9 @@ class _Teller:
         """What an equation follows (its largest operand that the same decision places and that it reads as it is) and why."""
         moved = {use.operand for use in self.choices.reads[each.number]}
         placed = [(k, a) for k, a in enumerate(each.eqn.invars) if each.sources[k] is not None]
-        kept = [(k, a) for k, a in placed if k not in moved and self._decision(a) == placement.decision]
+        kept = [
+            (k, a) for k, a in placed if k not in moved and self._decision(a) == placement.decision
+        ]
         if not kept:
             return self.choices.decisions.labels[placement.decision], "placed together with it"
         k, atom = max(kept, key=lambda item: aval_of(item[1]).size)

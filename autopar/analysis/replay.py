@@ -90,24 +90,45 @@ def replay(planned: Planned) -> Replay:
     values = {var: value.spec for var, value in zip(step.jaxpr.invars, stage.inputs, strict=True)}
     values.update((var, replicated(len(aval_of(var).shape))) for var in step.jaxpr.constvars)
     flow = analyse(step)
-    apart = {n for n, _ in (*step.microbatching.body, *step.microbatching.marks)} if step.microbatching else set()
+    apart = (
+        {n for n, _ in (*step.microbatching.body, *step.microbatching.marks)}
+        if step.microbatching
+        else set()
+    )
     equations = []
-    for number, (eqn, factors, marked) in enumerate(zip(step.jaxpr.eqns, flow.factors, flow.marked, strict=True)):
+    for number, (eqn, factors, marked) in enumerate(
+        zip(step.jaxpr.eqns, flow.factors, flow.marked, strict=True)
+    ):
         sources = tuple(None if isinstance(a, Literal) else values.get(a) for a in eqn.invars)
         read = [pins.get((number, "in", k), source) for k, source in enumerate(sources)]
         pinned = [pins.get((number, "out", r)) for r in range(len(eqn.outvars))]
         if factors is None:
-            results = [pin if pin is not None else spec for pin, spec in zip(pinned, read, strict=bool(pinned))]
+            results = [
+                pin if pin is not None else spec
+                for pin, spec in zip(pinned, read, strict=bool(pinned))
+            ]
             assignment = ()
-            operands = tuple(spec if spec is not None else _whole(a) for spec, a in zip(read, eqn.invars, strict=True))
+            operands = tuple(
+                spec if spec is not None else _whole(a)
+                for spec, a in zip(read, eqn.invars, strict=True)
+            )
         else:
             assignment = assignment_of(factors, read, pinned)
             known = any(spec is not None for spec in read)
-            derived = [factors.result_spec(r, assignment) if known else None for r in range(len(pinned))]
-            results = [pin if pin is not None else spec for pin, spec in zip(pinned, derived, strict=True)]
+            derived = [
+                factors.result_spec(r, assignment) if known else None for r in range(len(pinned))
+            ]
+            results = [
+                pin if pin is not None else spec for pin, spec in zip(pinned, derived, strict=True)
+            ]
             operands = tuple(factors.operand_spec(k, assignment) for k in range(len(read)))
-        values.update((var, spec) for var, spec in zip(eqn.outvars, results, strict=True) if spec is not None)
-        full = tuple(spec if spec is not None else _whole(v) for spec, v in zip(results, eqn.outvars, strict=True))
+        values.update(
+            (var, spec) for var, spec in zip(eqn.outvars, results, strict=True) if spec is not None
+        )
+        full = tuple(
+            spec if spec is not None else _whole(v)
+            for spec, v in zip(results, eqn.outvars, strict=True)
+        )
         equations.append(
             Played(
                 number,
@@ -130,7 +151,9 @@ def completions(
     """The collective that completes the first result, which ends up as `result`, along each axis over which it is partial."""
     scattered = axes_of(result)
     partial = factors.partial_axes(assignment)
-    return tuple(("reduce_scatter" if axis in scattered else "all_reduce", axis) for axis in partial)
+    return tuple(
+        ("reduce_scatter" if axis in scattered else "all_reduce", axis) for axis in partial
+    )
 
 
 def equation_name(eqn: JaxprEqn) -> str:

@@ -40,10 +40,17 @@ class ReshardingTask:
     collectives: tuple[Step, ...]
 
     def __str__(self) -> str:
-        change = f"{spec_text(partition_spec(self.source))} -> {spec_text(partition_spec(self.target))}"
-        how = [f"{kind} of {num_bytes:,.0f} bytes over {', '.join(axes)}" for kind, num_bytes, axes in self.collectives]
+        change = (
+            f"{spec_text(partition_spec(self.source))} -> {spec_text(partition_spec(self.target))}"
+        )
+        how = [
+            f"{kind} of {num_bytes:,.0f} bytes over {', '.join(axes)}"
+            for kind, num_bytes, axes in self.collectives
+        ]
         at = self.reader if self.eqn is None else f"#{self.eqn} {self.reader}"
-        return f"{self.value} {self.array} {change} for {at}: {', then '.join(how) or 'local slice'}"
+        return (
+            f"{self.value} {self.array} {change} for {at}: {', then '.join(how) or 'local slice'}"
+        )
 
 
 def resharding_tasks(planned: Planned) -> tuple[ReshardingTask, ...]:
@@ -80,7 +87,13 @@ def resharding_in(planned: Planned, played: Replay) -> Iterator[ReshardingTask]:
 
 
 def _task(
-    value: str, reader: str, eqn: int | None, atom: Atom, source: Spec, target: Spec, mesh: LogicalMesh
+    value: str,
+    reader: str,
+    eqn: int | None,
+    atom: Atom,
+    source: Spec,
+    target: Spec,
+    mesh: LogicalMesh,
 ) -> ReshardingTask:
     aval = aval_of(atom)
     size = array_bytes(aval.shape, aval.dtype)

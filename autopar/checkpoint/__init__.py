@@ -8,7 +8,12 @@
 A folder has a step's number for its name only once all of it is written, so what has such a name is whole.
 """
 
-from autopar.checkpoint.manifest import CheckpointError, DamagedCheckpointError, latest_step, saved_steps
+from autopar.checkpoint.manifest import (
+    CheckpointError,
+    DamagedCheckpointError,
+    latest_step,
+    saved_steps,
+)
 from autopar.checkpoint.restoring import restore_checkpoint
 from autopar.checkpoint.saving import Saving, save_checkpoint
 

@@ -139,7 +139,11 @@ class DirectoryLock:
             holder, age = Owner.load(self.file), _age(self.file)
         except FileNotFoundError:
             return False
-        if holder is not None and holder.machine is not None and holder.machine == self.owner.machine:
+        if (
+            holder is not None
+            and holder.machine is not None
+            and holder.machine == self.owner.machine
+        ):
             is_gone, seen = _birth(holder.pid) != holder.birth, ""
         else:
             is_gone = age > STALE_SECONDS
@@ -176,10 +180,14 @@ def lock(directory: Path, is_alone: bool = False) -> DirectoryLock:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise CheckpointError(f"{directory} is not a directory, expected one to save checkpoints in") from None
+        raise CheckpointError(
+            f"{directory} is not a directory, expected one to save checkpoints in"
+        ) from None
     with _guard:
         held = _locks.get(file := directory.resolve() / LOCK)
-        if held is not None and held.owner.pid != os.getpid():  # of the process that this one was forked from
+        if (
+            held is not None and held.owner.pid != os.getpid()
+        ):  # of the process that this one was forked from
             held = None
         if held is not None and is_alone:
             raise CheckpointError(

@@ -70,7 +70,10 @@ class SavedArray(BaseModel):
         except (TypeError, ValueError, SyntaxError):
             raise ValueError(f"{self.path} has no dtype {self.dtype!r}") from None
         for piece in self.pieces:
-            within = (0 <= start < stop <= size for (start, stop), size in zip(piece.tile, self.shape, strict=False))
+            within = (
+                0 <= start < stop <= size
+                for (start, stop), size in zip(piece.tile, self.shape, strict=False)
+            )
             if len(piece.tile) != len(self.shape) or not all(within):
                 raise ValueError(f"{self.path} of shape {self.shape} has no tile {piece.tile}")
         count = sum(prod(stop - start for start, stop in piece.tile) for piece in self.pieces)
@@ -80,7 +83,10 @@ class SavedArray(BaseModel):
 
     def with_checksums(self, checksums: Mapping[tuple[str, str], int]) -> "SavedArray":
         """Return the same array with the checksum of each piece, found by part and name."""
-        pieces = [piece.model_copy(update={"checksum": checksums[piece.part, piece.name]}) for piece in self.pieces]
+        pieces = [
+            piece.model_copy(update={"checksum": checksums[piece.part, piece.name]})
+            for piece in self.pieces
+        ]
         return self.model_copy(update={"pieces": tuple(pieces)})
 
     @property
@@ -129,7 +135,9 @@ class Manifest(BaseModel):
         file = directory / str(step) / _MANIFEST
         if step not in (steps := saved_steps(directory)):
             there = ", ".join(map(str, steps)) or "none"
-            raise CheckpointError(f"{directory} has no checkpoint of step {step}; those it has: {there}")
+            raise CheckpointError(
+                f"{directory} has no checkpoint of step {step}; those it has: {there}"
+            )
         try:
             manifest = Manifest.model_validate_json(file.read_bytes())
         except PermissionError as error:
@@ -143,9 +151,13 @@ class Manifest(BaseModel):
                 f"{file} is not the manifest of a checkpoint that this version of autopar reads: {said}"
             ) from None
         if manifest.format == 2 and manifest.checksum != manifest._checksum():
-            raise DamagedCheckpointError(f"{file} is damaged: it does not have the checksum that was written")
+            raise DamagedCheckpointError(
+                f"{file} is damaged: it does not have the checksum that was written"
+            )
         if manifest.step != step:
-            raise DamagedCheckpointError(f"{file} is the manifest of another checkpoint, that of step {manifest.step}")
+            raise DamagedCheckpointError(
+                f"{file} is the manifest of another checkpoint, that of step {manifest.step}"
+            )
         return manifest
 
 
@@ -172,7 +184,9 @@ def check_step(step: object) -> None:
 
 def check_keep(keep: object) -> None:
     """Raise ValueError unless `keep` is a number of checkpoints or None."""
-    checked("keep", keep, Kind("a number of checkpoints, or None to keep all", (whole() | NONE).take))
+    checked(
+        "keep", keep, Kind("a number of checkpoints, or None to keep all", (whole() | NONE).take)
+    )
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:

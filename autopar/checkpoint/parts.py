@@ -16,7 +16,12 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from autopar.checkpoint.manifest import CheckpointError, DamagedCheckpointError, SavedArray, SavedPiece
+from autopar.checkpoint.manifest import (
+    CheckpointError,
+    DamagedCheckpointError,
+    SavedArray,
+    SavedPiece,
+)
 from autopar.lowering.cross_mesh_resharding import Tile
 
 if TYPE_CHECKING:
@@ -46,7 +51,9 @@ def copied(array: jax.Array | np.ndarray, tiles: Iterable[Tile]) -> list[np.ndar
 def checksums(arrays: Mapping[Any, np.ndarray]) -> dict[Any, int]:
     """Return the CRC-32 of the bytes of each array in row-major order."""
     with ThreadPoolExecutor() as threads:  # zlib releases the GIL
-        values = threads.map(lambda array: zlib.crc32(array.reshape(-1).view(np.uint8)), arrays.values())
+        values = threads.map(
+            lambda array: zlib.crc32(array.reshape(-1).view(np.uint8)), arrays.values()
+        )
         return dict(zip(arrays, values, strict=True))
 
 
@@ -91,7 +98,9 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     each = ocp.RestoreArgs(restore_type=np.ndarray)
     wanted = dict.fromkeys(names, each)
     with _checkpointer() as checkpointer:
-        args = ocp.args.PyTreeRestore(item=dict.fromkeys(wanted, 0), restore_args=wanted, partial_restore=True)
+        args = ocp.args.PyTreeRestore(
+            item=dict.fromkeys(wanted, 0), restore_args=wanted, partial_restore=True
+        )
         try:
             return checkpointer.restore(folder.absolute(), args=args)
         except MemoryError:
@@ -100,7 +109,9 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
             raise CheckpointError(f"{folder} may not be read: {error}") from error
         except Exception as error:  # Orbax and TensorStore raise all kinds for damaged files
             said = (str(error).splitlines() or [""])[0]
-            raise DamagedCheckpointError(f"{folder} can't be read: {type(error).__name__}: {said[:_SAID]}") from error
+            raise DamagedCheckpointError(
+                f"{folder} can't be read: {type(error).__name__}: {said[:_SAID]}"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +166,9 @@ def _check(
             said = "not what was saved: its checksum is another"
         else:
             continue
-        raise DamagedCheckpointError(f"{folder / piece.part} is damaged: tile {piece.tile} of {saved.path} is {said}")
+        raise DamagedCheckpointError(
+            f"{folder / piece.part} is damaged: tile {piece.tile} of {saved.path} is {said}"
+        )
 
 
 def _needed(wanted: Wanted) -> list[SavedPiece]:
@@ -165,7 +178,11 @@ def _needed(wanted: Wanted) -> list[SavedPiece]:
         return list(saved.pieces)
     here = wanted.sharding.addressable_devices_indices_map(saved.shape).values()
     tiles = {tile_of(index, saved.shape) for index in here}
-    return [piece for piece in saved.pieces if any(_common(piece.tile, tile) is not None for tile in tiles)]
+    return [
+        piece
+        for piece in saved.pieces
+        if any(_common(piece.tile, tile) is not None for tile in tiles)
+    ]
 
 
 def _made(wanted: Wanted, pieces: Mapping[tuple[str, str], np.ndarray]) -> Any:
@@ -177,15 +194,21 @@ def _made(wanted: Wanted, pieces: Mapping[tuple[str, str], np.ndarray]) -> Any:
     if wanted.sharding is None:
         return part(None)
     dtype = saved.jax_dtype
-    return jax.make_array_from_callback(saved.shape, wanted.sharding, lambda index: part(index).astype(dtype), dtype)
+    return jax.make_array_from_callback(
+        saved.shape, wanted.sharding, lambda index: part(index).astype(dtype), dtype
+    )
 
 
-def _filled(tile: Tile, saved: SavedArray, pieces: Mapping[tuple[str, str], np.ndarray]) -> np.ndarray:
+def _filled(
+    tile: Tile, saved: SavedArray, pieces: Mapping[tuple[str, str], np.ndarray]
+) -> np.ndarray:
     """A tile, of what pieces have in common with it."""
     made = np.empty([stop - start for start, stop in tile], saved.dtype)
     for piece in saved.pieces:
         if (common := _common(piece.tile, tile)) is not None:
-            made[_within(common, tile)] = pieces[piece.part, piece.name][_within(common, piece.tile)]
+            made[_within(common, tile)] = pieces[piece.part, piece.name][
+                _within(common, piece.tile)
+            ]
     return made
 
 
@@ -195,7 +218,10 @@ def _common(one: Tile, other: Tile) -> Tile | None:
 
 
 def _within(inner: Tile, outer: Tile) -> tuple[slice, ...]:
-    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(inner, outer, strict=True))
+    return tuple(
+        slice(start - first, stop - first)
+        for (start, stop), (first, _) in zip(inner, outer, strict=True)
+    )
 
 
 def _groups[T](items: Iterable[T], nbytes: Callable[[T], int]) -> list[list[T]]:

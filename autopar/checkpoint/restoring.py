@@ -61,7 +61,9 @@ def restore_checkpoint(
     return _restored(directory_path(ckpt_dir), int(step), placement_specs, verify)
 
 
-def restore_last(ckpt_dir: str | os.PathLike[str], placement_specs: Any = None, verify: bool = True) -> tuple[int, Any]:
+def restore_last(
+    ckpt_dir: str | os.PathLike[str], placement_specs: Any = None, verify: bool = True
+) -> tuple[int, Any]:
     """Restore the last checkpoint that can be read, and set later ones aside with a warning; return its step, too."""
     finish_saving()
     directory = directory_path(ckpt_dir)
@@ -70,7 +72,9 @@ def restore_last(ckpt_dir: str | os.PathLike[str], placement_specs: Any = None, 
         try:
             state = _restored(directory, step, placement_specs, verify)
         except DamagedCheckpointError as error:
-            if (directory / str(step)).exists():  # else a process that saves has removed it meanwhile
+            if (
+                directory / str(step)
+            ).exists():  # else a process that saves has removed it meanwhile
                 damaged[step] = error
         else:
             _set_aside(directory, damaged, step)
@@ -82,7 +86,9 @@ def restore_last(ckpt_dir: str | os.PathLike[str], placement_specs: Any = None, 
     raise CheckpointError(f"{directory} has no checkpoint")
 
 
-def _set_aside(directory: Path, damaged: Mapping[int, DamagedCheckpointError], restored: int) -> None:
+def _set_aside(
+    directory: Path, damaged: Mapping[int, DamagedCheckpointError], restored: int
+) -> None:
     """Rename damaged checkpoints, so that the one that was restored is the last."""
     if not damaged:
         return
@@ -125,13 +131,19 @@ def _restored(directory: Path, step: int, placement_specs: Any, verify: bool) ->
     return state
 
 
-def _placed(folder: Path, saved: Mapping[str, SavedArray], wanted: Mapping[str, Any], verify: bool) -> list[Any]:
+def _placed(
+    folder: Path, saved: Mapping[str, SavedArray], wanted: Mapping[str, Any], verify: bool
+) -> list[Any]:
     """Restore arrays where they are wanted."""
     if all(isinstance(spec, PlacementSpec) for spec in wanted.values()):
-        by_hosts = backend().restore(folder, [(saved[path], spec) for path, spec in wanted.items()], verify)
+        by_hosts = backend().restore(
+            folder, [(saved[path], spec) for path, spec in wanted.items()], verify
+        )
         if by_hosts is not None:
             return by_hosts
-    values = restore(folder, [_wanted_here(saved[path], spec) for path, spec in wanted.items()], verify)
+    values = restore(
+        folder, [_wanted_here(saved[path], spec) for path, spec in wanted.items()], verify
+    )
     return [_with_key(saved[path], value) for path, value in zip(wanted, values, strict=True)]
 
 

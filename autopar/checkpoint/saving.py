@@ -111,7 +111,9 @@ def save_checkpoint(
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         arrays, writers = _copy(folder, leaves, verify)
         undo.pop_all()
-    _last = saving = Saving(int(step), _thread.submit(_write, folder, int(step), arrays, writers, keep, held))
+    _last = saving = Saving(
+        int(step), _thread.submit(_write, folder, int(step), arrays, writers, keep, held)
+    )
     if wait:
         finish_saving()
     return saving
@@ -149,7 +151,9 @@ def _write(
                 f"{', '.join(unseen)} wrote to {folder}, but this process does not see it there; save to a directory of a file system"
                 " that all hosts share"
             )
-        manifest = Manifest(step=step, arrays=tuple(array.with_checksums(checksums) for array in arrays))
+        manifest = Manifest(
+            step=step, arrays=tuple(array.with_checksums(checksums) for array in arrays)
+        )
         held.check()
         return commit(folder, manifest, keep)
     finally:
@@ -157,7 +161,9 @@ def _write(
         held.release()
 
 
-def _copy(folder: Path, leaves: Mapping[str, Any], verify: bool) -> tuple[tuple[SavedArray, ...], list[Writer]]:
+def _copy(
+    folder: Path, leaves: Mapping[str, Any], verify: bool
+) -> tuple[tuple[SavedArray, ...], list[Writer]]:
     """The arrays of the checkpoint, and what writes their values, which are copied now."""
     saved: dict[str, SavedArray] = {}
     here: dict[str, np.ndarray] = {}
@@ -176,9 +182,13 @@ def _copy(folder: Path, leaves: Mapping[str, Any], verify: bool) -> tuple[tuple[
             shape=array.shape,
             dtype=str(array.dtype),
             key=key,
-            pieces=tuple(SavedPiece(tile=t, part=_HERE, name=n) for t, n in zip(tiles, names, strict=True)),
+            pieces=tuple(
+                SavedPiece(tile=t, part=_HERE, name=n) for t, n in zip(tiles, names, strict=True)
+            ),
         )
-    writers: list[Writer] = [lambda: in_part(_HERE, write(folder / _HERE, here, verify))] if here else []
+    writers: list[Writer] = (
+        [lambda: in_part(_HERE, write(folder / _HERE, here, verify))] if here else []
+    )
     for hosts in dict.fromkeys(each.hosts for each in elsewhere.values()):
         mine = {path: each for path, each in elsewhere.items() if each.hosts is hosts}
         pieces, writer = hosts.save(folder.absolute(), mine, verify)
@@ -186,7 +196,11 @@ def _copy(folder: Path, leaves: Mapping[str, Any], verify: bool) -> tuple[tuple[
         for path, each in mine.items():
             array = each.array
             saved[path] = SavedArray(
-                path=path, shape=array.shape, dtype=str(array.dtype), key=array.impl, pieces=pieces[path]
+                path=path,
+                shape=array.shape,
+                dtype=str(array.dtype),
+                key=array.impl,
+                pieces=pieces[path],
             )
     return tuple(saved[path] for path in leaves), writers
 
@@ -198,7 +212,9 @@ def _data(path: str, leaf: Any) -> tuple[Any, str | None]:
         try:
             jax.typeof(array)
         except TypeError:
-            raise CheckpointError(f"{path} of the state is {leaf!r:.80}, expected an array or a number") from None
+            raise CheckpointError(
+                f"{path} of the state is {leaf!r:.80}, expected an array or a number"
+            ) from None
         return array, None
     if not leaf.is_fully_addressable:
         raise CheckpointError(
@@ -213,7 +229,11 @@ def _data(path: str, leaf: Any) -> tuple[Any, str | None]:
 def _tiles(array: Any) -> list[Tile]:
     """The different shards of an array, without empty ones."""
     shape = array.shape
-    found = array.sharding.devices_indices_map(shape).values() if isinstance(array, jax.Array) else [None]
+    found = (
+        array.sharding.devices_indices_map(shape).values()
+        if isinstance(array, jax.Array)
+        else [None]
+    )
     tiles = dict.fromkeys(tile_of(index, shape) for index in found)
     return [tile for tile in tiles if all(start < stop for start, stop in tile)]
 

@@ -57,7 +57,11 @@ def source_dims(eqn: JaxprEqn) -> list[int | None] | None:
         case "convert_element_type" if source.dtype == result.dtype:
             return list(range(result.ndim))
         case "broadcast_in_dim":
-            at = {d: k for k, d in enumerate(eqn.params["broadcast_dimensions"]) if source.shape[k] == result.shape[d]}
+            at = {
+                d: k
+                for k, d in enumerate(eqn.params["broadcast_dimensions"])
+                if source.shape[k] == result.shape[d]
+            }
             return [at.get(dim) for dim in range(result.ndim)]
         case "reshape" | "squeeze" | "expand_dims":
             left = [dim for dim, size in enumerate(source.shape) if size != 1]

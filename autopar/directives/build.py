@@ -10,12 +10,25 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.devices import AXIS_NAMES, device_mesh, planned_mesh
 from autopar.directives.definitions import CutPipelineStage, ForkRng, ScheduleError, Shard, Sync
-from autopar.directives.execution import Constrained, Machine, Named, Shards, check_functions, run_model
+from autopar.directives.execution import (
+    Constrained,
+    Machine,
+    Named,
+    Shards,
+    check_functions,
+    run_model,
+)
 from autopar.directives.ir import Group, Item, Placed, Synced
 from autopar.directives.scheduled_model import ModelSchedule
 from autopar.ir.layers import ManualLayerOption
 from autopar.ir.spec import AnyMesh, partition_spec
-from autopar.methods import Devices, ManualShardParallel, PipeshardParallel, PlanningMethod, ShardParallel
+from autopar.methods import (
+    Devices,
+    ManualShardParallel,
+    PipeshardParallel,
+    PlanningMethod,
+    ShardParallel,
+)
 from autopar.microbatch.gradients import tells_examples
 from autopar.pipeline.stage_options import UniformStageOption
 from autopar.sharding.options import ShardingOptions
@@ -47,7 +60,9 @@ class Built:
         """The same as `specs`, as NamedShardings. Raises ValueError if there are no devices to put parameters on."""
         mesh = device_mesh(self.mesh)
         return jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec), self.specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+            lambda spec: NamedSharding(mesh, spec),
+            self.specs,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
 
     def init(self, make: Callable[..., Any], *args: Any) -> Any:
@@ -80,13 +95,17 @@ def build(
     if backend not in ("manual", "gspmd", "auto"):
         raise ScheduleError(f"backend {backend!r}, expected 'manual', 'gspmd' or 'auto'")
     if batch_axis is not None and batch_axis not in model.mesh.axis_names:
-        raise ScheduleError(f"batch_axis {batch_axis!r} is no axis of the mesh, which has {model.mesh.axis_names}")
+        raise ScheduleError(
+            f"batch_axis {batch_axis!r} is no axis of the mesh, which has {model.mesh.axis_names}"
+        )
     model = model if mesh is None else model.on(planned_mesh(mesh))
     cuts = model.of_kind(CutPipelineStage)
     if cuts and backend != "auto":
         raise ScheduleError("cut_pipeline_stage: pipelines are built with backend='auto'")
     if devices is not None and not cuts:
-        raise ScheduleError("devices are those of a pipeline, and the schedule has no cut_pipeline_stage; give a mesh")
+        raise ScheduleError(
+            "devices are those of a pipeline, and the schedule has no cut_pipeline_stage; give a mesh"
+        )
     used = {each.mesh_axis for each in (*model.of_kind(Shard), *model.of_kind(Sync))}
     if cuts and (unknown := used.difference(AXIS_NAMES)):
         raise ScheduleError(
@@ -105,7 +124,9 @@ def build(
             num_micro_batches,
             default_auto_sharding_option=options,
             layer_option=ManualLayerOption(),
-            stage_option=UniformStageOption() if devices is None else UniformStageOption(None, (1, prod(sizes)), sizes),
+            stage_option=UniformStageOption()
+            if devices is None
+            else UniformStageOption(None, (1, prod(sizes)), sizes),
         )
     elif backend == "auto":
         method = ShardParallel(model.mesh, num_micro_batches, options=options)
@@ -127,7 +148,9 @@ def _apply(model: ModelSchedule, backend: Backend, batch_axis: str | None) -> Ca
 
     def apply(params: Any, *args: Any) -> Any:
         if (tree := jax.tree.structure((params, *args))) != model.graph.in_tree:
-            raise ScheduleError(f"the model was scheduled for {model.graph.in_tree}, and is called with {tree}")
+            raise ScheduleError(
+                f"the model was scheduled for {model.graph.in_tree}, and is called with {tree}"
+            )
         leaves = jax.tree.leaves((params, *args))
         how: Backend = "auto" if tells_examples() else backend  # the same function, of whole arrays
         key = (how, *((jax.typeof(leaf).shape, jax.typeof(leaf).dtype) for leaf in leaves))
@@ -138,7 +161,9 @@ def _apply(model: ModelSchedule, backend: Backend, batch_axis: str | None) -> Ca
     return apply
 
 
-def _runner(model: ModelSchedule, backend: Backend, batch_axis: str | None) -> Callable[..., list[Any]]:
+def _runner(
+    model: ModelSchedule, backend: Backend, batch_axis: str | None
+) -> Callable[..., list[Any]]:
     """The model as a function of its parameters and arguments as a flat list."""
     placed = model.placed(batch_axis, lenient=backend == "auto")
 
@@ -156,7 +181,10 @@ def _runner(model: ModelSchedule, backend: Backend, batch_axis: str | None) -> C
                 )
             )
         case "gspmd":
-            run, specs = on(Constrained(model.mesh)), [partition_spec(each.dims) for each in placed.arguments]
+            run, specs = (
+                on(Constrained(model.mesh)),
+                [partition_spec(each.dims) for each in placed.arguments],
+            )
             shardings = [NamedSharding(model.mesh, spec) for spec in specs]
             return lambda *leaves: run(*map(jax.lax.with_sharding_constraint, leaves, shardings))
         case "auto":

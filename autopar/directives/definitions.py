@@ -148,11 +148,33 @@ class Annotate:
     notes: tuple[tuple[str, str | int | float | bool], ...]
 
 
-type Directive = Shard | Sync | Decompose | Trace | Fuse | Replace | Checkpoint | CutPipelineStage | ForkRng | Annotate
+type Directive = (
+    Shard
+    | Sync
+    | Decompose
+    | Trace
+    | Fuse
+    | Replace
+    | Checkpoint
+    | CutPipelineStage
+    | ForkRng
+    | Annotate
+)
 
 _KINDS: dict[str, type[Any]] = {
     each.kind: each
-    for each in (Shard, Sync, Decompose, Trace, Fuse, Replace, Checkpoint, CutPipelineStage, ForkRng, Annotate)
+    for each in (
+        Shard,
+        Sync,
+        Decompose,
+        Trace,
+        Fuse,
+        Replace,
+        Checkpoint,
+        CutPipelineStage,
+        ForkRng,
+        Annotate,
+    )
 }
 
 
@@ -167,7 +189,9 @@ def describe(directive: Directive) -> str:
     del given["path"]
     given.pop("reads", None)  # long, and told by the nodes
     words = ", ".join(
-        f"{key}={_text(value)}" for key, value in given.items() if value is not None and value is not False
+        f"{key}={_text(value)}"
+        for key, value in given.items()
+        if value is not None and value is not False
     )
     return f"{directive.kind}({words})"
 
@@ -202,7 +226,9 @@ class Schedule:
         """What `to_json` wrote. Raises ScheduleError for anything else."""
         given = parse_json(text, "a schedule, which is a JSON list of directives", ScheduleError)
         if not isinstance(given, list):
-            raise ScheduleError(f"a schedule is a JSON list of directives, not {type(given).__name__}")
+            raise ScheduleError(
+                f"a schedule is a JSON list of directives, not {type(given).__name__}"
+            )
         return cls(tuple(map(_directive, given)))
 
 
@@ -210,7 +236,9 @@ def _directive(given: Any) -> Directive:
     entries = dict(given) if isinstance(given, dict) else {}
     kind = entries.pop("do", None)
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ScheduleError(f"{given!r} is no directive: 'do' is {kind!r}, expected one of {', '.join(_KINDS)}")
+        raise ScheduleError(
+            f"{given!r} is no directive: 'do' is {kind!r}, expected one of {', '.join(_KINDS)}"
+        )
     cls = _KINDS[kind]
     types = get_type_hints(cls)
     known = {field.name: field for field in fields(cls)}
@@ -223,9 +251,15 @@ def _directive(given: Any) -> Directive:
             TypeAdapter(types[key]).validate_python(value, strict=True)
         except ValidationError as error:
             why = error.errors()[0]["msg"]
-            raise ScheduleError(f"{key} of {kind} is {entries[key]!r} in {given!r}: {why}") from error
+            raise ScheduleError(
+                f"{key} of {kind} is {entries[key]!r} in {given!r}: {why}"
+            ) from error
     return cls(**values)
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    return (
+        tuple(map(_frozen, value))
+        if isinstance(value, Sequence) and not isinstance(value, str)
+        else value
+    )

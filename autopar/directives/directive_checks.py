@@ -92,7 +92,9 @@ def _check_shard(model: "ModelSchedule", directive: Shard) -> None:
     for each in model.of_kind(Shard):
         same_param = (each.path, each.param) == (directive.path, directive.param)
         if same_param and (each.axis == directive.axis or each.mesh_axis == directive.mesh_axis):
-            raise ScheduleError(f"{called} is sharded twice: {describe(each)} and {describe(directive)}; keep one")
+            raise ScheduleError(
+                f"{called} is sharded twice: {describe(each)} and {describe(directive)}; keep one"
+            )
 
 
 def _check_region(model: "ModelSchedule", directive: Fuse | Replace) -> None:
@@ -106,8 +108,12 @@ def _check_region(model: "ModelSchedule", directive: Fuse | Replace) -> None:
         raise ScheduleError(
             f"{describe(directive)}: {', '.join(sorted(taken)[:3])} is fused or replaced already; keep one"
         )
-    for name, wrote, reads in zip(directive.nodes, directive.reads, model.reads(directive.nodes), strict=False):
-        if len(wrote) != len(reads) or any(set(one).isdisjoint(other) for one, other in zip(wrote, reads, strict=True)):
+    for name, wrote, reads in zip(
+        directive.nodes, directive.reads, model.reads(directive.nodes), strict=False
+    ):
+        if len(wrote) != len(reads) or any(
+            set(one).isdisjoint(other) for one, other in zip(wrote, reads, strict=True)
+        ):
             raise ScheduleError(
                 f"{describe(directive)}: {name} reads {_listed(reads)} in this model, and {_listed(wrote)} in the one that the"
                 " schedule was written for; find what is to be fused or replaced in this one"
@@ -122,7 +128,9 @@ def _check_region(model: "ModelSchedule", directive: Fuse | Replace) -> None:
     nodes = [model.graph.by_name[name] for name in directive.nodes]
     read = {model.graph.value_names[var] for var in model.graph.inputs_of(nodes)}
     if foreign := set(directive.inputs) - read:
-        raise ScheduleError(f"{describe(directive)}: what is replaced does not read {', '.join(sorted(foreign))}")
+        raise ScheduleError(
+            f"{describe(directive)}: what is replaced does not read {', '.join(sorted(foreign))}"
+        )
     if isinstance(model.functions[directive.function], ModuleFunction):
         check_whole(model.graph, directive, model.functions)
 
@@ -132,7 +140,9 @@ def _listed(operands: Sequence[Sequence[str]]) -> str:
 
 
 def _check_once(
-    model: "ModelSchedule", directive: Sync | Checkpoint | CutPipelineStage | ForkRng, keys: tuple[str, ...]
+    model: "ModelSchedule",
+    directive: Sync | Checkpoint | CutPipelineStage | ForkRng,
+    keys: tuple[str, ...],
 ) -> None:
     """What two directives must not both say of the same thing."""
     for each in model.of_kind(type(directive)):

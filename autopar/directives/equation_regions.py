@@ -22,10 +22,16 @@ class Unit:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return tuple(node for each in self.inside for node in (each.nodes if isinstance(each, Unit) else (each,)))
+        return tuple(
+            node
+            for each in self.inside
+            for node in (each.nodes if isinstance(each, Unit) else (each,))
+        )
 
 
-def arrange(graph: ModelGraph, regions: Sequence[tuple[Region, frozenset[str]]]) -> tuple[Node | Unit, ...]:
+def arrange(
+    graph: ModelGraph, regions: Sequence[tuple[Region, frozenset[str]]]
+) -> tuple[Node | Unit, ...]:
     """The nodes of `graph` with those of each region together, in an order in which they can run.
 
     Raises:
@@ -38,7 +44,9 @@ def arrange(graph: ModelGraph, regions: Sequence[tuple[Region, frozenset[str]]])
     return _arrange(graph.nodes, sorted(regions, key=lambda region: -len(region[1])))
 
 
-def _arrange(nodes: Sequence[Node], regions: Sequence[tuple[Region, frozenset[str]]]) -> tuple[Node | Unit, ...]:
+def _arrange(
+    nodes: Sequence[Node], regions: Sequence[tuple[Region, frozenset[str]]]
+) -> tuple[Node | Unit, ...]:
     owner: dict[str, int] = {}
     for number, (_, names) in enumerate(regions):  # the largest first: what is in it is its own
         for name in names:
@@ -55,9 +63,16 @@ def _arrange(nodes: Sequence[Node], regions: Sequence[tuple[Region, frozenset[st
 
 def _in_order(units: Sequence[Node | Unit]) -> tuple[Node | Unit, ...]:
     """`units`, each after those it waits for, otherwise as they come."""
-    maker = {var: k for k, unit in enumerate(units) for node in _nodes(unit) for var in node.eqn.outvars}
+    maker = {
+        var: k for k, unit in enumerate(units) for node in _nodes(unit) for var in node.eqn.outvars
+    }
     waits = [
-        {maker[a] for node in _nodes(unit) for a in node.eqn.invars if isinstance(a, Var) and maker.get(a, k) != k}
+        {
+            maker[a]
+            for node in _nodes(unit)
+            for a in node.eqn.invars
+            if isinstance(a, Var) and maker.get(a, k) != k
+        }
         for k, unit in enumerate(units)
     ]
     users: list[list[int]] = [[] for _ in units]

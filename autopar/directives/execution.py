@@ -106,10 +106,14 @@ def check_functions(items: Iterable[Item]) -> None:
         if isinstance(item, Group):
             check_functions(item.items)
         elif isinstance(item, Synced) and item.sync.op not in OPS and "->" not in item.sync.op:
-            raise ScheduleError(f"{item.sync.op}, a sync function, runs on shards: build with backend='manual'")
+            raise ScheduleError(
+                f"{item.sync.op}, a sync function, runs on shards: build with backend='manual'"
+            )
 
 
-def run_model(placed: Placed, machine: Machine, functions: Functions, leaves: Sequence[Any]) -> list[Any]:
+def run_model(
+    placed: Placed, machine: Machine, functions: Functions, leaves: Sequence[Any]
+) -> list[Any]:
     """The results of the model, from its parameters and arguments as a flat list."""
     graph = placed.graph
     env: dict[Var, Any] = {**graph.constants, **dict(zip(graph.invars, leaves, strict=True))}
@@ -127,7 +131,9 @@ class _Run:
         for item in items:
             match item:
                 case Compute(scope, eqn):
-                    operands = [atom.val if isinstance(atom, Literal) else env[atom] for atom in eqn.invars]
+                    operands = [
+                        atom.val if isinstance(atom, Literal) else env[atom] for atom in eqn.invars
+                    ]
                     with jax.named_scope(scope) if scope else nullcontext():
                         results = self.machine.compute(item, operands)
                     env.update(zip(eqn.outvars, results, strict=True))
@@ -148,9 +154,9 @@ class _Run:
                         case Recomputed():
                             # What goes in is not what the model's own jax.checkpoint got: the marks, one per input, don't fit.
                             again = region.prevent_cse is not False
-                            results = jax.checkpoint(self._inside(item), policy=region.policy, prevent_cse=again)(
-                                *values
-                            )
+                            results = jax.checkpoint(
+                                self._inside(item), policy=region.policy, prevent_cse=again
+                            )(*values)
                         case _:
                             assert_never(region)
                     env.update(zip(outputs, results, strict=True))

@@ -19,7 +19,11 @@ DRAW = "random_bits"
 
 def draws_of(nodes: Iterable[Node]) -> list[Node]:
     """The nodes that draw random numbers from a single key."""
-    return [node for node in nodes if node.eqn.primitive.name == DRAW and aval_of(node.eqn.invars[0]).ndim == 0]
+    return [
+        node
+        for node in nodes
+        if node.eqn.primitive.name == DRAW and aval_of(node.eqn.invars[0]).ndim == 0
+    ]
 
 
 def splits(
@@ -36,7 +40,9 @@ def splits(
     return {var: wanted[var] for var in made if axes_of(wanted.get(var, ()))}
 
 
-def _wanted_before(equations: Sequence[tuple[JaxprEqn, Followed]], wanted: dict[Var, Spec], mesh: LogicalMesh) -> None:
+def _wanted_before(
+    equations: Sequence[tuple[JaxprEqn, Followed]], wanted: dict[Var, Spec], mesh: LogicalMesh
+) -> None:
     """Add how equations want what they read, given how their results are wanted: whole where they disagree."""
     for eqn, followed in reversed(equations):
         specs = _wanted_operands(eqn, followed, wanted, mesh)
@@ -49,23 +55,37 @@ def _wanted_operands(
     eqn: JaxprEqn, followed: Followed, wanted: Mapping[Var, Spec], mesh: LogicalMesh
 ) -> Iterable[Spec]:
     """How an equation would take its operands if its results were split as they are wanted."""
-    results = [wanted.get(var, result.dims) for var, result in zip(eqn.outvars, followed.results, strict=True)]
+    results = [
+        wanted.get(var, result.dims)
+        for var, result in zip(eqn.outvars, followed.results, strict=True)
+    ]
     if eqn.primitive in INNER and results != [result.dims for result in followed.results]:
         return _wanted_inside(eqn, followed, results, mesh)
     for number, (spec, result) in enumerate(zip(results, followed.results, strict=True)):
         if spec != result.dims and eqn.primitive.name != DRAW and eqn.primitive not in INNER:
             factors = op_factors(eqn)
-            given = {inside[0]: axes for inside, axes in zip(factors.results[number], spec, strict=True) if inside}
+            given = {
+                inside[0]: axes
+                for inside, axes in zip(factors.results[number], spec, strict=True)
+                if inside
+            }
             assignment = tuple(given.get(f, ()) for f in range(len(factors.sizes)))
             if factors.result_spec(number, assignment) == spec and factors.allows(assignment, mesh):
                 return [factors.operand_spec(k, assignment) for k in range(len(eqn.invars))]
     return [operand.dims for operand in followed.operands]
 
 
-def _wanted_inside(eqn: JaxprEqn, followed: Followed, results: Sequence[Spec], mesh: LogicalMesh) -> list[Spec]:
+def _wanted_inside(
+    eqn: JaxprEqn, followed: Followed, results: Sequence[Spec], mesh: LogicalMesh
+) -> list[Spec]:
     """The same for what has a derivative of its own, or is called: through the equations inside."""
     jaxpr = eqn.params[INNER[eqn.primitive]]
     steps = steps_of(jaxpr, followed.operands, mesh)[0]
-    wanted = {var: spec for var, spec in zip(jaxpr.outvars, results, strict=True) if isinstance(var, Var)}
+    wanted = {
+        var: spec for var, spec in zip(jaxpr.outvars, results, strict=True) if isinstance(var, Var)
+    }
     _wanted_before(steps, wanted, mesh)
-    return [wanted.get(var, operand.dims) for var, operand in zip(jaxpr.invars, followed.operands, strict=True)]
+    return [
+        wanted.get(var, operand.dims)
+        for var, operand in zip(jaxpr.invars, followed.operands, strict=True)
+    ]

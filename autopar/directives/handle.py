@@ -32,7 +32,10 @@ class Handle:
     def __getitem__(self, pattern: str) -> "Handle":
         """The modules inside at a path, with "/" or "." between names, or at all that match one with `*`."""
         prefixes = [f"{path}/" if path else "" for path in self.paths]
-        return Handle(self._owner, tuple(p for each in prefixes for p in self._owner.modules.find(each + pattern)))
+        return Handle(
+            self._owner,
+            tuple(p for each in prefixes for p in self._owner.modules.find(each + pattern)),
+        )
 
     def __repr__(self) -> str:
         return f"Handle({', '.join(path or '(model)' for path in self.paths)})"
@@ -95,7 +98,9 @@ class Handle:
         """
         op = sync_op_or_fn if isinstance(sync_op_or_fn, str) else self._owner.name_of(sync_op_or_fn)
         for path in self.paths:
-            self._owner.append(d.Sync(path, mode, op, axis, self._owner.mesh_axis(mesh_axis), backward))
+            self._owner.append(
+                d.Sync(path, mode, op, axis, self._owner.mesh_axis(mesh_axis), backward)
+            )
         return self
 
     def decompose(self) -> "Handle":
@@ -105,7 +110,9 @@ class Handle:
     def trace(self, flatten: bool = True, leaf_modules: Iterable[str] = ()) -> "Handle":
         """Say which equations `find` and `print(sch.mod)` see: those of submodules too if `flatten`, but not of `leaf_modules`."""
         for path in self.paths:
-            self._owner.append(d.Trace(path, flatten, tuple(name.replace(".", "/") for name in leaf_modules)))
+            self._owner.append(
+                d.Trace(path, flatten, tuple(name.replace(".", "/") for name in leaf_modules))
+            )
         return self
 
     def find(
@@ -138,7 +145,9 @@ class Handle:
         if pattern is not None:
             found += self._modules(wanted, {node.name for (node,) in found}, where)
         position = {node.name: k for k, node in enumerate(owner.graph.nodes)}
-        return [owner.region(each) for each in sorted(found, key=lambda each: position[each[0].name])]
+        return [
+            owner.region(each) for each in sorted(found, key=lambda each: position[each[0].name])
+        ]
 
     def _modules(
         self, wanted: re.Pattern[str], taken: set[str], where: Callable[[Node], bool] | None
@@ -162,11 +171,19 @@ class Handle:
         """Run equations as one compiled function: a region of its own in the program, with its name."""
         for number, each in enumerate(_several(subgraph, "fuse")):
             self._owner.append(
-                d.Fuse(self.paths[0], each.nodes, compiler, f"{name}_{number}", self._owner.reads(each.nodes))
+                d.Fuse(
+                    self.paths[0],
+                    each.nodes,
+                    compiler,
+                    f"{name}_{number}",
+                    self._owner.reads(each.nodes),
+                )
             )
         return self
 
-    def replace(self, new: Replacement, subgraph: Found | None = None, name: str | None = None) -> "Handle":
+    def replace(
+        self, new: Replacement, subgraph: Found | None = None, name: str | None = None
+    ) -> "Handle":
         """Run a function, or a module, in place of the equations of a subgraph, or of a whole module.
 
         Args:
@@ -183,11 +200,17 @@ class Handle:
             for number, each in enumerate(regions):
                 at, params_first = path, subgraph is None
                 if function is not new and subgraph is not None:
-                    params = [name for name in each.inputs if owner.graph.values[name] in owner.graph.params]
+                    params = [
+                        name
+                        for name in each.inputs
+                        if owner.graph.values[name] in owner.graph.params
+                    ]
                     at, params_first = common_module(params) or path, True
                 numbered = f"{called}_{number}" if len(regions) > 1 else called
                 reads = owner.reads(each.nodes)
-                owner.append(d.Replace(at, each.nodes, each.inputs, label, numbered, params_first, reads))
+                owner.append(
+                    d.Replace(at, each.nodes, each.inputs, label, numbered, params_first, reads)
+                )
         return self
 
     def replace_all(
@@ -204,11 +227,15 @@ class Handle:
         if not matched:
             known = sorted({module.type_name for module in modules if module.type_name})
             called = repr(type) if isinstance(type, str) else type.__qualname__
-            raise ScheduleError(f"no module of class {called} inside; there are {', '.join(known) or 'none'}")
+            raise ScheduleError(
+                f"no module of class {called} inside; there are {', '.join(known) or 'none'}"
+            )
         for path in matched:
             if not any(path != other and within(path, other) for other in matched):
                 handle = Handle(self._owner, (path,))
-                handle.replace(make if isinstance(make, nn.Module | nnx.Module) else _made(make, handle))
+                handle.replace(
+                    make if isinstance(make, nn.Module | nnx.Module) else _made(make, handle)
+                )
         return self
 
     def checkpoint(self, policy: d.Policy | Callable[..., bool] | None = None) -> "Handle":
@@ -257,7 +284,9 @@ def _made(make: Callable[[Handle], Replacement], handle: Handle) -> Replacement:
             " it; one function for all is `lambda _: function`"
         ) from error
     if not callable(new):
-        raise ScheduleError(f"replace_all: {make} returns {new!r} for {handle!r}, expected a module or a function")
+        raise ScheduleError(
+            f"replace_all: {make} returns {new!r} for {handle!r}, expected a module or a function"
+        )
     return new
 
 

@@ -10,7 +10,15 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 from jax.sharding import AbstractMesh
 
-from autopar.directives.value_layouts import INNER, Layout, LayoutError, follow, follow_jaxpr, layout_of, whole
+from autopar.directives.value_layouts import (
+    INNER,
+    Layout,
+    LayoutError,
+    follow,
+    follow_jaxpr,
+    layout_of,
+    whole,
+)
 from autopar.ir.graph import aval_of, read
 from autopar.ir.spec import LogicalMesh, Spec, axes_of, local_shape
 from autopar.manual.rng import fold_rng_over_axis
@@ -20,7 +28,9 @@ _NO_MESH = AbstractMesh((), ())
 """Where rules of the user are traced: JAX keeps such traces, for other meshes, too."""
 
 
-def run_eqn(eqn: JaxprEqn, layouts: Sequence[Layout], values: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
+def run_eqn(
+    eqn: JaxprEqn, layouts: Sequence[Layout], values: Sequence[Any], mesh: LogicalMesh
+) -> list[Any]:
     """The shards of the results of `eqn`, from the shards that `layouts` describe."""
     if eqn.primitive is custom_jvp_call_p:
         return _custom_jvp(eqn, layouts, mesh)(*values)
@@ -31,10 +41,14 @@ def run_eqn(eqn: JaxprEqn, layouts: Sequence[Layout], values: Sequence[Any], mes
     followed = follow(eqn, layouts, mesh)
     pairs = zip(values, layouts, followed.operands, strict=True)
     shards = [_vary(shard(value, have.dims, want.dims, mesh), want) for value, have, want in pairs]
-    return bind_shards(eqn, [o.dims for o in followed.operands], [r.dims for r in followed.results], shards, mesh)
+    return bind_shards(
+        eqn, [o.dims for o in followed.operands], [r.dims for r in followed.results], shards, mesh
+    )
 
 
-def run_jaxpr(jaxpr: Jaxpr, layouts: Sequence[Layout], values: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
+def run_jaxpr(
+    jaxpr: Jaxpr, layouts: Sequence[Layout], values: Sequence[Any], mesh: LogicalMesh
+) -> list[Any]:
     """The shards of the results of `jaxpr`."""
     env: dict[Var, Any] = dict(zip(jaxpr.invars, values, strict=True))
     env.update(zip(jaxpr.constvars, jaxpr.consts, strict=True))
@@ -66,13 +80,19 @@ def _vary(value: Any, layout: Layout) -> Any:
 def draw_shards(eqn: JaxprEqn, spec: Spec, operands: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
     """This device's shard of a draw of random numbers, from a key of its own."""
     (key,), axes = operands, tuple(axis for axis in mesh.axis_names if axis in axes_of(spec))
-    return bind(eqn, [fold_rng_over_axis(key, axes)], shape=local_shape(aval_of(eqn.outvars[0]).shape, spec, mesh))
+    return bind(
+        eqn,
+        [fold_rng_over_axis(key, axes)],
+        shape=local_shape(aval_of(eqn.outvars[0]).shape, spec, mesh),
+    )
 
 
 # -- what has a derivative of its own
 
 
-def _custom_jvp(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> Callable[..., list[Any]]:
+def _custom_jvp(
+    eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh
+) -> Callable[..., list[Any]]:
     """The function and its own derivative, both on shards: the derivative is traced as a function of the whole arrays."""
     avals = [jax.ShapeDtypeStruct(aval_of(atom).shape, aval_of(atom).dtype) for atom in eqn.invars]
     smooth = [k for k, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
@@ -98,7 +118,9 @@ def _custom_jvp(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> 
     return local
 
 
-def _custom_vjp(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> Callable[..., list[Any]]:
+def _custom_vjp(
+    eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh
+) -> Callable[..., list[Any]]:
     """The function and its own rule, both on shards: what the rule keeps, and what it makes of that, are traced for whole arrays."""
     if not any(layout.split for layout in layouts):
         return lambda *values: bind(eqn, values)
@@ -117,7 +139,9 @@ def _custom_vjp(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> 
 
     with jax.sharding.use_abstract_mesh(_NO_MESH):
         forward, (results, residuals) = jax.make_jaxpr(kept, return_shape=True)(*avals)
-        backward = jax.make_jaxpr(lambda kept, given: jax.tree.unflatten(trees[-1], kept)(given))(residuals, results)
+        backward = jax.make_jaxpr(lambda kept, given: jax.tree.unflatten(trees[-1], kept)(given))(
+            residuals, results
+        )
     count = len(eqn.outvars)
     split = next(k for k, layout in enumerate(layouts) if layout.split)
     try:
@@ -131,7 +155,8 @@ def _custom_vjp(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> 
     for k, gradient in zip(smooth, made, strict=True):
         if not layouts[k].varying.isdisjoint(gradient.split - layouts[k].split):
             raise LayoutError(
-                k, "is whole, but the rule of a custom_vjp makes its gradient in parts; gather that operand after it"
+                k,
+                "is whole, but the rule of a custom_vjp makes its gradient in parts; gather that operand after it",
             )
 
     @jax.custom_vjp
@@ -144,7 +169,10 @@ def _custom_vjp(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> 
 
     def local_backward(residuals: Any, gradients: Sequence[Any]) -> tuple[Any, ...]:
         found = run_jaxpr(backward, before, [*residuals, *gradients], mesh)
-        complete = [_as_operand(g, at, layouts[k], mesh) for k, g, at in zip(smooth, found, made, strict=True)]
+        complete = [
+            _as_operand(g, at, layouts[k], mesh)
+            for k, g, at in zip(smooth, found, made, strict=True)
+        ]
         return tuple(_placed([None] * len(avals), smooth, complete))
 
     local.defvjp(local_forward, local_backward)
@@ -163,4 +191,6 @@ def _as_operand(gradient: Any, have: Layout, operand: Layout, mesh: LogicalMesh)
 
 def _placed(values: Sequence[Any], positions: Sequence[int], given: Sequence[Any]) -> list[Any]:
     """`values`, with those `given` at some positions."""
-    return [dict(zip(positions, given, strict=True)).get(k, value) for k, value in enumerate(values)]
+    return [
+        dict(zip(positions, given, strict=True)).get(k, value) for k, value in enumerate(values)
+    ]

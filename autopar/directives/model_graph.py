@@ -82,7 +82,9 @@ class ModelGraph:
         names = {**self.params, **self.args}
         names.update((var, f"constant:{number}") for number, var in enumerate(self.constants))
         for node in self.nodes:
-            names.update((v, f"{node.name}#{r}" if r else node.name) for r, v in enumerate(node.eqn.outvars))
+            names.update(
+                (v, f"{node.name}#{r}" if r else node.name) for r, v in enumerate(node.eqn.outvars)
+            )
         return names
 
     @cached_property
@@ -98,7 +100,13 @@ class ModelGraph:
     def outputs_of(self, nodes: Sequence[Node]) -> list[Var]:
         """What others need of what `nodes` make."""
         own = {node.name for node in nodes}
-        needed = {a for node in self.nodes if node.name not in own for a in node.eqn.invars if isinstance(a, Var)}
+        needed = {
+            a
+            for node in self.nodes
+            if node.name not in own
+            for a in node.eqn.invars
+            if isinstance(a, Var)
+        }
         needed.update(atom for atom in self.outvars if isinstance(atom, Var))
         return [var for node in nodes for var in node.eqn.outvars if var in needed]
 
@@ -114,7 +122,11 @@ def joined(path: str, name: str) -> str:
 
 
 def trace_model(
-    fun: Callable[..., Any], params: Any, args: Sequence[Any], root: str | None, param_path: Callable[[Any], str]
+    fun: Callable[..., Any],
+    params: Any,
+    args: Sequence[Any],
+    root: str | None,
+    param_path: Callable[[Any], str],
 ) -> ModelGraph:
     """Trace `fun(params, *args)`.
 
@@ -128,7 +140,9 @@ def trace_model(
     outvars = builder.inline(jaxpr, invars, "", ())
     leaves, in_tree = jax.tree.flatten_with_path((params, *args))
     named = [(var, path) for var, (path, _) in zip(invars, leaves, strict=True)]
-    nodes = tuple(builder.nodes[n] for n, _ in needed(enumerate(node.eqn for node in builder.nodes), outvars))
+    nodes = tuple(
+        builder.nodes[n] for n, _ in needed(enumerate(node.eqn for node in builder.nodes), outvars)
+    )
     keep = {node.name for node in nodes}
     groups = (Recomputed(frozenset(names) & keep, *rest) for names, *rest in builder.recomputed)
     return ModelGraph(
@@ -172,7 +186,9 @@ class _Builder:
         self.recomputed: list[tuple[set[str], Any, Any]] = []
         self._count: Counter[str] = Counter(name.partition(":")[0] for name in taken)
 
-    def inline(self, jaxpr: Jaxpr, args: Sequence[Atom], stack: str, groups: tuple[set[str], ...]) -> list[Atom]:
+    def inline(
+        self, jaxpr: Jaxpr, args: Sequence[Atom], stack: str, groups: tuple[set[str], ...]
+    ) -> list[Atom]:
         env: dict[Var, Atom] = dict(zip(jaxpr.invars, args, strict=True))
         for var, value in zip(jaxpr.constvars, jaxpr.consts, strict=True):
             env[var] = new = Var(var.aval)
@@ -192,7 +208,9 @@ class _Builder:
                 outvars = self.inline(eqn.params["jaxpr"], invars, at, (*groups, names))
             else:
                 outvars = [Var(var.aval) for var in eqn.outvars]
-                self._append(eqn.replace(invars=invars, outvars=list(outvars)), self._scope(at), groups)
+                self._append(
+                    eqn.replace(invars=invars, outvars=list(outvars)), self._scope(at), groups
+                )
             env.update(zip(eqn.outvars, outvars, strict=True))
         return [rename(atom) for atom in jaxpr.outvars]
 

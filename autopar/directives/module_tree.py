@@ -47,7 +47,9 @@ def classes_of(fun: Callable[..., Any], params: Any, args: Sequence[Any]) -> dic
         return next_fun(*args, **kwargs)
 
     with nn.intercept_methods(watch):
-        jax.eval_shape(lambda *given: fun(*given), params, *args)  # a function of its own: not one that JAX has traced
+        jax.eval_shape(
+            lambda *given: fun(*given), params, *args
+        )  # a function of its own: not one that JAX has traced
     return found
 
 
@@ -58,9 +60,15 @@ class Modules:
     by_path: dict[str, Module]
 
     @classmethod
-    def of(cls, graph: ModelGraph, classes: dict[str, type], shapes: dict[str, jax.ShapeDtypeStruct]) -> "Modules":
+    def of(
+        cls, graph: ModelGraph, classes: dict[str, type], shapes: dict[str, jax.ShapeDtypeStruct]
+    ) -> "Modules":
         paths = {"": None}
-        for scope in (*classes, *(node.scope for node in graph.nodes), *(name.rpartition("/")[0] for name in shapes)):
+        for scope in (
+            *classes,
+            *(node.scope for node in graph.nodes),
+            *(name.rpartition("/")[0] for name in shapes),
+        ):
             paths.update(dict.fromkeys(_parents(scope)))
         own = {path: {} for path in paths}
         for name, aval in shapes.items():
@@ -74,10 +82,14 @@ class Modules:
         if path in self.by_path:
             return [path]
         matched = [
-            each for each in self.by_path if each and fnmatchcase(each, path) and each.count("/") == path.count("/")
+            each
+            for each in self.by_path
+            if each and fnmatchcase(each, path) and each.count("/") == path.count("/")
         ]
         if not matched:
-            raise ScheduleError(f"no module {pattern!r} in the model; {nearest(path, self.by_path)}")
+            raise ScheduleError(
+                f"no module {pattern!r} in the model; {nearest(path, self.by_path)}"
+            )
         return matched
 
     def param(self, path: str, name: str) -> jax.ShapeDtypeStruct:
@@ -98,9 +110,15 @@ class Modules:
             if root is None:
                 continue
             indent = "  " * (_depth(path) - _depth(root))
-            params = ", ".join(f"{name}={each.dtype}{list(each.shape)}" for name, each in module.params.items())
+            params = ", ".join(
+                f"{name}={each.dtype}{list(each.shape)}" for name, each in module.params.items()
+            )
             name = path.rpartition("/")[2]
-            label = f"({name}): {module.type_name or 'scope'}" if name else module.type_name or "function"
+            label = (
+                f"({name}): {module.type_name or 'scope'}"
+                if name
+                else module.type_name or "function"
+            )
             lines.append(f"{indent}{label}({params})")
             lines += [f"{indent}  .{describe(each)}" for each in directives if each.path == path]
         return "\n".join(lines)

@@ -34,7 +34,10 @@ def as_function(model: nnx.Module, updates: bool = False) -> Callable[..., Any]:
 
 
 def call_unchanged(
-    graphdef: Any, state: Any, args: Sequence[Any], prepare: Callable[[Any], Any] = lambda merged: merged
+    graphdef: Any,
+    state: Any,
+    args: Sequence[Any],
+    prepare: Callable[[Any], Any] = lambda merged: merged,
 ) -> Any:
     """What a module of this state makes of `args`. Raises ScheduleError if that changes its state, which nobody would get."""
     merged = prepare(nnx.merge(graphdef, state))
@@ -43,7 +46,9 @@ def call_unchanged(
     after = _raw(merged)
     if all(after[path] is value for path, value in before.items()):
         return result
-    if changed := _changed(graphdef, state, args):  # nnx.jit and nnx.remat hand back all of the state, as it was
+    if changed := _changed(
+        graphdef, state, args
+    ):  # nnx.jit and nnx.remat hand back all of the state, as it was
         raise ScheduleError(
             f"calling the model changes {', '.join(changed)} of its state, which would be lost: the same mask for every dropout,"
             " statistics that never move. Hand out what changes, create_schedule(..., updates=True), or change nothing: keys as an"
@@ -62,7 +67,9 @@ def _changed(graphdef: Any, state: Any, args: Sequence[Any]) -> list[str]:
         after = _raw(merged)
         return before, {path: after[path] for path in before}
 
-    jaxpr, (paths, _) = jax.make_jaxpr(states, return_shape=True)(*jax.tree.map(abstract, (state, *args)))
+    jaxpr, (paths, _) = jax.make_jaxpr(states, return_shape=True)(
+        *jax.tree.map(abstract, (state, *args))
+    )
     outvars = _handed_through(jaxpr)
     pairs = zip(sorted(paths), outvars[: len(paths)], outvars[len(paths) :], strict=True)
     return [path for path, before, after in pairs if before is not after]
@@ -78,19 +85,28 @@ def _handed_through(jaxpr: Jaxpr) -> list[Any]:
             for var, result in zip(eqn.outvars, _handed_through(inner), strict=True):
                 if isinstance(result, Var) and result in given:
                     same[var] = (
-                        same.get(given[result], given[result]) if isinstance(given[result], Var) else given[result]
+                        same.get(given[result], given[result])
+                        if isinstance(given[result], Var)
+                        else given[result]
                     )
     return [same.get(atom, atom) if isinstance(atom, Var) else atom for atom in jaxpr.outvars]
 
 
 def _raw(model: Any) -> dict[str, Any]:
-    return {"/".join(map(str, path)): v.get_raw_value() for path, v in nnx.to_flat_state(nnx.state(model))}
+    return {
+        "/".join(map(str, path)): v.get_raw_value()
+        for path, v in nnx.to_flat_state(nnx.state(model))
+    }
 
 
 def classes(model: nnx.Module) -> dict[str, type]:
     """The class of each module that can be called, by path."""
     named = (("/".join(map(str, path)), module) for path, module in nnx.iter_modules(model))
-    return {path: type(module) for path, module in sorted(named, key=lambda each: each[0]) if callable(module)}
+    return {
+        path: type(module)
+        for path, module in sorted(named, key=lambda each: each[0])
+        if callable(module)
+    }
 
 
 def _scoped(model: Any) -> Any:

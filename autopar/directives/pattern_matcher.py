@@ -54,13 +54,21 @@ class _State:
 
 
 class Matcher:
-    def __init__(self, graph: ModelGraph, pattern: ModelGraph, allowed: set[str], like: Sequence[Any] | None) -> None:
+    def __init__(
+        self, graph: ModelGraph, pattern: ModelGraph, allowed: set[str], like: Sequence[Any] | None
+    ) -> None:
         self.graph, self.pattern, self.allowed = graph, pattern, allowed
-        self.shapes = {} if like is None else {v: each.shape for v, each in zip(pattern.args, like, strict=True)}
+        self.shapes = (
+            {}
+            if like is None
+            else {v: each.shape for v, each in zip(pattern.args, like, strict=True)}
+        )
 
     def matches(self, result: Var) -> Iterator[Subgraph]:
         """The subgraphs that compute `result` as the pattern does, with arguments before and after broadcasts."""
-        for state in self._solve([(self.pattern.outvars[0], result, None, None)], _State({}, {}, ())):
+        for state in self._solve(
+            [(self.pattern.outvars[0], result, None, None)], _State({}, {}, ())
+        ):
             for through in (True, False):
                 found = self._subgraph(state, result, through)
                 if found is not None:
@@ -76,22 +84,34 @@ class Matcher:
         source = left.source
         if isinstance(source, Literal) or source in self.pattern.constants:
             if self._same_constant(source, right.source):
-                yield from self._solve(rest, _State(state.nodes, state.bound, state.between + right.nodes))
+                yield from self._solve(
+                    rest, _State(state.nodes, state.bound, state.between + right.nodes)
+                )
         elif source in self.pattern.args:
-            if isinstance(right.source, Literal) or not self._is_like(source, (given, right.source)):
+            if isinstance(right.source, Literal) or not self._is_like(
+                source, (given, right.source)
+            ):
                 return
             known = state.bound.get(source, right)
             if known.source is right.source:
-                yield from self._solve(rest, _State(state.nodes, {source: right, **state.bound}, state.between))
-        elif left.order(wanted, _frame(wanted, reader)) == right.order(given, _frame(given, other)) or (
-            right.numpy_like and self._is_elementwise(source)
-        ):
+                yield from self._solve(
+                    rest, _State(state.nodes, {source: right, **state.bound}, state.between)
+                )
+        elif left.order(wanted, _frame(wanted, reader)) == right.order(
+            given, _frame(given, other)
+        ) or (right.numpy_like and self._is_elementwise(source)):
             yield from self._solve_nodes(source, right, rest, state)
 
-    def _solve_nodes(self, wanted: Var, given: Through, rest: list[_Pair], state: _State) -> Iterator[_State]:
+    def _solve_nodes(
+        self, wanted: Var, given: Through, rest: list[_Pair], state: _State
+    ) -> Iterator[_State]:
         left = self.pattern.producer[wanted]
         right = self.graph.producer.get(given.source) if isinstance(given.source, Var) else None
-        if right is None or right.name not in self.allowed or not _same_operation(left.eqn, right.eqn):
+        if (
+            right is None
+            or right.name not in self.allowed
+            or not _same_operation(left.eqn, right.eqn)
+        ):
             return
         if _position(left, wanted) != _position(right, given.source):
             return
@@ -133,8 +153,12 @@ class Matcher:
                 values.append(np.asarray(graph.constants[atom]))
             else:
                 return False
-        left, right = (value.astype(np.float64) if value.dtype != bool else value for value in values)
-        return left.shape == right.shape and bool(np.all((left == right) | np.isclose(left, right, rtol=1e-6, atol=0)))
+        left, right = (
+            value.astype(np.float64) if value.dtype != bool else value for value in values
+        )
+        return left.shape == right.shape and bool(
+            np.all((left == right) | np.isclose(left, right, rtol=1e-6, atol=0))
+        )
 
     def _subgraph(self, state: _State, result: Var, through: bool) -> Subgraph | None:
         """The match as it is, or None when a value inside is used outside; `through` has arguments looked through broadcasts."""
@@ -149,7 +173,9 @@ class Matcher:
         nodes = [node for node in self.graph.nodes if node.name in own]
         if any(var is not result for var in self.graph.outputs_of(nodes)):
             return None
-        return Subgraph(tuple(node.name for node in nodes), tuple(self.graph.value_names[var] for var in inputs))
+        return Subgraph(
+            tuple(node.name for node in nodes), tuple(self.graph.value_names[var] for var in inputs)
+        )
 
     def _input(self, bound: Through, shape: tuple[int, ...], own: set[str], through: bool) -> Var:
         """The value to bind, before broadcasts that NumPy's rules imply and nobody else uses; these join the match.

@@ -26,7 +26,10 @@ _ORDERS = 8
 
 
 def find_pattern(
-    graph: ModelGraph, visible: Sequence[Node], pattern: Callable[..., Any], like: Sequence[Any] | None = None
+    graph: ModelGraph,
+    visible: Sequence[Node],
+    pattern: Callable[..., Any],
+    like: Sequence[Any] | None = None,
 ) -> list[Subgraph]:
     """The places where `visible` nodes compute `pattern`, none of which overlap.
 
@@ -44,7 +47,9 @@ def find_pattern(
         for way in ways.get(_kind(result), ()):
             matches = Matcher(graph, way, {n.name for n in visible} - taken, like).matches(result)
             sound = (each for each in matches if _holds(graph, way, pattern, each, result))
-            match = max(islice(sound, _ORDERS), key=lambda each: _agreement(pattern, each), default=None)
+            match = max(
+                islice(sound, _ORDERS), key=lambda each: _agreement(pattern, each), default=None
+            )
             if match is not None:
                 found.append(match)
                 taken.update(match.nodes)
@@ -61,13 +66,18 @@ def _kind(atom: Atom) -> _Kind:
 
 
 def _traced(
-    graph: ModelGraph, visible: Sequence[Node], pattern: Callable[..., Any], like: Sequence[Any] | None
+    graph: ModelGraph,
+    visible: Sequence[Node],
+    pattern: Callable[..., Any],
+    like: Sequence[Any] | None,
 ) -> dict[_Kind, list[ModelGraph]]:
     """The pattern, by what it returns, for arguments `like` these, or all shaped as one of the values that are seen."""
     if like is None:
         count = len(inspect.signature(pattern).parameters)
         values = [atom for node in visible for atom in (*node.eqn.outvars, *node.eqn.invars)]
-        arguments = [[jax.ShapeDtypeStruct(*kind)] * count for kind in dict.fromkeys(map(_kind, values))]
+        arguments = [
+            [jax.ShapeDtypeStruct(*kind)] * count for kind in dict.fromkeys(map(_kind, values))
+        ]
     else:
         arguments = [like]
     found: dict[_Kind, list[ModelGraph]] = {}
@@ -84,7 +94,10 @@ def _traced(
             f"the pattern can't be traced with arguments all shaped as one of the model's values: {failures[0]}\n"
             "Give their shapes by like="
         ) from failures[0]
-    for kind, several in found.items():  # arguments as the result is, first: that is what elementwise patterns mean
+    for (
+        kind,
+        several,
+    ) in found.items():  # arguments as the result is, first: that is what elementwise patterns mean
         several.sort(key=lambda way: any(_kind(var) != kind for var in way.args))
     return found
 
@@ -93,14 +106,18 @@ def _trace(pattern: Callable[..., Any], args: Sequence[Any]) -> ModelGraph:
     return trace_model(lambda _, *args: pattern(*args), (), args, None, str)
 
 
-def _holds(graph: ModelGraph, way: ModelGraph, pattern: Callable[..., Any], match: Subgraph, result: Var) -> bool:
+def _holds(
+    graph: ModelGraph, way: ModelGraph, pattern: Callable[..., Any], match: Subgraph, result: Var
+) -> bool:
     """Whether the pattern computes `result` of the values that its arguments stand for.
 
     These may be of lower rank than what it was traced for. Broadcasting makes up for that in what works on each element alone;
     anything else, a sum over rows, must be given the same as when it was traced.
     """
     try:
-        again = _trace(pattern, [jax.ShapeDtypeStruct(*_kind(graph.values[name])) for name in match.inputs])
+        again = _trace(
+            pattern, [jax.ShapeDtypeStruct(*_kind(graph.values[name])) for name in match.inputs]
+        )
     except Exception:  # whatever it is: the pattern is not for such values
         return False
     return _kind(again.outvars[0]) == _kind(result) and _strict(again) == _strict(way)
@@ -114,7 +131,11 @@ def _agreement(pattern: Callable[..., Any], match: Subgraph) -> int:
 
 def _strict(way: ModelGraph) -> list[Any]:
     """The operations that don't broadcast, and the sizes of their operands."""
-    nodes = (node for node in way.nodes if node.eqn.primitive.name not in POINTWISE and source_dims(node.eqn) is None)
+    nodes = (
+        node
+        for node in way.nodes
+        if node.eqn.primitive.name not in POINTWISE and source_dims(node.eqn) is None
+    )
     return [(node.name, [sizes(atom) for atom in node.eqn.invars]) for node in nodes]
 
 

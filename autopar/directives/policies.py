@@ -23,7 +23,9 @@ _POLICIES = (
 )
 
 
-def policy_of(policy: Policy | None, functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any] | None:
+def policy_of(
+    policy: Policy | None, functions: Mapping[str, Callable[..., Any]]
+) -> Callable[..., Any] | None:
     """What `jax.checkpoint` takes. Raises ScheduleError for what is no policy."""
     match policy:
         case None:
@@ -36,11 +38,15 @@ def policy_of(policy: Policy | None, functions: Mapping[str, Callable[..., Any]]
             if name == _BOTH:
                 given = [policy_of(each, functions) for each in given]
             elif not all(isinstance(each, str) for each in given):
-                raise ScheduleError(f"checkpoint policy {policy!r}: {name} takes {_MADE[name]}, as strings")
+                raise ScheduleError(
+                    f"checkpoint policy {policy!r}: {name} takes {_MADE[name]}, as strings"
+                )
             try:
                 return getattr(jax.checkpoint_policies, name)(*given)
             except TypeError as error:
-                raise ScheduleError(f"checkpoint policy {policy!r}: {name} takes {_MADE[name]}") from error
+                raise ScheduleError(
+                    f"checkpoint policy {policy!r}: {name} takes {_MADE[name]}"
+                ) from error
     name = policy[0] if isinstance(policy, tuple) and policy else policy
     if name in _MADE:
         raise ScheduleError(

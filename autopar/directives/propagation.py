@@ -12,7 +12,15 @@ from typing import assert_never
 import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
-from autopar.directives.definitions import CutPipelineStage, Fuse, Replace, ScheduleError, Shard, Sync, describe
+from autopar.directives.definitions import (
+    CutPipelineStage,
+    Fuse,
+    Replace,
+    ScheduleError,
+    Shard,
+    Sync,
+    describe,
+)
 from autopar.directives.equation_regions import Region, Unit
 from autopar.directives.forking import splits
 from autopar.directives.ir import Boundary, Compute, Group, Item, Placed, Synced, closed
@@ -87,11 +95,17 @@ class _Placer:
     ) -> None:
         self.graph, self.forked, self.mesh, self.lenient = graph, forked, mesh, lenient
         self.followed: dict[str, Followed] = {}
-        depth = sorted(range(len(syncs)), key=lambda k: syncs[k].path.count("/") + bool(syncs[k].path))
+        depth = sorted(
+            range(len(syncs)), key=lambda k: syncs[k].path.count("/") + bool(syncs[k].path)
+        )
         self.syncs = dict(enumerate(syncs))
-        self.leaving = [k for k in reversed(depth) if syncs[k].mode == "fwd_post"]  # the innermost module first
+        self.leaving = [
+            k for k in reversed(depth) if syncs[k].mode == "fwd_post"
+        ]  # the innermost module first
         self.entering = [k for k in depth if syncs[k].mode != "fwd_post"]
-        self.layouts = {var: _initial(graph, var, shards, mesh, batch_axis) for var in graph.value_names}
+        self.layouts = {
+            var: _initial(graph, var, shards, mesh, batch_axis) for var in graph.value_names
+        }
         self.home: dict[Var, str | None] = {v: node.scope for v, node in graph.producer.items()}
         self.fixed = {*graph.params, *graph.constants}
         self.latest: dict[Var, Var] = {}
@@ -105,7 +119,9 @@ class _Placer:
     def place(self, units: Sequence[Node | Unit]) -> Placed:
         for unit in units:
             self._unit(unit)
-            if self.cut_after.intersection(node.name for node in (unit.nodes if isinstance(unit, Unit) else (unit,))):
+            if self.cut_after.intersection(
+                node.name for node in (unit.nodes if isinstance(unit, Unit) else (unit,))
+            ):
                 self.frames[0].items.append(Boundary())
         outvars = tuple(self._read(atom, None) for atom in self.graph.outvars)
         results = tuple(layout_of(atom, self.layouts) for atom in outvars)
@@ -115,9 +131,17 @@ class _Placer:
         for k, sync in self.syncs.items():
             if k not in self.done:
                 why = self.passed.get(k, "no value passes there")
-                raise ScheduleError(f"{describe(sync)} of {sync.path or 'the model'} has nothing to do: {why}")
+                raise ScheduleError(
+                    f"{describe(sync)} of {sync.path or 'the model'} has nothing to do: {why}"
+                )
         items = closed(self.frames[0].items, {atom for atom in outvars if isinstance(atom, Var)})
-        return Placed(self.graph, items, tuple(self.layouts[var] for var in self.graph.invars), outvars, results)
+        return Placed(
+            self.graph,
+            items,
+            tuple(self.layouts[var] for var in self.graph.invars),
+            outvars,
+            results,
+        )
 
     # -- what runs
 
@@ -165,7 +189,9 @@ class _Placer:
                 else:
                     raise self._unplaceable(node, atom, error) from error
         for frame in self.frames:
-            for original, atom, layout in zip(node.eqn.invars, atoms, followed.operands, strict=True):
+            for original, atom, layout in zip(
+                node.eqn.invars, atoms, followed.operands, strict=True
+            ):
                 if isinstance(original, Var) and isinstance(atom, Var):
                     frame.read.setdefault(original, atom)
                     frame.wanted.setdefault(atom, layout)
@@ -174,7 +200,9 @@ class _Placer:
         forked = self.forked.get(node.eqn.outvars[0]) if node.eqn.outvars else None
         if forked is not None:
             self.layouts[node.eqn.outvars[0]] = Layout(forked, varying=axes_of(forked))
-        self.frames[-1].items.append(Compute(node.scope, node.eqn.replace(invars=atoms), tuple(layouts), forked))
+        self.frames[-1].items.append(
+            Compute(node.scope, node.eqn.replace(invars=atoms), tuple(layouts), forked)
+        )
 
     # -- syncs
 
@@ -186,11 +214,15 @@ class _Placer:
         while var in self.latest:
             var = self.latest[var]
         for k in self.leaving:
-            if _inside(self.home.get(var), self.syncs[k].path) and not _inside(scope, self.syncs[k].path):
+            if _inside(self.home.get(var), self.syncs[k].path) and not _inside(
+                scope, self.syncs[k].path
+            ):
                 var = self._leave(k, var)
         if var not in self.fixed:
             for k in self.entering:
-                if _inside(scope, self.syncs[k].path) and not _inside(self.home.get(var), self.syncs[k].path):
+                if _inside(scope, self.syncs[k].path) and not _inside(
+                    self.home.get(var), self.syncs[k].path
+                ):
                     var = self._enter(k, var)
         return var
 
@@ -268,7 +300,9 @@ class _Placer:
 
     def _unplaceable(self, node: Node, atom: Var, error: LayoutError) -> ScheduleError:
         if error.partial:
-            return ScheduleError(self._missing(atom, error.partial, f"goes into {node.name}, which needs it whole"))
+            return ScheduleError(
+                self._missing(atom, error.partial, f"goes into {node.name}, which needs it whole")
+            )
         return ScheduleError(
             f"{self._called(atom)}, which is {self.layouts[atom]}, goes into {node.name}: it {error.reason}.\n"
             f"Gather it before ({_example(node.scope, 'fwd_pre', 'all_gather')}), or shard other parameters"
@@ -297,13 +331,18 @@ def _inside(scope: str | None, path: str) -> bool:
     return scope is not None and within(scope, path)
 
 
-def _initial(graph: ModelGraph, var: Var, shards: Sequence[Shard], mesh: LogicalMesh, batch_axis: str | None) -> Layout:
+def _initial(
+    graph: ModelGraph, var: Var, shards: Sequence[Shard], mesh: LogicalMesh, batch_axis: str | None
+) -> Layout:
     """Where a parameter or argument is (of anything else it is told later)."""
     shape = aval_of(var).shape
     dims: list[tuple[str, ...]] = [()] * len(shape)
     if var in graph.params:
         for each in shards:
-            if graph.params[var] == joined(each.path, each.param) and mesh.sizes[each.mesh_axis] > 1:
+            if (
+                graph.params[var] == joined(each.path, each.param)
+                and mesh.sizes[each.mesh_axis] > 1
+            ):
                 dims[each.axis] = (each.mesh_axis,)
     elif var in graph.args and batch_axis is not None and shape and mesh.sizes[batch_axis] > 1:
         if shape[0] % mesh.sizes[batch_axis]:

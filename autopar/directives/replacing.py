@@ -34,7 +34,9 @@ class ModuleFunction:
         if isinstance(self.module, nn.Module):
             return self.module.apply({"params": params}, *inputs)
         graphdef, state = nnx.split(self.module)
-        filled = [(path, _filled(path, variable, params)) for path, variable in nnx.to_flat_state(state)]
+        filled = [
+            (path, _filled(path, variable, params)) for path, variable in nnx.to_flat_state(state)
+        ]
         return call_unchanged(graphdef, nnx.from_flat_state(filled), inputs)
 
 
@@ -43,7 +45,9 @@ def as_function(new: Any) -> Callable[..., Any]:
     return ModuleFunction(new) if isinstance(new, nn.Module | nnx.Module) else new
 
 
-def call(graph: ModelGraph, region: Replace, functions: Functions, values: Sequence[Any]) -> list[Any]:
+def call(
+    graph: ModelGraph, region: Replace, functions: Functions, values: Sequence[Any]
+) -> list[Any]:
     """What the user's function makes of the values called `region.inputs`. Raises ScheduleError where it fails.
 
     A function that is given the parameters of `region.path` gets them first, as a dict.
@@ -77,7 +81,9 @@ def call(graph: ModelGraph, region: Replace, functions: Functions, values: Seque
 
 def check_whole(graph: ModelGraph, region: Replace, functions: Functions) -> None:
     """Raise ScheduleError unless a replacement makes of whole arrays what it replaces does."""
-    made = jax.eval_shape(lambda *values: call(graph, region, functions, values), *map(_aval, _inputs(graph, region)))
+    made = jax.eval_shape(
+        lambda *values: call(graph, region, functions, values), *map(_aval, _inputs(graph, region))
+    )
     for var, result in zip(_outputs(graph, region), made, strict=True):
         wanted = aval_of(var)
         if (result.shape, result.dtype) != (wanted.shape, wanted.dtype):
@@ -117,8 +123,12 @@ def unfolded(
         return [Unit(unit.region, tuple(new for each in unit.inside for new in swapped(each)))]
 
     after = tuple(new for unit in units for new in swapped(unit))
-    order = tuple(node for unit in after for node in (unit.nodes if isinstance(unit, Unit) else (unit,)))
-    return dataclasses.replace(graph, nodes=order, constants={**graph.constants, **constants}), after
+    order = tuple(
+        node for unit in after for node in (unit.nodes if isinstance(unit, Unit) else (unit,))
+    )
+    return dataclasses.replace(
+        graph, nodes=order, constants={**graph.constants, **constants}
+    ), after
 
 
 def unfolded_for_sync(
@@ -149,7 +159,9 @@ def _aval(var: Var) -> jax.ShapeDtypeStruct:
 
 
 def _shapes(given: Any) -> str:
-    return str(jax.tree.map(lambda value: f"{value.dtype}{list(value.shape)}", given)).replace("'", "")
+    return str(jax.tree.map(lambda value: f"{value.dtype}{list(value.shape)}", given)).replace(
+        "'", ""
+    )
 
 
 def _common(scopes: Sequence[str]) -> str:
@@ -157,7 +169,10 @@ def _common(scopes: Sequence[str]) -> str:
     first, *others = [scope.split("/") if scope else [] for scope in scopes]
     count = len(first)
     for other in others:
-        count = next((k for k in range(min(count, len(other))) if first[k] != other[k]), min(count, len(other)))
+        count = next(
+            (k for k in range(min(count, len(other))) if first[k] != other[k]),
+            min(count, len(other)),
+        )
     return "/".join(first[:count])
 
 

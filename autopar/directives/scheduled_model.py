@@ -64,7 +64,9 @@ def create_schedule(
         case _:
             fun, classes = model, classes_of(model, params, args)
     made = ModelSchedule(fun, classes, params, args, planned_mesh(mesh))
-    made.functions.update({name: as_function(function) for name, function in (functions or {}).items()})
+    made.functions.update(
+        {name: as_function(function) for name, function in (functions or {}).items()}
+    )
     return made.replayed(schedule, made.args) if schedule is not None else made
 
 
@@ -78,17 +80,28 @@ class ModelSchedule(Handle):
     """
 
     def __init__(
-        self, fun: Callable[..., Any], classes: dict[str, type], params: Any, args: tuple[Any, ...], mesh: AnyMesh
+        self,
+        fun: Callable[..., Any],
+        classes: dict[str, type],
+        params: Any,
+        args: tuple[Any, ...],
+        mesh: AnyMesh,
     ) -> None:
         super().__init__(self, ("",))
         self.fun, self.classes, self.params, self.args, self.mesh = fun, classes, params, args, mesh
         self.functions: dict[str, Callable[..., Any]] = {}
         self._directives: list[Directive] = []
         self.graph = trace_model(
-            fun, self.params, self.args, root.__name__ if (root := classes.get("")) else None, self._param_path
+            fun,
+            self.params,
+            self.args,
+            root.__name__ if (root := classes.get("")) else None,
+            self._param_path,
         )
         leaves = jax.tree.leaves(self.params)
-        self.modules = Modules.of(self.graph, classes, dict(zip(self.graph.params.values(), leaves, strict=True)))
+        self.modules = Modules.of(
+            self.graph, classes, dict(zip(self.graph.params.values(), leaves, strict=True))
+        )
 
     def _param_path(self, path: Any) -> str:
         """`linear1/kernel`, without the collection that linen puts first and the `value` that nnx puts last."""
@@ -133,12 +146,18 @@ class ModelSchedule(Handle):
 
     def claimed(self) -> set[str]:
         """Nodes that are fused or replaced already."""
-        return {name for each in (*self.of_kind(d.Fuse), *self.of_kind(d.Replace)) for name in each.nodes}
+        return {
+            name
+            for each in (*self.of_kind(d.Fuse), *self.of_kind(d.Replace))
+            for name in each.nodes
+        }
 
     def visible(self, paths: Sequence[str]) -> list[Node]:
         """The nodes of modules that `find` sees."""
         hidden, claimed = self._hidden(), self.claimed()
-        nodes = [n for n in self.graph.nodes if any(n.within(p) for p in paths) and n.name not in claimed]
+        nodes = [
+            n for n in self.graph.nodes if any(n.within(p) for p in paths) and n.name not in claimed
+        ]
         for trace in self.of_kind(d.Trace):
             if not trace.flatten:
                 nodes = [n for n in nodes if n.scope == trace.path or not n.within(trace.path)]
@@ -156,7 +175,9 @@ class ModelSchedule(Handle):
         """The modules that are one thing."""
         hidden = {path for path, module in self.modules.by_path.items() if module.is_linear}
         hidden -= {each.path for each in self.of_kind(d.Decompose)}
-        return hidden.union(joined(t.path, leaf) for t in self.of_kind(d.Trace) for leaf in t.leaf_modules)
+        return hidden.union(
+            joined(t.path, leaf) for t in self.of_kind(d.Trace) for leaf in t.leaf_modules
+        )
 
     def region(self, nodes: Sequence[Node]) -> Subgraph:
         names = (self.graph.value_names[var] for var in self.graph.inputs_of(nodes))
@@ -173,7 +194,11 @@ class ModelSchedule(Handle):
     def _aliases(self, atom: Atom) -> tuple[str, ...]:
         seen = look_through(self.graph, atom)
         names = self.graph.value_names
-        return (*(node.name for node in seen.nodes), names[seen.source]) if isinstance(seen.source, Var) else ()
+        return (
+            (*(node.name for node in seen.nodes), names[seen.source])
+            if isinstance(seen.source, Var)
+            else ()
+        )
 
     def module(self, *paths: str) -> Subgraph:
         """All equations of a module, or of several."""
@@ -187,9 +212,16 @@ class ModelSchedule(Handle):
 
     def units(self) -> tuple[Node | Unit, ...]:
         """The equations, in regions."""
-        regions: list[tuple[Region, frozenset[str]]] = [(each, each.nodes) for each in self.graph.recomputed]
-        regions += [(each, frozenset(self.module(each.path).nodes)) for each in self.of_kind(d.Checkpoint)]
-        regions += [(each, frozenset(each.nodes)) for each in (*self.of_kind(d.Fuse), *self.of_kind(d.Replace))]
+        regions: list[tuple[Region, frozenset[str]]] = [
+            (each, each.nodes) for each in self.graph.recomputed
+        ]
+        regions += [
+            (each, frozenset(self.module(each.path).nodes)) for each in self.of_kind(d.Checkpoint)
+        ]
+        regions += [
+            (each, frozenset(each.nodes))
+            for each in (*self.of_kind(d.Fuse), *self.of_kind(d.Replace))
+        ]
         return arrange(self.graph, regions)
 
     def placed(self, batch_axis: str | None = None, lenient: bool = False) -> Placed:
@@ -228,10 +260,14 @@ class ModelSchedule(Handle):
     def on(self, mesh: AnyMesh) -> "ModelSchedule":
         """The same schedule on other devices. Raises ScheduleError unless the mesh has the axes that the schedule is for."""
         if dict(mesh.shape) != dict(self.mesh.shape):
-            raise ScheduleError(f"the schedule is for a mesh of axes {dict(self.mesh.shape)}, not {dict(mesh.shape)}")
+            raise ScheduleError(
+                f"the schedule is for a mesh of axes {dict(self.mesh.shape)}, not {dict(mesh.shape)}"
+            )
         return self.replayed(self.schedule, self.args, mesh)
 
-    def replayed(self, schedule: Schedule, args: tuple[Any, ...], mesh: AnyMesh | None = None) -> "ModelSchedule":
+    def replayed(
+        self, schedule: Schedule, args: tuple[Any, ...], mesh: AnyMesh | None = None
+    ) -> "ModelSchedule":
         """Another schedule for the same model, for arguments of the given shapes, on the same mesh unless another is given."""
         made = ModelSchedule(self.fun, self.classes, self.params, args, mesh or self.mesh)
         made.functions.update(self.functions)

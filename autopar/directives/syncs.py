@@ -25,14 +25,18 @@ class NotApplicable(Exception):
 def check_sync(sync: Sync, functions: Mapping[str, Any]) -> None:
     """Raise ScheduleError for a sync that can't be meant."""
     if sync.mode not in ("fwd_pre", "fwd_post", "bwd_post"):
-        raise ScheduleError(f"sync mode {sync.mode!r}, expected 'fwd_pre', 'fwd_post' or 'bwd_post'")
+        raise ScheduleError(
+            f"sync mode {sync.mode!r}, expected 'fwd_pre', 'fwd_post' or 'bwd_post'"
+        )
     if sync.mode == "bwd_post" and sync.op != "all_reduce" and sync.op not in functions:
         raise ScheduleError(
             f"sync {sync.op!r} of gradients: expected 'all_reduce', or a function; how gradients of what is gathered or scattered go is"
             " said where that is done (backward=)"
         )
     if sync.mode == "fwd_pre" and sync.op in ("all_reduce", "reduce_scatter"):
-        raise ScheduleError(f"sync {sync.op!r} before a module: put it after the module that makes the partial sum")
+        raise ScheduleError(
+            f"sync {sync.op!r} before a module: put it after the module that makes the partial sum"
+        )
     if sync.op in ("reduce_scatter", "scatter") and sync.axis is None:
         raise ScheduleError(f"sync {sync.op!r} needs axis=, the array dim to scatter along")
     if sync.op not in OPS and not _RESHARD.fullmatch(sync.op) and sync.op not in functions:
@@ -50,7 +54,9 @@ def after(sync: Sync, layout: Layout) -> Layout:
     found = next((dim for dim, axes in enumerate(dims) if axis in axes), None)
     if sync.mode == "bwd_post":
         if axis in varying:
-            raise NotApplicable(f"its gradients are no partial sums over {axis!r}, as it is {layout}")
+            raise NotApplicable(
+                f"its gradients are no partial sums over {axis!r}, as it is {layout}"
+            )
         return replace(layout, varying=varying | {axis})
     if layout.largest:
         if sync.op != "all_reduce" or axis not in layout.largest:
@@ -66,10 +72,15 @@ def after(sync: Sync, layout: Layout) -> Layout:
         case "all_gather":
             if found is None or sync.axis not in (None, found, found - len(dims)):
                 raise NotApplicable(
-                    f"it is {layout}, not split over {axis!r}" + ("" if found is None else f" along dim {sync.axis}")
+                    f"it is {layout}, not split over {axis!r}"
+                    + ("" if found is None else f" along dim {sync.axis}")
                 )
             dims[found] = ()
-            return Layout(tuple(dims), layout.partial, varying - {axis} if _gradients_are_whole(sync) else varying)
+            return Layout(
+                tuple(dims),
+                layout.partial,
+                varying - {axis} if _gradients_are_whole(sync) else varying,
+            )
         case "scatter":
             if found is not None or axis in layout.partial:
                 raise NotApplicable(f"it is {layout}, not whole over {axis!r}")
@@ -78,21 +89,35 @@ def after(sync: Sync, layout: Layout) -> Layout:
             return _after_reshard(sync, layout, found)
         case _:
             if axis not in layout.partial and found is None:
-                raise NotApplicable(f"it is {layout}: there is nothing to put together over {axis!r}")
+                raise NotApplicable(
+                    f"it is {layout}: there is nothing to put together over {axis!r}"
+                )
             whole = tuple(() if dim == found else axes for dim, axes in enumerate(dims))
             return Layout(whole, layout.partial - {axis}, varying - {axis})
 
 
 def apply(
-    sync: Sync, before: Layout, value: Any, mesh: LogicalMesh, functions: Mapping[str, Callable[..., Any]]
+    sync: Sync,
+    before: Layout,
+    value: Any,
+    mesh: LogicalMesh,
+    functions: Mapping[str, Callable[..., Any]],
 ) -> Any:
     """The sync of this device's `value`, inside `jax.shard_map`."""
     axis, wanted = sync.mesh_axis, after(sync, before)
     if sync.mode == "bwd_post":
         hook = functions.get(sync.op)
-        return lax.pcast(value, axis, to="varying") if hook is None else _with_gradient(value, sync, hook)
-    gathered = next((dim for dim, axes in enumerate(before.dims) if axis in axes and not wanted.dims[dim]), None)
-    scattered = next((dim for dim, axes in enumerate(wanted.dims) if axis in axes and not before.dims[dim]), None)
+        return (
+            lax.pcast(value, axis, to="varying")
+            if hook is None
+            else _with_gradient(value, sync, hook)
+        )
+    gathered = next(
+        (dim for dim, axes in enumerate(before.dims) if axis in axes and not wanted.dims[dim]), None
+    )
+    scattered = next(
+        (dim for dim, axes in enumerate(wanted.dims) if axis in axes and not before.dims[dim]), None
+    )
     match sync.op:
         case "all_reduce":
             return largest(value, axis) if axis in before.largest else lax.psum(value, axis)
@@ -108,7 +133,9 @@ def apply(
         to = "invarying" if _gradients_are_whole(sync) else "varying"
         return lax.all_gather(value, axis, axis=gathered, tiled=True, to=to)
     assert scattered is not None
-    if axis in before.varying:  # gradients are partial sums, whose own part is all that a device adds
+    if (
+        axis in before.varying
+    ):  # gradients are partial sums, whose own part is all that a device adds
         return shard(value, before.dims, wanted.dims, mesh)
     return _scatter(value, axis, scattered)
 
@@ -176,15 +203,21 @@ def _(axis: str, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, 
 
 def _gradients_are_whole(sync: Sync) -> bool:
     """Before a module that computes on shards gradients of what was gathered are partial sums; after one they are equal."""
-    return (sync.backward or ("reduce_scatter" if sync.mode == "fwd_pre" else "scatter")) == "scatter"
+    return (
+        sync.backward or ("reduce_scatter" if sync.mode == "fwd_pre" else "scatter")
+    ) == "scatter"
 
 
 def _split(layout: Layout, sync: Sync) -> tuple[tuple[str, ...], ...]:
     """The dims of `layout`, with the sync's split over its mesh axis, too."""
     rank, axis = len(layout.dims), sync.axis or 0
     if not -rank <= axis < rank or layout.dims[axis]:
-        raise NotApplicable(f"it is {layout}: dim {axis} can't be split over {sync.mesh_axis!r}, too")
-    return tuple((sync.mesh_axis,) if d == axis % rank else axes for d, axes in enumerate(layout.dims))
+        raise NotApplicable(
+            f"it is {layout}: dim {axis} can't be split over {sync.mesh_axis!r}, too"
+        )
+    return tuple(
+        (sync.mesh_axis,) if d == axis % rank else axes for d, axes in enumerate(layout.dims)
+    )
 
 
 def _resharded(op: str) -> tuple[int | None, int | None]:
@@ -208,6 +241,12 @@ def _after_reshard(sync: Sync, layout: Layout, found: int | None) -> Layout:
     varying = layout.varying | {sync.mesh_axis}
     if scattered is None:
         return Layout(
-            tuple(dims), layout.partial, varying - {sync.mesh_axis} if _gradients_are_whole(sync) else varying
+            tuple(dims),
+            layout.partial,
+            varying - {sync.mesh_axis} if _gradients_are_whole(sync) else varying,
         )
-    return Layout(_split(replace(layout, dims=tuple(dims)), replace(sync, axis=scattered)), layout.partial, varying)
+    return Layout(
+        _split(replace(layout, dims=tuple(dims)), replace(sync, axis=scattered)),
+        layout.partial,
+        varying,
+    )

@@ -8,17 +8,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
-from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, jit_p, reduce_max_p, remat_p
+from jax.extend.core.primitives import (
+    custom_jvp_call_p,
+    custom_vjp_call_p,
+    jit_p,
+    reduce_max_p,
+    remat_p,
+)
 
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import LogicalMesh, Spec, axes_of, partition_spec
 from autopar.primitives import op_factors
 from autopar.primitives.factors import OpFactors
 
-INNER = {jit_p: "jaxpr", custom_jvp_call_p: "call_jaxpr", custom_vjp_call_p: "call_jaxpr", remat_p: "jaxpr"}
+INNER = {
+    jit_p: "jaxpr",
+    custom_jvp_call_p: "call_jaxpr",
+    custom_vjp_call_p: "call_jaxpr",
+    remat_p: "jaxpr",
+}
 """Primitives that are as their body is."""
 
-_LINEAR = frozenset({"broadcast_in_dim", "copy", "name", "neg", "reduce_sum", "reshape", "squeeze", "transpose"})
+_LINEAR = frozenset(
+    {"broadcast_in_dim", "copy", "name", "neg", "reduce_sum", "reshape", "squeeze", "transpose"}
+)
 _SUMS = frozenset({"add", "add_any", "sub"})
 
 
@@ -85,7 +98,9 @@ def follow(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> Follo
     """
     for k, each in enumerate(layouts):
         if each.largest:
-            raise LayoutError(k, f"is a partial maximum, and {eqn.primitive.name} needs it whole", each.largest)
+            raise LayoutError(
+                k, f"is a partial maximum, and {eqn.primitive.name} needs it whole", each.largest
+            )
     if eqn.primitive in INNER:
         return Followed(tuple(layouts), tuple(_follow_inside(eqn, layouts, mesh)))
     summed = _carried_partial(eqn, layouts)
@@ -98,11 +113,18 @@ def follow(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> Follo
     for kind, axes in zip(factors.kinds, assignment, strict=True):
         if kind in ("max", "min") and axes:
             if eqn.primitive is not reduce_max_p:
-                raise LayoutError(0, f"is split along a dim of which {eqn.primitive.name} takes the {kind}imum")
+                raise LayoutError(
+                    0, f"is split along a dim of which {eqn.primitive.name} takes the {kind}imum"
+                )
             largest = largest.union(axes)
     partial -= largest
-    operands = (Layout(spec, each.partial, varying) for spec, each in zip(specs, layouts, strict=True))
-    results = (Layout(factors.result_spec(r, assignment), partial, varying, largest) for r in range(len(eqn.outvars)))
+    operands = (
+        Layout(spec, each.partial, varying) for spec, each in zip(specs, layouts, strict=True)
+    )
+    results = (
+        Layout(factors.result_spec(r, assignment), partial, varying, largest)
+        for r in range(len(eqn.outvars))
+    )
     return Followed(tuple(operands), tuple(results))
 
 
@@ -133,12 +155,16 @@ def _follow_inside(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) 
     """The results of a function that is called; what is partial must be completed before."""
     for k, each in enumerate(layouts):
         if each.partial:
-            raise LayoutError(k, f"is a partial sum, and {eqn.primitive.name} needs it whole", each.partial)
+            raise LayoutError(
+                k, f"is a partial sum, and {eqn.primitive.name} needs it whole", each.partial
+            )
     try:
         return follow_jaxpr(eqn.params[INNER[eqn.primitive]], layouts, mesh)
     except LayoutError as error:
         split = next(k for k, each in enumerate(layouts) if each.split)
-        raise LayoutError(split, f"can't be split in {eqn.primitive.name}: something inside {error.reason}") from error
+        raise LayoutError(
+            split, f"can't be split in {eqn.primitive.name}: something inside {error.reason}"
+        ) from error
 
 
 def _carried_partial(eqn: JaxprEqn, layouts: Sequence[Layout]) -> frozenset[str]:
@@ -159,7 +185,9 @@ def _carried_partial(eqn: JaxprEqn, layouts: Sequence[Layout]) -> frozenset[str]
     return partial
 
 
-def _assignment(factors: OpFactors, layouts: Sequence[Layout], mesh: LogicalMesh) -> tuple[tuple[str, ...], ...]:
+def _assignment(
+    factors: OpFactors, layouts: Sequence[Layout], mesh: LogicalMesh
+) -> tuple[tuple[str, ...], ...]:
     """The mesh axes of each factor, as the operands have them."""
     chosen: dict[int, tuple[str, ...]] = {}
     used: dict[str, int] = {}
@@ -170,16 +198,26 @@ def _assignment(factors: OpFactors, layouts: Sequence[Layout], mesh: LogicalMesh
             if not inside or factors.kinds[inside[0]] == "whole":
                 raise LayoutError(k, f"is split along dim {dim}, which must be whole here")
             if chosen.setdefault(inside[0], axes) != axes:
-                raise LayoutError(k, f"is split over {axes} along dim {dim}, another operand over {chosen[inside[0]]}")
+                raise LayoutError(
+                    k,
+                    f"is split over {axes} along dim {dim}, another operand over {chosen[inside[0]]}",
+                )
             if any(used.setdefault(axis, inside[0]) != inside[0] for axis in axes):
-                raise LayoutError(k, f"is split over {axes} along dim {dim}, another operand along another dim")
+                raise LayoutError(
+                    k, f"is split over {axes} along dim {dim}, another operand along another dim"
+                )
     for k, layout in enumerate(layouts):
         if not layout.partial.isdisjoint(used):
-            raise LayoutError(k, "is a partial sum, and another operand is split over the same axis", layout.partial)
+            raise LayoutError(
+                k,
+                "is a partial sum, and another operand is split over the same axis",
+                layout.partial,
+            )
     assignment = tuple(chosen.get(f, ()) for f in range(len(factors.sizes)))
     if not factors.allows(assignment, mesh):
         sizes = {factors.sizes[f]: axes for f, axes in chosen.items()}
         raise LayoutError(
-            next(k for k, each in enumerate(layouts) if each.split), f"can't stay split: {sizes} don't fit"
+            next(k for k, each in enumerate(layouts) if each.split),
+            f"can't stay split: {sizes} don't fit",
         )
     return assignment

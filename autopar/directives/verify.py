@@ -79,7 +79,9 @@ class Verify:
     def check(self) -> None:
         """Compare the schedule as it is now."""
         given = self.model.schedule.directives
-        schedule = Schedule(tuple(each for each in given if not isinstance(each, CutPipelineStage | ForkRng)))
+        schedule = Schedule(
+            tuple(each for each in given if not isinstance(each, CutPipelineStage | ForkRng))
+        )
         params = _random(self.model.params) if self.params is None else self.params
         wanted, self._size = self._values(self.model.fun, params, _compiled)
         if strange := [name for name, value in wanted.items() if not np.isfinite(value).all()]:
@@ -91,11 +93,18 @@ class Verify:
         if worst is None:
             return
         directive = self._culprit(schedule, params, wanted)
-        blamed = f"{describe(directive)} of {directive.path or 'the model'}" if directive else "no single directive"
+        blamed = (
+            f"{describe(directive)} of {directive.path or 'the model'}"
+            if directive
+            else "no single directive"
+        )
         raise VerificationError(f"{worst}; at fault is {blamed}")
 
     def _values(
-        self, fun: Callable[..., Any], params: Any, run: Callable[[Callable[..., Any]], Callable[..., Any]]
+        self,
+        fun: Callable[..., Any],
+        params: Any,
+        run: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> tuple[dict[str, np.ndarray], float]:
         """The loss, and the gradients of all parameters and inputs that have any, by name; computed by `run` of them.
 
@@ -104,7 +113,9 @@ class Verify:
         args = tuple(self.example_inputs)
 
         def loss(smooth: Any, rest: Any) -> tuple[jax.Array, jax.Array]:
-            given = jax.tree.map(lambda a, b: b if a is None else a, smooth, rest, is_leaf=lambda x: x is None)
+            given = jax.tree.map(
+                lambda a, b: b if a is None else a, smooth, rest, is_leaf=lambda x: x is None
+            )
             result = fun(*given)
             return _weighted(result) if self.loss is None else (self.loss(result), jnp.zeros(()))
 
@@ -116,13 +127,19 @@ class Verify:
 
     def _name(self, path: Any) -> str:
         inner = jax.tree_util.keystr(path[1:], simple=True, separator="/")
-        return inner if path[0].idx == 0 else f"argument {path[0].idx - 1}" + (f", {inner}" if inner else "")
+        return (
+            inner
+            if path[0].idx == 0
+            else f"argument {path[0].idx - 1}" + (f", {inner}" if inner else "")
+        )
 
     def _worst(self, schedule: Schedule, params: Any, wanted: dict[str, np.ndarray]) -> str | None:
         """What a schedule gets most wrong, in words; None when all is well. Raises ScheduleError if it can't be built."""
         model = self.model.replayed(schedule, jax.tree.map(abstract, tuple(self.example_inputs)))
         built = build(model, self.backend, self.batch_axis)
-        found, _ = self._values(built.apply, params, _compiled if self.backend != "auto" else partial(_planned, built))
+        found, _ = self._values(
+            built.apply, params, _compiled if self.backend != "auto" else partial(_planned, built)
+        )
         # Gradients that are zero but for rounding are compared with the others; a loss, with the numbers that may cancel in it.
         floor = 1e-2 * max(_largest(value) for name, value in wanted.items() if name != _LOSS)
         differences = {
@@ -134,7 +151,9 @@ class Verify:
             return None
         return f"{name} differs by {differences[name]:.2g} of its largest value"
 
-    def _culprit(self, schedule: Schedule, params: Any, wanted: dict[str, np.ndarray]) -> Directive | None:
+    def _culprit(
+        self, schedule: Schedule, params: Any, wanted: dict[str, np.ndarray]
+    ) -> Directive | None:
         """The directive without which, or with a plain all_reduce instead of which, all would be well."""
         for directive, others in _alternatives(schedule):
             try:
@@ -150,7 +169,9 @@ def _compiled(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _planned(built: Built, step: Callable[..., Any]) -> Callable[..., Any]:
-    return parallelize(step, method=built.method, static_argnums=(), donate_argnums=(), batch_argnums=())
+    return parallelize(
+        step, method=built.method, static_argnums=(), donate_argnums=(), batch_argnums=()
+    )
 
 
 def _alternatives(schedule: Schedule) -> Iterator[tuple[Directive, Schedule]]:
@@ -158,7 +179,12 @@ def _alternatives(schedule: Schedule) -> Iterator[tuple[Directive, Schedule]]:
     # What runs functions of the user is tried first.
     for k, directive in sorted(enumerate(given), key=lambda each: not _has_function(each[1])):
         if isinstance(directive, Sync) and directive.op != "all_reduce":
-            yield directive, Schedule((*given[:k], replace(directive, op="all_reduce", axis=None), *given[k + 1 :]))
+            yield (
+                directive,
+                Schedule(
+                    (*given[:k], replace(directive, op="all_reduce", axis=None), *given[k + 1 :])
+                ),
+            )
         yield directive, Schedule((*given[:k], *given[k + 1 :]))
 
 
@@ -175,7 +201,9 @@ def _random(avals: Any) -> Any:
             return jnp.zeros(aval.shape, aval.dtype)
         if not jnp.issubdtype(aval.dtype, jnp.inexact):
             return np.zeros(aval.shape, aval.dtype)
-        return (draw.standard_normal(aval.shape) / max(1, *aval.shape[:1]) ** 0.5).astype(aval.dtype)
+        return (draw.standard_normal(aval.shape) / max(1, *aval.shape[:1]) ** 0.5).astype(
+            aval.dtype
+        )
 
     return jax.tree.map(values, avals)
 
@@ -185,20 +213,30 @@ def _weighted(result: Any) -> tuple[jax.Array, jax.Array]:
     draw = np.random.default_rng(1)
     leaves = [leaf for leaf in jax.tree.leaves(result) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     terms = [draw.standard_normal(leaf.shape).astype(leaf.dtype) * leaf for leaf in leaves]
-    squares = sum((jnp.sum(jnp.square(jax.lax.stop_gradient(jnp.abs(each)))) for each in terms), jnp.zeros(()))
+    squares = sum(
+        (jnp.sum(jnp.square(jax.lax.stop_gradient(jnp.abs(each)))) for each in terms), jnp.zeros(())
+    )
     return sum(map(jnp.sum, terms), jnp.zeros(())), jnp.sqrt(squares)
 
 
 def _parted(tree: Any) -> tuple[Any, Any]:
     """What has gradients and what has none, each with None in the place of the other."""
-    smooth = jax.tree.map(lambda x: x if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) else None, tree)
-    return smooth, jax.tree.map(lambda x: None if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) else x, tree)
+    smooth = jax.tree.map(
+        lambda x: x if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) else None, tree
+    )
+    return smooth, jax.tree.map(
+        lambda x: None if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) else x, tree
+    )
 
 
 def _difference(found: np.ndarray, wanted: np.ndarray, floor: float) -> float:
     """The largest difference, relative to the largest number or to `floor`; infinite when something is not finite."""
     difference = _largest(found.astype(np.float64) - wanted)
-    return difference / (max(_largest(wanted), floor) or 1.0) if np.isfinite(difference) else float("inf")
+    return (
+        difference / (max(_largest(wanted), floor) or 1.0)
+        if np.isfinite(difference)
+        else float("inf")
+    )
 
 
 def _largest(values: np.ndarray) -> float:

@@ -71,9 +71,13 @@ class DistributedArray(ArrayHandle):
     def check(self) -> None:
         """Raise RuntimeError if there is nothing to read any more; HostsError, which is one, if the workers that had it have ended."""
         if self._is_deleted:
-            raise RuntimeError(f"{self!r} was deleted; keep the handle and don't call its delete while it is needed")
+            raise RuntimeError(
+                f"{self!r} was deleted; keep the handle and don't call its delete while it is needed"
+            )
         if self.is_donated:
-            raise RuntimeError(f"{self!r} was donated to a step, which has used its memory; use what the step returned")
+            raise RuntimeError(
+                f"{self!r} was donated to a step, which has used its memory; use what the step returned"
+            )
         if not self.hosts.is_live(self.key):
             raise HostsError(
                 f"{self!r} was in the memory of workers that have ended, by autopar.shutdown or a failure, and is gone with them; make the"
@@ -94,13 +98,19 @@ class DistributedArray(ArrayHandle):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if self.array.impl is not None:
-            raise TypeError(f"{self!r} has random keys, which can't be a numpy array; use its method key_data()")
+            raise TypeError(
+                f"{self!r} has random keys, which can't be a numpy array; use its method key_data()"
+            )
         here = self.numbers()
         return np.array(here, dtype=dtype) if copy or dtype is not None else here
 
     def __jax_array__(self) -> jax.Array:
         here = jax.numpy.asarray(self.numbers())
-        return here if self.array.impl is None else jax.random.wrap_key_data(here, impl=self.array.impl)
+        return (
+            here
+            if self.array.impl is None
+            else jax.random.wrap_key_data(here, impl=self.array.impl)
+        )
 
     def __float__(self) -> float:
         return float(np.asarray(self))
@@ -126,12 +136,18 @@ def plain(leaf: Any) -> np.ndarray:
     """An array as it travels: numpy's, of keys what they consist of."""
     if isinstance(leaf, DistributedArray):
         return leaf.numbers()
-    return np.asarray(jax.random.key_data(leaf) if isinstance(leaf, jax.Array) and is_key(leaf.dtype) else leaf)
+    return np.asarray(
+        jax.random.key_data(leaf) if isinstance(leaf, jax.Array) and is_key(leaf.dtype) else leaf
+    )
 
 
 def prefetch(tree: Any) -> None:
     """Bring all distributed arrays of a pytree here, in one go; `np.array` of each is there at once afterwards."""
-    handles = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, DistributedArray) and leaf._here is None]
+    handles = [
+        leaf
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, DistributedArray) and leaf._here is None
+    ]
     for hosts in dict.fromkeys(handle.hosts for handle in handles):
         mine = [handle for handle in handles if handle.hosts is hosts]
         for handle, value in zip(mine, hosts.fetch(mine), strict=True):

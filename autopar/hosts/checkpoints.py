@@ -23,7 +23,9 @@ def saved_pieces(
     for number, (name, handle) in enumerate(handles.items()):
         array, place = handle.array, handle.array.place
         holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
-        for device, tile in zip(place.mesh.devices, tiles(array.shape, place.mesh.logical, place.spec), strict=True):
+        for device, tile in zip(
+            place.mesh.devices, tiles(array.shape, place.mesh.logical, place.spec), strict=True
+        ):
             if all(start < stop for start, stop in tile):
                 holders.setdefault(tile, []).append(owner[device])
         pieces = []

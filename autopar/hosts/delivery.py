@@ -38,9 +38,13 @@ class PieceCarrier:
         self._mailbox, self._worker, plan = mailbox, worker, delivery.plan
         sources, targets = delivery.source.devices, delivery.to.devices
         self._here: dict[int, list[jax.Array]] = {}
-        self._letters: dict[tuple[int, int], list[int]] = defaultdict(list)  # (sender, receiver): pieces
+        self._letters: dict[tuple[int, int], list[int]] = defaultdict(
+            list
+        )  # (sender, receiver): pieces
         for number, piece in enumerate(plan.pieces):
-            self._letters[owner[sources[piece.source]], owner[targets[piece.destination]]].append(number)
+            self._letters[owner[sources[piece.source]], owner[targets[piece.destination]]].append(
+                number
+            )
 
         def target(piece: Piece) -> SingleDeviceSharding:
             return SingleDeviceSharding(devices[targets[piece.destination]])
@@ -50,12 +54,19 @@ class PieceCarrier:
         for position, number in enumerate(sources):
             mine = [n for n, piece in enumerate(plan.pieces) if piece.source == position]
             if owner[number] == worker and mine:
-                cut = cutting([plan.pieces[n].tile for n in mine], held[position], delivery.dtype, devices[number])
+                cut = cutting(
+                    [plan.pieces[n].tile for n in mine],
+                    held[position],
+                    delivery.dtype,
+                    devices[number],
+                )
                 self._cuts.append((devices[number], mine, cut))
         self._places = [target(plan.pieces[n]) for n in self._letters.get((worker, worker), ())]
         self._avals = {
             sender: [
-                jax.ShapeDtypeStruct(_extent(plan.pieces[n]), delivery.dtype, sharding=target(plan.pieces[n]))
+                jax.ShapeDtypeStruct(
+                    _extent(plan.pieces[n]), delivery.dtype, sharding=target(plan.pieces[n])
+                )
                 for n in numbers
             ]
             for (sender, receiver), numbers in self._letters.items()
@@ -68,12 +79,17 @@ class PieceCarrier:
                 join = joining([plan.pieces[n].tile for n in mine], delivery.dtype, devices[number])
                 self._joins.append((mine, join))
         if self._joins:
-            self._shape, self._landing = plan.shape, Place(delivery.to, plan.landing).sharding(devices)
+            self._shape, self._landing = (
+                plan.shape,
+                Place(delivery.to, plan.landing).sharding(devices),
+            )
             self._complete = None
             if plan.gathers:
                 wanted = Place(delivery.to, plan.spec).sharding(devices)
                 landed = jax.ShapeDtypeStruct(plan.shape, delivery.dtype, sharding=self._landing)
-                self._complete = jax.jit(lambda landed: landed, out_shardings=wanted).lower(landed).compile()
+                self._complete = (
+                    jax.jit(lambda landed: landed, out_shardings=wanted).lower(landed).compile()
+                )
 
     def send(self, value: jax.Array, letter: int, is_used_up: bool) -> None:
         """Cut what is here of the value and let every receiver have its pieces. Letters are numbered up from `letter`.

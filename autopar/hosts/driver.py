@@ -26,8 +26,8 @@ from autopar.hosts.workers import Workers, reason
 from autopar.lowering.cross_mesh_resharding import tiles
 from autopar.lowering.job import Array, Job, Place, groups_of
 from autopar.plan import Plan
-from simulator.cluster import Cluster
-from simulator.heterogeneous import AnyCluster, MixedCluster
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.heterogeneous import AnyCluster, MixedCluster
 
 _MOST_AHEAD = 16
 """How many steps workers may have been asked for that they have not done: what they are given waits in memory."""
@@ -49,7 +49,12 @@ class RayHosts(Workers):
         load_seconds: for each host, what compiling its part of the last job took.
     """
 
-    def __init__(self, num_nodes: int | None, num_devices_per_node: int | Sequence[int] | None, timeout: float) -> None:
+    def __init__(
+        self,
+        num_nodes: int | None,
+        num_devices_per_node: int | Sequence[int] | None,
+        timeout: float,
+    ) -> None:
         self.load_seconds: tuple[float, ...] = ()
         self._keys, self._jobs, self._letter = itertools.count(), itertools.count(), 0
         self._loaded: dict[int, _Loaded] = {}
@@ -80,7 +85,9 @@ class RayHosts(Workers):
         parts = [job.of(devices) for devices in self.numbers]
         inputs = tuple(frozenset(each.number for each in part.inputs) for part in parts)
         meshes = {
-            host: [mesh for mesh, members in enumerate(job.meshes) if host in self.hosts_of(members)]
+            host: [
+                mesh for mesh, members in enumerate(job.meshes) if host in self.hosts_of(members)
+            ]
             for host in range(len(self.numbers))
         }
         self._loaded[number] = _Loaded(inputs, meshes, job.num_deliveries * len(self.numbers))
@@ -104,9 +111,13 @@ class RayHosts(Workers):
     def _check_devices(self, meshes: Iterable[Iterable[int]]) -> None:
         needed = max(device for mesh in meshes for device in mesh) + 1
         if needed > self.num_devices:
-            raise ValueError(f"the plan needs {needed} devices, the {len(self.numbers)} hosts have {self.num_devices}")
+            raise ValueError(
+                f"the plan needs {needed} devices, the {len(self.numbers)} hosts have {self.num_devices}"
+            )
 
-    def run(self, number: int, inputs: Sequence[Any], outputs: Mapping[int, Array]) -> dict[int, DistributedArray]:
+    def run(
+        self, number: int, inputs: Sequence[Any], outputs: Mapping[int, Array]
+    ) -> dict[int, DistributedArray]:
         """Have a step run; this returns before it does.
 
         Args:
@@ -165,7 +176,9 @@ class RayHosts(Workers):
         asked: list[list[tuple[int, Any]]] = []
         for handle in handles:
             found, hosts = set(), []
-            parts = tiles(handle.array.shape, handle.array.place.mesh.logical, handle.array.place.spec)
+            parts = tiles(
+                handle.array.shape, handle.array.place.mesh.logical, handle.array.place.spec
+            )
             for device, part in zip(handle.array.place.mesh.devices, parts, strict=True):
                 if part not in found and self.owner[device] not in hosts:
                     hosts.append(self.owner[device])
@@ -205,13 +218,22 @@ class RayHosts(Workers):
         for host in range(len(self.numbers)):
             part, wanted = part_of(host), []
             for name, each in handles.items():
-                if tiles := {piece.name: piece.tile for piece in pieces[name] if piece.part == part}:
+                if tiles := {
+                    piece.name: piece.tile for piece in pieces[name] if piece.part == part
+                }:
                     wanted.append((each.key, tiles))
             if wanted:
-                copies.append((host, folder / part, self._call(host, "copy", folder / part, wanted)))
+                copies.append(
+                    (host, folder / part, self._call(host, "copy", folder / part, wanted))
+                )
         self._answers([(host, ref) for host, _, ref in copies])
         writes = [
-            (host, self._actors[host].write.options(concurrency_group="writing").remote(ref, part, verify))
+            (
+                host,
+                self._actors[host]
+                .write.options(concurrency_group="writing")
+                .remote(ref, part, verify),
+            )
             for host, part, ref in copies
         ]
         self._writes = [ref for _, ref in writes]
@@ -236,7 +258,9 @@ class RayHosts(Workers):
 
         return pieces, write
 
-    def restore(self, folder: Path, wanted: Sequence[tuple[SavedArray, Place]], verify: bool) -> list[DistributedArray]:
+    def restore(
+        self, folder: Path, wanted: Sequence[tuple[SavedArray, Place]], verify: bool
+    ) -> list[DistributedArray]:
         """The arrays of a checkpoint where they should be; each worker reads its parts.
 
         Raises:
@@ -246,7 +270,11 @@ class RayHosts(Workers):
         self._check_devices(place.mesh.devices for _, place in wanted)
         self._join(groups_of({place.mesh.devices for _, place in wanted}, self.owner))
         handles = [
-            DistributedArray(self, self._new_key(), Array(saved.path, saved.shape, saved.jax_dtype, place, saved.key))
+            DistributedArray(
+                self,
+                self._new_key(),
+                Array(saved.path, saved.shape, saved.jax_dtype, place, saved.key),
+            )
             for saved, place in wanted
         ]
         refs = []
@@ -308,7 +336,11 @@ class RayHosts(Workers):
                 self._readers.add((host, args[0]))
             case "close_reader":
                 self._readers.discard((host, args[0]))
-        return self._actor(host).do.options(concurrency_group="reading").remote(None, (), method, *args)
+        return (
+            self._actor(host)
+            .do.options(concurrency_group="reading")
+            .remote(None, (), method, *args)
+        )
 
     def answer(self, ref: Any, host: int) -> Any:
         """What a worker that was asked has said.
@@ -326,7 +358,10 @@ class RayHosts(Workers):
 
 def cluster_of_hosts(hosts: RayHosts) -> AnyCluster:
     """The hardware of the hosts as the cost model knows it."""
-    name_of = {kind: "cpu-hosts" if hosts.platform == "cpu" else cluster_of_kind(kind) for kind in hosts.kinds}
+    name_of = {
+        kind: "cpu-hosts" if hosts.platform == "cpu" else cluster_of_kind(kind)
+        for kind in hosts.kinds
+    }
     pools = []
     for (name, count), same in itertools.groupby(
         (name_of[k], len(n)) for k, n in zip(hosts.kinds, hosts.numbers, strict=True)
@@ -334,7 +369,9 @@ def cluster_of_hosts(hosts: RayHosts) -> AnyCluster:
         pools.append(Cluster.load(name).with_size(len(list(same)), count))
     if len(pools) == 1:
         return pools[0]
-    return MixedCluster(name=f"{len(hosts.numbers)} hosts", description="hosts of a Ray cluster", pools=tuple(pools))
+    return MixedCluster(
+        name=f"{len(hosts.numbers)} hosts", description="hosts of a Ray cluster", pools=tuple(pools)
+    )
 
 
 def mesh_shape(hosts: RayHosts, devices: Devices) -> tuple[int, ...]:
@@ -345,14 +382,22 @@ def mesh_shape(hosts: RayHosts, devices: Devices) -> tuple[int, ...]:
     """
     if devices is None:
         return (hosts.num_devices,)
-    sizes = (devices,) if isinstance(devices, int) else tuple(devices) if isinstance(devices, Sequence) else ()
+    sizes = (
+        (devices,)
+        if isinstance(devices, int)
+        else tuple(devices)
+        if isinstance(devices, Sequence)
+        else ()
+    )
     if not sizes or not all(isinstance(size, int | np.integer) and size > 0 for size in sizes):
         raise ValueError(
             f"devices={devices!r}, expected a number of devices or a mesh shape such as (2, 4): steps run on other hosts, and this"
             " process has none of their devices"
         )
     if prod(sizes) > hosts.num_devices:
-        raise ValueError(f"a mesh of shape {sizes} needs {prod(sizes)} devices, the hosts have {hosts.num_devices}")
+        raise ValueError(
+            f"a mesh of shape {sizes} needs {prod(sizes)} devices, the hosts have {hosts.num_devices}"
+        )
     return tuple(map(int, sizes))
 
 
@@ -372,7 +417,9 @@ def check_plan(hosts: RayHosts, plan: Plan, devices: Devices) -> None:
         return  # an error when it is compiled
     most = max(map(len, hosts.numbers))
     torn = [
-        number for number, members in enumerate(stages) if len(members) <= most and len(hosts.hosts_of(members)) > 1
+        number
+        for number, members in enumerate(stages)
+        if len(members) <= most and len(hosts.hosts_of(members)) > 1
     ]
     if torn:
         warnings.warn(

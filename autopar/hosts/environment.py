@@ -56,13 +56,16 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def check_versions(host: int, address: str, here: Mapping[str, str], there: Mapping[str, str]) -> None:
+def check_versions(
+    host: int, address: str, here: Mapping[str, str], there: Mapping[str, str]
+) -> None:
     """Raise HostsError if a host has other versions than the driver."""
     different = {name: each for name, each in here.items() if there.get(name) != each}
     if not different:
         return
     found = ", ".join(
-        f"{name} {there.get(name, 'not installed')} (the driver: {each})" for name, each in different.items()
+        f"{name} {there.get(name, 'not installed')} (the driver: {each})"
+        for name, each in different.items()
     )
     packages = " ".join(f"{name}=={each}" for name, each in different.items() if name != "Python")
     todo = [f"run it with Python {here['Python']}"] if "Python" in different else []
@@ -86,7 +89,9 @@ def leave_gpus() -> None:
         )
 
 
-def devices_of(members: Sequence[int], wanted: Sequence[Sequence[int]], host: int, address: str) -> dict[int, Device]:
+def devices_of(
+    members: Sequence[int], wanted: Sequence[Sequence[int]], host: int, address: str
+) -> dict[int, Device]:
     """The devices that JAX has, by number.
 
     Args:

@@ -20,7 +20,9 @@ class HostError(HostsError):
         instruction: the one that it is at, or was when it was heard of last; None if that is not known.
     """
 
-    def __init__(self, host: int, message: str, meshes: Sequence[int] = (), instruction: str | None = None) -> None:
+    def __init__(
+        self, host: int, message: str, meshes: Sequence[int] = (), instruction: str | None = None
+    ) -> None:
         super().__init__(message)
         self.host, self.meshes, self.instruction = host, tuple(meshes), instruction
 
@@ -83,7 +85,12 @@ class StepFailedError(HostError):
     """
 
     def __init__(self, host: int, mesh: int, instruction: str, cause: str) -> None:
-        super().__init__(host, f"host {host}, mesh {mesh}, instruction {instruction!r}: {cause}", (mesh,), instruction)
+        super().__init__(
+            host,
+            f"host {host}, mesh {mesh}, instruction {instruction!r}: {cause}",
+            (mesh,),
+            instruction,
+        )
         self.mesh = mesh
 
 

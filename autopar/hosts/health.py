@@ -80,7 +80,11 @@ class Watch:
     def last(self, host: int) -> Doing | None:
         """What a worker was at when it was asked before it fell silent; None where that is too long ago, or it had nothing to do."""
         (state, then), asked = self._last[host], self._asked[host]
-        return state if isinstance(state, Doing) and asked is not None and asked[1] - then < _RECENT_SECONDS else None
+        return (
+            state
+            if isinstance(state, Doing) and asked is not None and asked[1] - then < _RECENT_SECONDS
+            else None
+        )
 
     def _ask(self, host: int) -> Any:
         return self._actors[host].doing.options(concurrency_group="control").remote()
@@ -117,6 +121,8 @@ def culprit(states: Sequence[State], asked: Sequence[int]) -> int:
         if isinstance(state, Silent):
             return host
     busy = [
-        (each.seconds, -host) for host, each in enumerate(states) if isinstance(each, Doing) and not each.is_waiting
+        (each.seconds, -host)
+        for host, each in enumerate(states)
+        if isinstance(each, Doing) and not each.is_waiting
     ]
     return -max(busy)[1] if busy else asked[0]

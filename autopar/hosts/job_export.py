@@ -31,7 +31,11 @@ class Exports:
     programs: dict[str, bytes] = field(default_factory=dict)
 
     def add(
-        self, function: Callable[..., Any], avals: Sequence[Any], operands: Sequence[Array], results: Sequence[Array]
+        self,
+        function: Callable[..., Any],
+        avals: Sequence[Any],
+        operands: Sequence[Array],
+        results: Sequence[Array],
     ) -> str:
         """The key of the program of a function from a flat list to one; random keys are numbers to who calls it.
 
@@ -63,13 +67,20 @@ def export_job(planned: PlannedStep, platform: str, donated: frozenset[int]) -> 
         for number, stage in enumerate(planned.plan.stages)
         for function in lower_stage(planned, number, mesh_of(stage).logical.abstract(), donated)
     }
-    described, exports = describe_job(planned, functions, donated, keys_as_data=True), Exports(platform)
+    described, exports = (
+        describe_job(planned, functions, donated, keys_as_data=True),
+        Exports(platform),
+    )
     keys: dict[str, str] = {}
     for run, call in described.job.calls.items():
         if run.task not in keys:
             function = functions[task_of(run)]
-            keys[run.task] = exports.add(function.jitted, function.in_avals, call.operands, call.results)
-    calls = {run: replace(call, program=keys[call.program]) for run, call in described.job.calls.items()}
+            keys[run.task] = exports.add(
+                function.jitted, function.in_avals, call.operands, call.results
+            )
+    calls = {
+        run: replace(call, program=keys[call.program]) for run, call in described.job.calls.items()
+    }
     return replace(described, job=replace(described.job, programs=exports.programs, calls=calls))
 
 
@@ -79,9 +90,14 @@ def export_state(step: StepGraph, places: Sequence[Array], platform: str) -> Job
     exports = Exports(platform)
     calls, inputs, outputs, wholes = {}, [], [], {}
     for number, mesh in enumerate(meshes):
-        made = [(o, replace(each, name=f"out{o}")) for o, each in enumerate(places) if each.place.mesh == mesh]
+        made = [
+            (o, replace(each, name=f"out{o}"))
+            for o, each in enumerate(places)
+            if each.place.mesh == mesh
+        ]
         operands = tuple(
-            Array.of(f"in{i}", aval, mesh, ((),) * aval.ndim) for i, aval in enumerate(map(aval_of, step.jaxpr.invars))
+            Array.of(f"in{i}", aval, mesh, ((),) * aval.ndim)
+            for i, aval in enumerate(map(aval_of, step.jaxpr.invars))
         )
         results = tuple(each for _, each in made)
         function = part_of_state(step, [o for o, _ in made], mesh.logical.abstract())
@@ -90,7 +106,9 @@ def export_state(step: StepGraph, places: Sequence[Array], platform: str) -> Job
         inputs += [Input(i, number, each, (each,)) for i, each in enumerate(operands)]
         outputs += [Output(o, number, (each,), each) for o, each in made]
         wholes |= dict(made)
-    program = Program(tuple(mesh.devices for mesh in meshes), tuple((Run(m, "S"),) for m in range(len(meshes))))
+    program = Program(
+        tuple(mesh.devices for mesh in meshes), tuple((Run(m, "S"),) for m in range(len(meshes)))
+    )
     job = Job(
         exports.programs,
         program.meshes,

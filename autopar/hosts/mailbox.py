@@ -35,7 +35,9 @@ class Mailbox:
         """Let the receiver fetch arrays of single devices; `letter` tells them from everything else that is sent."""
         self._server.await_pull(letter, list(arrays))
 
-    def fetch(self, sender: int, letter: int, avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    def fetch(
+        self, sender: int, letter: int, avals: Sequence[jax.ShapeDtypeStruct]
+    ) -> list[jax.Array]:
         """The arrays that a worker offers, each on the device that its sharding says; they may be still on their way."""
         if sender not in self._connections:
             self._connections[sender] = self._server.connect(self._peers[sender])

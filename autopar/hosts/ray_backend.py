@@ -21,7 +21,7 @@ from autopar.planning.method_planning import Target, any_cluster
 from autopar.runtime.batch_reading import Batches
 from autopar.runtime.executable import Executable
 from autopar.runtime.local_backend import Present
-from simulator.heterogeneous import AnyCluster
+from simulator.hardware.heterogeneous import AnyCluster
 
 
 class RayBackend:
@@ -52,7 +52,11 @@ class RayBackend:
         return cluster_of_hosts(self.hosts) if given is None else any_cluster(given)
 
     def load(
-        self, planned: PlannedStep, present: Present, donated: frozenset[int] = frozenset(), plan_seconds: float = 0.0
+        self,
+        planned: PlannedStep,
+        present: Present,
+        donated: frozenset[int] = frozenset(),
+        plan_seconds: float = 0.0,
     ) -> RemoteExecutable:
         """See `Backend`."""
         return RemoteExecutable(planned, self.hosts, donated, plan_seconds)
@@ -76,4 +80,6 @@ class RayBackend:
         self, folder: Path, wanted: Sequence[tuple[SavedArray, PlacementSpec]], verify: bool
     ) -> list[DistributedArray]:
         """See `Backend`."""
-        return self.hosts.restore(folder, [(saved, Place.of(spec)) for saved, spec in wanted], verify)
+        return self.hosts.restore(
+            folder, [(saved, Place.of(spec)) for saved, spec in wanted], verify
+        )

@@ -16,14 +16,20 @@ from autopar.lowering.placement_specs import PlacementSpec
 from autopar.runtime.batch_reading import Batches, ahead
 
 
-def put_on_workers(hosts: RayHosts, specs: Sequence[PlacementSpec]) -> Callable[[int, Any], DistributedArray]:
+def put_on_workers(
+    hosts: RayHosts, specs: Sequence[PlacementSpec]
+) -> Callable[[int, Any], DistributedArray]:
     """A function of a number and a value that sends the value to where that spec says."""
     arrays = _arrays(hosts, specs)
     return lambda i, value: hosts.put(value, arrays[i])
 
 
 def read_by_workers(
-    hosts: RayHosts, batches: Batches, specs: Sequence[PlacementSpec], steps: Iterator[int], prefetch: int
+    hosts: RayHosts,
+    batches: Batches,
+    specs: Sequence[PlacementSpec],
+    steps: Iterator[int],
+    prefetch: int,
 ) -> Iterator[list[DistributedArray]]:
     """The arrays of each batch, when all workers have read what they take of it; `prefetch` more are being read."""
     stream = _Stream(hosts, _arrays(hosts, specs))
@@ -55,7 +61,11 @@ class _Stream:
         (self._number,) = hosts.new_keys(1)
         self._asked: set[int] = set()
         self._takes = {
-            host: [i for i, array in enumerate(arrays) if not set(devices).isdisjoint(array.place.mesh.devices)]
+            host: [
+                i
+                for i, array in enumerate(arrays)
+                if not set(devices).isdisjoint(array.place.mesh.devices)
+            ]
             for host, devices in enumerate(hosts.numbers)
         }
         self._takes = {host: numbers for host, numbers in self._takes.items() if numbers}
@@ -66,18 +76,27 @@ class _Stream:
         answers = []
         for host, numbers in self._takes.items():
             places = {i: self._arrays[i].place for i in numbers}
-            answers.append((host, hosts.ask_reader(host, "open_reader", self._number, sent, places)))
+            answers.append(
+                (host, hosts.ask_reader(host, "open_reader", self._number, sent, places))
+            )
         for host, answer in answers:
             hosts.answer(answer, host)
 
     def ask(self, step: int) -> _Reading:
         """Have a batch read."""
         if not self._hosts.is_live(self._number):
-            raise HostsError("the workers that read these batches have ended; start again with from_step")
+            raise HostsError(
+                "the workers that read these batches have ended; start again with from_step"
+            )
         keys = self._hosts.new_keys(len(self._arrays))
         self._asked.update(keys)
         answers = [
-            (host, self._hosts.ask_reader(host, "read", self._number, step, {i: keys[i] for i in numbers}))
+            (
+                host,
+                self._hosts.ask_reader(
+                    host, "read", self._number, step, {i: keys[i] for i in numbers}
+                ),
+            )
             for host, numbers in self._takes.items()
         ]
         return _Reading(keys, answers)
@@ -87,7 +106,10 @@ class _Stream:
         for host, answer in reading.answers:
             self._hosts.answer(answer, host)
         self._asked.difference_update(reading.keys)
-        return [DistributedArray(self._hosts, *each) for each in zip(reading.keys, self._arrays, strict=True)]
+        return [
+            DistributedArray(self._hosts, *each)
+            for each in zip(reading.keys, self._arrays, strict=True)
+        ]
 
     def close(self) -> None:
         """Have the workers read no more, unless they have ended."""

@@ -25,8 +25,12 @@ class RemoteCreateState:
         start = time.perf_counter()
         count = len(step.jaxpr.outvars)
         prepared = export_state(step, train_step.places[:count], self.hosts.platform)
-        self._outputs = {o: each for o, each in enumerate(prepared.outputs) if isinstance(each, Array)}
-        self.out_shardings: Any = jax.tree.unflatten(step.out_tree, [each.sharding for each in self._outputs.values()])
+        self._outputs = {
+            o: each for o, each in enumerate(prepared.outputs) if isinstance(each, Array)
+        }
+        self.out_shardings: Any = jax.tree.unflatten(
+            step.out_tree, [each.sharding for each in self._outputs.values()]
+        )
         self._number = self.hosts.load(prepared.job, self)
         self.compile_seconds = time.perf_counter() - start
 

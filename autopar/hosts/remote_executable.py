@@ -18,9 +18,9 @@ from autopar.lowering.job import Array
 from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partition import Task
 from autopar.runtime.executable import Executable
+from simulator.engine.timeline import Timeline
 from simulator.memory import MemoryUse
 from simulator.program import Run
-from simulator.timeline import Timeline
 
 
 class RemoteExecutable(Executable):
@@ -54,8 +54,12 @@ class RemoteExecutable(Executable):
         runs = {task_of(run): run for run in self.description.job.calls}
         self.tasks = {t: runs[t] for graph in planned.graphs for t in graph.tasks if t in runs}
         self._number = hosts.load(self.description.job, self)
-        self.in_shardings = jax.tree.unflatten(self.step.in_tree, [each.sharding for each in self.description.inputs])
-        self.out_shardings = jax.tree.unflatten(self.step.out_tree, [each.sharding for each in self._made])
+        self.in_shardings = jax.tree.unflatten(
+            self.step.in_tree, [each.sharding for each in self.description.inputs]
+        )
+        self.out_shardings = jax.tree.unflatten(
+            self.step.out_tree, [each.sharding for each in self._made]
+        )
         self.compile_seconds = time.perf_counter() - start
 
     # -- running
@@ -78,14 +82,20 @@ class RemoteExecutable(Executable):
         leaves = self.step.leaves(args)
         for i, (leaf, wanted) in enumerate(zip(leaves, self.description.inputs, strict=True)):
             if np.shape(leaf) != wanted.aval.shape:
-                raise ValueError(f"{self.step.in_paths[i]} has shape {np.shape(leaf)}, expected {wanted.aval.shape}")
+                raise ValueError(
+                    f"{self.step.in_paths[i]} has shape {np.shape(leaf)}, expected {wanted.aval.shape}"
+                )
             if isinstance(leaf, DistributedArray):
                 if not self._has(leaf, wanted):
-                    raise ValueError(f"{self.step.in_paths[i]} is not where the plan wants it; see shard_args")
+                    raise ValueError(
+                        f"{self.step.in_paths[i]} is not where the plan wants it; see shard_args"
+                    )
                 leaf.check()
             elif i not in self.step.batch:
                 raise ValueError(f"{self.step.in_paths[i]} is not on the workers; see shard_args")
-        outputs = {o: each for o, each in enumerate(self.description.outputs) if isinstance(each, Array)}
+        outputs = {
+            o: each for o, each in enumerate(self.description.outputs) if isinstance(each, Array)
+        }
         made = self.hosts.run(self._number, leaves, outputs)
         for i in self.description.donated:
             if isinstance(leaves[i], DistributedArray):
@@ -95,7 +105,11 @@ class RemoteExecutable(Executable):
 
     def _has(self, leaf: Any, wanted: Array) -> bool:
         """Whether the workers have an argument where it should be."""
-        return isinstance(leaf, DistributedArray) and leaf.hosts is self.hosts and leaf.array.place == wanted.place
+        return (
+            isinstance(leaf, DistributedArray)
+            and leaf.hosts is self.hosts
+            and leaf.array.place == wanted.place
+        )
 
     def sync(self) -> None:
         self.hosts.wait()
@@ -135,7 +149,9 @@ class RemoteExecutable(Executable):
     def _dummy_inputs(self) -> list[Any]:
         """Zeros, made where the step wants them; batches here."""
         return [
-            np.zeros(each.shape, each.dtype) if i in self.step.batch and not each.impl else self.hosts.zeros(each)
+            np.zeros(each.shape, each.dtype)
+            if i in self.step.batch and not each.impl
+            else self.hosts.zeros(each)
             for i, each in enumerate(self.description.inputs)
         ]
 

@@ -130,7 +130,9 @@ def _split(address: str) -> tuple[str, int]:
     """The host, by number, and the port of an address; ValueError if it has none."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(f"{address!r} is no address, expected host:port, such as 10.0.0.1:6379, 'auto' or 'local'")
+        raise ValueError(
+            f"{address!r} is no address, expected host:port, such as 10.0.0.1:6379, 'auto' or 'local'"
+        )
     return socket.gethostbyname(host), int(port)
 
 

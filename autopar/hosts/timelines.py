@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from autopar.runtime.loaded_job import Values, wait_for
 from autopar.runtime.timing import span_of
+from simulator.engine.timeline import Timeline
 from simulator.memory import MemoryUse
 from simulator.program import Free, Instruction, Recv, Run, Send
 from simulator.spans import Arrow, Span
-from simulator.timeline import Timeline
 
 type Execute = Callable[[int, Instruction, list[Values], int], None]
 """Carries out an instruction of a mesh, on the values of all meshes and with the first number of the step's deliveries."""
@@ -37,7 +37,9 @@ class Stopwatch:
         self._execute = execute
         self.notes: list[Note] = []
 
-    def execute(self, mesh: int, instruction: Instruction, values: list[Values], letter: int) -> None:
+    def execute(
+        self, mesh: int, instruction: Instruction, values: list[Values], letter: int
+    ) -> None:
         """Carry out an instruction and note it."""
         start = time.perf_counter()
         self._execute(mesh, instruction, values, letter)
@@ -51,7 +53,9 @@ def aligned(notes: Sequence[Note], offset: float) -> list[Note]:
 
 
 def merged(
-    notes: Sequence[Sequence[Note]], meshes: tuple[tuple[int, ...], ...], memory: tuple[MemoryUse, ...]
+    notes: Sequence[Sequence[Note]],
+    meshes: tuple[tuple[int, ...], ...],
+    memory: tuple[MemoryUse, ...],
 ) -> Timeline:
     """The timeline of what workers have noted by the same clock, from the first instruction on.
 
@@ -71,7 +75,10 @@ def merged(
         task = ""
         for same in zip(*workers, strict=True):
             instruction = same[0].instruction
-            start, end = min(each.start for each in same) - begin, min(each.end for each in same) - begin
+            start, end = (
+                min(each.start for each in same) - begin,
+                min(each.end for each in same) - begin,
+            )
             match instruction:
                 case Run():
                     task = str(instruction)

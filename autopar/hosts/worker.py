@@ -73,7 +73,9 @@ class Worker:
             host: the address of this host.
         """
         self.number, self._numbers, self._host = number, [tuple(each) for each in devices], host
-        self._owner = {device: worker for worker, mine in enumerate(self._numbers) for device in mine}
+        self._owner = {
+            device: worker for worker, mine in enumerate(self._numbers) for device in mine
+        }
         self._devices: dict[int, Device] = {}
         self._mailbox: Mailbox | None = None
         self._arrays: dict[int, jax.Array] = {}
@@ -166,7 +168,9 @@ class Worker:
         """
         places = [Wanted(saved, place.sharding(self._devices)) for _, saved, place in wanted]
         try:
-            self._arrays.update(zip((key for key, _, _ in wanted), restore(folder, places, verify), strict=True))
+            self._arrays.update(
+                zip((key for key, _, _ in wanted), restore(folder, places, verify), strict=True)
+            )
         except CheckpointError as error:
             return error
         return None
@@ -194,7 +198,9 @@ class Worker:
         start = time.perf_counter()
         self._now = None, "compiling", time.time()
         try:
-            self._jobs[number] = WorkerJob(job, self.number, self._owner, self._devices, self._mailbox)
+            self._jobs[number] = WorkerJob(
+                job, self.number, self._owner, self._devices, self._mailbox
+            )
         finally:
             self._now = None
         return time.perf_counter() - start
@@ -244,7 +250,10 @@ class Worker:
         except Exception as error:
             mesh, instruction, _ = self._now or (None, "the arguments", 0.0)
             raise InstructionError(
-                self.number, -1 if mesh is None else mesh, instruction, f"{type(error).__name__}: {error}"
+                self.number,
+                -1 if mesh is None else mesh,
+                instruction,
+                f"{type(error).__name__}: {error}",
             ) from None
         finally:
             self._now = None
@@ -275,7 +284,9 @@ class Worker:
 
     def allocations(self, number: int) -> dict[str, MemoryUse]:
         """Bytes on one device for each task of a job, by the compiler's buffer assignment."""
-        return {run.task: memory_of(call.compiled) for run, call in self._jobs[number].calls.items()}
+        return {
+            run.task: memory_of(call.compiled) for run, call in self._jobs[number].calls.items()
+        }
 
     def doing(self) -> tuple[int | None, str, float] | None:
         """The mesh and the instruction that is being carried out, or what else, and for how many seconds."""

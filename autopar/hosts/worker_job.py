@@ -20,7 +20,12 @@ class WorkerJob(LoadedJob):
     """A job, ready to run on a worker."""
 
     def __init__(
-        self, job: Job, worker: int, owner: Mapping[int, int], devices: Mapping[int, Device], mailbox: Mailbox | None
+        self,
+        job: Job,
+        worker: int,
+        owner: Mapping[int, int],
+        devices: Mapping[int, Device],
+        mailbox: Mailbox | None,
     ) -> None:
         """Compile what the worker runs of it.
 
@@ -28,9 +33,13 @@ class WorkerJob(LoadedJob):
             owner: the worker that has each device.
             devices: those of this worker, and of those it shares a mesh with, by number.
         """
-        self._exported = {key: jax.export.deserialize(bytearray(blob)) for key, blob in job.programs.items()}
+        self._exported = {
+            key: jax.export.deserialize(bytearray(blob)) for key, blob in job.programs.items()
+        }
         self._compiled: dict[Any, jax.stages.Compiled] = {}
-        carrier = partial(PieceCarrier, worker=worker, owner=owner, devices=devices, mailbox=mailbox)
+        carrier = partial(
+            PieceCarrier, worker=worker, owner=owner, devices=devices, mailbox=mailbox
+        )
         super().__init__(job, devices, self._compile, carrier, len(set(owner.values())))
 
     def text(self, run: Run, status: TaskStatus) -> str:
@@ -41,7 +50,10 @@ class WorkerJob(LoadedJob):
         return partitioned(self._lowered(call), len(call.devices))
 
     def _compile(self, run: Run, call: Call) -> jax.stages.Compiled:
-        places = [tuple(self.sharding(each) for each in arrays) for arrays in (call.operands, call.results)]
+        places = [
+            tuple(self.sharding(each) for each in arrays)
+            for arrays in (call.operands, call.results)
+        ]
         key = call.program, *places, call.donated
         if key not in self._compiled:
             self._compiled[key] = self._lowered(call).compile()

@@ -8,11 +8,28 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from autopar.hosts.environment import check_versions, leave_gpus, variables_of_worker, versions, virtual_devices
-from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, PortTakenError, StepFailedError
+from autopar.hosts.environment import (
+    check_versions,
+    leave_gpus,
+    variables_of_worker,
+    versions,
+    virtual_devices,
+)
+from autopar.hosts.errors import (
+    HostLostError,
+    HostsError,
+    HostTimeoutError,
+    PortTakenError,
+    StepFailedError,
+)
 from autopar.hosts.health import Doing, Silent, State, Watch, culprit, silence_seconds
 from autopar.hosts.ray_private import python_of_workers
 from autopar.hosts.worker import Group, InstructionError, Worker
@@ -48,7 +65,12 @@ class Workers:
         silence: seconds that one may not even say what it is doing, while steps run.
     """
 
-    def __init__(self, num_nodes: int | None, num_devices_per_node: int | Sequence[int] | None, timeout: float) -> None:
+    def __init__(
+        self,
+        num_nodes: int | None,
+        num_devices_per_node: int | Sequence[int] | None,
+        timeout: float,
+    ) -> None:
         """Take the hosts and start a worker on each.
 
         Raises:
@@ -64,17 +86,27 @@ class Workers:
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
         self._watch = Watch([])
-        self._readers: set[tuple[int, int]] = set()  # hosts where users' functions read, and their numbers
+        self._readers: set[tuple[int, int]] = (
+            set()
+        )  # hosts where users' functions read, and their numbers
         self._last: list[Any] = []  # for each worker, its last call that changed something
         self._pending: deque[tuple[int, Any]] = deque()  # calls that nobody waits for
         self._writes: list[Any] = []  # of the last checkpoint
         self._groups: frozenset[tuple[int, ...]] | None = None
         self._live: set[int] = set()  # keys of what they keep
-        self._freed: list[deque[int]] = []  # for each worker, keys that it is told to forget with its next call
-        self._meshes: Mapping[int, Sequence[int]] = {}  # for each host, its meshes in the step that ran last
+        self._freed: list[
+            deque[int]
+        ] = []  # for each worker, keys that it is told to forget with its next call
+        self._meshes: Mapping[
+            int, Sequence[int]
+        ] = {}  # for each host, its meshes in the step that ran last
         starts = list(itertools.accumulate(chosen, initial=0))
-        self.numbers = [tuple(range(start, start + count)) for start, count in zip(starts, chosen, strict=False)]
-        self.owner = {device: host for host, devices in enumerate(self.numbers) for device in devices}
+        self.numbers = [
+            tuple(range(start, start + count)) for start, count in zip(starts, chosen, strict=False)
+        ]
+        self.owner = {
+            device: host for host, devices in enumerate(self.numbers) for device in devices
+        }
         self.addresses: list[str] = []
         self.kinds: list[str] = []
         try:
@@ -96,7 +128,9 @@ class Workers:
 
     def _reserve(self, counts: Sequence[int]) -> None:
         gpu = self.platform == "cuda"
-        bundles: list[dict[str, float]] = [{"CPU": 1.0, **({"GPU": float(count)} if gpu else {})} for count in counts]
+        bundles: list[dict[str, float]] = [
+            {"CPU": 1.0, **({"GPU": float(count)} if gpu else {})} for count in counts
+        ]
         self._group = placement_group(bundles, strategy="STRICT_SPREAD")
         end = time.monotonic() + self.timeout
         while not self._group.wait(_POLL_SECONDS):
@@ -115,7 +149,8 @@ class Workers:
     def _start_workers(self) -> None:
         """New worker processes; what JAX is told in them is told with the first job."""
         self._groups = None
-        actor: Any = ray.remote(concurrency_groups={"control": 1, "reading": 1, "writing": 1})(Worker)  # pyright: ignore[reportCallIssue]
+        groups = {"control": 1, "reading": 1, "writing": 1}
+        actor: Any = ray.remote(concurrency_groups=groups)(Worker)  # pyright: ignore[reportCallIssue]
         assert self._group is not None
         python = python_of_workers(ray.get_runtime_context().runtime_env)
         for host, devices in enumerate(self.numbers):
@@ -125,11 +160,15 @@ class Workers:
                 "num_gpus": len(devices) if self.platform == "cuda" else 0,
                 "max_restarts": 0,
                 "runtime_env": {"env_vars": environment, **python},
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=host),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=host
+                ),
             }
             self._last.append(None)
             self._freed.append(deque())
-            self._actors.append(actor.options(**options).remote(host, self.numbers, self.addresses[host]))
+            self._actors.append(
+                actor.options(**options).remote(host, self.numbers, self.addresses[host])
+            )
         self._watch = Watch(self._actors)
         here = versions()
         try:
@@ -214,14 +253,18 @@ class Workers:
         An actor that can be asked what it is doing meanwhile may take its calls in another order, if their arguments arrive so.
         """
         actor, freed = self._actor(host), self._freed[host]
-        ref = actor.do.remote(self._last[host], [freed.popleft() for _ in range(len(freed))], method, *args)
+        ref = actor.do.remote(
+            self._last[host], [freed.popleft() for _ in range(len(freed))], method, *args
+        )
         if method in _CHANGES:
             self._last[host] = ref
         return ref
 
     def _actor(self, host: int) -> Any:
         if not self._actors:
-            raise HostsError("the workers have ended; call autopar.init(cluster='ray') to start others")
+            raise HostsError(
+                "the workers have ended; call autopar.init(cluster='ray') to start others"
+            )
         return self._actors[host]
 
     def _ask(self, method: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
@@ -236,7 +279,11 @@ class Workers:
 
     def _answers(self, refs: Sequence[tuple[int, Any]], is_slow: bool = False) -> list[Any]:
         """The answers of hosts, unless meanwhile something fails anywhere: others may wait for ever then."""
-        end, waiting, found = time.monotonic() + self.timeout, dict((ref, host) for host, ref in refs), {}
+        end, waiting, found = (
+            time.monotonic() + self.timeout,
+            dict((ref, host) for host, ref in refs),
+            {},
+        )
         while waiting:
             done, _ = ray.wait(list(waiting), timeout=_POLL_SECONDS)
             for ref in done:
@@ -252,7 +299,12 @@ class Workers:
                 states = self._watch.states(_ANSWER_SECONDS)
                 host = culprit(states, list(waiting.values()))
                 said = f"has not done what it should within {self.timeout:.0f} s"
-                raise self._late(host, states, said, "Give autopar.init a larger timeout if this is how long it takes")
+                raise self._late(
+                    host,
+                    states,
+                    said,
+                    "Give autopar.init a larger timeout if this is how long it takes",
+                )
         return [found[ref] for _, ref in refs]
 
     def _listen(self, is_slow: bool) -> None:
@@ -269,7 +321,12 @@ class Workers:
                 states = self._watch.states(_POLL_SECONDS)
                 if states[host] is Silent.MUTE:
                     said = f"has not said for {seconds:.0f} s what it is doing"
-                    raise self._late(host, states, said, "If it is only slow, let AUTOPAR_SILENCE_SECONDS be more")
+                    raise self._late(
+                        host,
+                        states,
+                        said,
+                        "If it is only slow, let AUTOPAR_SILENCE_SECONDS be more",
+                    )
 
     def check(self) -> None:
         """Raise what has gone wrong since the last time.
@@ -301,16 +358,23 @@ class Workers:
         failed = [cause, *self._failures()]
         self._kill()
         if isinstance(cause, InstructionError) and lost is None:
-            raise StepFailedError(cause.worker, cause.mesh, cause.instruction, cause.cause) from None
+            raise StepFailedError(
+                cause.worker, cause.mesh, cause.instruction, cause.cause
+            ) from None
         if isinstance(cause, HostsError) and lost is None:
             raise cause from None
         if isinstance(error, RayActorError) or lost is not None:
             host = host if lost is None else lost
             why = reason(error) if isinstance(error, RayActorError) else "its worker has ended"
-            others = [*_texts(states, host), *(str(each) for each in failed if isinstance(each, InstructionError))]
+            others = [
+                *_texts(states, host),
+                *(str(each) for each in failed if isinstance(each, InstructionError)),
+            ]
             last = watch.last(host)
             at = None if last is None else last.instruction
-            raise HostLostError(host, self.addresses[host], why, self._meshes.get(host, ()), others, at) from None
+            raise HostLostError(
+                host, self.addresses[host], why, self._meshes.get(host, ()), others, at
+            ) from None
         raise error
 
     def _failures(self) -> list[Any]:
@@ -364,7 +428,10 @@ def alive_nodes() -> list[dict[str, Any]]:
 
 def _kind(node: Mapping[str, Any]) -> str:
     """What Ray calls the accelerators of a host."""
-    return next((each.split(":")[1] for each in node["Resources"] if each.startswith("accelerator_type:")), "")
+    return next(
+        (each.split(":")[1] for each in node["Resources"] if each.startswith("accelerator_type:")),
+        "",
+    )
 
 
 def _choose(
@@ -390,16 +457,27 @@ def _choose(
 
 
 def _choose_unequal(
-    nodes: Sequence[Mapping[str, Any]], gpus: Sequence[int], num_nodes: int | None, counts: Sequence[int]
+    nodes: Sequence[Mapping[str, Any]],
+    gpus: Sequence[int],
+    num_nodes: int | None,
+    counts: Sequence[int],
 ) -> list[int]:
     """As many of each as is asked for, if the cluster has such hosts."""
     if not counts or any(not isinstance(count, int) or count < 1 for count in counts):
-        raise ValueError(f"num_devices_per_node={counts!r}, expected a number of devices, or one for each host")
+        raise ValueError(
+            f"num_devices_per_node={counts!r}, expected a number of devices, or one for each host"
+        )
     if num_nodes not in (None, len(counts)):
-        raise ValueError(f"num_devices_per_node={counts!r} is for {len(counts)} hosts, but num_nodes={num_nodes}")
+        raise ValueError(
+            f"num_devices_per_node={counts!r} is for {len(counts)} hosts, but num_nodes={num_nodes}"
+        )
     there = sorted(gpus if any(gpus) else [max(counts)] * len(nodes), reverse=True)
     wanted = sorted(counts, reverse=True)
-    if len(wanted) > len(there) or any(count > most for count, most in zip(wanted, there, strict=False)):
+    if len(wanted) > len(there) or any(
+        count > most for count, most in zip(wanted, there, strict=False)
+    ):
         what = f"have {there} GPUs" if any(gpus) else f"are {len(there)} (none with GPUs)"
-        raise HostsError(f"hosts with {list(counts)} devices asked for, but those of the Ray cluster {what}")
+        raise HostsError(
+            f"hosts with {list(counts)} devices asked for, but those of the Ray cluster {what}"
+        )
     return list(counts)

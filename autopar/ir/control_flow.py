@@ -64,7 +64,11 @@ def end_of(eqns: Sequence[tuple[int, JaxprEqn]], start: int) -> int:
 def spans(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, int]]:
     """For each region, by its token, the numbers of the equations that open and end it."""
     opened = {token_of(eqn): number for number, eqn in enumerate(eqns) if eqn.primitive in OPENING}
-    return {token_of(e): (opened[token_of(e)], number) for number, e in enumerate(eqns) if e.primitive is end_p}
+    return {
+        token_of(e): (opened[token_of(e)], number)
+        for number, e in enumerate(eqns)
+        if e.primitive is end_p
+    }
 
 
 def repeats(eqns: Sequence[JaxprEqn]) -> list[float]:

@@ -32,7 +32,12 @@ def units(eqns: Iterable[Numbered]) -> list[Unit]:
         depth += (eqn.primitive in control_flow.OPENING) - (eqn.primitive is control_flow.end_p)
         if depth == 0:
             makes = {var: None for _, each in pending for var in each.outvars}
-            reads = {a: None for _, each in pending for a in each.invars if isinstance(a, Var) and a not in makes}
+            reads = {
+                a: None
+                for _, each in pending
+                for a in each.invars
+                if isinstance(a, Var) and a not in makes
+            }
             found.append(Unit(tuple(pending), tuple(reads), tuple(makes)))
             pending = []
     return found

@@ -42,10 +42,16 @@ def kernel_of(eqn: JaxprEqn, operands: Sequence[tuple[int, ...]], moved_bytes: f
             gemm = _gemm(eqn.params["dimension_numbers"], operands[0], operands[1])
             return Kernel(name, "gemm", gemm.flops, moved_bytes, hlo_dtype(reads.dtype), gemm)
         case "ragged_dot_general":
-            return Kernel(name, "gemm", _ragged_flops(eqn, *operands[:2]), moved_bytes, hlo_dtype(reads.dtype))
+            return Kernel(
+                name, "gemm", _ragged_flops(eqn, *operands[:2]), moved_bytes, hlo_dtype(reads.dtype)
+            )
         case "conv_general_dilated":
-            return Kernel(name, "conv", _conv_flops(eqn, *operands), moved_bytes, hlo_dtype(reads.dtype))
-    return Kernel(name, "memory", _flops(eqn, operands), moved_bytes, hlo_dtype(aval_of(eqn.outvars[0]).dtype))
+            return Kernel(
+                name, "conv", _conv_flops(eqn, *operands), moved_bytes, hlo_dtype(reads.dtype)
+            )
+    return Kernel(
+        name, "memory", _flops(eqn, operands), moved_bytes, hlo_dtype(aval_of(eqn.outvars[0]).dtype)
+    )
 
 
 _CUBIC = {

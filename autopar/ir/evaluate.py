@@ -37,7 +37,11 @@ def as_traced(number: int, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def evaluate(
-    eqns: Iterable[Numbered], env: dict[Var, Any], before: Hook, after: Hook, apply: Apply = as_traced
+    eqns: Iterable[Numbered],
+    env: dict[Var, Any],
+    before: Hook,
+    after: Hook,
+    apply: Apply = as_traced,
 ) -> None:
     """Run numbered `eqns` on the values in `env` and add their results, passing operands and results by the hooks."""
     _Run(before, after, apply).all(list(eqns), env)
@@ -89,8 +93,14 @@ class _Run:
     def _loop(self, region: "_Region", env: dict[Var, Any]) -> None:
         """A `scan`, or a `while_loop` when the number of iterations is not known."""
         params = region.opening.params
-        carries, slices = region.marked(control_flow.loop_carry_p), region.marked(control_flow.loop_slice_p)
-        finals, stacks = region.marked(control_flow.loop_result_p), region.marked(control_flow.loop_stack_p)
+        carries, slices = (
+            region.marked(control_flow.loop_carry_p),
+            region.marked(control_flow.loop_slice_p),
+        )
+        finals, stacks = (
+            region.marked(control_flow.loop_result_p),
+            region.marked(control_flow.loop_stack_p),
+        )
         for marker in region.marked(control_flow.loop_const_p):
             self._bind([marker], [self._operand(marker, env)], env)
         init = [_strong(self._operand(marker, env)) for marker in carries]
@@ -132,7 +142,9 @@ class _Run:
             return [_strong(self._operand(marker, inner, which)) for marker in results]
 
         branches = region.parts(control_flow.branch_p)[1:]
-        chosen = jax.lax.switch(index, [lambda k=k, b=b: branch(k, b) for k, b in enumerate(branches)])
+        chosen = jax.lax.switch(
+            index, [lambda k=k, b=b: branch(k, b) for k, b in enumerate(branches)]
+        )
         self._bind(results, chosen, env)
 
     def _operand(self, marker: Numbered, env: dict[Var, Any], which: int = 0) -> Any:
@@ -142,7 +154,9 @@ class _Run:
         operands[which] = read(eqn.invars[which], env)
         return self.before(number, operands)[which]
 
-    def _bind(self, markers: Sequence[Numbered], values: Sequence[Any], env: dict[Var, Any]) -> None:
+    def _bind(
+        self, markers: Sequence[Numbered], values: Sequence[Any], env: dict[Var, Any]
+    ) -> None:
         for (number, eqn), value in zip(markers, values, strict=True):
             env[eqn.outvars[0]] = self.after(number, [value])[0]
 
@@ -155,11 +169,16 @@ class _Region:
         self.token = control_flow.token_of(self.opening)
 
     def _is_own(self, eqn: JaxprEqn) -> bool:
-        return eqn.primitive in control_flow.MARKERS - control_flow.OPENING and control_flow.token_of(eqn) is self.token
+        return (
+            eqn.primitive in control_flow.MARKERS - control_flow.OPENING
+            and control_flow.token_of(eqn) is self.token
+        )
 
     def marked(self, primitive: Primitive) -> list[Numbered]:
         """The region's own markers of a kind."""
-        return [each for each in self.inner if each[1].primitive is primitive and self._is_own(each[1])]
+        return [
+            each for each in self.inner if each[1].primitive is primitive and self._is_own(each[1])
+        ]
 
     def parts(self, separator: Primitive) -> list[list[Numbered]]:
         """The equations before, between and after the region's own `separator`s, without its markers."""

@@ -79,7 +79,11 @@ class _Builder:
 
         for eqn in jaxpr.eqns:
             invars = [rename(atom) for atom in eqn.invars]
-            stack = eqn.source_info.name_stack if name_stack is None else name_stack + eqn.source_info.name_stack
+            stack = (
+                eqn.source_info.name_stack
+                if name_stack is None
+                else name_stack + eqn.source_info.name_stack
+            )
             if eqn.primitive in _INNER_JAXPR:
                 outvars = self.inline(eqn.params[_INNER_JAXPR[eqn.primitive]], invars, stack)
             elif eqn.primitive is remat_p:
@@ -120,11 +124,15 @@ class _Builder:
         """Hold `invars` behind a barrier, so that the compiler recomputes what follows instead of reusing it."""
         prevent_cse = eqn.params["prevent_cse"]
         marks = prevent_cse if isinstance(prevent_cse, tuple) else (prevent_cse,) * len(invars)
-        held = [atom for atom, mark in zip(invars, marks, strict=True) if mark and isinstance(atom, Var)]
+        held = [
+            atom for atom, mark in zip(invars, marks, strict=True) if mark and isinstance(atom, Var)
+        ]
         if not held:
             return invars
         barrier = jax.lax.optimization_barrier_p
-        outvars = self._append(eqn.replace(invars=list(held), outvars=held, primitive=barrier, params={}))
+        outvars = self._append(
+            eqn.replace(invars=list(held), outvars=held, primitive=barrier, params={})
+        )
         after = dict(zip(held, outvars, strict=True))
         return [after.get(atom, atom) if isinstance(atom, Var) else atom for atom in invars]
 
@@ -139,27 +147,50 @@ class _Builder:
             carry = [mark(control_flow.loop_carry_p, [atom], atom.aval) for atom in init]
             slices = body.invars[len(consts) + len(init) :]
             inner += carry
-            inner += [mark(control_flow.loop_slice_p, [a], v.aval) for a, v in zip(xs, slices, strict=True)]
+            inner += [
+                mark(control_flow.loop_slice_p, [a], v.aval)
+                for a, v in zip(xs, slices, strict=True)
+            ]
             results = self.inline(body, inner, stack)
             after, ys = results[: len(init)], results[len(init) :]
-            final = [mark(control_flow.loop_result_p, [c, a], c.aval) for c, a in zip(carry, after, strict=True)]
+            final = [
+                mark(control_flow.loop_result_p, [c, a], c.aval)
+                for c, a in zip(carry, after, strict=True)
+            ]
             stacked = eqn.outvars[len(init) :]
-            return [*final, *(mark(control_flow.loop_stack_p, [y], v.aval) for y, v in zip(ys, stacked, strict=True))]
+            return [
+                *final,
+                *(
+                    mark(control_flow.loop_stack_p, [y], v.aval)
+                    for y, v in zip(ys, stacked, strict=True)
+                ),
+            ]
 
     def _while(self, eqn: JaxprEqn, invars: list[Atom], stack: Any) -> list[Atom]:
         num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         with self._region(eqn, control_flow.loop_p, [], {"length": None}) as mark:
-            consts = [mark(control_flow.loop_const_p, [atom], atom.aval) for atom in invars[: num_cond + num_body]]
-            carry = [mark(control_flow.loop_carry_p, [atom], atom.aval) for atom in invars[num_cond + num_body :]]
+            consts = [
+                mark(control_flow.loop_const_p, [atom], atom.aval)
+                for atom in invars[: num_cond + num_body]
+            ]
+            carry = [
+                mark(control_flow.loop_carry_p, [atom], atom.aval)
+                for atom in invars[num_cond + num_body :]
+            ]
             (test,) = self.inline(eqn.params["cond_jaxpr"], [*consts[:num_cond], *carry], stack)
             mark(control_flow.loop_test_p, [test])
             self._known = {}  # what the condition has computed is not known to the body
             after = self.inline(eqn.params["body_jaxpr"], [*consts[num_cond:], *carry], stack)
-            return [mark(control_flow.loop_result_p, [c, a], c.aval) for c, a in zip(carry, after, strict=True)]
+            return [
+                mark(control_flow.loop_result_p, [c, a], c.aval)
+                for c, a in zip(carry, after, strict=True)
+            ]
 
     def _cond(self, eqn: JaxprEqn, invars: list[Atom], stack: Any) -> list[Atom]:
         branches = eqn.params["branches"]
-        with self._region(eqn, control_flow.switch_p, invars[:1], {"branches": len(branches)}) as mark:
+        with self._region(
+            eqn, control_flow.switch_p, invars[:1], {"branches": len(branches)}
+        ) as mark:
             results, outside = [], self._known
             for branch in branches:
                 mark(control_flow.branch_p, [])
@@ -173,12 +204,19 @@ class _Builder:
         self, eqn: JaxprEqn, primitive: Primitive, invars: list[Atom], params: dict[str, Any]
     ) -> Iterator[Callable[..., Var]]:
         """Opens a region and ends it; gives what appends its other markers."""
-        (token,) = self._append(eqn.replace(primitive=primitive, invars=invars, outvars=[_var()], params=params))
+        (token,) = self._append(
+            eqn.replace(primitive=primitive, invars=invars, outvars=[_var()], params=params)
+        )
         outside, self._known = self._known, {}  # what goes into a loop does so by its markers
 
         def mark(primitive: Primitive, atoms: Sequence[Atom], *results: ShapedArray) -> Any:
             outvars = [Var(aval) for aval in results]
-            marker = {"primitive": primitive, "invars": [*atoms, token], "outvars": outvars, "params": {}}
+            marker = {
+                "primitive": primitive,
+                "invars": [*atoms, token],
+                "outvars": outvars,
+                "params": {},
+            }
             appended = self._append(eqn.replace(**marker, effects=frozenset()))
             return appended[0] if appended else None
 
@@ -203,8 +241,15 @@ def _value_number(eqn: JaxprEqn) -> Any:
     if eqn.effects or (eqn.primitive is broadcast_in_dim_p and isinstance(eqn.invars[0], Literal)):
         return None
     # By its bytes: -0.0 is not 0.0.
-    atoms = tuple((np.asarray(a.val).tobytes(), a.aval) if isinstance(a, Literal) else a for a in eqn.invars)
-    context = (eqn.ctx.compute_type, eqn.ctx.threefry_partitionable, eqn.ctx.cur_abstract_mesh, eqn.ctx.xla_metadata)
+    atoms = tuple(
+        (np.asarray(a.val).tobytes(), a.aval) if isinstance(a, Literal) else a for a in eqn.invars
+    )
+    context = (
+        eqn.ctx.compute_type,
+        eqn.ctx.threefry_partitionable,
+        eqn.ctx.cur_abstract_mesh,
+        eqn.ctx.xla_metadata,
+    )
     key = (eqn.primitive, atoms, tuple(sorted(eqn.params.items())), context)
     try:
         hash(key)

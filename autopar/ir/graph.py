@@ -36,7 +36,9 @@ def needed(
         for number, eqn in reversed(eqns):
             if keeps(eqn):
                 kept.append((number, eqn))
-                live.update(atom for atom in eqn.invars if isinstance(atom, Var) and atom not in given)
+                live.update(
+                    atom for atom in eqn.invars if isinstance(atom, Var) and atom not in given
+                )
         if len(live) == known or not any(eqn.primitive in control_flow.BOUND for _, eqn in eqns):
             return kept[::-1]  # a loop that turned out to be needed needs all its carries
 
@@ -60,7 +62,12 @@ class Where:
         return f"{self.eqn.primitive.name} at {source_line(self.eqn)}"
 
 
-_LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), f"{Path(__file__).parent}/", "<")
+_LIBRARIES = (
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("stdlib"),
+    f"{Path(__file__).parent}/",
+    "<",
+)
 """Where the code is that is not the user's."""
 
 
@@ -92,7 +99,12 @@ def fingerprint(jaxpr: Jaxpr) -> str:
     for var in (*jaxpr.constvars, *jaxpr.invars):
         digest.update(name(var).encode())
     for eqn in jaxpr.eqns:
-        line = (*map(name, eqn.outvars), eqn.primitive.name, params_text(eqn), *map(name, eqn.invars))
+        line = (
+            *map(name, eqn.outvars),
+            eqn.primitive.name,
+            params_text(eqn),
+            *map(name, eqn.invars),
+        )
         digest.update(" ".join(line).encode())
     digest.update(" ".join(map(name, jaxpr.outvars)).encode())
     return digest.hexdigest()[:16]
@@ -124,4 +136,6 @@ def _text(value: Any) -> str:
         case NamedSharding():
             return f"{value.spec} over {_text(value.mesh)}"
         case _:
-            return _SET.sub(lambda found: str(sorted(found[1].split(", "))), _PLACE.sub("", str(value)))
+            return _SET.sub(
+                lambda found: str(sorted(found[1].split(", "))), _PLACE.sub("", str(value))
+            )

@@ -21,7 +21,9 @@ def impl_of(dtype: Any) -> str:
         ValueError: by something that JAX has no name for, so that other processes don't know it.
     """
     found: list[Any] = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
+    jax.eval_shape(
+        lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype)
+    )
     if not isinstance(found[0], str):
         raise ValueError(
             f"random keys of dtype {dtype} are of an implementation that other hosts don't know by name; make them by one of JAX's, e.g."
@@ -43,7 +45,9 @@ def data_aval(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def on_data(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Callable[..., list[Any]]:
+def on_data(
+    function: Callable[..., Sequence[Any]], avals: Sequence[Any]
+) -> Callable[..., list[Any]]:
     """A function of the numbers of keys, which gives such, for one of arrays with these avals among which are keys."""
     impls = [impl_of(aval.dtype) if is_key(aval.dtype) else None for aval in avals]
 
@@ -52,6 +56,9 @@ def on_data(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Cal
             each if impl is None else jax.random.wrap_key_data(each, impl=impl)
             for each, impl in zip(data, impls, strict=True)
         )
-        return [jax.random.key_data(each) if is_key(each.dtype) else each for each in function(*operands)]
+        return [
+            jax.random.key_data(each) if is_key(each.dtype) else each
+            for each in function(*operands)
+        ]
 
     return run

@@ -36,7 +36,11 @@ class Layers:
 
 
 def cluster_layers(
-    flops: np.ndarray, received: Received, num_layers: int, eps: float = 0.6, heavy: np.ndarray | None = None
+    flops: np.ndarray,
+    received: Received,
+    num_layers: int,
+    eps: float = 0.6,
+    heavy: np.ndarray | None = None,
 ) -> Layers:
     """Cut equations into `num_layers` layers.
 
@@ -57,7 +61,9 @@ def cluster_layers(
         )
     windows = _Windows.of(np.asarray(flops, float), heavy, num_layers, eps)
 
-    def most_received(before: np.ndarray, column: np.ndarray, starts: np.ndarray, stop: int) -> np.ndarray:
+    def most_received(
+        before: np.ndarray, column: np.ndarray, starts: np.ndarray, stop: int
+    ) -> np.ndarray:
         return np.maximum(before, column)
 
     least = _least_received(windows, received())
@@ -74,14 +80,18 @@ def cluster_layers(
         )
     work = np.append(0.0, np.cumsum(flops)) / max(np.sum(flops), 1.0)
 
-    def unevenness(before: np.ndarray, column: np.ndarray, starts: np.ndarray, stop: int) -> np.ndarray:
+    def unevenness(
+        before: np.ndarray, column: np.ndarray, starts: np.ndarray, stop: int
+    ) -> np.ndarray:
         return before + np.where(column <= bottleneck, (work[stop] - work[starts]) ** 2, np.inf)
 
     _, stops = _least(windows, least <= bottleneck, received(), unevenness)
     return Layers(stops, bottleneck)
 
 
-def received_bytes(num_equations: int, values: Sequence[tuple[int, float, Sequence[int]]]) -> Received:
+def received_bytes(
+    num_equations: int, values: Sequence[tuple[int, float, Sequence[int]]]
+) -> Received:
     """What layers receive, from values as (equation that makes it, bytes, equations that use it in order).
 
     A layer receives a value once, however often it uses it. Parameters and other inputs of the step are no such values.
@@ -95,7 +105,9 @@ def received_bytes(num_equations: int, values: Sequence[tuple[int, float, Sequen
         column = np.zeros(num_equations)
         touched = [maker for maker, _, _ in values]
         for equation in range(num_equations):
-            for value in used_by[equation]:  # new to every layer that starts after the value was made or used last
+            for value in used_by[
+                equation
+            ]:  # new to every layer that starts after the value was made or used last
                 column[touched[value] + 1 : equation + 1] += values[value][1]
                 touched[value] = equation
             yield column[: equation + 1]
@@ -124,7 +136,9 @@ class _Windows:
         work = np.append(0.0, np.cumsum(np.where(heavy, flops, 0.0)))
         least = min(MOST_HEAVY, int(heavies[-1]) // num_layers)
         most_work = (1 + eps) * work[-1] / num_layers * (1 + 1e-9)
-        first = np.minimum(np.searchsorted(work, work - most_work), np.searchsorted(heavies, heavies - least))
+        first = np.minimum(
+            np.searchsorted(work, work - most_work), np.searchsorted(heavies, heavies - least)
+        )
         after = np.searchsorted(heavies, heavies - least, side="right")
         size = len(work)
         # the furthest stop of a layer that starts here

@@ -121,7 +121,11 @@ class FollowLayerOption:
     def __post_init__(self) -> None:
         homes = items(whole(0) | NONE, "a sequence of layers, or None, for each input")
         check(
-            self, LayerError, inputs=homes, num_layers=whole(), remat_layer=that("False", lambda value: value is False)
+            self,
+            LayerError,
+            inputs=homes,
+            num_layers=whole(),
+            remat_layer=that("False", lambda value: value is False),
         )
 
     @property
@@ -135,7 +139,11 @@ class FollowLayerOption:
             raise LayerError(
                 f"{len(self.inputs)} layers of inputs for a step with {len(jaxpr.invars)} of them; one each"
             )
-        layer = {var: home for var, home in zip(jaxpr.invars, self.inputs, strict=True) if home is not None}
+        layer = {
+            var: home
+            for var, home in zip(jaxpr.invars, self.inputs, strict=True)
+            if home is not None
+        }
         found: list[int | None] = []
         for eqn in jaxpr.eqns:
             waits_for = [layer[a] for a in eqn.invars if isinstance(a, Var) and a in layer]
@@ -146,7 +154,9 @@ class FollowLayerOption:
         for k, eqn in reversed(list(enumerate(jaxpr.eqns))):
             number = found[k]
             if number is None:
-                number = found[k] = min((first[var] for var in eqn.outvars if var in first), default=0)
+                number = found[k] = min(
+                    (first[var] for var in eqn.outvars if var in first), default=0
+                )
             for atom in eqn.invars:
                 if isinstance(atom, Var):
                     first[atom] = min(number, first.get(atom, number))
@@ -177,7 +187,9 @@ def layered_if_asked(fun: Callable[..., Any]) -> Callable[..., Any]:
 def layered(fun: Callable[..., Any], option: LayerOption) -> Callable[..., Any]:
     """`fun`, cut into layers. Raises LayerError for an option that is left open, and when called, if `fun` can't be cut."""
     if option.remat_layer == "auto":
-        raise LayerError("remat_layer='auto' is for the layer_option of PipeshardParallel, which tries both")
+        raise LayerError(
+            "remat_layer='auto' is for the layer_option of PipeshardParallel, which tries both"
+        )
     remat = option.remat_layer
 
     @wraps(fun)
@@ -189,7 +201,9 @@ def layered(fun: Callable[..., Any], option: LayerOption) -> Callable[..., Any]:
         def flat(*leaves: Any) -> Any:
             """`fun` closed over what is no tracer: functions, numbers and arrays keep their values, as under `jax.grad`."""
             given = dict(zip(traced_at, leaves, strict=True))
-            args, kwargs = jax.tree.unflatten(tree, [given.get(i, leaf) for i, leaf in enumerate(every)])
+            args, kwargs = jax.tree.unflatten(
+                tree, [given.get(i, leaf) for i, leaf in enumerate(every)]
+            )
             return fun(*args, **kwargs)
 
         traced, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
@@ -199,13 +213,17 @@ def layered(fun: Callable[..., Any], option: LayerOption) -> Callable[..., Any]:
         for number, (eqns, results) in enumerate(_layers(jaxpr, option.cut(jaxpr))):
             with jax.named_scope(f"{_SCOPE}{number}"):
                 _run(eqns, results, env, remat)
-        return jax.tree.unflatten(jax.tree.structure(shapes), [read(atom, env) for atom in jaxpr.outvars])
+        return jax.tree.unflatten(
+            jax.tree.structure(shapes), [read(atom, env) for atom in jaxpr.outvars]
+        )
 
     in_layers.layer_option = option  # pyright: ignore[reportAttributeAccessIssue]
     return in_layers
 
 
-def manual_layer_construction(fun: Callable[..., Any] | None = None, *, remat_layer: bool = False) -> Any:
+def manual_layer_construction(
+    fun: Callable[..., Any] | None = None, *, remat_layer: bool = False
+) -> Any:
     """A loss function whose layers end where it calls `mark_pipeline_boundary`; a decorator, with or without arguments."""
     option = ManualLayerOption(remat_layer)
     return layered(fun, option) if fun is not None else lambda fun: layered(fun, option)
@@ -229,7 +247,9 @@ def manual_remat(fun: Callable[..., Any] | None = None) -> Any:
     return manual_layer_construction(fun, remat_layer=True)
 
 
-def automatic_remat(fun: Callable[..., Any] | None = None, *, layer_num: int, eps: float = 0.6) -> Any:
+def automatic_remat(
+    fun: Callable[..., Any] | None = None, *, layer_num: int, eps: float = 0.6
+) -> Any:
     """`automatic_layer_construction` in which each layer is recomputed in the backward pass; a decorator."""
     return automatic_layer_construction(fun, layer_num=layer_num, eps=eps, remat_layer=True)
 
@@ -285,24 +305,38 @@ def _has_boundary(eqn: JaxprEqn) -> bool:
                 yield each
 
     jaxprs = [each for value in eqn.params.values() for each in inner(value)]
-    return any(e.primitive is boundary_p or _has_boundary(e) for jaxpr in jaxprs for e in jaxpr.eqns)
+    return any(
+        e.primitive is boundary_p or _has_boundary(e) for jaxpr in jaxprs for e in jaxpr.eqns
+    )
 
 
 def _layers(jaxpr: Jaxpr, layer: Sequence[int]) -> Iterator[tuple[list[JaxprEqn], list[Var]]]:
     """For each layer its equations, and those of its results that are used after it."""
     last_use: dict[Atom, int] = {}
     for eqn, number in zip(jaxpr.eqns, layer, strict=True):
-        last_use.update((atom, max(number, last_use.get(atom, 0))) for atom in eqn.invars if isinstance(atom, Var))
+        last_use.update(
+            (atom, max(number, last_use.get(atom, 0)))
+            for atom in eqn.invars
+            if isinstance(atom, Var)
+        )
     last_use.update((atom, len(layer)) for atom in jaxpr.outvars if isinstance(atom, Var))
     for number in range(max(layer, default=-1) + 1):
-        eqns = [e for e, n in zip(jaxpr.eqns, layer, strict=True) if n == number and e.primitive is not boundary_p]
+        eqns = [
+            e
+            for e, n in zip(jaxpr.eqns, layer, strict=True)
+            if n == number and e.primitive is not boundary_p
+        ]
         yield eqns, [var for eqn in eqns for var in eqn.outvars if last_use.get(var, -1) > number]
 
 
-def _run(eqns: Sequence[JaxprEqn], results: Sequence[Var], env: dict[Var, Any], remat: bool) -> None:
+def _run(
+    eqns: Sequence[JaxprEqn], results: Sequence[Var], env: dict[Var, Any], remat: bool
+) -> None:
     """Evaluate the equations of a layer and add its results to `env`."""
     made = {var for eqn in eqns for var in eqn.outvars}
-    needed = list(dict.fromkeys(a for eqn in eqns for a in eqn.invars if isinstance(a, Var) and a not in made))
+    needed = list(
+        dict.fromkeys(a for eqn in eqns for a in eqn.invars if isinstance(a, Var) and a not in made)
+    )
 
     def layer(*values: Any) -> list[Any]:
         inner: dict[Var, Any] = dict(zip(needed, values, strict=True))
@@ -311,7 +345,11 @@ def _run(eqns: Sequence[JaxprEqn], results: Sequence[Var], env: dict[Var, Any], 
             with eqn.ctx.manager, jax.named_scope(scope) if scope else nullcontext():
                 operands = [read(atom, inner) for atom in eqn.invars]
                 result = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-            inner.update(zip(eqn.outvars, result if eqn.primitive.multiple_results else [result], strict=True))
+            inner.update(
+                zip(
+                    eqn.outvars, result if eqn.primitive.multiple_results else [result], strict=True
+                )
+            )
         return [inner[var] for var in results]
 
     values = (jax.checkpoint(layer) if remat else layer)(*(env[var] for var in needed))
@@ -327,7 +365,9 @@ def _handed_on(jaxpr: Jaxpr) -> Received:
                 users[atom][number] = None
     made = ((number, var) for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars)
     sizes = [
-        (n, array_bytes(aval_of(var).shape, aval_of(var).dtype), tuple(users[var])) for n, var in made if users[var]
+        (n, array_bytes(aval_of(var).shape, aval_of(var).dtype), tuple(users[var]))
+        for n, var in made
+        if users[var]
     ]
     return received_bytes(len(jaxpr.eqns), sizes)
 

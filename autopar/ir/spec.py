@@ -33,8 +33,12 @@ class LogicalMesh:
     axis_names: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if len(self.shape) != len(self.axis_names) or len(set(self.axis_names)) != len(self.axis_names):
-            raise ValueError(f"mesh shape {self.shape} needs as many distinct axis names, got {self.axis_names}")
+        if len(self.shape) != len(self.axis_names) or len(set(self.axis_names)) != len(
+            self.axis_names
+        ):
+            raise ValueError(
+                f"mesh shape {self.shape} needs as many distinct axis names, got {self.axis_names}"
+            )
         if any(size < 1 for size in self.shape):
             raise ValueError(f"mesh shape {self.shape}: every axis needs at least one device")
 
@@ -55,7 +59,9 @@ class LogicalMesh:
 
     def abstract(self) -> AbstractMesh:
         """As JAX has meshes without devices."""
-        return AbstractMesh(self.shape, self.axis_names, axis_types=(AxisType.Auto,) * len(self.shape))
+        return AbstractMesh(
+            self.shape, self.axis_names, axis_types=(AxisType.Auto,) * len(self.shape)
+        )
 
     def groups(self, axes: Sequence[str]) -> Groups:
         """The groups of devices that differ only in their position along `axes`."""
@@ -68,7 +74,10 @@ class LogicalMesh:
 
         def offsets(names: list[str]) -> list[int]:
             positions = product(*(range(self.sizes[name]) for name in names))
-            return [sum(p * strides[n] for p, n in zip(position, names, strict=True)) for position in positions]
+            return [
+                sum(p * strides[n] for p, n in zip(position, names, strict=True))
+                for position in positions
+            ]
 
         return tuple(tuple(base + offset for offset in offsets(inner)) for base in offsets(outer))
 
@@ -77,7 +86,9 @@ class LogicalMesh:
         found: set[str] = set()
         for first, *others in groups:
             for other in others:
-                positions = zip(self.axis_names, self._position(first), self._position(other), strict=True)
+                positions = zip(
+                    self.axis_names, self._position(first), self._position(other), strict=True
+                )
                 found.update(axis for axis, one, another in positions if one != another)
         return self.joined(found)
 
@@ -113,7 +124,10 @@ def all_specs(shape: Sequence[int], mesh: LogicalMesh) -> list[Spec]:
     axes = [axis for axis in mesh.axis_names if mesh.sizes[axis] > 1]
     found = []
     for dims in product((None, *range(len(shape))), repeat=len(axes)):
-        spec = tuple(tuple(a for a, d in zip(axes, dims, strict=True) if d == dim) for dim in range(len(shape)))
+        spec = tuple(
+            tuple(a for a, d in zip(axes, dims, strict=True) if d == dim)
+            for dim in range(len(shape))
+        )
         if divides(shape, spec, mesh):
             found.append(spec)
     return found

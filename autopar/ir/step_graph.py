@@ -114,7 +114,9 @@ class StepGraph:
             if [len(loop.marks) for loop in found.microbatching.loops] != [
                 len(loop.marks) for loop in self.microbatching.loops
             ]:
-                raise MicrobatchError("the parts of a microbatch accumulate other statistics than a microbatch does")
+                raise MicrobatchError(
+                    "the parts of a microbatch accumulate other statistics than a microbatch does"
+                )
         return found
 
     @cached_property
@@ -134,7 +136,9 @@ class StepGraph:
     @property
     def run(self) -> int:
         """Neighbouring examples that stay together in a microbatch."""
-        return aval_of(self.jaxpr.invars[min(self.batch)]).shape[0] // self.chunks if self.batch else 1
+        return (
+            aval_of(self.jaxpr.invars[min(self.batch)]).shape[0] // self.chunks if self.batch else 1
+        )
 
     @property
     def in_avals(self) -> Any:
@@ -142,7 +146,13 @@ class StepGraph:
         count = self.num_micro_batches
 
         def full(i: int, var: Var) -> jax.ShapeDtypeStruct:
-            shape = (aval_of(var).shape[0] * count, *aval_of(var).shape[1:]) if i in self.batch else aval_of(var).shape
+            shape = (
+                (aval_of(var).shape[0] * count, *aval_of(var).shape[1:])
+                if i in self.batch
+                else aval_of(var).shape
+            )
             return jax.ShapeDtypeStruct(shape, aval_of(var).dtype, weak_type=aval_of(var).weak_type)
 
-        return jax.tree.unflatten(self.in_tree, [full(i, var) for i, var in enumerate(self.jaxpr.invars)])
+        return jax.tree.unflatten(
+            self.in_tree, [full(i, var) for i, var in enumerate(self.jaxpr.invars)]
+        )

@@ -11,7 +11,7 @@ from autopar.lowering.pipeline_memory import MeshMemory
 from autopar.lowering.planned import PlannedStep
 from autopar.lowering.stage_lowering import StageLowering, TaskFunction
 from autopar.lowering.target import compile_for, target_mesh
-from simulator.heterogeneous import AnyCluster
+from simulator.hardware.heterogeneous import AnyCluster
 from simulator.hlo import held_at_peak, parse_hlo
 from simulator.memory import MemoryUse, Role
 from simulator.program import Program
@@ -23,11 +23,15 @@ def lower_stage(
 ) -> list[TaskFunction]:
     """Return the tasks of a stage on a mesh; `donated` are numbers of the step's inputs whose memory they may reuse."""
     last_reads = planned.instructions.last_reads
-    functions = StageLowering(planned.graphs[stage], planned.plan.stages, mesh, donated, last_reads).functions()
+    functions = StageLowering(
+        planned.graphs[stage], planned.plan.stages, mesh, donated, last_reads
+    ).functions()
     return [each for each in functions if each.task.name in planned.tasks]
 
 
-def compile_planned(planned: PlannedStep, cluster: AnyCluster, donated: frozenset[int]) -> tuple[Program, float]:
+def compile_planned(
+    planned: PlannedStep, cluster: AnyCluster, donated: frozenset[int]
+) -> tuple[Program, float]:
     """Return the program with bodies and memory as XLA compiles its tasks for `cluster`, and the seconds that took.
 
     Each stage is compiled for the devices of the pool that it is in; tasks that are the same program for the same devices, as those

@@ -60,7 +60,11 @@ class Resharding:
     @property
     def gather_groups(self) -> Groups:
         """The destination devices that gather from one another."""
-        axes = [a for landed, wanted in zip(self.landing, self.spec, strict=True) for a in landed[len(wanted) :]]
+        axes = [
+            a
+            for landed, wanted in zip(self.landing, self.spec, strict=True)
+            for a in landed[len(wanted) :]
+        ]
         return self.mesh.groups(axes)
 
     def sent_bytes(self, item_bytes: int) -> int:
@@ -110,7 +114,9 @@ def reshard(
     source_block = local_shape(shape, source_spec, source_mesh)
     for device, tile in enumerate(tiles(shape, mesh, landing)):
         for part, whole in _overlaps(tile, source_block):
-            sender = min(holders[whole], key=lambda holder: (sent[holder], (holder - device) % len(sent)))
+            sender = min(
+                holders[whole], key=lambda holder: (sent[holder], (holder - device) % len(sent))
+            )
             piece = Piece(sender, device, part)
             sent[sender] += piece.size
             pieces.append(piece)
@@ -157,4 +163,6 @@ def _overlaps(tile: Tile, block: Sequence[int]) -> list[tuple[Tile, Tile]]:
             whole = index * size, (index + 1) * size
             cuts.append(((max(start, whole[0]), min(stop, whole[1])), whole))
         dims.append(cuts)
-    return [(tuple(part for part, _ in cut), tuple(whole for _, whole in cut)) for cut in product(*dims)]
+    return [
+        (tuple(part for part, _ in cut), tuple(whole for _, whole in cut)) for cut in product(*dims)
+    ]

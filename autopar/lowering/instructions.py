@@ -40,7 +40,9 @@ class Names:
         base.update((var, f"t{k}") for k, var in enumerate(sums))
         base.update((var, f"in{i}") for i, var in enumerate(cut.step.jaxpr.invars))
         batch = {cut.step.jaxpr.invars[i] for i in cut.step.batch if not cut.is_whole_step}
-        body = {var for var in values if (task := cut.made_by.get(var)) and task.phase not in ("U", "S")}
+        body = {
+            var for var in values if (task := cut.made_by.get(var)) and task.phase not in ("U", "S")
+        }
         return cls(base, frozenset(batch | body).difference(sums))
 
     def of(self, var: Var, micro_batch: int) -> str:
@@ -87,7 +89,11 @@ class PipelineProgram:
 
 
 def pipeline_program(
-    cut: Cut, schedule: Schedule, meshes: tuple[tuple[int, ...], ...], names: Names, transfers: Transfers
+    cut: Cut,
+    schedule: Schedule,
+    meshes: tuple[tuple[int, ...], ...],
+    names: Names,
+    transfers: Transfers,
 ) -> PipelineProgram:
     """The program of a cut step on `meshes`, the devices of each mesh."""
     builder = _Builder(cut, schedule, names, transfers)
@@ -102,7 +108,9 @@ class _Builder:
         self._all_runs = [list(self._runs(row)) for row in schedule.rows]
         self.readers: dict[tuple[int, str], tuple[int, Var]] = {}
         self._meshes: dict[str, list[int]] = defaultdict(list)  # that read a value
-        self._source: dict[str, int] = {}  # the stage that has a value which others may have to be sent
+        self._source: dict[
+            str, int
+        ] = {}  # the stage that has a value which others may have to be sent
         inputs = set(cut.step.jaxpr.invars)
         for mesh, row in enumerate(self._all_runs):
             for run in row:
@@ -115,7 +123,11 @@ class _Builder:
         for i, stages in cut.input_stages.items():
             if i not in cut.step.batch and i in cut.step.carried.values():
                 self._source[f"in{i}"] = stages[0]
-        self._outputs = {names.of(a, 0) for a in cut.step.jaxpr.outvars if isinstance(a, Var) and a in cut.made_by}
+        self._outputs = {
+            names.of(a, 0)
+            for a in cut.step.jaxpr.outvars
+            if isinstance(a, Var) and a in cut.made_by
+        }
         batches = range(schedule.pipeline.num_micro_batches)
         self._outputs |= {names.of(part, b) for part in cut.joined.values() for b in batches}
         self._outputs |= {f"in{i}" for i in range(len(cut.step.jaxpr.invars))}
@@ -131,14 +143,22 @@ class _Builder:
 
         A forward pass has an update, too, if its results are sums or means: what completes them.
         """
-        update = [run.stage for run in row if run.phase == "U"] or list(dict.fromkeys(run.stage for run in row))
+        update = [run.stage for run in row if run.phase == "U"] or list(
+            dict.fromkeys(run.stage for run in row)
+        )
         yield from (run for run in row if run.phase != "U" and self._does_something(task_of(run)))
         rounds = max((task.round for task in self._cut.eqns if task.phase == "U"), default=-1) + 1
         for turn in range(rounds):
-            yield from (Run(stage, "U", turn) for stage in update if self._does_something(Task(stage, "U", turn)))
+            yield from (
+                Run(stage, "U", turn)
+                for stage in update
+                if self._does_something(Task(stage, "U", turn))
+            )
 
     def _does_something(self, task: Task) -> bool:
-        return any(found.get(task) for found in (self._cut.eqns, self._cut.totals, self._cut.completed))
+        return any(
+            found.get(task) for found in (self._cut.eqns, self._cut.totals, self._cut.completed)
+        )
 
     def rows(self) -> Iterator[Iterator[Instruction]]:
         for mesh, runs in enumerate(self._all_runs):
@@ -150,7 +170,9 @@ class _Builder:
             last = self._last_reader(runs)
             for run in runs:
                 task = task_of(run)
-                names = {var: self._names.of(var, micro_batch_of(run)) for var in self._cut.reads[task]}
+                names = {
+                    var: self._names.of(var, micro_batch_of(run)) for var in self._cut.reads[task]
+                }
                 mine = frozenset(
                     var
                     for var, name in names.items()
@@ -160,7 +182,11 @@ class _Builder:
         return found
 
     def _last_reader(self, runs: list[Run]) -> dict[str, Run]:
-        return {self._names.of(var, micro_batch_of(run)): run for run in runs for var in self._cut.reads[task_of(run)]}
+        return {
+            self._names.of(var, micro_batch_of(run)): run
+            for run in runs
+            for var in self._cut.reads[task_of(run)]
+        }
 
     def _row(self, mesh: int, runs: list[Run]) -> Iterator[Instruction]:
         cut, names = self._cut, self._names
@@ -180,7 +206,9 @@ class _Builder:
             made = [names.of(var, micro_batch_of(run)) for var in cut.results[task]]
             for name in made:
                 yield from self._sends(name)
-            done = [name for name, final in last.items() if final == run and name not in self._outputs]
+            done = [
+                name for name, final in last.items() if final == run and name not in self._outputs
+            ]
             done += [name for name in made if name not in last and name not in self._outputs]
             if done:
                 yield Free(tuple(done))
@@ -203,4 +231,6 @@ class _Builder:
             return None
         num_bytes = resharding.gathered_bytes(array_bytes((), aval_of(crossing.var).dtype))
         groups = resharding.gather_groups
-        return Collective(f"gather {name}", "all_gather", num_bytes, groups, axis=resharding.mesh.along(groups))
+        return Collective(
+            f"gather {name}", "all_gather", num_bytes, groups, axis=resharding.mesh.along(groups)
+        )

@@ -50,7 +50,9 @@ class Place:
         """Where a step wants an array: the first of its meshes, which is its home."""
         sharding, devices = placement.sharding_specs[0], placement.devices[0]
         mesh = StageMesh(devices, sharding.mesh.axis_sizes, sharding.mesh.axis_names)
-        return Array.of("", placement.aval, mesh, from_partition_spec(sharding.spec, placement.aval.ndim)).place
+        return Array.of(
+            "", placement.aval, mesh, from_partition_spec(sharding.spec, placement.aval.ndim)
+        ).place
 
     def sharding(self, devices: Mapping[int, Any]) -> NamedSharding:
         """On these devices, given by number."""
@@ -77,7 +79,9 @@ class Array:
     impl: str | None = None
 
     @classmethod
-    def of(cls, name: str, aval: Any, mesh: StageMesh, spec: Spec, keys_as_data: bool = True) -> "Array":
+    def of(
+        cls, name: str, aval: Any, mesh: StageMesh, spec: Spec, keys_as_data: bool = True
+    ) -> "Array":
         """Return the value of that aval, which `spec` shards.
 
         Args:
@@ -104,7 +108,9 @@ class Array:
     @property
     def sharding(self) -> NamedSharding:
         """How it is sharded to the user, on a mesh without devices."""
-        return NamedSharding(self.place.mesh.logical.abstract(), partition_spec(self.place.spec[: self.aval.ndim]))
+        return NamedSharding(
+            self.place.mesh.logical.abstract(), partition_spec(self.place.spec[: self.aval.ndim])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +212,9 @@ class Job:
 
     def of(self, devices: Sequence[int]) -> "Job":
         """The part that concerns a worker with these devices."""
-        mine = {mesh for mesh, members in enumerate(self.meshes) if not set(devices).isdisjoint(members)}
+        mine = {
+            mesh for mesh, members in enumerate(self.meshes) if not set(devices).isdisjoint(members)
+        }
         order = tuple((mesh, instruction) for mesh, instruction in self.order if mesh in mine)
         runs = {instruction for _, instruction in order if isinstance(instruction, Run)}
         calls = {run: call for run, call in self.calls.items() if run in runs}
@@ -216,7 +224,10 @@ class Job:
 
         return replace(
             self,
-            programs={key: self.programs[key] for key in dict.fromkeys(call.program for call in calls.values())},
+            programs={
+                key: self.programs[key]
+                for key in dict.fromkeys(call.program for call in calls.values())
+            },
             order=order,
             calls=calls,
             deliveries={at: each for at, each in self.deliveries.items() if concerns(each)},
@@ -227,7 +238,9 @@ class Job:
         )
 
 
-def groups_of(meshes: Iterable[Sequence[int]], owner: Mapping[int, int]) -> frozenset[tuple[int, ...]]:
+def groups_of(
+    meshes: Iterable[Sequence[int]], owner: Mapping[int, int]
+) -> frozenset[tuple[int, ...]]:
     """The workers that form one distributed JAX with others, to share `meshes`, by the worker of each device.
 
     Raises:

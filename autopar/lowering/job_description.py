@@ -45,7 +45,10 @@ def mesh_of(stage: Stage) -> StageMesh:
 
 
 def describe_job(
-    planned: PlannedStep, functions: Mapping[Task, TaskFunction], donated: frozenset[int], keys_as_data: bool
+    planned: PlannedStep,
+    functions: Mapping[Task, TaskFunction],
+    donated: frozenset[int],
+    keys_as_data: bool,
 ) -> JobDescription:
     """Return the job of a planned step; its calls name programs by task.
 
@@ -59,9 +62,18 @@ def describe_job(
 
 class _Describer:
     def __init__(
-        self, planned: PlannedStep, functions: Mapping[Task, TaskFunction], donated: frozenset[int], keys_as_data: bool
+        self,
+        planned: PlannedStep,
+        functions: Mapping[Task, TaskFunction],
+        donated: frozenset[int],
+        keys_as_data: bool,
     ) -> None:
-        self._planned, self._functions, self._donated, self._keys_as_data = planned, functions, donated, keys_as_data
+        self._planned, self._functions, self._donated, self._keys_as_data = (
+            planned,
+            functions,
+            donated,
+            keys_as_data,
+        )
         self._step, self._cut, self._names = planned.step, planned.cut, planned.names
         self._meshes = [mesh_of(stage) for stage in planned.plan.stages]
         self._count = self._step.num_micro_batches
@@ -105,8 +117,12 @@ class _Describer:
 
     def _deliveries(self) -> dict[tuple[str, int], Delivery]:
         found = {}
-        for number, ((name, to), crossing) in enumerate(self._planned.instructions.crossings.items()):
-            sent, wanted = (self._array(stage, crossing.var, name) for stage in (crossing.source, crossing.to))
+        for number, ((name, to), crossing) in enumerate(
+            self._planned.instructions.crossings.items()
+        ):
+            sent, wanted = (
+                self._array(stage, crossing.var, name) for stage in (crossing.source, crossing.to)
+            )
             ends = [(each.place.mesh.logical, each.place.spec) for each in (sent, wanted)]
             plan = reshard(sent.shape, ends[0], ends[1])
             found[name, to] = Delivery(number, plan, sent.dtype, sent.place.mesh, wanted.place.mesh)
@@ -131,7 +147,9 @@ class _Describer:
         found = []
         for mesh in dict.fromkeys(map(self._mesh_of, stages[:1] if is_sent else stages)):
             names = [f"in{i}.{k}" for k in range(count)] if is_cut else [f"in{i}"]
-            reader, read = self._planned.instructions.readers.get((mesh, names[0]), (stages[0], var))
+            reader, read = self._planned.instructions.readers.get(
+                (mesh, names[0]), (stages[0], var)
+            )
             parts = tuple(self._array(reader, read, name) for name in names)
             found.append(Input(i, mesh, home, parts))
         return found
@@ -140,7 +158,9 @@ class _Describer:
         found: list[list[Array]] = [[] for _ in self._planned.program.meshes]
         for task, totals in self._cut.totals.items():
             for each in totals:
-                found[self._mesh_of(task.stage)].append(self._array(task.stage, each.sum, self._names.of(each.sum, 0)))
+                found[self._mesh_of(task.stage)].append(
+                    self._array(task.stage, each.sum, self._names.of(each.sum, 0))
+                )
         return tuple(map(tuple, found))
 
     def _outputs(self) -> list[Output | Constant]:
@@ -162,14 +182,22 @@ class _Describer:
     def _output(self, o: int, atom: Atom) -> Output | Constant:
         step, cut = self._step, self._cut
         if isinstance(atom, Literal) or atom in step.jaxpr.constvars:
-            value = atom.val if isinstance(atom, Literal) else step.jaxpr.consts[step.jaxpr.constvars.index(atom)]
+            value = (
+                atom.val
+                if isinstance(atom, Literal)
+                else step.jaxpr.consts[step.jaxpr.constvars.index(atom)]
+            )
             return value if is_key(aval_of(atom).dtype) else np.asarray(value, aval_of(atom).dtype)
         if atom in cut.joined:
             part = cut.joined[atom]
             stage = cut.made_by[part].stage
-            parts = tuple(self._array(stage, part, self._names.of(part, k)) for k in range(self._count))
+            parts = tuple(
+                self._array(stage, part, self._names.of(part, k)) for k in range(self._count)
+            )
             shape = (parts[0].shape[0] * self._count, *parts[0].shape[1:])
-            return Output(o, self._mesh_of(stage), parts, replace(parts[0], name=f"out{o}", shape=shape))
+            return Output(
+                o, self._mesh_of(stage), parts, replace(parts[0], name=f"out{o}", shape=shape)
+            )
         if atom in cut.made_by:
             stage = cut.made_by[atom].stage
             made = self._array(stage, atom, self._names.of(atom, 0))
@@ -185,6 +213,10 @@ def _spreads(inputs: Sequence[Input], number: int) -> dict[tuple[int, int], Deli
     for each in inputs:
         home, place = each.home.place, each.parts[0].place
         if place.mesh.devices != home.mesh.devices:
-            plan = reshard(each.home.shape, (home.mesh.logical, home.spec), (place.mesh.logical, place.spec))
-            found[each.number, each.mesh] = Delivery(number + len(found), plan, each.home.dtype, home.mesh, place.mesh)
+            plan = reshard(
+                each.home.shape, (home.mesh.logical, home.spec), (place.mesh.logical, place.spec)
+            )
+            found[each.number, each.mesh] = Delivery(
+                number + len(found), plan, each.home.dtype, home.mesh, place.mesh
+            )
     return found

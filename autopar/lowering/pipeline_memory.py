@@ -29,7 +29,9 @@ class MeshMemory:
         self.planned = planned
         self._tasks: dict[Task, tuple[MemoryUse, Mapping[Role, int]]] = {}
 
-    def add_task(self, task: Task, used: MemoryUse, temporaries: Mapping[Role, float] | None = None) -> None:
+    def add_task(
+        self, task: Task, used: MemoryUse, temporaries: Mapping[Role, float] | None = None
+    ) -> None:
         """Add what a task needs while it runs, and what its temporaries are, if that is known."""
         self._tasks[task] = used, apportioned(temporaries or {}, used.temporaries, "temporaries")
 
@@ -40,7 +42,9 @@ class MeshMemory:
         """
         if self.planned.cut.is_whole_step:
             return (self._whole_step(),)
-        return tuple(self._peak(mesh, [during for during, _ in each]) for mesh, each in enumerate(levels))
+        return tuple(
+            self._peak(mesh, [during for during, _ in each]) for mesh, each in enumerate(levels)
+        )
 
     def levels(self, program: Program) -> Levels:
         """Return what lives on each mesh, instruction by instruction."""
@@ -81,7 +85,9 @@ class MeshMemory:
                     made = self._made(instruction)
                     now, temporaries = self._grown(before, task_of(instruction), made)
                     during = added(now, temporaries)
-                    if instruction.phase == "U":  # what an update makes takes the place of what was there
+                    if (
+                        instruction.phase == "U"
+                    ):  # what an update makes takes the place of what was there
                         now = before
                     else:
                         held.update(made)
@@ -96,10 +102,14 @@ class MeshMemory:
                     pass
             yield during, now
 
-    def _grown(self, before: Level, task: Task, made: Mapping[str, _Value]) -> tuple[Level, Mapping[Role, int]]:
+    def _grown(
+        self, before: Level, task: Task, made: Mapping[str, _Value]
+    ) -> tuple[Level, Mapping[Role, int]]:
         """What lives after a task has run, and what it needs on top of that while it runs."""
         used, temporaries = self._tasks.get(task, (MemoryUse(), {}))
-        sums = sum(self._bytes(task.stage, each.sum) for each in self.planned.cut.totals.get(task, ()))
+        sums = sum(
+            self._bytes(task.stage, each.sum) for each in self.planned.cut.totals.get(task, ())
+        )
         written_over = max(0, used.aliased - sums)  # sums grow where they are
         new = sum(value.num_bytes for value in made.values()) - written_over
         return added(before, {_role_of(task): new}), temporaries
@@ -108,7 +118,9 @@ class MeshMemory:
         """What microbatches add up to."""
         mesh_of = self.planned.schedule.mesh_of
         return {
-            self.planned.names.of(each.sum, 0): _Value("gradients", self._bytes(task.stage, each.sum))
+            self.planned.names.of(each.sum, 0): _Value(
+                "gradients", self._bytes(task.stage, each.sum)
+            )
             for task, totals in self.planned.cut.totals.items()
             if mesh_of(task.stage) == mesh
             for each in totals
@@ -117,7 +129,9 @@ class MeshMemory:
     def _made(self, run: Run) -> dict[str, _Value]:
         """What a task hands on."""
         return {
-            self.planned.names.of(var, micro_batch_of(run)): _Value(_role_of(task_of(run)), self._bytes(run.stage, var))
+            self.planned.names.of(var, micro_batch_of(run)): _Value(
+                _role_of(task_of(run)), self._bytes(run.stage, var)
+            )
             for var in self.planned.cut.results[task_of(run)]
         }
 

@@ -50,8 +50,12 @@ class PlacementSpec:
                 " the devices that are here, and take its placements"
             )
         spec = self.sharding_specs[0]
-        devices = np.array([here[number] for number in self.devices[0]]).reshape(spec.mesh.axis_sizes)
-        return NamedSharding(Mesh(devices, spec.mesh.axis_names, (AxisType.Auto,) * devices.ndim), spec.spec)
+        devices = np.array([here[number] for number in self.devices[0]]).reshape(
+            spec.mesh.axis_sizes
+        )
+        return NamedSharding(
+            Mesh(devices, spec.mesh.axis_names, (AxisType.Auto,) * devices.ndim), spec.spec
+        )
 
 
 def input_placement_specs(planned: Planned, devices: Sequence[int] | None = None) -> Any:
@@ -72,7 +76,9 @@ def output_placement_specs(planned: Planned, devices: Sequence[int] | None = Non
     return jax.tree.unflatten(step.out_tree, _specs(stage, stage.outputs, avals, devices))
 
 
-def placed(aval: Any, sharding: NamedSharding, mesh_id: int, devices: Sequence[int] | None = None) -> PlacementSpec:
+def placed(
+    aval: Any, sharding: NamedSharding, mesh_id: int, devices: Sequence[int] | None = None
+) -> PlacementSpec:
     """The PlacementSpec of an array that is on one mesh of a pipeline; `devices`: that mesh's, if the sharding has none."""
     abstract = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
     struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

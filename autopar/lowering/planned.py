@@ -88,7 +88,9 @@ class PlannedStep:
     @cached_property
     def instructions(self) -> PipelineProgram:
         """The program and what its sends carry."""
-        meshes = tuple(stage.devices for stage in self.plan.stages[: self.schedule.pipeline.num_meshes])
+        meshes = tuple(
+            stage.devices for stage in self.plan.stages[: self.schedule.pipeline.num_meshes]
+        )
         return pipeline_program(self.cut, self.schedule, meshes, self.names, self.transfer)
 
     @property
@@ -99,7 +101,9 @@ class PlannedStep:
     @cached_property
     def tasks(self) -> frozenset[str]:
         """The names of the tasks that the program runs; those with nothing to do are left out."""
-        return frozenset(each.task for row in self.program.instructions for each in row if isinstance(each, Run))
+        return frozenset(
+            each.task for row in self.program.instructions for each in row if isinstance(each, Run)
+        )
 
 
 def single_stage(planned: Planned, stage: int | None) -> Planned:

@@ -41,13 +41,19 @@ def shardwise(mesh: AnyMesh, wanted: Wanted | None = None) -> Apply:
     def apply(number: int, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if not is_shardwise(eqn):
             return as_traced(number, eqn, operands)
-        return _on_shards(eqn, operands, specs.get((number, "in"), {}), specs.get((number, "out"), {}), mesh)
+        return _on_shards(
+            eqn, operands, specs.get((number, "in"), {}), specs.get((number, "out"), {}), mesh
+        )
 
     return apply
 
 
 def _on_shards(
-    eqn: JaxprEqn, operands: Sequence[Any], reads: Mapping[int, Spec], results: Mapping[int, Spec], mesh: AnyMesh
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    reads: Mapping[int, Spec],
+    results: Mapping[int, Spec],
+    mesh: AnyMesh,
 ) -> list[Any]:
     """Run an equation on the shards of its operands, and complete its results.
 
@@ -69,12 +75,17 @@ def _on_shards(
     partial = factors.partial_axes(assignment)
     sources = [factors.operand_spec(k, assignment) for k in range(len(eqn.invars))]
     made = [factors.result_spec(r, assignment) for r in range(len(eqn.outvars))]
-    scattered = [along(spec, partial) if spec else replicated(len(own)) for spec, own in zip(pinned, made, strict=True)]
+    scattered = [
+        along(spec, partial) if spec else replicated(len(own))
+        for spec, own in zip(pinned, made, strict=True)
+    ]
     completed_specs = [tuple(map(add, *each)) for each in zip(made, scattered, strict=True)]
 
     def local(*shards: Any) -> list[Any]:
         values = bind_shards(eqn, sources, made, shards, logical)
-        return [complete(value, spec, partial) for value, spec in zip(values, scattered, strict=True)]
+        return [
+            complete(value, spec, partial) for value, spec in zip(values, scattered, strict=True)
+        ]
 
     run = jax.shard_map(
         local,

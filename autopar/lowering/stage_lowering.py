@@ -17,7 +17,14 @@ from autopar.ir.spec import AnyMesh, Spec, partition_spec, replicated
 from autopar.ir.step_graph import Combine
 from autopar.lowering.shardwise import shardwise, wanted_by
 from autopar.lowering.stage_values import StageValues
-from autopar.microbatch.accumulation import Apart, accumulate, accumulate_apart, added, gathered, scaled
+from autopar.microbatch.accumulation import (
+    Apart,
+    accumulate,
+    accumulate_apart,
+    added,
+    gathered,
+    scaled,
+)
 from autopar.pipeline.partition import Task
 from autopar.pipeline.stage_graph import StageGraph, numbers_of
 from autopar.plan import Stage
@@ -80,9 +87,17 @@ class StageLowering:
         stage = stages[found.stage]
         self.cut, self.graph, self.stage, self.mesh = found.cut, found, stage, mesh
         self.values = StageValues(found, stage)
-        self.donated = {self.cut.step.jaxpr.invars[i] for i in donated if self.cut.input_stages[i][0] == found.stage}
+        self.donated = {
+            self.cut.step.jaxpr.invars[i]
+            for i in donated
+            if self.cut.input_stages[i][0] == found.stage
+        }
         self.last_reads = last_reads or {}
-        self._local = found.parts(self.values.ways) if stage.deferred and not self.cut.is_whole_step else found
+        self._local = (
+            found.parts(self.values.ways)
+            if stage.deferred and not self.cut.is_whole_step
+            else found
+        )
         self._scales = self._scales_of([each.mesh.ways(each.deferred) for each in stages])
         self._wanted = wanted_by(stage)
 
@@ -127,7 +142,9 @@ class StageLowering:
         operands = (*reads, *sums)
         in_shardings = tuple(map(self.sharding, operands))
         avals = tuple(
-            jax.ShapeDtypeStruct(self.values.shape(v), graph.aval_of(v).dtype, weak_type=graph.aval_of(v).weak_type)
+            jax.ShapeDtypeStruct(
+                self.values.shape(v), graph.aval_of(v).dtype, weak_type=graph.aval_of(v).weak_type
+            )
             for v in operands
         )
         donated = *self._used_up(task, sums), *range(len(reads), len(operands))
@@ -137,7 +154,9 @@ class StageLowering:
             out_shardings=[*map(self.sharding, (*results, *sums))],
             donate_argnums=donated,
             keep_unused=True,  # what runs is told by the program's text, so that must show every operand
-            compiler_options=compiler_options((eqn for _, eqn in self.graph.tasks[task]), self.mesh),
+            compiler_options=compiler_options(
+                (eqn for _, eqn in self.graph.tasks[task]), self.mesh
+            ),
         )
         return TaskFunction(task, reads, results, sums, jitted, avals, in_shardings, donated)
 
@@ -166,7 +185,9 @@ class StageLowering:
             if self.stage.deferred:
                 local = self._local_accumulation()
                 pin = partial(self._constrain, self._placed_apart, "out")
-                accumulate_apart(step, local, env, partial(self.run_eqns, place=self._placed_apart), pin)
+                accumulate_apart(
+                    step, local, env, partial(self.run_eqns, place=self._placed_apart), pin
+                )
             else:
                 pin = partial(self._constrain, self._placed, "out")
                 accumulate(step, env, self.run_eqns, pin)
@@ -204,7 +225,9 @@ class StageLowering:
         operands, results = (*self.cut.reads[task], *sums), (*self.cut.results[task], *sums)
 
         def along(var: Var) -> Spec:
-            return tuple(tuple(axis for axis in axes if axis in deferred) for axes in self.values.spec(var))
+            return tuple(
+                tuple(axis for axis in axes if axis in deferred) for axes in self.values.spec(var)
+            )
 
         def local(*shards: Any) -> list[Any]:
             given = []
@@ -212,10 +235,13 @@ class StageLowering:
                 if var in self.values.apart:
                     given.append(shard[0])
                 else:  # a parameter may be in parts; examples stay where they are
-                    given.append(shard if var in self.cut.facts.rows else gathered(shard, along(var)))
+                    given.append(
+                        shard if var in self.cut.facts.rows else gathered(shard, along(var))
+                    )
             made = self._run(self._local, self._placed_apart, task, *given)
             return [
-                value[None] if var in self.values.apart else value for var, value in zip(results, made, strict=True)
+                value[None] if var in self.values.apart else value
+                for var, value in zip(results, made, strict=True)
             ]
 
         ones = (axis for axis, size in self.mesh.shape.items() if size == 1)
@@ -231,7 +257,9 @@ class StageLowering:
     def _constants(self, found: StageGraph) -> dict[Var, Any]:
         return dict(zip(found.step.jaxpr.constvars, found.step.jaxpr.consts, strict=True))
 
-    def run_eqns(self, eqns: Iterable[Numbered], env: dict[Var, Any], place: Place | None = None) -> None:
+    def run_eqns(
+        self, eqns: Iterable[Numbered], env: dict[Var, Any], place: Place | None = None
+    ) -> None:
         """Run numbered equations on the values in `env`, with their operands and results put where the plan wants them.
 
         Args:
@@ -239,7 +267,10 @@ class StageLowering:
         """
         place = place or self._placed
         here = [(number, on_devices(eqn, self.mesh)) for number, eqn in eqns]
-        before, after = partial(self._constrain, place, "in"), partial(self._constrain, place, "out")
+        before, after = (
+            partial(self._constrain, place, "in"),
+            partial(self._constrain, place, "out"),
+        )
         evaluate(here, env, before, after, shardwise(self.mesh, self._wanted))
 
     def _constrain(self, place: Place, side: str, number: int, values: Sequence[Any]) -> list[Any]:
@@ -255,8 +286,16 @@ class StageLowering:
 
     def _placed_apart(self, spec: Spec) -> PartitionSpec | None:
         """For a device that computes apart; None where the compiler has nothing to partition."""
-        free = [axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in self.stage.deferred]
-        return partition_spec(tuple(tuple(a for a in axes if a in free) for axes in spec)) if free else None
+        free = [
+            axis
+            for axis, size in self.mesh.shape.items()
+            if size > 1 and axis not in self.stage.deferred
+        ]
+        return (
+            partition_spec(tuple(tuple(a for a in axes if a in free) for axes in spec))
+            if free
+            else None
+        )
 
     def _used_up(self, task: Task, sums: Sequence[Var]) -> list[int]:
         """The operands, sums aside, whose memory a result takes: nothing reads them later, and a result is like them.
@@ -265,7 +304,9 @@ class StageLowering:
         """
         reads, results = self.cut.reads[task], self.cut.results[task]
         if task.phase == "S":  # XLA pairs them, and uses the memory of the others for temporaries
-            kept = {var for var in self.cut.step.jaxpr.outvars if isinstance(var, Var)}.difference(results)
+            kept = {var for var in self.cut.step.jaxpr.outvars if isinstance(var, Var)}.difference(
+                results
+            )
             return [k for k, var in enumerate(reads) if var in self.donated - kept]
 
         def kind(var: Var) -> tuple[tuple[int, ...], Any]:
@@ -281,7 +322,11 @@ class StageLowering:
         for k in sorted(range(len(reads)), key=lambda k: reads[k] not in updated):
             var = reads[k]
             # The compiler pairs operands with results by their shape alone.
-            if (var in updated or var in last) and left[kind(var)] and specs[kind(var)] == {self.values.spec(var)}:
+            if (
+                (var in updated or var in last)
+                and left[kind(var)]
+                and specs[kind(var)] == {self.values.spec(var)}
+            ):
                 left[kind(var)] -= 1
                 found.append(k)
         return found
@@ -293,4 +338,8 @@ class StageLowering:
         after = {var for other in later for var in self.cut.reads[other]}
         next_of = {step.jaxpr.invars[i]: step.jaxpr.outvars[o] for o, i in step.carried.items()}
         made = set(self.cut.results[task]) if task.phase == "U" else set()
-        return {var for var in self.cut.reads[task] if var in self.donated - after and next_of.get(var) in made}
+        return {
+            var
+            for var in self.cut.reads[task]
+            if var in self.donated - after and next_of.get(var) in made
+        }

@@ -31,21 +31,29 @@ class StageValues:
         whole = found.cut.is_whole_step
         self._shapes: dict[Var, tuple[int, ...]] = {}
         if whole:
-            self._shapes = {v: value.shape for v, value in zip(jaxpr.invars, stage.inputs, strict=True)}
-        self._specs: dict[Var, Spec] = {v: value.spec for v, value in zip(jaxpr.invars, stage.inputs, strict=True)}
+            self._shapes = {
+                v: value.shape for v, value in zip(jaxpr.invars, stage.inputs, strict=True)
+            }
+        self._specs: dict[Var, Spec] = {
+            v: value.spec for v, value in zip(jaxpr.invars, stage.inputs, strict=True)
+        }
         self.roles: dict[Var, MemoryRole] = {
             v: MEMORY_ROLES[value.role] for v, value in zip(jaxpr.invars, stage.inputs, strict=True)
         }
         for constraint in stage.constraints:
             if constraint.side == "out":
-                self._specs.setdefault(jaxpr.eqns[constraint.eqn].outvars[constraint.index], constraint.spec)
+                self._specs.setdefault(
+                    jaxpr.eqns[constraint.eqn].outvars[constraint.index], constraint.spec
+                )
         for atom, value in zip(jaxpr.outvars, stage.outputs, strict=True):
             if isinstance(atom, Var) and atom not in jaxpr.invars:
                 self._specs[atom] = value.spec
         totals = [each for task in found.tasks for each in found.cut.totals.get(task, ())]
         for each in totals:
             spec = self._specs.get(each.total, replicated(aval_of(each.total).ndim))
-            self._specs[each.sum] = tuple(tuple(a for a in axes if a not in stage.deferred) for axes in spec)
+            self._specs[each.sum] = tuple(
+                tuple(a for a in axes if a not in stage.deferred) for axes in spec
+            )
         apart = stage.deferred and not whole
         self.apart = {each.sum for each in totals} | found.cut.facts.mixed if apart else frozenset()
 
@@ -61,4 +69,6 @@ class StageValues:
 
     def device_bytes(self, var: Var) -> int:
         """Return the bytes of one device's shard of a value."""
-        return array_bytes(local_shape(self.shape(var), self.spec(var), self.mesh), aval_of(var).dtype)
+        return array_bytes(
+            local_shape(self.shape(var), self.spec(var), self.mesh), aval_of(var).dtype
+        )

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from autopar._plugins import Device, compile_only_devices
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 from simulator.memory import MemoryUse
 
 # Without a device there is no autotuning, and untuned Triton GEMMs get tiny tiles: take cuBLAS, as a tuned build mostly would.
@@ -58,7 +58,9 @@ def target_devices(cluster: Cluster, count: int | None = None) -> tuple[Device, 
 def target_mesh(cluster: Cluster, shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh:
     """A mesh of Auto axes over the first devices of `cluster`, row by row; errors as `target_devices`."""
     if len(shape) != len(axis_names):
-        raise ValueError(f"mesh shape {shape} has {len(shape)} axes but {len(axis_names)} names {axis_names}; one each")
+        raise ValueError(
+            f"mesh shape {shape} has {len(shape)} axes but {len(axis_names)} names {axis_names}; one each"
+        )
     devices = np.array(target_devices(cluster, math.prod(shape))).reshape(shape)
     return Mesh(devices, axis_names, axis_types=(AxisType.Auto,) * len(shape))
 
@@ -72,7 +74,9 @@ def compile_for(step: Lowerable, args: tuple[Any, ...], cluster: Cluster) -> Tar
     start = time.perf_counter()
     with warnings.catch_warnings():
         # What was compiled without a device can't be read from JAX's compilation cache (jaxlib 0.11.2): it is compiled again.
-        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
+        warnings.filterwarnings(
+            "ignore", message="Error reading persistent compilation cache entry"
+        )
         compiled = step.lower(*args).compile(compiler_options=_OPTIONS)
     seconds = time.perf_counter() - start
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))

@@ -6,7 +6,14 @@ All of it is for `check_vma=True`, shard_map's default, under which JAX knows al
 from autopar.manual.argument_shardings import shardings
 from autopar.manual.flags import XlaFlagError, check_xla_flags
 from autopar.manual.gradient_sync import value_and_grad
-from autopar.manual.named_collectives import AxisName, all_gather, all_reduce, all_to_all, reduce_scatter, shift
+from autopar.manual.named_collectives import (
+    AxisName,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+    shift,
+)
 from autopar.manual.rng import fold_rng_over_axis
 
 __all__ = [

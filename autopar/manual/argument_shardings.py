@@ -22,7 +22,9 @@ def shardings(mesh: Mesh, specs: Any, args: Any) -> Any:
 
     def sharding(path: Any, x: Any, spec: PartitionSpec) -> NamedSharding:
         if reason := misfit(spec, x.shape, mesh.shape):
-            raise ValueError(f"argument {jax.tree_util.keystr(path, simple=True, separator='/')}: {reason}")
+            raise ValueError(
+                f"argument {jax.tree_util.keystr(path, simple=True, separator='/')}: {reason}"
+            )
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(sharding, args, specs)

@@ -27,24 +27,31 @@ def check_xla_flags(flags: str | None = None) -> None:
     """
     given = os.environ.get("XLA_FLAGS", "") if flags is None else flags
     if given.strip() and (complaint := _complaint(given)):
-        raise XlaFlagError(f"jaxlib {version('jaxlib')} would abort on XLA_FLAGS={given!r}: {complaint}")
+        raise XlaFlagError(
+            f"jaxlib {version('jaxlib')} would abort on XLA_FLAGS={given!r}: {complaint}"
+        )
 
 
 @cache
 def _complaint(flags: str) -> str:
     """What is wrong with the flags and what to do about it; empty if nothing is."""
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    tried = subprocess.run([sys.executable, "-c", _TRY], env=environment, text=True, capture_output=True)
+    tried = subprocess.run(
+        [sys.executable, "-c", _TRY], env=environment, text=True, capture_output=True
+    )
     if tried.returncode == 0:
         return ""
     if unknown := re.search(r"Unknown flags? in XLA_FLAGS: (.*)", tried.stderr):
         names = [flag.split("=")[0] for flag in unknown[1].split()]
-        return "; ".join(map(_unknown, names)) + "; remove what it doesn't know, or spell it as this version does"
-    if value := re.search(r"Couldn't interpret value (.*) for flag (\w+)", tried.stderr):
         return (
-            f"--{value[2]} doesn't take the value {value[1]!r}; give it one of its type (true or false, a number, ...)"
+            "; ".join(map(_unknown, names))
+            + "; remove what it doesn't know, or spell it as this version does"
         )
-    return re.sub(r"^F\d{4} [^\]]*\] ", "", tried.stderr.strip().rsplit("\n", 1)[-1])  # without the log's own prefix
+    if value := re.search(r"Couldn't interpret value (.*) for flag (\w+)", tried.stderr):
+        return f"--{value[2]} doesn't take the value {value[1]!r}; give it one of its type (true or false, a number, ...)"
+    return re.sub(
+        r"^F\d{4} [^\]]*\] ", "", tried.stderr.strip().rsplit("\n", 1)[-1]
+    )  # without the log's own prefix
 
 
 def _unknown(flag: str) -> str:

@@ -16,7 +16,11 @@ from autopar.manual.named_collectives import AxisName
 
 
 def value_and_grad(
-    fun: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False, *, axis: AxisName
+    fun: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    axis: AxisName,
 ) -> Callable[..., Any]:
     """As `jax.value_and_grad`, of the mean of `fun` over the devices along `axis`. To be called inside `jax.shard_map`.
 
@@ -53,7 +57,9 @@ def value_and_grad(
         chosen = {argnums} if isinstance(argnums, int) else set(argnums)
         cast = partial(jax.tree.map, partial(_vary, names))
         return jax.value_and_grad(
-            lambda *args: mean_loss(*(cast(x) if i in chosen else x for i, x in enumerate(args))), argnums, has_aux
+            lambda *args: mean_loss(*(cast(x) if i in chosen else x for i, x in enumerate(args))),
+            argnums,
+            has_aux,
         )(*args)
 
     return call
@@ -72,4 +78,6 @@ def _varying(x: Any) -> frozenset[str]:
 
 def _check_types_are_tracked(names: tuple[str, ...]) -> None:
     if names and not _varying(jax.lax.axis_index(names)):
-        raise ValueError("value_and_grad needs jax.shard_map with check_vma=True, its default; given check_vma=False")
+        raise ValueError(
+            "value_and_grad needs jax.shard_map with check_vma=True, its default; given check_vma=False"
+        )

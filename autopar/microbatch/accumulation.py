@@ -28,7 +28,9 @@ def accumulate(step: StepGraph, env: Env, evaluate: Callable[..., None], pin: Ho
     count, combine = step.num_micro_batches, _combine(step)
     for loop in step.microbatching.loops:
         totals = _loop(step, loop, count, env, evaluate, pin)
-        env.update((var, scaled(combine[var], total, count, count)) for var, total in totals.items())
+        env.update(
+            (var, scaled(combine[var], total, count, count)) for var, total in totals.items()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,9 @@ class Apart:
     results: tuple[Spec, ...]
 
 
-def accumulate_apart(step: StepGraph, apart: Apart, env: Env, evaluate: Callable[..., None], pin: Hook) -> None:
+def accumulate_apart(
+    step: StepGraph, apart: Apart, env: Env, evaluate: Callable[..., None], pin: Hook
+) -> None:
     """As `accumulate`, with one synchronisation along `apart.axes`, after the last microbatch.
 
     Right whatever the shardings are: each device computes with plain arrays along `apart.axes`, and how their results are put
@@ -84,7 +88,9 @@ def accumulate_apart(step: StepGraph, apart: Apart, env: Env, evaluate: Callable
         for loop in micro.loops:
             for var, total in _loop(parts, loop, count, inner, one, pin).items():
                 value = scaled(combine[var], total, count, parts.num_micro_batches)
-                inner[var] = value if combine[var] == "same" else complete(value, places[var], apart.axes)
+                inner[var] = (
+                    value if combine[var] == "same" else complete(value, places[var], apart.axes)
+                )
         return [inner[var] for var in accumulated]
 
     ones = (axis for axis, size in apart.mesh.shape.items() if size == 1)
@@ -115,14 +121,18 @@ def _loop(
     zeros = [
         value
         for number, eqn in loop.marks
-        for value in pin(number, [jnp.zeros(graph.aval_of(v).shape, graph.aval_of(v).dtype) for v in eqn.outvars])
+        for value in pin(
+            number, [jnp.zeros(graph.aval_of(v).shape, graph.aval_of(v).dtype) for v in eqn.outvars]
+        )
     ]
 
     def add(totals: list[jax.Array], shares: list[jax.Array]) -> tuple[list[jax.Array], None]:
         inner = env | dict(zip(batch, shares, strict=True))
         evaluate(loop.body, inner)
         values = [
-            v for number, eqn in loop.marks for v in pin(number, [graph.read(atom, inner) for atom in eqn.invars])
+            v
+            for number, eqn in loop.marks
+            for v in pin(number, [graph.read(atom, inner) for atom in eqn.invars])
         ]
         kept = zip(results, totals, values, strict=True)
         return [added(combine[var], total, value, count) for var, total, value in kept], None

@@ -21,7 +21,14 @@ from autopar.ir import control_flow
 from autopar.ir.equation_groups import dependents, units
 from autopar.ir.graph import Atom, Where, aval_of, constant, source_line
 from autopar.ir.step_graph import MicrobatchError
-from autopar.microbatch.batch_scaling_rules import ADDS, BatchScaling, NotSeparable, added, is_linear, power_of
+from autopar.microbatch.batch_scaling_rules import (
+    ADDS,
+    BatchScaling,
+    NotSeparable,
+    added,
+    is_linear,
+    power_of,
+)
 from autopar.primitives import PASS_THROUGH, op_factors
 
 
@@ -82,7 +89,9 @@ class BatchScalings:
         )
         self.kinds.update((micro.invars[i], BatchScaling("rows")) for i in batch)
         if len(micro.consts) != len(full.consts):
-            raise MicrobatchError("the step has other constants for batches of different size; use num_micro_batches=1")
+            raise MicrobatchError(
+                "the step has other constants for batches of different size; use num_micro_batches=1"
+            )
         for var, value, whole in zip(micro.constvars, micro.consts, full.consts, strict=True):
             try:
                 self.kinds[var] = self._constant(value, whole)
@@ -109,7 +118,11 @@ class BatchScalings:
                 else:
                     repaired = self._repaired(number, eqn, whole) if number in self._body else None
                     found = repaired or self._results(eqn, whole)
-                if eqn.primitive.name == "div" and isinstance(found[0], BatchScaling) and found[0].per is eqn.invars[1]:
+                if (
+                    eqn.primitive.name == "div"
+                    and isinstance(found[0], BatchScaling)
+                    and found[0].per is eqn.invars[1]
+                ):
                     self.divided.add(number)
             except NotSeparable as unfit:
                 found = [unfit] * len(eqn.outvars)
@@ -117,7 +130,9 @@ class BatchScalings:
             if eqn.primitive is control_flow.loop_result_p:
                 carry = eqn.invars[0]
                 assert isinstance(carry, Var)
-                if found[0] != self.kinds[carry] and not isinstance(self.kinds[carry], NotSeparable):
+                if found[0] != self.kinds[carry] and not isinstance(
+                    self.kinds[carry], NotSeparable
+                ):
                     self.carries[carry] = found[0]
                     return False
         return True
@@ -128,23 +143,39 @@ class BatchScalings:
             case control_flow.loop_p | control_flow.switch_p:
                 if eqn.params != whole.params:
                     raise NotSeparable(f"a loop at {source_line(eqn)} is longer for a larger batch")
-                return [self._operand(eqn.invars[0], whole.invars[0]) if eqn.invars else BatchScaling("same")]
+                return [
+                    self._operand(eqn.invars[0], whole.invars[0])
+                    if eqn.invars
+                    else BatchScaling("same")
+                ]
             case control_flow.loop_carry_p:
-                return [self.carries.get(eqn.outvars[0]) or self._operand(eqn.invars[0], whole.invars[0])]
+                return [
+                    self.carries.get(eqn.outvars[0])
+                    or self._operand(eqn.invars[0], whole.invars[0])
+                ]
             case control_flow.loop_result_p:
                 return [self._joined(eqn, whole, 2)]
             case control_flow.switch_result_p:
                 token = self._operand(eqn.invars[-1], whole.invars[-1])
                 if token != BatchScaling("same"):
-                    raise NotSeparable(f"a branch at {source_line(eqn)} is taken for what is in the batch")
+                    raise NotSeparable(
+                        f"a branch at {source_line(eqn)} is taken for what is in the batch"
+                    )
                 return [self._joined(eqn, whole, len(eqn.invars) - 1)]
             case control_flow.loop_slice_p | control_flow.loop_stack_p:
                 kind = self._operand(eqn.invars[0], whole.invars[0])
                 if kind.form != "rows":
                     return [kind]
                 if eqn.primitive is control_flow.loop_slice_p and kind.dim == 0:
-                    raise NotSeparable(f"a loop at {source_line(eqn)} goes through the examples of the batch")
-                return [replace(kind, dim=kind.dim + (1 if eqn.primitive is control_flow.loop_stack_p else -1))]
+                    raise NotSeparable(
+                        f"a loop at {source_line(eqn)} goes through the examples of the batch"
+                    )
+                return [
+                    replace(
+                        kind,
+                        dim=kind.dim + (1 if eqn.primitive is control_flow.loop_stack_p else -1),
+                    )
+                ]
             case control_flow.loop_const_p:
                 return [self._operand(eqn.invars[0], whole.invars[0])]
             case control_flow.loop_test_p:
@@ -158,12 +189,17 @@ class BatchScalings:
 
     def _joined(self, eqn: JaxprEqn, whole: JaxprEqn, count: int) -> BatchScaling:
         """The kind that the first `count` operands, of which the result is one, have in common."""
-        kinds = [self._operand(a, b) for a, b in zip(eqn.invars[:count], whole.invars[:count], strict=True)]
+        kinds = [
+            self._operand(a, b)
+            for a, b in zip(eqn.invars[:count], whole.invars[:count], strict=True)
+        ]
         powers = {kind.power for kind in kinds} - {None}
         forms = [kind for kind in kinds if kind.form != "same"]
         pers = {kind.per for kind in kinds if kind.power is not None}
         if len(powers) > 1 or len(pers) > 1 or len({(kind.form, kind.dim) for kind in forms}) > 1:
-            raise NotSeparable(f"a loop or branch at {source_line(eqn)} mixes sums, means or examples of the batch")
+            raise NotSeparable(
+                f"a loop or branch at {source_line(eqn)} mixes sums, means or examples of the batch"
+            )
         power, per = powers.pop() if powers else None, pers.pop() if pers else None
         return replace(forms[0] if forms else kinds[0], power=power, per=per)
 
@@ -181,9 +217,15 @@ class BatchScalings:
 
     def powers_of_rows(self, eqns: Sequence[JaxprEqn]) -> dict[tuple[int, int], int]:
         """The powers of results that have a row per example."""
-        found = {(n, r): self.kinds[var] for n, eqn in enumerate(eqns) for r, var in enumerate(eqn.outvars)}
+        found = {
+            (n, r): self.kinds[var]
+            for n, eqn in enumerate(eqns)
+            for r, var in enumerate(eqn.outvars)
+        }
         return {
-            at: kind.power or 0 for at, kind in found.items() if isinstance(kind, BatchScaling) and kind.form == "rows"
+            at: kind.power or 0
+            for at, kind in found.items()
+            if isinstance(kind, BatchScaling) and kind.form == "rows"
         }
 
     def _operand(self, atom: Atom, whole: Atom) -> BatchScaling:
@@ -200,7 +242,11 @@ class BatchScalings:
         if value is whole:
             return BatchScaling("same")
         small, full = _numbers(value), _numbers(whole)
-        grown = [dim for dim, sizes in enumerate(zip(small.shape, full.shape, strict=False)) if sizes[0] != sizes[1]]
+        grown = [
+            dim
+            for dim, sizes in enumerate(zip(small.shape, full.shape, strict=False))
+            if sizes[0] != sizes[1]
+        ]
         form = BatchScaling("same")
         if small.ndim != full.ndim or len(grown) > 1:
             raise NotSeparable(
@@ -234,12 +280,16 @@ class BatchScalings:
             self.functions[eqn.outvars[0]] = eqn
             return [BatchScaling("function")]
         if any(kind.form == "function" for kind in operands):
-            raise NotSeparable(f"{where} uses a function of sums over the batch otherwise than to divide by it")
+            raise NotSeparable(
+                f"{where} uses a function of sums over the batch otherwise than to divide by it"
+            )
         if any(kind.per for kind in operands):
             return self._of_ratios(eqn, whole, operands, where)
         return self._plain(eqn, whole, operands, where)
 
-    def _repaired(self, number: int, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling | NotSeparable] | None:
+    def _repaired(
+        self, number: int, eqn: JaxprEqn, whole: JaxprEqn
+    ) -> list[BatchScaling | NotSeparable] | None:
         """Return the kinds of the results if operands that don't fit are replaced; None where that is of no use.
 
         A statistic is replaced by that of the whole batch. What is added to a sum over the batch, and does not grow with it, is scaled.
@@ -253,7 +303,10 @@ class BatchScalings:
         early = tuple(
             k
             for k, (atom, kind) in enumerate(zip(eqn.invars, operands, strict=True))
-            if self._totals and isinstance(atom, Var) and kind.form == "linear" and not aval_of(atom).shape
+            if self._totals
+            and isinstance(atom, Var)
+            and kind.form == "linear"
+            and not aval_of(atom).shape
             if atom not in self._inside and atom not in self._costly
         )
         for chosen in ((), early):
@@ -270,7 +323,9 @@ class BatchScalings:
     def _scaled(self, eqn: JaxprEqn, kinds: list[BatchScaling]) -> dict[int, int]:
         """Return the powers of `count` by which operands are to be divided so that they can be added; changes their `kinds`."""
         name = eqn.primitive.name
-        if name not in ADDS | {"select_n"} or not np.issubdtype(aval_of(eqn.outvars[0]).dtype, np.inexact):
+        if name not in ADDS | {"select_n"} or not np.issubdtype(
+            aval_of(eqn.outvars[0]).dtype, np.inexact
+        ):
             return {}
         known = {k: power for k in added(name, len(kinds)) if (power := kinds[k].power) is not None}
         largest = max(known.values(), default=0)
@@ -282,26 +337,44 @@ class BatchScalings:
     def _is_ratio(self, eqn: JaxprEqn, whole: JaxprEqn) -> bool:
         """Whether a division is by a statistic of the batch that is there for all to see."""
         by = self._operand(eqn.invars[1], whole.invars[1])
-        statistic = by.form == "function" or (by.form == "linear" and by.power is not None and not by.per)
+        statistic = by.form == "function" or (
+            by.form == "linear" and by.power is not None and not by.per
+        )
         is_statistic = statistic and not aval_of(eqn.invars[1]).shape
         return (
-            is_statistic and eqn.invars[1] not in self._inside and not self._operand(eqn.invars[0], whole.invars[0]).per
+            is_statistic
+            and eqn.invars[1] not in self._inside
+            and not self._operand(eqn.invars[0], whole.invars[0]).per
         )
 
     def _is_function(self, eqn: JaxprEqn, operands: Sequence[BatchScaling]) -> bool:
         """Whether a scalar is a function of statistics of the batch, and not itself one that can be accumulated."""
         statistics = [kind for kind in operands if kind.form != "same"]
         linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
-        if not self._functions or not statistics or any(kind.per or kind.form == "rows" for kind in operands):
+        if (
+            not self._functions
+            or not statistics
+            or any(kind.per or kind.form == "rows" for kind in operands)
+        ):
             return False
         if len(eqn.outvars) != 1 or eqn.outvars[0] in self._inside:
             return False
-        if len(linear) == len(statistics) and is_linear(eqn.primitive.name, linear) and _adds_alike(eqn, operands):
+        if (
+            len(linear) == len(statistics)
+            and is_linear(eqn.primitive.name, linear)
+            and _adds_alike(eqn, operands)
+        ):
             return False
         scalars = not any(aval_of(atom).shape for atom in (*eqn.invars, *eqn.outvars))
-        others = (atom for atom, kind in zip(eqn.invars, operands, strict=True) if kind.form == "same")
+        others = (
+            atom for atom, kind in zip(eqn.invars, operands, strict=True) if kind.form == "same"
+        )
         known = all(isinstance(atom, Literal) for atom in others)
-        return scalars and known and all(kind.power in (0, None) for kind in operands if kind.form == "same")
+        return (
+            scalars
+            and known
+            and all(kind.power in (0, None) for kind in operands if kind.form == "same")
+        )
 
     def _of_ratios(
         self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[BatchScaling], where: Where
@@ -316,7 +389,9 @@ class BatchScalings:
             )
         per = pers.pop() if pers else operands[divided[0]].per
         plain = self._plain(eqn, whole, [replace(kind, per=None) for kind in operands], where)
-        return [kind if isinstance(kind, NotSeparable) else replace(kind, per=per) for kind in plain]
+        return [
+            kind if isinstance(kind, NotSeparable) else replace(kind, per=per) for kind in plain
+        ]
 
     def _plain(
         self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[BatchScaling], where: Where
@@ -336,7 +411,9 @@ class BatchScalings:
                 )
             return [BatchScaling("linear", power)] * len(eqn.outvars)
         if not rows:
-            return [self._created(eqn, whole, BatchScaling("same", power), where)] * len(eqn.outvars)
+            return [self._created(eqn, whole, BatchScaling("same", power), where)] * len(
+                eqn.outvars
+            )
         factors = op_factors(eqn)
         batch = {factors.operands[k][operands[k].dim] for k in rows}
         if len(batch) != 1 or not (batch_dim := batch.pop()):
@@ -344,13 +421,26 @@ class BatchScalings:
         factor = batch_dim[0]
         match factors.kinds[factor]:
             case "sum":
-                if [aval_of(var).shape for var in eqn.outvars] != [aval_of(var).shape for var in whole.outvars]:
-                    raise NotSeparable(f"{where} makes something whose shape depends on the size of the batch")
-                return [BatchScaling("linear", None if power is None else power + 1)] * len(eqn.outvars)
+                if [aval_of(var).shape for var in eqn.outvars] != [
+                    aval_of(var).shape for var in whole.outvars
+                ]:
+                    raise NotSeparable(
+                        f"{where} makes something whose shape depends on the size of the batch"
+                    )
+                return [BatchScaling("linear", None if power is None else power + 1)] * len(
+                    eqn.outvars
+                )
             case "parallel":
-                dims = [[d for d, of in enumerate(result) if of and of[0] == factor] for result in factors.results]
-                if not all(dims):  # a shard_map keeps values for its backward pass as its devices have them
-                    raise NotSeparable(f"{where} makes something in which the examples of the batch are not told apart")
+                dims = [
+                    [d for d, of in enumerate(result) if of and of[0] == factor]
+                    for result in factors.results
+                ]
+                if not all(
+                    dims
+                ):  # a shard_map keeps values for its backward pass as its devices have them
+                    raise NotSeparable(
+                        f"{where} makes something in which the examples of the batch are not told apart"
+                    )
                 kinds = [BatchScaling("rows", power, found[0]) for found in dims]
                 for kind, var, big in zip(kinds, eqn.outvars, whole.outvars, strict=True):
                     self._check_rows(kind.dim, aval_of(var).shape, aval_of(big).shape, where)
@@ -358,7 +448,9 @@ class BatchScalings:
             case _:
                 raise NotSeparable(f"{where} works across the examples of the batch")
 
-    def _check_rows(self, dim: int, micro: tuple[int, ...], whole: tuple[int, ...], where: Where) -> None:
+    def _check_rows(
+        self, dim: int, micro: tuple[int, ...], whole: tuple[int, ...], where: Where
+    ) -> None:
         """Raise NotSeparable unless a value of the whole batch has `count` times as many rows as that of a microbatch."""
         if (*micro[:dim], self.count * micro[dim], *micro[dim + 1 :]) != whole:
             raise NotSeparable(
@@ -366,16 +458,22 @@ class BatchScalings:
                 " the batch are not one row, or so many rows, per example"
             )
 
-    def _created(self, eqn: JaxprEqn, whole: JaxprEqn, kind: BatchScaling, where: Where) -> BatchScaling:
+    def _created(
+        self, eqn: JaxprEqn, whole: JaxprEqn, kind: BatchScaling, where: Where
+    ) -> BatchScaling:
         """Return the kind of something made of what is the same for all: repeated per example when its shape says so."""
         shape, full = aval_of(eqn.outvars[0]).shape, aval_of(whole.outvars[0]).shape
         grown = [dim for dim, (a, b) in enumerate(zip(shape, full, strict=True)) if a != b]
         if not grown:
             return kind
         name = eqn.primitive.name
-        uniform = name in ("broadcast_in_dim", "tile") or (name == "iota" and eqn.params["dimension"] not in grown)
+        uniform = name in ("broadcast_in_dim", "tile") or (
+            name == "iota" and eqn.params["dimension"] not in grown
+        )
         if len(grown) > 1 or not uniform:
-            raise NotSeparable(f"{where} depends on the size of the batch or on an example's position in it")
+            raise NotSeparable(
+                f"{where} depends on the size of the batch or on an example's position in it"
+            )
         self._check_rows(grown[0], shape, full, where)
         if name == "tile":
             self.copies[eqn.outvars[0]] = eqn.params["reps"][grown[0]]
@@ -423,18 +521,33 @@ def _shown(value: Any) -> str:
 def _adds_alike(eqn: JaxprEqn, operands: Sequence[BatchScaling]) -> bool:
     """Whether all that an equation adds up grows alike with the batch: a sum plus a constant does not."""
     name = eqn.primitive.name
-    powers = {operands[k].power for k in added(name, len(operands))} if name in ADDS | {"select_n"} else set()
+    powers = (
+        {operands[k].power for k in added(name, len(operands))}
+        if name in ADDS | {"select_n"}
+        else set()
+    )
     return len(powers - {None}) <= 1
 
 
-_COSTLY = {"dot_general", "conv_general_dilated", "ragged_dot_general", "shard_map", "pallas_call", "loop"}
+_COSTLY = {
+    "dot_general",
+    "conv_general_dilated",
+    "ragged_dot_general",
+    "shard_map",
+    "pallas_call",
+    "loop",
+}
 """What is not computed a second time for a statistic."""
 
 
 def _costly(jaxpr: Jaxpr) -> set[Var]:
     """Values that take more to compute than a pass over the batch."""
     numbered = list(enumerate(jaxpr.eqns))
-    costly = [unit for unit in units(numbered) if any(eqn.primitive.name in _COSTLY for _, eqn in unit.eqns)]
+    costly = [
+        unit
+        for unit in units(numbered)
+        if any(eqn.primitive.name in _COSTLY for _, eqn in unit.eqns)
+    ]
     return dependents(numbered, [var for unit in costly for var in unit.makes])
 
 

@@ -32,7 +32,17 @@ class NotSeparable(Exception):
 
 _PRODUCTS = {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"}
 _SCATTERS = {"scatter-add", "scatter-sub"}
-ADDS = {"add", "add_any", "sub", "concatenate", "stack", *_SCATTERS, "dynamic_update_slice", "pad", "complex"}
+ADDS = {
+    "add",
+    "add_any",
+    "sub",
+    "concatenate",
+    "stack",
+    *_SCATTERS,
+    "dynamic_update_slice",
+    "pad",
+    "complex",
+}
 _SCALES = {
     *("neg", "convert_element_type", "copy", "copy_p", "reshape", "transpose", "broadcast_in_dim", "squeeze", "slice"),
     *("reduce_sum", "stop_gradient", "split", "rev", "cumsum", "real", "imag", "optimization_barrier", "accumulate"),
@@ -58,7 +68,9 @@ _ORDERED = {
 }  # keep a positive factor, but are not linear
 
 
-def power_of(name: str, eqn: JaxprEqn, operands: Sequence[BatchScaling], where: Where) -> int | None:
+def power_of(
+    name: str, eqn: JaxprEqn, operands: Sequence[BatchScaling], where: Where
+) -> int | None:
     """The power of the result, from those of the operands."""
     powers = [kind.power for kind in operands]
     if name in _PRODUCTS:
@@ -67,7 +79,12 @@ def power_of(name: str, eqn: JaxprEqn, operands: Sequence[BatchScaling], where: 
         return None if powers[0] is None else powers[0] - (powers[1] or 0)
     if name in ("integer_pow", "square"):
         return None if powers[0] is None else powers[0] * eqn.params.get("y", 2)
-    if name in _SCATTERS and operands[2].form == "rows" and operands[0].form != "rows" and powers[0] is not None:
+    if (
+        name in _SCATTERS
+        and operands[2].form == "rows"
+        and operands[0].form != "rows"
+        and powers[0] is not None
+    ):
         raise NotSeparable(f"{where} adds a sum over examples to something else in place")
     data = [powers[k] for k in added(name, len(powers))]
     if name in ADDS | _SCALES | _ORDERED | {"select_n"}:
@@ -95,4 +112,6 @@ def is_linear(name: str, linear: Sequence[int]) -> bool:
         return len(linear) == 1
     if name == "div":
         return linear == [0]
-    return name in ADDS | _SCALES | {"select_n"} and set(linear) <= set(added(name, max(linear) + 1))
+    return name in ADDS | _SCALES | {"select_n"} and set(linear) <= set(
+        added(name, max(linear) + 1)
+    )

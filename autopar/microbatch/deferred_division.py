@@ -61,9 +61,13 @@ def statistics(operands: Iterable[Atom | None], functions: Functions) -> list[Va
     return list(found)
 
 
-def _accumulated(mark: JaxprEqn, weights: Sequence[Var | None], functions: Functions) -> list[JaxprEqn]:
+def _accumulated(
+    mark: JaxprEqn, weights: Sequence[Var | None], functions: Functions
+) -> list[JaxprEqn]:
     late = [atom if isinstance(atom, Var) and atom in functions else None for atom in mark.invars]
-    totals: dict[Var, Var] = {var: Var(var.aval) for var in statistics([*late, *weights], functions)}
+    totals: dict[Var, Var] = {
+        var: Var(var.aval) for var in statistics([*late, *weights], functions)
+    }
     added = [k for k, function in enumerate(late) if function is None]
     sums = {k: mark.outvars[k] if weights[k] is None else Var(mark.outvars[k].aval) for k in added}
     invars = [*(mark.invars[k] for k in added), *totals]
@@ -83,13 +87,17 @@ def _accumulated(mark: JaxprEqn, weights: Sequence[Var | None], functions: Funct
         if function is not None:
             eqn = functions[function]
             operands = [complete(operand) for operand in eqn.invars]
-            eqns.append(eqn.replace(invars=operands, outvars=[result], source_info=mark.source_info))
+            eqns.append(
+                eqn.replace(invars=operands, outvars=[result], source_info=mark.source_info)
+            )
         elif by is not None:
             eqns += equations(_quotient, [sums[k], complete(by)], result, mark.source_info)
     return eqns
 
 
-def equations(fun: Callable[..., jax.Array], operands: Sequence[Atom], result: Var, source_info: Any) -> list[JaxprEqn]:
+def equations(
+    fun: Callable[..., jax.Array], operands: Sequence[Atom], result: Var, source_info: Any
+) -> list[JaxprEqn]:
     """Return equations that make `result` of `operands` as `fun` does."""
     shapes = [jax.ShapeDtypeStruct(aval_of(each).shape, aval_of(each).dtype) for each in operands]
     traced = flatten(jax.make_jaxpr(fun)(*shapes))
@@ -97,10 +105,15 @@ def equations(fun: Callable[..., jax.Array], operands: Sequence[Atom], result: V
     names[traced.outvars[0]] = result
 
     def renamed(atoms: Sequence[Atom]) -> list:
-        return [atom if isinstance(atom, Literal) else names.setdefault(atom, Var(atom.aval)) for atom in atoms]
+        return [
+            atom if isinstance(atom, Literal) else names.setdefault(atom, Var(atom.aval))
+            for atom in atoms
+        ]
 
     return [
-        eqn.replace(invars=renamed(eqn.invars), outvars=renamed(eqn.outvars), source_info=source_info)
+        eqn.replace(
+            invars=renamed(eqn.invars), outvars=renamed(eqn.outvars), source_info=source_info
+        )
         for eqn in traced.eqns
     ]
 

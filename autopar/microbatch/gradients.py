@@ -78,13 +78,17 @@ def marking_results(fun: Callable[..., Any]) -> Callable[..., Any]:
     def marked(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(fun(*args))
         given = {id(leaf) for leaf in jax.tree.leaves(args)}
-        made = [jax.numpy.array(leaf, copy=id(leaf) in given) for leaf in leaves]  # a result is made by some equation
+        made = [
+            jax.numpy.array(leaf, copy=id(leaf) in given) for leaf in leaves
+        ]  # a result is made by some equation
         return jax.tree.unflatten(tree, accumulate_p.bind(*made) if made else [])
 
     return marked
 
 
-def grad(fun: Callable[..., Any], *args: Any, has_aux: bool = False, **kwargs: Any) -> Callable[..., Any]:
+def grad(
+    fun: Callable[..., Any], *args: Any, has_aux: bool = False, **kwargs: Any
+) -> Callable[..., Any]:
     """`jax.grad`, with the same arguments, for steps that may run in microbatches; see `value_and_grad`."""
     differentiated = value_and_grad(fun, *args, has_aux=has_aux, **kwargs)
 

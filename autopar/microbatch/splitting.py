@@ -22,7 +22,9 @@ from autopar.microbatch.deferred_division import divided_afterwards, equations, 
 from autopar.microbatch.gradients import accumulate_p
 from autopar.microbatch.whole_batch import joined, substituted
 
-_FOR_UNIT_DIMS = frozenset({"broadcast_in_dim", "copy", "expand_dims", "reduce_sum", "reshape", "squeeze", "transpose"})
+_FOR_UNIT_DIMS = frozenset(
+    {"broadcast_in_dim", "copy", "expand_dims", "reduce_sum", "reshape", "squeeze", "transpose"}
+)
 
 
 def split(
@@ -62,13 +64,22 @@ def split(
             " it is known what to accumulate over microbatches"
         )
     if any(eqn.primitive is accumulate_p for _, eqn in body):
-        raise MicrobatchError("a loss depends on the gradients of another autopar.grad; that can't run in microbatches")
+        raise MicrobatchError(
+            "a loss depends on the gradients of another autopar.grad; that can't run in microbatches"
+        )
     if count == 1:
         same: tuple[Combine, ...] = ("same",) * sum(len(eqn.outvars) for _, eqn in marks)
         examples = gcd(*(aval_of(micro.invars[i]).shape[0] for i in batch))
-        return micro, Microbatching(1, tuple(body), tuple(tail), tuple(marks), same, chunks=examples)
+        return micro, Microbatching(
+            1, tuple(body), tuple(tail), tuple(marks), same, chunks=examples
+        )
     if (
-        len({tuple(len(eqn.invars) for _, eqn in _named(each, accumulate_p.name)) for each in (micro, whole, *sizes)})
+        len(
+            {
+                tuple(len(eqn.invars) for _, eqn in _named(each, accumulate_p.name))
+                for each in (micro, whole, *sizes)
+            }
+        )
         > 1
     ):
         raise MicrobatchError(
@@ -86,7 +97,12 @@ def split(
                 f"{refused}. The step is computed otherwise when a microbatch has a single example: fewer microbatches may do"
             ) from None
         found = BatchScalings(
-            *sizes, batch, count, {number for number, _ in body}, totals=not stages, functions=not stages
+            *sizes,
+            batch,
+            count,
+            {number for number, _ in body},
+            totals=not stages,
+            functions=not stages,
         )
         try:
             contributions = _contributions(micro, sizes, found, batch)
@@ -102,7 +118,9 @@ def split(
     weights: list[list[Var | None]] = []
     for position, (_, eqn) in enumerate(_named(sizes[0], accumulate_p.name)):
         kept = [
-            (eqn.invars[k], kind) for k in range(len(eqn.invars)) if (kind := contributions[position, k]) is not None
+            (eqn.invars[k], kind)
+            for k in range(len(eqn.invars))
+            if (kind := contributions[position, k]) is not None
         ]
         weights.append([kind.per for _, kind in kept])
         functions = [atom for atom, kind in kept if kind.form == "function"]
@@ -145,7 +163,9 @@ def _repaired(
     """
     totals: dict[Var, Var] = {}
     combine: dict[Var, Combine] = {}
-    repairs = {numbers[number]: repair for number, repair in found.repairs.items() if number in numbers}
+    repairs = {
+        numbers[number]: repair for number, repair in found.repairs.items() if number in numbers
+    }
     for number, repair in found.repairs.items():
         for k in repair.totals:
             var, known = micro.eqns[number].invars[k], traced.eqns[number].invars[k]
@@ -163,14 +183,20 @@ def _repaired(
                 operands[k] = totals[var]
             for k, power in repairs[number].scaled.items():
                 scaled = Var(operands[k].aval)
-                eqns += equations(partial(_divided, found.count**power), [operands[k]], scaled, eqn.source_info)
+                eqns += equations(
+                    partial(_divided, found.count**power), [operands[k]], scaled, eqn.source_info
+                )
                 operands[k] = scaled
             eqn = eqn.replace(invars=operands)
         later.append(len(eqns))
         eqns.append(eqn)
         for var in eqn.outvars:
             if var in totals:
-                eqns.append(eqn.replace(primitive=accumulate_p, invars=[var], outvars=[totals[var]], params={}))
+                eqns.append(
+                    eqn.replace(
+                        primitive=accumulate_p, invars=[var], outvars=[totals[var]], params={}
+                    )
+                )
     return jaxpr.replace(eqns=eqns), later, combine
 
 
@@ -178,7 +204,9 @@ def _divided(by: int, value: jax.Array) -> jax.Array:
     return (value / by).astype(value.dtype)
 
 
-def _loops(jaxpr: Jaxpr, batch: frozenset[int], marks: Sequence[Numbered], before: Collection[Var]) -> list[Loop]:
+def _loops(
+    jaxpr: Jaxpr, batch: frozenset[int], marks: Sequence[Numbered], before: Collection[Var]
+) -> list[Loop]:
     """Return the loops over the microbatches, in order; `before` are the statistics that a later loop reads."""
     level: dict[Var, int] = {}
     for eqn in jaxpr.eqns:
@@ -217,7 +245,9 @@ def _check_sizes(micro: Jaxpr, whole: Jaxpr, sizes: tuple[Jaxpr, Jaxpr], count: 
             values = [atom.val for atom in atoms if isinstance(atom, Literal)]
             if len(values) == len(traces):
                 small, large, smaller, larger = values
-                if power_of_constant(small, large, count) != power_of_constant(smaller, larger, count):
+                if power_of_constant(small, large, count) != power_of_constant(
+                    smaller, larger, count
+                ):
                     raise MicrobatchError(
                         f"a constant at {source_line(eqns[0])} is {small} for a microbatch and {large} for the batch, and depends"
                         " otherwise on the sizes of larger ones; use fewer microbatches"
@@ -249,7 +279,9 @@ def _contributions(
     return contributions
 
 
-def _check_outputs(whole: Jaxpr, tail: Sequence[Numbered], batch: frozenset[int], out_paths: Sequence[str]) -> None:
+def _check_outputs(
+    whole: Jaxpr, tail: Sequence[Numbered], batch: frozenset[int], out_paths: Sequence[str]
+) -> None:
     """Raise MicrobatchError if what runs once reads the batch."""
     batch_vars = {whole.invars[i] for i in batch}
     accumulated = tuple(var for _, eqn in _named(whole, accumulate_p.name) for var in eqn.outvars)
@@ -258,7 +290,9 @@ def _check_outputs(whole: Jaxpr, tail: Sequence[Numbered], batch: frozenset[int]
         read = [*results, *(operand for _, eqn in eqns for operand in eqn.invars)]
         return any(isinstance(atom, Var) and atom in batch_vars for atom in read)
 
-    for path, atom in zip(out_paths, whole.outvars, strict=True) if reads_batch(tail, whole.outvars) else ():
+    for path, atom in (
+        zip(out_paths, whole.outvars, strict=True) if reads_batch(tail, whole.outvars) else ()
+    ):
         if reads_batch(needed(tail, [atom], given=accumulated), [atom]):
             raise MicrobatchError(
                 f"output {path or 'of the step'} depends on the batch outside autopar.grad / value_and_grad, so it can't be put"
@@ -349,7 +383,10 @@ def _other_divisions() -> MicrobatchError:
 
 
 def _parts(
-    jaxpr: Jaxpr, batch: frozenset[int], ends: Sequence[Numbered] | None = None, given: Collection[Var] = ()
+    jaxpr: Jaxpr,
+    batch: frozenset[int],
+    ends: Sequence[Numbered] | None = None,
+    given: Collection[Var] = (),
 ) -> tuple[list[Numbered], list[Numbered], list[Numbered]]:
     """Return the marks, and what is needed before and after them.
 
@@ -372,7 +409,8 @@ def _parts(
         repeated = {
             n
             for n in acts
-            if not depending.isdisjoint(_vars(jaxpr.eqns[n])) and completed.isdisjoint(_vars(jaxpr.eqns[n]))
+            if not depending.isdisjoint(_vars(jaxpr.eqns[n]))
+            and completed.isdisjoint(_vars(jaxpr.eqns[n]))
         }
     body = [each for each in numbered if each[0] not in acts - repeated]
     tail = [each for each in numbered if each[0] not in repeated]
@@ -386,7 +424,9 @@ def _vars(eqn: JaxprEqn) -> list[Var]:
 
 def _named(jaxpr: Jaxpr, primitive: str) -> list[Numbered]:
     """The equations of one primitive."""
-    return [(number, eqn) for number, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == primitive]
+    return [
+        (number, eqn) for number, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == primitive
+    ]
 
 
 def _combine(kind: BatchScaling, atom: Atom, rows: bool) -> Combine:

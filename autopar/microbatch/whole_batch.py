@@ -21,7 +21,11 @@ type Names = dict[Var, Atom]
 
 
 def joined(
-    micro: Jaxpr, whole: Jaxpr, body: Collection[int], tail: Collection[int], computed: Collection[tuple[int, int]]
+    micro: Jaxpr,
+    whole: Jaxpr,
+    body: Collection[int],
+    tail: Collection[int],
+    computed: Collection[tuple[int, int]],
 ) -> tuple[Jaxpr, dict[int, int]]:
     """Join the equations `body` of a microbatch and `tail` of the whole batch.
 
@@ -40,7 +44,9 @@ def joined(
     constants = dict(zip(micro.constvars, micro.consts, strict=True))
     same = {id(value): var for var, value in constants.items()}
     for var, value in zip(whole.constvars, whole.consts, strict=True):
-        twin = same.get(id(value)) or next((mine for mine, known in constants.items() if _equal(known, value)), None)
+        twin = same.get(id(value)) or next(
+            (mine for mine, known in constants.items() if _equal(known, value)), None
+        )
         if twin is None:
             constants[var] = value
         else:
@@ -81,17 +87,23 @@ def substituted(whole: Jaxpr, computed: Collection[tuple[int, int]]) -> Jaxpr:
     """Return `whole` with results of its `accumulate` equations replaced by their operands, at the positions `computed`."""
     names: Names = {}
     for position, eqn in enumerate(eqn for eqn in whole.eqns if eqn.primitive is accumulate_p):
-        names.update((var, eqn.invars[k]) for k, var in enumerate(eqn.outvars) if (position, k) in computed)
+        names.update(
+            (var, eqn.invars[k]) for k, var in enumerate(eqn.outvars) if (position, k) in computed
+        )
     if not names:
         return whole
     eqns = [
-        eqn if names.keys().isdisjoint(a for a in eqn.invars if isinstance(a, Var)) else _renamed(eqn, names)
+        eqn
+        if names.keys().isdisjoint(a for a in eqn.invars if isinstance(a, Var))
+        else _renamed(eqn, names)
         for eqn in whole.eqns
     ]
     return whole.replace(eqns=eqns, outvars=[_named(atom, names) for atom in whole.outvars])
 
 
-def _marks(micro: Jaxpr, whole: Jaxpr, computed: Collection[tuple[int, int]], names: Names) -> dict[int, JaxprEqn]:
+def _marks(
+    micro: Jaxpr, whole: Jaxpr, computed: Collection[tuple[int, int]], names: Names
+) -> dict[int, JaxprEqn]:
     """Return the `accumulate` equations of `micro` without the operands that are `computed`; enter their results in `names`."""
     ours = [(number, eqn) for number, eqn in enumerate(micro.eqns) if eqn.primitive is accumulate_p]
     theirs = [eqn for eqn in whole.eqns if eqn.primitive is accumulate_p]
@@ -99,7 +111,9 @@ def _marks(micro: Jaxpr, whole: Jaxpr, computed: Collection[tuple[int, int]], na
     for position, ((number, mine), other) in enumerate(zip(ours, theirs, strict=True)):
         names.update(zip(other.outvars, mine.outvars, strict=True))
         kept = [k for k in range(len(mine.outvars)) if (position, k) not in computed]
-        found[number] = mine.replace(invars=[mine.invars[k] for k in kept], outvars=[mine.outvars[k] for k in kept])
+        found[number] = mine.replace(
+            invars=[mine.invars[k] for k in kept], outvars=[mine.outvars[k] for k in kept]
+        )
     return found
 
 

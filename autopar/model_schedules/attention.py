@@ -46,7 +46,9 @@ def causal_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array) -
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _attention(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, size: int) -> jax.Array:
+def _attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, size: int
+) -> jax.Array:
     return _forward(query, key, value, causal, size)[0]
 
 
@@ -54,7 +56,9 @@ type _Running = tuple[jax.Array, jax.Array, jax.Array]
 """Of the keys so far: weighted values, the largest score, and the sum of the weights, relative to the largest."""
 
 
-def _forward(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, size: int) -> tuple[jax.Array, Any]:
+def _forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, size: int
+) -> tuple[jax.Array, Any]:
     def attend(keys: jax.Array, values: jax.Array, start: jax.Array) -> _Running:
         scores = _scores(query, keys, start, causal)
         top = scores.max(-1, keepdims=True)
@@ -70,23 +74,33 @@ def _forward(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, s
 
     blocks = _blocks(size, key, value)
     state, rest = attend(*(each[0] for each in blocks)), tuple(each[1:] for each in blocks)
-    (mixed, top, total), _ = lax.scan(lambda state, block: (merge(state, attend(*block)), None), state, rest)
+    (mixed, top, total), _ = lax.scan(
+        lambda state, block: (merge(state, attend(*block)), None), state, rest
+    )
     result = jnp.moveaxis(mixed / total, 1, 2).astype(query.dtype)
     return result, (query, key, value, result, top + jnp.log(total))
 
 
-def _backward(causal: bool, size: int, kept: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _backward(
+    causal: bool, size: int, kept: Any, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     query, key, value, result, log_total = kept
     scale = query.shape[-1] ** -0.5
-    inner = jnp.einsum("bqhd,bqhd->bhq", cotangent, result, preferred_element_type=jnp.float32)[..., None]
+    inner = jnp.einsum("bqhd,bqhd->bhq", cotangent, result, preferred_element_type=jnp.float32)[
+        ..., None
+    ]
 
     def step(of_query: jax.Array, block: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         keys, values, start = block
         weights = jnp.exp(_scores(query, keys, start, causal) - log_total)
         of_value = jnp.einsum("bhqk,bqhd->bkhd", weights.astype(cotangent.dtype), cotangent)
-        of_weights = jnp.einsum("bqhd,bkhd->bhqk", cotangent, values, preferred_element_type=jnp.float32)
+        of_weights = jnp.einsum(
+            "bqhd,bkhd->bhqk", cotangent, values, preferred_element_type=jnp.float32
+        )
         of_scores = (weights * (of_weights - inner) * scale).astype(query.dtype)
-        of_query += jnp.einsum("bhqk,bkhd->bqhd", of_scores, keys, preferred_element_type=jnp.float32)
+        of_query += jnp.einsum(
+            "bhqk,bkhd->bqhd", of_scores, keys, preferred_element_type=jnp.float32
+        )
         return of_query, (jnp.einsum("bhqk,bqhd->bkhd", of_scores, query), of_value)
 
     of_query, parts = lax.scan(step, jnp.zeros_like(query, jnp.float32), _blocks(size, key, value))
@@ -99,7 +113,10 @@ _attention.defvjp(_forward, _backward)
 
 def _scores(query: jax.Array, keys: jax.Array, start: jax.Array, causal: bool) -> jax.Array:
     """(batch, heads, queries, keys of a block), in float32."""
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, keys, preferred_element_type=jnp.float32) * query.shape[-1] ** -0.5
+    scores = (
+        jnp.einsum("bqhd,bkhd->bhqk", query, keys, preferred_element_type=jnp.float32)
+        * query.shape[-1] ** -0.5
+    )
     if not causal:
         return scores
     visible = jnp.arange(query.shape[1])[:, None] >= start + jnp.arange(keys.shape[1])
@@ -109,5 +126,8 @@ def _scores(query: jax.Array, keys: jax.Array, start: jax.Array, causal: bool) -
 def _blocks(size: int, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Keys and values as (blocks, batch, size, heads, features), and where each block starts."""
     batch, length, *rest = key.shape
-    keys, values = (jnp.moveaxis(each.reshape(batch, length // size, size, *rest), 1, 0) for each in (key, value))
+    keys, values = (
+        jnp.moveaxis(each.reshape(batch, length // size, size, *rest), 1, 0)
+        for each in (key, value)
+    )
     return keys, values, jnp.arange(0, length, size)

@@ -27,6 +27,8 @@ class Knobs:
 
     def __post_init__(self) -> None:
         if not 0 <= self.checkpoint_ratio <= 1:
-            raise ValueError(f"checkpoint_ratio is {self.checkpoint_ratio}, expected a part between 0 and 1")
+            raise ValueError(
+                f"checkpoint_ratio is {self.checkpoint_ratio}, expected a part between 0 and 1"
+            )
         if self.pipeline_stages < 1:
             raise ValueError(f"pipeline_stages is {self.pipeline_stages}, expected at least 1")

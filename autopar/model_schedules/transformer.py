@@ -143,7 +143,9 @@ def cut_stages(sch: ModelSchedule, knobs: Knobs, blocks: str) -> None:
     """Stages with as many blocks each, as far as possible. Raises ScheduleError for more stages than blocks."""
     paths, stages = sch[blocks].paths, knobs.pipeline_stages
     if stages > len(paths):
-        raise ScheduleError(f"pipeline_stages is {stages}, but the model has {len(paths)} blocks, at {blocks!r}")
+        raise ScheduleError(
+            f"pipeline_stages is {stages}, but the model has {len(paths)} blocks, at {blocks!r}"
+        )
     for stage in range(1, stages):
         sch[paths[len(paths) * stage // stages - 1]].cut_pipeline_stage()
 

@@ -33,7 +33,9 @@ WIDE_RESNET = ResNetNames(
 )
 
 
-def schedule_wide_resnet(sch: ModelSchedule, knobs: Knobs | None = None, names: ResNetNames = WIDE_RESNET) -> None:
+def schedule_wide_resnet(
+    sch: ModelSchedule, knobs: Knobs | None = None, names: ResNetNames = WIDE_RESNET
+) -> None:
     """Add the directives for a residual network, a function of ({"params", "batch_stats"}, images).
 
     The first two convolutions of a block are split by the channels that they make, with the norms after them, the last by those that
@@ -64,4 +66,6 @@ def split_channels(sch: ModelSchedule, axis: str | None, names: ResNetNames) -> 
             sch[names.blocks][norm].shard(param, axis=0, mesh_axis=axis)
     sch[names.blocks][first].sync("bwd_post", "all_reduce", mesh_axis=axis)
     sch[names.blocks][wide].sync("fwd_pre", "all_gather", axis=3, mesh_axis=axis)
-    sch[names.blocks][last].shard("kernel", axis=2, mesh_axis=axis).sync("fwd_post", "all_reduce", mesh_axis=axis)
+    sch[names.blocks][last].shard("kernel", axis=2, mesh_axis=axis).sync(
+        "fwd_post", "all_reduce", mesh_axis=axis
+    )

@@ -82,7 +82,9 @@ def batch_facts(step: StepGraph) -> BatchFacts:
     while True:  # more than once for what loops carry
         known = len(reached)
         for eqn in step.jaxpr.eqns:
-            if eqn.primitive is accumulate_p or reached.isdisjoint(a for a in eqn.invars if isinstance(a, Var)):
+            if eqn.primitive is accumulate_p or reached.isdisjoint(
+                a for a in eqn.invars if isinstance(a, Var)
+            ):
                 continue
             reached.update(eqn.outvars)
             if eqn.primitive is control_flow.loop_result_p:
@@ -151,7 +153,9 @@ class Cut:
                     found[var].append(task)
         made = {var: tasks[0] for var, tasks in found.items()}
         made.update((each.sum, task) for task, totals in self.totals.items() for each in totals)
-        made.update((each.total, task) for task, totals in self.completed.items() for each in totals)
+        made.update(
+            (each.total, task) for task, totals in self.completed.items() for each in totals
+        )
         return made
 
     @cached_property
@@ -165,8 +169,14 @@ class Cut:
     def results(self) -> dict[Task, tuple[Var, ...]]:
         """Values that a task makes for other tasks or as outputs of the step, its sums aside."""
         wanted: dict[Task, dict[Var, None]] = {task: {} for task in self.eqns}
-        outputs = (part for atom in self.step.jaxpr.outvars if isinstance(part := self.part(atom), Var))
-        for var in (*(var for reads in self.reads.values() for var in reads), *outputs, *self.wanted):
+        outputs = (
+            part for atom in self.step.jaxpr.outvars if isinstance(part := self.part(atom), Var)
+        )
+        for var in (
+            *(var for reads in self.reads.values() for var in reads),
+            *outputs,
+            *self.wanted,
+        ):
             task = self.made_by.get(var)
             if task is not None and all(var is not each.sum for each in self.totals.get(task, ())):
                 wanted[task][var] = None

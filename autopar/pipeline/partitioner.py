@@ -22,7 +22,15 @@ from autopar.ir.layers import layer_of
 from autopar.ir.step_graph import Combine, StepGraph
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Cut, Task, Total
 
-_CASTS = {"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "copy_p"}
+_CASTS = {
+    "convert_element_type",
+    "transpose",
+    "reshape",
+    "squeeze",
+    "broadcast_in_dim",
+    "copy",
+    "copy_p",
+}
 
 
 def uncut_step(step: StepGraph) -> Cut:
@@ -32,7 +40,10 @@ def uncut_step(step: StepGraph) -> Cut:
 
 
 def cut_step(
-    step: StepGraph, stage_of_layer: Sequence[int], split_backward: bool = False, homes: Mapping[int, int] | None = None
+    step: StepGraph,
+    stage_of_layer: Sequence[int],
+    split_backward: bool = False,
+    homes: Mapping[int, int] | None = None,
 ) -> Cut:
     """Cut `step` into tasks.
 
@@ -63,7 +74,9 @@ class _Builder:
         micro = step.microbatching
         self.body = units(micro.body if micro else enumerate(step.jaxpr.eqns))
         shared = {unit.number for unit in self.body}
-        self.tail = [unit for unit in units(micro.tail if micro else ()) if unit.number not in shared]
+        self.tail = [
+            unit for unit in units(micro.tail if micro else ()) if unit.number not in shared
+        ]
         self.maker = {var: unit for unit in (*self.body, *self.tail) for var in unit.makes}
         self.readers = Counter(var for unit in (*self.body, *self.tail) for var in unit.reads)
         self.inputs = set(step.jaxpr.invars)
@@ -94,7 +107,9 @@ class _Builder:
             place = max([*before, *(() if label is None else (label,))])
             position.update(dict.fromkeys(unit.makes, place))
             last = self.num_stages - 1
-            self.task_of[unit.number] = Task(place, "F") if place <= last else Task(2 * last + 1 - place, "B")
+            self.task_of[unit.number] = (
+                Task(place, "F") if place <= last else Task(2 * last + 1 - place, "B")
+            )
 
     def spread_casts(self) -> None:
         """Let stages cast and view for themselves a weight that several read: sent as an input, it goes to them once per step."""
@@ -107,8 +122,13 @@ class _Builder:
             if task is None or len(unit.eqns) != 1 or unit.eqns[0][1].primitive.name not in _CASTS:
                 continue
             batch = {self.step.jaxpr.invars[i] for i in self.step.batch}
-            given = all((var in self.inputs and var not in batch) or self._is_anywhere(var) for var in unit.reads)
-            tasks = (self.task_of.get(reader.number) for var in unit.makes for reader in reading[var])
+            given = all(
+                (var in self.inputs and var not in batch) or self._is_anywhere(var)
+                for var in unit.reads
+            )
+            tasks = (
+                self.task_of.get(reader.number) for var in unit.makes for reader in reading[var]
+            )
             if given and any(each is not None and each.stage != task.stage for each in tasks):
                 del self.task_of[unit.number]
                 self.anywhere.add(unit.number)
@@ -175,19 +195,29 @@ class _Builder:
 
     def _adds_stages(self, unit: Unit, var: Var) -> bool:
         """Whether the unit adds up what several stages made, for nobody but the accumulation."""
-        if unit.eqns[0][1].primitive.name not in ("add", "add_any") or self.readers[var] > 0 or len(unit.reads) != 2:
+        if (
+            unit.eqns[0][1].primitive.name not in ("add", "add_any")
+            or self.readers[var] > 0
+            or len(unit.reads) != 2
+        ):
             return False
         if len(unit.eqns[0][1].invars) != len(unit.reads):
             return False
         makers = [self.maker.get(var) for var in unit.reads]
-        stages = {self.task_of[m.number].stage for m in makers if m is not None and m.number in self.task_of}
+        stages = {
+            self.task_of[m.number].stage
+            for m in makers
+            if m is not None and m.number in self.task_of
+        }
         return len(stages) > 1
 
     # -- the update
 
     def place_tail(self) -> None:
         stages = self._tail_stages()
-        rounds: dict[Var, tuple[int, int]] = {var: (stage, 0) for var, stage in self.total_stage.items()}
+        rounds: dict[Var, tuple[int, int]] = {
+            var: (stage, 0) for var, stage in self.total_stage.items()
+        }
         for unit in self.tail:
             if unit.number in self.anywhere:
                 continue
@@ -209,7 +239,9 @@ class _Builder:
         where.update(first)
         for unit in self.tail:
             inside = all(
-                var in self.constants or (var in self.inputs and _is_small(var)) or self._is_anywhere(var)
+                var in self.constants
+                or (var in self.inputs and _is_small(var))
+                or self._is_anywhere(var)
                 for var in unit.reads
             )
             if inside and all(map(_is_small, unit.makes)):
@@ -221,13 +253,19 @@ class _Builder:
             for unit in pending:
                 placed = [var for var in unit.reads if var in where]
                 if unit.number not in found and placed:
-                    found[unit.number] = where[max(placed, key=lambda var: (_size(var), -where[var]))]
+                    found[unit.number] = where[
+                        max(placed, key=lambda var: (_size(var), -where[var]))
+                    ]
                 if unit.number in found:
                     where.update((var, found[unit.number]) for var in unit.makes)
             for unit in reversed(pending):
                 for var in unit.reads if unit.number in found else ():
                     maker = self.maker.get(var)
-                    if maker is not None and maker.number not in found and maker.number not in self.anywhere:
+                    if (
+                        maker is not None
+                        and maker.number not in found
+                        and maker.number not in self.anywhere
+                    ):
                         found[maker.number] = found[unit.number]
                     elif var in self.inputs and not _is_small(var):
                         where.setdefault(var, found[unit.number])
@@ -249,7 +287,10 @@ class _Builder:
                 tasks.setdefault(Task(stage, "U"), [])
         self._compute_anywhere(tasks)
         ordered = {task: tasks[task] for task in sorted(tasks, key=self._order)}
-        eqns = {task: tuple(each for unit in mine for each in unit.eqns) for task, mine in ordered.items()}
+        eqns = {
+            task: tuple(each for unit in mine for each in unit.eqns)
+            for task, mine in ordered.items()
+        }
         totals = {task: tuple(each) for task, each in self.totals.items()}
         return Cut(self.step, self.num_stages, eqns, totals, parts, joined=self.joined, homes=homes)
 
@@ -261,10 +302,14 @@ class _Builder:
     def _compute_anywhere(self, tasks: dict[Task, list[Unit]]) -> None:
         """Give each task what is computed anywhere and needed there; what only the step's outputs need goes to the first."""
         order = {unit.number: position for position, unit in enumerate((*self.body, *self.tail))}
-        needed = {task: self._needed_anywhere(self._read_by(task, mine)) for task, mine in tasks.items()}
+        needed = {
+            task: self._needed_anywhere(self._read_by(task, mine)) for task, mine in tasks.items()
+        }
         made = {var for found in needed.values() for unit in found.values() for var in unit.makes}
         first = Task(0, "F" if self.step.microbatching is None else "U")
-        outputs = (atom for atom in self.step.jaxpr.outvars if isinstance(atom, Var) and atom not in made)
+        outputs = (
+            atom for atom in self.step.jaxpr.outvars if isinstance(atom, Var) and atom not in made
+        )
         needed[first] |= self._needed_anywhere(outputs)
         for task, mine in tasks.items():
             mine[:] = sorted([*needed[task].values(), *mine], key=lambda unit: order[unit.number])
@@ -293,7 +338,10 @@ def _split_backward(cut: Cut) -> Cut:
             eqns[task] = mine
             continue
         awaited = {
-            var for other, reads in cut.reads.items() if other.phase == "B" and other != task for var in reads
+            var
+            for other, reads in cut.reads.items()
+            if other.phase == "B" and other != task
+            for var in reads
         }.intersection(cut.results[task])
         parts = units(mine)
         first: list[Unit] = []
@@ -303,7 +351,9 @@ def _split_backward(cut: Cut) -> Cut:
                 awaited.update(unit.reads)
         early = {unit.number for unit in first}
         eqns[Task(task.stage, "I")] = tuple(e for unit in first[::-1] for e in unit.eqns)
-        eqns[Task(task.stage, "W")] = tuple(e for unit in parts if unit.number not in early for e in unit.eqns)
+        eqns[Task(task.stage, "W")] = tuple(
+            e for unit in parts if unit.number not in early for e in unit.eqns
+        )
         totals[Task(task.stage, "W")] = cut.totals.get(task, ())
     return replace(cut, eqns=eqns, totals=totals)
 

@@ -12,9 +12,9 @@ from itertools import accumulate
 from typing import assert_never
 
 from autopar.plan import WHOLE_STEP_SCHEDULE
-from simulator.clock import Clock
+from simulator.engine.clock import Clock
+from simulator.engine.max_plus import MaxPlusMap
 from simulator.files import brief
-from simulator.max_plus import MaxPlusMap
 from simulator.program import Free, Instruction, Phase, Program, Recv, Run, Send, walk
 
 
@@ -60,17 +60,23 @@ class Schedule:
         for mesh, row in enumerate(self.rows):
             for task in row:
                 if self._meshes.get(task.stage) != mesh:
-                    raise ScheduleError(f"{self.name}: task {task} is on mesh {mesh}, its stage is not")
+                    raise ScheduleError(
+                        f"{self.name}: task {task} is on mesh {mesh}, its stage is not"
+                    )
         phases = {task.phase for task in tasks}
         once = phases & {"U", "S"}
-        count = self.pipeline.num_stages * (len(phases - once) * self.pipeline.num_micro_batches + len(once))
+        count = self.pipeline.num_stages * (
+            len(phases - once) * self.pipeline.num_micro_batches + len(once)
+        )
         if len(set(tasks)) != len(tasks) or len(tasks) != count:
             raise ScheduleError(
                 f"{self.name}: {len(tasks)} tasks, {len(set(tasks))} distinct; expected {count}\n{self}"
             )
 
     def __str__(self) -> str:
-        return "\n".join(f"mesh {mesh}: {' '.join(map(str, row))}" for mesh, row in enumerate(self.rows))
+        return "\n".join(
+            f"mesh {mesh}: {' '.join(map(str, row))}" for mesh, row in enumerate(self.rows)
+        )
 
     @cached_property
     def _meshes(self) -> dict[int, int]:
@@ -133,7 +139,9 @@ class Schedule:
                 yield from (Send(str(task), user) for user in users.get(task, ()))
 
         meshes = range(self.pipeline.num_meshes)
-        return Program(tuple((mesh,) for mesh in meshes), tuple(tuple(instructions(mesh)) for mesh in meshes))
+        return Program(
+            tuple((mesh,) for mesh in meshes), tuple(tuple(instructions(mesh)) for mesh in meshes)
+        )
 
     def makespan(
         self,
@@ -219,9 +227,15 @@ def register_schedule(
         ScheduleError: there is a schedule of that name, or this one does not run a small pipeline.
     """
     if name in _KINDS:
-        raise ScheduleError(f"there is a pipeline schedule {name!r} already; give yours another name")
+        raise ScheduleError(
+            f"there is a pipeline schedule {name!r} already; give yours another name"
+        )
     kind = ScheduleKind(
-        row, in_flight or (lambda mesh, pipeline: _held(row(mesh, pipeline))), summary, num_chunks, forward
+        row,
+        in_flight or (lambda mesh, pipeline: _held(row(mesh, pipeline))),
+        summary,
+        num_chunks,
+        forward,
     )
     _KINDS[name] = kind
     try:
@@ -231,11 +245,15 @@ def register_schedule(
         for _, task in walk(schedule.program()):
             if isinstance(task, Run):
                 if missing := [str(each) for each in schedule.needs(task) if each not in done]:
-                    raise ScheduleError(f"{name}: task {task} comes before {', '.join(missing)}, which it needs")
+                    raise ScheduleError(
+                        f"{name}: task {task} comes before {', '.join(missing)}, which it needs"
+                    )
                 done.add(task)
         for mesh in range(2):
             if schedule.mesh_of(mesh) != mesh:
-                raise ScheduleError(f"{name}: stage {mesh} is on mesh {schedule.mesh_of(mesh)}, expected mesh {mesh}")
+                raise ScheduleError(
+                    f"{name}: stage {mesh} is on mesh {schedule.mesh_of(mesh)}, expected mesh {mesh}"
+                )
     except BaseException:
         del _KINDS[name]
         make_schedule.cache_clear()
@@ -246,10 +264,14 @@ def _held(row: Iterable[Run]) -> int:
     """Of how many (stage, microbatch) the tasks hold activations at most."""
     tasks = list(row)
     release = "W" if any(task.phase == "W" for task in tasks) else "B"
-    return max(accumulate(((task.phase == "F") - (task.phase == release) for task in tasks), initial=0))
+    return max(
+        accumulate(((task.phase == "F") - (task.phase == release) for task in tasks), initial=0)
+    )
 
 
-@lru_cache(maxsize=4)  # a search asks for the same one again and again; long ones take 100 MB with their clock
+@lru_cache(
+    maxsize=4
+)  # a search asks for the same one again and again; long ones take 100 MB with their clock
 def make_schedule(name: str, pipeline: Pipeline) -> Schedule:
     """Return the schedule `name` (see `schedule_names`) of `pipeline`.
 
@@ -257,17 +279,25 @@ def make_schedule(name: str, pipeline: Pipeline) -> Schedule:
         ScheduleError: an unknown name, or not so many stages on a mesh, or too few microbatches.
     """
     kind = schedule_kind(name, pipeline)
-    return Schedule(name, pipeline, tuple(tuple(kind.row(mesh, pipeline)) for mesh in range(pipeline.num_meshes)))
+    return Schedule(
+        name,
+        pipeline,
+        tuple(tuple(kind.row(mesh, pipeline)) for mesh in range(pipeline.num_meshes)),
+    )
 
 
 def schedule_kind(name: str, pipeline: Pipeline | None = None) -> ScheduleKind:
     """The registered schedule `name`; with a pipeline, checks that it can be scheduled so."""
     if name not in _KINDS:
-        raise ScheduleError(f"unknown pipeline schedule {brief(name)}; expected one of {', '.join(schedule_names())}")
+        raise ScheduleError(
+            f"unknown pipeline schedule {brief(name)}; expected one of {', '.join(schedule_names())}"
+        )
     chunks = _KINDS[name].num_chunks
     if pipeline and chunks is not None and pipeline.num_chunks != chunks:
         others = ", ".join(
-            other for other in schedule_names() if _KINDS[other].num_chunks in (None, pipeline.num_chunks)
+            other
+            for other in schedule_names()
+            if _KINDS[other].num_chunks in (None, pipeline.num_chunks)
         )
         raise ScheduleError(
             f"schedule {name!r} runs {chunks} stage(s) per mesh, not {pipeline.num_chunks}; use num_chunks={chunks}, or one of {others}"
@@ -352,8 +382,18 @@ def _interleaved_1f1b(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
     chunks = range(pipeline.num_chunks)
     count = max(1, batches // size)
     groups = [range(batches * i // count, batches * (i + 1) // count) for i in range(count)]
-    forward = [Run(mesh + chunk * size, "F", batch) for group in groups for chunk in chunks for batch in group]
-    backward = [Run(mesh + chunk * size, "B", b) for group in groups for chunk in reversed(chunks) for b in group]
+    forward = [
+        Run(mesh + chunk * size, "F", batch)
+        for group in groups
+        for chunk in chunks
+        for batch in group
+    ]
+    backward = [
+        Run(mesh + chunk * size, "B", b)
+        for group in groups
+        for chunk in reversed(chunks)
+        for b in group
+    ]
     warm_up = _interleaved_warm_up(mesh, pipeline)
     yield from forward[:warm_up]
     for step, task in enumerate(backward):
@@ -369,7 +409,9 @@ def _interleaved_warm_up(mesh: int, pipeline: Pipeline) -> int:
 
 
 def _in_flight_interleaved(mesh: int, pipeline: Pipeline) -> int:
-    return min(pipeline.num_micro_batches * pipeline.num_chunks, _interleaved_warm_up(mesh, pipeline) + 1)
+    return min(
+        pipeline.num_micro_batches * pipeline.num_chunks, _interleaved_warm_up(mesh, pipeline) + 1
+    )
 
 
 def _inference_v(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
@@ -405,7 +447,10 @@ class _Tasks:
 def _zero_bubble_v(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
     """Forward down the meshes and back up, backward the same way: no mesh waits between its first task and its last, where F, I and W
     take as long as each other, and each holds as much as the first of 1f1b."""
-    meshes, tasks = pipeline.num_meshes, _Tasks(_v_stages(mesh, pipeline), pipeline.num_micro_batches)
+    meshes, tasks = (
+        pipeline.num_meshes,
+        _Tasks(_v_stages(mesh, pipeline), pipeline.num_micro_batches),
+    )
     rounds = max(
         pipeline.num_micro_batches, 2 * meshes - 1
     )  # what fills the pipeline; `tasks` lists those that there are
@@ -456,7 +501,9 @@ def _dualpipe_v(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
     for _ in range(later):
         tasks.add(1, "I", "W", "F")
         tasks.add(0, "I", "W")
-    for number in range(2 * (mesh + 1)):  # in turns; from the middle on only what the mesh before waits for
+    for number in range(
+        2 * (mesh + 1)
+    ):  # in turns; from the middle on only what the mesh before waits for
         chunk = 1 - number % 2
         tasks.add(chunk, "I")
         if number < mesh + 1:
@@ -516,7 +563,13 @@ _KINDS = {
     ),
     "inference": ScheduleKind(_inference, lambda mesh, pipeline: 1, "forwards only", None),
     "inference_v": ScheduleKind(
-        _inference_v, lambda mesh, pipeline: 1, "forwards only, placed as zero_bubble_v", 2, "inference_v"
+        _inference_v,
+        lambda mesh, pipeline: 1,
+        "forwards only, placed as zero_bubble_v",
+        2,
+        "inference_v",
     ),
-    WHOLE_STEP_SCHEDULE: ScheduleKind(_whole_step, lambda mesh, pipeline: 1, "the whole step as one program"),
+    WHOLE_STEP_SCHEDULE: ScheduleKind(
+        _whole_step, lambda mesh, pipeline: 1, "the whole step as one program"
+    ),
 }

@@ -87,7 +87,9 @@ def stage_graph(cut: Cut, stage: int) -> StageGraph:
         combine.append(each.combine)
         eqns.append(mark)
         awaited[each.total] = place
-    tail = add(each for task in mine if task.phase == "U" for each in _in_order(cut.eqns[task], awaited))
+    tail = add(
+        each for task in mine if task.phase == "U" for each in _in_order(cut.eqns[task], awaited)
+    )
 
     made = {var: place for place, var in enumerate(var for eqn in eqns for var in eqn.outvars)}
     first_use = dict.fromkeys(atom for eqn in eqns for atom in eqn.invars if isinstance(atom, Var))
@@ -98,7 +100,9 @@ def stage_graph(cut: Cut, stage: int) -> StageGraph:
     read = dict.fromkeys(var for task in mine for var in cut.reads[task])
     sums = {each.sum for each in summed}
     received = tuple(var for var in read if var not in made and var not in own and var not in sums)
-    elsewhere = {var for task, reads in cut.reads.items() if task.stage != stage for var in reads}.union(cut.wanted)
+    elsewhere = {
+        var for task, reads in cut.reads.items() if task.stage != stage for var in reads
+    }.union(cut.wanted)
     wanted = elsewhere.intersection(v for task in mine for v in cut.results[task])
     sent = tuple(var for eqn in eqns for var in eqn.outvars if var in wanted)
     outputs = (o for o, atom in enumerate(step.jaxpr.outvars) if _makes(cut, stage, cut.part(atom)))
@@ -125,12 +129,16 @@ def stage_graph(cut: Cut, stage: int) -> StageGraph:
 
     def retrace(count: int) -> StepGraph:
         if any(var in cut.facts.mixed for var in (*received, *sent)):
-            raise MicrobatchError("a stage sends a statistic of the batch, of which a device would have a part")
+            raise MicrobatchError(
+                "a stage sends a statistic of the batch, of which a device would have a part"
+            )
         ways = count // micro.count
         found = parts(ways)
         made = numbers_of(step)
         known = found.cut.step.microbatching
-        if known is None or any(made[var] not in known.powers for var in (*received, *sent) if var in cut.facts.rows):
+        if known is None or any(
+            made[var] not in known.powers for var in (*received, *sent) if var in cut.facts.rows
+        ):
             raise MicrobatchError(
                 "a stage sends examples of which it is not known how they depend on the size of the batch"
             )
@@ -146,16 +154,22 @@ def stage_graph(cut: Cut, stage: int) -> StageGraph:
         out_paths=tuple(out_names),
         batch=frozenset(place[i] for i in inputs if i in step.batch),
         carried={
-            o: place[step.carried[output]] for o, output in enumerate(outputs) if step.carried.get(output) in place
+            o: place[step.carried[output]]
+            for o, output in enumerate(outputs)
+            if step.carried.get(output) in place
         },
         in_tree=jax.tree.structure(invars),
         out_tree=jax.tree.structure(outvars),
-        microbatching=Microbatching(micro.count, tuple(body), tuple(tail), tuple(marks), tuple(combine)),
+        microbatching=Microbatching(
+            micro.count, tuple(body), tuple(tail), tuple(marks), tuple(combine)
+        ),
         name=f"{step.name}, stage {stage}",
         handed_on=tuple(var for var in read if var in made and var not in totals),
         held=_held(cut, mine, received),
         retrace=retrace,
-        received={len(inputs) + k: cut.facts.dims.get(var, frozenset()) for k, var in enumerate(received)},
+        received={
+            len(inputs) + k: cut.facts.dims.get(var, frozenset()) for k, var in enumerate(received)
+        },
     )
     tasks = {task: tuple((numbers[number], eqn) for number, eqn in cut.eqns[task]) for task in mine}
     return StageGraph(cut, stage, whole, inputs, received, outputs, sent, tasks, parts)
@@ -166,13 +180,25 @@ def _whole_step_graph(cut: Cut) -> StageGraph:
     jaxpr = cut.step.jaxpr
     inputs, outputs = tuple(range(len(jaxpr.invars))), tuple(range(len(jaxpr.outvars)))
     return StageGraph(
-        cut, 0, cut.step, inputs, (), outputs, (), cut.eqns, lambda ways: _whole_step_graph(cut.parts(ways))
+        cut,
+        0,
+        cut.step,
+        inputs,
+        (),
+        outputs,
+        (),
+        cut.eqns,
+        lambda ways: _whole_step_graph(cut.parts(ways)),
     )
 
 
 def numbers_of(step: StepGraph) -> dict[Var, tuple[int, int]]:
     """For each value the number of the equation that makes it, and of the result."""
-    return {var: (number, r) for number, eqn in enumerate(step.jaxpr.eqns) for r, var in enumerate(eqn.outvars)}
+    return {
+        var: (number, r)
+        for number, eqn in enumerate(step.jaxpr.eqns)
+        for r, var in enumerate(eqn.outvars)
+    }
 
 
 def _alike(whole: Cut, part: Cut, tasks: Sequence[Task], ways: int) -> bool:
@@ -180,7 +206,10 @@ def _alike(whole: Cut, part: Cut, tasks: Sequence[Task], ways: int) -> bool:
 
     def expected(var: Var) -> tuple[int, ...]:
         shape = graph.aval_of(var).shape
-        return tuple(size // ways if dim == whole.facts.rows.get(var) else size for dim, size in enumerate(shape))
+        return tuple(
+            size // ways if dim == whole.facts.rows.get(var) else size
+            for dim, size in enumerate(shape)
+        )
 
     eqns = whole.step.jaxpr.eqns, part.step.jaxpr.eqns
     if [eqn.primitive for eqn in eqns[0]] != [eqn.primitive for eqn in eqns[1]]:

@@ -7,7 +7,19 @@ from math import inf, prod
 from pathlib import Path
 from typing import Literal, get_args
 
-from autopar.checks import FLAG, NONE, PATH, SHAPE, Kind, check, instance, items, one_of, real, whole
+from autopar.checks import (
+    FLAG,
+    NONE,
+    PATH,
+    SHAPE,
+    Kind,
+    check,
+    instance,
+    items,
+    one_of,
+    real,
+    whole,
+)
 from autopar.sharding.options import AUTO, ShardingOptions
 
 
@@ -65,21 +77,38 @@ class UniformStageOption:
             _check_submesh(self.submesh_physical_shape, self.submesh_logical_shape)
 
     def assign(
-        self, num_layers: int, num_devices: int, options: ShardingOptions, num_chunks: int, placement: Placement
+        self,
+        num_layers: int,
+        num_devices: int,
+        options: ShardingOptions,
+        num_chunks: int,
+        placement: Placement,
     ) -> list[Assignment]:
         """Return the stages, `num_chunks` on each submesh. Raises StageError when there are too few layers or devices."""
         stages = num_layers if self.num_stages is None else self.num_stages
         if stages > num_layers:
-            raise StageError(f"{stages} stages from {num_layers} layer(s); a stage needs at least one layer")
+            raise StageError(
+                f"{stages} stages from {num_layers} layer(s); a stage needs at least one layer"
+            )
         if stages % num_chunks:
-            raise StageError(f"{stages} stages can't be shared by submeshes with {num_chunks} chunks each")
+            raise StageError(
+                f"{stages} stages can't be shared by submeshes with {num_chunks} chunks each"
+            )
         count = stages // num_chunks
-        each = num_devices // count if self.submesh_physical_shape is None else prod(self.submesh_physical_shape)
+        each = (
+            num_devices // count
+            if self.submesh_physical_shape is None
+            else prod(self.submesh_physical_shape)
+        )
         if each < 1 or each * count > num_devices:
             raise StageError(
                 f"{count} submeshes of {max(each, 1)} device(s) need {count * max(each, 1)}, there are {num_devices}"
             )
-        shapes = logical_shapes(each) if self.submesh_logical_shape is None else (tuple(self.submesh_logical_shape),)
+        shapes = (
+            logical_shapes(each)
+            if self.submesh_logical_shape is None
+            else (tuple(self.submesh_logical_shape),)
+        )
         if prod(shapes[0]) != each:
             raise StageError(
                 f"submesh_logical_shape {shapes[0]} is of {prod(shapes[0])} device(s), but each of {count} submesh(es) has {each}; give"
@@ -116,15 +145,21 @@ class ManualStageOption:
         check(
             self,
             StageError,
-            forward_stage_layer_ids=items(numbers, "the layers of each stage, such as [[0, 1], [2]]", least=1),
+            forward_stage_layer_ids=items(
+                numbers, "the layers of each stage, such as [[0, 1], [2]]", least=1
+            ),
             submesh_physical_shapes=items(
                 _PHYSICAL, "(hosts, devices per host) of each stage, such as [(1, 4), (1, 4)]"
             ),
-            submesh_logical_shapes=items(SHAPE, "a mesh shape for each stage, such as [(2, 2), (4,)]"),
+            submesh_logical_shapes=items(
+                SHAPE, "a mesh shape for each stage, such as [(2, 2), (4,)]"
+            ),
             submesh_autosharding_option_dicts=items(
                 _CHANGES, "a dict of fields of autopar.ShardingOptions for each stage"
             ),
-            submesh_devices=items(numbers, "the numbers of the devices of each stage, such as [[0, 1], [2, 3]]"),
+            submesh_devices=items(
+                numbers, "the numbers of the devices of each stage, such as [[0, 1], [2, 3]]"
+            ),
         )
         count, changes = len(self.forward_stage_layer_ids), self.submesh_autosharding_option_dicts
         given = (self.submesh_physical_shapes, self.submesh_logical_shapes, changes or [{}] * count)
@@ -132,23 +167,38 @@ class ManualStageOption:
             raise StageError(
                 f"{count} stages, but {[len(each) for each in given]} physical shapes, logical shapes and options"
             )
-        for physical, logical in zip(self.submesh_physical_shapes, self.submesh_logical_shapes, strict=True):
+        for physical, logical in zip(
+            self.submesh_physical_shapes, self.submesh_logical_shapes, strict=True
+        ):
             _check_submesh(physical, logical)
 
     def assign(
-        self, num_layers: int, num_devices: int, options: ShardingOptions, num_chunks: int, placement: Placement
+        self,
+        num_layers: int,
+        num_devices: int,
+        options: ShardingOptions,
+        num_chunks: int,
+        placement: Placement,
     ) -> list[Assignment]:
         """Return the stages. Raises StageError when they don't fit together."""
         if num_chunks != 1:
-            raise StageError("a manual stage option gives each stage a submesh of its own; use a UniformStageOption")
+            raise StageError(
+                "a manual stage option gives each stage a submesh of its own; use a UniformStageOption"
+            )
         stages = [tuple(layers) for layers in self.forward_stage_layer_ids]
         if [layer for layers in stages for layer in layers] != list(range(num_layers)):
-            raise StageError(f"stages of layers {stages}, expected each of the {num_layers} layers once, in order")
+            raise StageError(
+                f"stages of layers {stages}, expected each of the {num_layers} layers once, in order"
+            )
         changes = self.submesh_autosharding_option_dicts or [{}] * len(stages)
         return [
             Assignment(layers, devices, (tuple(logical),), replace(options, **change))
             for layers, devices, logical, change in zip(
-                stages, self._devices(num_devices), self.submesh_logical_shapes, changes, strict=True
+                stages,
+                self._devices(num_devices),
+                self.submesh_logical_shapes,
+                changes,
+                strict=True,
             )
         ]
 
@@ -161,7 +211,9 @@ class ManualStageOption:
             return [tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
         devices = [tuple(each) for each in self.submesh_devices]
         if [len(each) for each in devices] != sizes:
-            raise StageError(f"submesh_devices are {devices}, but the submeshes have {sizes} devices")
+            raise StageError(
+                f"submesh_devices are {devices}, but the submeshes have {sizes} devices"
+            )
         every = sorted(device for each in devices for device in each)
         if len(set(every)) < len(every) or not 0 <= every[0] <= every[-1] < num_devices:
             raise StageError(
@@ -172,7 +224,9 @@ class ManualStageOption:
 
 def _check_submesh(physical: tuple[int, int], logical: tuple[int, ...]) -> None:
     if prod(physical) != prod(logical):
-        raise StageError(f"a submesh of {physical} devices can't be seen as a mesh of shape {logical}")
+        raise StageError(
+            f"a submesh of {physical} devices can't be seen as a mesh of shape {logical}"
+        )
 
 
 def _changes(value: object) -> dict:
@@ -187,7 +241,9 @@ PhysicalSpace = Literal["power_of_two", "small_power_of_two", "whole_hosts", "al
 """Submeshes that stages may get: powers of two devices of a host and powers of two hosts; the same with at most four hosts; the same
 with any number of hosts; any number of devices of a host, or of hosts."""
 
-LogicalSpace = Literal["single_node_model_parallel", "same_as_physical", "data_parallel_only", "all"]
+LogicalSpace = Literal[
+    "single_node_model_parallel", "same_as_physical", "data_parallel_only", "all"
+]
 """Ways to see a submesh as a mesh: one axis, or two of which the second stays within a host; hosts x devices of a host; one axis, for
 the batch; one axis, or any two."""
 
@@ -236,5 +292,9 @@ type StageOption = UniformStageOption | ManualStageOption | AutoStageOption
 
 def logical_shapes(num_devices: int) -> tuple[tuple[int, ...], ...]:
     """Shapes of a logical mesh of so many devices with at most two axes."""
-    pairs = [(a, num_devices // a) for a in range(2, num_devices) if num_devices % a == 0 and a <= num_devices // a]
+    pairs = [
+        (a, num_devices // a)
+        for a in range(2, num_devices)
+        if num_devices % a == 0 and a <= num_devices // a
+    ]
     return ((num_devices,), *pairs)

@@ -53,11 +53,17 @@ class Submesh:
         return f"{self.pool}:" * bool(self.pool) + f"{self.hosts}x{self.devices_per_host}"
 
 
-def enumerate_submeshes(pools: Sequence[HostPool], sizes: SubmeshSizes = "powers_of_two") -> tuple[Submesh, ...]:
+def enumerate_submeshes(
+    pools: Sequence[HostPool], sizes: SubmeshSizes = "powers_of_two"
+) -> tuple[Submesh, ...]:
     """The submeshes of each pool from small to large: parts of a host, a host, several hosts (Alpa, OSDI'22, section 5.2)."""
     found = []
     for i, pool in enumerate(pools):
-        parts = range(1, pool.devices_per_host + 1) if sizes == "all" else _powers_of_two(pool.devices_per_host)
+        parts = (
+            range(1, pool.devices_per_host + 1)
+            if sizes == "all"
+            else _powers_of_two(pool.devices_per_host)
+        )
         hosts = _powers_of_two(pool.hosts) if sizes == "powers_of_two" else range(1, pool.hosts + 1)
         found += [Submesh(i, 1, part) for part in parts]
         found += [Submesh(i, count, pool.devices_per_host) for count in hosts if count > 1]
@@ -66,7 +72,9 @@ def enumerate_submeshes(pools: Sequence[HostPool], sizes: SubmeshSizes = "powers
 
 def logical_shapes(num_devices: int) -> tuple[tuple[int, int], ...]:
     """Every way to see devices as a mesh with two axes: (1, n), (2, n / 2), ..., (n, 1)."""
-    return tuple((rows, num_devices // rows) for rows in range(1, num_devices + 1) if num_devices % rows == 0)
+    return tuple(
+        (rows, num_devices // rows) for rows in range(1, num_devices + 1) if num_devices % rows == 0
+    )
 
 
 def counting_suffices(pool: HostPool, submeshes: Sequence[Submesh]) -> bool:
@@ -116,17 +124,23 @@ def _powers_of_two(limit: int) -> list[int]:
 type _Places = list[tuple[int, ...]]
 
 
-def _first_fit(pool: HostPool, submeshes: Sequence[Submesh], order: Sequence[int]) -> _Places | None:
+def _first_fit(
+    pool: HostPool, submeshes: Sequence[Submesh], order: Sequence[int]
+) -> _Places | None:
     """Devices of each submesh within the pool, each put in the first hosts with room, in the given order."""
     size = pool.devices_per_host
     used = [0] * pool.hosts
     places: _Places = [()] * len(submeshes)
     for index in order:
         mesh = submeshes[index]
-        room = [host for host in range(pool.hosts) if used[host] + mesh.devices_per_host <= size][: mesh.hosts]
+        room = [host for host in range(pool.hosts) if used[host] + mesh.devices_per_host <= size][
+            : mesh.hosts
+        ]
         if len(room) < mesh.hosts:
             return None
-        places[index] = tuple(host * size + used[host] + i for host in room for i in range(mesh.devices_per_host))
+        places[index] = tuple(
+            host * size + used[host] + i for host in room for i in range(mesh.devices_per_host)
+        )
         for host in room:
             used[host] += mesh.devices_per_host
     return places
@@ -146,7 +160,9 @@ def _pack(pool: HostPool, submeshes: Sequence[Submesh]) -> _Places | None:
     bins = _fill([submeshes[i].devices_per_host for i in parts], [pool.devices_per_host] * left)
     if bins is None:
         return None
-    return _first_fit(pool, submeshes, [*whole, *(part for _, part in sorted(zip(bins, parts, strict=True)))])
+    return _first_fit(
+        pool, submeshes, [*whole, *(part for _, part in sorted(zip(bins, parts, strict=True)))]
+    )
 
 
 def _fill(sizes: list[int], room: list[int]) -> list[int] | None:

@@ -43,7 +43,9 @@ class ComposedStage:
         return StageCost(
             sum(point.seconds for point in points),
             sum(point.once_seconds for point in points),
-            sum(point.priced.resident_bytes for point in points) - held + max(p.priced.extra_bytes for p in points),
+            sum(point.priced.resident_bytes for point in points)
+            - held
+            + max(p.priced.extra_bytes for p in points),
             held,
             self.way.shape,
             self,
@@ -63,11 +65,16 @@ class ComposedStage:
         return least - self.price * budget
 
 
-def compose(way: Way, start: int, fronts: Sequence[LayerFront], in_flight: int, room: float) -> ComposedStage | None:
+def compose(
+    way: Way, start: int, fronts: Sequence[LayerFront], in_flight: int, room: float
+) -> ComposedStage | None:
     """The cheapest points of layers that fit into `room` bytes together, with so many microbatches in flight; None if none do."""
     if _bytes((front.cheapest for front in fronts), in_flight) <= room:
         return ComposedStage(way, start, tuple((front, front.cheapest) for front in fronts), 0.0)
-    counts, hull = Counter(fronts), 1 << (in_flight - 1).bit_length()  # hulls serve several numbers in flight
+    counts, hull = (
+        Counter(fronts),
+        1 << (in_flight - 1).bit_length(),
+    )  # hulls serve several numbers in flight
     while True:
         hulls = {front: front.hull(hull) for front in counts}
         taken, price = _moved(counts, hulls, hull, in_flight, room)
@@ -107,7 +114,9 @@ def _refined(hulls: _Points, taken: _Points, hull: int) -> bool:
             gain = beyond * (b.priced.seconds - a.priced.seconds)
             if gain > _WORTH * total:
                 gains.append((-gain, len(gains), front, a, b))
-    return any(front.refine(hull, a, b) for _, _, front, a, b in sorted(gains, key=lambda each: each[:2]))
+    return any(
+        front.refine(hull, a, b) for _, _, front, a, b in sorted(gains, key=lambda each: each[:2])
+    )
 
 
 def _relax(taken: _Points, in_flight: int, room: float) -> None:

@@ -19,9 +19,9 @@ from autopar.planning.step_planner import coverage_warnings, stage_of
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.planner import Shardings, plan_shardings
 from autopar.tracing.trace import named_inputs, trace
-from simulator.cluster import Cluster
-from simulator.costs import ClusterCosts
-from simulator.heterogeneous import AnyCluster
+from simulator.costs.cost_model import ClusterCosts
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.heterogeneous import AnyCluster
 
 _METHOD = "FollowParallel"
 
@@ -99,7 +99,9 @@ def follow(
         schedule, step = WHOLE_STEP, trace(fun, args, batch)
         cut = uncut_step(step)
     else:
-        option = FollowLayerOption(tuple(None if home is None else home.stage for home in found), len(stages))
+        option = FollowLayerOption(
+            tuple(None if home is None else home.stage for home in found), len(stages)
+        )
         own = followed.plan.schedule
         forward = schedule_kind(own.name).forward
         if not forward:
@@ -115,7 +117,9 @@ def follow(
         for graph, stage in zip(stage_graphs(cut), stages, strict=True)
     ]
     seconds = [shardings.seconds for _, shardings in planned]
-    fullest = max((shardings for _, shardings in planned), key=lambda shardings: shardings.peak_bytes)
+    fullest = max(
+        (shardings for _, shardings in planned), key=lambda shardings: shardings.peak_bytes
+    )
     slowest = planned[seconds.index(max(seconds))][1]
     plan = Plan(
         step=step.name,
@@ -126,7 +130,8 @@ def follow(
         num_micro_batches=num_micro_batches,
         stages=tuple(stage for stage, _ in planned),
         schedule=schedule,
-        predicted_seconds=(sum(seconds) + (num_micro_batches - 1) * max(seconds)) / num_micro_batches,
+        predicted_seconds=(sum(seconds) + (num_micro_batches - 1) * max(seconds))
+        / num_micro_batches,
         predicted_split=TimeSplit(**slowest.split._asdict()),
         predicted_bytes=round(fullest.peak_bytes),
         predicted_memory=MemorySplit.of(fullest.roles_at_peak, round(fullest.peak_bytes)),
@@ -146,7 +151,9 @@ def _plan_stage(
         if (home := homes[i]) is not None and home.stage == graph.stage
     }
     options = ShardingOptions(pins=pins)
-    found = plan_shardings(graph.step, stage.mesh, ClusterCosts(cluster), options, cluster.device.usable_bytes)
+    found = plan_shardings(
+        graph.step, stage.mesh, ClusterCosts(cluster), options, cluster.device.usable_bytes
+    )
     planned = stage_of(graph.step, stage.mesh, found)
     layers = () if graph.cut.is_whole_step else (graph.stage,)
     return planned.model_copy(update={"layers": layers, "devices": stage.devices}), found

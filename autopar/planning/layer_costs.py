@@ -13,7 +13,7 @@ from autopar.sharding.mesh_costs import MeshCosts
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
-from simulator.costs import CostModel
+from simulator.costs.cost_model import CostModel
 from simulator.program import Phase
 
 type Shape = tuple[int, ...]
@@ -45,10 +45,14 @@ class LayerFront:
         MissingRuleError, ShardingError: the layer can't be sharded in this way.
     """
 
-    def __init__(self, graph: StageGraph, way: Way, costs: MeshCosts, options: ShardingOptions) -> None:
+    def __init__(
+        self, graph: StageGraph, way: Way, costs: MeshCosts, options: ShardingOptions
+    ) -> None:
         self.graph = graph
         forward = [eqns[-1][0] for task, eqns in graph.tasks.items() if task.phase == "F" and eqns]
-        self.problem = PricedProblem(graph.step, costs, options, way.deferred, max(forward, default=-1) + 1)
+        self.problem = PricedProblem(
+            graph.step, costs, options, way.deferred, max(forward, default=-1) + 1
+        )
         self.num_solves = 0
         self.known: list[LayerCost] = []
         self._smallest: set[int] = set()
@@ -80,7 +84,9 @@ class LayerFront:
             self._smallest.add(in_flight)
             self.at(_DEAR * first.priced.seconds / first.priced.bytes(in_flight), in_flight)
         hull: list[LayerCost] = []
-        for point in sorted(self.known, key=lambda point: (point.priced.seconds, point.priced.bytes(in_flight))):
+        for point in sorted(
+            self.known, key=lambda point: (point.priced.seconds, point.priced.bytes(in_flight))
+        ):
             if hull and point.priced.bytes(in_flight) >= hull[-1].priced.bytes(in_flight):
                 continue
             while len(hull) > 1 and price_between(hull[-2], hull[-1], in_flight) >= price_between(
@@ -104,7 +110,9 @@ class LayerFront:
 
 def price_between(a: LayerCost, b: LayerCost, in_flight: int) -> float:
     """What a byte costs when a layer goes from `a` to `b`, which is smaller."""
-    return (b.priced.seconds - a.priced.seconds) / (a.priced.bytes(in_flight) - b.priced.bytes(in_flight))
+    return (b.priced.seconds - a.priced.seconds) / (
+        a.priced.bytes(in_flight) - b.priced.bytes(in_flight)
+    )
 
 
 _DEAR = 100.0
@@ -162,7 +170,11 @@ class LayerCosts:
 
 def phase_seconds(graph: StageGraph, eqn_seconds: tuple[float, ...]) -> dict[Phase, float]:
     """Seconds of each phase: of one microbatch; of the update, with what is of no task, of a step."""
-    body = {number for number, _ in graph.step.microbatching.body} if graph.step.microbatching else set()
+    body = (
+        {number for number, _ in graph.step.microbatching.body}
+        if graph.step.microbatching
+        else set()
+    )
     seconds: dict[Phase, float] = {task.phase: 0.0 for task in graph.tasks}
     for number, cost in enumerate(eqn_seconds):
         phase = graph.task_of[number].phase if number in graph.task_of else "U"

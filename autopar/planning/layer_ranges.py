@@ -56,19 +56,31 @@ class LayerRanges:
             number: eqn
             for each in eqns.values()
             for number, eqn in each.items()
-            if any(var in self.cut.made_by and self.cut.made_by[var].stage not in layers for var in eqn.outvars)
+            if any(
+                var in self.cut.made_by and self.cut.made_by[var].stage not in layers
+                for var in eqn.outvars
+            )
         }
         if foreign:
             eqns[Task(0, "F")] = foreign
         ordered = sorted(eqns, key=lambda task: (task.stage, "FBIWU".index(task.phase), task.round))
-        made = (var for layer in layers for task in self._tasks[layer] for var in self.cut.results[task])
+        made = (
+            var for layer in layers for task in self._tasks[layer] for var in self.cut.results[task]
+        )
         found = replace(
             self.cut,
             num_stages=3,
             parts=lambda ways: self._parts(ways).graph(start, stop).cut,
-            eqns={task: tuple(sorted(eqns[task].items(), key=lambda each: each[0])) for task in ordered},
+            eqns={
+                task: tuple(sorted(eqns[task].items(), key=lambda each: each[0]))
+                for task in ordered
+            },
             totals={task: tuple(each) for task, each in totals.items() if each},
-            wanted=tuple(dict.fromkeys(v for v in made if any(r not in layers for r in self._readers.get(v, ())))),
+            wanted=tuple(
+                dict.fromkeys(
+                    v for v in made if any(r not in layers for r in self._readers.get(v, ()))
+                )
+            ),
         )
         return stage_graph(found, 1)
 
@@ -80,8 +92,12 @@ class LayerRanges:
         def near(layer: int, graph: StageGraph) -> Hashable:
             steps = [task for task in self._tasks[layer] if task.phase != "U"]
             read = dict.fromkeys(var for task in steps for var in self.cut.reads[task])
-            sources = [self.cut.made_by[var].stage - layer for var in read if var in self.cut.made_by]
-            readers = [tuple(sorted({r - layer for r in self._readers.get(var, ())})) for var in graph.sent]
+            sources = [
+                self.cut.made_by[var].stage - layer for var in read if var in self.cut.made_by
+            ]
+            readers = [
+                tuple(sorted({r - layer for r in self._readers.get(var, ())})) for var in graph.sent
+            ]
             return tuple(sources), tuple(readers)
 
         return [(graph_key(graph), near(layer, graph)) for layer, graph in enumerate(self.layers)]
@@ -92,7 +108,11 @@ class LayerRanges:
         change = [0.0] * (self.num_layers + 1)
         for var, readers in self._readers.items():
             maker = self.cut.made_by.get(var)
-            if maker is None or maker.phase == "U" or any(var is e.sum for e in self.cut.totals.get(maker, ())):
+            if (
+                maker is None
+                or maker.phase == "U"
+                or any(var is e.sum for e in self.cut.totals.get(maker, ()))
+            ):
                 continue
             size = array_bytes(aval_of(var).shape, aval_of(var).dtype)
             change[min(maker.stage, *readers) + 1] += size

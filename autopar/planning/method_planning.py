@@ -20,9 +20,9 @@ from autopar.planning.option_search import layer_options, micro_batch_counts, sc
 from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.step_planner import make_plan
 from autopar.tracing.trace import trace
-from simulator.cluster import Cluster
-from simulator.description import ClusterError
-from simulator.heterogeneous import AnyCluster, MixedCluster, load_cluster
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.description import ClusterError
+from simulator.hardware.heterogeneous import AnyCluster, MixedCluster, load_cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,11 @@ class Target:
 
 
 def plan_by_method(
-    method: PlanningMethod, fun: Callable[..., Any], args: Sequence[Any], batch: Sequence[int], target: Target
+    method: PlanningMethod,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    batch: Sequence[int],
+    target: Target,
 ) -> PlannedStep:
     """Trace and plan `fun` as `method` asks for.
 
@@ -59,15 +63,27 @@ def plan_by_method(
     cluster = single_pool(target.cluster, type(method).__name__)
     step = trace(fun, args, batch, method.num_micro_batches)
     options, name = method.sharding_of(step), type(method).__name__
-    return PlannedStep(step, make_plan(step, target.mesh, cluster, options, name, memory_budget=method.memory_budget))
+    return PlannedStep(
+        step,
+        make_plan(step, target.mesh, cluster, options, name, memory_budget=method.memory_budget),
+    )
 
 
 def _plan_pipeline(
-    method: PipeshardParallel, fun: Callable[..., Any], args: Sequence[Any], batch: Sequence[int], target: Target
+    method: PipeshardParallel,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    batch: Sequence[int],
+    target: Target,
 ) -> PlannedStep:
     cluster = target.cluster.first_devices(target.mesh.num_devices)
     forward = method.pipeline_schedule != "auto" and not has_backward(method.pipeline_schedule)
-    rows = [leaf.shape[0] for i in batch for leaf in jax.tree.leaves(args[i]) if getattr(leaf, "shape", ())]
+    rows = [
+        leaf.shape[0]
+        for i in batch
+        for leaf in jax.tree.leaves(args[i])
+        if getattr(leaf, "shape", ())
+    ]
 
     def traced(count: int, layers: LayerOption | None) -> StepGraph:
         return trace(fun, args, batch, count, layers, marked=True, forward=forward)
@@ -85,11 +101,17 @@ def _plan_pipeline(
     def whole_step(count: int) -> tuple[StepGraph, Plan]:
         step = trace(fun, args, batch, count)
         pool, options = single_pool(cluster, name), method.sharding_of(step)
-        return step, make_plan(step, target.mesh, pool, options, name, memory_budget=method.memory_budget)
+        return step, make_plan(
+            step, target.mesh, pool, options, name, memory_budget=method.memory_budget
+        )
 
     name = type(method).__name__
     stages = method.stages
-    is_open = method.pipeline_schedule == "auto" and isinstance(stages, AutoStageOption) and not stages.profile
+    is_open = (
+        method.pipeline_schedule == "auto"
+        and isinstance(stages, AutoStageOption)
+        and not stages.profile
+    )
     step, plan = search(
         traced,
         planner,
@@ -103,12 +125,16 @@ def _plan_pipeline(
     return PlannedStep(step, plan)
 
 
-def trace_for(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], batch_argnums: Sequence[int]) -> StepGraph:
+def trace_for(
+    plan: Plan, fun: Callable[..., Any], args: Sequence[Any], batch_argnums: Sequence[int]
+) -> StepGraph:
     """Trace a step as `plan` was made for."""
     schedule = plan.schedule
     marked = not schedule.is_whole_step
     forward = marked and not has_backward(schedule.name)
-    return trace(fun, args, batch_argnums, plan.num_micro_batches, schedule.layer_option, marked, forward)
+    return trace(
+        fun, args, batch_argnums, plan.num_micro_batches, schedule.layer_option, marked, forward
+    )
 
 
 def any_cluster(cluster: Any) -> AnyCluster:

@@ -13,8 +13,18 @@ from typing import Literal
 
 from autopar.ir.layers import AutoLayerOption, LayerError, LayerOption, ManualLayerOption
 from autopar.ir.step_graph import MicrobatchError, StepGraph
-from autopar.pipeline.pipeline_schedules import ScheduleError, has_backward, schedule_kind, schedule_names
-from autopar.pipeline.stage_options import AutoStageOption, StageError, StageOption, UniformStageOption
+from autopar.pipeline.pipeline_schedules import (
+    ScheduleError,
+    has_backward,
+    schedule_kind,
+    schedule_names,
+)
+from autopar.pipeline.stage_options import (
+    AutoStageOption,
+    StageError,
+    StageOption,
+    UniformStageOption,
+)
 from autopar.plan import WHOLE_STEP, PipelineSchedule, Plan
 from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.stage_problem import NoStagesError
@@ -45,9 +55,7 @@ class Choice:
         again = self.schedule.layer_option is not None and self.schedule.layer_option.remat_layer
         chunks = f" x {self.schedule.num_chunks} chunks" if self.schedule.num_chunks > 1 else ""
         found = f"{self.seconds:.4g} s" if self.seconds is not None else self.reason
-        return (
-            f"{self.num_micro_batches} microbatches, {self.schedule.name}{chunks}{', remat' if again else ''}: {found}"
-        )
+        return f"{self.num_micro_batches} microbatches, {self.schedule.name}{chunks}{', remat' if again else ''}: {found}"
 
 
 _last: list[Choice] = []
@@ -79,15 +87,31 @@ def schedules(name: str, num_chunks: int | Literal["auto"]) -> list[tuple[str, i
     """Return the schedules to try, with the stages on each submesh."""
     names = [each for each in schedule_names() if has_backward(each)] if name == "auto" else [name]
     chunks = CHUNKS if num_chunks == "auto" else (num_chunks,)
-    pairs = [(each, count) for each, count in product(names, chunks) if schedule_kind(each).num_chunks in (None, count)]
+    pairs = [
+        (each, count)
+        for each, count in product(names, chunks)
+        if schedule_kind(each).num_chunks in (None, count)
+    ]
     # With one stage on each submesh interleaving is 1f1b.
-    return [(each, count) for each, count in pairs if name != "auto" or each != _INTERLEAVED or count > 1]
+    return [
+        (each, count)
+        for each, count in pairs
+        if name != "auto" or each != _INTERLEAVED or count > 1
+    ]
 
 
 type _Found = tuple[StepGraph, Sequence[Plan]]
 """A traced step, and its plans for one choice."""
 
-_REFUSED = MicrobatchError, LayerError, ScheduleError, StageError, NoStagesError, ShardingError, InfeasibleError
+_REFUSED = (
+    MicrobatchError,
+    LayerError,
+    ScheduleError,
+    StageError,
+    NoStagesError,
+    ShardingError,
+    InfeasibleError,
+)
 """Why there may be no plan for a choice."""
 
 
@@ -152,7 +176,10 @@ def _alone(plan_whole_step: Callable[[int], tuple[StepGraph, Plan]], count: int)
 
 
 def _plans(
-    known: Callable[[], PipelinePlanner], stage_option: StageOption, schedule: PipelineSchedule, method: str
+    known: Callable[[], PipelinePlanner],
+    stage_option: StageOption,
+    schedule: PipelineSchedule,
+    method: str,
 ) -> _Found:
     """The plan of a schedule.
 

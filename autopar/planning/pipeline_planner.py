@@ -18,7 +18,13 @@ from autopar.pipeline.partition import Cut
 from autopar.pipeline.partitioner import cut_step
 from autopar.pipeline.pipeline_schedules import Pipeline, Schedule, make_schedule, splits_backward
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
-from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, StageError, StageOption
+from autopar.pipeline.stage_options import (
+    Assignment,
+    AutoStageOption,
+    LogicalSpace,
+    StageError,
+    StageOption,
+)
 from autopar.plan import MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit
 from autopar.planning.layer_costs import LayerCosts
 from autopar.planning.layer_ranges import LayerRanges
@@ -29,9 +35,9 @@ from autopar.planning.step_planner import coverage_warnings, stage_of
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import check_patterns
 from autopar.sharding.planner import MemoryBudgetError
-from simulator.costs import CostModel, costs_of
-from simulator.description import ClusterError
-from simulator.heterogeneous import AnyCluster
+from simulator.costs.cost_model import CostModel, costs_of
+from simulator.hardware.description import ClusterError
+from simulator.hardware.heterogeneous import AnyCluster
 from simulator.memory import Role, added, apportioned
 
 TOLERANCE = 0.01
@@ -73,7 +79,10 @@ class PipelinePlanner:
         devices: Sequence[Device] | None = None,
     ) -> None:
         self.step, self.cluster, self.options, self.devices = step, cluster, options, devices
-        self.budgets = [pool.device.usable_bytes if memory_budget is None else memory_budget for pool in cluster.pools]
+        self.budgets = [
+            pool.device.usable_bytes if memory_budget is None else memory_budget
+            for pool in cluster.pools
+        ]
         known = costs_of(cluster)
         self.costs: CostModel = costs or known
         self.pool_costs: Sequence[CostModel] = [costs] * len(known.pools) if costs else known.pools
@@ -105,10 +114,14 @@ class PipelinePlanner:
             chunks = schedule.num_chunks
 
             def placement(num_meshes: int) -> list[int]:
-                tasks = make_schedule(schedule.name, Pipeline(num_meshes, step.num_micro_batches, chunks))
+                tasks = make_schedule(
+                    schedule.name, Pipeline(num_meshes, step.num_micro_batches, chunks)
+                )
                 return [tasks.mesh_of(stage) for stage in range(num_meshes * chunks)]
 
-            assigned = stage_option.assign(self.num_layers, self.cluster.num_devices, self.options, chunks, placement)
+            assigned = stage_option.assign(
+                self.num_layers, self.cluster.num_devices, self.options, chunks, placement
+            )
             found = self._solved(assigned, schedule, None)
         solved = found.solved
         stages = [_stage(*each) for each in zip(found.graphs, found.assigned, solved, strict=True)]
@@ -126,9 +139,15 @@ class PipelinePlanner:
             predicted_split=TimeSplit(**slowest.split._asdict()),
             predicted_bytes=sum(found.held.values()),
             predicted_memory=MemorySplit(**found.held),
-            gap=max((each.shardings.gap for each in solved if each.shardings.gap is not None), default=None),
+            gap=max(
+                (each.shardings.gap for each in solved if each.shardings.gap is not None),
+                default=None,
+            ),
             planning_seconds=time.perf_counter() - start,
-            warnings=(*dict.fromkeys(w for each in solved for w in each.shardings.warnings), *coverage_warnings(step)),
+            warnings=(
+                *dict.fromkeys(w for each in solved for w in each.shardings.warnings),
+                *coverage_warnings(step),
+            ),
         )
 
     def _found(self, option: AutoStageOption, schedule: PipelineSchedule) -> _Solved:
@@ -138,12 +157,16 @@ class PipelinePlanner:
                 f"{schedule.num_chunks} chunks: stages are found for one stage on each submesh; use a UniformStageOption, of"
                 " which `search` tries all"
             )
-        costs = self._stage_costs(_limited(self.options, option.submesh_logical_shape_space), schedule)
+        costs = self._stage_costs(
+            _limited(self.options, option.submesh_logical_shape_space), schedule
+        )
         measure = self._profiler(option)
         while True:
             before, known = costs.revisions, []
             solved: list[tuple[_Solved, FoundStages]] = []
-            for facts, assigned in find_stages(costs, self.cluster, option, schedule.name, measure, known):
+            for facts, assigned in find_stages(
+                costs, self.cluster, option, schedule.name, measure, known
+            ):
                 try:
                     solved.append((self._solved(assigned, schedule, measure), facts))
                 except MemoryBudgetError:
@@ -158,17 +181,23 @@ class PipelinePlanner:
         return best
 
     def _solved(
-        self, assigned: Sequence[Assignment], schedule: PipelineSchedule, measure: StageProfiler | None
+        self,
+        assigned: Sequence[Assignment],
+        schedule: PipelineSchedule,
+        measure: StageProfiler | None,
     ) -> _Solved:
         """Stages on their devices, each solved whole."""
-        pipeline = Pipeline(len(assigned) // schedule.num_chunks, self.step.num_micro_batches, schedule.num_chunks)
+        pipeline = Pipeline(
+            len(assigned) // schedule.num_chunks, self.step.num_micro_batches, schedule.num_chunks
+        )
         tasks = make_schedule(schedule.name, pipeline)
         of_layers = [s for s, each in enumerate(assigned) for _ in each.layers]
         cut = cut_step(self.step, of_layers, splits_backward(schedule.name))
         graphs, in_flight = stage_graphs(cut), tasks.in_flight()
         pools = [self._pool(stage, each) for stage, each in enumerate(assigned)]
         costs = [
-            self._stage_costs(each.options, schedule).pools[pool] for each, pool in zip(assigned, pools, strict=True)
+            self._stage_costs(each.options, schedule).pools[pool]
+            for each, pool in zip(assigned, pools, strict=True)
         ]
         solved = [
             mine.cheapest(graph, each.layers, each.shapes, in_flight[graph.stage])
@@ -195,9 +224,13 @@ class PipelinePlanner:
             self._profilers[file] = StageProfiler(self.cluster, self.devices, file)
         return self._profilers[file]
 
-    def _stage_costs(self, options: ShardingOptions, schedule: PipelineSchedule) -> ClusterStageCosts:
+    def _stage_costs(
+        self, options: ShardingOptions, schedule: PipelineSchedule
+    ) -> ClusterStageCosts:
         """Costs of stages within `options`, for what the schedule leaves of the memory to each."""
-        options = replace(options, tolerance=max(options.tolerance, TOLERANCE))  # many stages are solved
+        options = replace(
+            options, tolerance=max(options.tolerance, TOLERANCE)
+        )  # many stages are solved
         split = splits_backward(schedule.name)
         key = split, repr(options)
         if split not in self._ranges:
@@ -224,7 +257,9 @@ def make_pipeline_plan(
     costs: CostModel | None = None,
 ) -> Plan:
     """The cheapest plan for a step with one schedule; see `PipelinePlanner`."""
-    return PipelinePlanner(step, cluster, options, memory_budget, costs).plan(stage_option, schedule, method)
+    return PipelinePlanner(step, cluster, options, memory_budget, costs).plan(
+        stage_option, schedule, method
+    )
 
 
 def _limited(options: ShardingOptions, space: LogicalSpace) -> ShardingOptions:
@@ -236,21 +271,31 @@ def _stage(graph: StageGraph, assigned: Assignment, solved: SolvedStage) -> Stag
     return stage.model_copy(update={"layers": assigned.layers, "devices": assigned.devices})
 
 
-def _fullest(schedule: Schedule, solved: Sequence[SolvedStage], in_flight: Sequence[int]) -> Mapping[Role, int]:
+def _fullest(
+    schedule: Schedule, solved: Sequence[SolvedStage], in_flight: Sequence[int]
+) -> Mapping[Role, int]:
     """What the fullest device needs, if every stage on it is fullest at the same time."""
     used: dict[int, dict[Role, int]] = defaultdict(dict)
     for stage, each in enumerate(solved):
-        held = apportioned(each.shardings.roles_at_peak, round(each.bytes(in_flight[stage])), "activations")
+        held = apportioned(
+            each.shardings.roles_at_peak, round(each.bytes(in_flight[stage])), "activations"
+        )
         mesh = schedule.mesh_of(stage)
         used[mesh] = added(used[mesh], held)
     return max(used.values(), key=lambda held: sum(held.values()))
 
 
 def _makespan(
-    schedule: Schedule, cut: Cut, solved: Sequence[SolvedStage], assigned: Sequence[Assignment], costs: CostModel
+    schedule: Schedule,
+    cut: Cut,
+    solved: Sequence[SolvedStage],
+    assigned: Sequence[Assignment],
+    costs: CostModel,
 ) -> float:
     """Seconds of a step: what its schedule takes with these stages and the transfers between them."""
-    sent: set[tuple[Var, int, int]] = set()  # a value is sent to a stage once, whatever reads it there
+    sent: set[tuple[Var, int, int]] = (
+        set()
+    )  # a value is sent to a stage once, whatever reads it there
     for task, reads in cut.reads.items():
         for var in reads if task.phase != "U" else ():
             maker = cut.made_by.get(var)

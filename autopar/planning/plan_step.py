@@ -18,7 +18,7 @@ from autopar.planning.stage_problem import NoStagesError
 from autopar.sharding.planner import MemoryBudgetError
 from autopar.tracing.arguments import ARGNUMS, DEFAULT_BATCH, batch_arguments, check_arrays
 from autopar.tracing.trace import abstract
-from simulator.heterogeneous import AnyCluster
+from simulator.hardware.heterogeneous import AnyCluster
 
 
 @builds_graphs
@@ -83,14 +83,20 @@ WORKSPACE_BYTES = 8 * 2**20
 """Bytes for what XLA:GPU gives cuBLAS to work in: 4 MiB for each matrix product, of which two may run at the same time (jaxlib 0.11.2)."""
 
 
-_METHOD = instance("one of autopar.methods that make a plan, e.g. autopar.ShardParallel()", PlanningMethod)
+_METHOD = instance(
+    "one of autopar.methods that make a plan, e.g. autopar.ShardParallel()", PlanningMethod
+)
 _ARGS = instance("the arguments of the step, in a tuple or a list", tuple, list)
 
 
-def checked_step(fun: Callable[..., Any], args: Sequence[Any], batch_argnums: int | Sequence[int]) -> tuple[int, ...]:
+def checked_step(
+    fun: Callable[..., Any], args: Sequence[Any], batch_argnums: int | Sequence[int]
+) -> tuple[int, ...]:
     """The numbers of the batch arguments of a step, which is checked."""
     if not callable(fun) or hasattr(fun, "get_last_executable"):
-        raise OptionError(f"fun is {shown(fun)}, expected a function of arrays; of a parallelized one take its .fun")
+        raise OptionError(
+            f"fun is {shown(fun)}, expected a function of arrays; of a parallelized one take its .fun"
+        )
     checked("args", args, _ARGS)
     try:
         jax.tree.map(abstract, args)
@@ -100,7 +106,9 @@ def checked_step(fun: Callable[..., Any], args: Sequence[Any], batch_argnums: in
     return batch_arguments(checked("batch_argnums", batch_argnums, ARGNUMS), args)
 
 
-def _mesh(method: PlanningMethod, cluster: AnyCluster, mesh_shape: Sequence[int] | None) -> LogicalMesh:
+def _mesh(
+    method: PlanningMethod, cluster: AnyCluster, mesh_shape: Sequence[int] | None
+) -> LogicalMesh:
     """The logical mesh that a step is planned for."""
     if mesh_shape is None:
         return mesh_on(cluster, method.devices)
@@ -108,7 +116,11 @@ def _mesh(method: PlanningMethod, cluster: AnyCluster, mesh_shape: Sequence[int]
     if method.devices is None:
         return mesh
     own = mesh_meant(method.devices, cluster.num_devices)
-    agree = own.num_devices == mesh.num_devices if isinstance(method, PipeshardParallel) else own.shape == mesh.shape
+    agree = (
+        own.num_devices == mesh.num_devices
+        if isinstance(method, PipeshardParallel)
+        else own.shape == mesh.shape
+    )
     if not agree:
         raise OptionError(
             f"mesh_shape is {mesh.shape}, but method.devices make a mesh of shape {own.shape}; leave one out"

@@ -26,8 +26,8 @@ from autopar.planning.stage_costs import SolvedStage
 from autopar.planning.step_planner import stage_of
 from autopar.progress import tell
 from autopar.util import zeros
-from simulator.cluster import Cluster
-from simulator.heterogeneous import AnyCluster
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.heterogeneous import AnyCluster
 from simulator.program import Phase
 
 WARMUP, REPEAT = 1, 5
@@ -67,7 +67,10 @@ class StageProfiler:
     """
 
     def __init__(
-        self, cluster: AnyCluster, devices: Sequence[Device] | None = None, file: str | Path | None = None
+        self,
+        cluster: AnyCluster,
+        devices: Sequence[Device] | None = None,
+        file: str | Path | None = None,
     ) -> None:
         """Get ready to measure the stages of a step on `cluster`, on `devices` (by default all that are here).
 
@@ -108,7 +111,10 @@ class StageProfiler:
             seconds = self._measure(graph, stage)
             self.num_measured += 1
             self.known[key] = Measurement(
-                device_kind=device_kind, jax_version=jax.__version__, mesh_shape=solved.shape, seconds=seconds
+                device_kind=device_kind,
+                jax_version=jax.__version__,
+                mesh_shape=solved.shape,
+                seconds=seconds,
             )
             if self._file is not None:
                 _save(self._file, self.known)
@@ -163,14 +169,25 @@ def _key(graph: StageGraph, stage: Stage, device_kind: str) -> str:
     tasks = [(task.phase, task.round, len(eqns)) for task, eqns in graph.tasks.items()]
     constraints = [(each.eqn, each.side, each.index, each.spec) for each in stage.constraints]
     values = [value.spec for value in (*stage.inputs, *stage.outputs)]
-    facts = graph_key(graph), tasks, stage.mesh_shape, values, constraints, stage.deferred, device_kind, jax.__version__
+    facts = (
+        graph_key(graph),
+        tasks,
+        stage.mesh_shape,
+        values,
+        constraints,
+        stage.deferred,
+        device_kind,
+        jax.__version__,
+    )
     return sha256(repr(facts).encode()).hexdigest()[:32]
 
 
 def _load(file: Path) -> dict[str, Measurement]:
     if not file.exists():
         if not file.absolute().parent.is_dir():
-            raise StageError(f"cached_profile_result is {file}, but there is no folder {file.absolute().parent}")
+            raise StageError(
+                f"cached_profile_result is {file}, but there is no folder {file.absolute().parent}"
+            )
         return {}
     try:
         return dict(_File.model_validate_json(file.read_bytes()).stages)
@@ -183,7 +200,11 @@ def _load(file: Path) -> dict[str, Measurement]:
 
 def _reason(error: Exception) -> str:
     first = error.errors()[0] if isinstance(error, ValidationError) else None
-    return str(error) if first is None else f"{'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}"
+    return (
+        str(error)
+        if first is None
+        else f"{'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}"
+    )
 
 
 def _save(file: Path, known: dict[str, Measurement]) -> None:

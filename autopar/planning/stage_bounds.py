@@ -38,13 +38,21 @@ class CostTable:
                 if problem.lower_bound is None:
                     self.exact(mesh, starts[0], stops[0])
                 else:
-                    self._known[mesh, kind] = tuple(problem.lower_bound(starts[0], stops[0], submesh))
+                    self._known[mesh, kind] = tuple(
+                        problem.lower_bound(starts[0], stops[0], submesh)
+                    )
         self.num_surprises = 0
-        self.usable = [i for i, found in enumerate(np.isfinite(self.level(1)[0]).any(axis=(1, 2))) if found]
+        self.usable = [
+            i for i, found in enumerate(np.isfinite(self.level(1)[0]).any(axis=(1, 2))) if found
+        ]
         self.units = units = [self._unit(pool) for pool in range(len(problem.pools))]
-        self.devices = tuple(pool.num_devices // unit for pool, unit in zip(problem.pools, units, strict=True))
+        self.devices = tuple(
+            pool.num_devices // unit for pool, unit in zip(problem.pools, units, strict=True)
+        )
         self.sizes = [submesh.num_devices // units[submesh.pool] for submesh in problem.submeshes]
-        self.can_use_all = all(pool.num_devices % unit == 0 for pool, unit in zip(problem.pools, units, strict=True))
+        self.can_use_all = all(
+            pool.num_devices % unit == 0 for pool, unit in zip(problem.pools, units, strict=True)
+        )
         self.cuts = self._cheapest_transfers()
 
     def exact(self, mesh: int, start: int, stop: int) -> tuple[StageCost, ...]:
@@ -54,20 +62,28 @@ class CostTable:
             bounds = self._known.get((mesh, kind), ())
             costs = tuple(self.problem.costs(start, stop, self.problem.submeshes[mesh]))
             self.num_costs += 1
-            self.num_surprises += any(self._terms(mesh, costs, k) != self._terms(mesh, bounds, k) for k in self._levels)
+            self.num_surprises += any(
+                self._terms(mesh, costs, k) != self._terms(mesh, bounds, k) for k in self._levels
+            )
             self._exact.add((mesh, kind))
             self._known[mesh, kind] = costs
             for in_flight, level in self._levels.items():
-                level[:, mesh, *self._places[kind]] = np.reshape(self._terms(mesh, costs, in_flight), (2, 1))
+                level[:, mesh, *self._places[kind]] = np.reshape(
+                    self._terms(mesh, costs, in_flight), (2, 1)
+                )
         return self._known[mesh, kind]
 
     def level(self, in_flight: int) -> np.ndarray:
         """Seconds and the slowest term of every stage that fits with so many microbatches, [2, submesh, start, stop]."""
         if in_flight not in self._levels:
             size = self.problem.num_layers + 1
-            self._levels[in_flight] = level = np.full((2, len(self.problem.submeshes), size, size), np.inf)
+            self._levels[in_flight] = level = np.full(
+                (2, len(self.problem.submeshes), size, size), np.inf
+            )
             for (mesh, kind), costs in self._known.items():
-                level[:, mesh, *self._places[kind]] = np.reshape(self._terms(mesh, costs, in_flight), (2, 1))
+                level[:, mesh, *self._places[kind]] = np.reshape(
+                    self._terms(mesh, costs, in_flight), (2, 1)
+                )
         return self._levels[in_flight]
 
     def fits(self, mesh: int, cost: StageCost, in_flight: int) -> bool:
@@ -85,7 +101,9 @@ class CostTable:
 
     def _terms(self, mesh: int, costs: Sequence[StageCost], in_flight: int) -> tuple[float, float]:
         costs = [cost for cost in costs if self.fits(mesh, cost, in_flight)]
-        return min((c.seconds for c in costs), default=np.inf), min((self.busy(c) for c in costs), default=np.inf)
+        return min((c.seconds for c in costs), default=np.inf), min(
+            (self.busy(c) for c in costs), default=np.inf
+        )
 
     def _unit(self, pool: int) -> int:
         """The greatest common divisor of the usable submeshes of a pool."""
@@ -98,11 +116,16 @@ class CostTable:
 
     def _cheapest_transfers(self) -> np.ndarray:
         """By layer before which the cut is, the least seconds of a transfer between two submeshes."""
-        transfer, meshes = self.problem.transfer, [self.problem.submeshes[mesh] for mesh in self.usable]
+        transfer, meshes = (
+            self.problem.transfer,
+            [self.problem.submeshes[mesh] for mesh in self.usable],
+        )
         cuts = np.zeros(self.problem.num_layers + 1)
         if transfer:
             for cut in range(1, self.problem.num_layers):
-                cuts[cut] = min((transfer(cut, a, b, None) for a in meshes for b in meshes), default=0.0)
+                cuts[cut] = min(
+                    (transfer(cut, a, b, None) for a in meshes for b in meshes), default=0.0
+                )
         return cuts
 
 
@@ -147,16 +170,21 @@ class Remainder:
             sums = _least_sums(table, in_flight, thresholds)[(-1, *table.devices)]
             if np.isfinite(sums[:-1]).any():
                 near = np.flatnonzero(
-                    sums[:-1] + np.append(low, thresholds[:-1]) <= 1.05 * np.min(sums[:-1] + thresholds)
+                    sums[:-1] + np.append(low, thresholds[:-1])
+                    <= 1.05 * np.min(sums[:-1] + thresholds)
                 )
                 first, last = thresholds[max(near[0] - 1, 0)], thresholds[near[-1]]
                 thresholds = np.linspace(min(first, last), last, _THRESHOLDS // 4)
         thresholds = np.linspace(thresholds[0], thresholds[-1], _THRESHOLDS)
         return cls(np.append(0.0, thresholds), _least_sums(table, in_flight, thresholds))
 
-    def bounds(self, starts: np.ndarray, left: tuple[int, ...], total: np.ndarray, slowest: np.ndarray) -> np.ndarray:
+    def bounds(
+        self, starts: np.ndarray, left: tuple[int, ...], total: np.ndarray, slowest: np.ndarray
+    ) -> np.ndarray:
         """Least objective of any plan with a suffix that starts at one of these layers and has these terms."""
-        return total + (self.sums[(starts, *left)] + np.maximum(slowest[:, None], self.lower)).min(axis=1)
+        return total + (self.sums[(starts, *left)] + np.maximum(slowest[:, None], self.lower)).min(
+            axis=1
+        )
 
     def bound(self, first: int, left: tuple[int, ...], total: float, slowest: float) -> float:
         """The same for one suffix."""
@@ -180,14 +208,20 @@ def _least_sums(table: CostTable, in_flight: int, thresholds: np.ndarray) -> np.
             before, after = [slice(None)] * len(grid), [slice(None)] * len(grid)
             before[pool], after[pool] = slice(0, grid[pool] - size), slice(size, None)
             # few stages are below a threshold, so that those are worth a turn of their own
-            for limits, part in ((thresholds, slice(count)), (np.array([np.inf]), slice(count, None))):
+            for limits, part in (
+                (thresholds, slice(count)),
+                (np.array([np.inf]), slice(count, None)),
+            ):
                 starts = np.flatnonzero(
-                    (slowest[mesh, :stop, stop] <= limits[-1]) & np.isfinite(slowest[mesh, :stop, stop])
+                    (slowest[mesh, :stop, stop] <= limits[-1])
+                    & np.isfinite(slowest[mesh, :stop, stop])
                 )
                 if starts.size:
                     cost = seconds[mesh, starts, stop, None] + table.cuts[stop]
                     cost = np.where(slowest[mesh, starts, stop, None] <= limits, cost, np.inf)
                     cost = cost.reshape(len(starts), *(1,) * len(grid), len(limits))
                     target = sums[(stop, *after, part)]
-                    np.minimum(target, (sums[(starts, *before, part)] + cost).min(axis=0), out=target)
+                    np.minimum(
+                        target, (sums[(starts, *before, part)] + cost).min(axis=0), out=target
+                    )
     return sums

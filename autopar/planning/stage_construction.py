@@ -13,19 +13,32 @@ from autopar.ir.equation_work import array_bytes
 from autopar.ir.graph import aval_of
 from autopar.pipeline.pipeline_schedules import has_backward
 from autopar.pipeline.stage_graph import StageGraph
-from autopar.pipeline.stage_options import Assignment, AutoStageOption, LogicalSpace, PhysicalSpace, logical_shapes
+from autopar.pipeline.stage_options import (
+    Assignment,
+    AutoStageOption,
+    LogicalSpace,
+    PhysicalSpace,
+    logical_shapes,
+)
 from autopar.pipeline.submeshes import HostPool, Submesh, SubmeshSizes, enumerate_submeshes, place
 from autopar.planning.composition import ComposedStage
 from autopar.planning.layer_costs import Shape
 from autopar.planning.layer_ranges import LayerRanges
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.planning.stage_dp import construct_stages
-from autopar.planning.stage_problem import InFlight, NoStagesError, StageCost, StagePlan, StageProblem, in_flight_of
+from autopar.planning.stage_problem import (
+    InFlight,
+    NoStagesError,
+    StageCost,
+    StagePlan,
+    StageProblem,
+    in_flight_of,
+)
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
-from simulator.costs import CostModel
-from simulator.heterogeneous import AnyCluster
+from simulator.costs.cost_model import CostModel
+from simulator.hardware.heterogeneous import AnyCluster
 
 _MOST_HOSTS = 4
 """Of a submesh in the space "small_power_of_two"."""
@@ -107,16 +120,24 @@ def find_stages(
             continue  # that is the one which was found
         with suppress(NoStagesError):
             yield _found(
-                construct_stages(replace(problem, submeshes=meshes), _SURE * min(known, default=inf)), problem, costs
+                construct_stages(
+                    replace(problem, submeshes=meshes), _SURE * min(known, default=inf)
+                ),
+                problem,
+                costs,
             )
 
 
 def _even(problem: StageProblem) -> Iterable[tuple[Submesh, ...]]:
     """Submeshes of one size in each pool."""
-    return product(*([mesh for mesh in problem.submeshes if mesh.pool == i] for i in range(len(problem.pools))))
+    return product(
+        *([mesh for mesh in problem.submeshes if mesh.pool == i] for i in range(len(problem.pools)))
+    )
 
 
-def _found(found: StagePlan, problem: StageProblem, costs: ClusterStageCosts) -> tuple[FoundStages, list[Assignment]]:
+def _found(
+    found: StagePlan, problem: StageProblem, costs: ClusterStageCosts
+) -> tuple[FoundStages, list[Assignment]]:
     facts = _facts(found, problem, costs.num_solves)
     return facts, _assigned(facts, costs.options)
 
@@ -124,7 +145,9 @@ def _found(found: StagePlan, problem: StageProblem, costs: ClusterStageCosts) ->
 def _facts(found: StagePlan, problem: StageProblem, num_solves: int) -> FoundStages:
     submeshes = [stage.submesh for stage in found.stages]
     return FoundStages(
-        forward_stage_layer_ids=tuple(tuple(range(stage.start, stage.stop)) for stage in found.stages),
+        forward_stage_layer_ids=tuple(
+            tuple(range(stage.start, stage.stop)) for stage in found.stages
+        ),
         submesh_shapes=tuple((mesh.hosts, mesh.devices_per_host) for mesh in submeshes),
         submesh_devices=place(problem.pools, submeshes),
         logical_mesh_shapes=tuple(stage.cost.logical_shape for stage in found.stages),
@@ -138,7 +161,10 @@ def _assigned(found: FoundStages, options: ShardingOptions) -> list[Assignment]:
     return [
         Assignment(layers, devices, (shape,), options)
         for layers, devices, shape in zip(
-            found.forward_stage_layer_ids, found.submesh_devices, found.logical_mesh_shapes, strict=True
+            found.forward_stage_layer_ids,
+            found.submesh_devices,
+            found.logical_mesh_shapes,
+            strict=True,
         )
     ]
 
@@ -167,7 +193,11 @@ def stage_problem(
         """The cheapest sharding for every number of microbatches in flight that halves the one before."""
         here = costs.pools[mesh.pool]
         found: list[ComposedStage] = []
-        in_flight_here = _most_in_flight(ranges.kinds, start, stop, in_flight) if balanced(start, stop, mesh) else 0
+        in_flight_here = (
+            _most_in_flight(ranges.kinds, start, stop, in_flight)
+            if balanced(start, stop, mesh)
+            else 0
+        )
         shapes = submesh_shapes(mesh, option.submesh_logical_shape_space)
         while in_flight_here and not (found and found[-1].price == 0):
             if composed := here.composed(start, stop, shapes, in_flight_here):
@@ -215,7 +245,9 @@ def stage_problem(
                 return inf
             first, second = starts[source.pool] + before - taken, starts[source.pool] + before
         num_bytes = ranges.crossing_bytes[cut]
-        return transfer_seconds(costs.links, num_bytes, range(first, first + taken), range(second, second + given))
+        return transfer_seconds(
+            costs.links, num_bytes, range(first, first + taken), range(second, second + given)
+        )
 
     return StageProblem(
         num_layers=ranges.num_layers,
@@ -232,7 +264,9 @@ def stage_problem(
     )
 
 
-def transfer_seconds(costs: CostModel, num_bytes: float, source: Sequence[int], destination: Sequence[int]) -> float:
+def transfer_seconds(
+    costs: CostModel, num_bytes: float, source: Sequence[int], destination: Sequence[int]
+) -> float:
     """Seconds to move bytes from some devices to others, each sending its share to one of them (what then is missing on other devices
     they gather from one another, which is not counted)."""
     pairs = tuple((a, b) for a, b in zip(source, destination, strict=False))
@@ -253,11 +287,15 @@ def submesh_shapes(mesh: Submesh, space: LogicalSpace) -> tuple[Shape, ...]:
         case "single_node_model_parallel":
             if mesh.hosts == 1:
                 return logical_shapes(count)
-            inner = [n for n in range(mesh.devices_per_host, 1, -1) if mesh.devices_per_host % n == 0]
+            inner = [
+                n for n in range(mesh.devices_per_host, 1, -1) if mesh.devices_per_host % n == 0
+            ]
             return ((count,), *((count // n, n) for n in inner))
 
 
-def _measured(costs: StageCosts, composed: ComposedStage, stop: int, measure: Measure) -> list[StageCost]:
+def _measured(
+    costs: StageCosts, composed: ComposedStage, stop: int, measure: Measure
+) -> list[StageCost]:
     """What a stage costs that was solved whole and measured; nothing if it does not run."""
     graph, layers = costs.ranges.graph(composed.start, stop), range(composed.start, stop)
     try:
@@ -272,7 +310,11 @@ def _measured(costs: StageCosts, composed: ComposedStage, stop: int, measure: Me
 def _most_in_flight(kinds: Sequence[Hashable], start: int, stop: int, in_flight: InFlight) -> int:
     """The most microbatches that a stage with layers of these kinds may hold, wherever it is."""
     layers, length = len(kinds), stop - start
-    places = [first for first in range(layers - length + 1) if kinds[first : first + length] == kinds[start:stop]]
+    places = [
+        first
+        for first in range(layers - length + 1)
+        if kinds[first : first + length] == kinds[start:stop]
+    ]
     return max(
         in_flight(later, earlier + 1 + later)
         for first in places
@@ -298,7 +340,9 @@ def _held_bytes(ranges: LayerRanges, layer: int) -> int:
     return sum(array_bytes(aval_of(v).shape, aval_of(v).dtype) for v in step.held if v in received)
 
 
-def _balance(costs: ClusterStageCosts, cluster: AnyCluster, tolerance: float) -> Callable[[int, int, Submesh], bool]:
+def _balance(
+    costs: ClusterStageCosts, cluster: AnyCluster, tolerance: float
+) -> Callable[[int, int, Submesh], bool]:
     """Whether a stage's share of the work is near its devices' share of what all devices can do in the same time."""
     if not isfinite(tolerance):
         return lambda start, stop, mesh: True
@@ -306,7 +350,9 @@ def _balance(costs: ClusterStageCosts, cluster: AnyCluster, tolerance: float) ->
     work = [[pool.least(layer, layer + 1, [(1,)])[0] for layer in layers] for pool in costs.pools]
     if not all(map(sum, work)):  # nothing costs anything
         return lambda start, stop, mesh: True
-    even = 1 / sum(pool.num_devices / sum(mine) for pool, mine in zip(cluster.pools, work, strict=True))
+    even = 1 / sum(
+        pool.num_devices / sum(mine) for pool, mine in zip(cluster.pools, work, strict=True)
+    )
 
     def balanced(start: int, stop: int, mesh: Submesh) -> bool:
         share = sum(work[mesh.pool][start:stop]) / mesh.num_devices / even

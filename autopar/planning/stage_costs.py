@@ -23,7 +23,7 @@ from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import MemoryBudgetError, Shardings, Start, plan_shardings
 from autopar.sharding.selection_problem import InfeasibleError
-from simulator.costs import CostModel
+from simulator.costs.cost_model import CostModel
 from simulator.program import Phase
 
 _LEAST_ROOM = 0.8
@@ -74,7 +74,9 @@ class StageCosts:
         revisions: how often a composition turned out not to run, or not to fit, so that others have to be looked for.
     """
 
-    def __init__(self, ranges: LayerRanges, layers: LayerCosts, options: ShardingOptions, budget: float) -> None:
+    def __init__(
+        self, ranges: LayerRanges, layers: LayerCosts, options: ShardingOptions, budget: float
+    ) -> None:
         self.ranges, self.layers, self.options, self.budget = ranges, layers, options, budget
         self.model = layers.model
         self.room, self.revisions = budget, 0
@@ -91,9 +93,17 @@ class StageCosts:
         """The ways to share the work on a mesh; pure data parallelism defers if it can, and is not compared with what doesn't."""
         if shape not in self._ways:
             step, mesh = self.ranges.cut.step, logical_mesh(shape)
-            deferred = candidates(step, mesh, self.options.data_parallel) if self.options.mode == "solve" else ()
+            deferred = (
+                candidates(step, mesh, self.options.data_parallel)
+                if self.options.mode == "solve"
+                else ()
+            )
             # Along all of several axes it is what one axis gives.
-            found = [Way(shape, a) for a in deferred if self._has_rows(mesh.ways(a)) and len(a) < max(len(shape), 2)]
+            found = [
+                Way(shape, a)
+                for a in deferred
+                if self._has_rows(mesh.ways(a)) and len(a) < max(len(shape), 2)
+            ]
             if not self.options.data_parallel or not all(
                 self._front(layer, way) for way in found for layer in range(self.ranges.num_layers)
             ):
@@ -117,12 +127,17 @@ class StageCosts:
         num_devices = prod(shapes[0])
         work = {layer: self._single(layer) for layer in range(start, stop)}
         common = [layer for layer in work if self._kinds[layer] == self._most_common]
-        rest = sum(each.cheapest.priced.bound for layer, each in work.items() if layer not in common) / num_devices
+        rest = (
+            sum(each.cheapest.priced.bound for layer, each in work.items() if layer not in common)
+            / num_devices
+        )
         seconds = sum(each.cheapest.seconds for each in work.values()) / num_devices
         if not common:
             return seconds, rest
         fronts = (self._front(common[0], way) for shape in shapes for way in self.ways(shape))
-        return seconds, rest + len(common) * min((front.bound for front in fronts if front), default=inf)
+        return seconds, rest + len(common) * min(
+            (front.bound for front in fronts if front), default=inf
+        )
 
     @cached_property
     def _most_common(self) -> int:
@@ -134,7 +149,9 @@ class StageCosts:
         assert front is not None
         return front
 
-    def composed(self, start: int, stop: int, shapes: Sequence[Shape], in_flight: int) -> ComposedStage | None:
+    def composed(
+        self, start: int, stop: int, shapes: Sequence[Shape], in_flight: int
+    ) -> ComposedStage | None:
         """The cheapest composition that fits with so many microbatches in flight; None if there is none."""
         best: ComposedStage | None = None
         ways = [way for shape in shapes for way in self.ways(shape) if way not in self._refused]
@@ -169,7 +186,9 @@ class StageCosts:
         if key not in self._composed:
             found = [front for front in fronts if front is not None]
             complete = len(found) == len(fronts)
-            self._composed[key] = compose(way, start, found, in_flight, self.room) if complete else None
+            self._composed[key] = (
+                compose(way, start, found, in_flight, self.room) if complete else None
+            )
         known = self._composed[key]
         return known and (known if known.start == start else replace(known, start=start))
 
@@ -203,7 +222,10 @@ class StageCosts:
             except (ShardingError, InfeasibleError) as error:
                 errors.append(error)
         if not found:
-            raise min(errors, key=lambda error: error.least if isinstance(error, MemoryBudgetError) else inf)
+            raise min(
+                errors,
+                key=lambda error: error.least if isinstance(error, MemoryBudgetError) else inf,
+            )
         return min(found, key=lambda each: (each.shardings.seconds, each.shape))
 
     def _runs(self, graph: StageGraph, way: Way) -> bool:
@@ -222,13 +244,19 @@ class StageCosts:
         """
         key = self.layers.kind(graph), composed.way, in_flight
         if key not in self._solved:
-            start = Start(composed.way.deferred, self._specs(composed), composed.bound(in_flight, self.budget))
+            start = Start(
+                composed.way.deferred, self._specs(composed), composed.bound(in_flight, self.budget)
+            )
             self._solved[key] = self._whole(graph, composed.way.shape, in_flight, start)
         return self._solved[key]
 
-    def _whole(self, graph: StageGraph, shape: Shape, in_flight: int, start: Start | None) -> SolvedStage:
+    def _whole(
+        self, graph: StageGraph, shape: Shape, in_flight: int, start: Start | None
+    ) -> SolvedStage:
         step, costs = replace(graph.step, in_flight=in_flight), self.layers.mesh_costs(shape)
-        found = plan_shardings(step, costs.mesh, self.model, self.options, self.budget, costs, start)
+        found = plan_shardings(
+            step, costs.mesh, self.model, self.options, self.budget, costs, start
+        )
         return SolvedStage(
             shape,
             replace(found, peak_bytes=found.peak_bytes - (in_flight - 1) * found.held_bytes),

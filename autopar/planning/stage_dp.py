@@ -35,7 +35,9 @@ def construct_stages(problem: StageProblem, limit: float = np.inf) -> StagePlan:
     for in_flight, totals in _memory_profiles(problem):
         best = _Search(table, in_flight, totals, best.seconds if best else limit).run() or best
     if best is None:
-        pools = ", ".join(f"{pool.hosts} x {pool.devices_per_host} devices" for pool in problem.pools)
+        pools = ", ".join(
+            f"{pool.hosts} x {pool.devices_per_host} devices" for pool in problem.pools
+        )
         raise NoStagesError(
             f"no way to cut {problem.num_layers} layers into stages for {pools} with submeshes "
             f"{', '.join(map(str, problem.submeshes))} fits in memory and uses all devices; "
@@ -104,13 +106,17 @@ class _Suffix:
 
 
 class _Search:
-    def __init__(self, table: CostTable, in_flight: Sequence[int], totals: set[int], limit: float) -> None:
+    def __init__(
+        self, table: CostTable, in_flight: Sequence[int], totals: set[int], limit: float
+    ) -> None:
         self.table, self.problem = table, table.problem
         self.in_flight, self.totals = in_flight, totals
         self.limit = limit
         pools = enumerate(self.problem.pools)
         self.awkward = {
-            i for i, pool in pools if not counting_suffices(pool, [m for m in self.problem.submeshes if m.pool == i])
+            i
+            for i, pool in pools
+            if not counting_suffices(pool, [m for m in self.problem.submeshes if m.pool == i])
         }
 
     def run(self) -> _Suffix | None:
@@ -135,7 +141,9 @@ class _Search:
 
         fronts: defaultdict[tuple, list[tuple[float, ...]]] = defaultdict(list)
         nothing = _Suffix(self.problem.num_layers, self.table.devices)
-        push(self._remainder(0).bound(nothing.first, nothing.left, 0.0, 0.0), nothing.first, nothing)
+        push(
+            self._remainder(0).bound(nothing.first, nothing.left, 0.0, 0.0), nothing.first, nothing
+        )
         while heap:
             _, _, _, entry = heappop(heap)
             if isinstance(entry, tuple):  # the last stage has a bound only: find out what it costs
@@ -143,7 +151,9 @@ class _Search:
                 for cost in self.table.exact(mesh, start, after.first):
                     if suffix := self._extended(after, start, mesh, cost):
                         remainder = self._remainder(suffix.count)
-                        bound = remainder.bound(suffix.first, suffix.left, suffix.total, suffix.rest)
+                        bound = remainder.bound(
+                            suffix.first, suffix.left, suffix.total, suffix.rest
+                        )
                         push(bound, suffix.first, suffix)
                 if self.table.num_surprises - known >= patience:
                     return _Stale()
@@ -160,10 +170,16 @@ class _Search:
     def _remainder(self, later: int) -> Remainder:
         """Bounds for the layers before a suffix of `later` stages; the same ones serve several numbers of stages."""
         in_flight = min(self.in_flight[later:], default=self.in_flight[-1])
-        coarse = in_flight - in_flight % (1 << max(0, in_flight.bit_length() - 3))  # three leading bits
+        coarse = in_flight - in_flight % (
+            1 << max(0, in_flight.bit_length() - 3)
+        )  # three leading bits
         if coarse not in self.remainders:
             level = self.table.level(coarse)
-            same = (self.remainders[k] for k in self.remainders if np.array_equal(self.table.level(k), level))
+            same = (
+                self.remainders[k]
+                for k in self.remainders
+                if np.array_equal(self.table.level(k), level)
+            )
             self.remainders[coarse] = next(same, None) or Remainder.of(self.table, coarse)
         return self.remainders[coarse]
 
@@ -172,7 +188,12 @@ class _Search:
         return suffix.first, suffix.left, suffix.count, suffix.parts, neighbour
 
     def _dominated(self, front: list[tuple[float, ...]], suffix: _Suffix) -> bool:
-        terms = (suffix.total, suffix.slowest, suffix.once, suffix.front if self.problem.transfer else 0.0)
+        terms = (
+            suffix.total,
+            suffix.slowest,
+            suffix.once,
+            suffix.front if self.problem.transfer else 0.0,
+        )
         if any(all(a <= b * _SAME for a, b in zip(other, terms, strict=True)) for other in front):
             return True
         front.append(terms)
@@ -193,7 +214,9 @@ class _Search:
         transfer = self._transfer(after, mesh)
         if isinf(transfer):
             return
-        seconds, busy = self.table.level(self.in_flight[after.count])[:, mesh, : after.first, after.first]
+        seconds, busy = self.table.level(self.in_flight[after.count])[
+            :, mesh, : after.first, after.first
+        ]
         starts = np.flatnonzero(np.isfinite(seconds))
         seconds, busy = seconds[starts], busy[starts]
         rest = np.maximum(busy, self._slowest(after, transfer, seconds) + after.once)
@@ -204,7 +227,11 @@ class _Search:
 
     def _extended(self, after: _Suffix, start: int, mesh: int, cost: StageCost) -> _Suffix | None:
         left, parts = self.table.without(after.left, mesh), self._parts(after, mesh)
-        if left is None or parts is None or not self.table.fits(mesh, cost, self.in_flight[after.count]):
+        if (
+            left is None
+            or parts is None
+            or not self.table.fits(mesh, cost, self.in_flight[after.count])
+        ):
             return None
         transfer = self._transfer(after, mesh)
         return _Suffix(
@@ -223,7 +250,9 @@ class _Search:
         """The first maximum of the objective with a stage of so many seconds, or each of several, in front of `after`."""
         repeats, in_flight = self.table.repeats, self.in_flight[after.count]
         slowest = np.maximum(max(after.slowest, repeats * transfer / 2), repeats * seconds)
-        slowest = np.maximum(slowest, self.problem.returns(in_flight) * (after.total + transfer + seconds))
+        slowest = np.maximum(
+            slowest, self.problem.returns(in_flight) * (after.total + transfer + seconds)
+        )
         if after.count:
             turns = self.problem.turns(in_flight, self.in_flight[after.count - 1])
             slowest = np.maximum(slowest, turns * (after.front + transfer + seconds))

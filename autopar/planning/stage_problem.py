@@ -93,7 +93,11 @@ class StageProblem:
 
     def turns(self, earlier: int, later: int) -> int:
         """How often two neighbours that hold so many microbatches wait for one another."""
-        return (self.num_micro_batches - later) // (earlier - later + 1) if self.backward and earlier > later else 0
+        return (
+            (self.num_micro_batches - later) // (earlier - later + 1)
+            if self.backward and earlier > later
+            else 0
+        )
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_micro_batches < 1:
@@ -101,7 +105,9 @@ class StageProblem:
                 f"{self.num_layers} layers and {self.num_micro_batches} microbatches; stages need at least one of each"
             )
         if self.layer_kinds is not None and len(self.layer_kinds) != self.num_layers:
-            raise ValueError(f"{len(self.layer_kinds)} layer kinds for {self.num_layers} layers; one each")
+            raise ValueError(
+                f"{len(self.layer_kinds)} layer kinds for {self.num_layers} layers; one each"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +144,17 @@ def step_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
     pairs = pairwise(stages)
     transfers = []
     for k, (a, b) in enumerate(pairs if problem.transfer else ()):
-        later = sum(each.submesh.num_devices for each in stages[k + 1 :] if each.submesh.pool == b.submesh.pool)
+        later = sum(
+            each.submesh.num_devices
+            for each in stages[k + 1 :]
+            if each.submesh.pool == b.submesh.pool
+        )
         before = problem.pools[b.submesh.pool].num_devices - later
         transfers.append(problem.transfer(b.start, a.submesh, b.submesh, before))  # pyright: ignore[reportOptionalCall]
     total = sum(stage.cost.seconds for stage in stages) + sum(transfers)
-    slowest = repeats * max(*(stage.cost.seconds for stage in stages), *(each / 2 for each in transfers), 0.0)
+    slowest = repeats * max(
+        *(stage.cost.seconds for stage in stages), *(each / 2 for each in transfers), 0.0
+    )
     held = [problem.in_flight(later, len(stages)) for later in reversed(range(len(stages)))]
     for k in range(len(stages)):
         back = sum(stage.cost.seconds for stage in stages[k:]) + sum(transfers[k:])
@@ -156,4 +168,6 @@ def step_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
 def in_flight_of(schedule: str, num_micro_batches: int) -> InFlight:
     """Microbatches in flight by position in the schedule of that name, one stage on each mesh."""
     kind = schedule_kind(schedule)
-    return lambda later, stages: kind.in_flight(stages - 1 - later, Pipeline(stages, num_micro_batches))
+    return lambda later, stages: kind.in_flight(
+        stages - 1 - later, Pipeline(stages, num_micro_batches)
+    )

@@ -18,8 +18,8 @@ from autopar.primitives.partitioner_defects import is_shardwise
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import check_patterns
 from autopar.sharding.planner import Shardings, plan_shardings
-from simulator.cluster import Cluster
-from simulator.costs import ClusterCosts, CostModel
+from simulator.costs.cost_model import ClusterCosts, CostModel
+from simulator.hardware.cluster import Cluster
 
 
 @builds_graphs
@@ -93,7 +93,9 @@ def stage_of(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:
     full = jax.tree.leaves(step.in_avals)
     inputs = [
         Value(path=path, role=role, spec=spec, **_array(aval))
-        for path, role, aval, spec in zip(step.in_paths, found.roles, full, found.inputs, strict=True)
+        for path, role, aval, spec in zip(
+            step.in_paths, found.roles, full, found.inputs, strict=True
+        )
     ]
     outputs = [
         Value(
@@ -109,7 +111,12 @@ def stage_of(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:
         eqn = step.jaxpr.eqns[constraint.eqn]
         aval = aval_of((eqn.invars if constraint.side == "in" else eqn.outvars)[constraint.index])
         name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/")
-        at = {"eqn": constraint.eqn, "side": constraint.side, "index": constraint.index, "spec": constraint.spec}
+        at = {
+            "eqn": constraint.eqn,
+            "side": constraint.side,
+            "index": constraint.index,
+            "spec": constraint.spec,
+        }
         constraints.append(Constraint(**at, name=name, **_array(aval)))
     return Stage(
         mesh_shape=mesh.shape,
@@ -129,13 +136,19 @@ def _array(aval: Any) -> dict[str, Any]:
 def coverage_warnings(step: StepGraph) -> tuple[str, ...]:
     """For each primitive that is planned as replicated for want of a better rule, and for loops of unknown length."""
     counts = Counter(
-        eqn.primitive.name for eqn in step.jaxpr.eqns if eqn.outvars and is_replicated_only(eqn.primitive.name)
+        eqn.primitive.name
+        for eqn in step.jaxpr.eqns
+        if eqn.outvars and is_replicated_only(eqn.primitive.name)
     )
     found = [
         f"{count} x {name}: computed whole on every device, there is no better rule for it in autopar/primitives"
         for name, count in sorted(counts.items())
     ]
-    endless = sum(eqn.primitive is loop_p and eqn.params["length"] is None for eqn in step.jaxpr.eqns)
+    endless = sum(
+        eqn.primitive is loop_p and eqn.params["length"] is None for eqn in step.jaxpr.eqns
+    )
     if endless:
-        found.append(f"{endless} x while_loop: how often it runs is not known, its costs count once")
+        found.append(
+            f"{endless} x while_loop: how often it runs is not known, its costs count once"
+        )
     return tuple(found)

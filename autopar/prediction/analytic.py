@@ -27,8 +27,8 @@ from autopar.pipeline.stage_graph import StageGraph
 from autopar.sharding.memory_constraint import Memory
 from autopar.sharding.memory_roles import roles_at_peak
 from autopar.sharding.mesh_costs import Step
-from simulator.costs import ClusterCosts
-from simulator.heterogeneous import AnyCluster
+from simulator.costs.cost_model import ClusterCosts
+from simulator.hardware.heterogeneous import AnyCluster
 from simulator.hlo.provenance import part_of
 from simulator.memory import MemoryUse, Role
 from simulator.program import Program
@@ -58,8 +58,12 @@ def analytic_program(planned: PlannedStep, cluster: AnyCluster) -> Program:
         if planned.cut.is_whole_step:
             memory.add_task(WHOLE_STEP_TASK, _memory_use(told.held()))
             continue
-        for function in lower_stage(planned, number, stage.mesh.abstract(), frozenset(planned.step.carried.values())):
-            temporaries = told.temporaries([n for n, _ in planned.graphs[number].tasks[function.task]])
+        for function in lower_stage(
+            planned, number, stage.mesh.abstract(), frozenset(planned.step.carried.values())
+        ):
+            temporaries = told.temporaries(
+                [n for n, _ in planned.graphs[number].tasks[function.task]]
+            )
             reused = sum(map(planned.values[number].device_bytes, function.reused))
             used = MemoryUse(outputs=reused, aliased=reused, temporaries=sum(temporaries.values()))
             memory.add_task(function.task, used, temporaries)
@@ -96,10 +100,14 @@ class _Told:
 
     def body(self, numbers: Iterable[int], runs: int = 1, adds: bool = False) -> Body:
         """These equations, of which those of microbatches run so many times in a step; it may add up what microbatches make, too."""
-        ops = [op for n in numbers for op in self._ops(n, runs if n in self._in_microbatches else 1)]
+        ops = [
+            op for n in numbers for op in self._ops(n, runs if n in self._in_microbatches else 1)
+        ]
         for number in self._marks if adds else ():
             seconds = self._seconds[number].compute / runs
-            ops.append(Kernel(f"accumulate #{number}", "memory", 0.0, 0.0, seconds=seconds, part="update"))
+            ops.append(
+                Kernel(f"accumulate #{number}", "memory", 0.0, 0.0, seconds=seconds, part="update")
+            )
         return tuple(ops)
 
     def held(self) -> dict[Role, int]:
@@ -137,24 +145,40 @@ class _Told:
             synchronised = each.synchronised(0) if each.eqn.primitive is accumulate_p else {}
             found = each.completions or tuple((kind, axis) for axis, kind in synchronised.items())
             axes = tuple(axis for _, axis in found)
-            yield from self._collective(name, found[0][0] if found else "", axes, communication, part)
+            yield from self._collective(
+                name, found[0][0] if found else "", axes, communication, part
+            )
 
     def _kernel(self, each: Played) -> Kernel:
         if each.eqn.primitive in MARKERS or each.factors is None or not each.eqn.outvars:
             return Kernel("", "memory", 0.0, 0.0)
         atoms, specs = (*each.eqn.invars, *each.eqn.outvars), (*each.operands, *each.results)
-        shapes = [local_shape(aval_of(a).shape, spec, self._mesh) for a, spec in zip(atoms, specs, strict=True)]
-        moved = sum(array_bytes(shape, aval_of(a).dtype) for shape, a in zip(shapes, atoms, strict=True))
+        shapes = [
+            local_shape(aval_of(a).shape, spec, self._mesh)
+            for a, spec in zip(atoms, specs, strict=True)
+        ]
+        moved = sum(
+            array_bytes(shape, aval_of(a).dtype) for shape, a in zip(shapes, atoms, strict=True)
+        )
         return kernel_of(each.eqn, shapes[: len(each.eqn.invars)], moved)
 
     def _collective(
-        self, name: str, kind: CollectiveKind | Literal[""], axes: tuple[str, ...], seconds: float, part: Part
+        self,
+        name: str,
+        kind: CollectiveKind | Literal[""],
+        axes: tuple[str, ...],
+        seconds: float,
+        part: Part,
     ) -> Iterator[Op]:
         """What communication takes, under the name of its first kind; a kernel, if all that there is to do is to copy."""
         if not kind:
             yield Kernel(name, "memory", 0.0, 0.0, seconds=seconds, part=part)
             return
-        yield Start(Collective(name, kind, 0.0, self._mesh.groups(axes), seconds, axis=self._mesh.joined(axes)))
+        yield Start(
+            Collective(
+                name, kind, 0.0, self._mesh.groups(axes), seconds, axis=self._mesh.joined(axes)
+            )
+        )
         yield Done(name)
 
 

@@ -19,15 +19,21 @@ from autopar.plan import Plan
 from autopar.planning.method_planning import any_cluster, trace_for
 from autopar.planning.plan_step import checked_step
 from autopar.prediction.analytic import analytic_program
-from autopar.tracing.arguments import AUTO_ARGNUMS, DEFAULT_BATCH, Argnums, donated_arguments, leaves_of
-from simulator.breakdown import prediction_of
-from simulator.cost_fingerprint import cost_fingerprint
-from simulator.engine import simulate as simulate_program
-from simulator.heterogeneous import AnyCluster
+from autopar.tracing.arguments import (
+    AUTO_ARGNUMS,
+    DEFAULT_BATCH,
+    Argnums,
+    donated_arguments,
+    leaves_of,
+)
+from simulator.costs.cost_fingerprint import cost_fingerprint
+from simulator.engine.breakdown import prediction_of
+from simulator.engine.prediction import Prediction
+from simulator.engine.simulation import simulate as simulate_program
+from simulator.engine.timeline import Timeline
+from simulator.hardware.heterogeneous import AnyCluster
 from simulator.hlo.provenance import part_of
-from simulator.prediction import Prediction
 from simulator.program import Program
-from simulator.timeline import Timeline
 
 Fidelity = Literal["compiled", "analytic"]
 """Whose program a prediction is of: XLA's, or the planner's."""
@@ -49,7 +55,13 @@ def simulate(
     """
     cluster = any_cluster(cluster)
     program = compile_step(
-        fun, args, plan, cluster, donate_argnums=donate_argnums, batch_argnums=batch_argnums, fidelity=fidelity
+        fun,
+        args,
+        plan,
+        cluster,
+        donate_argnums=donate_argnums,
+        batch_argnums=batch_argnums,
+        fidelity=fidelity,
     )
     return simulate_program(program, cluster)
 
@@ -72,7 +84,13 @@ def predict(
     """
     cluster, tokens = any_cluster(cluster), checked("tokens", tokens, whole(0))
     timeline = simulate(
-        fun, args, plan, cluster, donate_argnums=donate_argnums, batch_argnums=batch_argnums, fidelity=fidelity
+        fun,
+        args,
+        plan,
+        cluster,
+        donate_argnums=donate_argnums,
+        batch_argnums=batch_argnums,
+        fidelity=fidelity,
     )
     return prediction_of(timeline, cluster, tokens=tokens)
 
@@ -100,7 +118,9 @@ def compile_step(
     return program_of(PlannedStep(step, plan), any_cluster(cluster), donate_argnums, fidelity)
 
 
-def program_of(planned: Planned, cluster: AnyCluster, donate_argnums: Argnums, fidelity: Fidelity) -> Program:
+def program_of(
+    planned: Planned, cluster: AnyCluster, donate_argnums: Argnums, fidelity: Fidelity
+) -> Program:
     """Return the program of a planned step for a cluster; arguments as of `compile_step`."""
     checked("fidelity", fidelity, one_of(*get_args(Fidelity)))
     donate_argnums = checked("donate_argnums", donate_argnums, AUTO_ARGNUMS)
@@ -121,8 +141,14 @@ def _needed_flops(step: StepGraph) -> float:
     """FLOP of the products and convolutions that a step needs, on however many devices, nothing computed twice."""
     body = {number for number, _ in step.microbatching.body} if step.microbatching else set()
     total = 0.0
-    for number, (eqn, times) in enumerate(zip(step.jaxpr.eqns, repeats(step.jaxpr.eqns), strict=True)):
-        if eqn.primitive in MARKERS or not eqn.outvars or part_of(str(eqn.source_info.name_stack)) == "recompute":
+    for number, (eqn, times) in enumerate(
+        zip(step.jaxpr.eqns, repeats(step.jaxpr.eqns), strict=True)
+    ):
+        if (
+            eqn.primitive in MARKERS
+            or not eqn.outvars
+            or part_of(str(eqn.source_info.name_stack)) == "recompute"
+        ):
             continue
         kernel = kernel_of(eqn, [aval_of(atom).shape for atom in eqn.invars], 0.0)
         if kernel.kind != "memory":

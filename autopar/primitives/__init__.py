@@ -8,14 +8,34 @@ the rule allows and compares it with the unsharded equation.
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn
 
-from autopar.primitives import contract, index, linalg, loops, order, random, reduce, shape, shard_map
+from autopar.primitives import (
+    contract,
+    index,
+    linalg,
+    loops,
+    order,
+    random,
+    reduce,
+    shape,
+    shard_map,
+)
 from autopar.primitives.factors import OpFactors
 from autopar.primitives.pointwise import POINTWISE, pointwise
 from autopar.primitives.rule_helpers import Rule, replicated
 
-__all__ = ["PASS_THROUGH", "POINTWISE", "REPLICATED", "RULES", "MissingRuleError", "is_replicated_only", "op_factors"]
+__all__ = [
+    "PASS_THROUGH",
+    "POINTWISE",
+    "REPLICATED",
+    "RULES",
+    "MissingRuleError",
+    "is_replicated_only",
+    "op_factors",
+]
 
-PASS_THROUGH = frozenset({"accumulate", "device_put", "optimization_barrier", "sharding_constraint"})
+PASS_THROUGH = frozenset(
+    {"accumulate", "device_put", "optimization_barrier", "sharding_constraint"}
+)
 """Primitives whose i-th result is their i-th operand."""
 
 REPLICATED = frozenset({
@@ -59,7 +79,9 @@ def op_factors(eqn: JaxprEqn) -> OpFactors:
     """
     rule = RULES.get(eqn.primitive.name)
     if rule is None:
-        if eqn.effects or not all(isinstance(atom.aval, ShapedArray) for atom in (*eqn.invars, *eqn.outvars)):
+        if eqn.effects or not all(
+            isinstance(atom.aval, ShapedArray) for atom in (*eqn.invars, *eqn.outvars)
+        ):
             raise MissingRuleError(eqn)
         rule = replicated
     return rule(eqn)

@@ -15,11 +15,19 @@ def _dot_general(eqn: JaxprEqn) -> OpFactors:
 def _ragged_dot_general(eqn: JaxprEqn) -> OpFactors:
     """A product whose rows (or inner elements) belong to groups of sizes known only when it runs: those dims are whole."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
-    return _product(eqn, numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions)
+    return _product(
+        eqn,
+        numbers.dot_dimension_numbers,
+        numbers.lhs_ragged_dimensions,
+        numbers.rhs_group_dimensions,
+    )
 
 
 def _product(
-    eqn: JaxprEqn, dimension_numbers: tuple, ragged: Collection[int] = (), groups: Collection[int] = ()
+    eqn: JaxprEqn,
+    dimension_numbers: tuple,
+    ragged: Collection[int] = (),
+    groups: Collection[int] = (),
 ) -> OpFactors:
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_shape, rhs_shape = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
@@ -27,18 +35,28 @@ def _product(
     lhs: dict[int, tuple[int, ...]] = {}
     rhs: dict[int, tuple[int, ...]] = {}
     for left, right in zip(lhs_batch, rhs_batch, strict=True):
-        lhs[left] = rhs[right] = build.new(lhs_shape[left], "whole" if left in ragged else "parallel")
+        lhs[left] = rhs[right] = build.new(
+            lhs_shape[left], "whole" if left in ragged else "parallel"
+        )
     for left, right in zip(lhs_contract, rhs_contract, strict=True):
         lhs[left] = rhs[right] = build.new(lhs_shape[left], "whole" if left in ragged else "sum")
     lhs_free = [dim for dim in range(len(lhs_shape)) if dim not in lhs]
     rhs_free = [dim for dim in range(len(rhs_shape)) if dim not in rhs and dim not in groups]
-    lhs.update((dim, build.new(lhs_shape[dim], "whole" if dim in ragged else "parallel")) for dim in lhs_free)
+    lhs.update(
+        (dim, build.new(lhs_shape[dim], "whole" if dim in ragged else "parallel"))
+        for dim in lhs_free
+    )
     rhs.update((dim, build.new(rhs_shape[dim])) for dim in rhs_free)
     rhs.update((dim, build.new(rhs_shape[dim], "whole")) for dim in groups)
     result = [lhs[d] for d in lhs_batch] + [lhs[d] for d in lhs_free] + [rhs[d] for d in rhs_free]
-    operands = [tuple(lhs[d] for d in range(len(lhs_shape))), tuple(rhs[d] for d in range(len(rhs_shape)))]
+    operands = [
+        tuple(lhs[d] for d in range(len(lhs_shape))),
+        tuple(rhs[d] for d in range(len(rhs_shape))),
+    ]
     sizes = [build.dims(shape_of(atom), "whole") for atom in eqn.invars[2:]]
-    if (extra := len(shape_of(eqn.outvars[0])) - len(result)) > 0:  # a ragged inner dim: one product per group
+    if (
+        extra := len(shape_of(eqn.outvars[0])) - len(result)
+    ) > 0:  # a ragged inner dim: one product per group
         result = [build.new(size, "whole") for size in shape_of(eqn.outvars[0])[:extra]] + result
     return build.build([*operands, *sizes], [tuple(result)], decides=True)
 
@@ -59,9 +77,17 @@ def _conv_general_dilated(eqn: JaxprEqn) -> OpFactors:
     features = build.new(rhs_shape[numbers.rhs_spec[0]] // (groups * batch_groups))
     in_groups, in_batch_groups = (group, ()) if groups > 1 else ((), group)
 
-    def dims(shape: tuple[int, ...], spec: tuple[int, ...], first: tuple[int, ...], second: tuple[int, ...]):
+    def dims(
+        shape: tuple[int, ...],
+        spec: tuple[int, ...],
+        first: tuple[int, ...],
+        second: tuple[int, ...],
+    ):
         found = {spec[0]: first, spec[1]: second}
-        return tuple(found[dim] if dim in found else build.new(size, "whole") for dim, size in enumerate(shape))
+        return tuple(
+            found[dim] if dim in found else build.new(size, "whole")
+            for dim, size in enumerate(shape)
+        )
 
     lhs = dims(lhs_shape, numbers.lhs_spec, in_batch_groups + examples, in_groups + channels)
     rhs = dims(rhs_shape, numbers.rhs_spec, group + features, channels)

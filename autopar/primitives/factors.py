@@ -56,7 +56,9 @@ class OpFactors:
         found = []
         for chosen in product((None, *free), repeat=len(axes)):
             factors = range(len(self.sizes))
-            assignment = tuple(tuple(a for a, c in zip(axes, chosen, strict=True) if c == f) for f in factors)
+            assignment = tuple(
+                tuple(a for a, c in zip(axes, chosen, strict=True) if c == f) for f in factors
+            )
             if self.allows(assignment, mesh):
                 found.append(assignment)
         return found
@@ -149,6 +151,12 @@ class FactorBuilder:
         return tuple(self.new(size, kind) for size in shape)
 
     def build(
-        self, operands: Iterable[Dims], results: Iterable[Dims], decides: bool = False, once: tuple[int, ...] = ()
+        self,
+        operands: Iterable[Dims],
+        results: Iterable[Dims],
+        decides: bool = False,
+        once: tuple[int, ...] = (),
     ) -> OpFactors:
-        return OpFactors(tuple(self.sizes), tuple(self.kinds), tuple(operands), tuple(results), decides, once)
+        return OpFactors(
+            tuple(self.sizes), tuple(self.kinds), tuple(operands), tuple(results), decides, once
+        )

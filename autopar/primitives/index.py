@@ -12,12 +12,18 @@ from autopar.primitives.rule_helpers import Rule, shape_of
 def _gather(eqn: JaxprEqn) -> OpFactors:
     """Over an indexed dim the results add up: those who don't have the element contribute zero."""
     numbers, slice_sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    operand_shape, indices_shape, out_shape = (shape_of(atom) for atom in (*eqn.invars, *eqn.outvars))
+    operand_shape, indices_shape, out_shape = (
+        shape_of(atom) for atom in (*eqn.invars, *eqn.outvars)
+    )
     build = FactorBuilder()
     indices = (*build.dims(indices_shape[:-1]), ())
     looked_up = iter(indices[:-1])
-    result = [() if dim in numbers.offset_dims else next(looked_up) for dim in range(len(out_shape))]
-    batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    result = [
+        () if dim in numbers.offset_dims else next(looked_up) for dim in range(len(out_shape))
+    ]
+    batching = dict(
+        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    )
     offsets = iter(sorted(numbers.offset_dims))
     operand = []
     for dim, size in enumerate(operand_shape):
@@ -42,27 +48,39 @@ def _scatter(combine: Kind) -> Rule:
         numbers = eqn.params["dimension_numbers"]
         operand_shape, indices_shape, updates_shape = map(shape_of, eqn.invars)
         build = FactorBuilder()
-        batching = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
+        batching = dict(
+            zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+        )
         batched = set(batching.values())
         indices = tuple(
-            build.new(size, "parallel" if dim in batched else combine) for dim, size in enumerate(indices_shape[:-1])
+            build.new(size, "parallel" if dim in batched else combine)
+            for dim, size in enumerate(indices_shape[:-1])
         )
         scattered = iter(indices)
-        updates = [() if dim in numbers.update_window_dims else next(scattered) for dim in range(len(updates_shape))]
+        updates = [
+            () if dim in numbers.update_window_dims else next(scattered)
+            for dim in range(len(updates_shape))
+        ]
         windows = iter(sorted(numbers.update_window_dims))
         operand = []
         for dim, size in enumerate(operand_shape):
             if dim in batching:
                 operand.append(indices[batching[dim]])
             elif dim in numbers.inserted_window_dims:
-                operand.append(build.new(size, "parallel" if dim in numbers.scatter_dims_to_operand_dims else "whole"))
+                operand.append(
+                    build.new(
+                        size, "parallel" if dim in numbers.scatter_dims_to_operand_dims else "whole"
+                    )
+                )
             else:
                 window = next(windows)
                 full = updates_shape[window] == size
                 operand.append(build.new(size, "parallel" if full else "whole"))
                 updates[window] = operand[-1] if full else build.new(updates_shape[window], "whole")
         operands = [tuple(operand), (*indices, ()), tuple(updates)]
-        return build.build(operands, [tuple(operand)], decides=True, once=(0,) if combine == "sum" else ())
+        return build.build(
+            operands, [tuple(operand)], decides=True, once=(0,) if combine == "sum" else ()
+        )
 
     return rule
 

@@ -27,6 +27,9 @@ def pointwise(eqn: JaxprEqn) -> OpFactors:
     def operand(shape: tuple[int, ...]) -> Dims:
         if not shape:
             return ()
-        return tuple(factors if size == full else () for size, full, factors in zip(shape, out, result, strict=True))
+        return tuple(
+            factors if size == full else ()
+            for size, full, factors in zip(shape, out, result, strict=True)
+        )
 
     return build.build([operand(shape_of(v)) for v in eqn.invars], [result] * len(eqn.outvars))

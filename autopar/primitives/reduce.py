@@ -15,7 +15,10 @@ def _reduction(kind: Kind, parameter: str = "axes") -> Rule:
         build = FactorBuilder()
         reduced = eqn.params[parameter]
         shape = shape_of(eqn.invars[0])
-        operand = tuple(build.new(size, kind if dim in reduced else "parallel") for dim, size in enumerate(shape))
+        operand = tuple(
+            build.new(size, kind if dim in reduced else "parallel")
+            for dim, size in enumerate(shape)
+        )
         result = tuple(dims for dim, dims in enumerate(operand) if dim not in reduced)
         count = len(eqn.outvars)
         return build.build([operand] * count + [()] * (len(eqn.invars) - count), [result] * count)
@@ -43,7 +46,10 @@ def _windowed(eqn: JaxprEqn) -> OpFactors:
         eqn.params["padding"],
         strict=True,
     )
-    return whole_along(eqn, [dim for dim, (*sizes, padding) in enumerate(each) if set(sizes) != {1} or any(padding)])
+    return whole_along(
+        eqn,
+        [dim for dim, (*sizes, padding) in enumerate(each) if set(sizes) != {1} or any(padding)],
+    )
 
 
 RULES: dict[str, Rule] = {

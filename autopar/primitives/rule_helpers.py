@@ -45,7 +45,9 @@ def whole_along(eqn: JaxprEqn, axes: Collection[int]) -> OpFactors:
         shape = shape_of(atom)
         if len(shape) != len(out):
             return build.dims(shape, "whole")
-        return tuple(build.new(shape[dim], "whole") if dim in axes else kept[dim] for dim in range(len(out)))
+        return tuple(
+            build.new(shape[dim], "whole") if dim in axes else kept[dim] for dim in range(len(out))
+        )
 
     return build.build([dims(v) for v in eqn.invars], [dims(v) for v in eqn.outvars])
 

@@ -14,7 +14,9 @@ def _broadcast_in_dim(eqn: JaxprEqn) -> OpFactors:
     result = build.dims(eqn.params["shape"])
     source = tuple(
         result[target] if size == eqn.params["shape"][target] else ()
-        for size, target in zip(shape_of(eqn.invars[0]), eqn.params["broadcast_dimensions"], strict=True)
+        for size, target in zip(
+            shape_of(eqn.invars[0]), eqn.params["broadcast_dimensions"], strict=True
+        )
     )
     return build.build([source], [result])
 
@@ -34,7 +36,9 @@ def _squeeze(eqn: JaxprEqn) -> OpFactors:
     build = FactorBuilder()
     operand = build.dims(shape_of(eqn.invars[0]))
     dropped = eqn.params["dimensions"]
-    return build.build([operand], [tuple(dims for dim, dims in enumerate(operand) if dim not in dropped)])
+    return build.build(
+        [operand], [tuple(dims for dim, dims in enumerate(operand) if dim not in dropped)]
+    )
 
 
 def _tile(eqn: JaxprEqn) -> OpFactors:
@@ -42,7 +46,9 @@ def _tile(eqn: JaxprEqn) -> OpFactors:
     build = FactorBuilder()
     copies = [build.new(count) for count in eqn.params["reps"]]
     operand = build.dims(shape_of(eqn.invars[0]))
-    return build.build([operand], [tuple(major + minor for major, minor in zip(copies, operand, strict=True))])
+    return build.build(
+        [operand], [tuple(major + minor for major, minor in zip(copies, operand, strict=True))]
+    )
 
 
 def _stack(eqn: JaxprEqn) -> OpFactors:
@@ -63,11 +69,15 @@ def _resized(eqn: JaxprEqn) -> OpFactors:
     """Slices and their updates: dims that are taken in full go through."""
     out = shape_of(eqn.outvars[0])
     shapes = [shape for shape in map(shape_of, eqn.invars) if len(shape) == len(out)]
-    return whole_along(eqn, {dim for shape in shapes for dim, size in enumerate(shape) if size != out[dim]})
+    return whole_along(
+        eqn, {dim for shape in shapes for dim, size in enumerate(shape) if size != out[dim]}
+    )
 
 
 def _pad(eqn: JaxprEqn) -> OpFactors:
-    return whole_along(eqn, [dim for dim, amounts in enumerate(eqn.params["padding_config"]) if any(amounts)])
+    return whole_along(
+        eqn, [dim for dim, amounts in enumerate(eqn.params["padding_config"]) if any(amounts)]
+    )
 
 
 def _bitcast(eqn: JaxprEqn) -> OpFactors:
@@ -120,7 +130,9 @@ def _refine(left: tuple[int, ...], right: tuple[int, ...]) -> list[int] | None:
     return [b // a for a, b in pairwise(marks)]
 
 
-def _regroup(sizes: tuple[int, ...], split: list[int], factors: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _regroup(
+    sizes: tuple[int, ...], split: list[int], factors: list[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
     dims, at = [], 0
     for size in sizes:
         dim: tuple[int, ...] = ()

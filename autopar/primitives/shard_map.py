@@ -33,8 +33,13 @@ def _shard_map(eqn: JaxprEqn) -> OpFactors:
             for size, axes in entries
         )
 
-    operands = [dims(shape_of(v), spec) for v, spec in zip(eqn.invars, eqn.params["in_specs"], strict=True)]
-    results = [dims(shape_of(v), spec) for v, spec in zip(eqn.outvars, eqn.params["out_specs"], strict=True)]
+    operands = [
+        dims(shape_of(v), spec) for v, spec in zip(eqn.invars, eqn.params["in_specs"], strict=True)
+    ]
+    results = [
+        dims(shape_of(v), spec)
+        for v, spec in zip(eqn.outvars, eqn.params["out_specs"], strict=True)
+    ]
     return build.build(operands, results, decides=True)
 
 

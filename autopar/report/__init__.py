@@ -2,13 +2,25 @@
 
 from autopar.analysis.reasons import Reason, RunnerUp
 from autopar.analysis.reshardings import ReshardingTask, resharding_tasks
-from autopar.lowering.placement_specs import PlacementSpec, input_placement_specs, output_placement_specs, placed
+from autopar.lowering.placement_specs import (
+    PlacementSpec,
+    input_placement_specs,
+    output_placement_specs,
+    placed,
+)
 from autopar.lowering.planned import PlannedStep
 from autopar.report.classify import Classification, ParameterClass, classify
 from autopar.report.decisions import decisions
 from autopar.report.diff import PlanDiff, diff
 from autopar.report.dump import DEBUG_FILES, dump_debug_info
-from autopar.report.program_text import Status, TaskStatus, annotated, partitioned, traced, unknown_status
+from autopar.report.program_text import (
+    Status,
+    TaskStatus,
+    annotated,
+    partitioned,
+    traced,
+    unknown_status,
+)
 from autopar.report.sharding_picture import picture
 from autopar.report.stage_reports import StageInfo, TaskInfo, stage_infos
 

@@ -51,7 +51,9 @@ class ParameterClass:
         groups: dict[tuple[Kind, ...], list[str]] = {}
         for axis, kinds in self.kinds:
             groups.setdefault(kinds, []).append(axis)
-        phrases = (f"{' and '.join(kinds)} on {' and '.join(axes)}" for kinds, axes in groups.items())
+        phrases = (
+            f"{' and '.join(kinds)} on {' and '.join(axes)}" for kinds, axes in groups.items()
+        )
         return ", ".join(phrases) or "one device"
 
     def __str__(self) -> str:
@@ -86,7 +88,9 @@ class Classification:
             KeyError: the mesh has no such axis.
         """
         if axis not in self.mesh.axis_names:
-            raise KeyError(f"no mesh axis {axis!r}; the plan's are {', '.join(self.mesh.axis_names)}")
+            raise KeyError(
+                f"no mesh axis {axis!r}; the plan's are {', '.join(self.mesh.axis_names)}"
+            )
         return _axis_label([(p.num_bytes, dict(p.kinds).get(axis, ())) for p in self.parameters])
 
     @cached_property
@@ -107,11 +111,15 @@ class Classification:
         groups: dict[str, list[ParameterClass]] = {}
         for each in self.parameters:
             groups.setdefault(each.path.rpartition("/")[0], []).append(each)
-        return {path: Classification(self.mesh, tuple(group)).label for path, group in groups.items()}
+        return {
+            path: Classification(self.mesh, tuple(group)).label for path, group in groups.items()
+        }
 
     def __str__(self) -> str:
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.sizes.items())
-        return "\n".join([f"{self.label} (mesh {mesh})", *(f"  {each}" for each in self.parameters)])
+        return "\n".join(
+            [f"{self.label} (mesh {mesh})", *(f"  {each}" for each in self.parameters)]
+        )
 
 
 def classify(planned: Plan | Planned, stage: int | None = None) -> Classification:
@@ -126,17 +134,22 @@ def classify(planned: Plan | Planned, stage: int | None = None) -> Classificatio
     """
     plan = planned if isinstance(planned, Plan) else _with_uses(planned, stage)
     if not plan.schedule.is_whole_step:
-        raise ValueError("the plan is a pipeline, which is classified with its step: give the executable, and stage=")
+        raise ValueError(
+            "the plan is a pipeline, which is classified with its step: give the executable, and stage="
+        )
     (only,) = plan.stages
     parameters = []
     for value in only.inputs:
         if value.role == "parameter":
             state = _state_axes(value, only)
             kinds = tuple(
-                (use.axis, _kinds(use, use.axis in axes_of(value.spec), use.axis in state)) for use in value.axes
+                (use.axis, _kinds(use, use.axis in axes_of(value.spec), use.axis in state))
+                for use in value.axes
             )
             size = prod(value.shape) * value.itemsize
-            parameters.append(ParameterClass(value.path, array_text(value), value.spec, size, kinds))
+            parameters.append(
+                ParameterClass(value.path, array_text(value), value.spec, size, kinds)
+            )
     return Classification(only.mesh, tuple(parameters))
 
 
@@ -170,9 +183,15 @@ def _state_axes(value: Value, stage: Stage) -> frozenset[str]:
         parts = other.path.split("/")
         suffixes = (own[start:] for start in range(len(own)))
         best = max((len(s) for s in suffixes if parts[-len(s) :] == s), default=0)
-        return other.role == "state" and other.shape == value.shape and best >= min(len(own), max(1, len(own) - 1))
+        return (
+            other.role == "state"
+            and other.shape == value.shape
+            and best >= min(len(own), max(1, len(own) - 1))
+        )
 
-    return frozenset(axis for other in stage.inputs if belongs(other) for axis in axes_of(other.spec))
+    return frozenset(
+        axis for other in stage.inputs if belongs(other) for axis in axes_of(other.spec)
+    )
 
 
 def _axis_label(kinds: list[tuple[int, tuple[Kind, ...]]]) -> str:

@@ -9,8 +9,8 @@ from autopar.analysis.reasons import Reason, explain
 from autopar.lowering.planned import Planned, single_stage
 from autopar.plan import Plan
 from autopar.sharding.options import ShardingOptions
-from simulator.costs import ClusterCosts, CostModel
-from simulator.heterogeneous import MixedCluster, load_cluster
+from simulator.costs.cost_model import ClusterCosts, CostModel
+from simulator.hardware.heterogeneous import MixedCluster, load_cluster
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,10 +44,13 @@ def decisions(
     import pandas as pd  # takes a second to import, and only tables need it
 
     planned = single_stage(planned, stage)
-    reasons = explain(planned, costs or default_costs(planned.plan), options or planned.plan.options, runners_up)
+    reasons = explain(
+        planned, costs or default_costs(planned.plan), options or planned.plan.options, runners_up
+    )
     columns = [field.name for field in fields(Reason)]
     rows = [
-        {name: getattr(each, name) for name in columns} | {"result": describe_spec(each.result)} for each in reasons
+        {name: getattr(each, name) for name in columns} | {"result": describe_spec(each.result)}
+        for each in reasons
     ]
     return pd.DataFrame(rows, columns=columns).astype({"eqn": "Int64"})
 

@@ -62,9 +62,16 @@ def _plan(planned: Plan | Planned) -> Plan:
 
 def _setting(a: Plan, b: Plan) -> Iterator[str]:
     facts = [(_mesh(a), _mesh(b), "mesh")]
-    facts += [(_schedule(a), _schedule(b), "schedule"), (_layers(a), _layers(b), "layers of stages")]
+    facts += [
+        (_schedule(a), _schedule(b), "schedule"),
+        (_layers(a), _layers(b), "layers of stages"),
+    ]
     facts += [(a.num_micro_batches, b.num_micro_batches, "microbatches")]
-    facts += [(a.method, b.method, "method"), (a.cluster, b.cluster, "cluster"), (a.step, b.step, "step")]
+    facts += [
+        (a.method, b.method, "method"),
+        (a.cluster, b.cluster, "cluster"),
+        (a.step, b.step, "step"),
+    ]
     for before, after, name in facts:
         if before != after:
             yield f"{name}: {before} -> {after}"
@@ -83,7 +90,9 @@ def _once(plan: Plan) -> str:
 
 
 def _mesh(plan: Plan) -> str:
-    return "; ".join(" x ".join(f"{axis}={n}" for axis, n in stage.mesh.sizes.items()) for stage in plan.stages)
+    return "; ".join(
+        " x ".join(f"{axis}={n}" for axis, n in stage.mesh.sizes.items()) for stage in plan.stages
+    )
 
 
 def _schedule(plan: Plan) -> str:
@@ -94,7 +103,9 @@ def _schedule(plan: Plan) -> str:
 
 def _layers(plan: Plan) -> str:
     return "; ".join(
-        f"{ranges(stage.layers)} on devices {ranges(stage.devices)}" for stage in plan.stages if stage.layers
+        f"{ranges(stage.layers)} on devices {ranges(stage.devices)}"
+        for stage in plan.stages
+        if stage.layers
     )
 
 
@@ -117,7 +128,9 @@ def _values(a: Plan, b: Plan) -> Iterator[str]:
     old, new = _by_path(a), _by_path(b)
     for role, name in _ROLES.items():
         both = [path for path in new if path in old and new[path].role == role]
-        yield from _grouped(name, [(p, c) for p in both if (c := _value_change(old[p], new[p]))], len(both))
+        yield from _grouped(
+            name, [(p, c) for p in both if (c := _value_change(old[p], new[p]))], len(both)
+        )
     for name, paths in (
         ("only in the first", [p for p in old if p not in new]),
         ("only in the second", [p for p in new if p not in old]),
@@ -135,7 +148,9 @@ def _by_path(plan: Plan) -> dict[str, Value]:
 
 def _value_change(a: Value, b: Value) -> str:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return f"{a.dtype}{list(a.shape)} {_text(a.spec)} -> {b.dtype}{list(b.shape)} {_text(b.spec)}"
+        return (
+            f"{a.dtype}{list(a.shape)} {_text(a.spec)} -> {b.dtype}{list(b.shape)} {_text(b.spec)}"
+        )
     return f"{_text(a.spec)} -> {_text(b.spec)}" if a.spec != b.spec else ""
 
 
@@ -145,17 +160,25 @@ def _constraints(a: Plan, b: Plan) -> Iterator[str]:
     old, new = _by_place(a), _by_place(b)
     both = [place for place in new if place in old]
     changes = [
-        (_place(new[p]), f"{_text(old[p].spec)} -> {_text(new[p].spec)}") for p in both if old[p].spec != new[p].spec
+        (_place(new[p]), f"{_text(old[p].spec)} -> {_text(new[p].spec)}")
+        for p in both
+        if old[p].spec != new[p].spec
     ]
     yield from _grouped("values pinned inside", changes, len(both))
     for name, here, there in (("no longer", old, new), ("newly", new, old)):
-        pins = [f"{_place(c)} to {_text(c.spec)}" for place, c in here.items() if place not in there]
+        pins = [
+            f"{_place(c)} to {_text(c.spec)}" for place, c in here.items() if place not in there
+        ]
         if pins:
             yield f"{len(pins)} values {name} pinned inside: {_names(pins)}"
 
 
 def _by_place(plan: Plan) -> dict[tuple[int, int, str, int], Constraint]:
-    return {(s, c.eqn, c.side, c.index): c for s, stage in enumerate(plan.stages) for c in stage.constraints}
+    return {
+        (s, c.eqn, c.side, c.index): c
+        for s, stage in enumerate(plan.stages)
+        for c in stage.constraints
+    }
 
 
 def _place(constraint: Constraint) -> str:
@@ -165,7 +188,9 @@ def _place(constraint: Constraint) -> str:
 
 def _predictions(a: Plan, b: Plan) -> Iterator[str]:
     if a.predicted_seconds != b.predicted_seconds:
-        ratio = f" ({b.predicted_seconds / a.predicted_seconds:.2f} x)" if a.predicted_seconds else ""
+        ratio = (
+            f" ({b.predicted_seconds / a.predicted_seconds:.2f} x)" if a.predicted_seconds else ""
+        )
         yield f"predicted step: {a.predicted_seconds * 1e3:.4g} ms -> {b.predicted_seconds * 1e3:.4g} ms{ratio}"
     for part in TimeSplit.model_fields:
         before, after = getattr(a.predicted_split, part), getattr(b.predicted_split, part)

@@ -54,7 +54,9 @@ Alpa's `.grad_sync_channel_ids.txt` has no equivalent: no gradient is synchronis
 """
 
 
-def dump_debug_info(executable: Dumped, folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
+def dump_debug_info(
+    executable: Dumped, folder: str | Path, name: str | None = None
+) -> tuple[Path, ...]:
     """Write the files of `DEBUG_FILES` to `folder`, each name starting with `name`, by default the step's; return their paths.
 
     Each file is there whole or not at all; files of an earlier dump are replaced.
@@ -64,13 +66,19 @@ def dump_debug_info(executable: Dumped, folder: str | Path, name: str | None = N
     """
     name = executable.step.name if name is None else name
     if not name or Path(name).name != name:
-        raise ValueError(f"name={name!r} can't start a file name; give one without slashes, e.g. 'train_step'")
+        raise ValueError(
+            f"name={name!r} can't start a file name; give one without slashes, e.g. 'train_step'"
+        )
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return tuple(_write(folder / f"{name}{ending}", text) for ending, text in _texts(executable))
+        return tuple(
+            _write(folder / f"{name}{ending}", text) for ending, text in _texts(executable)
+        )
     except OSError as error:
-        raise ValueError(f"can't write debug info to {folder}: {error}; give a folder that can be made here") from error
+        raise ValueError(
+            f"can't write debug info to {folder}: {error}; give a folder that can be made here"
+        ) from error
 
 
 def _write(path: Path, text: str) -> Path:
@@ -85,7 +93,10 @@ def _texts(executable: Dumped) -> Iterator[tuple[str, str]]:
     yield "_plan.txt", str(plan)
     yield "_program.txt", str(executable.program)
     yield "_stages.txt", "\n".join(map(str, executable.get_stage_execution_info()))
-    yield "_input_placement_specs.txt", _specs(step.in_paths, executable.get_input_placement_specs())
+    yield (
+        "_input_placement_specs.txt",
+        _specs(step.in_paths, executable.get_input_placement_specs()),
+    )
     results = [f"result/{path}".removesuffix("/") for path in step.out_paths]
     yield "_output_placement_specs.txt", _specs(results, executable.get_output_placement_specs())
     if plan.schedule.is_whole_step:
@@ -95,17 +106,24 @@ def _texts(executable: Dumped) -> Iterator[tuple[str, str]]:
         stage = f"_stage_{k}"
         yield f"{stage}.parallelism.txt", str(classify(executable, k))
         yield f"{stage}.strategies.txt", _strategies(executable, k)
-        yield f"{stage}.resharding_tasks.txt", "\n".join(map(str, resharding_tasks(single_stage(executable, k))))
+        yield (
+            f"{stage}.resharding_tasks.txt",
+            "\n".join(map(str, resharding_tasks(single_stage(executable, k)))),
+        )
         yield f"{stage}.annotated.mlir", executable.get_hlo_text("annotated", k)
         yield f"{stage}.partitioned.hlo", executable.get_hlo_text("partitioned", k)
         yield f"{stage}.hlo", executable.get_hlo_text("optimized", k)
-        tasks = (f"task {task.name}\n{_memory(use)}" for task, use in used.items() if task.stage == k)
+        tasks = (
+            f"task {task.name}\n{_memory(use)}" for task, use in used.items() if task.stage == k
+        )
         yield f"{stage}.mem_usage.txt", "\n".join(tasks)
 
 
 def _specs(paths: "tuple[str, ...] | list[str]", specs: object) -> str:
     """A line for each array, to be searched by path."""
-    return "\n".join(f"{path}: {spec}" for path, spec in zip(paths, jax.tree.leaves(specs), strict=True))
+    return "\n".join(
+        f"{path}: {spec}" for path, spec in zip(paths, jax.tree.leaves(specs), strict=True)
+    )
 
 
 def _strategies(executable: Dumped, stage: int) -> str:
@@ -124,4 +142,6 @@ def _memory(used: MemoryUse) -> str:
         "aliased": used.aliased,
         "temporaries": used.temporaries,
     }
-    return "\n".join(f"{name}: {size / 2**30:.3f} GiB ({size:,} bytes)" for name, size in rows.items())
+    return "\n".join(
+        f"{name}: {size / 2**30:.3f} GiB ({size:,} bytes)" for name, size in rows.items()
+    )

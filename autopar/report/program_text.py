@@ -45,7 +45,9 @@ def traced(planned: Planned, platform: str) -> str:
         mesh_shape=(1,),
         axis_names=("x",),
         inputs=tuple(v.model_copy(update={"spec": replicated(len(v.shape))}) for v in stage.inputs),
-        outputs=tuple(v.model_copy(update={"spec": replicated(len(v.shape))}) for v in stage.outputs),
+        outputs=tuple(
+            v.model_copy(update={"spec": replicated(len(v.shape))}) for v in stage.outputs
+        ),
         devices=(0,),
     )
     mesh = AbstractMesh(bare.mesh_shape, bare.axis_names, axis_types=(AxisType.Auto,))
@@ -67,7 +69,8 @@ def partitioned(lowered: jax.stages.Lowered, num_devices: int) -> str:
             compiler_options={
                 "xla_dump_to": folder,
                 "xla_dump_hlo_pass_re": "spmd-partitioning",
-                "xla_debug_buffer_assignment_show_max": 1 + time.time_ns() % 10**9,  # not in JAX's compilation cache
+                "xla_debug_buffer_assignment_show_max": 1
+                + time.time_ns() % 10**9,  # not in JAX's compilation cache
             }
         )
         (dump,) = Path(folder).glob("*.after_spmd-partitioning.*")

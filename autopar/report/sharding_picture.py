@@ -18,7 +18,10 @@ _COLOURS = ("#cfe2f3", "#fce5cd", "#d9ead3", "#f4cccc", "#d9d2e9", "#fff2cc", "#
 
 
 def picture(
-    value: PlacementSpec | Value | Constraint | str, plan: Plan | Planned | None = None, *, html: bool = False
+    value: PlacementSpec | Value | Constraint | str,
+    plan: Plan | Planned | None = None,
+    *,
+    html: bool = False,
 ) -> str:
     """Draw which devices (by number in the mesh, row by row) hold which part of an array.
 
@@ -45,8 +48,12 @@ def picture(
     pictures = []
     for index in product(*map(range, parts)):
         at = dict(zip(outer, index, strict=True))
-        caption = ", ".join(f"part {i + 1} of {mesh.ways(spec[dim])} of dim {dim}" for dim, i in at.items())
-        pictures.append(draw(caption, _legend(shape, spec, drawn, mesh), _grid(spec, drawn, at, mesh)))
+        caption = ", ".join(
+            f"part {i + 1} of {mesh.ways(spec[dim])} of dim {dim}" for dim, i in at.items()
+        )
+        pictures.append(
+            draw(caption, _legend(shape, spec, drawn, mesh), _grid(spec, drawn, at, mesh))
+        )
     heading = f"<p>{escape(title)}</p>" if html else title
     return "\n".join([heading, *pictures])
 
@@ -61,22 +68,30 @@ def _resolve(
         spec = from_partition_spec(sharding.spec, len(value.aval.shape))
         return "", tuple(value.aval.shape), spec, mesh, array_text(value.aval)
     if plan is None:
-        raise ValueError("which mesh the value lies on is known to its plan; call picture(value, plan)")
+        raise ValueError(
+            "which mesh the value lies on is known to its plan; call picture(value, plan)"
+        )
     stages = (plan if isinstance(plan, Plan) else plan.plan).stages
     if isinstance(value, str):
         value, stage = _find(value, stages)
     else:
         owners = [s for s in stages if value in (*s.inputs, *s.outputs, *s.constraints)]
         if not owners:
-            raise ValueError(f"{_name(value)} with spec {spec_text(partition_spec(value.spec))} is not of this plan")
+            raise ValueError(
+                f"{_name(value)} with spec {spec_text(partition_spec(value.spec))} is not of this plan"
+            )
         stage = owners[0]
     return _name(value), value.shape, value.spec, stage.mesh, array_text(value)
 
 
 def _find(path: str, stages: Sequence[Stage]) -> tuple[Value, Stage]:
-    found = {value.path: (value, stage) for stage in stages for value in (*stage.inputs, *stage.outputs)}
+    found = {
+        value.path: (value, stage) for stage in stages for value in (*stage.inputs, *stage.outputs)
+    }
     if path not in found:
-        raise ValueError(f"the plan has no input or output {path!r}; did you mean {nearest(path, found)}?")
+        raise ValueError(
+            f"the plan has no input or output {path!r}; did you mean {nearest(path, found)}?"
+        )
     return found[path]
 
 
@@ -93,10 +108,16 @@ def _drawn_dims(spec: Spec) -> tuple[int, ...]:
     sharded = [dim for dim, axes in enumerate(spec) if axes]
     whole = [dim for dim, axes in enumerate(spec) if not axes]
     chosen = sharded[-2:]
-    return tuple(sorted(chosen + whole[max(0, len(whole) - (2 - len(chosen))) :])) if len(chosen) < 2 else tuple(chosen)
+    return (
+        tuple(sorted(chosen + whole[max(0, len(whole) - (2 - len(chosen))) :]))
+        if len(chosen) < 2
+        else tuple(chosen)
+    )
 
 
-def _legend(shape: Sequence[int], spec: Spec, drawn: Sequence[int], mesh: LogicalMesh) -> tuple[str, ...]:
+def _legend(
+    shape: Sequence[int], spec: Spec, drawn: Sequence[int], mesh: LogicalMesh
+) -> tuple[str, ...]:
     """What runs down and across: dim, size, axes."""
 
     def of(dim: int) -> str:
@@ -134,7 +155,9 @@ def _position(device: int, mesh: LogicalMesh) -> dict[str, int]:
 
 def _part(axes: Sequence[str], position: dict[str, int], mesh: LogicalMesh) -> int:
     """Which part of a dim the device at `position` holds; the first axis is the major one."""
-    return sum(position[axis] * prod(mesh.sizes[a] for a in axes[i + 1 :]) for i, axis in enumerate(axes))
+    return sum(
+        position[axis] * prod(mesh.sizes[a] for a in axes[i + 1 :]) for i, axis in enumerate(axes)
+    )
 
 
 def _ranges(devices: Sequence[int]) -> str:
@@ -166,8 +189,14 @@ def _html(caption: str, legend: Sequence[str], grid: Grid) -> str:
     colour = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
     style = "border:1px solid #666;padding:0.6em 1em;text-align:center"
     rows = (
-        "<tr>" + "".join(f'<td style="{style};background:{colour[cell]}">{escape(cell)}</td>' for cell in row) + "</tr>"
+        "<tr>"
+        + "".join(
+            f'<td style="{style};background:{colour[cell]}">{escape(cell)}</td>' for cell in row
+        )
+        + "</tr>"
         for row in grid
     )
     text = escape("; ".join(filter(None, [caption, *legend])))
-    return f'<table style="border-collapse:collapse"><caption>{text}</caption>{"".join(rows)}</table>'
+    return (
+        f'<table style="border-collapse:collapse"><caption>{text}</caption>{"".join(rows)}</table>'
+    )

@@ -49,7 +49,9 @@ def stage_infos(planned: PlannedStep) -> list[StageInfo]:
             devices=stage.devices,
             mesh_shape=stage.mesh_shape,
             tasks=tuple(
-                _task_info(planned, task) for task in planned.graphs[number].tasks if task.name in planned.tasks
+                _task_info(planned, task)
+                for task in planned.graphs[number].tasks
+                if task.name in planned.tasks
             ),
         )
         for number, stage in enumerate(planned.plan.stages)

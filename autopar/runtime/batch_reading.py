@@ -33,7 +33,9 @@ class DataLoaderError(ValueError):
         self.cause, self.host, self.address = cause, host, address
 
     def __str__(self) -> str:
-        return self.cause if self.host is None else f"host {self.host} ({self.address}): {self.cause}"
+        return (
+            self.cause if self.host is None else f"host {self.host} ({self.address}): {self.cause}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +110,14 @@ class Reader:
         self.rows = _ranges(
             _bounds(index[0], batches.batch_size)
             for i, sharding in wanted.items()
-            for index in sharding.addressable_devices_indices_map(batches.form.avals[i].shape).values()
+            for index in sharding.addressable_devices_indices_map(
+                batches.form.avals[i].shape
+            ).values()
             if index is not None
         )
-        self._open: tuple[int, Iterator[Any]] | None = None  # the number of the batch that comes next
+        self._open: tuple[int, Iterator[Any]] | None = (
+            None  # the number of the batch that comes next
+        )
 
     def read(self, step: int) -> dict[int, jax.Array]:
         """The arrays of batch `step`, on the devices.
@@ -132,7 +138,9 @@ class Reader:
             iterator, self._open = self._open[1], None
         else:
             iterator = None
-        what = f"batch {number}, examples {number * size + rows[0]} to {number * size + rows[1] - 1},"
+        what = (
+            f"batch {number}, examples {number * size + rows[0]} to {number * size + rows[1] - 1},"
+        )
         try:
             if iterator is None:
                 iterator = iter(self._batches.read(number * size + rows[0], end, num_rows))
@@ -147,13 +155,17 @@ class Reader:
             self._open = number + 1, iterator
         return [np.asarray(leaf) for leaf in self._batches.form.leaves(batch, what, num_rows)]
 
-    def _placed(self, i: int, sharding: Sharding, parts: Mapping[Rows, Sequence[np.ndarray]]) -> jax.Array:
+    def _placed(
+        self, i: int, sharding: Sharding, parts: Mapping[Rows, Sequence[np.ndarray]]
+    ) -> jax.Array:
         aval = self._batches.form.avals[i]
 
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             start, stop = _bounds(index[0], aval.shape[0])
-            first, leaves = next((rows[0], leaves) for rows, leaves in parts.items() if rows[0] <= start < rows[1])
+            first, leaves = next(
+                (rows[0], leaves) for rows, leaves in parts.items() if rows[0] <= start < rows[1]
+            )
             return leaves[i][start - first : stop - first, *index[1:]]
 
         return jax.make_array_from_callback(aval.shape, sharding, shard)

@@ -22,7 +22,9 @@ class _Loader:
 
     def __init__(self, placement_specs: Any, prefetch_size: int) -> None:
         self._specs, self._tree = _specs(placement_specs), jax.tree.structure(placement_specs)
-        paths = tuple(jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(placement_specs))
+        paths = tuple(
+            jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(placement_specs)
+        )
         self._form = Form(tuple(spec.aval for spec in self._specs), paths)
         self._prefetch = _count(prefetch_size)
 
@@ -38,7 +40,10 @@ class _Loader:
             TypeError, ValueError: these are no placement specs of such batches.
         """
         other, specs = copy(self), _specs(placement_specs)
-        if tuple(spec.aval for spec in specs) != self._form.avals or jax.tree.structure(placement_specs) != self._tree:
+        if (
+            tuple(spec.aval for spec in specs) != self._form.avals
+            or jax.tree.structure(placement_specs) != self._tree
+        ):
             raise ValueError(
                 f"placement specs of {jax.tree.map(lambda spec: spec.aval, placement_specs)}, expected them of {self.batch}"
             )
@@ -73,7 +78,9 @@ class DataLoader(_Loader):
             TypeError, ValueError: that is not what was given.
         """
         if not isinstance(input_iter, Iterable) and not callable(input_iter):
-            raise TypeError(f"input_iter is {input_iter!r}, expected batches, or a function that gives them")
+            raise TypeError(
+                f"input_iter is {input_iter!r}, expected batches, or a function that gives them"
+            )
         super().__init__(placement_specs, prefetch_size)
         self._source = _once(input_iter) if isinstance(input_iter, Iterator) else input_iter
 
@@ -104,7 +111,9 @@ class DataLoader(_Loader):
 
         def placed(number: int, batch: Any) -> Any:
             leaves = self._form.leaves(batch, f"batch {number}")
-            return jax.tree.unflatten(jax.tree.structure(batch), map(put, range(len(leaves)), leaves))
+            return jax.tree.unflatten(
+                jax.tree.structure(batch), map(put, range(len(leaves)), leaves)
+            )
 
         return placed
 
@@ -148,7 +157,9 @@ class MeshDriverDataLoader(_Loader):
             TypeError, ValueError: that is not what was given.
         """
         if not callable(input_iter_func):
-            raise TypeError(f"input_iter_func is {input_iter_func!r}, expected a function of start, end, batch_size")
+            raise TypeError(
+                f"input_iter_func is {input_iter_func!r}, expected a function of start, end, batch_size"
+            )
         batch_size, num_samples = (
             checked("batch_size", batch_size, whole()),
             checked("num_samples", num_samples, whole()),
@@ -183,8 +194,12 @@ class MeshDriverDataLoader(_Loader):
             DataLoaderError: when it comes to a batch that can't be read; from the next on, `from_step` gives them again.
         """
         if not self._repeat and _count(step, "step") > len(self):
-            raise ValueError(f"step={step}, but there are {len(self)} batches; repeat=True begins with the first again")
-        steps = itertools.count(_count(step, "step")) if self._repeat else iter(range(step, len(self)))
+            raise ValueError(
+                f"step={step}, but there are {len(self)} batches; repeat=True begins with the first again"
+            )
+        steps = (
+            itertools.count(_count(step, "step")) if self._repeat else iter(range(step, len(self)))
+        )
         found = backend().read(self._batches, self._specs, steps, self._prefetch)
         return (jax.tree.unflatten(self._tree, arrays) for arrays in found)
 
@@ -213,7 +228,9 @@ def _specs(placement_specs: Any) -> list[PlacementSpec]:
                 " of them"
             )
     if not leaves:
-        raise ValueError("placement_specs is empty, expected a PlacementSpec for each array of a batch")
+        raise ValueError(
+            "placement_specs is empty, expected a PlacementSpec for each array of a batch"
+        )
     return leaves
 
 

@@ -23,13 +23,13 @@ from autopar.planning.method_planning import any_cluster
 from autopar.prediction.predicting import Fidelity, program_of
 from autopar.tracing.arguments import Argnums
 from autopar.util import benchmark_func
-from simulator.breakdown import prediction_of
-from simulator.engine import simulate as simulate_program
-from simulator.heterogeneous import AnyCluster
+from simulator.engine.breakdown import prediction_of
+from simulator.engine.prediction import Prediction
+from simulator.engine.simulation import simulate as simulate_program
+from simulator.engine.timeline import Timeline
+from simulator.hardware.heterogeneous import AnyCluster
 from simulator.memory import MemoryUse
-from simulator.prediction import Prediction
 from simulator.program import Program
-from simulator.timeline import Timeline
 
 
 class Executable(ABC):
@@ -94,13 +94,17 @@ class Executable(ABC):
     def get_input_placement_specs(self) -> Any:
         """Return a tuple like the arguments, with a `PlacementSpec` for every array."""
         avals = jax.tree.leaves(self.step.in_avals)
-        return jax.tree.unflatten(self.step.in_tree, map(self._placement, avals, self.description.inputs))
+        return jax.tree.unflatten(
+            self.step.in_tree, map(self._placement, avals, self.description.inputs)
+        )
 
     def get_output_placement_specs(self) -> Any:
         """Return a pytree like the result, with a `PlacementSpec` for every array."""
         atoms = self.step.jaxpr.outvars
         made = [
-            self._placement(jax.ShapeDtypeStruct(each.aval.shape, aval.dtype, weak_type=aval.weak_type), each)
+            self._placement(
+                jax.ShapeDtypeStruct(each.aval.shape, aval.dtype, weak_type=aval.weak_type), each
+            )
             for each, aval in zip(self._made, map(aval_of, atoms), strict=True)
         ]
         return jax.tree.unflatten(self.step.out_tree, made)
@@ -110,7 +114,9 @@ class Executable(ABC):
         """What and where the outputs are; constants count as copies on the first mesh."""
         mesh = mesh_of(self.plan.stages[0])
         return [
-            each if isinstance(each, Array) else Array.of(f"out{o}", jax.typeof(each), mesh, ((),) * np.ndim(each))
+            each
+            if isinstance(each, Array)
+            else Array.of(f"out{o}", jax.typeof(each), mesh, ((),) * np.ndim(each))
             for o, each in enumerate(self.description.outputs)
         ]
 
@@ -188,7 +194,11 @@ class Executable(ABC):
     # -- how long it takes
 
     def simulate(
-        self, cluster: AnyCluster | str | Path, *, donate_argnums: Argnums = "auto", fidelity: Fidelity = "compiled"
+        self,
+        cluster: AnyCluster | str | Path,
+        *,
+        donate_argnums: Argnums = "auto",
+        fidelity: Fidelity = "compiled",
     ) -> Timeline:
         """Return what happens when in a step on a cluster that need not be here; see `autopar.simulate`."""
         cluster = any_cluster(cluster)
@@ -211,7 +221,9 @@ class Executable(ABC):
     def _dummy_inputs(self) -> list[Any]:
         """Return zeros for every input, where the step takes them."""
 
-    def profile_with_dummy_inputs(self, warmup: int = 1, number: int = 3, repeat: int = 3) -> np.ndarray:
+    def profile_with_dummy_inputs(
+        self, warmup: int = 1, number: int = 3, repeat: int = 3
+    ) -> np.ndarray:
         """Return the seconds of a step on zeros, `repeat` times the mean over `number` steps; shape (repeat,)."""
         leaves = self._dummy_inputs()
 

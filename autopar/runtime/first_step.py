@@ -49,9 +49,13 @@ def checked_first_step(fun: Callable[..., Any], executable: Any, args: Sequence[
     placed = executable.shard_args(*jax.tree.unflatten(tree, map(_copy, given)))
     results = jax.block_until_ready(executable(*placed))
     whole = jax.jit(fun)
-    expected, noisy = (jax.tree.leaves(whole(*jax.tree.unflatten(tree, each))) for each in (given, perturbed))
+    expected, noisy = (
+        jax.tree.leaves(whole(*jax.tree.unflatten(tree, each))) for each in (given, perturbed)
+    )
     compare = _Comparison(step)
-    for path, *values in zip(step.out_paths, jax.tree.leaves(results), expected, noisy, strict=True):
+    for path, *values in zip(
+        step.out_paths, jax.tree.leaves(results), expected, noisy, strict=True
+    ):
         if difference := compare(*values):
             raise FirstStepError(
                 f"the first step of {step.name} gives something else than one device: {f'result/{path}'.removesuffix('/')}"
@@ -61,7 +65,9 @@ def checked_first_step(fun: Callable[..., Any], executable: Any, args: Sequence[
     return results
 
 
-def _first_equation(executable: Any, given: Sequence[Any], perturbed: Sequence[Any], compare: "_Comparison") -> str:
+def _first_equation(
+    executable: Any, given: Sequence[Any], perturbed: Sequence[Any], compare: "_Comparison"
+) -> str:
     """Describe the first equation whose result differs; "" if there is none, or if it can't be found."""
     step = executable.step
     if not isinstance(executable, LocalExecutable) or step.microbatching is not None:
@@ -84,10 +90,16 @@ def _first_equation(executable: Any, given: Sequence[Any], perturbed: Sequence[A
 
 def _values(step: StepGraph, run_eqns: Callable[..., None], *leaves: Any) -> dict[int, list[Any]]:
     """Return what the equations of a step make, by their numbers, without what they make inside of loops and branches."""
-    env = dict(zip((*step.jaxpr.invars, *step.jaxpr.constvars), (*leaves, *step.jaxpr.consts), strict=True))
+    env = dict(
+        zip((*step.jaxpr.invars, *step.jaxpr.constvars), (*leaves, *step.jaxpr.consts), strict=True)
+    )
     run_eqns(enumerate(step.jaxpr.eqns), env)
     made = enumerate(step.jaxpr.eqns)
-    return {n: [env[var] for var in eqn.outvars] for n, eqn in made if all(var in env for var in eqn.outvars)}
+    return {
+        n: [env[var] for var in eqn.outvars]
+        for n, eqn in made
+        if all(var in env for var in eqn.outvars)
+    }
 
 
 class _Comparison:
@@ -106,7 +118,11 @@ class _Comparison:
         if found.shape != wanted.shape:
             return f"has shape {found.shape} instead of {wanted.shape}"
         finite = np.isfinite(wanted) & np.isfinite(other)
-        same = (found == wanted) | (np.isnan(found) & np.isnan(wanted)) | (np.isfinite(wanted) & ~np.isfinite(other))
+        same = (
+            (found == wanted)
+            | (np.isnan(found) & np.isnan(wanted))
+            | (np.isfinite(wanted) & ~np.isfinite(other))
+        )
         if not np.all(same | (finite & np.isfinite(found))):
             return f"is {found[~same][0]} where it should be {wanted[~same][0]}"
         gaps = np.abs(np.subtract(found, wanted, where=finite, out=np.zeros_like(wanted)))
@@ -121,7 +137,9 @@ class _Comparison:
 def _copy(leaf: Any) -> Any:
     """Return a copy of a leaf in memory of its own."""
     if isinstance(leaf, jax.Array) and is_key(leaf.dtype):
-        return jax.random.wrap_key_data(jnp.array(jax.random.key_data(leaf), copy=True), impl=jax.random.key_impl(leaf))
+        return jax.random.wrap_key_data(
+            jnp.array(jax.random.key_data(leaf), copy=True), impl=jax.random.key_impl(leaf)
+        )
     return np.array(leaf) if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
 

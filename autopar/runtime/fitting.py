@@ -6,8 +6,8 @@ from autopar.lowering.planned import PlannedStep
 from autopar.planning.stage_problem import NoStagesError
 from autopar.runtime.executable import Executable
 from autopar.sharding.planner import MemoryBudgetError
-from simulator.cluster import Cluster
-from simulator.heterogeneous import AnyCluster
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.heterogeneous import AnyCluster
 from simulator.memory import MemoryUse
 
 ROUNDS = 4
@@ -21,7 +21,9 @@ def budget_of(memory_budget: float | None, cluster: AnyCluster, platform: str) -
     """
     if memory_budget is not None:
         return memory_budget
-    return cluster.device.usable_bytes if platform != "cpu" and isinstance(cluster, Cluster) else None
+    return (
+        cluster.device.usable_bytes if platform != "cpu" and isinstance(cluster, Cluster) else None
+    )
 
 
 def compiled_within[E: Executable](

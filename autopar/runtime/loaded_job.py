@@ -117,15 +117,28 @@ class LoadedJob:
                 carriers[each.number] = carrier(each)
         self._carriers = {at: carriers[each.number] for at, each in job.deliveries.items()}
         self._letters = {at: each.number * num_workers for at, each in job.deliveries.items()}
-        self._spreads = {at: (carriers[each.number], each.number * num_workers) for at, each in job.spreads.items()}
+        self._spreads = {
+            at: (carriers[each.number], each.number * num_workers)
+            for at, each in job.spreads.items()
+        }
         # What is sent is fetched when its receiver can; until then a task or the next step must not use its memory.
-        self._used_up = {call.operands[at].name for call in job.calls.values() for at in call.donated}
+        self._used_up = {
+            call.operands[at].name for call in job.calls.values() for at in call.donated
+        }
         self._used_up |= {part.name for output in job.outputs for part in output.parts}
         self._zeros = [self._make_zeros(each) for each in job.zeros]
-        self._makes = {each.number: self._make(each) for each in job.outputs if each.is_copy or len(each.parts) > 1}
-        self._inputs = [(each, self._split(each) if len(each.parts) > 1 else None) for each in job.inputs]
+        self._makes = {
+            each.number: self._make(each)
+            for each in job.outputs
+            if each.is_copy or len(each.parts) > 1
+        }
+        self._inputs = [
+            (each, self._split(each) if len(each.parts) > 1 else None) for each in job.inputs
+        ]
 
-    def start(self, kept: Mapping[int, jax.Array], given: Mapping[int, np.ndarray], letter: int = 0) -> list[Values]:
+    def start(
+        self, kept: Mapping[int, jax.Array], given: Mapping[int, np.ndarray], letter: int = 0
+    ) -> list[Values]:
         """Return the values of each mesh before the first instruction.
 
         Args:
@@ -141,13 +154,18 @@ class LoadedJob:
             if each.number in given:
                 whole, count = given[each.number], len(each.parts)
                 rows = cut_rows(whole, count, self.job.chunks) if count > 1 else [whole]
-                parts = [placed(row, part.place, self.devices) for row, part in zip(rows, each.parts, strict=True)]
+                parts = [
+                    placed(row, part.place, self.devices)
+                    for row, part in zip(rows, each.parts, strict=True)
+                ]
             elif split is None:
                 values[each.mesh][each.parts[0].name] = self._whole(each, kept, letter)
                 continue
             else:
                 parts = split(self._whole(each, kept, letter))
-            values[each.mesh].update((part.name, made) for part, made in zip(each.parts, parts, strict=True))
+            values[each.mesh].update(
+                (part.name, made) for part, made in zip(each.parts, parts, strict=True)
+            )
         return values
 
     def _whole(self, given: Input, kept: Mapping[int, jax.Array], letter: int) -> jax.Array:
@@ -157,14 +175,18 @@ class LoadedJob:
         carrier, offset = self._spreads[given.number, given.mesh]
         return carrier.receive(letter + offset)
 
-    def execute(self, mesh: int, instruction: Instruction, values: Sequence[Values], letter: int = 0) -> None:
+    def execute(
+        self, mesh: int, instruction: Instruction, values: Sequence[Values], letter: int = 0
+    ) -> None:
         """Execute one instruction."""
         match instruction:
             case Run():
                 self.calls[instruction].run(values[mesh])
             case Send(name, to):
                 at = name, to
-                self._carriers[at].send(values[mesh][name], letter + self._letters[at], name in self._used_up)
+                self._carriers[at].send(
+                    values[mesh][name], letter + self._letters[at], name in self._used_up
+                )
             case Recv(name):
                 at = name, mesh
                 values[mesh][name] = self._carriers[at].receive(letter + self._letters[at])
@@ -240,7 +262,9 @@ class LoadedJob:
         if not sums:
             return dict
         shardings = [self.sharding(each) for each in sums]
-        make = jax.jit(lambda: [jnp.zeros(each.shape, each.dtype) for each in sums], out_shardings=shardings)
+        make = jax.jit(
+            lambda: [jnp.zeros(each.shape, each.dtype) for each in sums], out_shardings=shardings
+        )
         return lambda: dict(zip((each.name for each in sums), make(), strict=True))
 
 
@@ -251,7 +275,9 @@ def wait_for(values: Values) -> None:
 
 def placed(array: np.ndarray, place: Place, devices: Mapping[int, Device]) -> jax.Array:
     """Return an array of host memory where it should be; of a place that several workers have, this one's part."""
-    return jax.make_array_from_callback(array.shape, place.sharding(devices), lambda index: array[index])
+    return jax.make_array_from_callback(
+        array.shape, place.sharding(devices), lambda index: array[index]
+    )
 
 
 def _micro_batches(count: int, chunks: int, whole: jax.Array) -> list[jax.Array]:

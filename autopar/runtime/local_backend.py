@@ -19,7 +19,7 @@ from autopar.runtime.batch_reading import Batches, Reader, ahead
 from autopar.runtime.create_state import CreateStateExecutable
 from autopar.runtime.executable import Executable
 from autopar.runtime.local_executable import LocalExecutable
-from simulator.heterogeneous import AnyCluster
+from simulator.hardware.heterogeneous import AnyCluster
 
 type Present = Mapping[int, Device]
 """The devices of this process that a plan may use, by the numbers that plans give them; none where they are on other hosts."""
@@ -57,7 +57,11 @@ class Backend(Protocol):
         ...
 
     def load(
-        self, planned: PlannedStep, present: Present, donated: frozenset[int] = frozenset(), plan_seconds: float = 0.0
+        self,
+        planned: PlannedStep,
+        present: Present,
+        donated: frozenset[int] = frozenset(),
+        plan_seconds: float = 0.0,
     ) -> Executable:
         """Compile a planned step.
 
@@ -84,7 +88,9 @@ class Backend(Protocol):
         """
         ...
 
-    def restore(self, folder: Path, wanted: Sequence[tuple[Any, PlacementSpec]], verify: bool) -> list[Any] | None:
+    def restore(
+        self, folder: Path, wanted: Sequence[tuple[Any, PlacementSpec]], verify: bool
+    ) -> list[Any] | None:
         """Return the arrays of a checkpoint, read by the hosts that they go to; None if this process is to read them.
 
         Args:
@@ -110,24 +116,36 @@ class LocalBackend:
     def devices_of(self, executable: Executable) -> Present:
         """See `Backend`."""
         if not isinstance(executable, LocalExecutable):
-            raise ValueError("the step runs on other hosts, which have been left since; call it first")
+            raise ValueError(
+                "the step runs on other hosts, which have been left since; call it first"
+            )
         return executable.job.devices
 
     def cluster(self, method: Method, present: Present) -> AnyCluster:
         """See `Backend`."""
         given = method.cluster if isinstance(method, PlanningMethod) else None
-        return cluster_of(device_mesh(list(present.values()))) if given is None else any_cluster(given)
+        return (
+            cluster_of(device_mesh(list(present.values()))) if given is None else any_cluster(given)
+        )
 
     def load(
-        self, planned: PlannedStep, present: Present, donated: frozenset[int] = frozenset(), plan_seconds: float = 0.0
+        self,
+        planned: PlannedStep,
+        present: Present,
+        donated: frozenset[int] = frozenset(),
+        plan_seconds: float = 0.0,
     ) -> LocalExecutable:
         """See `Backend`."""
-        return LocalExecutable(planned, submeshes(present, planned.plan.stages), donated, plan_seconds)
+        return LocalExecutable(
+            planned, submeshes(present, planned.plan.stages), donated, plan_seconds
+        )
 
     def load_state(self, step: StepGraph, executable: Executable) -> CreateStateExecutable:
         """See `Backend`."""
         shardings = jax.tree.leaves(executable.in_shardings[0])
-        return CreateStateExecutable(step, shardings, jax.tree.leaves(executable.get_input_placement_specs()[0]))
+        return CreateStateExecutable(
+            step, shardings, jax.tree.leaves(executable.get_input_placement_specs()[0])
+        )
 
     def put(self, specs: Sequence[PlacementSpec]) -> Callable[[int, Any], jax.Array]:
         """See `Backend`."""
@@ -146,7 +164,9 @@ class LocalBackend:
         finally:
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def restore(self, folder: Path, wanted: Sequence[tuple[Any, PlacementSpec]], verify: bool) -> None:
+    def restore(
+        self, folder: Path, wanted: Sequence[tuple[Any, PlacementSpec]], verify: bool
+    ) -> None:
         """See `Backend`."""
 
 

@@ -27,8 +27,8 @@ from autopar.runtime.loaded_job import LoadedJob, Values, is_at
 from autopar.runtime.tasks import CompiledTask, compile_tasks
 from autopar.runtime.timing import dummy_inputs, executed_timeline
 from autopar.runtime.transports import MoveCarrier, Transport, default_transport
+from simulator.engine.timeline import Timeline
 from simulator.memory import MemoryUse
-from simulator.timeline import Timeline
 
 
 class LocalExecutable(Executable):
@@ -76,10 +76,15 @@ class LocalExecutable(Executable):
         outputs = {each.number: each for each in self.description.job.outputs}
         constants = NamedSharding(self.meshes[0], PartitionSpec())
         self._outputs: list[Output | jax.stages.Wrapped] = [
-            outputs[o] if o in outputs else jax.jit(partial(_constant, self.step.jaxpr, atom), out_shardings=constants)
+            outputs[o]
+            if o in outputs
+            else jax.jit(partial(_constant, self.step.jaxpr, atom), out_shardings=constants)
             for o, atom in enumerate(self.step.jaxpr.outvars)
         ]
-        made = [self.job.sharding(each.whole) if isinstance(each, Output) else constants for each in self._outputs]
+        made = [
+            self.job.sharding(each.whole) if isinstance(each, Output) else constants
+            for each in self._outputs
+        ]
         self.in_shardings = jax.tree.unflatten(self.step.in_tree, self.homes)
         self.out_shardings = jax.tree.unflatten(self.step.out_tree, made)
         self.compile_seconds = time.perf_counter() - start
@@ -87,7 +92,10 @@ class LocalExecutable(Executable):
     # -- running
 
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
-        return tuple(jax.device_put(arg, shardings) for arg, shardings in zip(args, self.in_shardings, strict=True))
+        return tuple(
+            jax.device_put(arg, shardings)
+            for arg, shardings in zip(args, self.in_shardings, strict=True)
+        )
 
     def __call__(self, *args: Any) -> Any:
         leaves = self.step.leaves(args)
@@ -97,7 +105,9 @@ class LocalExecutable(Executable):
         values = self.job.start(dict(enumerate(leaves)), {})
         for mesh, instruction in self.job.order:
             self.job.execute(mesh, instruction, values)
-        return jax.tree.unflatten(self.step.out_tree, [self._take(each, values) for each in self._outputs])
+        return jax.tree.unflatten(
+            self.step.out_tree, [self._take(each, values) for each in self._outputs]
+        )
 
     def _take(self, output: "Output | jax.stages.Wrapped", values: Sequence[Values]) -> jax.Array:
         """Return an output; a constant is made anew, since the next step may reuse its memory."""
@@ -153,4 +163,8 @@ def _constant(jaxpr: Any, atom: Atom) -> Any:
     aval = aval_of(atom)
     if is_key(aval.dtype):
         return value
-    return np.asarray(value).item() if aval.weak_type and not aval.shape else jnp.asarray(value, aval.dtype)
+    return (
+        np.asarray(value).item()
+        if aval.weak_type and not aval.shape
+        else jnp.asarray(value, aval.dtype)
+    )

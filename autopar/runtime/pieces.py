@@ -12,15 +12,24 @@ from autopar.devices import Device
 from autopar.lowering.cross_mesh_resharding import Tile
 
 
-def cutting(wanted: Sequence[Tile], held: Tile, dtype: jnp.dtype, device: Device) -> Callable[..., list]:
+def cutting(
+    wanted: Sequence[Tile], held: Tile, dtype: jnp.dtype, device: Device
+) -> Callable[..., list]:
     """What cuts tiles out of a shard, on its device."""
     if all(tile == held for tile in wanted):
         return lambda shard: [shard] * len(wanted)
     slices = [
-        tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(tile, held, strict=True))
+        tuple(
+            slice(start - first, stop - first)
+            for (start, stop), (first, _) in zip(tile, held, strict=True)
+        )
         for tile in wanted
     ]
-    return jax.jit(lambda shard: [shard[each] for each in slices]).lower(_on(device, held, dtype)).compile()
+    return (
+        jax.jit(lambda shard: [shard[each] for each in slices])
+        .lower(_on(device, held, dtype))
+        .compile()
+    )
 
 
 def joining(parts: Sequence[Tile], dtype: jnp.dtype, device: Device) -> Callable[[list], jax.Array]:
@@ -37,7 +46,9 @@ def _joined(parts: list[Tile], dim: int, values: list[jax.Array]) -> jax.Array:
         return values[0]
     ordered = sorted(zip(parts, values, strict=True), key=lambda each: each[0][dim])
     rows = [list(row) for _, row in groupby(ordered, key=lambda each: each[0][dim])]
-    return jnp.concatenate([_joined([t for t, _ in row], dim + 1, [v for _, v in row]) for row in rows], dim)
+    return jnp.concatenate(
+        [_joined([t for t, _ in row], dim + 1, [v for _, v in row]) for row in rows], dim
+    )
 
 
 def _on(device: Device, tile: Tile, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, assert_never
 import jax
 
 from autopar.util import zeros
+from simulator.engine.timeline import Timeline
 from simulator.program import Free, Recv, Run, Send, walk
 from simulator.spans import Span
-from simulator.timeline import Timeline
 
 if TYPE_CHECKING:
     from autopar.runtime.local_executable import LocalExecutable
@@ -21,7 +21,9 @@ def dummy_inputs(executable: "LocalExecutable") -> list[jax.Array]:
     made: dict[int, jax.Array] = {}
     for mesh in dict.fromkeys(home.mesh for home in homes):
         mine = [i for i, home in enumerate(homes) if home.mesh == mesh]
-        made.update(zip(mine, zeros([avals[i] for i in mine], [homes[i] for i in mine]), strict=True))
+        made.update(
+            zip(mine, zeros([avals[i] for i in mine], [homes[i] for i in mine]), strict=True)
+        )
     return [made[i] for i in range(len(avals))]
 
 
@@ -63,7 +65,9 @@ def executed_timeline(executable: "LocalExecutable", leaves: list[jax.Array]) ->
     return Timeline(tuple(spans), executable.program.meshes, executable.memory)
 
 
-def span_of(mesh: int, instruction: Run | Send | Recv, start: float, end: float, after: str = "") -> Span:
+def span_of(
+    mesh: int, instruction: Run | Send | Recv, start: float, end: float, after: str = ""
+) -> Span:
     """What an instruction is in a timeline; `after` is the task whose result a send sends."""
     name = str(instruction)
     match instruction:

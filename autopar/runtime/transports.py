@@ -44,7 +44,9 @@ type Transport = Callable[[Resharding, jax.ShapeDtypeStruct, Mesh, Mesh], Move]
 class MoveCarrier:
     """A delivery between meshes of this process; see `autopar.runtime.loaded_job.Carrier`."""
 
-    def __init__(self, delivery: Delivery, devices: Mapping[int, Device], transport: Transport) -> None:
+    def __init__(
+        self, delivery: Delivery, devices: Mapping[int, Device], transport: Transport
+    ) -> None:
         """Prepare it.
 
         Args:
@@ -74,13 +76,17 @@ class MoveCarrier:
         jax.block_until_ready(list(self._sent.values()))
 
 
-def default_transport(plan: Resharding, value: jax.ShapeDtypeStruct, source: Mesh, to: Mesh) -> Move:
+def default_transport(
+    plan: Resharding, value: jax.ShapeDtypeStruct, source: Mesh, to: Mesh
+) -> Move:
     """By tiles between devices with memory of their own, unless whole shards will do; random keys always whole."""
     held = set(tiles(plan.shape, *plan.source))
     same = held.issuperset(tiles(plan.shape, plan.mesh, plan.spec))
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
     local = source.devices.flat[0].platform == "cpu"
-    return (whole if same or is_key or local or not plan.pieces else by_tiles)(plan, value, source, to)
+    return (whole if same or is_key or local or not plan.pieces else by_tiles)(
+        plan, value, source, to
+    )
 
 
 def whole(plan: Resharding, value: jax.ShapeDtypeStruct, source: Mesh, to: Mesh) -> Move:
@@ -100,11 +106,18 @@ def by_tiles(plan: Resharding, value: jax.ShapeDtypeStruct, source: Mesh, to: Me
         outgoing[piece.source].append(number)
         incoming[piece.destination].append(number)
     cuts = [
-        (device, cutting([plan.pieces[k].tile for k in numbers], held[device], value.dtype, sources[device]))
+        (
+            device,
+            cutting(
+                [plan.pieces[k].tile for k in numbers], held[device], value.dtype, sources[device]
+            ),
+        )
         for device, numbers in outgoing.items()
     ]
     order = [number for numbers in outgoing.values() for number in numbers]
-    places = [SingleDeviceSharding(destinations[plan.pieces[number].destination]) for number in order]
+    places = [
+        SingleDeviceSharding(destinations[plan.pieces[number].destination]) for number in order
+    ]
     position = {number: at for at, number in enumerate(order)}
     joins = [
         (

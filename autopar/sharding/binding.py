@@ -17,20 +17,31 @@ type Shapes = Sequence[tuple[int, ...]]
 
 
 def bind_shards(
-    eqn: JaxprEqn, operands: Sequence[Spec], results: Sequence[Spec], shards: Sequence[Any], mesh: LogicalMesh
+    eqn: JaxprEqn,
+    operands: Sequence[Spec],
+    results: Sequence[Spec],
+    shards: Sequence[Any],
+    mesh: LogicalMesh,
 ) -> list[Any]:
     """The primitive of `eqn` on the shards of its operands: shards of its results, partial sums where a summed dim is split."""
-    shapes = [local_shape(aval_of(v).shape, spec, mesh) for v, spec in zip(eqn.outvars, results, strict=True)]
+    shapes = [
+        local_shape(aval_of(v).shape, spec, mesh)
+        for v, spec in zip(eqn.outvars, results, strict=True)
+    ]
     local = _LOCAL.get(eqn.primitive.name)
     made = local(eqn, operands, results, shapes, shards) if local else bind(eqn, shards)
-    assert [r.shape for r in made] == shapes, f"{eqn.primitive.name}: shards {shapes} claimed, {made} found"
+    assert [r.shape for r in made] == shapes, (
+        f"{eqn.primitive.name}: shards {shapes} claimed, {made} found"
+    )
     return made
 
 
 def bind(eqn: JaxprEqn, operands: Sequence[Any], **params: Any) -> list[Any]:
     """The results of the primitive of `eqn`, with other parameters where given."""
     # Not under the equation's own context, which says that there is no mesh.
-    result = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params({**eqn.params, **params}))
+    result = eqn.primitive.bind(
+        *operands, **eqn.primitive.get_bind_params({**eqn.params, **params})
+    )
     return list(result) if eqn.primitive.multiple_results else [result]
 
 
@@ -45,10 +56,16 @@ def _with_shape(parameter: str) -> Callable[..., list[Any]]:
 def _iota(eqn: JaxprEqn, _in: Any, specs: Sequence[Spec], shapes: Shapes, shards: Any) -> list[Any]:
     (made,) = bind(eqn, shards, shape=shapes[0])
     dim = eqn.params["dimension"]
-    return [made + (lax.axis_index(specs[0][dim]) * shapes[0][dim]).astype(made.dtype) if specs[0][dim] else made]
+    return [
+        made + (lax.axis_index(specs[0][dim]) * shapes[0][dim]).astype(made.dtype)
+        if specs[0][dim]
+        else made
+    ]
 
 
-def _slice(eqn: JaxprEqn, _in: Any, specs: Sequence[Spec], shapes: Shapes, shards: Any) -> list[Any]:
+def _slice(
+    eqn: JaxprEqn, _in: Any, specs: Sequence[Spec], shapes: Shapes, shards: Any
+) -> list[Any]:
     limits = [
         size if axes else limit
         for limit, size, axes in zip(eqn.params["limit_indices"], shapes[0], specs[0], strict=True)
@@ -68,23 +85,31 @@ def _conv(eqn: JaxprEqn, _in: Any, _out: Any, shapes: Shapes, shards: Any) -> li
     return bind(eqn, shards, batch_group_count=batch, feature_group_count=channels)
 
 
-def _gather(eqn: JaxprEqn, specs: Sequence[Spec], _out: Any, shapes: Shapes, shards: Any) -> list[Any]:
+def _gather(
+    eqn: JaxprEqn, specs: Sequence[Spec], _out: Any, shapes: Shapes, shards: Any
+) -> list[Any]:
     """Look up the indices that this device has; zeros elsewhere."""
     numbers, full_shape = eqn.params["dimension_numbers"], aval_of(eqn.invars[0]).shape
     operand, indices = shards
     sizes = [
         local if axes and size == full else size
-        for size, full, local, axes in zip(eqn.params["slice_sizes"], full_shape, operand.shape, specs[0], strict=True)
+        for size, full, local, axes in zip(
+            eqn.params["slice_sizes"], full_shape, operand.shape, specs[0], strict=True
+        )
     ]
     sizes = [1 if dim in numbers.operand_batching_dims else size for dim, size in enumerate(sizes)]
     dims = [d for d in numbers.start_index_map if d in numbers.collapsed_slice_dims]
     indices, own = _own(numbers.start_index_map, dims, eqn, specs[0], operand, indices)
     (result,) = bind(eqn, (operand, indices), slice_sizes=tuple(sizes))
     batch = [dim for dim in range(result.ndim) if dim not in numbers.offset_dims]
-    return [jnp.where(lax.broadcast_in_dim(own, result.shape, batch), result, jnp.zeros_like(result))]
+    return [
+        jnp.where(lax.broadcast_in_dim(own, result.shape, batch), result, jnp.zeros_like(result))
+    ]
 
 
-def _scatter(eqn: JaxprEqn, specs: Sequence[Spec], _out: Any, shapes: Shapes, shards: Any) -> list[Any]:
+def _scatter(
+    eqn: JaxprEqn, specs: Sequence[Spec], _out: Any, shapes: Shapes, shards: Any
+) -> list[Any]:
     """Write what belongs to this device; drop the rest."""
     numbers = eqn.params["dimension_numbers"]
     operand, indices, updates = shards
@@ -95,7 +120,12 @@ def _scatter(eqn: JaxprEqn, specs: Sequence[Spec], _out: Any, shapes: Shapes, sh
 
 
 def _own(
-    index_map: Sequence[int], dims: Sequence[int], eqn: JaxprEqn, spec: Spec, operand: Any, indices: Any
+    index_map: Sequence[int],
+    dims: Sequence[int],
+    eqn: JaxprEqn,
+    spec: Spec,
+    operand: Any,
+    indices: Any,
 ) -> tuple[Any, Any]:
     """Indices into this device's shard of the operand along `dims`, and which of them fall into it."""
     own = jnp.ones(indices.shape[:-1], bool)
@@ -119,5 +149,8 @@ _LOCAL: dict[str, Callable[..., list[Any]]] = {
     "reshape": _with_shape("new_sizes"),
     "slice": _slice,
     "tile": _tile,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _scatter),
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"),
+        _scatter,
+    ),
 }

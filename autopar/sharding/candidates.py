@@ -47,14 +47,17 @@ class Candidates:
         options = tuple(options)
         assignments = [o.assignment for o in options]
         operands = (
-            each_once(lambda a, k=k: factors.operand_spec(k, a), assignments) for k in range(len(factors.operands))
+            each_once(lambda a, k=k: factors.operand_spec(k, a), assignments)
+            for k in range(len(factors.operands))
         )
         results = (tuple(o.results[r] for o in options) for r in range(len(factors.results)))
         return cls(options, tuple(operands), tuple(results))
 
 
 @lru_cache(maxsize=65536)
-def followed(factors: OpFactors, leader: int, specs: Specs, mesh: LogicalMesh) -> tuple[Assignment, ...] | None:
+def followed(
+    factors: OpFactors, leader: int, specs: Specs, mesh: LogicalMesh
+) -> tuple[Assignment, ...] | None:
     """The assignment under each spec of the operand that an equation follows; None when it can't keep one of them."""
     assignments = each_once(lambda spec: factors.assign(leader, spec, mesh), specs)
     kept = tuple(assignment for assignment in assignments if assignment is not None)
@@ -112,10 +115,15 @@ def is_compilable(eqn: JaxprEqn, factors: OpFactors, option: Option) -> bool:
     if eqn.primitive is not gather_p:
         return True
     own, (completed,) = factors.result_spec(0, option.assignment), option.results
-    return not any(own[dim] and completed[dim] != own[dim] for dim in eqn.params["dimension_numbers"].offset_dims)
+    return not any(
+        own[dim] and completed[dim] != own[dim]
+        for dim in eqn.params["dimension_numbers"].offset_dims
+    )
 
 
-def batch_only(assignments: Sequence[Assignment], marked: frozenset[int], mesh: LogicalMesh) -> list[Assignment]:
+def batch_only(
+    assignments: Sequence[Assignment], marked: frozenset[int], mesh: LogicalMesh
+) -> list[Assignment]:
     """The assignments that shard the factors in `marked` as far as can be, and no others."""
 
     def ways(assignment: Assignment) -> int:
@@ -126,7 +134,9 @@ def batch_only(assignments: Sequence[Assignment], marked: frozenset[int], mesh: 
     return [a for a in allowed if ways(a) == most]
 
 
-def batch_on(assignments: Iterable[Assignment], marked: frozenset[int], axis: str) -> list[Assignment]:
+def batch_on(
+    assignments: Iterable[Assignment], marked: frozenset[int], axis: str
+) -> list[Assignment]:
     """The assignments that shard a factor in `marked` along `axis`, if any does; otherwise all."""
     assignments = list(assignments)
     return [a for a in assignments if any(axis in a[f] for f in marked)] or assignments
@@ -138,5 +148,9 @@ def scattered_if_possible(options: Sequence[Option]) -> list[Option]:
     def reduces(option: Option) -> bool:
         return any(kind == "all_reduce" for kind, _, _ in option.collectives)
 
-    scattered = {option.assignment for option in options if option.collectives and not reduces(option)}
-    return [option for option in options if not (reduces(option) and option.assignment in scattered)]
+    scattered = {
+        option.assignment for option in options if option.collectives and not reduces(option)
+    }
+    return [
+        option for option in options if not (reduces(option) and option.assignment in scattered)
+    ]

@@ -66,7 +66,9 @@ def step_factors(step: StepGraph) -> tuple[OpFactors | None, ...]:
 @memoized_on_step
 def _factors(jaxpr: Jaxpr) -> tuple[OpFactors | None, ...]:
     passing = [eqn.primitive.name in PASS_THROUGH or not eqn.outvars for eqn in jaxpr.eqns]
-    return tuple(None if passes else op_factors(eqn) for eqn, passes in zip(jaxpr.eqns, passing, strict=True))
+    return tuple(
+        None if passes else op_factors(eqn) for eqn, passes in zip(jaxpr.eqns, passing, strict=True)
+    )
 
 
 def _roles(step: StepGraph, marked: Sequence[frozenset[int]]) -> tuple[Role, ...]:
@@ -99,12 +101,20 @@ def batch_factors(
         marked: list[frozenset[int]] = []
         known = dict(handed_on)
         for eqn, op in zip(eqns, factors, strict=True):
-            marks = [frozenset() if isinstance(a, Literal) else dims_of.get(a, frozenset()) for a in eqn.invars]
+            marks = [
+                frozenset() if isinstance(a, Literal) else dims_of.get(a, frozenset())
+                for a in eqn.invars
+            ]
             if op is None:
                 marked.append(frozenset())
                 dims_of.update(zip(eqn.outvars, marks if eqn.outvars else (), strict=True))
                 continue
-            found = frozenset(op.operands[k][d][0] for k, dims in enumerate(marks) for d in dims if op.operands[k][d])
+            found = frozenset(
+                op.operands[k][d][0]
+                for k, dims in enumerate(marks)
+                for d in dims
+                if op.operands[k][d]
+            )
             marked.append(found)
             for var, result in zip(eqn.outvars, op.results, strict=True):
                 dims = frozenset(dim for dim, of in enumerate(result) if of and of[0] in found)
@@ -143,7 +153,9 @@ def _awaited(step: StepGraph, per_example: frozenset[Var]) -> frozenset[Var]:
             reached.update(eqn.outvars)
     for eqn in reversed(step.jaxpr.eqns):
         if eqn.primitive.name in PASS_THROUGH:
-            passed = (atom for atom, var in zip(eqn.invars, eqn.outvars, strict=True) if var in reaching)
+            passed = (
+                atom for atom, var in zip(eqn.invars, eqn.outvars, strict=True) if var in reaching
+            )
             reaching.update(atom for atom in passed if isinstance(atom, Var))
         elif not reaching.isdisjoint(eqn.outvars):
             reaching.update(atom for atom in eqn.invars if isinstance(atom, Var))

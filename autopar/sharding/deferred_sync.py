@@ -42,15 +42,23 @@ def check_parts(step: StepGraph, mesh: LogicalMesh, deferred: Axes) -> None:
         return
     parts = step.cut(mesh.ways(deferred))
     planned = [eqn.primitive for eqn in step.jaxpr.eqns]
-    if mesh.ways(deferred) < mesh.num_devices and planned != [eqn.primitive for eqn in parts.jaxpr.eqns]:
-        raise MicrobatchError("the step does different things for the few examples that a device has of a microbatch")
+    if mesh.ways(deferred) < mesh.num_devices and planned != [
+        eqn.primitive for eqn in parts.jaxpr.eqns
+    ]:
+        raise MicrobatchError(
+            "the step does different things for the few examples that a device has of a microbatch"
+        )
 
 
 def fits(assignment: Assignment, marked: frozenset[int], deferred: Axes) -> bool:
     """Whether the deferred axes divide examples, if the equation has any (its factors in `marked`), and nothing else."""
     along_batch = {axis for f in marked for axis in assignment[f]}
     used = {axis for axes in assignment for axis in axes}
-    return used.intersection(deferred) == (set(deferred) if marked else set()) == along_batch.intersection(deferred)
+    return (
+        used.intersection(deferred)
+        == (set(deferred) if marked else set())
+        == along_batch.intersection(deferred)
+    )
 
 
 def leads(spec: Spec, deferred: Axes) -> bool:
@@ -72,18 +80,31 @@ def partial_completions(
         tuple(axis for axis in axes if kind not in PARTIAL or axis not in deferred)
         for kind, axes in zip(factors.kinds, assignment, strict=True)
     )
-    return tuple(replace(o, assignment=assignment) for o in completions(factors, rest, results, scatter, mesh))
+    return tuple(
+        replace(o, assignment=assignment)
+        for o in completions(factors, rest, results, scatter, mesh)
+    )
 
 
 def synchronisations(
-    shape: Sequence[int], width: int, sources: Specs, scatter: bool, mesh: LogicalMesh, deferred: Axes
+    shape: Sequence[int],
+    width: int,
+    sources: Specs,
+    scatter: bool,
+    mesh: LogicalMesh,
+    deferred: Axes,
 ) -> list[tuple[Spec, Option]]:
     """The ways to complete an accumulated value, each with the spec that it starts from: an all_reduce, or a reduce_scatter
     onto some dim, for each deferred axis. `width` is bytes of an element."""
     found = []
     for source in dict.fromkeys(sources):
-        for dims in product((None, *range(len(shape))) if scatter else (None,), repeat=len(deferred)):
-            onto = [tuple(a for a, d in zip(deferred, dims, strict=True) if d == dim) for dim in range(len(shape))]
+        for dims in product(
+            (None, *range(len(shape))) if scatter else (None,), repeat=len(deferred)
+        ):
+            onto = [
+                tuple(a for a, d in zip(deferred, dims, strict=True) if d == dim)
+                for dim in range(len(shape))
+            ]
             spec = tuple(new + old for new, old in zip(onto, source, strict=True))
             if not divides(shape, spec, mesh):
                 continue

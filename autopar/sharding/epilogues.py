@@ -60,7 +60,11 @@ class Values:
     def unspread(self, var: Var) -> Var:
         """What is spread over `var`; itself if nothing is."""
         eqn = self.eqns[self.makers[var]] if var in self.makers else None
-        if eqn is not None and eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Var):
+        if (
+            eqn is not None
+            and eqn.primitive.name == "broadcast_in_dim"
+            and isinstance(eqn.invars[0], Var)
+        ):
             return eqn.invars[0]
         return var
 
@@ -114,6 +118,10 @@ def _added(values: Values, eqn: JaxprEqn, result: Var) -> Var | None:
     if eqn.primitive.name not in ("add", "add_any"):
         return None
     others = [atom for atom in eqn.invars if values.shown(atom) is not values.shown(result)]
-    if len(others) != 1 or isinstance(others[0], Literal) or aval_of(others[0]).dtype != aval_of(result).dtype:
+    if (
+        len(others) != 1
+        or isinstance(others[0], Literal)
+        or aval_of(others[0]).dtype != aval_of(result).dtype
+    ):
         return None
     return others[0] if aval_of(eqn.outvars[0]).size == aval_of(result).size else None

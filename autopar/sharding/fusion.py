@@ -30,7 +30,9 @@ from autopar.sharding.epilogues import Values, find_epilogues, find_scattered
 from autopar.sharding.lifetimes import EXPENSIVE, FUSIBLE, READING, is_view
 from autopar.sharding.operand_layouts import GRADIENT, ORDER, PRODUCTS, Layout, layouts
 
-_SCATTERS = frozenset({"scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min", "dynamic_update_slice"})
+_SCATTERS = frozenset(
+    {"scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min", "dynamic_update_slice"}
+)
 
 _LONGEST_ROW = 16384
 """Elements of a row that one kernel reduces; longer ones take two, with partial sums between."""
@@ -123,17 +125,26 @@ class _Fusion:
         self.values = values = Values(step)
         self.makers, self.readers = values.makers, values.readers
         self.epilogues = find_epilogues(values)
-        self.ends = {product: self.eqns[number].outvars[0] for number, product in sorted(self.epilogues.items())}
+        self.ends = {
+            product: self.eqns[number].outvars[0]
+            for number, product in sorted(self.epilogues.items())
+        }
         self.cheap = [_is_cheap(eqn) for eqn in self.eqns]
-        self.rows = {n for n, eqn in enumerate(self.eqns) if fuses_rows and self._is_inside_row(eqn)}
+        self.rows = {
+            n for n, eqn in enumerate(self.eqns) if fuses_rows and self._is_inside_row(eqn)
+        }
         self.scattered = find_scattered(values)
         self.onto: set[Var] = set()  # what is scattered onto
         self.written: set[Var] = set(values.inputs)
         self.kernels: dict[int, _Kernel] = {}
-        self.inside: list[tuple[int, ...]] = [()] * len(self.eqns)  # the kernels that compute an equation
+        self.inside: list[tuple[int, ...]] = [()] * len(
+            self.eqns
+        )  # the kernels that compute an equation
         self.region = _regions(step)
         finals = (eqn.invars[1] for eqn in self.eqns if eqn.primitive is control_flow.loop_result_p)
-        self.carried = {atom for atom in finals if isinstance(atom, Var)}  # updated in place, each by itself
+        self.carried = {
+            atom for atom in finals if isinstance(atom, Var)
+        }  # updated in place, each by itself
 
         self._place()
         self._merge()
@@ -149,7 +160,9 @@ class _Fusion:
                 if var not in kernel.makes:
                     reads[number][operand] += 1
         made: dict[Var, set[Layout]] = defaultdict(set)
-        return tuple(self._of(n, eqn, reads[n], launches[n], made) for n, eqn in enumerate(self.eqns))
+        return tuple(
+            self._of(n, eqn, reads[n], launches[n], made) for n, eqn in enumerate(self.eqns)
+        )
 
     # -- kernels
 
@@ -183,14 +196,21 @@ class _Fusion:
         wanted: set[Var] = set(self.values.outputs)  # by those that read memory only
         for number in reversed(range(len(self.eqns))):
             eqn = self.eqns[number]
-            name, operands = eqn.primitive.name, [v for v in map(self.values.shown, eqn.invars) if v is not None]
+            name, operands = (
+                eqn.primitive.name,
+                [v for v in map(self.values.shown, eqn.invars) if v is not None],
+            )
             users = tuple(dict.fromkeys(k for var in eqn.outvars for k in self._users(var)))
             if eqn.primitive in control_flow.MARKERS or name == "optimization_barrier":
                 self.written.update(eqn.outvars)
                 wanted.update(operands)
             elif number in self.epilogues:
-                wanted.update(self.values.shown(self.values.unspread(var)) or var for var in operands)
-                self.written.update(v for v in eqn.outvars if v is self.ends[self.epilogues[number]])
+                wanted.update(
+                    self.values.shown(self.values.unspread(var)) or var for var in operands
+                )
+                self.written.update(
+                    v for v in eqn.outvars if v is self.ends[self.epilogues[number]]
+                )
             elif is_view(eqn):
                 self.inside[number] = users
             elif number in self.rows or self.cheap[number]:
@@ -212,7 +232,9 @@ class _Fusion:
                 if number not in self.ends and self.scattered.isdisjoint(eqn.outvars):
                     self.written.update(eqn.outvars)
                 fresh = name in _SCATTERS and self.values.is_constant(eqn.invars[0])
-                wanted.update(operands[1:] if fresh and isinstance(eqn.invars[0], Var) else operands)
+                wanted.update(
+                    operands[1:] if fresh and isinstance(eqn.invars[0], Var) else operands
+                )
         self.wanted = wanted
         for number, eqn in enumerate(self.eqns):
             for kernel in self.inside[number]:
@@ -236,9 +258,13 @@ class _Fusion:
             lost = set(eqn.params.get("axes", ()))
             axes = tuple(sum(1 for d in range(axis) if over[d] > 1) for axis in sorted(lost))
         space = tuple(size for size in over if size > 1)
-        self.kernels[number] = _Kernel([number], self.region[number], space, axes, makes=set(eqn.outvars))
+        self.kernels[number] = _Kernel(
+            [number], self.region[number], space, axes, makes=set(eqn.outvars)
+        )
 
-    def _is_kept(self, number: int, users: int, sources: Mapping[Var, frozenset[Var] | None]) -> bool:
+    def _is_kept(
+        self, number: int, users: int, sources: Mapping[Var, frozenset[Var] | None]
+    ) -> bool:
         """Whether a value that several kernels read is written rather than computed again in each."""
         eqn = self.eqns[number]
         if eqn.primitive.name in EXPENSIVE:
@@ -270,7 +296,9 @@ class _Fusion:
         (var, *_) = self.eqns[number].outvars
         wide = 16 * aval_of(var).size
         return work[number] >= _HANDFUL and any(
-            aval_of(self.eqns[reader].outvars[0]).size >= wide for reader in self.readers[var] if self.inside[reader]
+            aval_of(self.eqns[reader].outvars[0]).size >= wide
+            for reader in self.readers[var]
+            if self.inside[reader]
         )
 
     def _sources(self) -> dict[Var, frozenset[Var] | None]:
@@ -278,12 +306,18 @@ class _Fusion:
         found: dict[Var, frozenset[Var] | None] = {}
         for number, eqn in enumerate(self.eqns):
             name = eqn.primitive.name
-            through = number not in self.epilogues and (is_view(eqn) or number in self.rows or self.cheap[number])
+            through = number not in self.epilogues and (
+                is_view(eqn) or number in self.rows or self.cheap[number]
+            )
             for r, var in enumerate(eqn.outvars):
                 if number in self.rows:  # who computes it reads its row anyway
                     found[var] = frozenset()
                     continue
-                if not through or eqn.primitive in control_flow.MARKERS or name == "optimization_barrier":
+                if (
+                    not through
+                    or eqn.primitive in control_flow.MARKERS
+                    or name == "optimization_barrier"
+                ):
                     found[var] = frozenset((var,))
                     continue
                 atoms = eqn.invars[r : r + 1] if name in PASS_THROUGH else eqn.invars
@@ -330,7 +364,9 @@ class _Fusion:
     @staticmethod
     def _may_take_over(maker: _Kernel, reader: _Kernel, var: Var) -> bool:
         """Whether the kernel that makes `var` may do what one that reads it does: a reduction only if it does nothing else."""
-        others = (v for v in reader.reads if v is not var and 2 * aval_of(v).size > aval_of(var).size)
+        others = (
+            v for v in reader.reads if v is not var and 2 * aval_of(v).size > aval_of(var).size
+        )
         return reader.reduced is None or (len(maker.makes) == 1 and not any(others))
 
     def _join(self, a: int, b: int, before: Sequence[int]) -> None:
@@ -382,14 +418,30 @@ class _Fusion:
     # -- equations
 
     def _of(
-        self, number: int, eqn: JaxprEqn, reads: Counter[int], launches: int, made: dict[Var, set[Layout]]
+        self,
+        number: int,
+        eqn: JaxprEqn,
+        reads: Counter[int],
+        launches: int,
+        made: dict[Var, set[Layout]],
     ) -> Moved:
         name = eqn.primitive.name
         if self.inside[number] or eqn.primitive in control_flow.MARKERS:
-            writes = tuple(int(var in self.written and number in self.kernels) for var in eqn.outvars)
+            writes = tuple(
+                int(var in self.written and number in self.kernels) for var in eqn.outvars
+            )
             kernel = self.kernels.get(number)
-            together = sum(root not in self.rows and not self.cheap[root] for root in kernel.roots) if kernel else 1
-            return Moved(tuple(reads[i] for i in range(len(eqn.invars))), writes, launches, together=max(1, together))
+            together = (
+                sum(root not in self.rows and not self.cheap[root] for root in kernel.roots)
+                if kernel
+                else 1
+            )
+            return Moved(
+                tuple(reads[i] for i in range(len(eqn.invars))),
+                writes,
+                launches,
+                together=max(1, together),
+            )
         if number in self.epilogues:
             return self._epilogue(number, eqn)
         if is_view(eqn) or (self.cheap[number] and not self.written.intersection(eqn.outvars)):
@@ -398,11 +450,15 @@ class _Fusion:
             name in _SCATTERS
         ):  # into zeros that are made for it, or what is there already; updates are read, summed and written
             updates = 1 if name == "dynamic_update_slice" else len(eqn.invars) - 1
-            passes = tuple(0 if i == 0 else 3 if i == updates else 1 for i in range(len(eqn.invars)))
+            passes = tuple(
+                0 if i == 0 else 3 if i == updates else 1 for i in range(len(eqn.invars))
+            )
             fresh = self.values.is_constant(eqn.invars[0]) and eqn.outvars[0] not in self.scattered
             return Moved(passes, (int(fresh),), 1 + fresh)
         copies = self._copies(eqn, made)
-        return Moved(tuple(int(isinstance(a, Var)) for a in eqn.invars), (1,) * len(eqn.outvars), 1, copies)
+        return Moved(
+            tuple(int(isinstance(a, Var)) for a in eqn.invars), (1,) * len(eqn.outvars), 1, copies
+        )
 
     def _epilogue(self, number: int, eqn: JaxprEqn) -> Moved:
         """What is added is read; a matrix product needs a copy of it, to add to, if others read it, too."""
@@ -412,10 +468,16 @@ class _Fusion:
             var = self.values.shown(atom)
             maker = self.makers.get(var) if var is not None else None
             is_result = maker is not None and product in (maker, self.epilogues.get(maker))
-            reads.append(int(var is not None and not is_result and self.values.unspread(var) is var))
+            reads.append(
+                int(var is not None and not is_result and self.values.unspread(var) is var)
+            )
             is_whole = reads[-1] and aval_of(atom).size == aval_of(eqn.outvars[0]).size
-            shared = var in self.values.inputs or (isinstance(atom, Var) and len(self.readers[atom]) > 1)
-            copies.append(int(is_whole and shared and self.eqns[product].primitive.name == "dot_general"))
+            shared = var in self.values.inputs or (
+                isinstance(atom, Var) and len(self.readers[atom]) > 1
+            )
+            copies.append(
+                int(is_whole and shared and self.eqns[product].primitive.name == "dot_general")
+            )
         return Moved(tuple(reads), (0,), 0, (*copies, 0))
 
     def _copies(self, eqn: JaxprEqn, made: dict[Var, set[Layout]]) -> tuple[int, ...]:
@@ -429,7 +491,9 @@ class _Fusion:
             if layout is None or var is None or layout in made[var]:
                 continue
             fused = self.makers.get(var) in self.kernels and layout[0] == ORDER
-            copies[-1] = int(not fused or bool(made[var]))  # its kernel writes it in the first order that is wanted
+            copies[-1] = int(
+                not fused or bool(made[var])
+            )  # its kernel writes it in the first order that is wanted
             if layout[0] == GRADIENT:
                 copies[-1] = 2  # itself, and what of the optimizer's state it is added to
             made[var].add(layout)

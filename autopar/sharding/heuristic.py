@@ -14,7 +14,9 @@ from autopar.sharding.options import Mode
 from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem, Solution
 
 
-def input_placed(role: Role, shape: Sequence[int], allowed: Specs, mesh: LogicalMesh, mode: Mode) -> Spec:
+def input_placed(
+    role: Role, shape: Sequence[int], allowed: Specs, mesh: LogicalMesh, mode: Mode
+) -> Spec:
     """The one spec of an input that a mode without solver takes, of those `allowed`.
 
     "heuristic" shards the batch over the first axis, carried state as `largest_dims` does, and nothing else; "manual" takes the
@@ -23,7 +25,9 @@ def input_placed(role: Role, shape: Sequence[int], allowed: Specs, mesh: Logical
     wanted = allowed[0]
     if mode == "heuristic" and role == "batch":
         first = next((axis for axis in mesh.axis_names if mesh.sizes[axis] > 1), None)
-        wanted = replicated(len(shape)) if first is None else ((first,), *replicated(len(shape) - 1))
+        wanted = (
+            replicated(len(shape)) if first is None else ((first,), *replicated(len(shape) - 1))
+        )
     elif mode == "heuristic" and role in ("parameter", "state"):
         wanted = largest_dims(shape, mesh)
     return wanted if wanted in allowed else allowed[0]
@@ -37,7 +41,11 @@ def largest_dims(shape: Sequence[int], mesh: LogicalMesh) -> Spec:
     local, spec = list(shape), list(replicated(len(shape)))
     for axis in mesh.axis_names:
         size = mesh.sizes[axis]
-        fits = [dim for dim, length in enumerate(local) if size > 1 and length % size == 0 and length > 0]
+        fits = [
+            dim
+            for dim, length in enumerate(local)
+            if size > 1 and length % size == 0 and length > 0
+        ]
         if fits:
             largest = max(fits, key=lambda dim: local[dim])
             local[largest] //= size
@@ -58,7 +66,9 @@ def propagate(problem: SelectionProblem) -> Solution:
         earlier[j].append((i, cost))
     choice: list[int] = []
     for neighbours, cost in zip(earlier, problem.nodes, strict=True):
-        moved = sum((edge[choice[i]] for i, edge in neighbours), np.where(np.isfinite(cost), 0.0, np.inf))
+        moved = sum(
+            (edge[choice[i]] for i, edge in neighbours), np.where(np.isfinite(cost), 0.0, np.inf)
+        )
         best = int(moved.argmin())
         if not np.isfinite(moved[best]):
             raise InfeasibleError(

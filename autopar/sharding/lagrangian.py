@@ -55,14 +55,23 @@ class PricedProblem:
     """
 
     def __init__(
-        self, step: StepGraph, costs: MeshCosts, options: ShardingOptions, deferred: tuple[str, ...], moment: int
+        self,
+        step: StepGraph,
+        costs: MeshCosts,
+        options: ShardingOptions,
+        deferred: tuple[str, ...],
+        moment: int,
     ) -> None:
         self.step, self.options = step, options
         self.decisions = enumerate_decisions(step, costs, options, deferred)
         self._memory = Memory(step, self.decisions, costs.mesh)
         # What comes from other parts and goes to them is held where it is kept, if it is.
         passing = {step.jaxpr.invars[i] for i in step.received}.difference(step.held)
-        passing.update(v for o, v in enumerate(step.jaxpr.outvars) if o not in step.carried and isinstance(v, Var))
+        passing.update(
+            v
+            for o, v in enumerate(step.jaxpr.outvars)
+            if o not in step.carried and isinstance(v, Var)
+        )
         self._resident = self._memory.limit(moment, np.inf, passing)
         self._held = self._memory.held()
 
@@ -81,7 +90,14 @@ class PricedProblem:
         held, resident = self._held.used(choice), self._resident.used(choice)
         used = self._memory.of_values(choice) + self._memory.of_copies(choice)
         seconds = self.decisions.problem().cost(choice)
-        return Priced(choice, seconds, (1 - gap) * found.objective, resident, held, float(used.max()) - resident)
+        return Priced(
+            choice,
+            seconds,
+            (1 - gap) * found.objective,
+            resident,
+            held,
+            float(used.max()) - resident,
+        )
 
     def _priced(self, price: float, in_flight: int) -> SelectionProblem:
         nodes, edges = list(self.decisions.costs), dict(self.decisions.edges)
@@ -94,7 +110,9 @@ class PricedProblem:
 
     def eqn_seconds(self, found: Priced) -> tuple[float, ...]:
         """What each equation takes in a step."""
-        return tuple(map(sum, self.decisions.seconds_by_equation(found.choice, len(self.step.jaxpr.eqns))))
+        return tuple(
+            map(sum, self.decisions.seconds_by_equation(found.choice, len(self.step.jaxpr.eqns)))
+        )
 
     def specs(self, found: Priced) -> list[Spec | None]:
         """Where each of `values_of` the step is; None: wherever it is needed."""

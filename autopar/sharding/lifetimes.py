@@ -21,10 +21,19 @@ FUSIBLE = POINTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze", "slice"
 READING = frozenset({"argmax", "argmin", "concatenate", "dynamic_slice", "gather", "pad"})
 """Primitives whose results are stored, but which compute what they read in their own kernel; reductions are of them, too."""
 
-_VIEWS = PASS_THROUGH - {"accumulate"} | {"reshape", "rev", "squeeze", "loop_carry", "loop_const", "loop_result"}
+_VIEWS = PASS_THROUGH - {"accumulate"} | {
+    "reshape",
+    "rev",
+    "squeeze",
+    "loop_carry",
+    "loop_const",
+    "loop_result",
+}
 """Primitives that move nothing: a convolution takes a reversed kernel as it is, and a loop works in place."""
 
-EXPENSIVE = frozenset({"erf", "erfc", "erf_inv", "tanh", "threefry2x32", "random_bits", "lgamma", "digamma"})
+EXPENSIVE = frozenset(
+    {"erf", "erfc", "erf_inv", "tanh", "threefry2x32", "random_bits", "lgamma", "digamma"}
+)
 """Pointwise primitives that are not computed again for each of several readers."""
 
 
@@ -50,7 +59,9 @@ def stored_values(step: StepGraph) -> frozenset[Var]:
             stored.update(operands if not stored.isdisjoint(eqn.outvars) else ())
         elif name in EXPENSIVE:
             stored.update(var for var in eqn.outvars if readers[var] > 1)
-        elif name in ("add", "add_any") and (scattered := {a for a in operands if _is_sum(makers.get(a), readers)}):
+        elif name in ("add", "add_any") and (
+            scattered := {a for a in operands if _is_sum(makers.get(a), readers)}
+        ):
             stored.update(eqn.outvars)
             in_place.update(scattered)
         elif name not in FUSIBLE:
@@ -62,15 +73,21 @@ def stored_values(step: StepGraph) -> frozenset[Var]:
 
 def is_view(eqn: JaxprEqn) -> bool:
     """Whether the result of `eqn` is its first operand in memory, seen otherwise: a product reads a matrix either way."""
-    return eqn.primitive.name in _VIEWS or (eqn.primitive.name == "transpose" and aval_of(eqn.outvars[0]).ndim == 2)
+    return eqn.primitive.name in _VIEWS or (
+        eqn.primitive.name == "transpose" and aval_of(eqn.outvars[0]).ndim == 2
+    )
 
 
 def is_relaid(eqn: JaxprEqn, operand: int) -> bool:
     """Whether an equation reads its operand in a layout of its own: a convolution's kernel, all but pointwise ones."""
     if eqn.primitive.name != "conv_general_dilated" or operand != 1:
         return False
-    window = [aval_of(eqn.invars[1]).shape[dim] for dim in eqn.params["dimension_numbers"].rhs_spec[2:]]
-    return any(size > 1 for size in (*window, *eqn.params["window_strides"], *eqn.params["lhs_dilation"]))
+    window = [
+        aval_of(eqn.invars[1]).shape[dim] for dim in eqn.params["dimension_numbers"].rhs_spec[2:]
+    ]
+    return any(
+        size > 1 for size in (*window, *eqn.params["window_strides"], *eqn.params["lhs_dilation"])
+    )
 
 
 @memoized_on_step
@@ -102,15 +119,23 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
         last.update((atom, max(read, last.get(atom, 0))) for atom in _operands(eqn))
         first.update((atom, number) for atom in _operands(eqn) if atom in received)
         if is_view(eqn):
-            through = [(a, var) for a, var in zip(eqn.invars, eqn.outvars, strict=False) if var not in apart]
+            through = [
+                (a, var)
+                for a, var in zip(eqn.invars, eqn.outvars, strict=False)
+                if var not in apart
+            ]
             views.update(var for _, var in through)
         else:
-            through = [(atom, var) for atom in eqn.invars for var in eqn.outvars if var not in stored]
+            through = [
+                (atom, var) for atom in eqn.invars for var in eqn.outvars if var not in stored
+            ]
         for atom, var in through:
             if isinstance(atom, Var):
                 last[atom] = max(last[atom], last.get(var, 0))
     for eqn in eqns:
-        if eqn.primitive.name == "select_and_scatter_add":  # onto zeros that are made together with what was pooled
+        if (
+            eqn.primitive.name == "select_and_scatter_add"
+        ):  # onto zeros that are made together with what was pooled
             pooled = eqn.invars[1]
             first[eqn.outvars[0]] = first[pooled] if isinstance(pooled, Var) else 0
     if step.microbatching and step.handed_on:
@@ -137,7 +162,11 @@ def readings(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
 
 def _is_sum(maker: JaxprEqn | None, readers: Counter[Var]) -> bool:
     """Whether this is a scatter that one equation reads: adding it to something scatters onto that, in place."""
-    return maker is not None and maker.primitive.name == "scatter-add" and readers[maker.outvars[0]] == 1
+    return (
+        maker is not None
+        and maker.primitive.name == "scatter-add"
+        and readers[maker.outvars[0]] == 1
+    )
 
 
 def _operands(eqn: JaxprEqn) -> set[Var]:

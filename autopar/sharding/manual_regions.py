@@ -53,7 +53,9 @@ def seconds(eqn: JaxprEqn, costs: MeshCosts) -> tuple[float, float]:
             own = along if isinstance(along, tuple) else (along,)
             axes = tuple(axis for each in own if isinstance(each, str) for axis in axes_of[each])
             kind = _COLLECTIVES[name]
-            moved = sum(sizes[len(inner.invars) :] if kind == "all_gather" else sizes[: len(inner.invars)])
+            moved = sum(
+                sizes[len(inner.invars) :] if kind == "all_gather" else sizes[: len(inner.invars)]
+            )
             collectives += times * costs.collective(kind, moved, axes)
         else:
             operands = [aval_of(atom).shape for atom in inner.invars]
@@ -70,7 +72,9 @@ def on_devices(eqn: JaxprEqn, mesh: AnyMesh) -> JaxprEqn:
         return eqn
     devices: AnyMesh = own.abstract_mesh
     if isinstance(mesh, Mesh):
-        devices = Mesh(mesh.devices.reshape(own.axis_sizes), own.axis_names, axis_types=own.axis_types)
+        devices = Mesh(
+            mesh.devices.reshape(own.axis_sizes), own.axis_names, axis_types=own.axis_types
+        )
     return eqn.replace(params=eqn.params | {"mesh": devices})
 
 

@@ -49,13 +49,17 @@ class Memory:
     def __init__(self, step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> None:
         self.step, self.decisions, self.mesh = step, decisions, mesh
         self.moments = len(step.jaxpr.eqns) + 1
-        self.moved_for = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if passes_moves(eqn)}
+        self.moved_for = {
+            eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if passes_moves(eqn)
+        }
         self.lifetimes = _lifetimes(step, decisions, mesh)
 
     def of_values(self, choice: Sequence[int], without: Collection[Var] = ()) -> np.ndarray:
         """Bytes of the values alive at each moment, some left out, shape (moments,)."""
         lives = (life for life in self.lifetimes if life.var not in without)
-        return self._sum((life.start, life.end, life.sizes[choice[life.decision]]) for life in lives)
+        return self._sum(
+            (life.start, life.end, life.sizes[choice[life.decision]]) for life in lives
+        )
 
     def of_copies(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes of resharded copies alive at each moment, shape (moments,).
@@ -67,12 +71,17 @@ class Memory:
             if use.eqn is None:
                 continue
             required, eqn = use.required[choice[use.decision]], self.step.jaxpr.eqns[use.eqn]
-            if use.value.specs[choice[use.value.decision]] == required and not is_relaid(eqn, use.operand):
+            if use.value.specs[choice[use.value.decision]] == required and not is_relaid(
+                eqn, use.operand
+            ):
                 continue
             atom = self._moved(eqn.invars[use.operand])
             first, last = alive.get((atom, required), (use.eqn, use.eqn))
             alive[atom, required] = min(first, use.eqn), max(last, use.eqn)
-        return self._sum((first, last, self._sizes(atom, (spec,))[0]) for (atom, spec), (first, last) in alive.items())
+        return self._sum(
+            (first, last, self._sizes(atom, (spec,))[0])
+            for (atom, spec), (first, last) in alive.items()
+        )
 
     def held(self) -> CapacityConstraint:
         """Bytes that stay of each microbatch until its backward pass; any number is within the limit."""
@@ -81,7 +90,9 @@ class Memory:
             uses[decision] = uses.get(decision, 0) + sizes
         return CapacityConstraint(uses, np.inf)
 
-    def limit(self, moment: int, budget: float, without: Collection[Var] = ()) -> CapacityConstraint:
+    def limit(
+        self, moment: int, budget: float, without: Collection[Var] = ()
+    ) -> CapacityConstraint:
         """That the values alive at `moment`, some left out, and the copies made for it must fit into `budget` bytes."""
         uses: dict[int, np.ndarray] = {}
         pairs: dict[tuple[int, int], np.ndarray] = {}
@@ -93,9 +104,15 @@ class Memory:
             if use.eqn != moment or (min(i, j), max(i, j)) not in self.decisions.edges:
                 continue
             eqn = self.step.jaxpr.eqns[moment]
-            sizes, relaid = self._sizes(self._moved(eqn.invars[use.operand]), use.required), is_relaid(eqn, use.operand)
+            sizes, relaid = (
+                self._sizes(self._moved(eqn.invars[use.operand]), use.required),
+                is_relaid(eqn, use.operand),
+            )
             moved = np.array(
-                [[relaid or present != required for required in use.required] for present in use.value.specs]
+                [
+                    [relaid or present != required for required in use.required]
+                    for present in use.value.specs
+                ]
             )
             key, copied = ((i, j), moved * sizes) if i < j else ((j, i), (moved * sizes).T)
             pairs[key] = pairs.get(key, 0) + copied
@@ -140,7 +157,9 @@ def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list
             _, until = alive.pop(var, (number, number))
             if until > number:
                 lives.append((var, number + 1, until))
-    lives += [(var, start, end) for var, (start, end) in alive.items() if var not in reused or not start]
+    lives += [
+        (var, start, end) for var, (start, end) in alive.items() if var not in reused or not start
+    ]
     whole = {step.jaxpr.invars[i] for i in step.batch}  # all microbatches of it
     others = step.in_flight - 1
     end = len(step.jaxpr.eqns)
@@ -148,7 +167,9 @@ def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list
     found = [Lifetime(d, 0, end, others * s, role="activations") for d, s in held]
     for var, start, end in lives:
         if (placement := decisions.placements.get(var)) is not None:
-            sizes = _sizes(var, placement.specs, mesh) * (step.num_micro_batches if var in whole else 1)
+            sizes = _sizes(var, placement.specs, mesh) * (
+                step.num_micro_batches if var in whole else 1
+            )
             found.append(Lifetime(placement.decision, start, end, sizes, var))
     return found + list(_waiting(step, decisions, mesh, alive))
 
@@ -178,8 +199,13 @@ def _postpone(
         operands = {_base(atom, shown_by) for atom in eqn.invars if isinstance(atom, Var)}
         longer = [var for var in operands if var in alive and alive[var][1] < until]
         if sum(size(var, np.max) for var in longer) < size(result, np.min):
-            at_once = decisions.leaders.get(until, until) == decisions.leaders.get(last, last)  # one kernel reads it
-            alive[result] = until, until if at_once and alive[result][1] == last else alive[result][1]
+            at_once = decisions.leaders.get(until, until) == decisions.leaders.get(
+                last, last
+            )  # one kernel reads it
+            alive[result] = (
+                until,
+                until if at_once and alive[result][1] == last else alive[result][1],
+            )
             alive.update((var, (alive[var][0], until)) for var in longer)
 
 
@@ -224,4 +250,6 @@ def _sizes(atom: Atom, specs: Specs, mesh: LogicalMesh) -> np.ndarray:
 
 @lru_cache(maxsize=1 << 14)
 def _array_sizes(shape: tuple[int, ...], dtype: Any, specs: Specs, mesh: LogicalMesh) -> np.ndarray:
-    return np.array(each_once(lambda spec: array_bytes(local_shape(shape, spec, mesh), dtype), specs), float)
+    return np.array(
+        each_once(lambda spec: array_bytes(local_shape(shape, spec, mesh), dtype), specs), float
+    )

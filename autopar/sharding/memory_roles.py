@@ -20,7 +20,10 @@ MEMORY_ROLES: Mapping[str, Role] = {
 
 
 def roles_at_peak(
-    memory: Memory, choice: Sequence[int], moments: Sequence[int] = (), without: Collection[Var] = ()
+    memory: Memory,
+    choice: Sequence[int],
+    moments: Sequence[int] = (),
+    without: Collection[Var] = (),
 ) -> dict[Role, float]:
     """Bytes on one device under a choice, at the moment when they are most; copies that collectives make are for communication.
 
@@ -44,7 +47,10 @@ class _Roles:
         jaxpr = memory.step.jaxpr
         inputs = zip(jaxpr.invars, memory.decisions.roles, strict=True)
         self._inputs: dict[Var, Role] = {var: MEMORY_ROLES[role] for var, role in inputs}
-        self._passes: list[Pass] = [*map(_pass_of, jaxpr.eqns), "other"]  # the last is when the results are there
+        self._passes: list[Pass] = [
+            *map(_pass_of, jaxpr.eqns),
+            "other",
+        ]  # the last is when the results are there
         self._makers = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
         self._outputs = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
 

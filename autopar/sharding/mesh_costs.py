@@ -10,7 +10,7 @@ import numpy as np
 
 from autopar.ir.spec import LogicalMesh, Spec, axes_of
 from autopar.sharding.distinct_options import each_once
-from simulator.costs import CostModel
+from simulator.costs.cost_model import CostModel
 from simulator.spans import Link
 from simulator.work import CollectiveKind, Groups, Kernel
 
@@ -52,17 +52,23 @@ class MeshCosts:
         """Seconds of one collective along `axes` (nothing to do along none); infinite for a forbidden one."""
         if kind in self.forbidden and axes and num_bytes:
             return math.inf
-        return self.model.collective(kind, num_bytes, self.groups(axes)) if axes and num_bytes else 0.0
+        return (
+            self.model.collective(kind, num_bytes, self.groups(axes)) if axes and num_bytes else 0.0
+        )
 
     def reshard(self, num_bytes: float, source: Spec, target: Spec) -> float:
         """Seconds to bring an array of `num_bytes` (the whole of it) from `source` to `target`."""
-        steps = sum(self.collective(*step) for step in reshard_steps(num_bytes, source, target, self.mesh))
+        steps = sum(
+            self.collective(*step) for step in reshard_steps(num_bytes, source, target, self.mesh)
+        )
         return steps + self.copy(copied_bytes(num_bytes, source, target, self.mesh))
 
     @cached_property
     def fuses_rows(self) -> bool:
         """Whether a kernel may hold a row while it is reduced: XLA writes such kernels in Triton, for compute capability 8.0 on."""
-        target = getattr(getattr(getattr(self.model, "cluster", None), "device", None), "xla_target", None)
+        target = getattr(
+            getattr(getattr(self.model, "cluster", None), "device", None), "xla_target", None
+        )
         if target is None:
             return True
         return target["gpu_device_info"]["cuda_compute_capability"]["major"] >= 8
@@ -125,7 +131,9 @@ class Combined:
         return self.model.cards(pairs)
 
 
-def reshard_steps(num_bytes: float, source: Spec, target: Spec, mesh: LogicalMesh) -> Iterator[Step]:
+def reshard_steps(
+    num_bytes: float, source: Spec, target: Spec, mesh: LogicalMesh
+) -> Iterator[Step]:
     """The collectives that bring an array of `num_bytes` from `source` to `target`.
 
     Axes that appear are local slices and cost nothing. Axes that leave a dim are an all_to_all when all of them join the
@@ -138,7 +146,9 @@ def reshard_steps(num_bytes: float, source: Spec, target: Spec, mesh: LogicalMes
         leaving = _leaving(axes, target[dim])
         if not leaving:
             continue
-        joined = [e for e, others in enumerate(source) if e != dim and target[e] == others + leaving]
+        joined = [
+            e for e, others in enumerate(source) if e != dim and target[e] == others + leaving
+        ]
         if joined:
             yield "all_to_all", local, leaving
         else:

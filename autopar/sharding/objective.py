@@ -116,7 +116,9 @@ class Decisions:
             map(float, self.parts[decision][:, option]),
         )
         rest = cost - compute - communication
-        return Seconds(compute, communication, rest if rest > 1e-9 * cost else 0.0)  # and no rounding errors
+        return Seconds(
+            compute, communication, rest if rest > 1e-9 * cost else 0.0
+        )  # and no rounding errors
 
     def seconds_by_equation(self, choice: Sequence[int], num_equations: int) -> tuple[Seconds, ...]:
         """What each equation takes; they add up to what the choice costs."""
@@ -152,7 +154,9 @@ def enumerate_decisions(
 
 
 class _Builder:
-    def __init__(self, step: StepGraph, costs: MeshCosts, options: ShardingOptions, deferred: tuple[str, ...]) -> None:
+    def __init__(
+        self, step: StepGraph, costs: MeshCosts, options: ShardingOptions, deferred: tuple[str, ...]
+    ) -> None:
         self.step, self.costs, self.options = step, costs, options
         self.mesh = costs.mesh
         check_batch_axis(options, self.mesh)
@@ -171,7 +175,11 @@ class _Builder:
         self._known_costs: dict[Any, np.ndarray] = costs.memo.setdefault("costs", {})
         self._known_candidates: dict[Any, Candidates | None] = costs.memo.setdefault(limits, {})
         self.deferred = deferred
-        self.body = frozenset(number for number, _ in step.microbatching.body) if step.microbatching else frozenset()
+        self.body = (
+            frozenset(number for number, _ in step.microbatching.body)
+            if step.microbatching
+            else frozenset()
+        )
 
     # -- inputs and outputs
 
@@ -180,13 +188,24 @@ class _Builder:
         inputs = zip(self.step.jaxpr.invars, self.step.in_paths, self.flow.roles, strict=True)
         for i, (var, path, role) in enumerate(inputs):
             specs = tuple(
-                input_specs(role, path, aval_of(var).shape, self.mesh, self.options, self.step.num_micro_batches)
+                input_specs(
+                    role,
+                    path,
+                    aval_of(var).shape,
+                    self.mesh,
+                    self.options,
+                    self.step.num_micro_batches,
+                )
             )
             specs = self.pins.restrict(path, specs)
             if self.options.mode != "solve":
-                specs = (input_placed(role, aval_of(var).shape, specs, self.mesh, self.options.mode),)
+                specs = (
+                    input_placed(role, aval_of(var).shape, specs, self.mesh, self.options.mode),
+                )
             if self.deferred:
-                specs = self._apart(path, {0} if role == "batch" else self.step.received.get(i, ()), specs)
+                specs = self._apart(
+                    path, {0} if role == "batch" else self.step.received.get(i, ()), specs
+                )
             placement = self._decide(path, specs)
             self.found.inputs.append(placement)
             self.found.placements[var] = placement
@@ -198,8 +217,13 @@ class _Builder:
 
     def add_outputs(self) -> None:
         """A carried output is wanted as its input is, so that the next step finds it in place; a pinned one as pinned."""
-        for o, (atom, path) in enumerate(zip(self.step.jaxpr.outvars, self.step.out_paths, strict=True)):
-            source, pinned = self.step.carried.get(o), self.pins.find(f"result/{path}".removesuffix("/"))
+        for o, (atom, path) in enumerate(
+            zip(self.step.jaxpr.outvars, self.step.out_paths, strict=True)
+        ):
+            source, pinned = (
+                self.step.carried.get(o),
+                self.pins.find(f"result/{path}".removesuffix("/")),
+            )
             if source is not None:
                 target = self.found.inputs[source]
                 if pinned is not None and pinned not in target.specs:
@@ -220,7 +244,9 @@ class _Builder:
         placed = [self._placement(atom) for atom in eqn.invars]
         if eqn.primitive.name in POINTWISE or eqn.primitive.name == "broadcast_in_dim":
             self.content[eqn.outvars[0]] = max(map(self._content, eqn.invars), default=0)
-        self.depth.update(dict.fromkeys(eqn.outvars, 1 + max((self._depth(a) for a in eqn.invars), default=0)))
+        self.depth.update(
+            dict.fromkeys(eqn.outvars, 1 + max((self._depth(a) for a in eqn.invars), default=0))
+        )
         factors = self.flow.factors[number]
         if not eqn.outvars:
             return
@@ -232,7 +258,10 @@ class _Builder:
             self.found.placements.update(zip(eqn.outvars, placed, strict=True))
             if eqn.primitive is accumulate_p:
                 self.found.decided.append((number, tuple(placed)))
-        elif eqn.primitive.name == "name" and (pinned := self.pins.find(eqn.params["name"])) is not None:
+        elif (
+            eqn.primitive.name == "name"
+            and (pinned := self.pins.find(eqn.params["name"])) is not None
+        ):
             assignment = factors.assign(0, pinned, self.mesh)
             if self.deferred and (assignment is None or not self._fits(number, assignment)):
                 raise ShardingError(f"{eqn.params['name']} is pinned to {partition_spec(pinned)}")
@@ -250,7 +279,9 @@ class _Builder:
         sums = any(factors.kinds[f] == "sum" for f in self.flow.marked[number])
         return factors.decides or (sums and aval_of(eqn.outvars[0]).ndim > 0)
 
-    def _follow(self, number: int, eqn: JaxprEqn, factors: OpFactors, placed: list[Placement | None]) -> bool:
+    def _follow(
+        self, number: int, eqn: JaxprEqn, factors: OpFactors, placed: list[Placement | None]
+    ) -> bool:
         """Let the equation follow an operand, if it can under each of that one's options.
 
         One that has a batch dim leads (a scale per feature may be larger than a small batch of means). Of these the largest,
@@ -260,11 +291,18 @@ class _Builder:
 
         def rank(k: int) -> tuple[int, ...]:
             atom = eqn.invars[k]
-            return atom in self.flow.per_example, prod(aval_of(atom).shape), self._content(atom), self._depth(atom)
+            return (
+                atom in self.flow.per_example,
+                prod(aval_of(atom).shape),
+                self._content(atom),
+                self._depth(atom),
+            )
 
         leader = factors.leader
         if leader is None:
-            leader = max((k for k, placement in enumerate(placed) if placement is not None), key=rank)
+            leader = max(
+                (k for k, placement in enumerate(placed) if placement is not None), key=rank
+            )
         placement = placed[leader]
         assert placement is not None
         found = self._followed(number, eqn, factors, leader, placement.specs)
@@ -285,52 +323,84 @@ class _Builder:
         results = [Placement(first.decision, specs) for specs in found.results]
         if self._costs_of(eqn.outvars[0]) is self.combined and self.repeats[number] == 1:
             before = [
-                max((b for kind, b, _ in o.collectives if kind == "reduce_scatter"), default=0.0) for o in found.options
+                max((b for kind, b, _ in o.collectives if kind == "reduce_scatter"), default=0.0)
+                for o in found.options
             ]
             self.found.scattered.append((number, first.decision, np.array(before)))
         self.found.decided.append((number, tuple(results)))
         self.found.placements.update(zip(eqn.outvars, results, strict=True))
         self._use_operands(number, eqn, first.decision, found)
 
-    def _followed(self, number: int, eqn: JaxprEqn, factors: OpFactors, leader: int, specs: Specs) -> Candidates | None:
+    def _followed(
+        self, number: int, eqn: JaxprEqn, factors: OpFactors, leader: int, specs: Specs
+    ) -> Candidates | None:
         """One candidate for each spec of the operand that leads; None when the equation can't keep one of them."""
-        key = (factors, leader, specs, self._results(eqn), self.flow.marked[number], self._apart_at(number))
+        key = (
+            factors,
+            leader,
+            specs,
+            self._results(eqn),
+            self.flow.marked[number],
+            self._apart_at(number),
+        )
         if key not in self._known_candidates:
             assignments = followed(factors, leader, specs, self.mesh)
             found = None
-            if assignments is not None and all(self._fits(number, assignment) for assignment in set(assignments)):
-                options = each_once(lambda a: self._completions(number, eqn, factors, a, False)[0], assignments)
+            if assignments is not None and all(
+                self._fits(number, assignment) for assignment in set(assignments)
+            ):
+                options = each_once(
+                    lambda a: self._completions(number, eqn, factors, a, False)[0], assignments
+                )
                 found = Candidates.of(factors, options)
             self._known_candidates[key] = found
         return self._known_candidates[key]
 
     def _candidates(self, number: int, eqn: JaxprEqn, factors: OpFactors) -> Candidates:
         marked = self.flow.marked[number]
-        if eqn.primitive.name == manual_regions.SHARD_MAP:  # what it may do is not told by factors alone
+        if (
+            eqn.primitive.name == manual_regions.SHARD_MAP
+        ):  # what it may do is not told by factors alone
             return Candidates.of(factors, self._options(number, eqn, factors, marked))
         key = (factors, self._results(eqn), marked, self._apart_at(number))
         found = self._known_candidates.get(key)
         if found is None:
-            found = self._known_candidates[key] = Candidates.of(factors, self._options(number, eqn, factors, marked))
+            found = self._known_candidates[key] = Candidates.of(
+                factors, self._options(number, eqn, factors, marked)
+            )
         return found
 
-    def _options(self, number: int, eqn: JaxprEqn, factors: OpFactors, marked: frozenset[int]) -> list[Option]:
+    def _options(
+        self, number: int, eqn: JaxprEqn, factors: OpFactors, marked: frozenset[int]
+    ) -> list[Option]:
         if eqn.primitive.name == manual_regions.SHARD_MAP:
             if self._apart_at(number):
                 raise ShardingError("a shard_map of the step's own decides where examples are")
             return list(
-                completions(factors, manual_regions.assignment(eqn, self.mesh), self._results(eqn), False, self.mesh)
+                completions(
+                    factors,
+                    manual_regions.assignment(eqn, self.mesh),
+                    self._results(eqn),
+                    False,
+                    self.mesh,
+                )
             )
         assignments = [a for a in factors.assignments(self.mesh) if self._fits(number, a)]
         if not assignments:
             name = f"{eqn.primitive.name} in {eqn.source_info.name_stack}"
-            raise ShardingError(f"{name} can't be divided by examples along {', '.join(self.deferred)}")
+            raise ShardingError(
+                f"{name} can't be divided by examples along {', '.join(self.deferred)}"
+            )
         # Where there is no batch, a marker may divide what it likes: weights enter loops, and their gradients leave them, in shards.
         if self.options.data_parallel and (marked or eqn.primitive not in control_flow.MARKERS):
             assignments = batch_only(assignments, marked, self.mesh)
         if self.options.batch_axis is not None and self.mesh.sizes[self.options.batch_axis] > 1:
             assignments = batch_on(assignments, marked, self.options.batch_axis)
-        options = [o for a in assignments for o in self._completions(number, eqn, factors, a, self._may_scatter())]
+        options = [
+            o
+            for a in assignments
+            for o in self._completions(number, eqn, factors, a, self._may_scatter())
+        ]
         options = [option for option in options if is_compilable(eqn, factors, option)]
         return scattered_if_possible(options) if self.options.prefer_reduce_scatter else options
 
@@ -341,13 +411,19 @@ class _Builder:
         self, number: int, eqn: JaxprEqn, factors: OpFactors, assignment: Assignment, scatter: bool
     ) -> tuple[Option, ...]:
         if self._apart_at(number):
-            return partial_completions(factors, assignment, self._results(eqn), scatter, self.mesh, self.deferred)
+            return partial_completions(
+                factors, assignment, self._results(eqn), scatter, self.mesh, self.deferred
+            )
         return completions(factors, assignment, self._results(eqn), scatter, self.mesh)
 
     def _results(self, eqn: JaxprEqn) -> tuple[tuple[tuple[int, ...], int], ...]:
-        return tuple((tuple(aval_of(var).shape), aval_of(var).dtype.itemsize) for var in eqn.outvars)
+        return tuple(
+            (tuple(aval_of(var).shape), aval_of(var).dtype.itemsize) for var in eqn.outvars
+        )
 
-    def _costs(self, number: int, eqn: JaxprEqn, factors: OpFactors, found: Candidates) -> np.ndarray:
+    def _costs(
+        self, number: int, eqn: JaxprEqn, factors: OpFactors, found: Candidates
+    ) -> np.ndarray:
         """Seconds of each option on one device: its kernel (what it moves when fused), and completing partial results.
 
         Shape (2, options).
@@ -374,7 +450,9 @@ class _Builder:
             ).T
         return self._known_costs[key] * self.repeats[number]
 
-    def _marker_costs(self, number: int, eqn: JaxprEqn, factors: OpFactors, found: Candidates) -> np.ndarray:
+    def _marker_costs(
+        self, number: int, eqn: JaxprEqn, factors: OpFactors, found: Candidates
+    ) -> np.ndarray:
         """What a loop collects is zeros at first, then each iteration writes its slice; and it counts its iterations."""
         seconds = np.zeros((2, len(found.options)))
         if eqn.primitive is control_flow.loop_p:
@@ -382,21 +460,31 @@ class _Builder:
         elif eqn.primitive is control_flow.loop_stack_p:
             aval = aval_of(eqn.invars[0])
             sizes = each_once(
-                lambda spec: array_bytes(local_shape(aval.shape, spec, self.mesh), aval.dtype), found.operands[0]
+                lambda spec: array_bytes(local_shape(aval.shape, spec, self.mesh), aval.dtype),
+                found.operands[0],
             )
             seconds[0] = [self.repeats[number] * self.costs.copy(3 * size) for size in sizes]
         return seconds
 
-    def _cost(self, eqn: JaxprEqn, factors: OpFactors, option: Option, moved: Moved) -> tuple[float, float]:
+    def _cost(
+        self, eqn: JaxprEqn, factors: OpFactors, option: Option, moved: Moved
+    ) -> tuple[float, float]:
         specs = [factors.operand_spec(k, option.assignment) for k in range(len(eqn.invars))]
         specs += [factors.result_spec(r, option.assignment) for r in range(len(eqn.outvars))]
         avals = [aval_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
-        shapes = [local_shape(aval.shape, spec, self.mesh) for aval, spec in zip(avals, specs, strict=True)]
+        shapes = [
+            local_shape(aval.shape, spec, self.mesh)
+            for aval, spec in zip(avals, specs, strict=True)
+        ]
         sizes = [array_bytes(shape, aval.dtype) for shape, aval in zip(shapes, avals, strict=True)]
-        completing = sum(self._completing(eqn.outvars[0], step, moved.together) for step in option.collectives)
+        completing = sum(
+            self._completing(eqn.outvars[0], step, moved.together) for step in option.collectives
+        )
         completing += self.costs.copy(option.copied)
         count = len(eqn.invars)
-        return self._kernel_seconds(eqn, shapes[:count], sizes[:count], sizes[count:], moved), completing
+        return self._kernel_seconds(
+            eqn, shapes[:count], sizes[:count], sizes[count:], moved
+        ), completing
 
     def _completing(self, var: Var, step: Step, together: int) -> float:
         """Seconds of a collective on what a kernel leaves; sums that are ready at the same time are copied together and completed so."""
@@ -404,7 +492,9 @@ class _Builder:
         kind, num_bytes, axes = step
         if together == 1 or kind != "all_reduce" or var not in self.flow.awaited:
             return costs.collective(kind, num_bytes, axes)
-        return costs.collective(kind, together * num_bytes, axes) / together + self.costs.copy(4 * num_bytes)
+        return costs.collective(kind, together * num_bytes, axes) / together + self.costs.copy(
+            4 * num_bytes
+        )
 
     def _kernel_seconds(self, eqn: JaxprEqn, shapes, operands, results, moved: Moved) -> float:
         if eqn.primitive.name in PICKING:
@@ -418,7 +508,11 @@ class _Builder:
         if not total:
             return copies
         kernels = moved.kernels + (any(moved.writes) and takes_two_kernels(eqn, shapes[0]))
-        return self.costs.model.kernel(kernel_of(eqn, shapes, total)) + (kernels - 1) * self.launch + copies
+        return (
+            self.costs.model.kernel(kernel_of(eqn, shapes, total))
+            + (kernels - 1) * self.launch
+            + copies
+        )
 
     # -- microbatches
 
@@ -427,14 +521,22 @@ class _Builder:
         return bool(self.deferred) and number in self.body
 
     def _fits(self, number: int, assignment: Assignment) -> bool:
-        return not self._apart_at(number) or fits(assignment, self.flow.marked[number], self.deferred)
+        return not self._apart_at(number) or fits(
+            assignment, self.flow.marked[number], self.deferred
+        )
 
     def _apart(self, path: str, rows: Collection[int], specs: Specs) -> Specs:
         """The specs of an input that suit devices which accumulate apart; its dims in `rows` count examples."""
         wanted = set(self.deferred)
-        kept = tuple(s for s in specs if leads(s, self.deferred) and all(wanted.issubset(s[dim]) for dim in rows if s))
+        kept = tuple(
+            s
+            for s in specs
+            if leads(s, self.deferred) and all(wanted.issubset(s[dim]) for dim in rows if s)
+        )
         if not kept:
-            raise ShardingError(f"{path} can't be divided by examples along {', '.join(self.deferred)}")
+            raise ShardingError(
+                f"{path} can't be divided by examples along {', '.join(self.deferred)}"
+            )
         return kept
 
     def _add_up(self, number: int, eqn: JaxprEqn, placed: Sequence[Placement | None]) -> None:
@@ -444,27 +546,42 @@ class _Builder:
             if placement is None or not isinstance(atom, Var):
                 continue
             maker = self.made_by.get(atom)
-            passes = 2 if maker is not None and maker.primitive.name == "convert_element_type" else 3
-            shapes = each_once(partial(local_shape, aval_of(var).shape, mesh=self.mesh), placement.specs)
+            passes = (
+                2 if maker is not None and maker.primitive.name == "convert_element_type" else 3
+            )
+            shapes = each_once(
+                partial(local_shape, aval_of(var).shape, mesh=self.mesh), placement.specs
+            )
             sizes = [passes * array_bytes(shape, aval_of(var).dtype) for shape in shapes]
-            seconds = self.step.num_micro_batches * np.array([self.costs.copy(size) for size in sizes])
+            seconds = self.step.num_micro_batches * np.array(
+                [self.costs.copy(size) for size in sizes]
+            )
             self._takes(number, placement.decision, np.array([seconds, np.zeros_like(seconds)]))
 
     def _synchronise(self, number: int, eqn: JaxprEqn, placed: Sequence[Placement | None]) -> None:
         """Complete what devices accumulated apart, each value in a way of its own."""
         micro = self.step.microbatching
         assert micro is not None
-        combine = dict(zip((var for _, mark in micro.marks for var in mark.outvars), micro.combine, strict=True))
+        combine = dict(
+            zip(
+                (var for _, mark in micro.marks for var in mark.outvars), micro.combine, strict=True
+            )
+        )
         results: list[Placement | None] = []
-        for k, (atom, var, placement) in enumerate(zip(eqn.invars, eqn.outvars, placed, strict=True)):
+        for k, (atom, var, placement) in enumerate(
+            zip(eqn.invars, eqn.outvars, placed, strict=True)
+        ):
             if placement is not None and combine[var] != "same":
                 shape, width = self._results(eqn)[k]
-                ways = synchronisations(shape, width, placement.specs, self._may_scatter(), self.mesh, self.deferred)
+                ways = synchronisations(
+                    shape, width, placement.specs, self._may_scatter(), self.mesh, self.deferred
+                )
                 if self.options.prefer_reduce_scatter:
                     scattered = scattered_if_possible([way for _, way in ways])
                     ways = [(source, way) for source, way in ways if way in scattered]
                 seconds = [
-                    sum(self.combined.collective(*s) for s in w.collectives) + self.costs.copy(w.copied)
+                    sum(self.combined.collective(*s) for s in w.collectives)
+                    + self.costs.copy(w.copied)
                     for _, w in ways
                 ]
                 result = self._decide("accumulate", tuple(way.results[0] for _, way in ways))
@@ -493,7 +610,9 @@ class _Builder:
         for k, (atom, specs) in enumerate(zip(eqn.invars, found.operands, strict=True)):
             self._use(number, k, atom, decision, specs)
 
-    def _use(self, eqn: int | None, operand: int, atom: Atom, decision: int, required: Specs) -> None:
+    def _use(
+        self, eqn: int | None, operand: int, atom: Atom, decision: int, required: Specs
+    ) -> None:
         placement = self._placement(atom)
         if placement is None:
             return
@@ -527,11 +646,17 @@ class _Builder:
             self.found.costs[i] = self.found.costs[i] + np.diagonal(matrix)
             return
         key, matrix = ((i, j), matrix) if i < j else ((j, i), matrix.T)
-        self.found.edges[key] = self.found.edges[key] + matrix if key in self.found.edges else matrix
+        self.found.edges[key] = (
+            self.found.edges[key] + matrix if key in self.found.edges else matrix
+        )
 
     def _costs_of(self, atom: Atom) -> MeshCosts:
         """Costs of collectives on this value; those of weights and their gradients are combined by the compiler."""
-        return self.costs if atom in self.flow.per_example or atom in self.flow.awaited else self.combined
+        return (
+            self.costs
+            if atom in self.flow.per_example or atom in self.flow.awaited
+            else self.combined
+        )
 
     def _placement(self, atom: Atom) -> Placement | None:
         return None if isinstance(atom, Literal) else self.found.placements[atom]

@@ -42,7 +42,9 @@ def _conv_wants(eqn: JaxprEqn) -> list[Layout | None]:
     numbers = params["dimension_numbers"]
     if numbers.lhs_spec[0] != 0:  # sums over examples: the gradient of a kernel
         return [None, None, (GRADIENT, None)]
-    uneven = any(low != high for low, high in params["padding"]) and max(params["lhs_dilation"]) == 1
+    uneven = (
+        any(low != high for low, high in params["padding"]) and max(params["lhs_dilation"]) == 1
+    )
     return [(PADDED, params["padding"]) if uneven else None, (KERNEL, None), None]
 
 
@@ -52,6 +54,8 @@ def _product_order(
     """The order of dims in which a product reads an operand; None: as it is."""
     free = tuple(d for d in range(ndim) if d not in (*contracted, *batched))
     for order in ((*batched, *free, *contracted), (*batched, *contracted, *free)):
-        if sorted(batched) == list(range(len(batched))) and order[len(batched) :] == tuple(range(len(batched), ndim)):
+        if sorted(batched) == list(range(len(batched))) and order[len(batched) :] == tuple(
+            range(len(batched), ndim)
+        ):
             return None
     return (*batched, *free, *contracted) if side == 0 else (*batched, *contracted, *free)

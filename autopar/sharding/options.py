@@ -87,6 +87,8 @@ class ShardingOptions:
 
 
 AUTO = ShardingOptions()
-DATA_PARALLEL = ShardingOptions(data_parallel=True, parameters="replicated", optimizer_state="replicated")
+DATA_PARALLEL = ShardingOptions(
+    data_parallel=True, parameters="replicated", optimizer_state="replicated"
+)
 ZERO2 = ShardingOptions(data_parallel=True, parameters="replicated", optimizer_state="sharded")
 ZERO3 = ShardingOptions(data_parallel=True, parameters="sharded", optimizer_state="sharded")

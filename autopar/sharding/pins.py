@@ -30,7 +30,12 @@ class ShardingError(ValueError):
 
 
 def input_specs(
-    role: Role, path: str, shape: Sequence[int], mesh: LogicalMesh, options: ShardingOptions, num_micro_batches: int = 1
+    role: Role,
+    path: str,
+    shape: Sequence[int],
+    mesh: LogicalMesh,
+    options: ShardingOptions,
+    num_micro_batches: int = 1,
 ) -> list[Spec]:
     """Return the specs that `options` allow an input, the least sharded first.
 
@@ -73,10 +78,14 @@ def input_specs(
 def check_batch_axis(options: ShardingOptions, mesh: LogicalMesh) -> None:
     """Raise ShardingError unless the axis that the batch is wanted on is there."""
     if options.batch_axis is not None and options.batch_axis not in mesh.sizes:
-        raise ShardingError(f"batch_axis={options.batch_axis!r} is no axis of the mesh, which has {mesh.axis_names}")
+        raise ShardingError(
+            f"batch_axis={options.batch_axis!r} is no axis of the mesh, which has {mesh.axis_names}"
+        )
 
 
-def _check_batch(path: str, shape: Sequence[int], wanted: Spec, mesh: LogicalMesh, num_micro_batches: int) -> None:
+def _check_batch(
+    path: str, shape: Sequence[int], wanted: Spec, mesh: LogicalMesh, num_micro_batches: int
+) -> None:
     if divides(shape, wanted, mesh):
         return
     ways = mesh.ways(axes_of(wanted))
@@ -92,7 +101,9 @@ def _check_batch(path: str, shape: Sequence[int], wanted: Spec, mesh: LogicalMes
     )
 
 
-def specs_by_path(specs: Any, tree: Any, paths: Sequence[str], name: str) -> dict[str, PartitionSpec]:
+def specs_by_path(
+    specs: Any, tree: Any, paths: Sequence[str], name: str
+) -> dict[str, PartitionSpec]:
     """The specs that a pytree gives, a prefix of `tree`, whose leaves have the given paths; None gives none.
 
     Raises:
@@ -103,7 +114,9 @@ def specs_by_path(specs: Any, tree: Any, paths: Sequence[str], name: str) -> dic
         return x is None or isinstance(x, PartitionSpec)
 
     try:
-        each = jax.tree.leaves(jax.tree.broadcast(specs, tree.unflatten(paths), is_leaf=is_leaf), is_leaf=is_leaf)
+        each = jax.tree.leaves(
+            jax.tree.broadcast(specs, tree.unflatten(paths), is_leaf=is_leaf), is_leaf=is_leaf
+        )
     except ValueError as error:
         raise ShardingError(
             f"{name} is {specs!r}: {str(error).splitlines()[0]}\nExpected PartitionSpecs in the structure of {paths}, or in a prefix"
@@ -111,7 +124,9 @@ def specs_by_path(specs: Any, tree: Any, paths: Sequence[str], name: str) -> dic
         ) from error
     for spec in each:
         if not is_leaf(spec):
-            raise ShardingError(f"{name} holds {spec!r}, expected a jax.sharding.PartitionSpec or None")
+            raise ShardingError(
+                f"{name} holds {spec!r}, expected a jax.sharding.PartitionSpec or None"
+            )
     return {path: spec for path, spec in zip(paths, each, strict=True) if spec is not None}
 
 
@@ -128,7 +143,9 @@ def check_patterns(patterns: Iterable[str], step: StepGraph) -> None:
 
 def _shapes(step: StepGraph) -> dict[str, tuple[int, ...]]:
     """What can be pinned, by its name: inputs, results and named values."""
-    shapes = {path: aval_of(var).shape for path, var in zip(step.in_paths, step.jaxpr.invars, strict=True)}
+    shapes = {
+        path: aval_of(var).shape for path, var in zip(step.in_paths, step.jaxpr.invars, strict=True)
+    }
     for path, atom in zip(step.out_paths, step.jaxpr.outvars, strict=True):
         shapes[f"result/{path}".removesuffix("/")] = aval_of(atom).shape
     for eqn in step.jaxpr.eqns:
@@ -152,7 +169,9 @@ class Pins:
             same value.
     """
 
-    def __init__(self, patterns: Mapping[str, PartitionSpec], step: StepGraph, mesh: LogicalMesh) -> None:
+    def __init__(
+        self, patterns: Mapping[str, PartitionSpec], step: StepGraph, mesh: LogicalMesh
+    ) -> None:
         self._pinned: dict[str, Spec] = {}
         if not patterns or mesh.num_devices == 1:
             return

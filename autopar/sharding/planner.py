@@ -25,9 +25,14 @@ from autopar.sharding.objective import Decisions, enumerate_decisions
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.reshard_hoisting import passes_moves
-from autopar.sharding.selection_problem import CapacityConstraint, InfeasibleError, SelectionProblem, Solution
+from autopar.sharding.selection_problem import (
+    CapacityConstraint,
+    InfeasibleError,
+    SelectionProblem,
+    Solution,
+)
 from autopar.sharding.solver import solve
-from simulator.costs import CostModel
+from simulator.costs.cost_model import CostModel
 from simulator.memory import Role as MemoryRole
 
 
@@ -157,7 +162,9 @@ def _cheapest(
         with suppress(InfeasibleError):
             return _plan_deferring(step, costs, options, budget, start.deferred, start), None
     plans = []
-    for deferred in candidates(step, costs.mesh, options.data_parallel) if options.mode == "solve" else ():
+    for deferred in (
+        candidates(step, costs.mesh, options.data_parallel) if options.mode == "solve" else ()
+    ):
         try:
             plans.append(_plan_deferring(step, costs, options, budget, deferred))
         except (ShardingError, InfeasibleError) as error:
@@ -197,11 +204,20 @@ def _plan_deferring(
         solution, peak_bytes = _propagate_within(memory, decisions.problem(), budget)
     held = memory.held().used(solution.choice)
     found = _shardings(step, decisions, solution, peak_bytes)
-    return replace(found, deferred=deferred, held_bytes=held, roles_at_peak=roles_at_peak(memory, solution.choice))
+    return replace(
+        found,
+        deferred=deferred,
+        held_bytes=held,
+        roles_at_peak=roles_at_peak(memory, solution.choice),
+    )
 
 
 def _solve_within(
-    memory: Memory, problem: SelectionProblem, budget: float, options: ShardingOptions, start: Start | None
+    memory: Memory,
+    problem: SelectionProblem,
+    budget: float,
+    options: ShardingOptions,
+    start: Start | None,
 ) -> tuple[Solution, float]:
     """The cheapest choice whose peak memory is within `budget`, and that peak.
 
@@ -242,15 +258,21 @@ def _solve_within(
         limits[moment] = memory.limit(moment, min(tightened, budget - kept))
 
 
-def _like(specs: Mapping[Var, Spec], decisions: Decisions, problem: SelectionProblem) -> Solution | None:
+def _like(
+    specs: Mapping[Var, Spec], decisions: Decisions, problem: SelectionProblem
+) -> Solution | None:
     """The cheapest choice that has values where `specs` has them, as far as there are such options; None if they don't go together."""
     allowed = [np.ones(len(cost), bool) for cost in problem.nodes]
     for var, placement in decisions.placements.items():
         if placement is not None and var in specs:
-            same = allowed[placement.decision] & np.array([spec == specs[var] for spec in placement.specs])
+            same = allowed[placement.decision] & np.array(
+                [spec == specs[var] for spec in placement.specs]
+            )
             if same.any():
                 allowed[placement.decision] = same
-    nodes = [np.where(mask, cost, np.inf) for mask, cost in zip(allowed, problem.nodes, strict=True)]
+    nodes = [
+        np.where(mask, cost, np.inf) for mask, cost in zip(allowed, problem.nodes, strict=True)
+    ]
     try:
         found = solve(SelectionProblem(nodes, problem.edges))
     except InfeasibleError:
@@ -265,7 +287,9 @@ def _split(decisions: Decisions, choice: Sequence[int]) -> Seconds:
     return Seconds(compute, communication, inside + edges)
 
 
-def _propagate_within(memory: Memory, problem: SelectionProblem, budget: float) -> tuple[Solution, float]:
+def _propagate_within(
+    memory: Memory, problem: SelectionProblem, budget: float
+) -> tuple[Solution, float]:
     """What propagation from the inputs chooses, and its peak memory, if that is within `budget`."""
     solution = propagate(problem)
     peak = float((memory.of_values(solution.choice) + memory.of_copies(solution.choice)).max())
@@ -274,7 +298,9 @@ def _propagate_within(memory: Memory, problem: SelectionProblem, budget: float) 
     return solution, peak
 
 
-def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, peak_bytes: float) -> Shardings:
+def _shardings(
+    step: StepGraph, decisions: Decisions, solution: Solution, peak_bytes: float
+) -> Shardings:
     choice = solution.choice
     pinned: dict[Var, Constraint] = {}
     for eqn, results in decisions.decided:
@@ -282,11 +308,16 @@ def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, peak_b
             if placement is not None:
                 spec = placement.specs[choice[placement.decision]]
                 pinned[step.jaxpr.eqns[eqn].outvars[r]] = Constraint(eqn, "out", r, spec)
-    made_by = {var: (n, r) for n, eqn in enumerate(step.jaxpr.eqns) for r, var in enumerate(eqn.outvars)}
+    made_by = {
+        var: (n, r) for n, eqn in enumerate(step.jaxpr.eqns) for r, var in enumerate(eqn.outvars)
+    }
     deciding = {eqn for eqn, _ in decisions.decided}
     moves = []
     for use in decisions.uses:
-        present, required = use.value.specs[choice[use.value.decision]], use.required[choice[use.decision]]
+        present, required = (
+            use.value.specs[choice[use.value.decision]],
+            use.required[choice[use.decision]],
+        )
         if use.eqn is None or (present == required and use.eqn not in deciding):
             continue
         if present != required:
@@ -303,19 +334,29 @@ def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, peak_b
             moves.add(Constraint(use.eqn, "in", use.operand, use.required[choice[use.decision]]))
     for var in step.handed_on:
         placement = decisions.placements[var]
-        spec = placement.specs[choice[placement.decision]] if placement else replicated(aval_of(var).ndim)
+        spec = (
+            placement.specs[choice[placement.decision]]
+            if placement
+            else replicated(aval_of(var).ndim)
+        )
         pinned.setdefault(var, Constraint(made_by[var][0], "out", made_by[var][1], spec))
 
     def output_spec(o: int, atom: Atom) -> Spec:
         placement = decisions.outputs.get(o)
         if placement is None and not isinstance(atom, Literal):
             placement = decisions.placements[atom]
-        return placement.specs[choice[placement.decision]] if placement else replicated(len(aval_of(atom).shape))
+        return (
+            placement.specs[choice[placement.decision]]
+            if placement
+            else replicated(len(aval_of(atom).shape))
+        )
 
     return Shardings(
         inputs=tuple(p.specs[choice[p.decision]] for p in decisions.inputs),
         outputs=tuple(output_spec(o, atom) for o, atom in enumerate(step.jaxpr.outvars)),
-        constraints=tuple(sorted([*pinned.values(), *moves], key=lambda c: (c.eqn, c.side, c.index))),
+        constraints=tuple(
+            sorted([*pinned.values(), *moves], key=lambda c: (c.eqn, c.side, c.index))
+        ),
         roles=tuple(decisions.roles),
         seconds=solution.objective,
         split=_split(decisions, choice),
@@ -326,7 +367,9 @@ def _shardings(step: StepGraph, decisions: Decisions, solution: Solution, peak_b
     )
 
 
-def _before_passing(step: StepGraph, moves: list[Constraint], pinned: dict[Var, Constraint]) -> list[Constraint]:
+def _before_passing(
+    step: StepGraph, moves: list[Constraint], pinned: dict[Var, Constraint]
+) -> list[Constraint]:
     """`moves`, but what all readers of a result want moved alike is moved before the equation, if that passes moves on."""
     eqns = step.jaxpr.eqns
     readers = Counter(atom for eqn in eqns for atom in eqn.invars if isinstance(atom, Var))

@@ -73,7 +73,9 @@ class Reduction:
     def rest(self) -> SelectionProblem:
         """The problem of the decisions that are left, numbered by their position among them."""
         at = {i: position for position, i in enumerate(self.costs)}
-        edges = {(at[i], at[j]): cost for i in self.costs for j, cost in self.edges[i].items() if i < j}
+        edges = {
+            (at[i], at[j]): cost for i in self.costs for j, cost in self.edges[i].items() if i < j
+        }
         limits = []
         for row, bound in enumerate(self.bounds):
             uses = {at[i]: self.uses[i][row] for i in self.costs if self.uses[i][row].any()}
@@ -135,9 +137,17 @@ class Reduction:
 
     def _drop_dead_ends(self, i: int, known: dict[tuple[bytes, ...], np.ndarray]) -> bool:
         """Drop the dead ends of `i`; `known` has those of decisions before: layers repeat, so most have been seen."""
-        if len(self.costs[i]) ** 2 * sum(cost.shape[1] for cost in self.edges[i].values()) > _AFFORDABLE:
+        if (
+            len(self.costs[i]) ** 2 * sum(cost.shape[1] for cost in self.edges[i].values())
+            > _AFFORDABLE
+        ):
             return False
-        mine = (self.costs[i], self.uses[i], *self.edges[i].values(), *self.pairs.get(i, {}).values())
+        mine = (
+            self.costs[i],
+            self.uses[i],
+            *self.edges[i].values(),
+            *self.pairs.get(i, {}).values(),
+        )
         content = tuple(array.tobytes() for array in mine)
         if content not in known:
             known[content] = self._alive(i)
@@ -156,12 +166,16 @@ class Reduction:
         margin = np.subtract.outer(_finite(self.costs[i]), _finite(self.costs[i]))
         for cost in self.edges[i].values():
             cost = np.ascontiguousarray(_finite(cost).T)
-            margin += (cost[:, :, None] - cost[:, None, :]).min(axis=0)  # NumPy takes twice as long along the last axis
+            margin += (cost[:, :, None] - cost[:, None, :]).min(
+                axis=0
+            )  # NumPy takes twice as long along the last axis
         # margin[a, b] >= 0: b is never worse than a. Ties are broken towards the lower index. With limits, b must not use
         # more either.
         beaten = (margin > 0) | ((margin == 0) & np.tri(len(alive), k=-1, dtype=bool))
         if self.bounds.size:
-            more = self.uses[i][:, None, :] - self.uses[i][:, :, None]  # by how much b uses more than a, at the worst
+            more = (
+                self.uses[i][:, None, :] - self.uses[i][:, :, None]
+            )  # by how much b uses more than a, at the worst
             for use in self.pairs.get(i, {}).values():
                 more = more + (use[:, None, :, :] - use[:, :, None, :]).max(axis=3)
             beaten &= (more <= 0).all(axis=0)

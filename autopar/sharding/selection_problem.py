@@ -49,7 +49,9 @@ class SelectionProblem:
         for (i, j), cost in self.edges.items():
             if not i < j or cost.shape != (len(self.nodes[i]), len(self.nodes[j])):
                 sizes = (len(self.nodes[i]), len(self.nodes[j]))
-                raise ValueError(f"edge {(i, j)} needs i < j and costs of shape {sizes}, got {cost.shape}")
+                raise ValueError(
+                    f"edge {(i, j)} needs i < j and costs of shape {sizes}, got {cost.shape}"
+                )
 
     def fits(self, choice: Sequence[int]) -> bool:
         """Whether `choice` keeps within every limit (to the precision of the solver)."""

@@ -108,11 +108,19 @@ class _Search:
     def tighten(self) -> None:
         """Sweep and reduce until nothing is left or nothing moves."""
         patience = _PATIENCE if self.prices.size else 1
-        while self.work.costs and not self.within(self.tolerance) and patience and time.monotonic() < self.deadline:
+        while (
+            self.work.costs
+            and not self.within(self.tolerance)
+            and patience
+            and time.monotonic() < self.deadline
+        ):
             size, slack, best = self.work.size, self.best - self.bound, self.best
 
             def moved(least: float, size: int = size, slack: float = slack) -> bool:
-                return self.work.size < (1 - least) * size or self.best - self.bound < (1 - least) * slack
+                return (
+                    self.work.size < (1 - least) * size
+                    or self.best - self.bound < (1 - least) * slack
+                )
 
             for _ in range(_SWEEPS):
                 order = sorted(self.work.costs)
@@ -171,7 +179,9 @@ class _Search:
         return self.within(0.0)
 
     def within(self, tolerance: float) -> bool:
-        return self.choice is not None and self.best - self.bound <= max(self.rounding(), tolerance * abs(self.best))
+        return self.choice is not None and self.best - self.bound <= max(
+            self.rounding(), tolerance * abs(self.best)
+        )
 
     def rounding(self) -> float:
         return _ROUNDING * abs(self.best) + 1e-12
@@ -186,10 +196,14 @@ class _Search:
         self.work.reduce()
         tell_alike(self.work, self.best)
         gap, rest = _EXACT, self.best - self.work.constant
-        if self.enough and math.isfinite(rest) and rest > 0:  # HiGHS counts a gap as a share of what is left
+        if (
+            self.enough and math.isfinite(rest) and rest > 0
+        ):  # HiGHS counts a gap as a share of what is left
             gap = max(gap, self.enough * min(abs(self.best) / rest, 50.0))
         try:
-            chosen, bound = solve_ilp(self.work.rest(), max(1.0, self.deadline - time.monotonic()), gap)
+            chosen, bound = solve_ilp(
+                self.work.rest(), max(1.0, self.deadline - time.monotonic()), gap
+            )
         except (InfeasibleError, TimeoutError):
             if self.choice is None:
                 raise
@@ -205,14 +219,19 @@ class _Search:
         """
         for limit in self.problem.limits:
             nodes = [
-                np.where(np.isfinite(cost), limit.uses.get(i, 0.0), np.inf) for i, cost in enumerate(self.problem.nodes)
+                np.where(np.isfinite(cost), limit.uses.get(i, 0.0), np.inf)
+                for i, cost in enumerate(self.problem.nodes)
             ]
             edges = {
                 pair: np.where(np.isfinite(cost), limit.pairs.get(pair, 0.0), np.inf)
                 for pair, cost in self.problem.edges.items()
             }
-            least = solve(SelectionProblem(nodes, edges), max(1.0, self.deadline - time.monotonic()))
-            if least.objective - (least.gap or 0.0) * abs(least.objective) > limit.bound + 1e-6 * abs(limit.bound):
+            least = solve(
+                SelectionProblem(nodes, edges), max(1.0, self.deadline - time.monotonic())
+            )
+            if least.objective - (least.gap or 0.0) * abs(
+                least.objective
+            ) > limit.bound + 1e-6 * abs(limit.bound):
                 raise InfeasibleError("no choice of shardings keeps within every limit")
             cost = self.problem.cost(least.choice)
             if cost < self.best and self.problem.fits(least.choice):

@@ -43,7 +43,9 @@ def tell_alike(work: Reduction, best: float) -> None:
     for i, j, cost in list(_edges(work)):
         cost = np.where(cost > enough, np.inf, cost)
         for owner, axis in ((i, 0), (j, 1)):
-            reference = np.isfinite(cost).sum(axis=axis).argmax()  # the neighbour's option that most of these may meet
+            reference = (
+                np.isfinite(cost).sum(axis=axis).argmax()
+            )  # the neighbour's option that most of these may meet
             offset = cost.take(reference, axis=1 - axis)
             offset = np.where(np.isfinite(offset), offset, 0.0)
             work.costs[owner] = work.costs[owner] + offset
@@ -88,7 +90,9 @@ def sweep(work: Reduction, order: Iterable[int], best: float) -> dict[int, int]:
 def settled(work: Reduction, choice: dict[int, int]) -> dict[int, int]:
     """`choice`, each decision changed to its best answer to all others until none changes (Besag, J. R. Stat. Soc. B 1986)."""
     choice = dict(choice)
-    rounding = 1e-12 * abs(work.constant)  # where costs were moved from; it may leave less than nothing
+    rounding = 1e-12 * abs(
+        work.constant
+    )  # where costs were moved from; it may leave less than nothing
     waiting = dict.fromkeys(choice)
     while waiting:
         i, _ = waiting.popitem()
@@ -97,7 +101,9 @@ def settled(work: Reduction, choice: dict[int, int]) -> dict[int, int]:
             answer += pairs[:, choice[j]]
         k = int(answer.argmin())
         now = answer[choice[i]]
-        if answer[k] < now - max(1e-9 * abs(now), rounding):  # by more than rounding, which could go on forever
+        if answer[k] < now - max(
+            1e-9 * abs(now), rounding
+        ):  # by more than rounding, which could go on forever
             choice[i] = k
             waiting.update(dict.fromkeys(work.edges[i]))
     return choice

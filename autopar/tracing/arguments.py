@@ -19,7 +19,9 @@ type Argnums = Literal["auto"] | int | Sequence[int]
 _NUMBER_OF_ARGUMENT = whole(-(2**31))
 ARGNUMS = Kind(
     "the number of an argument or a sequence of numbers",
-    lambda given: items(_NUMBER_OF_ARGUMENT, "").take((given,) if isinstance(given, int | np.integer) else given),
+    lambda given: items(_NUMBER_OF_ARGUMENT, "").take(
+        (given,) if isinstance(given, int | np.integer) else given
+    ),
 )
 """Numbers of arguments, as a tuple."""
 
@@ -49,7 +51,11 @@ def donated_arguments(argnums: Argnums, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def batch_arguments(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
-    return () if argnums == DEFAULT_BATCH and len(args) < 2 else _as_tuple(argnums, len(args), "batch_argnums")
+    return (
+        ()
+        if argnums == DEFAULT_BATCH and len(args) < 2
+        else _as_tuple(argnums, len(args), "batch_argnums")
+    )
 
 
 def _is_train_state(arg: Any) -> bool:
@@ -61,7 +67,9 @@ def _is_train_state(arg: Any) -> bool:
 def _as_tuple(argnums: Any, count: int, name: str) -> tuple[int, ...]:
     numbers = ARGNUMS.take(argnums)
     if any(not -count <= i < count for i in numbers):
-        raise OptionError(f"{name} is {numbers}, but the step has {count} arguments; count from 0 to {count - 1}")
+        raise OptionError(
+            f"{name} is {numbers}, but the step has {count} arguments; count from 0 to {count - 1}"
+        )
     return tuple(sorted({i % count for i in numbers}))
 
 
@@ -110,7 +118,9 @@ def static_key(value: Any) -> Hashable:
         key = (
             type(value),
             value,
-            tuple(static_key(getattr(value, field.name)) for field in fields(value) if field.compare),
+            tuple(
+                static_key(getattr(value, field.name)) for field in fields(value) if field.compare
+            ),
         )
         return key if is_hashable(key) else (type(value), value)
     return type(value), value
@@ -169,7 +179,9 @@ def check_arrays(args: Sequence[Any], static: Sequence[int] = ()) -> None:
 def _others(arg: Any) -> list[tuple[Any, Any]]:
     """The leaves that are neither arrays nor numbers, with their paths."""
     return [
-        (path, leaf) for path, leaf in jax.tree.leaves_with_path(arg) if not isinstance(leaf, (*_ARRAYS, *_NUMBERS))
+        (path, leaf)
+        for path, leaf in jax.tree.leaves_with_path(arg)
+        if not isinstance(leaf, (*_ARRAYS, *_NUMBERS))
     ]
 
 

@@ -49,18 +49,24 @@ def trace(
     name = _name(fun)
     if forward:
         fun, layers = (
-            marking_results(fun if layers is None or hasattr(fun, "layer_option") else layered(fun, layers)),
+            marking_results(
+                fun if layers is None or hasattr(fun, "layer_option") else layered(fun, layers)
+            ),
             None,
         )
     leaves, in_tree = jax.tree.flatten_with_path(tuple(args))
     in_keys = [path for path, _ in leaves]
     avals = [abstract(leaf) for _, leaf in leaves]
-    batch = frozenset(i for i, key in enumerate(in_keys) if key[0].idx in batch_argnums and avals[i].ndim > 0)
+    batch = frozenset(
+        i for i, key in enumerate(in_keys) if key[0].idx in batch_argnums and avals[i].ndim > 0
+    )
 
     @cache
     def sized(scale: Fraction, marked: bool, telling: bool) -> tuple[Jaxpr, list, Any]:
         """The step for a batch that is larger by `scale`; `telling` whole arrays where it runs on shards."""
-        scaled = [_with_rows(a, int(a.shape[0] * scale)) if i in batch else a for i, a in enumerate(avals)]
+        scaled = [
+            _with_rows(a, int(a.shape[0] * scale)) if i in batch else a for i, a in enumerate(avals)
+        ]
         with layering(layers), telling_examples() if telling else nullcontext():
             return _flat_jaxpr(fun, in_tree, scaled, marked)
 
@@ -124,7 +130,9 @@ def trace(
     return graph_for(num_micro_batches)
 
 
-def _flat_jaxpr(fun: Callable[..., Any], in_tree: Any, avals: list, marked: bool) -> tuple[Jaxpr, list, Any]:
+def _flat_jaxpr(
+    fun: Callable[..., Any], in_tree: Any, avals: list, marked: bool
+) -> tuple[Jaxpr, list, Any]:
     """The flat jaxpr of `fun`, the paths of its outputs and their tree."""
     try:
         with marking() if marked else nullcontext():
@@ -161,7 +169,9 @@ def _with_rows(aval: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows, *aval.shape[1:]), aval.dtype, weak_type=aval.weak_type)
 
 
-def named_inputs(args: Sequence[Any], batch_argnums: Collection[int]) -> list[tuple[str, jax.ShapeDtypeStruct, bool]]:
+def named_inputs(
+    args: Sequence[Any], batch_argnums: Collection[int]
+) -> list[tuple[str, jax.ShapeDtypeStruct, bool]]:
     """For each array of `args` what the user calls it, what it is, and whether its first dim is the batch."""
     leaves, _ = jax.tree.flatten_with_path(tuple(args))
     found = [(_text(path), abstract(leaf), path[0].idx in batch_argnums) for path, leaf in leaves]
@@ -182,7 +192,9 @@ def _text(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _carried(jaxpr: Jaxpr, in_paths: list, out_paths: list, batch: frozenset[int]) -> dict[int, int]:
+def _carried(
+    jaxpr: Jaxpr, in_paths: list, out_paths: list, batch: frozenset[int]
+) -> dict[int, int]:
     """Outputs that have the name and type of an input: `params` of argument 0, returned as `params` of result 0, goes on.
 
     Names are compared without the position of the argument or, in a tuple, of the result. What has no other name than its

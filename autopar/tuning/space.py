@@ -25,11 +25,14 @@ class Space:
 
     def __post_init__(self) -> None:
         known = that(
-            "a dict of knobs by name, such as {'tensor': [1, 2, 4, 8]}", lambda space: isinstance(space, Mapping)
+            "a dict of knobs by name, such as {'tensor': [1, 2, 4, 8]}",
+            lambda space: isinstance(space, Mapping),
         )
         checked("space", self.domains, known)
         if not self.domains:
-            raise ValueError("the space has no knobs; expected a dict such as {'tensor': [1, 2, 4, 8]}")
+            raise ValueError(
+                "the space has no knobs; expected a dict such as {'tensor': [1, 2, 4, 8]}"
+            )
         for name, domain in self.domains.items():
             if isinstance(domain, str) or not (callable(domain) or isinstance(domain, Sequence)):
                 raise TypeError(
@@ -45,7 +48,9 @@ class Space:
         domain = self.domains[name]
         values = domain(dict(chosen)) if callable(domain) else domain
         if isinstance(values, str) or not isinstance(values, Sequence):
-            raise TypeError(f"knob {name!r} may be {values!r} after {chosen}, expected a list of values")
+            raise TypeError(
+                f"knob {name!r} may be {values!r} after {chosen}, expected a list of values"
+            )
         unfit = [value for value in values if not isinstance(value, Hashable)]
         if unfit:
             raise TypeError(
@@ -60,7 +65,10 @@ class Space:
         none to a later one is left out.
         """
         before = dict(takewhile(lambda knob: knob[0] != name, candidate.items()))
-        moved = (next(self._extended({**before, name: value}, candidate), None) for value in self.values(name, before))
+        moved = (
+            next(self._extended({**before, name: value}, candidate), None)
+            for value in self.values(name, before)
+        )
         return [each for each in moved if each is not None]
 
     def _extended(self, chosen: Candidate, liked: Candidate) -> Iterator[Candidate]:
@@ -69,5 +77,7 @@ class Space:
         if name is None:
             yield chosen
             return
-        for value in sorted(self.values(name, chosen), key=lambda v: name not in liked or v != liked[name]):
+        for value in sorted(
+            self.values(name, chosen), key=lambda v: name not in liked or v != liked[name]
+        ):
             yield from self._extended({**chosen, name: value}, liked)

@@ -32,16 +32,28 @@ class Trial:
         """Smaller is better: measured before predicted, then what does not fit, by how much, then what is invalid."""
         if self.status == "fits":
             measured = self.measured_seconds is not None
-            return (0, self.measured_seconds or 0.0) if measured else (1, self.predicted_seconds or 0.0)
+            return (
+                (0, self.measured_seconds or 0.0)
+                if measured
+                else (1, self.predicted_seconds or 0.0)
+            )
         return (2, self.predicted_bytes or inf) if self.status == "does not fit" else (3, inf)
 
     def __str__(self) -> str:
         knobs = ", ".join(f"{name}={value}" for name, value in self.candidate.items())
         if self.status == "invalid":
             return f"{knobs}: {self.reason}"
-        found = [f"{self.predicted_seconds * 1e3:.2f} ms"] if self.predicted_seconds is not None else []
-        found += [f"{self.predicted_bytes / 1e9:.2f} GB"] if self.predicted_bytes is not None else []
-        found += [f"measured {self.measured_seconds * 1e3:.2f} ms"] if self.measured_seconds is not None else []
+        found = (
+            [f"{self.predicted_seconds * 1e3:.2f} ms"] if self.predicted_seconds is not None else []
+        )
+        found += (
+            [f"{self.predicted_bytes / 1e9:.2f} GB"] if self.predicted_bytes is not None else []
+        )
+        found += (
+            [f"measured {self.measured_seconds * 1e3:.2f} ms"]
+            if self.measured_seconds is not None
+            else []
+        )
         return f"{knobs}: {', '.join([*found, *([self.reason] if self.reason else [])])}"
 
 
@@ -56,7 +68,9 @@ class Tuned:
         """The fastest candidate: of those measured if there are any. Raises ValueError when none fits."""
         trial = min(self.trials, key=lambda trial: trial.rank)
         if trial.status != "fits":
-            raise ValueError(f"none of {len(self.trials)} candidates fits; the nearest to it: {trial}")
+            raise ValueError(
+                f"none of {len(self.trials)} candidates fits; the nearest to it: {trial}"
+            )
         return trial.candidate
 
     @property

@@ -23,10 +23,12 @@ from autopar.tuning.search import Search, search
 from autopar.tuning.space import Candidate, Domain, Space
 from autopar.tuning.trials import Trial, Tuned
 from autopar.util import benchmark_func, zeros
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
 type MakeMesh = Callable[[Sequence[int]], Mesh]
-type Make = Callable[[Candidate, MakeMesh], tuple[Callable[..., Any], Sequence[Any], PlanningMethod]]
+type Make = Callable[
+    [Candidate, MakeMesh], tuple[Callable[..., Any], Sequence[Any], PlanningMethod]
+]
 
 _REFUSALS = (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError)
 """What a candidate that can't be run is answered with. Anything else is a mistake, and stops the search."""
@@ -55,7 +57,11 @@ def tune(
         ValueError, TypeError: the space or an option is not as said above. What is wrong with a candidate is written in its trial.
     """
     checked("make", make, FUNCTION)
-    checked("cluster", cluster, instance("a simulator.Cluster, the name of one or a path", Cluster) | PATH)
+    checked(
+        "cluster",
+        cluster,
+        instance("a simulator.Cluster, the name of one or a path", Cluster) | PATH,
+    )
     cluster = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
     checked("search_by", search_by, one_of(*get_args(Search.__value__)))
     measure = checked("measure", measure, whole(0))
@@ -75,7 +81,9 @@ def tune(
         raise ValueError(
             f"the space has no candidate: whatever the first knobs of {', '.join(space)} are, none is left for another"
         )
-    chosen = sorted((trial for trial in trials if trial.status == "fits"), key=lambda trial: trial.rank)[:measure]
+    chosen = sorted(
+        (trial for trial in trials if trial.status == "fits"), key=lambda trial: trial.rank
+    )[:measure]
     measured = {id(trial): _measured(make, trial) for trial in chosen}
     return Tuned(tuple(measured.get(id(trial), trial) for trial in trials))
 
@@ -84,13 +92,21 @@ def _predicted(make: Make, candidate: Candidate, cluster: Cluster) -> Trial:
     compiles = cluster.device.kind != "cpu"
 
     def mesh_of(shape: Sequence[int]) -> Mesh:
-        return target_mesh(cluster, tuple(shape), AXIS_NAMES[: len(shape)]) if compiles else device_mesh(shape)
+        return (
+            target_mesh(cluster, tuple(shape), AXIS_NAMES[: len(shape)])
+            if compiles
+            else device_mesh(shape)
+        )
 
     try:
         step, args, method = make(candidate, mesh_of)
         if compiles and isinstance(method, ManualShardParallel):
-            method = replace(method, memory_budget=inf)  # what XLA makes of it is known below: better than an estimate
-        plan = plan_step(step, args, method=method, cluster=cluster, mesh_shape=_shape(method.devices))
+            method = replace(
+                method, memory_budget=inf
+            )  # what XLA makes of it is known below: better than an estimate
+        plan = plan_step(
+            step, args, method=method, cluster=cluster, mesh_shape=_shape(method.devices)
+        )
         if compiles:
             timeline = simulate(step, args, plan, cluster)
             seconds, used = timeline.makespan, timeline.peak_bytes
@@ -126,7 +142,9 @@ def _seconds(step: Callable[..., Any], args: Sequence[Any], method: PlanningMeth
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     avals = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     values = iter(zeros(avals, [here] * len(avals)))
-    given = tree.unflatten(next(values) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves)
+    given = tree.unflatten(
+        next(values) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves
+    )
     state, *others = parallel.preshard_dynamic_args(*given)
 
     def run() -> None:

@@ -33,7 +33,9 @@ class GatherOnUse(Layout):
         return jax.checkpoint(gathered, policy=None if remat else all_but_weights)
 
     def _gather(self, shard: jax.Array) -> jax.Array:
-        computed_in = shard.astype(self._dtype) if shard.ndim > 1 else shard  # normalisation is computed in float32
+        computed_in = (
+            shard.astype(self._dtype) if shard.ndim > 1 else shard
+        )  # normalisation is computed in float32
         return checkpoint_name(manual.all_gather(computed_in, "data", dim=0), _GATHERED)
 
 

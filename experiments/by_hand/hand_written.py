@@ -16,7 +16,7 @@ from autopar.lowering.target import compile_for, memory_of, target_mesh
 from experiments.by_hand.networks import Layout, Params, network_of
 from experiments.models import GPT, MLP, Model
 from experiments.strategy import Prediction, Runnable, Shape, compile_here, simulated
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
 
 class HandWritten(ABC):
@@ -56,7 +56,9 @@ class HandWritten(ABC):
     def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> None:
         return None
 
-    def prepare(self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]) -> Runnable:
+    def prepare(
+        self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]
+    ) -> Runnable:
         names = self._axes_of(mesh)
         devices = np.array(jax.devices()[: prod(mesh)]).reshape(mesh)
         here = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
@@ -73,12 +75,18 @@ class HandWritten(ABC):
 
         return Runnable(compiled, placed, gather, memory_of(compiled).total, seconds)
 
-    def predict(self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster) -> Prediction:
+    def predict(
+        self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster
+    ) -> Prediction:
         there = target_mesh(cluster, mesh, self._axes_of(mesh))
         state, batch = model.abstract_args()
         arranged = (jax.eval_shape(lambda state: self.arrange(model, there, state), state), batch)
         step, places = self._step(model, there, arranged)
-        args = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arranged, places)
+        args = jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            arranged,
+            places,
+        )
         return simulated(compile_for(step, args, cluster), cluster)
 
     def _axes_of(self, mesh: Shape) -> tuple[str, ...]:
@@ -91,7 +99,11 @@ class HandWritten(ABC):
     def _check(self, model: Model, mesh: Mesh) -> None:
         """Refuse what is not written by hand, and what shapes of arguments don't show to be indivisible."""
         network_of(model, Layout())
-        if isinstance(model, GPT) and self.heads_axis and model.num_heads % (count := mesh.shape[self.heads_axis]):
+        if (
+            isinstance(model, GPT)
+            and self.heads_axis
+            and model.num_heads % (count := mesh.shape[self.heads_axis])
+        ):
             raise ValueError(
                 f"{model.num_heads} heads can't be split over the {count} devices along {self.heads_axis}; "
                 f"use a multiple of {count}"
@@ -102,7 +114,10 @@ class HandWritten(ABC):
         self._check(model, mesh)
         state, batch = args
         state_specs = jax.tree_util.tree_map_with_path(
-            lambda path, x: self.state_spec(jax.tree_util.keystr(path, simple=True, separator="/"), x.ndim), state
+            lambda path, x: self.state_spec(
+                jax.tree_util.keystr(path, simple=True, separator="/"), x.ndim
+            ),
+            state,
         )
         batch_specs = {name: self.batch_spec(name) for name in batch}
         returns_loss = type(jax.eval_shape(model.train_step, *model.abstract_args())) is tuple

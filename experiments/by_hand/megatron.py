@@ -58,7 +58,11 @@ class Megatron(HandWritten):
         return spec_of(path, _SPECS)
 
     def batch_spec(self, name: str) -> PartitionSpec:
-        return PartitionSpec("data", "tensor") if name in ("tokens", "labels") else PartitionSpec(("data", "tensor"))
+        return (
+            PartitionSpec("data", "tensor")
+            if name in ("tokens", "labels")
+            else PartitionSpec(("data", "tensor"))
+        )
 
 
 def _all_tokens(x: jax.Array) -> jax.Array:

@@ -83,12 +83,16 @@ def network_of(model: Model, layout: Layout) -> Network:
         case MLP(num_layers=layers) if layers % 2 == 0:
             return _mlp(model, layout)
         case MLP():
-            raise ValueError(f"layers of an MLP by hand go in pairs; given num_layers={model.num_layers}, make it even")
+            raise ValueError(
+                f"layers of an MLP by hand go in pairs; given num_layers={model.num_layers}, make it even"
+            )
         case GPT(scan_layers=False):
             return _gpt(model, layout)
         case GPT():
             raise ValueError("GPT by hand has a block after the other; give it scan_layers=False")
-    raise ValueError(f"MLP and GPT are written by hand; given {type(model).__name__}, use an automatic strategy")
+    raise ValueError(
+        f"MLP and GPT are written by hand; given {type(model).__name__}, use an automatic strategy"
+    )
 
 
 def product(x: jax.Array, params: Params) -> jax.Array:
@@ -99,19 +103,30 @@ def product(x: jax.Array, params: Params) -> jax.Array:
 def _mlp(model: MLP, layout: Layout) -> Network:
     def split(params: Params) -> tuple[list[Params], Params]:
         layers = [params["params"][f"Dense_{i}"] for i in range(model.num_layers)]
-        return [{"wide": w, "narrow": n} for w, n in zip(layers[::2], layers[1::2], strict=True)], {}
+        return [
+            {"wide": w, "narrow": n} for w, n in zip(layers[::2], layers[1::2], strict=True)
+        ], {}
 
     def join(blocks: list[Params], rest: Params) -> Params:
         layers = [block[name] for block in blocks for name in ("wide", "narrow")]
         return {"params": {f"Dense_{i}": layer for i, layer in enumerate(layers)}}
 
     def block(params: Params, x: jax.Array) -> jax.Array:
-        return jax.nn.relu(layout.row(params["narrow"], jax.nn.relu(layout.column(params["wide"], x))))
+        return jax.nn.relu(
+            layout.row(params["narrow"], jax.nn.relu(layout.column(params["wide"], x)))
+        )
 
     def last(rest: Params, x: jax.Array, batch: Params) -> jax.Array:
         return jnp.mean((x - batch["y"]) ** 2)
 
-    return Network(model.num_layers // 2, split, join, lambda rest, batch: batch["x"], layout.layer(block), last)
+    return Network(
+        model.num_layers // 2,
+        split,
+        join,
+        lambda rest, batch: batch["x"],
+        layout.layer(block),
+        last,
+    )
 
 
 def _gpt(model: GPT, layout: Layout) -> Network:
@@ -128,7 +143,9 @@ def _gpt(model: GPT, layout: Layout) -> Network:
 
     def last(rest: Params, x: jax.Array, batch: Params) -> jax.Array:
         table = rest["tokens"]["embedding"] if model.tied_head else rest["head"]["kernel"].T
-        return layout.cross_entropy(table.astype(x.dtype), _norm(layout, rest["norm"], x), batch["labels"])
+        return layout.cross_entropy(
+            table.astype(x.dtype), _norm(layout, rest["norm"], x), batch["labels"]
+        )
 
     block = partial(_gpt_block, layout, model.hidden_size // model.num_heads)
     parts = layout.layer(first), layout.layer(block, model.remat), layout.layer(last)
@@ -136,7 +153,9 @@ def _gpt(model: GPT, layout: Layout) -> Network:
 
 
 def _gpt_block(layout: Layout, head_dim: int, params: Params, x: jax.Array) -> jax.Array:
-    x = x + _attention(layout, head_dim, params["attention"], _norm(layout, params["LayerNorm_0"], x))
+    x = x + _attention(
+        layout, head_dim, params["attention"], _norm(layout, params["LayerNorm_0"], x)
+    )
     wide = layout.column(params["feed_forward"]["up"], _norm(layout, params["LayerNorm_1"], x))
     return x + layout.row(params["feed_forward"]["down"], jax.nn.gelu(wide))
 
@@ -145,7 +164,9 @@ def _attention(layout: Layout, head_dim: int, params: Params, x: jax.Array) -> j
     """Causal attention by the heads of this device, whose queries, keys and values are next to one another in `qkv`."""
     qkv = layout.column(params["qkv"], x)
     batch, length, width = qkv.shape
-    query, key, value = jnp.split(qkv.reshape(batch, length, width // (3 * head_dim), 3 * head_dim), 3, axis=-1)
+    query, key, value = jnp.split(
+        qkv.reshape(batch, length, width // (3 * head_dim), 3 * head_dim), 3, axis=-1
+    )
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / head_dim**0.5
     visible = jnp.tril(jnp.ones((length, length), dtype=bool))
     scores = jnp.where(visible, scores, jnp.finfo(scores.dtype).min)

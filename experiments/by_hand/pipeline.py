@@ -25,7 +25,9 @@ class Pipeline(HandWritten):
 
     def local_step(self, model: Model, mesh: Mesh) -> Callable[[Any, Params], Any]:
         network, stages = network_of(model, Layout()), mesh.shape["stage"]
-        num_micro_batches = gcd(model.batch_size, 4 * stages)  # a few for each stage, that the bubble be small
+        num_micro_batches = gcd(
+            model.batch_size, 4 * stages
+        )  # a few for each stage, that the bubble be small
 
         def loss(params: Params, batch: Params) -> jax.Array:
             blocks, rest = params["blocks"], params["rest"]
@@ -49,7 +51,10 @@ class Pipeline(HandWritten):
             blocks, rest = network.split(params)
             unused = stages * ceil(len(blocks) / stages) - len(blocks)
             blocks += [jax.tree.map(jnp.zeros_like, blocks[0])] * unused
-            return {"blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks), "rest": rest}
+            return {
+                "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks),
+                "rest": rest,
+            }
 
         return _map_params(stack, "params", state)
 
@@ -57,13 +62,18 @@ class Pipeline(HandWritten):
         network = network_of(model, Layout())
 
         def unstack(params: Params) -> Params:
-            blocks = [jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"]) for i in range(network.num_blocks)]
+            blocks = [
+                jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"])
+                for i in range(network.num_blocks)
+            ]
             return network.join(blocks, params["rest"])
 
         return _map_params(unstack, "blocks", state)
 
 
-def _through_ring(micro: jax.Array, stage_function: Callable[[jax.Array], jax.Array], stages: int) -> jax.Array:
+def _through_ring(
+    micro: jax.Array, stage_function: Callable[[jax.Array], jax.Array], stages: int
+) -> jax.Array:
     """Send every microbatch through all stages.
 
     Args:
@@ -102,4 +112,6 @@ def _map_params(function: Callable[[Params], Params], key: str, state: Any) -> A
     def is_params(node: Any) -> bool:
         return isinstance(node, dict) and key in node
 
-    return jax.tree.map(lambda node: function(node) if is_params(node) else node, state, is_leaf=is_params)
+    return jax.tree.map(
+        lambda node: function(node) if is_params(node) else node, state, is_leaf=is_params
+    )

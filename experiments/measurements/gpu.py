@@ -34,17 +34,19 @@ from autopar.util import benchmark_func
 from experiments.models import GPT, MLP, ViT
 from experiments.scripts.measure import next_state
 from simulator.calibration.shipped_profiles import write_profile
-from simulator.cluster import Cluster
-from simulator.engine import simulate
+from simulator.engine.simulation import simulate
+from simulator.engine.timeline import Timeline
+from simulator.hardware.cluster import Cluster
 from simulator.hlo import parse_hlo
 from simulator.program import Program
-from simulator.timeline import Timeline
 from simulator.work import unknown_kernels
 
 type Timed = MLP | GPT | ViT
 
 DTYPES = ("float32", "bfloat16", "float16")
-SIZES: dict[str, tuple[Timed, ...]] = {  # of each model, small ones first: for a GPU, and to try the script anywhere
+SIZES: dict[
+    str, tuple[Timed, ...]
+] = {  # of each model, small ones first: for a GPU, and to try the script anywhere
     "gpu": (
         MLP(dim=1024, num_layers=6, batch_size=1024),
         GPT(6, 512, 8, sequence_length=512, vocab_size=8192, batch_size=8),
@@ -115,7 +117,12 @@ def measure(model: Timed, clusters: Clusters, repeat: int, least: float) -> Row:
         state = next_state(step(state, batch))
 
     seconds = benchmark_func(
-        run, lambda: jax.block_until_ready(state), warmup=2, repeat=repeat, number=1, min_repeat_second=least
+        run,
+        lambda: jax.block_until_ready(state),
+        warmup=2,
+        repeat=repeat,
+        number=1,
+        min_repeat_second=least,
     )
     memory, body = memory_of(step), parse_hlo(step.as_text() or "")
     program = Program.single(body, memory=memory)
@@ -173,10 +180,15 @@ def run(
     effort = effort or (CPU if device.platform == "cpu" else GPU)
     rows: list[Row] = []
     cases = [replace(model, compute_dtype=dtype) for model in sizes for dtype in dtypes]  # pyright: ignore[reportArgumentType]
-    with Progress(BarColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
+    with Progress(
+        BarColumn(), TextColumn("{task.description}"), console=console, transient=True
+    ) as bar:
         task = bar.add_task("calibrating", total=1.0 + len(cases))
         calibrated = calibrated or calibrate(
-            [device], effort, lambda what, spent: bar.update(task, completed=spent, description=what), 0.3 * budget
+            [device],
+            effort,
+            lambda what, spent: bar.update(task, completed=spent, description=what),
+            0.3 * budget,
         )
         clusters = Clusters(calibrated, cluster_of(device_mesh([device])))
         _replace(out / "gpu_cluster.yaml", lambda path: write_profile(path, clusters.calibrated))
@@ -185,7 +197,11 @@ def run(
             model, start = left.pop(0), time.perf_counter()
             bar.update(task, completed=1.0 + len(rows), description=step_name(model))
             try:
-                rows.append(measure(model, clusters, repeat, least=0.05 if device.platform == "cpu" else 0.2))
+                rows.append(
+                    measure(
+                        model, clusters, repeat, least=0.05 if device.platform == "cpu" else 0.2
+                    )
+                )
             except Exception as error:  # one step's failure is that step's result
                 failed[step_name(model)] = f"{type(error).__name__}: {error}"[:2000]
             jax.clear_caches()
@@ -239,7 +255,9 @@ def _commit() -> str | None:
     if said := os.environ.get("AUTOPAR_COMMIT"):
         return said
     try:
-        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.strip()
@@ -247,12 +265,26 @@ def _commit() -> str | None:
 
 def table_of(rows: pd.DataFrame) -> Table:
     """Measured milliseconds, and the errors of the predictions."""
-    table = Table("step", "dtype", "measured", *(name.replace("_", ", ") for name in PREDICTED), "memory", "analytic")
+    table = Table(
+        "step",
+        "dtype",
+        "measured",
+        *(name.replace("_", ", ") for name in PREDICTED),
+        "memory",
+        "analytic",
+    )
     for row in rows.to_dict("records"):
         errors = (f"{row[f'{name}_error']:+.1%}" for name in PREDICTED)
-        memory = f"{row['memory_bytes'] / 1e9:.2f} GB", f"{row['analytic_memory_bytes'] / row['memory_bytes'] - 1:+.1%}"
+        memory = (
+            f"{row['memory_bytes'] / 1e9:.2f} GB",
+            f"{row['analytic_memory_bytes'] / row['memory_bytes'] - 1:+.1%}",
+        )
         table.add_row(
-            f"{row['model']}, {row['size']}", row["dtype"], f"{1e3 * row['measured']:.3g} ms", *errors, *memory
+            f"{row['model']}, {row['size']}",
+            row["dtype"],
+            f"{1e3 * row['measured']:.3g} ms",
+            *errors,
+            *memory,
         )
     table.add_section()
     means = (f"{rows[f'{name}_error'].abs().mean():.1%}" for name in PREDICTED)
@@ -261,22 +293,30 @@ def table_of(rows: pd.DataFrame) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--sizes", choices=list(SIZES), help="tiny ones on a CPU, by default")
     parser.add_argument("--models", nargs="+", choices=("MLP", "GPT", "ViT"), help="all by default")
     parser.add_argument(
-        "--calibrated", type=Path, help="the gpu_cluster.yaml of an earlier run, in place of calibrating again"
+        "--calibrated",
+        type=Path,
+        help="the gpu_cluster.yaml of an earlier run, in place of calibrating again",
     )
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--budget", type=float, default=540.0, help="seconds")
     flags = parser.parse_args()
     sizes = SIZES[flags.sizes or ("tiny" if jax.devices()[0].platform == "cpu" else "gpu")]
-    chosen = [model for model in sizes if type(model).__name__ in (flags.models or ("MLP", "GPT", "ViT"))]
+    chosen = [
+        model for model in sizes if type(model).__name__ in (flags.models or ("MLP", "GPT", "ViT"))
+    ]
     calibrated = Cluster.load(flags.calibrated) if flags.calibrated else None
     rows = run(flags.out, chosen, DTYPES, flags.repeat, flags.budget, calibrated=calibrated)
     console = Console()
-    console.width = max(console.width, 160)  # room for the table where nobody reads it on a terminal
+    console.width = max(
+        console.width, 160
+    )  # room for the table where nobody reads it on a terminal
     console.print(table_of(rows))
 
 

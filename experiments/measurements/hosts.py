@@ -50,7 +50,9 @@ def import_seconds(module: str) -> float:
 # -- transfers
 
 
-def transfer_seconds(hosts: RayHosts, devices: tuple[int, int], num_bytes: int, count: int, repeat: int) -> float:
+def transfer_seconds(
+    hosts: RayHosts, devices: tuple[int, int], num_bytes: int, count: int, repeat: int
+) -> float:
     """Seconds that a value takes from a device to another.
 
     Args:
@@ -68,7 +70,9 @@ def transfer_seconds(hosts: RayHosts, devices: tuple[int, int], num_bytes: int, 
     return max(1e-6, (long - short) / (2 * (count - 1)))
 
 
-def transfer_chain(hosts: RayHosts, devices: tuple[int, int], num_bytes: int, length: int) -> Callable[[], None]:
+def transfer_chain(
+    hosts: RayHosts, devices: tuple[int, int], num_bytes: int, length: int
+) -> Callable[[], None]:
     """What sends a value from a device to another and back, so often, and waits for it."""
     here, there = (StageMesh((device,), (1,), ("x",)) for device in devices)
     value = np.ones(max(1, num_bytes // 4), np.float32)
@@ -86,7 +90,10 @@ def transfer_chain(hosts: RayHosts, devices: tuple[int, int], num_bytes: int, le
 def _chain(home: Array, there: StageMesh, length: int) -> Job:
     """A job that sends a value to a mesh and back, so often, each time under another name."""
     here = home.place.mesh
-    plans = [reshard(home.shape, (a.logical, ((),)), (b.logical, ((),))) for a, b in ((here, there), (there, here))]
+    plans = [
+        reshard(home.shape, (a.logical, ((),)), (b.logical, ((),)))
+        for a, b in ((here, there), (there, here))
+    ]
     order: list[tuple[int, Instruction]] = []
     deliveries: dict[tuple[str, int], Delivery] = {}
     inputs = []
@@ -96,7 +103,9 @@ def _chain(home: Array, there: StageMesh, length: int) -> Job:
         deliveries[name, 1] = Delivery(2 * k, plans[0], home.dtype, here, there)
         deliveries[name, 0] = Delivery(2 * k + 1, plans[1], home.dtype, there, here)
         inputs.append(Input(k, 0, home, (Array(name, home.shape, home.dtype, home.place),)))
-    return Job({}, (here.devices, there.devices), tuple(order), {}, deliveries, tuple(inputs), (), ((), ()))
+    return Job(
+        {}, (here.devices, there.devices), tuple(order), {}, deliveries, tuple(inputs), (), ((), ())
+    )
 
 
 # -- steps

@@ -20,8 +20,8 @@ from jax.profiler import ProfileData
 from autopar.devices import cluster_of, device_mesh
 from experiments.measurements.gpu import SIZES, Timed, step_name
 from experiments.scripts.measure import next_state
-from simulator.cluster import Cluster
-from simulator.compute import KernelModel
+from simulator.costs.kernel_model import KernelModel
+from simulator.hardware.cluster import Cluster
 from simulator.hlo import parse_hlo
 from simulator.work import Body, Kernel
 
@@ -65,14 +65,20 @@ def profiled(model: Timed, steps: int = 3) -> tuple[str, list[list[Launch]]]:
         launches = launches_of(ProfileData.from_file(str(path)))
     count, rest = divmod(len(launches), steps)
     if rest:
-        raise ValueError(f"the profile has {len(launches)} launches in {steps} steps; expected as many in each")
+        raise ValueError(
+            f"the profile has {len(launches)} launches in {steps} steps; expected as many in each"
+        )
     return step.as_text() or "", [launches[i * count : (i + 1) * count] for i in range(steps)]
 
 
 def launches_of(profile: Any) -> list[Launch]:
     """What a profile has of the first GPU, in the order of starting."""
     (plane,) = (plane for plane in profile.planes if plane.name == "/device:GPU:0")
-    events = sorted((event.start_ns, event.duration_ns, event.name) for line in plane.lines for event in line.events)
+    events = sorted(
+        (event.start_ns, event.duration_ns, event.name)
+        for line in plane.lines
+        for event in line.events
+    )
     return [Launch(name, 1e-9 * duration) for _, duration, name in events]
 
 
@@ -85,10 +91,14 @@ def seconds_of(body: Body, steps: Sequence[Sequence[Launch]]) -> list[float]:
         ValueError: the program has loops, or other kernels than were launched.
     """
     if others := [op for op in body if not isinstance(op, Kernel)]:
-        raise ValueError(f"expected a program of kernels one after the other; this one has {others[0]}")
+        raise ValueError(
+            f"expected a program of kernels one after the other; this one has {others[0]}"
+        )
     times = [_together(step) for step in steps]
     if len(times[0]) != len(body):
-        raise ValueError(f"{len(times[0])} kernels were launched in a step, and the program has {len(body)}")
+        raise ValueError(
+            f"{len(times[0])} kernels were launched in a step, and the program has {len(body)}"
+        )
     return [median(each) for each in zip(*times, strict=True)]
 
 
@@ -131,7 +141,9 @@ def table_of(step: str, body: Body, seconds: Sequence[float], cluster: Cluster) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     flags = parser.parse_args()
     if jax.devices()[0].platform != "gpu":

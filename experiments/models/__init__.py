@@ -67,11 +67,15 @@ def build_model(name: str, size: Mapping[str, Any]) -> Model:
             expected = error.errors()[0]["msg"].replace("Input should be", "expected")
             raise ValueError(f"model {name}: {key}: given {brief(value)}; {expected}") from None
         if isinstance(value, int) and hints[key] is int and not 1 <= value <= _MOST:
-            raise ValueError(f"model {name}: {key}: given {brief(value)}; expected a whole number of 1 to {_MOST}")
+            raise ValueError(
+                f"model {name}: {key}: given {brief(value)}; expected a whole number of 1 to {_MOST}"
+            )
     try:
         model = cls(**size)
     except TypeError as error:
-        raise ValueError(f"model {name} needs more sizes than {brief(dict(size))}: {error}") from None
+        raise ValueError(
+            f"model {name} needs more sizes than {brief(dict(size))}: {error}"
+        ) from None
     for part, whole in (("num_heads", "hidden_size"), ("num_kv_heads", "num_heads")):
         if part in valid and whole in valid and getattr(model, whole) % getattr(model, part):
             raise ValueError(

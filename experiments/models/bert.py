@@ -30,8 +30,12 @@ class Encoder(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         embed = nn.Embed(self.vocab_size, self.hidden_size, dtype=self.dtype, name="tokens")
-        positions = nn.Embed(self.sequence_length, self.hidden_size, dtype=self.dtype, name="positions")
-        x = nn.LayerNorm(dtype=self.dtype, name="norm")(embed(tokens) + positions(jnp.arange(tokens.shape[1])))
+        positions = nn.Embed(
+            self.sequence_length, self.hidden_size, dtype=self.dtype, name="positions"
+        )
+        x = nn.LayerNorm(dtype=self.dtype, name="norm")(
+            embed(tokens) + positions(jnp.arange(tokens.shape[1]))
+        )
         block = nn.remat(Block) if self.remat else Block
         for i in range(self.num_layers):
             x = block(self.num_heads, self.dtype, norm_first=False, name=f"block_{i}")(x)
@@ -73,11 +77,15 @@ class BERT(Model):
             jnp.dtype(self.compute_dtype),
             self.remat,
         )
-        return adam_state(module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32)))
+        return adam_state(
+            module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32))
+        )
 
     def make_batch(self, key: jax.Array) -> Batch:
         words, hidden = jax.random.split(key)
-        labels = jax.random.randint(words, (self.batch_size, self.sequence_length), 1, self.vocab_size)
+        labels = jax.random.randint(
+            words, (self.batch_size, self.sequence_length), 1, self.vocab_size
+        )
         masked = jax.random.uniform(hidden, labels.shape) < 0.15
         return {"tokens": jnp.where(masked, MASK, labels), "labels": labels, "masked": masked}
 

@@ -29,9 +29,13 @@ class Decoder(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         embed = nn.Embed(self.vocab_size, self.hidden_size, dtype=self.dtype, name="tokens")
-        positions = nn.Embed(self.sequence_length, self.hidden_size, dtype=self.dtype, name="positions")
+        positions = nn.Embed(
+            self.sequence_length, self.hidden_size, dtype=self.dtype, name="positions"
+        )
         x = embed(tokens) + positions(jnp.arange(tokens.shape[1]))
-        make = partial(nn.remat(Block) if self.remat else Block, self.num_heads, self.dtype, causal=True)
+        make = partial(
+            nn.remat(Block) if self.remat else Block, self.num_heads, self.dtype, causal=True
+        )
         if self.scan_layers:
             split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
             layers = nn.scan(lambda block, x, _: (block(x), None), length=self.num_layers, **split)
@@ -83,4 +87,6 @@ class GPT(NextToken):
             self.tied_head,
             self.scan_layers,
         )
-        return adam_state(module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32)))
+        return adam_state(
+            module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32))
+        )

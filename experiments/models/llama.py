@@ -43,7 +43,9 @@ class GroupedAttention(nn.Module):
             for each in (key, heads("value", self.num_kv_heads))
         )
         mixed = attend(query, key, value, causal=True)
-        return nn.Dense(hidden, use_bias=False, dtype=self.dtype, name="out")(mixed.reshape(batch, length, hidden))
+        return nn.Dense(hidden, use_bias=False, dtype=self.dtype, name="out")(
+            mixed.reshape(batch, length, hidden)
+        )
 
 
 class GatedFeedForward(nn.Module):
@@ -69,7 +71,9 @@ class LlamaBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        attention = GroupedAttention(self.num_heads, self.num_kv_heads, self.dtype, name="attention")
+        attention = GroupedAttention(
+            self.num_heads, self.num_kv_heads, self.dtype, name="attention"
+        )
         x = x + attention(nn.RMSNorm(dtype=self.dtype, name="attention_norm")(x))
         feed_forward = GatedFeedForward(self.width, self.dtype, name="feed_forward")
         return x + feed_forward(nn.RMSNorm(dtype=self.dtype, name="feed_forward_norm")(x))
@@ -92,9 +96,13 @@ class LlamaDecoder(nn.Module):
         x = nn.Embed(self.vocab_size, self.hidden_size, dtype=self.dtype, name="tokens")(tokens)
         block = nn.remat(LlamaBlock) if self.remat else LlamaBlock
         for i in range(self.num_layers):
-            x = block(self.num_heads, self.num_kv_heads, self.width, self.dtype, name=f"block_{i}")(x)
+            x = block(self.num_heads, self.num_kv_heads, self.width, self.dtype, name=f"block_{i}")(
+                x
+            )
         x = nn.RMSNorm(dtype=self.dtype, name="norm")(x)
-        return nn.Dense(self.vocab_size, use_bias=False, dtype=self.dtype, name="head")(x).astype(jnp.float32)
+        return nn.Dense(self.vocab_size, use_bias=False, dtype=self.dtype, name="head")(x).astype(
+            jnp.float32
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,4 +142,6 @@ class Llama(NextToken):
             jnp.dtype(self.compute_dtype),
             self.remat,
         )
-        return adam_state(module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32)))
+        return adam_state(
+            module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32))
+        )

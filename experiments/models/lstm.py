@@ -38,4 +38,6 @@ class LSTM(NextToken):
 
     def init_state(self, key: jax.Array) -> TrainState:
         module = LanguageModel(self.num_layers, self.hidden_size, self.vocab_size)
-        return adam_state(module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32)))
+        return adam_state(
+            module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32))
+        )

@@ -47,7 +47,9 @@ class MLP(Model):
     def make_batch(self, key: jax.Array) -> Batch:
         weights, bias, inputs, noise = jax.random.split(key, 4)
         x = jax.random.normal(inputs, (self.batch_size, self.dim))
-        y = x @ jax.random.normal(weights, (self.dim, self.dim)) + jax.random.normal(bias, (self.dim,))
+        y = x @ jax.random.normal(weights, (self.dim, self.dim)) + jax.random.normal(
+            bias, (self.dim,)
+        )
         return {"x": x, "y": y + 0.1 * jax.random.normal(noise, y.shape)}
 
     def train_step(

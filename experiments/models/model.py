@@ -28,7 +28,9 @@ class Model(ABC):
         """One batch of made-up training data; dim 0 of every array is the batch."""
 
     @abstractmethod
-    def train_step(self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad) -> Any:
+    def train_step(
+        self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
+    ) -> Any:
         """One step of training.
 
         `value_and_grad` is the seam for whoever wants more of the gradient than JAX gives: `autopar.value_and_grad` accumulates
@@ -56,10 +58,14 @@ def adam_state(apply: Callable, params: Any) -> TrainState:
     return train_state(apply, params, optax.adam(learning_rate=1e-3))
 
 
-def train_state(apply: Callable, params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+def train_state(
+    apply: Callable, params: Any, optimizer: optax.GradientTransformation
+) -> TrainState:
     """A train state, all of it arrays."""
     state = TrainState.create(apply_fn=apply, params=params, tx=optimizer)
-    return state.replace(step=jnp.zeros((), jnp.int32))  # flax's own 0 is weakly typed until it has been on a device
+    return state.replace(
+        step=jnp.zeros((), jnp.int32)
+    )  # flax's own 0 is weakly typed until it has been on a device
 
 
 def cross_entropy_step(
@@ -82,7 +88,9 @@ class NextToken(Model):
     vocab_size: int
 
     def make_batch(self, key: jax.Array) -> Batch:
-        tokens = jax.random.randint(key, (self.batch_size, self.sequence_length + 1), 0, self.vocab_size)
+        tokens = jax.random.randint(
+            key, (self.batch_size, self.sequence_length + 1), 0, self.vocab_size
+        )
         return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
     def train_step(

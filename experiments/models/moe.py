@@ -57,12 +57,18 @@ class Experts(nn.Module):
         capacity = max(1, 2 * self.group_size // self.num_experts)
         combine, balance = top2_gating(jax.nn.softmax(gates), capacity)
         initializer = nn.initializers.lecun_normal(batch_axis=0)
-        up = self.param("up", initializer, (self.num_experts, hidden, self.widening * hidden)).astype(self.dtype)
-        down = self.param("down", initializer, (self.num_experts, self.widening * hidden, hidden)).astype(self.dtype)
+        up = self.param(
+            "up", initializer, (self.num_experts, hidden, self.widening * hidden)
+        ).astype(self.dtype)
+        down = self.param(
+            "down", initializer, (self.num_experts, self.widening * hidden, hidden)
+        ).astype(self.dtype)
         dispatched = jnp.einsum("gsec,gsm->egcm", (combine > 0).astype(self.dtype), tokens)
         inner = nn.gelu(jnp.einsum("egcm,emh->egch", dispatched, up))
         done = jnp.einsum("egch,ehm->egcm", inner, down)
-        return jnp.einsum("gsec,egcm->gsm", combine.astype(self.dtype), done).reshape(x.shape), balance
+        return jnp.einsum("gsec,egcm->gsm", combine.astype(self.dtype), done).reshape(
+            x.shape
+        ), balance
 
 
 class ExpertBlock(nn.Module):
@@ -76,8 +82,12 @@ class ExpertBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = x + SelfAttention(self.num_heads, self.dtype, name="attention")(nn.LayerNorm(dtype=self.dtype)(x))
-        experts = Experts(self.num_experts, self.group_size, self.widening, self.dtype, name="experts")
+        x = x + SelfAttention(self.num_heads, self.dtype, name="attention")(
+            nn.LayerNorm(dtype=self.dtype)(x)
+        )
+        experts = Experts(
+            self.num_experts, self.group_size, self.widening, self.dtype, name="experts"
+        )
         y, balance = experts(nn.LayerNorm(dtype=self.dtype)(x))
         return x + y, balance
 
@@ -99,9 +109,13 @@ class MoEModule(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         embed = nn.Embed(self.vocab_size, self.hidden_size, dtype=self.dtype, name="tokens")
-        positions = nn.Embed(self.sequence_length, self.hidden_size, dtype=self.dtype, name="positions")
+        positions = nn.Embed(
+            self.sequence_length, self.hidden_size, dtype=self.dtype, name="positions"
+        )
         x, balance = embed(tokens) + positions(jnp.arange(tokens.shape[1])), jnp.float32(0)
-        dense, expert = (nn.remat(Block), nn.remat(ExpertBlock)) if self.remat else (Block, ExpertBlock)
+        dense, expert = (
+            (nn.remat(Block), nn.remat(ExpertBlock)) if self.remat else (Block, ExpertBlock)
+        )
         for i in range(self.num_layers):
             if i % 2:
                 sizes = self.num_heads, self.num_experts, self.group_size, self.widening
@@ -160,7 +174,9 @@ class MoE(Model):
         return train_state(module.apply, params, optimizer(learning_rate=1e-3))
 
     def make_batch(self, key: jax.Array) -> Batch:
-        tokens, labels = jax.random.randint(key, (2, self.batch_size, self.sequence_length), 0, self.vocab_size)
+        tokens, labels = jax.random.randint(
+            key, (2, self.batch_size, self.sequence_length), 0, self.vocab_size
+        )
         return {"tokens": tokens, "labels": labels}
 
     def train_step(
@@ -168,7 +184,10 @@ class MoE(Model):
     ) -> tuple[TrainState, jax.Array]:
         def loss(params: nn.FrozenDict) -> jax.Array:
             logits, balance = state.apply_fn(params, batch["tokens"])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean() + 0.01 * balance
+            return (
+                optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+                + 0.01 * balance
+            )
 
         value, grads = value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=grads), value

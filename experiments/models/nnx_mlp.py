@@ -33,7 +33,9 @@ class NnxMLP(Model):
 
     def init_state(self, key: jax.Array) -> TrainState:
         rngs = nnx.Rngs(key)
-        graph, params = nnx.split(nnx.Sequential(*(Block(self.dim, rngs) for _ in range(self.num_layers))), nnx.Param)
+        graph, params = nnx.split(
+            nnx.Sequential(*(Block(self.dim, rngs) for _ in range(self.num_layers))), nnx.Param
+        )
 
         def apply(params: Any, x: jax.Array) -> jax.Array:
             return nnx.merge(graph, params)(x)

@@ -18,14 +18,18 @@ from experiments.models.unet import UNet
 from experiments.models.vit import ViT
 from experiments.models.wide_resnet import WideResNet
 
-_SMALL_GPT = GPT(num_layers=2, hidden_size=32, num_heads=8, sequence_length=16, vocab_size=64, batch_size=8)
+_SMALL_GPT = GPT(
+    num_layers=2, hidden_size=32, num_heads=8, sequence_length=16, vocab_size=64, batch_size=8
+)
 
 SMALL: dict[str, Model] = {
     "mlp": MLP(dim=32, num_layers=4, batch_size=16),
     "nnx_mlp": NnxMLP(dim=32, num_layers=2, batch_size=16),
     "gpt": _SMALL_GPT,
     "gpt_scanned": replace(_SMALL_GPT, scan_layers=True, remat=True),
-    "bert": BERT(num_layers=1, hidden_size=32, num_heads=8, sequence_length=16, vocab_size=64, batch_size=8),
+    "bert": BERT(
+        num_layers=1, hidden_size=32, num_heads=8, sequence_length=16, vocab_size=64, batch_size=8
+    ),
     "moe": MoE(
         num_layers=2,
         hidden_size=32,
@@ -36,8 +40,18 @@ SMALL: dict[str, Model] = {
         vocab_size=64,
         batch_size=8,
     ),
-    "wide_resnet": WideResNet(num_layers=8, channels=8, width=2, image_size=32, num_classes=16, batch_size=16),
-    "vit": ViT(num_layers=1, hidden_size=32, num_heads=8, patch_size=4, image_size=16, num_classes=16, batch_size=16),
+    "wide_resnet": WideResNet(
+        num_layers=8, channels=8, width=2, image_size=32, num_classes=16, batch_size=16
+    ),
+    "vit": ViT(
+        num_layers=1,
+        hidden_size=32,
+        num_heads=8,
+        patch_size=4,
+        image_size=16,
+        num_classes=16,
+        batch_size=16,
+    ),
     "unet": UNet(channels=8, depth=1, image_size=16, batch_size=16),
     "lstm": LSTM(num_layers=1, hidden_size=32, sequence_length=8, vocab_size=64, batch_size=16),
 }
@@ -51,7 +65,19 @@ def gpt(hidden_size: int, num_layers: int, num_heads: int, batch_size: int) -> G
 
 def moe(hidden_size: int, num_layers: int, num_experts: int, batch_size: int) -> MoE:
     """MoE as Alpa's suite trains it: 1024 tokens, vocabulary 32000, 16 heads, groups of 2048 tokens, experts 8 x as wide."""
-    return MoE(num_layers, hidden_size, 16, num_experts, 2048, 1024, 32000, batch_size, 8, "float16", remat=True)
+    return MoE(
+        num_layers,
+        hidden_size,
+        16,
+        num_experts,
+        2048,
+        1024,
+        32000,
+        batch_size,
+        8,
+        "float16",
+        remat=True,
+    )
 
 
 def wide_resnet(num_layers: int, channels: int, width: int, batch_size: int) -> WideResNet:

@@ -35,7 +35,9 @@ class SelfAttention(nn.Module):
         head_dim = hidden // self.num_heads
         qkv = nn.Dense(3 * hidden, dtype=self.dtype, name="qkv")(x)
         # Heads outside, query-key-value inside: columns of the projection can then be sharded by head.
-        query, key, value = jnp.split(qkv.reshape(batch, length, self.num_heads, 3 * head_dim), 3, axis=-1)
+        query, key, value = jnp.split(
+            qkv.reshape(batch, length, self.num_heads, 3 * head_dim), 3, axis=-1
+        )
         mixed = attend(query, key, value, self.causal)
         return nn.Dense(hidden, dtype=self.dtype, name="out")(mixed.reshape(batch, length, hidden))
 

@@ -34,7 +34,9 @@ class UNetModule(nn.Module):
     @nn.compact
     def __call__(self, images: jax.Array, level: jax.Array) -> jax.Array:
         angles = level[:, None] * 10 ** jnp.linspace(0, 3, self.channels // 2)
-        told = nn.silu(nn.Dense(4 * self.channels)(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)))
+        told = nn.silu(
+            nn.Dense(4 * self.channels)(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1))
+        )
         x = nn.Conv(self.channels, (3, 3))(images)
         kept = []
         for i in range(self.depth):
@@ -44,7 +46,9 @@ class UNetModule(nn.Module):
         x = ResidualBlock(self.channels * 2**self.depth, name="middle")(x, told)
         for i in reversed(range(self.depth)):
             x = nn.ConvTranspose(self.channels * 2**i, (2, 2), (2, 2))(x)
-            x = ResidualBlock(self.channels * 2**i, name=f"up_{i}")(jnp.concatenate([x, kept.pop()], -1), told)
+            x = ResidualBlock(self.channels * 2**i, name=f"up_{i}")(
+                jnp.concatenate([x, kept.pop()], -1), told
+            )
         return nn.Conv(images.shape[-1], (3, 3))(nn.silu(nn.GroupNorm(8)(x)))
 
 

@@ -25,11 +25,17 @@ class VisionTransformer(nn.Module):
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
         patch = (self.patch_size, self.patch_size)
-        x = nn.Conv(self.hidden_size, patch, patch, "VALID", dtype=self.dtype, name="patches")(images)
+        x = nn.Conv(self.hidden_size, patch, patch, "VALID", dtype=self.dtype, name="patches")(
+            images
+        )
         x = x.reshape(x.shape[0], -1, self.hidden_size)
-        token = self.param("class", nn.initializers.zeros, (1, 1, self.hidden_size)).astype(self.dtype)
+        token = self.param("class", nn.initializers.zeros, (1, 1, self.hidden_size)).astype(
+            self.dtype
+        )
         x = jnp.concatenate([jnp.broadcast_to(token, (x.shape[0], 1, self.hidden_size)), x], axis=1)
-        x = x + self.param("positions", nn.initializers.normal(0.02), x.shape[1:]).astype(self.dtype)
+        x = x + self.param("positions", nn.initializers.normal(0.02), x.shape[1:]).astype(
+            self.dtype
+        )
         for i in range(self.num_layers):
             x = Block(self.num_heads, self.dtype, name=f"block_{i}")(x)
         x = nn.LayerNorm(dtype=self.dtype, name="norm")(x[:, 0])
@@ -62,7 +68,9 @@ class ViT(Model):
             self.num_classes,
             jnp.dtype(self.compute_dtype),
         )
-        return adam_state(module.apply, module.init(key, jnp.zeros((1, self.image_size, self.image_size, 3))))
+        return adam_state(
+            module.apply, module.init(key, jnp.zeros((1, self.image_size, self.image_size, 3)))
+        )
 
     def make_batch(self, key: jax.Array) -> Batch:
         pixels, classes = jax.random.split(key)

@@ -37,7 +37,9 @@ class Bottleneck(nn.Module):
         y = nn.relu(norm()(conv(self.channels * self.width, (3, 3), self.strides)(y)))
         y = norm(scale_init=nn.initializers.zeros)(conv(4 * self.channels, (1, 1))(y))
         if x.shape != y.shape:
-            x = norm(name="norm_skip")(conv(4 * self.channels, (1, 1), self.strides, name="skip")(x))
+            x = norm(name="norm_skip")(
+                conv(4 * self.channels, (1, 1), self.strides, name="skip")(x)
+            )
         return nn.relu(x + y)
 
 
@@ -57,7 +59,9 @@ class WideResNetModule(nn.Module):
         for group, count in enumerate(BLOCKS[self.num_layers]):
             for i in range(count):
                 strides = 2 if group and not i else 1
-                block = Bottleneck(self.channels * 2**group, self.width, strides, name=f"block_{group}_{i}")
+                block = Bottleneck(
+                    self.channels * 2**group, self.width, strides, name=f"block_{group}_{i}"
+                )
                 x = block(x)
         return nn.Dense(self.num_classes, name="head")(x.mean((1, 2)))
 
@@ -78,7 +82,10 @@ class WideResNet(Model):
         variables = module.init(key, jnp.zeros((1, self.image_size, self.image_size, 3)))
         apply = partial(module.apply, mutable=["batch_stats"])
         state = NormState.create(
-            apply_fn=apply, params=variables["params"], batch_stats=variables["batch_stats"], tx=optax.adam(1e-3)
+            apply_fn=apply,
+            params=variables["params"],
+            batch_stats=variables["batch_stats"],
+            tx=optax.adam(1e-3),
         )
         return state.replace(step=jnp.zeros((), jnp.int32))  # as in `adam_state`
 

@@ -70,7 +70,9 @@ def draw_cells(rows: Sequence[Row], source: str) -> Figure:
     return figure
 
 
-def _draw_bars(axes: Axes, ours: Sequence[Row], paper: Sequence[Row], column: str, unit: float) -> None:
+def _draw_bars(
+    axes: Axes, ours: Sequence[Row], paper: Sequence[Row], column: str, unit: float
+) -> None:
     meshes, colours = list(dict.fromkeys(row["mesh"] for row in ours)), _colours(ours)
     published = {(row["mesh"], row["strategy"]): row[column] / unit for row in paper}
     width = min(WIDTH, 0.9 / max(Counter(row["mesh"] for row in ours).values()))
@@ -86,7 +88,9 @@ def _draw_bars(axes: Axes, ours: Sequence[Row], paper: Sequence[Row], column: st
             axes.bar(x, row[column] / unit, 0.9 * width, facecolor=colour, **hatch)
             if column == "step_time_s" and row["step_time_std_s"] is not None:
                 spread = row["step_time_std_s"] / unit
-                axes.errorbar(x, row[column] / unit, spread, ecolor="#777777", elinewidth=0.8, capsize=1.5)
+                axes.errorbar(
+                    x, row[column] / unit, spread, ecolor="#777777", elinewidth=0.8, capsize=1.5
+                )
             if (mesh, row["strategy"]) in published:
                 axes.plot(x, published[mesh, row["strategy"]], **DIAMOND)
     axes.set_xticks(range(len(meshes)), meshes)
@@ -102,7 +106,9 @@ def _colours(ours: Sequence[Row]) -> dict[str, str]:
 
 
 def _legend(ours: Sequence[Row], paper: Sequence[Row]) -> list[Artist]:
-    handles: list[Artist] = [Patch(facecolor=colour, label=name) for name, colour in _colours(ours).items()]
+    handles: list[Artist] = [
+        Patch(facecolor=colour, label=name) for name, colour in _colours(ours).items()
+    ]
     if paper:
         handles.append(Line2D([], [], **DIAMOND, label="published"))
     if any(row["status"] == "out_of_memory" for row in ours):

@@ -61,7 +61,10 @@ def cell_table(directories: Iterable[Path], published: Iterable[Mapping[str, Any
     for directory in directories:
         job, source = read_job(directory), directory.parts[-4]
         sizes[job.model, job.size] = job.sizes
-        rows += [_cell_row(source, job, strategy, read_cell(directory, strategy)) for strategy in job.strategies]
+        rows += [
+            _cell_row(source, job, strategy, read_cell(directory, strategy))
+            for strategy in job.strategies
+        ]
     for paper in published:
         if numbers := sizes.get((paper["model"], paper["size"])):
             rows += [_published_row(paper, row, numbers) for row in paper["rows"]]
@@ -81,7 +84,11 @@ def quickstart_table(cells: pd.DataFrame) -> pd.DataFrame:
     """Published numbers beside our predictions of the same cells, with the error in percent of what was published."""
     rows = rows_of(cells)
     ours = {_cell(row): row for row in rows if row["source"] == "simulated"}
-    compared = [_comparison(row, ours[_cell(row)]) for row in rows if row["source"] == "paper" and _cell(row) in ours]
+    compared = [
+        _comparison(row, ours[_cell(row)])
+        for row in rows
+        if row["source"] == "paper" and _cell(row) in ours
+    ]
     return pd.DataFrame(compared, columns=COMPARISON)
 
 
@@ -106,8 +113,12 @@ def _cell_row(source: str, job: Job, strategy: str, cell: Cell) -> dict[str, Any
     return _what(job) | {"strategy": strategy, "source": source} | asdict(cell)
 
 
-def _published_row(paper: Mapping[str, Any], row: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    job = Job(paper["model"], paper["size"], sizes, paper["cluster"], row["mesh"], (row["strategy"],))
+def _published_row(
+    paper: Mapping[str, Any], row: Mapping[str, Any], sizes: Mapping[str, Any]
+) -> dict[str, Any]:
+    job = Job(
+        paper["model"], paper["size"], sizes, paper["cluster"], row["mesh"], (row["strategy"],)
+    )
     return _what(job) | {
         "strategy": row["strategy"],
         "source": "paper",

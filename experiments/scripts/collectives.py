@@ -10,7 +10,7 @@ from experiments.measurements.collectives import measure_collectives
 from experiments.scripts.measure import use_devices_like
 from simulator.calibration.fit_profiles import fit_collectives
 from simulator.calibration.shipped_profiles import write_profile
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
 
 def main(settings_json: str, table_path: str, errors_path: str, profile_path: str) -> None:
@@ -18,7 +18,9 @@ def main(settings_json: str, table_path: str, errors_path: str, profile_path: st
     cluster, groups = Cluster.load(settings["cluster"]), settings["group_sizes"]
     use_devices_like(cluster, max(groups))
     num_bytes = [round(kib * 1024) for kib in settings["sizes_kib"]]
-    table = measure_collectives(cluster.device.name, groups, num_bytes, settings["repeat"], settings["number"])
+    table = measure_collectives(
+        cluster.device.name, groups, num_bytes, settings["repeat"], settings["number"]
+    )
     source = (
         f"fitted by simulator.calibration.fit_collectives to collectives of jax {jax.__version__} on {cluster.name}, "
         "those of experiments/rules/collectives.smk; held_out_error is the mean over the fifth that was not fitted to"

@@ -16,7 +16,7 @@ from experiments.cells import Cell, compute_cells, plan_path
 from experiments.job import Job
 from experiments.models import Model, build_model
 from experiments.strategies import STRATEGIES
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
 PATIENT_COLLECTIVES = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 """On a busy machine a virtual device may come late to a collective; XLA's default is to abort after 40 s."""
@@ -37,14 +37,18 @@ def main(job_json: str, directory: str, plans: str, settings: str) -> None:
         plan = autopar.Plan.load(saved) if saved.exists() else None
         runnable = STRATEGIES[strategy].prepare(model, job.mesh, plan, args)
         state, batch = runnable.args
-        reference = expected()  # before the step: in flight together they may wait for each other's threads
+        reference = (
+            expected()
+        )  # before the step: in flight together they may wait for each other's threads
         result = jax.block_until_ready(runnable.step(state, batch))
         error = largest_difference(runnable.gather(result), reference)
 
         def step() -> None:
             nonlocal result
             result = runnable.step(next_state(result), batch)
-            if jax.default_backend() == "cpu":  # virtual devices share the cores: steps in flight starve one another
+            if (
+                jax.default_backend() == "cpu"
+            ):  # virtual devices share the cores: steps in flight starve one another
                 jax.block_until_ready(result)
 
         seconds = benchmark_func(step, lambda: jax.block_until_ready(result), **repetitions)
@@ -87,7 +91,10 @@ def next_state(result: Any) -> Any:
 def largest_difference(actual: Any, expected: Any) -> float:
     """Largest absolute difference between two results of the same structure."""
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    return max(float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)))) for a, b in pairs)
+    return max(
+        float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))))
+        for a, b in pairs
+    )
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ from experiments.cells import Cell, compute_cells, plan_path
 from experiments.job import Job
 from experiments.models import build_model
 from experiments.strategies import STRATEGIES
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
-jax.config.update("jax_platforms", "cpu")  # touches no device, so it leaves GPUs alone where there are some
+jax.config.update(
+    "jax_platforms", "cpu"
+)  # touches no device, so it leaves GPUs alone where there are some
 
 
 def main(job_json: str, directory: str) -> None:

@@ -12,7 +12,9 @@ from functools import partial
 import autopar.manual as manual
 
 # Eight devices that share the cores of this machine. XLA reads its flags at the first use of a device: set them before that.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
 manual.check_xla_flags()
 
@@ -202,7 +204,9 @@ print("Output", scatter_example(x_exmp))
 @partial(jax.shard_map, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
 def ppermute_example(x: jax.Array | np.ndarray) -> jax.Array:
     axis_size = jax.lax.axis_size("i")
-    x_perm = jax.lax.ppermute(x, axis_name="i", perm=[(i, (i + 1) % axis_size) for i in range(axis_size)])
+    x_perm = jax.lax.ppermute(
+        x, axis_name="i", perm=[(i, (i + 1) % axis_size) for i in range(axis_size)]
+    )
     print("Local x shape", x.shape, "before and", x_perm.shape, "after")
     return x_perm
 
@@ -227,7 +231,12 @@ for device, (i, j) in enumerate(jax.device_get(axis_idx_fn())):
 # %%
 # Its use: a random key for each device along an axis, from one key. Devices that differ along j only get the same one.
 fold_fn = jax.jit(
-    jax.shard_map(partial(manual.fold_rng_over_axis, axis="i"), mesh=mesh, in_specs=P(), out_specs=P(("i", "j")))
+    jax.shard_map(
+        partial(manual.fold_rng_over_axis, axis="i"),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(("i", "j")),
+    )
 )
 keys = jax.device_get(fold_fn(jax.random.PRNGKey(0)))
 for device, key in enumerate(keys.reshape(-1, 2)):

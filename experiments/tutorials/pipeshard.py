@@ -116,7 +116,9 @@ class ManualPipelineMLPModel(nn.Module):
 
 # Initialize the train state with the same parameters as the single-device model.
 manual_pipeline_model = ManualPipelineMLPModel(hidden_dim=dim)
-manual_pipeline_state = TrainState.create(apply_fn=manual_pipeline_model.apply, params=copy.deepcopy(params), tx=tx)
+manual_pipeline_state = TrainState.create(
+    apply_fn=manual_pipeline_model.apply, params=copy.deepcopy(params), tx=tx
+)
 
 
 # "alpa.PipeshardParallel" uses both pipeline parallelism and shard parallelism.

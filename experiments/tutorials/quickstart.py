@@ -37,7 +37,9 @@ if flags.cluster == "ray":
     import ray
 
     ray.init()
-    alpa.init(cluster="ray", num_nodes=flags.num_nodes, num_devices_per_node=flags.num_devices_per_node)
+    alpa.init(
+        cluster="ray", num_nodes=flags.num_nodes, num_devices_per_node=flags.num_devices_per_node
+    )
 
 # --- Train an MLP on a single device -------------------------------------------------------------------------------------
 
@@ -49,7 +51,7 @@ class MLPModel(nn.Module):
     @nn.compact
     def __call__(self, x):
         for i in range(self.num_layers):
-            if i % 2 == 0:  # noqa: SIM108
+            if i % 2 == 0:
                 x = nn.Dense(features=self.hidden_dim * 4)(x)
             else:
                 x = nn.Dense(features=self.hidden_dim)(x)
@@ -154,7 +156,9 @@ def alpa_execution():
 
 
 alpa_costs = benchmark_func(alpa_execution, sync_func, warmup=5, number=10, repeat=5) * 1e3
-print(f"Alpa execution time.   Mean: {np.mean(alpa_costs):.2f} ms, Std: {np.std(alpa_costs):.2f} ms")
+print(
+    f"Alpa execution time.   Mean: {np.mean(alpa_costs):.2f} ms, Std: {np.std(alpa_costs):.2f} ms"
+)
 
 # --- Memory usage comparison ---------------------------------------------------------------------------------------------
 
@@ -170,7 +174,9 @@ def total_allocation_size(executable):
 print(f"Serial execution per GPU memory usage: {total_allocation_size(jit_executable) / GB:.2f} GB")
 
 alpa_executable = alpa_train_step.get_executable(state, batch)
-print(f"Alpa execution per GPU memory usage:   {alpa_executable.get_total_allocation_size() / GB:.2f} GB")
+print(
+    f"Alpa execution per GPU memory usage:   {alpa_executable.get_total_allocation_size() / GB:.2f} GB"
+)
 
 # --- Comparison against data parallelism (or jax.pmap) -------------------------------------------------------------------
 
@@ -192,7 +198,9 @@ def pmap_train_step(state, batch):
 # Replicate model and distribute batch
 devices = jax.local_devices()
 per_device = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("batch",)), jax.P("batch"))
-state = jax.tree.map(lambda x: jax.device_put(np.stack([np.array(x)] * len(devices)), per_device), state)
+state = jax.tree.map(
+    lambda x: jax.device_put(np.stack([np.array(x)] * len(devices)), per_device), state
+)
 
 
 def shard_batch(x):
@@ -211,8 +219,14 @@ def data_parallel_execution():
 
 costs = benchmark_func(data_parallel_execution, sync_func, warmup=5, number=10, repeat=5) * 1e3
 print(f"Data parallel execution time. Mean: {np.mean(costs):.2f} ms, Std: {np.std(costs):.2f} ms")
-print(f"Alpa execution time.          Mean: {np.mean(alpa_costs):.2f} ms, Std: {np.std(alpa_costs):.2f} ms\n")
+print(
+    f"Alpa execution time.          Mean: {np.mean(alpa_costs):.2f} ms, Std: {np.std(alpa_costs):.2f} ms\n"
+)
 
 executable = pmap_train_step.lower(state, batch).compile()
-print(f"Data parallel execution per GPU memory usage: {total_allocation_size(executable) / GB:.2f} GB")
-print(f"Alpa execution per GPU memory usage:          {alpa_executable.get_total_allocation_size() / GB:.2f} GB")
+print(
+    f"Data parallel execution per GPU memory usage: {total_allocation_size(executable) / GB:.2f} GB"
+)
+print(
+    f"Alpa execution per GPU memory usage:          {alpa_executable.get_total_allocation_size() / GB:.2f} GB"
+)

@@ -20,7 +20,9 @@ What differs from Slapo's text:
 import argparse
 import os
 
-VIRTUAL = "--xla_force_host_platform_device_count"  # of the CPU, which JAX takes where there is no GPU
+VIRTUAL = (
+    "--xla_force_host_platform_device_count"  # of the CPU, which JAX takes where there is no GPU
+)
 if VIRTUAL not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {VIRTUAL}=8"
 
@@ -106,4 +108,6 @@ kernel = params["params"]["linear1"]["kernel"]
 print(f"linear1/kernel: {kernel.shape}, {kernel.addressable_shards[0].data.shape} on each device")
 compiled = jax.jit(opt_model.apply).lower(params, data).compile()
 print(f"all_reduces in the forward pass: {str(compiled.as_text()).count(' all-reduce(')}")
-autopar.testing.assert_allclose(compiled(params, data), model.apply(jax.device_get(params), data), rtol=1e-3, atol=1e-3)
+autopar.testing.assert_allclose(
+    compiled(params, data), model.apply(jax.device_get(params), data), rtol=1e-3, atol=1e-3
+)

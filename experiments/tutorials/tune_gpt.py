@@ -17,7 +17,7 @@ from autopar.tuning import Domain, Make, Space
 from experiments.models import GPT
 from experiments.models.published import PUBLISHED
 from experiments.schedules import scheduled_step
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
 app = typer.Typer(add_completion=False)
 
@@ -29,7 +29,9 @@ def knobs_of(model: GPT, devices: int) -> dict[str, Domain]:
         "tensor": degrees,
         "stages": lambda chosen: [s for s in (1, 2) if chosen["tensor"] * s <= devices],
         "data": lambda chosen: [devices // chosen["tensor"] // chosen["stages"]],
-        "microbatches": lambda chosen: [m for m in (1, 2, 4, 8) if model.batch_size % (m * chosen["data"]) == 0],
+        "microbatches": lambda chosen: [
+            m for m in (1, 2, 4, 8) if model.batch_size % (m * chosen["data"]) == 0
+        ],
         "checkpoint": [0.0, 0.5, 1.0],
         "sequence": lambda chosen: [False, True] if chosen["tensor"] > 1 else [False],
         "flash": [False, True],
@@ -47,14 +49,18 @@ def candidate_of(model: GPT) -> Make:
             checkpoint_ratio=chosen["checkpoint"],
             pipeline_stages=chosen["stages"],
         )
-        return scheduled_step(model, mesh, (chosen["data"], chosen["tensor"]), knobs, chosen["microbatches"])
+        return scheduled_step(
+            model, mesh, (chosen["data"], chosen["tensor"]), knobs, chosen["microbatches"]
+        )
 
     return make
 
 
 @app.command(help=__doc__)
 def main(
-    name: Annotated[str, typer.Option("--model", help="A GPT of the published sizes.")] = "gpt-1.3B",
+    name: Annotated[
+        str, typer.Option("--model", help="A GPT of the published sizes.")
+    ] = "gpt-1.3B",
     layers: Annotated[int, typer.Option(help="Cut to so many.")] = 4,
     batch_size: Annotated[int, typer.Option(help="Sequences in a step.")] = 256,
     cluster: Annotated[str, typer.Option(help="A shipped cluster or a YAML file.")] = "dgx_a100_40",
@@ -67,8 +73,12 @@ def main(
         raise typer.BadParameter(f"no GPT is called {name!r}; expected one of {known}")
     model = replace(published, num_layers=layers, batch_size=batch_size, remat=False)
     space = knobs_of(model, devices)
-    tuned = autopar.tune(candidate_of(model), space, Cluster.load(cluster).first_devices(devices), search_by)
-    table = tuned.table.assign(ms=tuned.table["predicted_seconds"] * 1e3, gb=tuned.table["predicted_bytes"] / 1e9)
+    tuned = autopar.tune(
+        candidate_of(model), space, Cluster.load(cluster).first_devices(devices), search_by
+    )
+    table = tuned.table.assign(
+        ms=tuned.table["predicted_seconds"] * 1e3, gb=tuned.table["predicted_bytes"] / 1e9
+    )
     print(
         f"{name}, {layers} layers, batch of {batch_size}, on {devices} devices of {cluster}:"
         f" {len(table)} of {len(list(Space(space)))} candidates tried"

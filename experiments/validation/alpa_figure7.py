@@ -79,14 +79,20 @@ def inter_only(published: Published) -> Published:
 
 def step_flops(model: GPT | MoE) -> float:
     """FLOP of a step with each block computed forward twice and backward once, which counts as two."""
-    tokens, hidden, seq = model.batch_size * model.sequence_length, model.hidden_size, model.sequence_length
+    tokens, hidden, seq = (
+        model.batch_size * model.sequence_length,
+        model.hidden_size,
+        model.sequence_length,
+    )
     attention = tokens * (8.0 * hidden**2 + 4.0 * seq * hidden)
     head = 6.0 * tokens * hidden * model.vocab_size
     if isinstance(model, GPT):
         return 4 * model.num_layers * (attention + 16.0 * tokens * hidden**2) + head
     dense = 4.0 * model.widening * tokens * hidden**2
     gates = 2.0 * tokens * hidden * model.num_experts
-    moved = 2 * 2.0 * tokens * (2 * model.group_size) * hidden  # to the experts and back, as products with masks
+    moved = (
+        2 * 2.0 * tokens * (2 * model.group_size) * hidden
+    )  # to the experts and back, as products with masks
     return 4 * model.num_layers / 2 * (2 * attention + dense + 2 * dense + gates + moved) + head
 
 
@@ -99,12 +105,16 @@ def compare(published: Published, gpus: int, measured: str, which: Which) -> Row
         return model.train_step(state, batch, autopar.value_and_grad)
 
     layers = AutoLayerOption(published.num_layers, eps=EPS[published.family])
-    step = trace(train_step, model.abstract_args(), (1,), published.micro_batches, layers, marked=True)
+    step = trace(
+        train_step, model.abstract_args(), (1,), published.micro_batches, layers, marked=True
+    )
     cluster = p3(published.num_devices)
 
     def plan(budget: float | None) -> Plan:
         schedule = PipelineSchedule(name="1f1b")
-        return make_pipeline_plan(step, cluster, published.option(), AUTO, schedule, "PipeshardParallel", budget)
+        return make_pipeline_plan(
+            step, cluster, published.option(), AUTO, schedule, "PipeshardParallel", budget
+        )
 
     try:
         found, fits = plan(None), True
@@ -115,7 +125,9 @@ def compare(published: Published, gpus: int, measured: str, which: Which) -> Row
         gpus=gpus,
         plan=which,
         published=measured,
-        predicted=step_flops(model) / found.predicted_seconds / 1e15 if fits and which == "alpa" else None,
+        predicted=step_flops(model) / found.predicted_seconds / 1e15
+        if fits and which == "alpa"
+        else None,
         predicted_gb=found.predicted_bytes / 1e9,
         usable_gb=cluster.device.usable_bytes / 1e9,
     )
@@ -135,7 +147,9 @@ def rows(only: str) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="a pattern of e.g. gpt-8")
     parser.add_argument("--output", type=Path, default=Path("results/tables/alpa_figure7.csv"))
     args = parser.parse_args()

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.lowering.target import TargetExecutable, compile_for, target_mesh
 from experiments.models.model import Model
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
 _PARAMETERS: tuple[tuple[str, int], ...] = (
     (r"(qkv|up)/(kernel|bias)$", -1),
@@ -48,13 +48,17 @@ class Annotations:
     tensor: str = ""
     fsdp: bool = False
 
-    def compile(self, model: Model, mesh_shape: tuple[int, ...], cluster: Cluster) -> TargetExecutable:
+    def compile(
+        self, model: Model, mesh_shape: tuple[int, ...], cluster: Cluster
+    ) -> TargetExecutable:
         """The model's step for the first devices of `cluster`, the state donated and kept where it is. Axes are x, y, ..."""
         mesh = target_mesh(cluster, mesh_shape, tuple("xyz"[: len(mesh_shape)]))
         state, batch = model.abstract_args()
 
         def place(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            spec = self.parameter_spec(jax.tree_util.keystr(path, simple=True, separator="/"), x.shape, mesh)
+            spec = self.parameter_spec(
+                jax.tree_util.keystr(path, simple=True, separator="/"), x.shape, mesh
+            )
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
         rows = NamedSharding(mesh, PartitionSpec(self.data or None))
@@ -67,7 +71,11 @@ class Annotations:
 
         kept = jax.tree.map(lambda x: x.sharding, state)
         whole = NamedSharding(mesh, PartitionSpec())
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=kept if _returns_state_only(model) else (kept, whole))
+        jitted = jax.jit(
+            step,
+            donate_argnums=0,
+            out_shardings=kept if _returns_state_only(model) else (kept, whole),
+        )
         return compile_for(jitted, (state, batch), cluster)
 
     def parameter_spec(self, path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
@@ -78,7 +86,11 @@ class Annotations:
                 if re.search(pattern, path) and shape[dim] % mesh.shape[self.tensor] == 0:
                     axes[dim] = self.tensor
         if self.fsdp and prod(shape) > 1:
-            free = [d for d, axis in enumerate(axes) if axis is None and shape[d] % mesh.shape[self.data] == 0]
+            free = [
+                d
+                for d, axis in enumerate(axes)
+                if axis is None and shape[d] % mesh.shape[self.data] == 0
+            ]
             if free:
                 axes[max(free, key=lambda d: shape[d])] = self.data
         return PartitionSpec(*axes)
@@ -92,7 +104,11 @@ class Annotations:
             axes: list[str | None] = [None] * x.ndim
             if self.data and x.shape[0] % mesh.shape[self.data] == 0:
                 axes[0] = self.data
-            if self.tensor and _SPLIT_RESULTS.search(name) and x.shape[-1] % mesh.shape[self.tensor] == 0:
+            if (
+                self.tensor
+                and _SPLIT_RESULTS.search(name)
+                and x.shape[-1] % mesh.shape[self.tensor] == 0
+            ):
                 axes[-1] = self.tensor
             return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
 

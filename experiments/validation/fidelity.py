@@ -29,13 +29,25 @@ from autopar.sharding.reshard_hoisting import moved_bytes
 from autopar.tracing.arguments import leaves_of
 from autopar.tracing.trace import trace
 from experiments.job import mesh_name
-from experiments.models import BERT, GPT, LSTM, MLP, Model, MoE, NnxMLP, UNet, ViT, WideResNet, build_model
+from experiments.models import (
+    BERT,
+    GPT,
+    LSTM,
+    MLP,
+    Model,
+    MoE,
+    NnxMLP,
+    UNet,
+    ViT,
+    WideResNet,
+    build_model,
+)
 from experiments.strategies import STRATEGIES, Planned
 from experiments.sweep import make_sweep
-from simulator.cluster import Cluster
-from simulator.engine import simulate
+from simulator.engine.simulation import simulate
+from simulator.engine.timeline import Timeline
 from simulator.files import read_yaml
-from simulator.timeline import Timeline
+from simulator.hardware.cluster import Cluster
 from simulator.work import work_of
 
 MODELS: dict[str, Model] = {
@@ -43,12 +55,20 @@ MODELS: dict[str, Model] = {
     "nnx_mlp": NnxMLP(dim=2048, num_layers=2, batch_size=2048),
     "gpt": GPT(2, 1024, 16, 1024, 51200, batch_size=32, compute_dtype="float16", remat=True),
     "bert": BERT(2, 1024, 16, 512, 30528, batch_size=64, compute_dtype="float16"),
-    "moe": MoE(2, 768, 16, 8, 2048, 1024, 32000, batch_size=32, widening=8, compute_dtype="float16"),
-    "wide_resnet": WideResNet(8, channels=320, width=2, image_size=112, num_classes=1024, batch_size=64),
+    "moe": MoE(
+        2, 768, 16, 8, 2048, 1024, 32000, batch_size=32, widening=8, compute_dtype="float16"
+    ),
+    "wide_resnet": WideResNet(
+        8, channels=320, width=2, image_size=112, num_classes=1024, batch_size=64
+    ),
     "vit": ViT(2, 1024, 16, 16, 224, num_classes=1024, batch_size=256, compute_dtype="float16"),
     "unet": UNet(channels=128, depth=2, image_size=64, batch_size=64),
-    "gpt_scanned": GPT(4, 1024, 16, 1024, 51200, 32, compute_dtype="float16", remat=True, scan_layers=True),
-    "lstm": LSTM(num_layers=1, hidden_size=2048, sequence_length=64, vocab_size=10000, batch_size=256),
+    "gpt_scanned": GPT(
+        4, 1024, 16, 1024, 51200, 32, compute_dtype="float16", remat=True, scan_layers=True
+    ),
+    "lstm": LSTM(
+        num_layers=1, hidden_size=2048, sequence_length=64, vocab_size=10000, batch_size=256
+    ),
 }
 """A layer or two of each, as wide as in papers."""
 
@@ -64,7 +84,10 @@ CLOSE = 0.05
 
 REASONS: dict[tuple[str, str], str] = {
     ("lstm .*", "memory"): "XLA packs temporaries of 405 MB into 502, with gaps between them",
-    ("lstm .*", "seconds"): "XLA joins two products of the loop's body, and their weights anew in each iteration",
+    (
+        "lstm .*",
+        "seconds",
+    ): "XLA joins two products of the loop's body, and their weights anew in each iteration",
     (
         r".* zero[23]",
         "seconds",
@@ -132,7 +155,13 @@ class Row:
     @property
     def error(self) -> float:
         """Of the plan, relative to the program; infinite where the program has none."""
-        return self.planned / self.compiled - 1 if self.compiled else float("inf") if self.planned else 0.0
+        return (
+            self.planned / self.compiled - 1
+            if self.compiled
+            else float("inf")
+            if self.planned
+            else 0.0
+        )
 
 
 def planned_collectives(planned: PlannedStep) -> Iterator[Step]:
@@ -147,7 +176,9 @@ def planned_collectives(planned: PlannedStep) -> Iterator[Step]:
     def reshard(atom: Var, source: Spec, target: Spec) -> Iterator[Step]:
         if source != target and (atom, target) not in done:
             done.add((atom, target))
-            yield from reshard_steps(moved_bytes(made_by.get(atom), atom), source, target, played.mesh)
+            yield from reshard_steps(
+                moved_bytes(made_by.get(atom), atom), source, target, played.mesh
+            )
 
     for each, times in zip(played.equations, repeats(planned.step.jaxpr.eqns), strict=True):
         steps = list(_completing(each, played.mesh))
@@ -168,7 +199,9 @@ def _completing(played: Played, mesh: LogicalMesh) -> Iterator[Step]:
     for var, spec in zip(played.eqn.outvars, played.results, strict=True):
         onto = [tuple(axis for axis in axes if axis in partial) for axes in spec]
         scattered = [axis for axes in onto for axis in axes]
-        local = array_bytes(local_shape(aval_of(var).shape, spec, mesh), aval_of(var).dtype) * mesh.ways(scattered)
+        local = array_bytes(
+            local_shape(aval_of(var).shape, spec, mesh), aval_of(var).dtype
+        ) * mesh.ways(scattered)
         for axes in onto:
             if axes:
                 yield "reduce_scatter", local, axes
@@ -193,7 +226,11 @@ def compare(case: Case) -> Iterator[Row]:
     for kind in KINDS:
         row = Row(*at, kind, in_plan[kind], in_program.get(kind, 0.0))
         if row.planned or row.compiled:
-            yield replace(row, because=_because(row, in_plan, in_program)) if abs(row.error) > TOLERANCE else row
+            yield (
+                replace(row, because=_because(row, in_plan, in_program))
+                if abs(row.error) > TOLERANCE
+                else row
+            )
     inputs = sum(value.device_bytes(plan.stages[0].mesh) for value in plan.stages[0].inputs)
     (memory,) = program.memory
     arguments = f"arguments {inputs / 1e9:.3f} GB planned, {memory.arguments / 1e9:.3f} compiled; the rest is temporary"
@@ -232,7 +269,10 @@ def _because(row: Row, planned: Mapping[str, float], compiled: Mapping[str, floa
         return f"less than {SMALL / 1e6:.0f} MB"
     missing = planned.get("reduce_scatter", 0.0) - compiled.get("reduce_scatter", 0.0)
     instead = compiled.get("all_reduce", 0.0) - planned.get("all_reduce", 0.0)
-    if row.quantity in ("all_reduce", "reduce_scatter") and 0 < instead <= missing * (1 + 1e-3) < 2 * instead:
+    if (
+        row.quantity in ("all_reduce", "reduce_scatter")
+        and 0 < instead <= missing * (1 + 1e-3) < 2 * instead
+    ):
         return "XLA made an all_reduce and a slice of a reduce_scatter along several axes"
     return _known(row)
 
@@ -247,13 +287,21 @@ def _by_kind(steps: Iterable[Step]) -> Counter[str]:
 def _busy(timeline: Timeline) -> Counter[str]:
     total: Counter[str] = Counter()
     for span in timeline.spans:
-        what = "collectives" if span.stream == "communication" else "wait" if span.category == "wait" else "kernels"
+        what = (
+            "collectives"
+            if span.stream == "communication"
+            else "wait"
+            if span.category == "wait"
+            else "kernels"
+        )
         total[what] += span.seconds  # pyright: ignore[reportArgumentType]
     return total
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="a pattern of `model mesh cluster strategy`")
     parser.add_argument("--output", type=Path, default=Path("results/tables/fidelity.csv"))
     args = parser.parse_args()

@@ -35,7 +35,7 @@ from experiments.models import GPT, MLP, Model
 from experiments.raylets import raylets
 from experiments.scripts.measure import initial_args, use_devices_like
 from simulator.calibration.fit_shared_cpu import MeasuredStep, fit_links, fit_processes
-from simulator.cluster import Cluster, cluster_path
+from simulator.hardware.cluster import Cluster, cluster_path
 from simulator.program import Run
 
 SHAPES: tuple[Shape, ...] = ((2, 4), (4, 2))
@@ -59,7 +59,11 @@ class Case:
     role: Literal["fitted", "held out", ""] = ""
 
     def __str__(self) -> str:
-        how = f"{self.stages} stages, {self.micro_batches} microbatches" if self.stages > 1 else "ShardParallel"
+        how = (
+            f"{self.stages} stages, {self.micro_batches} microbatches"
+            if self.stages > 1
+            else "ShardParallel"
+        )
         return f"{self.name}, {how}"
 
     def step(self, state: Any, batch: Any) -> Any:
@@ -69,11 +73,16 @@ class Case:
         """The plan, as it comes back from a file."""
         method = autopar.ShardParallel()
         if self.stages > 1:
-            layers, stages = autopar.AutoLayerOption(self.stages), autopar.UniformStageOption(self.stages)
+            layers, stages = (
+                autopar.AutoLayerOption(self.stages),
+                autopar.UniformStageOption(self.stages),
+            )
             method = autopar.PipeshardParallel(
                 num_micro_batches=self.micro_batches, layer_option=layers, stage_option=stages
             )
-        plan = autopar.plan_step(self.step, args, method=method, cluster="cpu-virtual", mesh_shape=(8,))
+        plan = autopar.plan_step(
+            self.step, args, method=method, cluster="cpu-virtual", mesh_shape=(8,)
+        )
         with tempfile.TemporaryDirectory() as folder:
             plan.save(Path(folder) / "plan.json")
             return autopar.Plan.load(Path(folder) / "plan.json")
@@ -83,7 +92,9 @@ class Case:
         return max(1, shape[0] // self.stages)
 
 
-_GPT = GPT(num_layers=4, hidden_size=128, num_heads=4, sequence_length=64, vocab_size=512, batch_size=32)
+_GPT = GPT(
+    num_layers=4, hidden_size=128, num_heads=4, sequence_length=64, vocab_size=512, batch_size=32
+)
 CASES = (
     Case("MLP 64", MLP(64, 4, 64), 4, 4, "fitted"),
     Case("MLP 256", MLP(256, 4, 512), 4, 8, "fitted"),
@@ -120,7 +131,9 @@ class Compiled:
 
     def function(self) -> autopar.ParallelizedFunction:
         """The step, not yet compiled."""
-        return autopar.parallelize(self.case.step, method=autopar.PlanMethod(self.plan), donate_argnums=(0,))
+        return autopar.parallelize(
+            self.case.step, method=autopar.PlanMethod(self.plan), donate_argnums=(0,)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +152,9 @@ class Measured:
 
     def step(self) -> MeasuredStep:
         """For the simulator."""
-        return MeasuredStep(self.compiled.executable.program, self.shape, self.tasks, self.remote.ahead)
+        return MeasuredStep(
+            self.compiled.executable.program, self.shape, self.tasks, self.remote.ahead
+        )
 
 
 def measure(cases: Sequence[Compiled], shape: Shape, repeat: int) -> Iterator[Measured]:
@@ -147,7 +162,9 @@ def measure(cases: Sequence[Compiled], shape: Shape, repeat: int) -> Iterator[Me
     measurements.start_hosts(shape)
     remotes = [Running(each.function().get_executable(*each.args), each.args) for each in cases]
     found: list[list[tuple[Seconds, Seconds, dict[str, float]]]] = [[] for _ in cases]
-    for turn in range(repeat + 1):  # the first, in which much happens for the first time, doesn't count
+    for turn in range(
+        repeat + 1
+    ):  # the first, in which much happens for the first time, doesn't count
         for each, remote, results in zip(cases, remotes, found, strict=True):
             local = each.executable
             tasks = {} if local.plan.schedule.is_whole_step else measurements.task_seconds(local)
@@ -181,21 +198,32 @@ def measure_transfers(repeat: int) -> dict[str, list[tuple[float, float]]]:
     hosts, _ = measurements.start_hosts(SHAPES[0])
     return {
         where: [
-            (size, measurements.transfer_seconds(hosts, devices, size, 3 if size > 2**22 else 17, 2 * repeat))
+            (
+                size,
+                measurements.transfer_seconds(
+                    hosts, devices, size, 3 if size > 2**22 else 17, 2 * repeat
+                ),
+            )
             for size in SIZES
         ]
         for where, devices in (("between hosts", BETWEEN), ("within a host", WITHIN))
     }
 
 
-def calibrated(transfers: dict[str, list[tuple[float, float]]], found: Sequence[Measured]) -> Cluster:
+def calibrated(
+    transfers: dict[str, list[tuple[float, float]]], found: Sequence[Measured]
+) -> Cluster:
     """The shipped cluster with the numbers of this machine."""
-    base = fit_links(Cluster.load("cpu-hosts"), transfers["within a host"], transfers["between hosts"])
+    base = fit_links(
+        Cluster.load("cpu-hosts"), transfers["within a host"], transfers["between hosts"]
+    )
     return fit_processes(base, [each.step() for each in found if _is_predicted(each, "fitted")])
 
 
 def _is_predicted(found: Measured, *roles: str) -> bool:
-    return found.compiled.case.role in roles and found.compiled.case.hosts_per_stage(found.shape) == 1
+    return (
+        found.compiled.case.role in roles and found.compiled.case.hosts_per_stage(found.shape) == 1
+    )
 
 
 def rows_of(found: Measured, clusters: dict[str, Cluster]) -> Iterator[Row]:
@@ -214,7 +242,9 @@ def rows_of(found: Measured, clusters: dict[str, Cluster]) -> Iterator[Row]:
             values[f"predicted_seconds_{name}"] = predicted = found.step().predicted(cluster)
             values[f"error_{name}"] = predicted / found.remote.ahead - 1
     label = f"{case} ({case.role})" if case.role else str(case)
-    yield from (Row("step", label, *found.shape, quantity, value) for quantity, value in values.items())
+    yield from (
+        Row("step", label, *found.shape, quantity, value) for quantity, value in values.items()
+    )
 
 
 def _runs(found: Measured) -> Iterator[str]:
@@ -224,7 +254,9 @@ def _runs(found: Measured) -> Iterator[str]:
 
 def circumstances(repeat: int, before: Sequence[float]) -> dict[str, Any]:
     """What there is to know about a run beside its numbers."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
     return {
         "machine": {
             "cores": os.cpu_count(),
@@ -232,7 +264,8 @@ def circumstances(repeat: int, before: Sequence[float]) -> dict[str, Any]:
             "architecture": platform.machine(),
         },
         "load_average_before": round(before[0], 1),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in ("jax", "ray", "numpy")},
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("jax", "ray", "numpy")},
         "commit": commit.stdout.strip(),
         "repeats": repeat,
         "statistic": "median of the repeats, which take turns; of transfers the fastest",
@@ -242,9 +275,16 @@ def circumstances(repeat: int, before: Sequence[float]) -> dict[str, Any]:
 def write_calibrated(path: Path, cluster: Cluster, source: str) -> None:
     """The shipped file with other numbers."""
     text = yaml.safe_load(cluster_path("cpu-hosts").read_text())
-    dumped = cluster.model_dump(include={"inter_host", "processes", "collectives"}, exclude_none=True)
-    rounded = json.loads(json.dumps(dumped), parse_float=lambda number: float(f"{float(number):.3g}"))
-    path.write_text(yaml.safe_dump(text | {"source": source} | rounded, sort_keys=False, width=130), encoding="utf-8")
+    dumped = cluster.model_dump(
+        include={"inter_host", "processes", "collectives"}, exclude_none=True
+    )
+    rounded = json.loads(
+        json.dumps(dumped), parse_float=lambda number: float(f"{float(number):.3g}")
+    )
+    path.write_text(
+        yaml.safe_dump(text | {"source": source} | rounded, sort_keys=False, width=130),
+        encoding="utf-8",
+    )
 
 
 def measure_steps(cases: Sequence[Compiled], repeat: int) -> Iterator[Measured]:
@@ -264,38 +304,56 @@ def write(path: Path, rows: Sequence[Row]) -> None:
         writer.writeheader()
         for row in rows:
             writer.writerow(asdict(row) | {"value": f"{row.value:.4g}"})
-            print(f"{row.case:45} {row.hosts} x {row.devices_per_host} {row.quantity:32} {row.value:12.6g}")
+            print(
+                f"{row.case:45} {row.hosts} x {row.devices_per_host} {row.quantity:32} {row.value:12.6g}"
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("results/tables/hosts.csv"))
     parser.add_argument("--calibrated", type=Path, help="a cluster file to write")
     flags = parser.parse_args()
     before = os.getloadavg()
-    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # else Ray's processes build the environment anew
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = (
+        "0"  # else Ray's processes build the environment anew
+    )
     use_devices_like(Cluster.load("cpu-virtual"), 8)
     tell("compiling for one process")
     cases = [Compiled(case) for case in CASES]
     with raylets(max(count for count, _ in SHAPES)):
-        rows = list(measure_start(next(each for each in cases if each.case.role == "held out"), SHAPES[0]))
+        rows = list(
+            measure_start(next(each for each in cases if each.case.role == "held out"), SHAPES[0])
+        )
         tell("transfers")
         transfers = measure_transfers(flags.repeat)
         steps = list(measure_steps(cases, flags.repeat))
     for where, found in transfers.items():
-        rows += [Row("transfer", f"{size} bytes {where}", *SHAPES[0], "seconds", seconds) for size, seconds in found]
+        rows += [
+            Row("transfer", f"{size} bytes {where}", *SHAPES[0], "seconds", seconds)
+            for size, seconds in found
+        ]
     here = calibrated(transfers, steps)
     clusters = {"fitted_here": here, "shipped": Cluster.load("cpu-hosts")}
     for each in steps:
-        rows += rows_of(each, {name: cluster for name, cluster in clusters.items() if cluster.processes is not None})
+        rows += rows_of(
+            each,
+            {name: cluster for name, cluster in clusters.items() if cluster.processes is not None},
+        )
     write(flags.output, rows)
-    flags.output.with_suffix(".json").write_text(json.dumps(circumstances(flags.repeat, before), indent=1) + "\n")
+    flags.output.with_suffix(".json").write_text(
+        json.dumps(circumstances(flags.repeat, before), indent=1) + "\n"
+    )
     print(here.processes, here.inter_host, here.curves.permute, sep="\n")
     if flags.calibrated:
         source = "fitted by python -m experiments.validation.hosts on a machine with"
         write_calibrated(
-            flags.calibrated, here, f"{source} {os.cpu_count()} cores; collectives are orders of magnitude"
+            flags.calibrated,
+            here,
+            f"{source} {os.cpu_count()} cores; collectives are orders of magnitude",
         )
 
 

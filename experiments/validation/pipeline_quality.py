@@ -26,7 +26,7 @@ from autopar.sharding.selection_problem import InfeasibleError
 from autopar.tracing.trace import trace
 from experiments.models import Model
 from experiments.models.published import gpt, moe
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
 type Shape = tuple[int, int]
 
@@ -73,7 +73,13 @@ class Published:
 
 
 def _even(
-    family: str, sizes: tuple[int, int, int], micro: int, layers: int, count: int, physical: Shape, logical: Shape
+    family: str,
+    sizes: tuple[int, int, int],
+    micro: int,
+    layers: int,
+    count: int,
+    physical: Shape,
+    logical: Shape,
 ):
     return Published(family, sizes, micro, layers, ((layers // count, physical, logical),) * count)
 
@@ -82,7 +88,13 @@ PUBLISHED = (
     _even("gpt", (1024, 24, 16), 512, 1, 1, (1, 1), (1, 1)),
     _even("gpt", (1536, 24, 16), 128, 6, 2, (1, 1), (1, 1)),
     _even("gpt", (2048, 24, 32), 128, 6, 2, (1, 2), (2, 1)),
-    Published("gpt", (2560, 32, 32), 128, 8, ((2, (1, 2), (2, 1)), (2, (1, 2), (2, 1)), (4, (1, 4), (4, 1)))),
+    Published(
+        "gpt",
+        (2560, 32, 32),
+        128,
+        8,
+        ((2, (1, 2), (2, 1)), (2, (1, 2), (2, 1)), (4, (1, 4), (4, 1))),
+    ),
     _even("gpt", (4096, 32, 32), 64, 8, 2, (1, 8), (2, 4)),
     _even("gpt", (5120, 48, 40), 128, 16, 4, (1, 8), (2, 4)),
     _even("gpt", (8192, 48, 64), 1024, 16, 16, (1, 4), (1, 4)),
@@ -138,14 +150,20 @@ def compare(published: Published) -> Row:
         return model.train_step(state, batch, autopar.value_and_grad)
 
     layers = AutoLayerOption(published.num_layers, eps=EPS[published.family])
-    step = trace(train_step, model.abstract_args(), (1,), published.micro_batches, layers, marked=True)
+    step = trace(
+        train_step, model.abstract_args(), (1,), published.micro_batches, layers, marked=True
+    )
     count = published.num_devices
     cluster = p3(count)
     start = time.perf_counter()
     found, missing = _plan(step, cluster, AutoStageOption(submesh_logical_shape_space="all"))
     seconds, stages = time.perf_counter() - start, _stages() if found else ""
     alpa, unfit = _plan(step, cluster, published.option())
-    problems = [f"{whose}: {error}" for whose, error in (("found", missing), ("Alpa's stages", unfit)) if error]
+    problems = [
+        f"{whose}: {error}"
+        for whose, error in (("found", missing), ("Alpa's stages", unfit))
+        if error
+    ]
     return Row(
         model=published.name,
         devices=count,
@@ -161,10 +179,14 @@ def compare(published: Published) -> Row:
     )
 
 
-def _plan(step: StepGraph, cluster: Cluster, option: StageOption) -> tuple[Plan | None, Exception | None]:
+def _plan(
+    step: StepGraph, cluster: Cluster, option: StageOption
+) -> tuple[Plan | None, Exception | None]:
     """The plan, or why there is none that fits."""
     try:
-        return make_pipeline_plan(step, cluster, option, AUTO, PipelineSchedule(name="1f1b"), "PipeshardParallel"), None
+        return make_pipeline_plan(
+            step, cluster, option, AUTO, PipelineSchedule(name="1f1b"), "PipeshardParallel"
+        ), None
     except (NoStagesError, InfeasibleError) as error:
         return None, error
 
@@ -173,8 +195,13 @@ def _stages() -> str:
     """What was found last, in the words of the suites."""
     found = autopar.get_last_dp_result()
     assert found is not None
-    parts = zip(found.forward_stage_layer_ids, found.submesh_shapes, found.logical_mesh_shapes, strict=True)
-    return "; ".join(f"{ids[0]}-{ids[-1]} {hosts}x{devices} as {logical}" for ids, (hosts, devices), logical in parts)
+    parts = zip(
+        found.forward_stage_layer_ids, found.submesh_shapes, found.logical_mesh_shapes, strict=True
+    )
+    return "; ".join(
+        f"{ids[0]}-{ids[-1]} {hosts}x{devices} as {logical}"
+        for ids, (hosts, devices), logical in parts
+    )
 
 
 def rows(only: str) -> Iterator[Row]:
@@ -185,7 +212,9 @@ def rows(only: str) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="a pattern of e.g. gpt-8")
     parser.add_argument("--output", type=Path, default=Path("results/tables/pipeline_quality.csv"))
     args = parser.parse_args()
@@ -203,9 +232,7 @@ def _text(row: Row) -> str:
         return "does not fit" if seconds is None else f"{seconds:8.3f} s {size:6.2f} GB"
 
     found, alpa = text(row.found_seconds, row.found_gb), text(row.alpa_seconds, row.alpa_gb)
-    return (
-        f"{row.model:8} found {found}, Alpa's {alpa} {'' if row.ahead is None else f'{row.ahead:+7.1%}'} ({row.stages})"
-    )
+    return f"{row.model:8} found {found}, Alpa's {alpa} {'' if row.ahead is None else f'{row.ahead:+7.1%}'} ({row.stages})"
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ from autopar.sharding.selection_problem import InfeasibleError
 from experiments.models import GPT, Model, MoE
 from experiments.models.published import PUBLISHED
 from experiments.validation.annotations import Annotations
-from simulator.cluster import Cluster
-from simulator.engine import simulate
+from simulator.engine.simulation import simulate
+from simulator.engine.timeline import Timeline
+from simulator.hardware.cluster import Cluster
 from simulator.hlo import parse_hlo
 from simulator.program import Program
-from simulator.timeline import Timeline
 
 type Shape = tuple[int, ...]
 type Way = type[PlanningMethod] | Annotations
@@ -39,7 +39,10 @@ DATA_PARALLEL: dict[str, Way] = {
 METHODS: dict[str, Way] = {AUTOMATIC: autopar.ShardParallel} | DATA_PARALLEL
 ANNOTATED: dict[int, dict[str, Way]] = {
     1: {"megatron": Annotations(tensor="x"), "fsdp": Annotations(data="x", fsdp=True)},
-    2: {"megatron": Annotations(data="x", tensor="y"), "fsdp+tp": Annotations(data="x", tensor="y", fsdp=True)},
+    2: {
+        "megatron": Annotations(data="x", tensor="y"),
+        "fsdp+tp": Annotations(data="x", tensor="y", fsdp=True),
+    },
 }
 """By number of mesh axes."""
 
@@ -67,7 +70,12 @@ class Row:
 
 
 def measure(
-    name: str, model: Model, cluster: Cluster, mesh: Shape, ways: Sequence[str] = (), known: Sequence[Row] = ()
+    name: str,
+    model: Model,
+    cluster: Cluster,
+    mesh: Shape,
+    ways: Sequence[str] = (),
+    known: Sequence[Row] = (),
 ) -> Iterator[Row]:
     """Plan, compile and simulate each way (or only those in `ways`); data parallelism as in `known`, if it is there."""
     for way, method in (METHODS | ANNOTATED[len(mesh)]).items():
@@ -81,7 +89,9 @@ def measure(
         try:
             if isinstance(method, Annotations):
                 executable = method.compile(model, mesh, cluster)
-                program = Program.single(parse_hlo(executable.hlo_text), executable.num_devices, executable.memory)
+                program = Program.single(
+                    parse_hlo(executable.hlo_text), executable.num_devices, executable.memory
+                )
                 timeline = simulate(program, cluster)
             else:
                 row, timeline = _planned(row, model, method, mesh, cluster)
@@ -97,7 +107,9 @@ def _planned(
     row: Row, model: Model, method: type[PlanningMethod], mesh: Shape, cluster: Cluster
 ) -> tuple[Row, Timeline]:
     args = model.abstract_args()
-    plan = autopar.plan_step(model.train_step, args, method=method(), cluster=cluster, mesh_shape=mesh)
+    plan = autopar.plan_step(
+        model.train_step, args, method=method(), cluster=cluster, mesh_shape=mesh
+    )
     planned = replace(
         row,
         planned_seconds=plan.predicted_seconds,
@@ -109,7 +121,11 @@ def _planned(
 
 def behind(rows: Sequence[Row]) -> float | None:
     """How far the automatic plan is behind the best way that fits (negative: ahead of all others)."""
-    fit = {row.way: row.step_seconds for row in rows if row.status == "ok" and row.step_seconds is not None}
+    fit = {
+        row.way: row.step_seconds
+        for row in rows
+        if row.status == "ok" and row.step_seconds is not None
+    }
     others = [seconds for way, seconds in fit.items() if way != AUTOMATIC]
     return fit[AUTOMATIC] / min(others) - 1 if AUTOMATIC in fit and others else None
 
@@ -136,8 +152,12 @@ def _cells(full: bool) -> Iterator[tuple[str, Model, str, Shape]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="every model and size of the suites, with all layers")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="every model and size of the suites, with all layers"
+    )
     parser.add_argument("--only", default="", help="a pattern of `model cluster mesh`")
     parser.add_argument("--ways", default="", help="only these, with commas between")
     parser.add_argument("--output", type=Path, default=Path("results/tables/quality.csv"))
@@ -159,12 +179,16 @@ def main() -> None:
                 file.flush()
                 print(_text(row), flush=True)
             gap = behind(rows)
-            print(f"    automatic {'' if gap is None else f'{gap:+.1%}'}", file=sys.stderr, flush=True)
+            print(
+                f"    automatic {'' if gap is None else f'{gap:+.1%}'}", file=sys.stderr, flush=True
+            )
 
 
 def _text(row: Row) -> str:
     times = (
-        "" if row.step_seconds is None else f"{row.step_seconds * 1e3:9.2f} ms {(row.memory_bytes or 0) / 1e9:6.2f} GB"
+        ""
+        if row.step_seconds is None
+        else f"{row.step_seconds * 1e3:9.2f} ms {(row.memory_bytes or 0) / 1e9:6.2f} GB"
     )
     planned = (
         ""

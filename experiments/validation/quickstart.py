@@ -18,8 +18,8 @@ from rich.table import Table
 
 from autopar.lowering.target import TargetExecutable, compile_for, target_devices, target_mesh
 from experiments.models import MLP
-from simulator.cluster import Cluster
-from simulator.engine import simulate
+from simulator.engine.simulation import simulate
+from simulator.hardware.cluster import Cluster
 from simulator.hlo import parse_hlo
 from simulator.program import Program
 
@@ -59,7 +59,12 @@ def compare(cluster: Cluster) -> Iterator[Row]:
     """Compile and simulate the tutorial's three ways to run its step."""
     yield _row("serial", Published(150.57e-3, 2.78), compile_serial(cluster), cluster)
     yield _row("data parallel (pmap)", Published(33.55e-3, 3.76), compile_pmap(cluster), cluster)
-    yield _row("Alpa (here: column/row by hand)", Published(22.85e-3, 0.50), compile_megatron(cluster), cluster)
+    yield _row(
+        "Alpa (here: column/row by hand)",
+        Published(22.85e-3, 0.50),
+        compile_megatron(cluster),
+        cluster,
+    )
 
 
 def compile_serial(cluster: Cluster) -> TargetExecutable:
@@ -73,15 +78,22 @@ def compile_pmap(cluster: Cluster) -> TargetExecutable:
     """Data parallelism as the tutorial writes it: gradients averaged, the state *not* donated, so that two copies of it are alive."""
     devices = target_devices(cluster)
     state, batch = MODEL.abstract_args()
-    replicas = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(devices), *x.shape), x.dtype), state)
+    replicas = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((len(devices), *x.shape), x.dtype), state
+    )
     shards = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((len(devices), x.shape[0] // len(devices), *x.shape[1:]), x.dtype), batch
+        lambda x: jax.ShapeDtypeStruct(
+            (len(devices), x.shape[0] // len(devices), *x.shape[1:]), x.dtype
+        ),
+        batch,
     )
 
     def averaged(fun: Any) -> Any:
         return lambda *args: jax.lax.pmean(jax.value_and_grad(fun)(*args), "batch")
 
-    step = jax.pmap(partial(MODEL.train_step, value_and_grad=averaged), axis_name="batch", devices=devices)
+    step = jax.pmap(
+        partial(MODEL.train_step, value_and_grad=averaged), axis_name="batch", devices=devices
+    )
     return compile_for(step, (replicas, shards), cluster)
 
 
@@ -106,25 +118,41 @@ def _megatron_spec(path: str) -> PartitionSpec:
 
 def _place(args: Any, mesh: Mesh, spec: Any) -> Any:
     def place(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(jax.tree_util.keystr(path))))
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, spec(jax.tree_util.keystr(path)))
+        )
 
     return jax.tree_util.tree_map_with_path(place, args)
 
 
-def _row(strategy: str, published: Published, executable: TargetExecutable, cluster: Cluster) -> Row:
-    program = Program.single(parse_hlo(executable.hlo_text), executable.num_devices, executable.memory)
+def _row(
+    strategy: str, published: Published, executable: TargetExecutable, cluster: Cluster
+) -> Row:
+    program = Program.single(
+        parse_hlo(executable.hlo_text), executable.num_devices, executable.memory
+    )
     seconds = simulate(program, cluster).makespan
     return Row(strategy, published, seconds, executable.memory.total / GIB)
 
 
 def main() -> None:
     cluster = Cluster.load("p3.16xlarge")
-    table = Table("strategy", title=f"10-layer MLP, dim 2048, batch 2048, float32, on {cluster.name}")
+    table = Table(
+        "strategy", title=f"10-layer MLP, dim 2048, batch 2048, float32, on {cluster.name}"
+    )
     for heading in ("ms published", "predicted", "error", "GiB published", "predicted", "error"):
         table.add_column(heading, justify="right")
     for row in compare(cluster):
-        times = f"{row.published.seconds * 1e3:.2f}", f"{row.seconds * 1e3:.2f}", f"{row.seconds_error:+.1%}"
-        memory = f"{row.published.memory_gib:.2f}", f"{row.memory_gib:.2f}", f"{row.memory_error:+.1%}"
+        times = (
+            f"{row.published.seconds * 1e3:.2f}",
+            f"{row.seconds * 1e3:.2f}",
+            f"{row.seconds_error:+.1%}",
+        )
+        memory = (
+            f"{row.published.memory_gib:.2f}",
+            f"{row.memory_gib:.2f}",
+            f"{row.memory_error:+.1%}",
+        )
         table.add_row(row.strategy, *times, *memory)
     Console(width=120).print(table)
 

@@ -20,7 +20,7 @@ from autopar.directives.build import Backend
 from experiments.models import GPT
 from experiments.models.published import PUBLISHED
 from experiments.schedules import megatron, schedule_gpt, split_attention, train_step
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
 MESH = (8,)
 WAYS: dict[str, tuple[Callable[[ModelSchedule], None], Backend]] = {
@@ -59,7 +59,9 @@ def measure(name: str, model: GPT, cluster: Cluster) -> Iterator[Row]:
 
 def main() -> None:
     """Print the table and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--output", type=Path, default=Path("results/tables/schedules.csv"))
     flags = parser.parse_args()
@@ -71,7 +73,10 @@ def main() -> None:
         writer.writeheader()
         for row in measure(f"gpt-350M ({flags.layers} layers)", model, cluster.first_devices(8)):
             writer.writerow(asdict(row))
-            print(f"{row.way:40} {row.step_seconds * 1e3:8.2f} ms {row.memory_bytes / 1e9:6.2f} GB", flush=True)
+            print(
+                f"{row.way:40} {row.step_seconds * 1e3:8.2f} ms {row.memory_bytes / 1e9:6.2f} GB",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from scipy.optimize import least_squares, nnls
 
 from simulator.calibration.fit_collectives import MeasuredCollectives, fit_curve
 from simulator.calibration.fit_products import is_held_out
-from simulator.cluster import Cluster, Device, Link, Provenance
-from simulator.collective_profile import CollectiveProfile, MeasuredLink
-from simulator.compute import KernelModel
-from simulator.description import validate
-from simulator.gemm import width_of
+from simulator.costs.gemm import width_of
+from simulator.costs.kernel_model import KernelModel
+from simulator.hardware.cluster import Cluster, Device, Link, Provenance
+from simulator.hardware.collective_profile import CollectiveProfile, MeasuredLink
+from simulator.hardware.description import validate
 from simulator.work import CollectiveKind, Gemm, Kernel
 
 _OUTLIER = 0.1  # of the logarithm of predicted over measured
@@ -33,7 +33,7 @@ class Overlap:
 
     @property
     def slowdown(self) -> float:
-        """How many times longer each takes while both go on (`simulator.cluster.Link`): all is shared that the shorter one takes."""
+        """How many times longer each takes while both go on (`simulator.hardware.cluster.Link`): all is shared that the shorter one takes."""
         longer, shorter = max(self.computed, self.moved), min(self.computed, self.moved)
         return min(2.0, max(1.0, 1 + (self.both - longer) / shorter))
 
@@ -73,7 +73,9 @@ class MeasuredDevice:
 
     def product_errors(self, device: Device) -> NDArray[np.float64]:
         """The logarithm of predicted over measured seconds of each product."""
-        return _log_errors(device, [row for dtype in self.products for row in _product_rows(self, dtype)])
+        return _log_errors(
+            device, [row for dtype in self.products for row in _product_rows(self, dtype)]
+        )
 
 
 def fit_device(base: Device, measured: MeasuredDevice, name: str, source: str) -> Device:
@@ -83,13 +85,23 @@ def fit_device(base: Device, measured: MeasuredDevice, name: str, source: str) -
     as its peaks. `source` becomes part of the description, with the error that remains.
     """
     if len(measured.transfers) < 2 or not all(measured.products.values()):
-        raise ValueError("expected two transfers and a product of each dtype at least; measure more sizes")
+        raise ValueError(
+            "expected two transfers and a product of each dtype at least; measure more sizes"
+        )
     launch, bandwidth, half_size = launch_and_bandwidth(measured.transfers)
-    rates = {dtype: max(gemm.flops / seconds for gemm, seconds in of) for dtype, of in measured.products.items()}
+    rates = {
+        dtype: max(gemm.flops / seconds for gemm, seconds in of)
+        for dtype, of in measured.products.items()
+    }
     for dtype, of in measured.convolutions.items():
-        rates[dtype] = max(rates.get(dtype, 0.0), *(each.kernel(dtype).flops / seconds for each, seconds in of))
+        rates[dtype] = max(
+            rates.get(dtype, 0.0), *(each.kernel(dtype).flops / seconds for each, seconds in of)
+        )
     known = base.kind == "gpu"
-    peaks = {dtype: max(rate / 1e12, base.peak_tflop_per_s.get(dtype, 0) * known) for dtype, rate in rates.items()}
+    peaks = {
+        dtype: max(rate / 1e12, base.peak_tflop_per_s.get(dtype, 0) * known)
+        for dtype, rate in rates.items()
+    }
     memory = max(bandwidth / 1e9, base.memory_bandwidth_gb_per_s * known)
     fields = base.fields() | {
         "name": name,
@@ -106,7 +118,9 @@ def fit_device(base: Device, measured: MeasuredDevice, name: str, source: str) -
         "held_out_error": None,
     }
 
-    def device(names: Mapping[str, Sequence[str]], values: NDArray, base: Mapping[str, object]) -> Device:
+    def device(
+        names: Mapping[str, Sequence[str]], values: NDArray, base: Mapping[str, object]
+    ) -> Device:
         """With a fitted value for each dtype under each name; one without dtypes has a single value."""
         fitted, rest = dict(base), iter(values.tolist())
         for field_name, dtypes in names.items():
@@ -127,10 +141,14 @@ def fit_device(base: Device, measured: MeasuredDevice, name: str, source: str) -
     )
     found = device(of_products, solution.x, kernels)
     if dtypes := [dtype for dtype, of in measured.convolutions.items() if of]:
-        convolutions = [row for dtype in dtypes for row in _split(_convolution_rows(measured, dtype))[0]]
+        convolutions = [
+            row for dtype in dtypes for row in _split(_convolution_rows(measured, dtype))[0]
+        ]
         of_convolutions = {"conv_efficiency_by_dtype": dtypes}
         solution = least_squares(
-            lambda values: _log_errors(device(of_convolutions, values, dict(found.kernels)), convolutions),
+            lambda values: _log_errors(
+                device(of_convolutions, values, dict(found.kernels)), convolutions
+            ),
             [0.5] * len(dtypes),
             bounds=(1e-4, 1.0),
             loss="soft_l1",
@@ -138,18 +156,33 @@ def fit_device(base: Device, measured: MeasuredDevice, name: str, source: str) -
         )
         found = device(of_convolutions, solution.x, dict(found.kernels))
     errors = np.abs(np.expm1(measured.product_errors(found)))
-    return found.model_copy(update={"source": f"{source}; mean error over {len(errors)} products {errors.mean():.1%}"})
+    return found.model_copy(
+        update={"source": f"{source}; mean error over {len(errors)} products {errors.mean():.1%}"}
+    )
 
 
 def fit_cluster(
-    base: Cluster, device: Device, measured: MeasuredDevice, devices: int, provenance: Provenance | None = None
+    base: Cluster,
+    device: Device,
+    measured: MeasuredDevice,
+    devices: int,
+    provenance: Provenance | None = None,
 ) -> Cluster:
     """One host with so many of the devices; its links are those of `base` unless collectives were measured.
 
     `provenance` is completed with how many rows there are of what, and the errors on them.
     """
-    fields = base.fields() | {"device": device, "hosts": 1, "devices_per_host": devices, "inter_host": None}
-    fields |= {"name": device.name, "description": f"{devices} x {device.name}", "source": device.source}
+    fields = base.fields() | {
+        "device": device,
+        "hosts": 1,
+        "devices_per_host": devices,
+        "inter_host": None,
+    }
+    fields |= {
+        "name": device.name,
+        "description": f"{devices} x {device.name}",
+        "source": device.source,
+    }
     if measured.launch is not None:
         fields["host_launch_us"] = measured.launch * 1e6
     if measured.collectives:
@@ -175,8 +208,12 @@ def fit_cluster(
     found = {what: (fitted, held) for what, fitted, held in _errors(cluster, measured)}
     update = {
         "rows": {what: sum(counts) for what, counts in rows.items()},
-        "fitted_error": {what: float(np.mean(fitted)) for what, (fitted, _) in found.items() if len(fitted)},
-        "held_out_error": {what: float(np.mean(held)) for what, (_, held) in found.items() if len(held)},
+        "fitted_error": {
+            what: float(np.mean(fitted)) for what, (fitted, _) in found.items() if len(fitted)
+        },
+        "held_out_error": {
+            what: float(np.mean(held)) for what, (_, held) in found.items() if len(held)
+        },
     }
     return cluster.model_copy(update={"provenance": provenance.model_copy(update=update)})
 
@@ -190,12 +227,18 @@ def _product_rows(measured: MeasuredDevice, dtype: str) -> _Rows:
         moved = gemm.batch * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n)
         return Kernel("", "gemm", gemm.flops, width_of(dtype) * moved, dtype, gemm)
 
-    return [(kernel(gemm), (gemm.m, gemm.n, gemm.k), seconds) for gemm, seconds in measured.products[dtype]]
+    return [
+        (kernel(gemm), (gemm.m, gemm.n, gemm.k), seconds)
+        for gemm, seconds in measured.products[dtype]
+    ]
 
 
 def _convolution_rows(measured: MeasuredDevice, dtype: str) -> _Rows:
     rows = measured.convolutions[dtype]
-    return [(each.kernel(dtype), (each.batch, each.side, each.channels), seconds) for each, seconds in rows]
+    return [
+        (each.kernel(dtype), (each.batch, each.side, each.channels), seconds)
+        for each, seconds in rows
+    ]
 
 
 def _split(rows: _Rows) -> tuple[_Rows, _Rows]:
@@ -215,12 +258,21 @@ def _log_errors(device: Device, rows: _Rows) -> NDArray[np.float64]:
 def _errors(cluster: Cluster, measured: MeasuredDevice) -> Iterator[tuple[str, NDArray, NDArray]]:
     """Of everything that was measured: absolute relative errors on the rows that were fitted to, and on those held out."""
     device, nothing = cluster.device, np.array([])
-    transfers = [(Kernel("", "memory", 0.0, num_bytes), (), seconds) for num_bytes, seconds in measured.transfers]
+    transfers = [
+        (Kernel("", "memory", 0.0, num_bytes), (), seconds)
+        for num_bytes, seconds in measured.transfers
+    ]
     yield "elementwise", np.abs(np.expm1(_log_errors(device, transfers))), nothing
-    kinds = (("products", measured.products, _product_rows), ("convolutions", measured.convolutions, _convolution_rows))
+    kinds = (
+        ("products", measured.products, _product_rows),
+        ("convolutions", measured.convolutions, _convolution_rows),
+    )
     for what, dtypes, rows_of in kinds:
         for dtype in dtypes:
-            of_fit, held = (np.abs(np.expm1(_log_errors(device, rows))) for rows in _split(rows_of(measured, dtype)))
+            of_fit, held = (
+                np.abs(np.expm1(_log_errors(device, rows)))
+                for rows in _split(rows_of(measured, dtype))
+            )
             yield f"{what} {dtype}", of_fit, held
     for kind, rows in measured.collectives.items():
         errors, held_out = np.abs(rows.errors(cluster.curves.curve(kind))), rows.held_out()

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import least_squares
 
-from simulator.collective_profile import SizeCurve, SwitchCurve, hops, sent_fraction
+from simulator.hardware.collective_profile import SizeCurve, SwitchCurve, hops, sent_fraction
 from simulator.work import CollectiveKind
 
 _BOUNDS = {  # start and bounds
@@ -39,25 +39,40 @@ class MeasuredCollectives:
     @classmethod
     def of(cls, kind: CollectiveKind, size: ArrayLike, num_bytes: ArrayLike, seconds: ArrayLike):
         measured = cls(
-            kind, np.asarray(size, np.int64), np.asarray(num_bytes, np.float64), np.asarray(seconds, np.float64)
+            kind,
+            np.asarray(size, np.int64),
+            np.asarray(num_bytes, np.float64),
+            np.asarray(seconds, np.float64),
         )
         if not len(measured.size) == len(measured.num_bytes) == len(measured.seconds):
-            raise ValueError(f"{len(measured.size)} sizes and {len(measured.seconds)} times; expected as many")
+            raise ValueError(
+                f"{len(measured.size)} sizes and {len(measured.seconds)} times; expected as many"
+            )
         return measured
 
     def __getitem__(self, rows: NDArray) -> "MeasuredCollectives":
-        return MeasuredCollectives(self.kind, self.size[rows], self.num_bytes[rows], self.seconds[rows])
+        return MeasuredCollectives(
+            self.kind, self.size[rows], self.num_bytes[rows], self.seconds[rows]
+        )
 
     def held_out(self) -> NDArray[np.bool_]:
         """Which rows are for checking only: a fifth, by the CRC of kind, size and bytes; none, where too few to fit would be left."""
         rows = zip(self.size, self.num_bytes, strict=True)
-        held = np.array([zlib.crc32(f"{self.kind},{size},{moved:.0f}".encode()) % 5 == 0 for size, moved in rows])
+        held = np.array(
+            [
+                zlib.crc32(f"{self.kind},{size},{moved:.0f}".encode()) % 5 == 0
+                for size, moved in rows
+            ]
+        )
         return held if (~held).sum() >= len(_USUAL) else np.zeros_like(held)
 
     def errors(self, curve: SizeCurve) -> NDArray[np.float64]:
         """Predicted over measured, minus one."""
         rows = zip(self.size.tolist(), self.num_bytes.tolist(), strict=True)
-        return np.array([curve.seconds(self.kind, moved, size) for size, moved in rows]) / self.seconds - 1
+        return (
+            np.array([curve.seconds(self.kind, moved, size) for size, moved in rows]) / self.seconds
+            - 1
+        )
 
 
 def fit_curve(measured: MeasuredCollectives) -> SizeCurve:
@@ -70,13 +85,17 @@ def fit_curve(measured: MeasuredCollectives) -> SizeCurve:
     held = measured.held_out()
     fitted = measured[~held]
     if len(fitted.size) < len(_USUAL):
-        raise ValueError(f"{len(fitted.size)} collectives to fit; expected at least {len(_USUAL)}, one per parameter")
+        raise ValueError(
+            f"{len(fitted.size)} collectives to fit; expected at least {len(_USUAL)}, one per parameter"
+        )
     usual = _Form(_USUAL)
     curve = usual.fit(fitted)
     if len(set(fitted.size.tolist())) > 1 and np.abs(fitted.errors(curve)).mean() > _OFF:
         chosen, error = usual, usual.left_out_error(fitted)
         for _, forms in groupby(_other_forms(fitted), key=lambda form: len(form.parameters)):
-            found, best = min(((form.left_out_error(fitted), form) for form in forms), key=lambda pair: pair[0])
+            found, best = min(
+                ((form.left_out_error(fitted), form) for form in forms), key=lambda pair: pair[0]
+            )
             if found < _BETTER * error:
                 chosen, error = best, found
         curve = chosen.fit(fitted)
@@ -90,7 +109,9 @@ def _other_forms(measured: MeasuredCollectives) -> "list[_Form]":
     Of a kind with a single hop that is part of the launch, so members may cost instead.
     """
     groups = tuple(sorted(set(measured.size.tolist())))
-    steps = ("hop_us", "member_us") if hops(measured.kind, 2) == hops(measured.kind, 4) else ("hop_us",)
+    steps = (
+        ("hop_us", "member_us") if hops(measured.kind, 2) == hops(measured.kind, 4) else ("hop_us",)
+    )
     forms = (
         _Form(("launch_us", step, "half_size_mb", *bandwidth), sizes)
         for step in steps
@@ -102,7 +123,10 @@ def _other_forms(measured: MeasuredCollectives) -> "list[_Form]":
         if (step, sizes, bandwidth[-1]) != ("hop_us", (), "small_group_loss")
     )
     enough = len(measured.size) * (1 - 1 / _FOLDS)  # rows that are left where a fifth is left out
-    return sorted((form for form in forms if len(form.parameters) < enough), key=lambda form: len(form.parameters))
+    return sorted(
+        (form for form in forms if len(form.parameters) < enough),
+        key=lambda form: len(form.parameters),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +138,9 @@ class _Form:
 
     def curve(self, values: NDArray) -> SizeCurve:
         fields = {"hop_us": 0.0} | dict(zip(self.parameters, values.tolist(), strict=True))
-        bandwidths = dict(zip(self.groups, values[len(values) - len(self.groups) :].tolist(), strict=True))
+        bandwidths = dict(
+            zip(self.groups, values[len(values) - len(self.groups) :].tolist(), strict=True)
+        )
         return SizeCurve(**fields, group_bandwidth_gb_per_s=bandwidths)  # pyright: ignore[reportArgumentType]
 
     def fit(self, measured: MeasuredCollectives) -> SizeCurve:
@@ -125,17 +151,24 @@ class _Form:
         ):  # one group size doesn't tell hops from launch, nor losses from bandwidth
             fixed = np.isin(self.parameters, ["member_us", "hop_us", "small_group_loss", "sharing"])
             starts = np.where(fixed, low + 1e-6, starts)
-        sent = np.array([sent_fraction(measured.kind, n) for n in measured.size.tolist()]) * measured.num_bytes
+        sent = (
+            np.array([sent_fraction(measured.kind, n) for n in measured.size.tolist()])
+            * measured.num_bytes
+        )
         steps = np.array([hops(measured.kind, n) for n in measured.size.tolist()])
 
         def residuals(values: NDArray) -> NDArray:
             curve = self.curve(np.exp(values))
             bandwidth = np.array([curve.bandwidth(n) for n in measured.size.tolist()])
-            latency = (curve.launch_us + (measured.size - 1) * curve.member_us + steps * curve.hop_us) * 1e-6
+            latency = (
+                curve.launch_us + (measured.size - 1) * curve.member_us + steps * curve.hop_us
+            ) * 1e-6
             moved = (sent + np.sqrt(sent * curve.half_size_mb * 1e6)) / bandwidth
             return np.log((latency + moved) / measured.seconds)
 
-        solution = least_squares(residuals, starts, bounds=(low, high), loss="soft_l1", f_scale=_OUTLIER, max_nfev=300)
+        solution = least_squares(
+            residuals, starts, bounds=(low, high), loss="soft_l1", f_scale=_OUTLIER, max_nfev=300
+        )
         return self.curve(np.exp(solution.x))
 
     def left_out_error(self, measured: MeasuredCollectives) -> float:
@@ -156,9 +189,13 @@ def fit_switch(measured: MeasuredCollectives, ring: SizeCurve | None) -> SwitchC
     """The curve of all_reduces that the switch makes where it is faster than `ring`; always, if that is None."""
     held = measured.held_out()
     if (~held).sum() < len(_SWITCH_PARAMETERS):
-        raise ValueError(f"{(~held).sum()} all_reduces to fit; expected at least {len(_SWITCH_PARAMETERS)}")
+        raise ValueError(
+            f"{(~held).sum()} all_reduces to fit; expected at least {len(_SWITCH_PARAMETERS)}"
+        )
     rows = list(zip(measured.size.tolist(), measured.num_bytes.tolist(), strict=True))
-    rings = np.array([np.inf if ring is None else ring.seconds("all_reduce", moved, n) for n, moved in rows])
+    rings = np.array(
+        [np.inf if ring is None else ring.seconds("all_reduce", moved, n) for n, moved in rows]
+    )
     starts, low, high = np.log(np.array(list(_SWITCH_PARAMETERS.values()))).T
 
     def curve(values: NDArray) -> SwitchCurve:
@@ -166,10 +203,16 @@ def fit_switch(measured: MeasuredCollectives, ring: SizeCurve | None) -> SwitchC
 
     def residuals(values: NDArray) -> NDArray:
         switch = curve(values)
-        return np.log(np.minimum(rings, [switch.seconds(moved, n) for n, moved in rows]) / measured.seconds)
+        return np.log(
+            np.minimum(rings, [switch.seconds(moved, n) for n, moved in rows]) / measured.seconds
+        )
 
     solution = least_squares(
-        lambda values: residuals(values)[~held], starts, bounds=(low, high), loss="soft_l1", f_scale=_OUTLIER
+        lambda values: residuals(values)[~held],
+        starts,
+        bounds=(low, high),
+        loss="soft_l1",
+        f_scale=_OUTLIER,
     )
     error = float(np.abs(np.expm1(residuals(solution.x)))[held].mean()) if held.any() else None
     return curve(solution.x).model_copy(update={"held_out_error": error})

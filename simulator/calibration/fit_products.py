@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import least_squares
 
-from simulator.cluster import Device
-from simulator.gemm import GemmModel
-from simulator.kernel_profile import KernelProfile
+from simulator.costs.gemm import GemmModel
+from simulator.hardware.cluster import Device
+from simulator.hardware.kernel_profile import KernelProfile
 
 # start, and bounds, of what is fitted
 _PARAMETERS = {
@@ -43,9 +43,14 @@ class MeasuredGemms:
     @classmethod
     def of(cls, m: ArrayLike, n: ArrayLike, k: ArrayLike, seconds: ArrayLike) -> "MeasuredGemms":
         measured = cls(
-            np.asarray(m, np.int64), np.asarray(n, np.int64), np.asarray(k, np.int64), np.asarray(seconds, np.float64)
+            np.asarray(m, np.int64),
+            np.asarray(n, np.int64),
+            np.asarray(k, np.int64),
+            np.asarray(seconds, np.float64),
         )
-        if not len(measured.m) == len(measured.n) == len(measured.k) == len(measured.seconds) or not len(measured.m):
+        if not len(measured.m) == len(measured.n) == len(measured.k) == len(
+            measured.seconds
+        ) or not len(measured.m):
             raise ValueError(
                 f"{len(measured.m)} products and {len(measured.seconds)} times; expected as many, not none"
             )
@@ -71,16 +76,22 @@ def errors(model: GemmModel, measured: MeasuredGemms) -> NDArray[np.float64]:
     return model.seconds_of(measured.m, measured.n, measured.k) / measured.seconds - 1
 
 
-def fit_gemms(device: Device, dtype: str, measured: MeasuredGemms, max_rows: int = 2500) -> KernelProfile:
+def fit_gemms(
+    device: Device, dtype: str, measured: MeasuredGemms, max_rows: int = 2500
+) -> KernelProfile:
     """The kernels of `device` with eleven parameters fitted to at most `max_rows` of the products that are not held out."""
     rows = np.flatnonzero(~measured.held_out())
     if len(rows) < len(_PARAMETERS):
-        raise ValueError(f"{len(rows)} products to fit; expected at least {len(_PARAMETERS)}, one per parameter")
+        raise ValueError(
+            f"{len(rows)} products to fit; expected at least {len(_PARAMETERS)}, one per parameter"
+        )
     fitted = measured[np.random.default_rng(0).permutation(rows)[:max_rows]]
     starts, low, high = np.log(np.array(list(_PARAMETERS.values()))).T
 
     def profile(values: NDArray) -> KernelProfile:
-        return device.kernels.model_copy(update=dict(zip(_PARAMETERS, np.exp(values).tolist(), strict=True)))
+        return device.kernels.model_copy(
+            update=dict(zip(_PARAMETERS, np.exp(values).tolist(), strict=True))
+        )
 
     def model(profile: KernelProfile) -> GemmModel:
         return GemmModel.of(device.model_copy(update={"kernels": profile}), dtype)
@@ -89,7 +100,13 @@ def fit_gemms(device: Device, dtype: str, measured: MeasuredGemms, max_rows: int
         return np.log1p(errors(model(profile(values)), fitted))
 
     solution = least_squares(
-        residuals, starts, bounds=(low, high), loss="soft_l1", f_scale=_OUTLIER, diff_step=1e-3, max_nfev=80
+        residuals,
+        starts,
+        bounds=(low, high),
+        loss="soft_l1",
+        f_scale=_OUTLIER,
+        diff_step=1e-3,
+        max_nfev=80,
     )
     best = profile(solution.x)
     held = measured.held_out()

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 
 from simulator.calibration.fit_collectives import MeasuredCollectives, fit_curve
-from simulator.collective_profile import CollectiveProfile, MeasuredLink, SizeCurve
 from simulator.files import brief, one_line
+from simulator.hardware.collective_profile import CollectiveProfile, MeasuredLink, SizeCurve
 from simulator.work import CollectiveKind
 
 COLUMNS = ("gpu", "kind", "size", "bytes", "us")
@@ -56,10 +56,21 @@ def fit_collectives(table: pd.DataFrame, source: str) -> tuple[CollectiveProfile
         errors, held = np.abs(measured.errors(curve)), measured.held_out()
         of_held = (errors[held].mean(), errors[held].max()) if held.any() else (None, None)
         rows.append((kind, (~held).sum(), held.sum(), errors[~held].mean(), *of_held))
-    columns = ["kind", "fitted_rows", "held_out_rows", "fitted_error", "held_out_error", "largest_held_out_error"]
+    columns = [
+        "kind",
+        "fitted_rows",
+        "held_out_rows",
+        "fitted_error",
+        "held_out_error",
+        "largest_held_out_error",
+    ]
     if "all_reduce" not in curves:
-        raise ValueError(f"no rows of all_reduce, only of {', '.join(curves)}; other kinds without rows take its curve")
-    link = MeasuredLink.of(curves["all_reduce"], int(table.loc[table["kind"] == "all_reduce", "size"].max()))
+        raise ValueError(
+            f"no rows of all_reduce, only of {', '.join(curves)}; other kinds without rows take its curve"
+        )
+    link = MeasuredLink.of(
+        curves["all_reduce"], int(table.loc[table["kind"] == "all_reduce", "size"].max())
+    )
     profile: dict[str, Any] = {"gpu": gpus[0], "source": source, "link": link, **curves}
     return CollectiveProfile(**profile), pd.DataFrame(rows, columns=columns)
 

@@ -11,7 +11,12 @@ from simulator.work import CollectiveKind
 
 DATA = Path(__file__).parent.parent / "validation" / "data"
 
-GPUS = {"a100": "a100_sxm4_80gb", "h100": "h100_sxm5_80gb", "h200": "h200_sxm_141gb", "b200": "b200_sxm_180gb"}
+GPUS = {
+    "a100": "a100_sxm4_80gb",
+    "h100": "h100_sxm5_80gb",
+    "h200": "h200_sxm_141gb",
+    "b200": "b200_sxm_180gb",
+}
 """The GPUs with measured products, and the names of their profiles."""
 
 

@@ -5,14 +5,19 @@ from pathlib import Path
 
 import yaml
 
-from simulator import collective_profile, kernel_profile
 from simulator.calibration.fit_collectives import MeasuredCollectives, fit_curve, fit_switch
 from simulator.calibration.fit_products import fit_gemms
-from simulator.calibration.measured_samples import GPUS, collective_kinds, measured_collectives, measured_gemms
-from simulator.cluster import shipped_device
-from simulator.collective_profile import CollectiveProfile
-from simulator.description import Description, read, validate
+from simulator.calibration.measured_samples import (
+    GPUS,
+    collective_kinds,
+    measured_collectives,
+    measured_gemms,
+)
 from simulator.files import write_text
+from simulator.hardware import collective_profile, kernel_profile
+from simulator.hardware.cluster import shipped_device
+from simulator.hardware.collective_profile import CollectiveProfile
+from simulator.hardware.description import Description, read, validate
 
 
 def fit_profiles() -> Iterator[tuple[Path, Description]]:
@@ -28,7 +33,9 @@ def fit_profiles() -> Iterator[tuple[Path, Description]]:
             yield path, profile.model_copy(update=_fitted(profile, measured))
 
 
-def _fitted(profile: CollectiveProfile, measured: Sequence[MeasuredCollectives]) -> dict[str, Description]:
+def _fitted(
+    profile: CollectiveProfile, measured: Sequence[MeasuredCollectives]
+) -> dict[str, Description]:
     """A curve for each kind; where the profile tells the switch's sums from rings, of groups that fill the host and of smaller ones."""
     curves: dict[str, Description] = {}
     for rows in measured:
@@ -45,7 +52,10 @@ def _fitted(profile: CollectiveProfile, measured: Sequence[MeasuredCollectives])
 
 def write_profile(path: Path, profile: Description) -> None:
     """`profile` as YAML, with four digits of each number."""
-    write_text(path, yaml.safe_dump(_rounded(profile.model_dump(exclude_none=True)), sort_keys=False, width=130))
+    write_text(
+        path,
+        yaml.safe_dump(_rounded(profile.model_dump(exclude_none=True)), sort_keys=False, width=130),
+    )
 
 
 def _rounded(value: object) -> object:

@@ -45,7 +45,9 @@ def _ops(module: Module, computation: Computation) -> Iterator[Op]:
     part: Part = ""
     for instruction in computation.instructions:
         name = name_of(instruction)
-        part = part if name is None else part_of(name)  # copies that the compiler adds go with what was before
+        part = (
+            part if name is None else part_of(name)
+        )  # copies that the compiler adds go with what was before
         opcode, moment = _split_async(instruction.opcode)
         if instruction.opcode in _FREE or moment == "update":
             continue
@@ -63,16 +65,24 @@ def _ops(module: Module, computation: Computation) -> Iterator[Op]:
                 # on another stream, but it needs the same cores: taken in order
                 yield from _ops(module, module.called(instruction, "calls"))
             elif opcode == "while":
-                yield Loop(_trip_count(module, instruction), tuple(_ops(module, module.called(instruction, "body"))))
+                yield Loop(
+                    _trip_count(module, instruction),
+                    tuple(_ops(module, module.called(instruction, "body"))),
+                )
             elif opcode == "conditional":
-                yield from max((tuple(_ops(module, branch)) for branch in branches(module, instruction)), key=_length)
+                yield from max(
+                    (tuple(_ops(module, branch)) for branch in branches(module, instruction)),
+                    key=_length,
+                )
             elif opcode == "call":
                 yield from _ops(module, module.called(instruction, "to_apply"))
             else:
                 yield replace(kernel_of(module, computation, instruction), part=part)
 
 
-def _collective(module: Module, computation: Computation, instruction: Instruction) -> Collective | None:
+def _collective(
+    module: Module, computation: Computation, instruction: Instruction
+) -> Collective | None:
     """The collective that `instruction` does or starts; None for other work.
 
     It may be wrapped in a computation of its own, or fused with the slices that it reads or updates.
@@ -81,7 +91,9 @@ def _collective(module: Module, computation: Computation, instruction: Instructi
     inner = instruction
     if opcode in ("async", "fusion"):
         computation = module.called(instruction, "calls")
-        inner = next((each for each in computation.instructions if each.opcode in _COLLECTIVES), inner)
+        inner = next(
+            (each for each in computation.instructions if each.opcode in _COLLECTIVES), inner
+        )
         opcode = inner.opcode
     if opcode not in _COLLECTIVES:
         return None
@@ -114,7 +126,10 @@ def branches(module: Module, conditional: Instruction) -> Iterator[Computation]:
     """The computations of which a conditional runs one."""
     key = "branch_computations"
     if found := re.search(rf"{key}=\{{([^}}]*)\}}", conditional.attributes):
-        yield from (module.computation(conditional, key, name.strip().lstrip("%")) for name in found[1].split(","))
+        yield from (
+            module.computation(conditional, key, name.strip().lstrip("%"))
+            for name in found[1].split(",")
+        )
     else:
         yield module.called(conditional, "true_computation")
         yield module.called(conditional, "false_computation")
@@ -136,11 +151,16 @@ def _trip_count(module: Module, loop: Instruction) -> int:
         fused, given = module.called(compared, "calls"), sides
         compared = fused.by_name[fused.root]
         sides = [
-            given[int(side.arguments)] if side.opcode == "parameter" else side for side in fused.operands(compared)
+            given[int(side.arguments)] if side.opcode == "parameter" else side
+            for side in fused.operands(compared)
         ]
     if compared.opcode == "compare" and "direction=LT" in compared.attributes:
         counter, bound = sides
-        if counter.opcode == "get-tuple-element" and bound.opcode == "constant" and bound.array.dtype[0] in "su":
+        if (
+            counter.opcode == "get-tuple-element"
+            and bound.opcode == "constant"
+            and bound.array.dtype[0] in "su"
+        ):
             return max(0, int(bound.arguments))
     raise loop.error(
         "a loop without a known trip count has no known duration; use jax.lax.scan or a fori_loop with fixed bounds"

@@ -25,7 +25,11 @@ def attention_call(computation: Computation, call: Instruction, target: str) -> 
     query = computation.operands(call, least=3)[0].array
     config = call.backend_config().get("cudnn_fmha_backend_config")
     shape = config.get("intermediate_tensor_shape") if isinstance(config, Mapping) else None
-    if not isinstance(config, Mapping) or not isinstance(shape, Mapping) or len(shape.get("dimensions", ())) != 4:
+    if (
+        not isinstance(config, Mapping)
+        or not isinstance(shape, Mapping)
+        or len(shape.get("dimensions", ())) != 4
+    ):
         raise call.error(
             "no 'intermediate_tensor_shape' of 4 dims in its backend_config; expected the cudnn_fmha_backend_config that JAX writes"
         )
@@ -33,7 +37,13 @@ def attention_call(computation: Computation, call: Instruction, target: str) -> 
     size = query.size / max(1, batch * heads * queries)  # of a head
     kind = "attention backward" if "Backward" in target else "attention"
     pairs = batch * heads * _pairs(queries, keys, config)
-    return Kernel(call.name, kind, 2.0 * _PRODUCTS[kind] * size * pairs, call_bytes(computation, call), query.dtype)
+    return Kernel(
+        call.name,
+        kind,
+        2.0 * _PRODUCTS[kind] * size * pairs,
+        call_bytes(computation, call),
+        query.dtype,
+    )
 
 
 def _pairs(queries: int, keys: int, config: Mapping[str, Any]) -> int:

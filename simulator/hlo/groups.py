@@ -78,17 +78,27 @@ def _mesh_groups(mesh: str, device_ids: str | None, axes: str, num_devices: int)
     inside, outside, group_size = np.zeros(count, int), np.arange(count), 1
     for name, before, part in _AXIS.findall(axes):
         if name not in sizes:
-            raise ValueError(f"the mesh has no axis {name!r}, but {', '.join(map(repr, sizes)) or 'none'}")
+            raise ValueError(
+                f"the mesh has no axis {name!r}, but {', '.join(map(repr, sizes)) or 'none'}"
+            )
         size = int(part or sizes[name])
         if not size or sizes[name] % (int(before or 1) * size):
             raise ValueError(f"axis {name!r} of size {sizes[name]} has no part ({before}){part}")
         stride = strides[name] * sizes[name] // (int(before or 1) * size)
         coordinate = np.arange(count) // stride % size
-        inside, outside, group_size = inside * size + coordinate, outside - coordinate * stride, group_size * size
+        inside, outside, group_size = (
+            inside * size + coordinate,
+            outside - coordinate * stride,
+            group_size * size,
+        )
     order = np.lexsort((inside, outside))
     if device_ids:
         iota = _IOTA.match(device_ids)
-        order = (_iota(iota, num_devices).ravel() if iota and iota[3] else np.array(_integers(device_ids)))[order]
+        order = (
+            _iota(iota, num_devices).ravel()
+            if iota and iota[3]
+            else np.array(_integers(device_ids))
+        )[order]
     return _as_groups(order.reshape(-1, group_size))
 
 

@@ -42,9 +42,14 @@ def kernel_of(module: Module, computation: Computation, instruction: Instruction
         case "custom-call":
             return _custom_call(computation, instruction)
         case opcode if opcode in _PRODUCTS:
-            return _matrix(instruction.name, computation, [instruction], kernel_bytes(computation, instruction))
+            return _matrix(
+                instruction.name, computation, [instruction], kernel_bytes(computation, instruction)
+            )
         case "sort":
-            return _memory(instruction, kernel_bytes(computation, instruction) * _passes(computation, instruction))
+            return _memory(
+                instruction,
+                kernel_bytes(computation, instruction) * _passes(computation, instruction),
+            )
         case "copy-start":  # results: the copy, the source and a handle
             return _memory(instruction, 2 * instruction.array.num_bytes)
         case opcode if opcode in _MEMORY:
@@ -81,7 +86,9 @@ def _custom_call(computation: Computation, call: Instruction) -> Kernel:
     return _unknown(computation, call, f"custom-call {target}")
 
 
-def _matrix(name: str, computation: Computation, products: list[Instruction], moved: float) -> Kernel:
+def _matrix(
+    name: str, computation: Computation, products: list[Instruction], moved: float
+) -> Kernel:
     """One kernel that computes HLO's own matrix products or convolutions, usually one."""
     operands = [computation.operands(product, least=2) for product in products]
     gemms = [dot_of(computation, product) for product in products if product.opcode == "dot"]
@@ -90,10 +97,14 @@ def _matrix(name: str, computation: Computation, products: list[Instruction], mo
         for product, inputs in zip(products, operands, strict=True)
         if product.opcode == "convolution"
     ]
-    ragged = [ragged_flops(computation, product) for product in products if product.opcode == "ragged-dot"]
+    ragged = [
+        ragged_flops(computation, product) for product in products if product.opcode == "ragged-dot"
+    ]
     flops = sum(gemm.flops for gemm in gemms) + sum(convs) + sum(ragged)
     sizes = gemms[0] if len(products) == len(gemms) == 1 else None
-    return Kernel(name, "gemm" if gemms or ragged else "conv", flops, moved, operands[0][0].array.dtype, sizes)
+    return Kernel(
+        name, "gemm" if gemms or ragged else "conv", flops, moved, operands[0][0].array.dtype, sizes
+    )
 
 
 def _memory(instruction: Instruction, moved: float) -> Kernel:

@@ -14,10 +14,18 @@ from simulator.hlo.provenance import Pass, instruction_pass
 from simulator.hlo.text import Array, Computation, Instruction, Module, blamed, read_module
 from simulator.memory import Role, added
 
-_SAME = frozenset(("bitcast", "opt-barrier", "add-dependency", "domain", "while", "get-tuple-element", "tuple"))
+_SAME = frozenset(
+    ("bitcast", "opt-barrier", "add-dependency", "domain", "while", "get-tuple-element", "tuple")
+)
 """Opcodes whose results are their operands, or some of them."""
 
-_COPIES = ("all-gather", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
+_COPIES = (
+    "all-gather",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 """Collectives that give copies of what other devices hold."""
 
 _COMPLETING = ("all-reduce", "reduce-scatter")
@@ -78,7 +86,9 @@ class _Scan:
         self._buffers: list[_Buffer] = []
         self._values: dict[str, tuple[_Buffer, ...]] = {}
         self._completed: list[tuple[tuple[_Buffer, ...], _Values]] = []
-        self._inside: dict[int, dict[Role, float]] = {}  # what the computations hold that an instruction launches
+        self._inside: dict[
+            int, dict[Role, float]
+        ] = {}  # what the computations hold that an instruction launches
 
     def visit(self, number: int, instruction: Instruction) -> None:
         """The next instruction of the schedule."""
@@ -110,9 +120,13 @@ class _Scan:
                     each.readers.add("other")
         return _fullest(self._buffers, self._inside, len(self._computation.instructions))
 
-    def _made(self, number: int, instruction: Instruction, operands: _Values, came_from: Pass) -> tuple[_Buffer, ...]:
+    def _made(
+        self, number: int, instruction: Instruction, operands: _Values, came_from: Pass
+    ) -> tuple[_Buffer, ...]:
         """New buffers for a result, but for what is written over an operand."""
-        made = [_Buffer(array.num_bytes, number, number, {came_from}) for array in instruction.shape]
+        made = [
+            _Buffer(array.num_bytes, number, number, {came_from}) for array in instruction.shape
+        ]
         for each in made:
             each.copied = instruction.opcode.startswith(_COPIES)
             each.elsewhere = instruction.opcode in ("parameter", "constant")
@@ -124,7 +138,9 @@ def _flat(values: _Values) -> list[_Buffer]:
     return [buffer for value in values for buffer in value]
 
 
-def _fullest(buffers: list[_Buffer], inside: Mapping[int, Mapping[Role, float]], moments: int) -> dict[Role, float]:
+def _fullest(
+    buffers: list[_Buffer], inside: Mapping[int, Mapping[Role, float]], moments: int
+) -> dict[Role, float]:
     changes: dict[int, list[tuple[Role, float]]] = defaultdict(list)
     for each in buffers:
         if not each.elsewhere and each.num_bytes:
@@ -141,14 +157,19 @@ def _fullest(buffers: list[_Buffer], inside: Mapping[int, Mapping[Role, float]],
     return {role: size for role, size in most.items() if size}
 
 
-def _result(computation: Computation, instruction: Instruction, operands: _Values) -> tuple[_Buffer, ...] | None:
+def _result(
+    computation: Computation, instruction: Instruction, operands: _Values
+) -> tuple[_Buffer, ...] | None:
     """The buffers of an instruction that makes none of its own."""
     if instruction.opcode == "get-tuple-element":
         source = computation.operands(instruction, least=1)[0]
         if (found := re.search(r"\bindex=(\d+)", instruction.attributes)) is None:
             raise instruction.error("does not say which element; expected e.g. index=0")
         index = int(found[1])
-        if len(source.shape) == len(operands[0]) > index and source.shape[index] == instruction.array:
+        if (
+            len(source.shape) == len(operands[0]) > index
+            and source.shape[index] == instruction.array
+        ):
             return (operands[0][index],)
         return _run(source.shape, operands[0], instruction.shape)
     if instruction.opcode.endswith("-done"):
@@ -159,14 +180,20 @@ def _result(computation: Computation, instruction: Instruction, operands: _Value
     return operands[0] if instruction.opcode in _SAME else None
 
 
-def _run(shapes: tuple[Array, ...], of: tuple[_Buffer, ...], wanted: tuple[Array, ...]) -> tuple[_Buffer, ...]:
+def _run(
+    shapes: tuple[Array, ...], of: tuple[_Buffer, ...], wanted: tuple[Array, ...]
+) -> tuple[_Buffer, ...]:
     """The last buffers in a row that have the shapes wanted: of what a `...-start` gives, its result comes after its operands."""
-    starts = [i for i in range(len(shapes) - len(wanted) + 1) if shapes[i : i + len(wanted)] == wanted]
+    starts = [
+        i for i in range(len(shapes) - len(wanted) + 1) if shapes[i : i + len(wanted)] == wanted
+    ]
     at = starts[-1] if starts else max(0, len(of) - len(wanted))
     return of[at : at + len(wanted)]
 
 
-def _in_place(instruction: Instruction, operands: _Values, made: list[_Buffer]) -> tuple[_Buffer, ...]:
+def _in_place(
+    instruction: Instruction, operands: _Values, made: list[_Buffer]
+) -> tuple[_Buffer, ...]:
     """The result, with the operands that it is written over, or that a `...-start` hands on, in place of buffers of its own."""
     result = list(made)
     for index, operand in re.findall(

@@ -51,7 +51,11 @@ def ragged_flops(computation: Computation, dot: Instruction) -> float:
 
 
 def _ragged_flops(
-    product: Instruction, lhs: Array, rhs: Array, dims: list[tuple[int, ...]], groups: tuple[int, ...]
+    product: Instruction,
+    lhs: Array,
+    rhs: Array,
+    dims: list[tuple[int, ...]],
+    groups: tuple[int, ...],
 ) -> float:
     """As a product in which each row (or inner element) meets the one group that it belongs to."""
     _, contracted, _, batch = dims
@@ -68,16 +72,26 @@ def conv_call(computation: Computation, call: Instruction, target: str) -> Kerne
         x, y = y, x
     elif "BackwardFilter" in target:  # (x, dy) -> dw
         w, y = y, w
-    return Kernel(call.name, "conv", conv_flops(call, w, y), call_bytes(computation, call), operands[0].array.dtype)
+    return Kernel(
+        call.name,
+        "conv",
+        conv_flops(call, w, y),
+        call_bytes(computation, call),
+        operands[0].array.dtype,
+    )
 
 
 def conv_flops(instruction: Instruction, w: Array, y: Array) -> float:
     """FLOP of a convolution with filter `w` and result `y`; padding counts."""
     labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
     if labels is None:
-        raise instruction.error("a convolution without dim_labels; expected e.g. dim_labels=bf01_oi01->bf01")
+        raise instruction.error(
+            "a convolution without dim_labels; expected e.g. dim_labels=bf01_oi01->bf01"
+        )
     if len(labels[1]) != len(w.dims) or "o" not in labels[1] or not w.size:
-        raise instruction.error(f"dim_labels call the filter's dims {labels[1]!r}; its shape is {w.dims}")
+        raise instruction.error(
+            f"dim_labels call the filter's dims {labels[1]!r}; its shape is {w.dims}"
+        )
     return 2.0 * y.size * w.size / w.dims[labels[1].index("o")]
 
 
@@ -108,11 +122,15 @@ def _gemm_of(
 
 def _check_dims(product: Instruction, array: Array, dims: tuple[int, ...]) -> None:
     if dims and max(dims) >= len(array.dims):
-        raise product.error(f"contracts or batches dims {dims} of an operand of shape {array.dims}; they count from 0")
+        raise product.error(
+            f"contracts or batches dims {dims} of an operand of shape {array.dims}; they count from 0"
+        )
 
 
 def _json_numbers(call: Instruction, key: str) -> tuple[int, ...]:
     found = re.search(rf'"{key}": ?\[([^\]]*)\]', call.attributes)
     if found is None:
-        raise call.error(f"no {key!r} in its backend_config; expected the gemm_backend_config that XLA:GPU writes")
+        raise call.error(
+            f"no {key!r} in its backend_config; expected the gemm_backend_config that XLA:GPU writes"
+        )
     return tuple(int(number) for number in re.findall(r"\d+", found[1]))

@@ -32,7 +32,10 @@ def name_of(instruction: Instruction) -> str | None:
 def instruction_pass(module: Module, instruction: Instruction) -> Pass | None:
     """The pass that an instruction is of; None if it has no name. A loop is of what is in it."""
     if instruction.opcode == "while":
-        passes = {instruction_pass(module, each) for each in module.called(instruction, "body").instructions}
+        passes = {
+            instruction_pass(module, each)
+            for each in module.called(instruction, "body").instructions
+        }
         if "backward" in passes:
             return "backward"
         if "forward" in passes:

@@ -23,7 +23,18 @@ class HloError(ValueError):
 _LONGEST = 1500
 """Characters of an error that are shown."""
 
-_BITS = {"pred": 8, "s1": 1, "u1": 1, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "f4e2m1fn": 4, "token": 0, "opaque": 0}
+_BITS = {
+    "pred": 8,
+    "s1": 1,
+    "u1": 1,
+    "s2": 2,
+    "u2": 2,
+    "s4": 4,
+    "u4": 4,
+    "f4e2m1fn": 4,
+    "token": 0,
+    "opaque": 0,
+}
 _BITS |= {f"{kind}{bits}": bits for kind in "su" for bits in (8, 16, 32, 64)}
 _BITS |= {"bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
 
@@ -161,13 +172,17 @@ def read_module(text: str) -> Module:
             if (instruction := _read_line(line.strip(), number)) is None:
                 continue
             if reading is None:
-                raise instruction.error("is in no computation; expected a line such as 'ENTRY %main {' before it")
+                raise instruction.error(
+                    "is in no computation; expected a line such as 'ENTRY %main {' before it"
+                )
             reading.add(instruction, is_root=line.lstrip().startswith("ROOT "))
         elif line == "}" and reading is not None:
             computations[reading.name], reading = reading.finished(), None
         elif found := _HEADER.match(line):
             if reading is not None:
-                raise reading.error(f"goes on where line {number} begins another one; expected a line '}}' before that")
+                raise reading.error(
+                    f"goes on where line {number} begins another one; expected a line '}}' before that"
+                )
             reading = _Reading(found[2], number)
             if reading.name in computations:
                 raise reading.error("was there before; expected a name of its own")
@@ -179,7 +194,9 @@ def read_module(text: str) -> Module:
             "no ENTRY computation in the HLO text; expected the text of a whole module, as compiled.as_text() gives"
         )
     counts = (re.search(rf"\b{key}=(\d+)", header) for key in ("num_partitions", "replica_count"))
-    return Module(computations, computations[entry], math.prod(int(found[1]) for found in counts if found))
+    return Module(
+        computations, computations[entry], math.prod(int(found[1]) for found in counts if found)
+    )
 
 
 class _Reading:
@@ -192,7 +209,9 @@ class _Reading:
 
     def add(self, instruction: Instruction, is_root: bool) -> None:
         if instruction.name in self._instructions:
-            raise instruction.error(f"line {self._instructions[instruction.name].line} has the same name")
+            raise instruction.error(
+                f"line {self._instructions[instruction.name].line} has the same name"
+            )
         for name in instruction.operands:
             if name not in self._instructions:
                 raise instruction.error(
@@ -236,14 +255,18 @@ def _read_line(line: str, number: int) -> Instruction | None:
     end = _closing(rest)
     arguments = rest[:end]
     operands = () if opcode in ("constant", "parameter") else tuple(_NAME.findall(arguments))
-    return Instruction(name, _read_shape(shape, number), opcode, operands, arguments, rest[end + 1 :], number)
+    return Instruction(
+        name, _read_shape(shape, number), opcode, operands, arguments, rest[end + 1 :], number
+    )
 
 
 def _read_shape(text: str, line: int) -> tuple[Array, ...]:
     arrays = []
     for dtype, dims in _ARRAY.findall(text):
         if dtype not in _BITS and not dtype.startswith("f8"):
-            raise HloError(f"HLO line {line}: unknown element type {dtype!r}; its size goes into simulator/hlo/text.py")
+            raise HloError(
+                f"HLO line {line}: unknown element type {dtype!r}; its size goes into simulator/hlo/text.py"
+            )
         sizes = [dim.removeprefix("<=") for dim in dims.split(",") if dim]
         if not all(map(str.isdecimal, sizes)):
             raise HloError(

@@ -54,7 +54,9 @@ def kernel_bytes(computation: Computation, instruction: Instruction) -> float:
     written = _update_bytes(computation, instruction) if updates else instruction.num_bytes
     read = 0.0
     for index, operand in enumerate(operands):
-        needs = min(_needs(instruction, operands, index, _size(instruction), updates), _size(operand))
+        needs = min(
+            _needs(instruction, operands, index, _size(instruction), updates), _size(operand)
+        )
         read += needs * operand.num_bytes / max(_size(operand), 1)
     return read + written
 
@@ -63,12 +65,20 @@ def call_bytes(computation: Computation, call: Instruction) -> float:
     """Bytes read and written by a library call; scratch memory, which comes after its first result as a row of bytes, is not traffic."""
     results = [
         call.array,
-        *(array for array in call.shape[1:] if array.dtype not in ("s8", "u8") or len(array.dims) != 1),
+        *(
+            array
+            for array in call.shape[1:]
+            if array.dtype not in ("s8", "u8") or len(array.dims) != 1
+        ),
     ]
-    return sum(operand.num_bytes for operand in computation.operands(call)) + sum(array.num_bytes for array in results)
+    return sum(operand.num_bytes for operand in computation.operands(call)) + sum(
+        array.num_bytes for array in results
+    )
 
 
-def _needs(user: Instruction, operands: Sequence[Instruction], index: int, amount: float, in_place: bool) -> float:
+def _needs(
+    user: Instruction, operands: Sequence[Instruction], index: int, amount: float, in_place: bool
+) -> float:
     """Elements of operand `index` that `user` needs to provide `amount` elements."""
     size = _size(operands[index])
     match user.opcode:
@@ -90,7 +100,10 @@ def _update_in_place(fused: Computation, result: Instruction) -> Instruction | N
     if update.opcode not in ("dynamic-update-slice", "scatter"):
         return None
     return (
-        update if _origin(fused, fused.operands(update, least=_LEAST[update.opcode])[0]).opcode == "parameter" else None
+        update
+        if _origin(fused, fused.operands(update, least=_LEAST[update.opcode])[0]).opcode
+        == "parameter"
+        else None
     )
 
 

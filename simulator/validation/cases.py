@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from simulator.prediction import Prediction
+from simulator.engine.prediction import Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,12 @@ class Case:
 
     @classmethod
     def of_step(
-        cls, name: str, seconds: float, prediction: Prediction, alternatives: str = "", fitted: bool = False
+        cls,
+        name: str,
+        seconds: float,
+        prediction: Prediction,
+        alternatives: str = "",
+        fitted: bool = False,
     ) -> "Case":
         """A step that was measured to take `seconds`, with the interval from P10 to P90 of the prediction."""
         interval = (prediction.quantile(0.1), prediction.quantile(0.9))

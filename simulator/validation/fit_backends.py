@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 from scipy.optimize import minimize
 
-from simulator.formula import Backend
+from simulator.transformer import Backend
 from simulator.validation.cases import Case
 
 
@@ -25,5 +25,10 @@ def fit_backend(start: Backend, cases: Callable[[Backend], Sequence[Case]]) -> B
     def loss(values: np.ndarray) -> float:
         return float(np.mean([abs(np.log1p(case.error)) for case in cases(backend(values))]))
 
-    found = minimize(loss, np.ones(2), method="Nelder-Mead", options={"xatol": 0.01, "fatol": 1e-5, "maxfev": 120})
+    found = minimize(
+        loss,
+        np.ones(2),
+        method="Nelder-Mead",
+        options={"xatol": 0.01, "fatol": 1e-5, "maxfev": 120},
+    )
     return backend(found.x)

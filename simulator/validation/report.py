@@ -9,8 +9,8 @@ import pandas as pd
 from rich import box
 from rich.table import Table
 
-from simulator.figure_style import pyplot, save_figure
 from simulator.files import unwritable
+from simulator.report.figure_style import pyplot, save_figure
 from simulator.validation.cases import Case, PublishedSet, Unpredicted
 from simulator.validation.statistics import Statistics, coverage, statistics
 
@@ -82,7 +82,9 @@ def summary(comparisons: Sequence[Comparison]) -> Table:
             str(found.unpredicted or ""),
             str(found.fitted or ""),
             _percent(found.mape),
-            "" if target is None else f"[{'green' if comparison.met else 'red'}]{_percent(target)}[/]",
+            ""
+            if target is None
+            else f"[{'green' if comparison.met else 'red'}]{_percent(target)}[/]",
             "" if found.unseen is None or not found.fitted else _percent(found.unseen),
             _percent(found.median),
             _percent(found.p90),
@@ -183,7 +185,11 @@ def _draw_scatter(comparisons: Sequence[Comparison], path: Path) -> None:
             color=_color(plt, number),
             label=comparison.published.title,
         )
-    ends = [f(case.measured for c in shown for case in c.cases) for f in (min, max)] if shown else [1, 10]
+    ends = (
+        [f(case.measured for c in shown for case in c.cases) for f in (min, max)]
+        if shown
+        else [1, 10]
+    )
     axes.plot(ends, ends, color="black", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="predicted, s")
     axes.legend(fontsize=6, frameon=False)

@@ -91,9 +91,15 @@ def coverage(sets: Sequence[Sequence[Case]]) -> Coverage | None:
     count = sum(map(len, distances))
     held_out = 0
     for number, found in enumerate(distances):
-        others = [each for other in (*distances[:number], *distances[number + 1 :]) for each in other]
+        others = [
+            each for other in (*distances[:number], *distances[number + 1 :]) for each in other
+        ]
         held_out += sum(distance <= np.quantile(others, 0.8) for distance in found)
-    return Coverage(count, sum(each <= 1 for found in distances for each in found) / count, float(held_out / count))
+    return Coverage(
+        count,
+        sum(each <= 1 for found in distances for each in found) / count,
+        float(held_out / count),
+    )
 
 
 def _distances(cases: Sequence[Case]) -> list[float]:
@@ -121,7 +127,8 @@ def regret(cases: Sequence[Case]) -> float | None:
         if case.alternatives:
             groups[case.alternatives].append(case)
     losses = [
-        min(group, key=lambda case: case.predicted).measured / min(case.measured for case in group) - 1
+        min(group, key=lambda case: case.predicted).measured / min(case.measured for case in group)
+        - 1
         for group in groups.values()
         if len(group) >= 3
     ]

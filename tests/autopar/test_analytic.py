@@ -11,8 +11,8 @@ import autopar
 import simulator
 from experiments.models import GPT
 from simulator import Cluster, load_program, prediction_of, save_program, simulate
-from simulator.description import ClusterError
-from simulator.timeline import Timeline
+from simulator.engine.timeline import Timeline
+from simulator.hardware.description import ClusterError
 from tests.tiers import tiers
 
 MODEL = GPT(
@@ -33,7 +33,10 @@ def step(state: Any, batch: Any) -> Any:
 
 def pipeline(schedule: str, **options: Any) -> autopar.PipeshardParallel:
     return autopar.PipeshardParallel(
-        num_micro_batches=4, layer_option=autopar.AutoLayerOption(2), pipeline_schedule=schedule, **options
+        num_micro_batches=4,
+        layer_option=autopar.AutoLayerOption(2),
+        pipeline_schedule=schedule,
+        **options,
     )
 
 
@@ -50,7 +53,9 @@ METHODS = {
 @cache
 def plan(name: str) -> autopar.Plan:
     method, shape = METHODS[name]
-    return autopar.plan_step(step, MODEL.abstract_args(), method=method, cluster=A100, mesh_shape=shape)
+    return autopar.plan_step(
+        step, MODEL.abstract_args(), method=method, cluster=A100, mesh_shape=shape
+    )
 
 
 @cache
@@ -58,7 +63,9 @@ def predicted(name: str, fidelity: Any = "analytic") -> Timeline:
     return autopar.simulate(step, MODEL.abstract_args(), plan(name), A100, fidelity=fidelity)
 
 
-@pytest.mark.parametrize("name", tiers(["1f1b", "shard", "accumulated", "zero2", "data", "zero_bubble_h1"]))
+@pytest.mark.parametrize(
+    "name", tiers(["1f1b", "shard", "accumulated", "zero2", "data", "zero_bubble_h1"])
+)
 def test_it_is_what_the_plan_says(name):
     timeline, made = predicted(name), plan(name)
     if made.schedule.is_whole_step:
@@ -68,7 +75,9 @@ def test_it_is_what_the_plan_says(name):
     counted = (
         0.01 if made.schedule.is_whole_step else 0.05
     )  # what only half a backward pass reads counts through all of it there
-    assert max(use.total for use in timeline.memory) == pytest.approx(made.predicted_bytes, rel=counted)
+    assert max(use.total for use in timeline.memory) == pytest.approx(
+        made.predicted_bytes, rel=counted
+    )
     assert all(sum(use.roles.values()) == use.total for use in timeline.memory)
 
 
@@ -76,7 +85,9 @@ def test_it_is_what_the_plan_says(name):
 @pytest.mark.parametrize("name", ["1f1b", "accumulated", "zero_bubble_h1"])
 def test_it_agrees_with_what_xla_compiles(name):
     analytic, compiled = predicted(name), predicted(name, "compiled")
-    assert analytic.makespan == pytest.approx(compiled.makespan, rel=0.06 if name == "zero_bubble_h1" else 0.05)
+    assert analytic.makespan == pytest.approx(
+        compiled.makespan, rel=0.06 if name == "zero_bubble_h1" else 0.05
+    )
     for mine, theirs in zip(analytic.memory, compiled.memory, strict=True):
         assert mine.total == pytest.approx(theirs.total, rel=0.05)
     assert sum(analytic.flops.values()) == pytest.approx(sum(compiled.flops.values()), rel=0.01)
@@ -105,7 +116,8 @@ def test_a_plan_from_a_file_will_do_and_the_program_goes_into_one(tmp_path):
     save_program(program, tmp_path / "program.json")
     assert simulate(load_program(tmp_path / "program.json"), A100).makespan == again.makespan
     with pytest.raises(
-        ClusterError, match=r"on cluster 'dgx_a100_80', which are not those of 'dgx_h100'.*fidelity='compiled'"
+        ClusterError,
+        match=r"on cluster 'dgx_a100_80', which are not those of 'dgx_h100'.*fidelity='compiled'",
     ):
         simulate(load_program(tmp_path / "program.json"), Cluster.load("dgx_h100"))
 
@@ -118,7 +130,9 @@ def test_what_is_computed_again_counts_by_itself(name):
     def step(state: Any, batch: Any) -> Any:
         return model.train_step(state, batch, autopar.value_and_grad)
 
-    made = autopar.plan_step(step, model.abstract_args(), method=method, cluster=A100, mesh_shape=shape)
+    made = autopar.plan_step(
+        step, model.abstract_args(), method=method, cluster=A100, mesh_shape=shape
+    )
     found = autopar.predict(step, model.abstract_args(), made, A100, fidelity="analytic")
     assert found.mfu < 0.9 * found.hfu
     assert 0.3 * found.forward < found.recompute < found.forward
@@ -128,7 +142,9 @@ def test_what_is_computed_again_counts_by_itself(name):
 @pytest.mark.parametrize("name", tiers(["1f1b", "zero2", "data"]))
 def test_what_the_model_needs_is_the_same_on_every_plan(name):
     tokens = MODEL.batch_size * MODEL.sequence_length
-    found = autopar.predict(step, MODEL.abstract_args(), plan(name), A100, fidelity="analytic", tokens=tokens)
+    found = autopar.predict(
+        step, MODEL.abstract_args(), plan(name), A100, fidelity="analytic", tokens=tokens
+    )
     assert found.timeline == predicted(name)
     assert found.seconds == predicted(name).makespan
     width, rows = MODEL.hidden_size, MODEL.batch_size * MODEL.sequence_length
@@ -136,8 +152,13 @@ def test_what_the_model_needs_is_the_same_on_every_plan(name):
     attention = MODEL.num_layers * 2 * width * MODEL.sequence_length
     assert found.model_flops == pytest.approx(6 * rows * (weights + attention), rel=0.01)
     assert 0 < found.mfu <= found.hfu * (1 + 1e-9) < 1
-    assert (found.examples, found.examples_per_s) == (MODEL.batch_size, MODEL.batch_size / found.seconds)
-    program = autopar.compile_step(step, MODEL.abstract_args(), plan(name), A100, fidelity="analytic")
+    assert (found.examples, found.examples_per_s) == (
+        MODEL.batch_size,
+        MODEL.batch_size / found.seconds,
+    )
+    program = autopar.compile_step(
+        step, MODEL.abstract_args(), plan(name), A100, fidelity="analytic"
+    )
     assert simulator.predict(program, A100).row()["mfu"] == found.mfu
 
 
@@ -146,7 +167,10 @@ def test_what_can_not_be_predicted_so_is_refused():
     with pytest.raises(ValueError, match="fidelity is 'exact', expected 'compiled' or 'analytic'"):
         predicted("shard", "exact")
     manual = autopar.plan_step(
-        step, args, method=autopar.ManualShardParallel(pins={"*/kernel": jax.P(None, "x")}), cluster=A100
+        step,
+        args,
+        method=autopar.ManualShardParallel(pins={"*/kernel": jax.P(None, "x")}),
+        cluster=A100,
     )
     with pytest.raises(autopar.PlanError, match="nothing inside the step was chosen"):
         autopar.simulate(step, args, manual, A100, fidelity="analytic")

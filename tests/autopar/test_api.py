@@ -16,10 +16,15 @@ import autopar
 from autopar import api
 from autopar.pipeline.partition import Task
 from autopar.testing import assert_allclose
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 from tests.steps import mlp_args, mlp_step, serial
 
-METHODS = [autopar.ShardParallel, autopar.DataParallel, autopar.Zero2Parallel, autopar.Zero3Parallel]
+METHODS = [
+    autopar.ShardParallel,
+    autopar.DataParallel,
+    autopar.Zero2Parallel,
+    autopar.Zero3Parallel,
+]
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}  # Adam's first step divides by tiny second moments
 
 
@@ -33,7 +38,9 @@ CLOSE = {"rtol": 2e-3, "atol": 2e-3}  # Adam's first step divides by tiny second
 )
 def test_every_method_equals_one_device_in_value_and_state(method, devices, sizes, rows, count):
     args = mlp_args(sizes, batch_size=8 * rows * count)
-    planned = autopar.parallelize(mlp_step, method=method(devices=devices, num_micro_batches=count), donate_argnums=())
+    planned = autopar.parallelize(
+        mlp_step, method=method(devices=devices, num_micro_batches=count), donate_argnums=()
+    )
     assert_allclose(planned(*args), serial(mlp_step, *args), **CLOSE)
 
 
@@ -70,7 +77,9 @@ def test_results_are_distributed_and_turn_into_numpy():
 
 
 def test_each_structure_shape_and_dtype_compiles_once():
-    planned = autopar.parallelize(mlp_step, method=autopar.DataParallel(devices=2), donate_argnums=())
+    planned = autopar.parallelize(
+        mlp_step, method=autopar.DataParallel(devices=2), donate_argnums=()
+    )
     small, large = mlp_args(batch_size=8), mlp_args(batch_size=16)
     first = planned.get_executable(*small)
     planned(*small)
@@ -110,7 +119,11 @@ def test_numbers_and_functions_are_static():
 
 def test_static_and_donated_arguments_can_be_named():
     f = autopar.parallelize(
-        lambda x, k: x * k, static_argnums=1, donate_argnums=(0,), batch_argnums=(0,), method=autopar.DataParallel(2)
+        lambda x, k: x * k,
+        static_argnums=1,
+        donate_argnums=(0,),
+        batch_argnums=(0,),
+        method=autopar.DataParallel(2),
     )
     (x,) = f.preshard_dynamic_args(np.ones(4, np.float32), 3)
     np.testing.assert_allclose(f(x, 3), 3 * np.ones(4))
@@ -126,12 +139,28 @@ def test_static_values_are_told_apart_where_they_compute_differently():
     def f(x, k):
         for _ in range(2):
             k = k.value if isinstance(k, Config) else k[0] if isinstance(k, tuple) else k
-        return x + (0 if isinstance(k, int) else 1) + 2 * isinstance(k, bool) + 4 * (str(k)[0] == "-")
+        return (
+            x + (0 if isinstance(k, int) else 1) + 2 * isinstance(k, bool) + 4 * (str(k)[0] == "-")
+        )
 
     x = np.zeros(4, np.float32)
     nan = float("nan")
-    numbers = [1, 1.0, True, 0.0, -0.0, 0, False, nan, np.float32(1), complex(0.0, -0.0), complex(0.0, 0.0)]
-    for value in [wrap(number) for wrap in (lambda v: v, lambda v: (v,), Config) for number in numbers]:
+    numbers = [
+        1,
+        1.0,
+        True,
+        0.0,
+        -0.0,
+        0,
+        False,
+        nan,
+        np.float32(1),
+        complex(0.0, -0.0),
+        complex(0.0, 0.0),
+    ]
+    for value in [
+        wrap(number) for wrap in (lambda v: v, lambda v: (v,), Config) for number in numbers
+    ]:
         np.testing.assert_array_equal(f(x, value), f.fun(x, value))
         np.testing.assert_array_equal(f(x, value), f.fun(x, value))  # as the last one again
     assert len(f._executables) == 32
@@ -155,11 +184,15 @@ def test_a_number_that_changes_is_warned_of_at_its_third_value():
     x = np.ones(4, np.float32)
     for rate in (0.1, 0.2, 0.1, 0.2):
         changing(x, rate)
-    with pytest.warns(UserWarning, match=r"argument 1 \(rate\) has been 0.1, 0.2, 0.3.*jnp.float32\(rate\)") as caught:
+    with pytest.warns(
+        UserWarning, match=r"argument 1 \(rate\) has been 0.1, 0.2, 0.3.*jnp.float32\(rate\)"
+    ) as caught:
         changing(x, 0.3)
     assert caught[0].filename == __file__
     changing(x, 0.4)
-    meant = autopar.parallelize(f, static_argnums=1, batch_argnums=(0,), method=autopar.DataParallel(2))
+    meant = autopar.parallelize(
+        f, static_argnums=1, batch_argnums=(0,), method=autopar.DataParallel(2)
+    )
     for rate in (0.1, 0.2, 0.3, jnp.float32(0.4).item()):
         meant(x, rate)
     arrays = autopar.parallelize(f, batch_argnums=(0,), method=autopar.DataParallel(2))
@@ -170,7 +203,9 @@ def test_a_number_that_changes_is_warned_of_at_its_third_value():
 
 def test_only_the_programs_that_were_used_last_are_kept(monkeypatch):
     monkeypatch.setattr(api, "MOST_PROGRAMS", 2)
-    f = autopar.parallelize(lambda x, k: x * k, static_argnums=1, batch_argnums=(0,), method=autopar.DataParallel(2))
+    f = autopar.parallelize(
+        lambda x, k: x * k, static_argnums=1, batch_argnums=(0,), method=autopar.DataParallel(2)
+    )
     x = np.ones(4, np.float32)
     first, second = (weakref.ref(f.get_executable(x, k)) for k in (1, 2))
     compiled = weakref.ref(second().tasks[Task(0, "S")].compiled)
@@ -242,7 +277,10 @@ def test_a_model_with_functions_in_it_is_refused_with_advice():
         lambda: autopar.parallelize(fun, static_argnums=())(*args),
         lambda: autopar.plan_step(fun, args, cluster="p3.16xlarge"),
     ):
-        with pytest.raises(TypeError, match=r"argument 0, a Model, holds .* at .*, which is no array.*eqx\.partition"):
+        with pytest.raises(
+            TypeError,
+            match=r"argument 0, a Model, holds .* at .*, which is no array.*eqx\.partition",
+        ):
             use()
 
 
@@ -255,17 +293,29 @@ def test_an_argument_that_cannot_be_static_is_refused():
 def test_meshes_are_taken_as_a_mesh_a_shape_a_number_or_a_list():
     devices = jax.devices()
     explicit = jax.make_mesh((2, 2), ("rows", "columns"))
-    for given_devices, shape in [(explicit, (2, 2)), ((2, 2), (2, 2)), (4, (4,)), (devices[4:], (4,)), (None, (8,))]:
-        planned = autopar.parallelize(mlp_step, method=autopar.DataParallel(devices=given_devices), donate_argnums=())
+    for given_devices, shape in [
+        (explicit, (2, 2)),
+        ((2, 2), (2, 2)),
+        (4, (4,)),
+        (devices[4:], (4,)),
+        (None, (8,)),
+    ]:
+        planned = autopar.parallelize(
+            mlp_step, method=autopar.DataParallel(devices=given_devices), donate_argnums=()
+        )
         assert planned.get_executable(*mlp_args()).meshes[0].devices.shape == shape
-    planned = autopar.parallelize(mlp_step, method=autopar.DataParallel(devices=devices[4:]), donate_argnums=())
+    planned = autopar.parallelize(
+        mlp_step, method=autopar.DataParallel(devices=devices[4:]), donate_argnums=()
+    )
     state, _ = planned(*mlp_args())
     assert state.step.sharding.device_set == set(devices[4:])
 
 
 def test_a_mesh_larger_than_the_machine_says_how_to_get_virtual_devices():
     planned = autopar.parallelize(mlp_step, method=autopar.ShardParallel(devices=(4, 4)))
-    with pytest.raises(ValueError, match=r"needs 16 devices, but only 8(.|\n)*force_host_platform_device_count=16"):
+    with pytest.raises(
+        ValueError, match=r"needs 16 devices, but only 8(.|\n)*force_host_platform_device_count=16"
+    ):
         planned(*mlp_args())
 
 
@@ -292,18 +342,24 @@ def test_errors_in_a_running_step_are_not_hidden():
 
 def test_a_saved_plan_runs_without_solving(tmp_path, monkeypatch):
     args = mlp_args()
-    planned = autopar.parallelize(mlp_step, method=autopar.ShardParallel(devices=(2, 4)), donate_argnums=())
+    planned = autopar.parallelize(
+        mlp_step, method=autopar.ShardParallel(devices=(2, 4)), donate_argnums=()
+    )
     planned.get_executable(*args).plan.save(tmp_path / "plan.json")
     monkeypatch.setattr("autopar.sharding.planner.solve", None)
     again = autopar.parallelize(
-        mlp_step, method=autopar.PlanMethod(autopar.Plan.load(tmp_path / "plan.json")), donate_argnums=()
+        mlp_step,
+        method=autopar.PlanMethod(autopar.Plan.load(tmp_path / "plan.json")),
+        donate_argnums=(),
     )
     assert_allclose(again(*args), serial(mlp_step, *args), **CLOSE)
     assert again.get_executable(*args).plan == planned.get_executable(*args).plan
 
 
 def test_the_executable_tells_memory_and_program():
-    executable = autopar.parallelize(mlp_step, method=autopar.DataParallel(devices=2)).get_executable(*mlp_args())
+    executable = autopar.parallelize(
+        mlp_step, method=autopar.DataParallel(devices=2)
+    ).get_executable(*mlp_args())
     state, batch = mlp_args()
     state_bytes = sum(jnp.asarray(leaf).nbytes for leaf in jax.tree.leaves(state))
     batch_bytes = sum(leaf.nbytes for leaf in batch.values())
@@ -315,20 +371,28 @@ def test_the_executable_tells_memory_and_program():
 
 
 def test_gradients_are_reduced_in_one_collective():
-    executable = autopar.parallelize(mlp_step, method=autopar.DataParallel(devices=4)).get_executable(*mlp_args())
+    executable = autopar.parallelize(
+        mlp_step, method=autopar.DataParallel(devices=4)
+    ).get_executable(*mlp_args())
     assert executable.get_hlo_text().count(" all-reduce(") == 1
 
 
 def test_predictions_need_no_devices():
     args = jax.eval_shape(lambda: mlp_args((256, 256), batch_size=64))
     cluster = Cluster.load("dgx_a100_80").with_size(hosts=2)
-    plan = autopar.plan_step(mlp_step, args, method=autopar.DataParallel(), cluster=cluster, mesh_shape=(16,))
+    plan = autopar.plan_step(
+        mlp_step, args, method=autopar.DataParallel(), cluster=cluster, mesh_shape=(16,)
+    )
     timeline = autopar.simulate(mlp_step, args, plan, cluster)
     assert 0 < timeline.makespan < 1e-2
     (memory,) = timeline.memory
     assert memory.total < cluster.device.memory_bytes
-    state, batch = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(each)) for each in args)
-    assert memory.roles["parameters"] + memory.roles.get("optimizer", 0) == state  # whole on each device
+    state, batch = (
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(each)) for each in args
+    )
+    assert (
+        memory.roles["parameters"] + memory.roles.get("optimizer", 0) == state
+    )  # whole on each device
     assert memory.roles["inputs"] == batch // 16
 
 
@@ -345,11 +409,17 @@ def test_init_and_shutdown():
 
 
 def test_memory_is_a_constraint_by_default():
-    args = jax.eval_shape(lambda: mlp_args((8192, 8192), batch_size=64, features=8192))  # 1.6 GB with Adam
+    args = jax.eval_shape(
+        lambda: mlp_args((8192, 8192), batch_size=64, features=8192)
+    )  # 1.6 GB with Adam
     cluster = Cluster.load("p3.16xlarge")
-    small = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory_gb": 2.0})})
+    small = cluster.model_copy(
+        update={"device": cluster.device.model_copy(update={"memory_gb": 2.0})}
+    )
     with pytest.raises(autopar.MemoryBudgetError, match="per device"):
-        autopar.plan_step(mlp_step, args, method=autopar.DataParallel(), cluster=small, mesh_shape=(8,))
+        autopar.plan_step(
+            mlp_step, args, method=autopar.DataParallel(), cluster=small, mesh_shape=(8,)
+        )
     plan = autopar.plan_step(mlp_step, args, cluster=small, mesh_shape=(8,))
     assert plan.predicted_bytes < small.device.usable_bytes
     tight = autopar.ShardParallel(memory_budget=1e6)
@@ -370,7 +440,9 @@ def test_a_state_may_carry_a_random_key_and_steps_may_print(capfd):
     expected = step.fun(state, batch)
     actual = step(state, batch)
     np.testing.assert_allclose(actual["w"], expected["w"])
-    assert jax.random.key_data(actual["key"]).tolist() == jax.random.key_data(expected["key"]).tolist()
+    assert (
+        jax.random.key_data(actual["key"]).tolist() == jax.random.key_data(expected["key"]).tolist()
+    )
     assert capfd.readouterr().out.count("step") >= 2
 
 

@@ -13,7 +13,7 @@ from autopar.cli import app
 from autopar.devices import device_mesh
 from autopar.microbenchmarks import Benchmark
 from simulator.calibration.fit_cluster import Convolution
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
 CONVOLUTIONS = (Convolution(1, 4, 4), Convolution(1, 8, 4), Convolution(1, 8, 8))
 TINY = Effort(tuple(4**i for i in range(2, 9)), (8, 16), (64,), CONVOLUTIONS, ("float32",), 1e-3)
@@ -29,7 +29,9 @@ def calibrated(tmp_path_factory):
         patch.setattr(autopar.calibrate, "device_mesh", lambda _: device_mesh(2))
         hurried = lambda: 100 * time.perf_counter()  # noqa: E731  # however fast the machine is
         patch.setattr(autopar.calibrate._Clock.__init__, "__defaults__", (hurried,))
-        result = CliRunner().invoke(app, ["calibrate", str(path), "--budget", "1"], env={"COLUMNS": "200"})
+        result = CliRunner().invoke(
+            app, ["calibrate", str(path), "--budget", "1"], env={"COLUMNS": "200"}
+        )
     assert result.exit_code == 0, result.output
     return result, path
 
@@ -39,7 +41,9 @@ def test_virtual_devices_become_a_cluster_file_that_plans_are_made_for(calibrate
     assert (cluster.hosts, cluster.devices_per_host) == (1, 2)
     assert cluster.source.startswith("measured by autopar calibrate on 2 x cpu")
     assert f"jax {jax.__version__}" in cluster.source
-    plan = autopar.plan_step(lambda w, x: (w + x.sum(), x.mean()), (1.0, jax.numpy.ones((8, 4))), cluster=cluster)
+    plan = autopar.plan_step(
+        lambda w, x: (w + x.sum(), x.mean()), (1.0, jax.numpy.ones((8, 4))), cluster=cluster
+    )
     assert plan.predicted_seconds > 0
 
 
@@ -77,7 +81,9 @@ def test_what_there_is_no_time_for_is_left_out(calibrated):
 
 def test_what_is_measured_is_told_and_one_device_has_no_collectives():
     told = []
-    cluster = calibrate(jax.devices()[:1], TINY, lambda what, spent: told.append((what, spent)), budget=600)
+    cluster = calibrate(
+        jax.devices()[:1], TINY, lambda what, spent: told.append((what, spent)), budget=600
+    )
     assert cluster.intra_host == Cluster.load("cpu-virtual").intra_host
     assert cluster.collectives is None
     names, spent = zip(*told, strict=True)
@@ -107,7 +113,9 @@ def test_the_beginning_of_an_order_is_spread_over_all(count):
 def test_an_all_reduce_is_measured_beside_products_that_take_about_as_long():
     told = []
     clock = autopar.calibrate._Clock(60.0, lambda what, spent: told.append(what))
-    overlap = autopar.calibrate._Measuring(jax.devices()[:2], TINY, 1e-3, clock)._overlap("bfloat16")
+    overlap = autopar.calibrate._Measuring(jax.devices()[:2], TINY, 1e-3, clock)._overlap(
+        "bfloat16"
+    )
     assert told == ["an all_reduce beside products, bfloat16"]
     assert 1 <= overlap.slowdown <= 2
 
@@ -162,5 +170,7 @@ def test_only_cluster_files_are_written(name, tmp_path):
 
 
 def test_a_budget_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="a budget of 0 seconds; expected more than 0, 240 by default"):
+    with pytest.raises(
+        ValueError, match="a budget of 0 seconds; expected more than 0, 240 by default"
+    ):
         calibrate(budget=0)

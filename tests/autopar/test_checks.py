@@ -29,9 +29,13 @@ def test_an_option_has_the_form_that_the_program_uses():
     assert Options("auto").count == "auto"
 
 
-@pytest.mark.parametrize("given", [0, True, 1.0, "1", None, [1], np.float32(1), np.ones(1, int), NAN])
+@pytest.mark.parametrize(
+    "given", [0, True, 1.0, "1", None, [1], np.float32(1), np.ones(1, int), NAN]
+)
 def test_the_line_names_the_option_what_was_given_and_what_is_expected(given):
-    with pytest.raises(autopar.OptionError, match=r"^count is .*, expected a whole number of at least 1 or 'auto'$"):
+    with pytest.raises(
+        autopar.OptionError, match=r"^count is .*, expected a whole number of at least 1 or 'auto'$"
+    ):
         Options(given)
 
 
@@ -49,7 +53,10 @@ ACCEPTED = [
     (autopar.ShardingOptions, {"forbidden": ["all_gather"], "pins": {"0/*": jax.P("x")}}),
     (autopar.PipeshardParallel, {"num_chunks": 2, "pipeline_schedule": "auto"}),
     (autopar.PipeshardParallel, {"num_chunks": "auto", "stage_mode": "auto"}),
-    (autopar.UniformStageOption, {"num_stages": 2, "submesh_physical_shape": [1, 4], "submesh_logical_shape": (2, 2)}),
+    (
+        autopar.UniformStageOption,
+        {"num_stages": 2, "submesh_physical_shape": [1, 4], "submesh_logical_shape": (2, 2)},
+    ),
     (autopar.AutoLayerOption, {"layer_num": np.int64(2), "remat_layer": "auto", "eps": 1}),
 ]
 
@@ -63,12 +70,20 @@ REFUSED = [
     (autopar.DataParallel, "memory_budget", ["1GB", NAN, -1.0, 0, True, [1e9], 10**400]),
     (autopar.Zero2Parallel, "cluster", [8, True, "", ["p3.16xlarge"], {}]),
     (autopar.ShardParallel, "options", [{}, None, "solve", autopar.ShardingOptions]),
-    (autopar.ManualShardParallel, "pins", ["0", {"0/x": "x"}, {"": jax.P()}, {0: jax.P()}, [("0", jax.P())], None]),
+    (
+        autopar.ManualShardParallel,
+        "pins",
+        ["0", {"0/x": "x"}, {"": jax.P()}, {0: jax.P()}, [("0", jax.P())], None],
+    ),
     (autopar.ShardingOptions, "mode", ["fast", None, ["solve"]]),
     (autopar.ShardingOptions, "data_parallel", [1, None, "yes"]),
     (autopar.ShardingOptions, "parameters", ["all", None, []]),
     (autopar.ShardingOptions, "batch_axis", [0, "", ["x"]]),
-    (autopar.ShardingOptions, "forbidden", ["all_gather", {"gather"}, None, [1], {"all_gather": 1}]),
+    (
+        autopar.ShardingOptions,
+        "forbidden",
+        ["all_gather", {"gather"}, None, [1], {"all_gather": 1}],
+    ),
     (autopar.ShardingOptions, "pins", [{"0": "x"}, {"0": None}, "0"]),
     (autopar.ShardingOptions, "time_limit", [0, -1, NAN, None, "60"]),
     (autopar.ShardingOptions, "tolerance", [-0.1, 2, NAN, None]),
@@ -97,7 +112,9 @@ def test_options_that_make_sense_are_taken(kind, options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "values"), REFUSED, ids=[f"{kind.__name__} {name}" for kind, name, _ in REFUSED]
+    ("kind", "name", "values"),
+    REFUSED,
+    ids=[f"{kind.__name__} {name}" for kind, name, _ in REFUSED],
 )
 def test_options_are_refused_where_they_are_given_in_one_line(kind, name, values):
     for value in values:
@@ -173,15 +190,22 @@ def test_parallelize_refuses_options_before_it_is_given_a_step(options):
 def test_arguments_that_a_step_does_not_have_are_refused(numbers):
     for name in ("static_argnums", "donate_argnums", "batch_argnums"):
         step = autopar.parallelize(lambda a, b: a + b, **{name: numbers})
-        with pytest.raises(ValueError, match=f"{name} is .*, but the step has 2 arguments; count from 0 to 1"):
+        with pytest.raises(
+            ValueError, match=f"{name} is .*, but the step has 2 arguments; count from 0 to 1"
+        ):
             step.get_executable(np.ones(8), np.ones(8))
     with pytest.raises(ValueError, match="batch_argnums is"):
         autopar.plan_step(mlp_step, mlp_args(), cluster="p3.16xlarge", batch_argnums=numbers)
 
 
 def test_the_batch_may_be_counted_from_the_end():
-    plan = autopar.plan_step(mlp_step, mlp_args(), cluster="p3.16xlarge", mesh_shape=(2,), batch_argnums=-1)
-    assert {value.path for value in plan.stages[0].inputs if value.role == "batch"} == {"1/x", "1/y"}
+    plan = autopar.plan_step(
+        mlp_step, mlp_args(), cluster="p3.16xlarge", mesh_shape=(2,), batch_argnums=-1
+    )
+    assert {value.path for value in plan.stages[0].inputs if value.role == "batch"} == {
+        "1/x",
+        "1/y",
+    }
 
 
 @pytest.mark.parametrize(
@@ -202,7 +226,9 @@ def test_the_batch_may_be_counted_from_the_end():
 )
 def test_plan_step_refuses_options_in_one_line(change):
     good = {"fun": mlp_step, "args": mlp_args(), "cluster": "p3.16xlarge"}
-    with pytest.raises(autopar.OptionError, match=rf"^{next(iter(change))} is [^\n]*, expected [^\n]*$"):
+    with pytest.raises(
+        autopar.OptionError, match=rf"^{next(iter(change))} is [^\n]*, expected [^\n]*$"
+    ):
         autopar.plan_step(**good | change)
 
 

@@ -4,7 +4,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app
-from simulator.cluster import cluster_names, mixed_cluster_names
+from simulator.hardware.cluster import cluster_names, mixed_cluster_names
 from tests.steps import mlp_args, mlp_step
 
 

@@ -41,11 +41,17 @@ def _nested(x):
 
 def _branches(x):
     table = jnp.arange(4.0)
-    return lax.switch(jnp.int32(x.sum() > 0) + 1, [jnp.sin, lambda y: y + table, lambda y: (y * 2 + table) * table], x)
+    return lax.switch(
+        jnp.int32(x.sum() > 0) + 1,
+        [jnp.sin, lambda y: y + table, lambda y: (y * 2 + table) * table],
+        x,
+    )
 
 
 def _gradient_of_cond(x):
-    return jax.grad(lambda x: lax.cond(x[0, 0] > 0, lambda y: (y**3).sum(), lambda y: y.sum(), x * 2))(x)
+    return jax.grad(
+        lambda x: lax.cond(x[0, 0] > 0, lambda y: (y**3).sum(), lambda y: y.sum(), x * 2)
+    )(x)
 
 
 def _checkpointed_layers(x):
@@ -60,33 +66,50 @@ def _checkpointed_layers(x):
 
 FUNCTIONS = {
     "scan": (lambda x: _rnn(W, x, jnp.stack([x, x])), (X,)),
-    "reverse scan": (lambda x: lax.scan(lambda c, y: (c + y, c), x[0], x, reverse=True, unroll=2), (X,)),
-    "scan without operands": (lambda x: lax.scan(lambda c, _: (c + 1, c), 0, None, length=3)[1] + x[0, :3], (X,)),
+    "reverse scan": (
+        lambda x: lax.scan(lambda c, y: (c + y, c), x[0], x, reverse=True, unroll=2),
+        (X,),
+    ),
+    "scan without operands": (
+        lambda x: lax.scan(lambda c, _: (c + 1, c), 0, None, length=3)[1] + x[0, :3],
+        (X,),
+    ),
     "gradient of a scan": (_scan_gradient, (W, X)),
     "nested scans": (_nested, (X,)),
     "scan over checkpointed layers": (_checkpointed_layers, (X,)),
     "fori_loop": (lambda x: lax.fori_loop(0, 3, lambda i, c: c * i + x, x), (X,)),
-    "while": (lambda x: lax.while_loop(lambda c: c[1].sum() < 9, lambda c: (c[0] + 1, c[1] + x * x), (0, x)), (X,)),
+    "while": (
+        lambda x: lax.while_loop(
+            lambda c: c[1].sum() < 9, lambda c: (c[0] + 1, c[1] + x * x), (0, x)
+        ),
+        (X,),
+    ),
     "while that computes in its body what its condition does": (
         lambda x: lax.while_loop(lambda y: (y * 2).sum() < 99, lambda y: y * 2, x * x),
         (X,),
     ),
     "while in a scan": (
-        lambda x: lax.scan(lambda c, y: (lax.while_loop(lambda d: d.sum() < 5, lambda d: d + 1, c + y), c), x[0], x),
+        lambda x: lax.scan(
+            lambda c, y: (lax.while_loop(lambda d: d.sum() < 5, lambda d: d + 1, c + y), c), x[0], x
+        ),
         (X,),
     ),
     "switch": (_branches, (X,)),
     "gradient of a cond": (_gradient_of_cond, (X,)),
     "map": (lambda x: lax.map(lambda y: jnp.dot(y, y), x), (X,)),
     "random keys": (
-        lambda x: lax.scan(lambda k, y: (jax.random.split(k)[0], y + jax.random.normal(k)), jax.random.key(0), x)[1],
+        lambda x: lax.scan(
+            lambda k, y: (jax.random.split(k)[0], y + jax.random.normal(k)), jax.random.key(0), x
+        )[1],
         (X,),
     ),
 }
 
 
 def run(jaxpr, *args):
-    env = dict(zip(jaxpr.invars, args, strict=True)) | dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
+    env = dict(zip(jaxpr.invars, args, strict=True)) | dict(
+        zip(jaxpr.constvars, jaxpr.consts, strict=True)
+    )
     evaluate(enumerate(jaxpr.eqns), env, before=lambda _, v: v, after=lambda _, v: v)
     return [read(atom, env) for atom in jaxpr.outvars]
 
@@ -106,7 +129,9 @@ def test_flat_control_flow_computes_the_same(name):
 
 def test_what_is_not_needed_of_a_loop_goes_and_its_carries_stay():
     def function(x):
-        _, (used, _) = lax.scan(lambda c, y: ((c[0] + c[1], c[1] * 2), (c[0], jnp.sin(y))), (x[0], x[1]), x)
+        _, (used, _) = lax.scan(
+            lambda c, y: ((c[0] + c[1], c[1] * 2), (c[0], jnp.sin(y))), (x[0], x[1]), x
+        )
         return used
 
     flat = flatten(jax.make_jaxpr(function)(X))
@@ -141,5 +166,12 @@ def test_repeats_multiply_through_nested_loops_and_divide_by_branches():
         return lax.scan(body, x[0], x)[0]
 
     flat = flatten(jax.make_jaxpr(function)(X))
-    repeats = dict(zip([eqn.primitive.name for eqn in flat.eqns], control_flow.repeats(flat.eqns), strict=True))
-    assert (repeats["sin"], repeats["cos"], repeats["reduce_sum"], repeats["loop_slice"]) == (15, 1.5, 3, 1)
+    repeats = dict(
+        zip([eqn.primitive.name for eqn in flat.eqns], control_flow.repeats(flat.eqns), strict=True)
+    )
+    assert (repeats["sin"], repeats["cos"], repeats["reduce_sum"], repeats["loop_slice"]) == (
+        15,
+        1.5,
+        3,
+        1,
+    )

@@ -43,11 +43,17 @@ def test_many_new_objects_are_spared_the_first_search_until_it_adds_up(monkeypat
     monkeypatch.setattr(_cpython, "_MANY", 50_000)
     monkeypatch.setattr(_cpython, "_unsearched", 0)
     searched = []
-    watch = lambda phase, info: searched.append((info["generation"], gc.get_count()[0])) if phase == "start" else None  # noqa: E731
+
+    def watch(phase, info):
+        if phase == "start":
+            searched.append((info["generation"], gc.get_count()[0]))
+
     gc.callbacks.append(watch)
     try:
         kept = [_build(20_000) for _ in range(2)]
-        assert all(count < 5_000 for _, count in searched)  # of what the list itself took, if at all
+        assert all(
+            count < 5_000 for _, count in searched
+        )  # of what the list itself took, if at all
         assert 2 not in {generation for generation, _ in searched}
         kept.append(_build(20_000))
         assert 2 in {generation for generation, _ in searched}

@@ -29,12 +29,18 @@ ROWS = 16
 def step(stages: int) -> Any:
     """`stack_step` on the 8 devices."""
     option = autopar.UniformStageOption(stages)
-    return autopar.parallelize(stack_step, method=autopar.PipeshardParallel(num_micro_batches=4, stage_option=option))
+    return autopar.parallelize(
+        stack_step, method=autopar.PipeshardParallel(num_micro_batches=4, stage_option=option)
+    )
 
 
 @cache
 def placements(stages: int = 2) -> Any:
-    return step(stages).get_executable(stack_params(), stack_batch(ROWS)).get_input_placement_specs()[1]
+    return (
+        step(stages)
+        .get_executable(stack_params(), stack_batch(ROWS))
+        .get_input_placement_specs()[1]
+    )
 
 
 def examples(start: int, end: int) -> dict[str, np.ndarray]:
@@ -91,13 +97,17 @@ def test_a_step_on_one_mesh_takes_batches_as_they_are():
     function = autopar.parallelize(stack_step, method=autopar.DataParallel())
     executable = function.get_executable(stack_params(), stack_batch(ROWS))
     params = executable.shard_args(stack_params(), stack_batch(ROWS))[0]
-    (batch,) = MeshDriverDataLoader(ROWS, ROWS, Recorded(), executable.get_input_placement_specs()[1])
+    (batch,) = MeshDriverDataLoader(
+        ROWS, ROWS, Recorded(), executable.get_input_placement_specs()[1]
+    )
     assert batch["x"].sharding.is_equivalent_to(executable.in_shardings[1]["x"], 2)
     executable(params, batch)
 
 
 def test_training_from_a_loader_is_training_from_numpy():
-    batches = [jax.tree.map(lambda leaf: leaf / 50, examples(16 * k, 16 * k + ROWS)) for k in range(3)]
+    batches = [
+        jax.tree.map(lambda leaf: leaf / 50, examples(16 * k, 16 * k + ROWS)) for k in range(3)
+    ]
 
     def trained(given: Any) -> Any:
         params = stack_params()
@@ -107,7 +117,8 @@ def test_training_from_a_loader_is_training_from_numpy():
 
     def read(start: int, end: int, batch_size: int) -> Any:
         return (
-            jax.tree.map(lambda leaf: leaf / 50, examples(k, k + batch_size)) for k in range(start, end, batch_size)
+            jax.tree.map(lambda leaf: leaf / 50, examples(k, k + batch_size))
+            for k in range(start, end, batch_size)
         )
 
     expected = trained(batches)
@@ -134,7 +145,11 @@ def test_as_many_batches_are_made_ahead_as_asked_for(prefetch_size):
 def test_a_list_is_gone_through_as_often_as_wanted_and_from_anywhere():
     loader = made([examples(k, k + ROWS) for k in range(4)])
     assert len(loader) == 4
-    assert [each[0] for each in numbers(loader)] == [each[0] for each in numbers(loader)] == [0, 1, 2, 3]
+    assert (
+        [each[0] for each in numbers(loader)]
+        == [each[0] for each in numbers(loader)]
+        == [0, 1, 2, 3]
+    )
     assert [each[0] for each in numbers(loader.from_step(2))] == [2, 3]
 
 
@@ -169,9 +184,18 @@ def test_what_the_user_s_iterator_raises_is_raised():
     ("batch", "message"),
     [
         (examples(0, 8), r"batch 0 has float32\[8, 16\] at \['x'\], expected float32\[16, 16\]"),
-        ({"x": examples(0, 16)["x"]}, r"batch 0 has arrays at \['x'\], expected them at \['x'\], \['y'\]"),
-        ({k: v.astype(np.int32) for k, v in examples(0, 16).items()}, r"batch 0 has int32.* expected float32"),
-        ({"x": np.array("a"), "y": np.array("b")}, r"batch 0 has <U1\[\] at \['x'\], expected float32"),
+        (
+            {"x": examples(0, 16)["x"]},
+            r"batch 0 has arrays at \['x'\], expected them at \['x'\], \['y'\]",
+        ),
+        (
+            {k: v.astype(np.int32) for k, v in examples(0, 16).items()},
+            r"batch 0 has int32.* expected float32",
+        ),
+        (
+            {"x": np.array("a"), "y": np.array("b")},
+            r"batch 0 has <U1\[\] at \['x'\], expected float32",
+        ),
     ],
 )
 def test_batches_that_the_step_does_not_take_are_refused(batch, message):
@@ -243,7 +267,8 @@ def test_a_function_that_fails_is_told_by_its_batch_and_read_again():
     batches = iter(loader)
     next(batches)
     with pytest.raises(
-        DataLoaderError, match=r"batch 1, examples 16 to 31, could not be read: OSError: disk on fire"
+        DataLoaderError,
+        match=r"batch 1, examples 16 to 31, could not be read: OSError: disk on fire",
     ) as caught:
         next(batches)
     assert isinstance(caught.value.__cause__, OSError)
@@ -252,14 +277,21 @@ def test_a_function_that_fails_is_told_by_its_batch_and_read_again():
 
 
 def test_a_function_that_ends_early_is_refused():
-    with pytest.raises(DataLoaderError, match=r"batch 2, examples 32 to 47, is missing: .* ended before"):
-        list(mesh_loader(lambda start, end, size: itertools.islice(Recorded()(start, end, size), 2)))
+    with pytest.raises(
+        DataLoaderError, match=r"batch 2, examples 32 to 47, is missing: .* ended before"
+    ):
+        list(
+            mesh_loader(lambda start, end, size: itertools.islice(Recorded()(start, end, size), 2))
+        )
 
 
 def test_what_is_no_batch_is_refused():
     with pytest.raises(DataLoaderError, match=r"TypeError: 'NoneType' object is not iterable"):
         list(mesh_loader(lambda start, end, size: None))
-    with pytest.raises(DataLoaderError, match=r"batch 0, examples 0 to 15, has float32\[15, 16\] at \['x'\], expected"):
+    with pytest.raises(
+        DataLoaderError,
+        match=r"batch 0, examples 0 to 15, has float32\[15, 16\] at \['x'\], expected",
+    ):
         list(mesh_loader(Recorded(lambda start, end: examples(start, end - 1))))
 
 
@@ -267,12 +299,15 @@ def test_arguments_are_checked():
     with pytest.raises(ValueError, match=r"batch_size=16, expected 1 to num_samples=8"):
         mesh_loader(Recorded(), 8)
     with pytest.raises(
-        ValueError, match=r"the step takes an array of shape \(16, 16\) at \['x'\], expected batch_size=8"
+        ValueError,
+        match=r"the step takes an array of shape \(16, 16\) at \['x'\], expected batch_size=8",
     ):
         MeshDriverDataLoader(8, 80, Recorded(), placements())
     key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
     keys = jax.tree.map(lambda spec: replace(spec, aval=key), placements())
-    with pytest.raises(ValueError, match=r"the step takes random keys at \['x'\], which DataLoader can bring"):
+    with pytest.raises(
+        ValueError, match=r"the step takes random keys at \['x'\], which DataLoader can bring"
+    ):
         MeshDriverDataLoader(8, 80, Recorded(), keys)
     with pytest.raises(TypeError, match="expected PlacementSpecs"):
         DataLoader([], {"x": np.zeros(3)})
@@ -297,7 +332,10 @@ def test_each_array_has_its_rows_and_only_those_are_read(shape, data):
 
     def sharding() -> NamedSharding:
         dims = data.draw(st.lists(st.integers(-1, 1), min_size=len(shape), max_size=len(shape)))
-        axes = [tuple(name for name, dim in zip(mesh.axis_names, dims, strict=True) if dim == d) for d in (0, 1)]
+        axes = [
+            tuple(name for name, dim in zip(mesh.axis_names, dims, strict=True) if dim == d)
+            for d in (0, 1)
+        ]
         return NamedSharding(mesh, PartitionSpec(*(each or None for each in axes)))
 
     form = Form((jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32),) * 2, ("['x']", "['y']"))
@@ -315,7 +353,11 @@ def test_a_process_that_has_some_rows_asks_for_these_of_each_batch():
 
     class Somewhere(NamedSharding):
         def addressable_devices_indices_map(self, global_shape: Any) -> Any:
-            return {0: (slice(0, 4), slice(None)), 1: (slice(8, 12), slice(None)), 2: (slice(8, 12), slice(None))}
+            return {
+                0: (slice(0, 4), slice(None)),
+                1: (slice(8, 12), slice(None)),
+                2: (slice(8, 12), slice(None)),
+            }
 
     form = Form((jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32),) * 2, ("['x']", "['y']"))
     read = Recorded()
@@ -338,7 +380,12 @@ def test_the_same_batches_are_placed_as_another_plan_wants_them():
     loader = made([examples(k, k + ROWS) for k in range(2)])
     other = placements(4)
     found = list(loader.placed(other).from_step(1))
-    assert jax.tree.map(lambda leaf: leaf.sharding, found[0]) == step(4).get_last_executable().in_shardings[1]
+    assert (
+        jax.tree.map(lambda leaf: leaf.sharding, found[0])
+        == step(4).get_last_executable().in_shardings[1]
+    )
     assert numbers(found) == numbers(loader.from_step(1))
-    with pytest.raises(ValueError, match=r"placement specs of Shape.*, expected them of .*'y': Shape"):
+    with pytest.raises(
+        ValueError, match=r"placement specs of Shape.*, expected them of .*'y': Shape"
+    ):
         loader.placed(other["x"])

@@ -14,9 +14,13 @@ from autopar.ir.flatten import flatten
 from simulator.work import Kernel
 
 
-def _kernel(name: str, fun: Callable[..., Any], *shapes: tuple[int, ...], shards: Any = None) -> Kernel:
+def _kernel(
+    name: str, fun: Callable[..., Any], *shapes: tuple[int, ...], shards: Any = None
+) -> Kernel:
     """The kernel of the equation of primitive `name` in `fun`, of `shapes` or of `shards` of its operands."""
-    jaxpr = flatten(jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes)))
+    jaxpr = flatten(
+        jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes))
+    )
     (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == name]
     return kernel_of(eqn, shards or [atom.aval.shape for atom in eqn.invars], 0.0)
 
@@ -30,7 +34,10 @@ def test_a_convolution_takes_a_window_of_all_channels_per_element_of_its_result(
     kernel = _kernel("conv_general_dilated", _conv, (4, 8, 8, 16), (3, 3, 16, 32))
     assert (kernel.kind, kernel.flops) == ("conv", 2 * (4 * 4 * 4 * 32) * (3 * 3 * 16))
     grouped = _kernel(
-        "conv_general_dilated", lambda x, w: _conv(x, w, feature_group_count=4), (4, 8, 8, 16), (3, 3, 4, 32)
+        "conv_general_dilated",
+        lambda x, w: _conv(x, w, feature_group_count=4),
+        (4, 8, 8, 16),
+        (3, 3, 4, 32),
     )
     assert grouped.flops == kernel.flops / 4
 
@@ -46,7 +53,9 @@ def test_gradients_of_a_convolution_take_what_it_takes(argument: int, groups: in
     out = jax.eval_shape(conv, jnp.ones(x), jnp.ones(w)).shape
     gradient = _kernel(
         "conv_general_dilated",
-        lambda x, w, g: jax.linear_transpose(lambda y: conv(*((y, w), (x, y))[argument]), (x, w)[argument])(g),
+        lambda x, w, g: jax.linear_transpose(
+            lambda y: conv(*((y, w), (x, y))[argument]), (x, w)[argument]
+        )(g),
         *(x, w, out),
     )
     assert gradient.flops == forward.flops
@@ -57,13 +66,21 @@ def test_a_shard_of_a_convolution_takes_its_share() -> None:
         _kernel("conv_general_dilated", _conv, (4, 8, 8, 16), (3, 3, 16, 32)),
         ((4, 8, 8, 16), (3, 3, 16, 32)),
     )
-    for shards in (((2, 8, 8, 16), shapes[1]), (shapes[0], (3, 3, 16, 16)), ((4, 8, 8, 8), (3, 3, 8, 32))):
-        assert _kernel("conv_general_dilated", _conv, *shapes, shards=shards).flops == whole.flops / 2
+    for shards in (
+        ((2, 8, 8, 16), shapes[1]),
+        (shapes[0], (3, 3, 16, 16)),
+        ((4, 8, 8, 8), (3, 3, 8, 32)),
+    ):
+        assert (
+            _kernel("conv_general_dilated", _conv, *shapes, shards=shards).flops == whole.flops / 2
+        )
 
 
 def test_a_ragged_product_takes_each_row_once() -> None:
     sizes = np.array([5, 3], np.int32)
-    kernel = _kernel("ragged_dot_general", lambda x, y: lax.ragged_dot(x, y, sizes), (8, 16), (2, 16, 4))
+    kernel = _kernel(
+        "ragged_dot_general", lambda x, y: lax.ragged_dot(x, y, sizes), (8, 16), (2, 16, 4)
+    )
     assert kernel.flops == 2 * 8 * 16 * 4
 
 

@@ -35,7 +35,9 @@ def convolution_step(kernels, batch):
         for number, kernel in enumerate(kernels):
             if number:
                 autopar.mark_pipeline_boundary()
-            x = jnp.fft.irfft(jnp.fft.rfft(x, n=128) * jnp.fft.rfft(jnp.tanh(kernel), n=128), n=128)[..., :64]
+            x = jnp.fft.irfft(
+                jnp.fft.rfft(x, n=128) * jnp.fft.rfft(jnp.tanh(kernel), n=128), n=128
+            )[..., :64]
         return jnp.mean((x - 1) ** 2)
 
     value, gradients = autopar.value_and_grad(loss)(kernels)

@@ -18,7 +18,10 @@ from tests.autopar.test_shardwise import IMAGES, KERNEL, per_example_gradients
 from tests.tiers import pairs
 
 RNG = np.random.default_rng(0)
-DATA = {"x": RNG.standard_normal((16, 8)).astype(np.float32), "y": RNG.integers(0, 4, 16).astype(np.int32)}
+DATA = {
+    "x": RNG.standard_normal((16, 8)).astype(np.float32),
+    "y": RNG.integers(0, 4, 16).astype(np.int32),
+}
 ADAM = optax.adam(1e-2)
 
 
@@ -29,7 +32,12 @@ def state_of(dtype=np.float32):
         "bias": jnp.zeros(16, dtype),
         "down": jnp.asarray(RNG.standard_normal((16, 4)) / 4, dtype),
     }
-    return {"params": params, "moments": ADAM.init(params), "key": jax.random.key(0), "step": jnp.int32(0)}
+    return {
+        "params": params,
+        "moments": ADAM.init(params),
+        "key": jax.random.key(0),
+        "step": jnp.int32(0),
+    }
 
 
 def step(state, batch, scale=1.0):
@@ -46,7 +54,10 @@ def step(state, batch, scale=1.0):
     updates, moments = ADAM.update(gradients, state["moments"])
     params = optax.apply_updates(state["params"], updates)
     noise = jax.random.normal(used, (4,))
-    return {"params": params, "moments": moments, "key": key, "step": state["step"] + 1}, (value, noise)
+    return {"params": params, "moments": moments, "key": key, "step": state["step"] + 1}, (
+        value,
+        noise,
+    )
 
 
 METHODS = {
@@ -56,10 +67,14 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize(("method", "dtype"), pairs(METHODS, [np.float32, jnp.bfloat16, np.float16]))
+@pytest.mark.parametrize(
+    ("method", "dtype"), pairs(METHODS, [np.float32, jnp.bfloat16, np.float16])
+)
 def test_a_right_plan_passes_and_its_arguments_stay(method, dtype):
     state = state_of(dtype)
-    planned = autopar.parallelize(step, method=METHODS[method], donate_argnums=0, check="first step")
+    planned = autopar.parallelize(
+        step, method=METHODS[method], donate_argnums=0, check="first step"
+    )
     first = planned(state, DATA, 2.0)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert_allclose(first[1], jax.jit(step)(state, DATA, 2.0)[1], rtol=0.03, atol=0.03)
@@ -78,7 +93,9 @@ def test_a_pipeline_passes():
         return jax.tree.map(jnp.subtract, params, gradients), value
 
     params = {name: RNG.standard_normal((8, 8)).astype(np.float32) for name in "ab"}
-    method = autopar.PipeshardParallel(2, num_micro_batches=2, layer_option=autopar.ManualLayerOption())
+    method = autopar.PipeshardParallel(
+        2, num_micro_batches=2, layer_option=autopar.ManualLayerOption()
+    )
     planned = autopar.parallelize(deep, method=method, check="first step")
     assert_allclose(planned(params, DATA), jax.jit(deep)(params, DATA))
 
@@ -93,11 +110,13 @@ def test_what_differs_is_named_with_its_line(monkeypatch):
     planned = autopar.parallelize(gradients, method=autopar.DataParallel(8), check="first step")
     with pytest.raises(autopar.FirstStepError) as caught:
         planned(KERNEL, IMAGES)
-    assert "the first step of gradients gives something else than one device: result/norms is off by" in str(
-        caught.value
+    assert (
+        "the first step of gradients gives something else than one device: result/norms is off by"
+        in str(caught.value)
     )
     assert re.search(
-        r"the first value inside that differs is that of \S+ \(\S+test_\w+\.py:\d+\), float32", str(caught.value)
+        r"the first value inside that differs is that of \S+ \(\S+test_\w+\.py:\d+\), float32",
+        str(caught.value),
     )
     with pytest.raises(autopar.FirstStepError):  # it was not the first step that was right
         planned(KERNEL, IMAGES)
@@ -106,13 +125,18 @@ def test_what_differs_is_named_with_its_line(monkeypatch):
 def test_integers_are_compared_exactly(monkeypatch):
     def wrong(*args):
         (right,) = lower_stage(*args)
-        jitted = jax.jit(lambda *operands: (right.jitted(*operands)[0] + 1, right.jitted(*operands)[1]))
+        jitted = jax.jit(
+            lambda *operands: (right.jitted(*operands)[0] + 1, right.jitted(*operands)[1])
+        )
         return [replace(right, jitted=jitted)]
 
     monkeypatch.setattr("autopar.runtime.tasks.lower_stage", wrong)
     count = lambda n, x: (n + 1000, x.mean())  # noqa: E731
     planned = autopar.parallelize(count, method=autopar.DataParallel(8), check="first step")
-    with pytest.raises(autopar.FirstStepError, match=r"result/0 is off by 1 where its numbers reach 1e\+03\. Another"):
+    with pytest.raises(
+        autopar.FirstStepError,
+        match=r"result/0 is off by 1 where its numbers reach 1e\+03\. Another",
+    ):
         planned(jnp.int32(1), DATA["x"])
 
 
@@ -124,7 +148,9 @@ def test_other_checks_are_refused(check):
 
 def test_the_first_step_of_every_executable_is_checked():
     options = autopar.ShardingOptions(pins={"0": P("x")})
-    planned = autopar.parallelize(jnp.sin, method=autopar.ShardParallel(8, options=options), check="first step")
+    planned = autopar.parallelize(
+        jnp.sin, method=autopar.ShardParallel(8, options=options), check="first step"
+    )
     for rows in 8, 16:
         executable = planned.get_executable(jnp.ones(rows))
         assert executable in planned._unchecked

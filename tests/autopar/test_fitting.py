@@ -7,7 +7,7 @@ from autopar.lowering.planned import PlannedStep
 from autopar.runtime import fitting
 from autopar.runtime.local_executable import LocalExecutable
 from autopar.testing import assert_allclose
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 from tests.steps import mlp_args, mlp_step, serial
 from tests.tiers import tiers
 
@@ -89,7 +89,9 @@ def test_plans_are_made_within_less_until_one_fits_and_say_so(excess, rounds):
 
     made = []
     compiled = fitting.compiled_within(
-        1000.0, plan_within, lambda new: made.append(new.plan) or Compiled(int(excess * new.plan.predicted_bytes))
+        1000.0,
+        plan_within,
+        lambda new: made.append(new.plan) or Compiled(int(excess * new.plan.predicted_bytes)),
     )
     assert compiled.memory[0].total <= 1000
     assert len(asked) >= rounds

@@ -15,7 +15,9 @@ from tests.tiers import pairs
 
 RNG = np.random.default_rng(0)
 ROWS, WIDTH = 32, 8
-PARAMS = {name: RNG.uniform(0.1, 0.15, (WIDTH, WIDTH)).astype(np.float16) for name in ("first", "second")}
+PARAMS = {
+    name: RNG.uniform(0.1, 0.15, (WIDTH, WIDTH)).astype(np.float16) for name in ("first", "second")
+}
 BATCH = (16 * RNG.uniform(0.99, 1.01, (ROWS, WIDTH))).astype(
     np.float16
 )  # examples alike, so that every microbatch has their mean
@@ -75,4 +77,6 @@ def test_small_gradients_in_float16_are_not_lost_in_microbatches(count):
     found = autopar.parallelize(step, method=method)(PARAMS, batch, jnp.float32(2**-10))
     exact = step(PARAMS, batch, jnp.float32(2**-10), np.float32, jax.value_and_grad)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
-        np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=2e-3, atol=(count / 2 + 4) * 2**-24)
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), b, rtol=2e-3, atol=(count / 2 + 4) * 2**-24
+        )

@@ -75,7 +75,9 @@ METHODS = {
 def trained(request: pytest.FixtureRequest) -> tuple[Callable[..., Any], Any, Any]:
     """A training step, what creates its state, and a state after one step."""
     step = autopar.parallelize(train_step, method=METHODS[request.param], donate_argnums=())
-    create = autopar.parallelize(create_state, method=CreateStateParallel(step, [batch(8)]), static_argnums=())
+    create = autopar.parallelize(
+        create_state, method=CreateStateParallel(step, [batch(8)]), static_argnums=()
+    )
     return step, create, step(create(), batch(8))
 
 
@@ -83,7 +85,9 @@ def test_a_state_is_created_where_the_step_wants_it(trained: Any) -> None:
     step, create, _ = trained
     state = create()
     executable = step.get_executable(state, batch(8))
-    assert [leaf.sharding for leaf in jax.tree.leaves(state)] == jax.tree.leaves(executable.in_shardings[0])
+    assert [leaf.sharding for leaf in jax.tree.leaves(state)] == jax.tree.leaves(
+        executable.in_shardings[0]
+    )
     assert_allclose(jax.device_get(state.params), jax.device_get(create_state().params))
     made = create.get_last_executable().get_output_placement_specs()
     assert jax.tree.leaves(made) == jax.tree.leaves(executable.get_input_placement_specs()[0])
@@ -100,7 +104,9 @@ def test_an_evaluation_finds_the_parameters_where_training_left_them(trained: An
     wanted = step.get_last_executable().get_input_placement_specs()[0].params
     assert executable.get_input_placement_specs()[0] == wanted
     assert executable.get_output_placement_specs()["out"].aval.shape == (16, 32)
-    again = autopar.parallelize(evaluate, method=autopar.PlanMethod(autopar.Plan.from_json(executable.plan.to_json())))
+    again = autopar.parallelize(
+        evaluate, method=autopar.PlanMethod(autopar.Plan.from_json(executable.plan.to_json()))
+    )
     assert_allclose(again(state.params, batch(16)), actual)
 
 
@@ -109,9 +115,14 @@ def test_a_whole_state_may_be_followed(trained: Any) -> None:
     follower = autopar.parallelize(
         lambda state, batch: evaluate(state.params, batch)["loss"], method=FollowParallel(step)
     )
-    assert_allclose(follower(state, batch(16)), evaluate(jax.device_get(state.params), batch(16))["loss"])
+    assert_allclose(
+        follower(state, batch(16)), evaluate(jax.device_get(state.params), batch(16))["loss"]
+    )
     executable = follower.get_last_executable()
-    assert executable.get_input_placement_specs()[0] == step.get_last_executable().get_input_placement_specs()[0]
+    assert (
+        executable.get_input_placement_specs()[0]
+        == step.get_last_executable().get_input_placement_specs()[0]
+    )
 
 
 def test_in_a_pipeline_only_activations_travel() -> None:
@@ -119,7 +130,9 @@ def test_in_a_pipeline_only_activations_travel() -> None:
     state = create_state()
     step.get_executable(state, batch(8))
     state = step(state, batch(8))
-    follower = autopar.parallelize(lambda params, b: evaluate(params, b)["loss"], method=FollowParallel(step, 4))
+    follower = autopar.parallelize(
+        lambda params, b: evaluate(params, b)["loss"], method=FollowParallel(step, 4)
+    )
     program = follower.get_executable(state.params, batch(16)).program
     sent = [each for row in program.instructions for each in row if isinstance(each, Send)]
     assert [(each.to, each.num_bytes) for each in sent] == [(1, 4 * 64 * 4)] * 4
@@ -127,13 +140,17 @@ def test_in_a_pipeline_only_activations_travel() -> None:
 
 def test_what_is_no_parallelized_step_or_not_compiled_can_not_be_followed() -> None:
     with pytest.raises(TypeError, match=r"src_func.*autopar.parallelize"):
-        autopar.parallelize(evaluate, method=FollowParallel(train_step))(create_state().params, batch(8))
+        autopar.parallelize(evaluate, method=FollowParallel(train_step))(
+            create_state().params, batch(8)
+        )
     step = autopar.parallelize(train_step, method=METHODS["shard"])
     with pytest.raises(ValueError, match="not been compiled yet"):
         autopar.parallelize(evaluate, method=FollowParallel(step))(create_state().params, batch(8))
     step(create_state(), batch(8))
     with pytest.raises(ValueError, match="no pipeline; leave it out"):
-        autopar.parallelize(evaluate, method=FollowParallel(step, 2))(create_state().params, batch(8))
+        autopar.parallelize(evaluate, method=FollowParallel(step, 2))(
+            create_state().params, batch(8)
+        )
 
 
 def test_rows_that_are_not_in_the_first_dim_are_refused() -> None:

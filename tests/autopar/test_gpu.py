@@ -20,7 +20,9 @@ MLP_, GPT_, VIT_ = (
 )
 
 
-@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.slow), pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[pytest.param("cpu", marks=pytest.mark.slow), pytest.param("gpu", marks=pytest.mark.gpu)]
+)
 def device(request):
     return jax.devices(request.param)[0]
 
@@ -33,14 +35,18 @@ def device(request):
         pytest.param(
             GPT_,
             autopar.PipeshardParallel(
-                num_micro_batches=2, layer_option=autopar.AutoLayerOption(2), stage_option=autopar.UniformStageOption(1)
+                num_micro_batches=2,
+                layer_option=autopar.AutoLayerOption(2),
+                stage_option=autopar.UniformStageOption(1),
             ),
             id="GPT as a pipeline",
         ),
     ],
 )
 def test_losses_and_gradients_are_those_of_a_cpu(model, method, device):
-    with jax.default_matmul_precision("highest"):  # a GPU rounds the operands of products in float32 otherwise
+    with jax.default_matmul_precision(
+        "highest"
+    ):  # a GPU rounds the operands of products in float32 otherwise
         with jax.default_device(jax.devices("cpu")[0]):
             args = model.init_state(jax.random.key(0)), model.make_batch(jax.random.key(1))
             expected = jax.jit(model.train_step)(*args)
@@ -60,7 +66,9 @@ def without_update(results):
     def is_state(each):
         return isinstance(each, TrainState)
 
-    return jax.tree.map(lambda each: each.opt_state[0].mu if is_state(each) else each, results, is_leaf=is_state)
+    return jax.tree.map(
+        lambda each: each.opt_state[0].mu if is_state(each) else each, results, is_leaf=is_state
+    )
 
 
 def test_a_state_is_made_where_the_step_runs_and_comes_back_from_a_checkpoint(device, tmp_path):
@@ -77,7 +85,9 @@ def test_a_state_is_made_where_the_step_runs_and_comes_back_from_a_checkpoint(de
 
 def test_a_device_is_calibrated_as_what_it_is_and_its_steps_are_predicted(device):
     """Whether seconds are right is told by `experiments.measurements.gpu`."""
-    tiny = Effort(tuple(4**i for i in range(2, 9)), (8, 16), (64,), CPU.convolutions[:2], ("float32",), 1e-3)
+    tiny = Effort(
+        tuple(4**i for i in range(2, 9)), (8, 16), (64,), CPU.convolutions[:2], ("float32",), 1e-3
+    )
     shipped = cluster_of(device_mesh([device]))
     clusters = gpu.Clusters(calibrate([device], tiny, budget=30), shipped)
     assert clusters.calibrated.device.kind == device.platform

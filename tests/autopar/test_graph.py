@@ -11,7 +11,9 @@ from autopar.ir.flatten import flatten
 
 
 def run(jaxpr, *args):
-    env = dict(zip(jaxpr.invars, args, strict=True)) | dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
+    env = dict(zip(jaxpr.invars, args, strict=True)) | dict(
+        zip(jaxpr.constvars, jaxpr.consts, strict=True)
+    )
     evaluate(enumerate(jaxpr.eqns), env, before=lambda _, v: v, after=lambda _, v: v)
     return [graph.read(atom, env) for atom in jaxpr.outvars]
 
@@ -58,13 +60,19 @@ def test_a_checkpoint_keeps_its_recomputation_behind_a_barrier():
     flat = flatten(jax.make_jaxpr(jax.value_and_grad(lambda x: layer(x).sum()))(x))
     assert names(flat).count("optimization_barrier") == 1
     assert names(flat).count("sin") == 3, "two forward, one of them again for the backward pass"
-    np.testing.assert_allclose(run(flat, x)[1], jax.grad(lambda x: jnp.sin(jnp.sin(x)).sum())(x), rtol=1e-6)
+    np.testing.assert_allclose(
+        run(flat, x)[1], jax.grad(lambda x: jnp.sin(jnp.sin(x)).sum())(x), rtol=1e-6
+    )
 
 
 def test_equal_equations_are_one():
     def f(x):
         y = jax.jit(lambda x: x.astype(jnp.float16))(x)
-        return y * x.astype(jnp.float16), jax.random.uniform(jax.random.key(0)), jax.random.uniform(jax.random.key(1))
+        return (
+            y * x.astype(jnp.float16),
+            jax.random.uniform(jax.random.key(0)),
+            jax.random.uniform(jax.random.key(1)),
+        )
 
     x = jnp.ones((2, 2))
     flat = flatten(jax.make_jaxpr(f)(x))
@@ -100,7 +108,9 @@ def test_fingerprints_tell_programs_apart_and_nothing_else():
     assert fingerprint(f, x) != fingerprint(lambda x: jax.nn.gelu(x) + 2, x)
     assert fingerprint(f, x) != fingerprint(f, jnp.ones((3, 2)))
     assert fingerprint(f, x) != fingerprint(f, x.astype(jnp.bfloat16))
-    assert fingerprint(lambda x: x.sum(0), jnp.ones((2, 2))) != fingerprint(lambda x: x.sum(1), jnp.ones((2, 2)))
+    assert fingerprint(lambda x: x.sum(0), jnp.ones((2, 2))) != fingerprint(
+        lambda x: x.sum(1), jnp.ones((2, 2))
+    )
     assert fingerprint(lambda x, y: x - y, x, x) != fingerprint(lambda x, y: y - x, x, x)
 
 
@@ -113,6 +123,8 @@ def test_fingerprints_do_not_depend_on_the_order_of_sets():
         params = {"axes": frozenset(numbers), "jaxpr": inner, "all": {frozenset(numbers)}}
         return graph.fingerprint(jaxpr.replace(eqns=[eqn.replace(params=params)]))
 
-    assert str(frozenset([0, 8])) != str(frozenset([8, 0]))  # which for names is so in another process
+    assert str(frozenset([0, 8])) != str(
+        frozenset([8, 0])
+    )  # which for names is so in another process
     assert fingerprint([0, 8]) == fingerprint([8, 0])
     assert fingerprint([0, 8]) != fingerprint([0, 1])

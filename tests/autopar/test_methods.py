@@ -13,7 +13,7 @@ from autopar.plan import Plan
 from autopar.report import classify
 from autopar.sharding.heuristic import largest_dims
 from autopar.testing import assert_allclose
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 from tests.steps import mlp_args, mlp_step, serial
 from tests.tiers import pairs, slow
 
@@ -82,7 +82,9 @@ def test_a_heuristic_plan_is_explained_as_a_solved_one_is():
 
 
 def test_the_heuristic_keeps_pins():
-    options = autopar.ShardingOptions(mode="heuristic", pins={"1/*": P(), KERNELS.format(0): P("x")})
+    options = autopar.ShardingOptions(
+        mode="heuristic", pins={"1/*": P(), KERNELS.format(0): P("x")}
+    )
     found = specs(run(autopar.ShardParallel((4,), options=options)).plan)
     assert found["1/x"] == ((), ())
     assert found[KERNELS.format(0)] == (("x",), ())
@@ -93,14 +95,20 @@ def test_the_heuristic_does_without_forbidden_collectives_or_says_that_it_cannot
     options = autopar.ShardingOptions(mode="heuristic", forbidden=everything)
     with pytest.raises(autopar.InfeasibleError, match="let the solver choose"):
         autopar.plan_step(
-            mlp_step, mlp_args(), method=autopar.ShardParallel(options=options), cluster="p3.16xlarge", mesh_shape=(4,)
+            mlp_step,
+            mlp_args(),
+            method=autopar.ShardParallel(options=options),
+            cluster="p3.16xlarge",
+            mesh_shape=(4,),
         )
 
 
 def test_the_heuristic_plan_must_fit():
     method = autopar.ShardParallel(options=HEURISTIC, memory_budget=1e3)
     with pytest.raises(autopar.MemoryBudgetError, match="no plan for mlp_step fits"):
-        autopar.plan_step(mlp_step, mlp_args(), method=method, cluster="p3.16xlarge", mesh_shape=(4,))
+        autopar.plan_step(
+            mlp_step, mlp_args(), method=method, cluster="p3.16xlarge", mesh_shape=(4,)
+        )
 
 
 def test_specs_by_hand_are_kept_and_the_rest_is_left_to_xla():
@@ -125,11 +133,18 @@ def test_pytrees_of_specs_are_paths_written_otherwise():
     kernels = {f"Dense_{i}": {"kernel": spec, "bias": None} for i, spec in enumerate((COLUMN, ROW))}
     in_specs = (state.replace(step=None, params={"params": kernels}, opt_state=None), P("x"))
     plans = [
-        autopar.plan_step(mlp_step, (state, batch), method=method, cluster="p3.16xlarge", mesh_shape=(2, 4))
+        autopar.plan_step(
+            mlp_step, (state, batch), method=method, cluster="p3.16xlarge", mesh_shape=(2, 4)
+        )
         for method in (
             autopar.ManualShardParallel(in_specs=in_specs),
             autopar.ManualShardParallel(
-                pins={KERNELS.format(0): COLUMN, KERNELS.format(1): ROW, "1/x": P("x"), "1/y": P("x")}
+                pins={
+                    KERNELS.format(0): COLUMN,
+                    KERNELS.format(1): ROW,
+                    "1/x": P("x"),
+                    "1/y": P("x"),
+                }
             ),
         )
     ]
@@ -142,7 +157,10 @@ def test_outputs_and_named_values_are_put_where_the_user_says():
 
     args = (np.ones((8, 16), np.float32), np.ones((16, 32), np.float32))
     method = autopar.ManualShardParallel(
-        (2, 4), in_specs=(None, P()), out_specs={"sum": P("y"), "a": None}, pins={"product": P(None, "x")}
+        (2, 4),
+        in_specs=(None, P()),
+        out_specs={"sum": P("y"), "a": None},
+        pins={"product": P(None, "x")},
     )
     executable = run(method, product, args, batch_argnums=())
     assert executable.out_shardings["sum"].spec == P("y", None)
@@ -159,7 +177,10 @@ def test_microbatches_can_be_sharded_by_hand():
     ("options", "message"),
     [
         ({"in_specs": (P(),)}, "in_specs is .*Expected PartitionSpecs in the structure"),
-        ({"in_specs": ("x", None)}, "in_specs holds 'x', expected a jax.sharding.PartitionSpec or None"),
+        (
+            {"in_specs": ("x", None)},
+            "in_specs holds 'x', expected a jax.sharding.PartitionSpec or None",
+        ),
         ({"in_specs": (None, P("z"))}, r"1/x is pinned to .* names the axis 'z'; the mesh has"),
         ({"out_specs": {"loss": P()}}, "out_specs is .*Expected"),
         ({"in_specs": (None, P("x")), "pins": {"1/*": P()}}, "keep one"),
@@ -168,7 +189,9 @@ def test_microbatches_can_be_sharded_by_hand():
 def test_specs_that_cannot_hold_are_refused(options, message):
     method = autopar.ManualShardParallel(**options)
     with pytest.raises(autopar.ShardingError, match="(?s)" + message):
-        autopar.plan_step(mlp_step, mlp_args(), method=method, cluster="p3.16xlarge", mesh_shape=(4,))
+        autopar.plan_step(
+            mlp_step, mlp_args(), method=method, cluster="p3.16xlarge", mesh_shape=(4,)
+        )
 
 
 def test_reasons_of_a_plan_by_hand_are_not_made_up():
@@ -187,7 +210,10 @@ def test_a_step_of_the_data_parallel_specs_is_data_parallel():
 
 @pytest.mark.parametrize(
     ("devices", "degrees"),
-    pairs([None, 8, jax.devices()[::-1], jax.make_mesh((8,), ("i",))], [(2, 4), (-1, 4), (8, 1), (1, 8)]),
+    pairs(
+        [None, 8, jax.devices()[::-1], jax.make_mesh((8,), ("i",))],
+        [(2, 4), (-1, 4), (8, 1), (1, 8)],
+    ),
 )
 def test_degrees_without_a_pipeline_are_a_mesh_of_the_same_devices(devices, degrees):
     method = autopar.get_3d_parallel_method(1, *degrees, devices=devices)
@@ -201,7 +227,11 @@ def test_degrees_without_a_pipeline_are_a_mesh_of_the_same_devices(devices, degr
 
 
 @pytest.mark.parametrize(
-    "degrees", [(-1, 1, 4), *(pytest.param(d, marks=pytest.mark.slow) for d in [(2, 2, 2), (1, 4, 2), (4, 1, 2)])]
+    "degrees",
+    [
+        (-1, 1, 4),
+        *(pytest.param(d, marks=pytest.mark.slow) for d in [(2, 2, 2), (1, 4, 2), (4, 1, 2)]),
+    ],
 )
 def test_degrees_with_a_pipeline_are_stages_of_that_shape(degrees):
     data, operator, stages = degrees
@@ -218,7 +248,12 @@ def test_degrees_are_planned_for_a_cluster_that_is_not_here():
     for method, shapes in (
         (autopar.get_3d_parallel_method(1, 4, 4, devices=16), [(4, 4)]),
         (autopar.get_3d_parallel_method(2, 2, 4, 2, devices=16), [(2, 4), (2, 4)]),
-        (autopar.get_3d_parallel_method(1, 4, 4, 1, 16, allow_degenerate_into_shard_parallel=False), [(4, 4)]),
+        (
+            autopar.get_3d_parallel_method(
+                1, 4, 4, 1, 16, allow_degenerate_into_shard_parallel=False
+            ),
+            [(4, 4)],
+        ),
     ):
         plan = autopar.plan_step(mlp_step, mlp_args((64, 64, 64)), method=method, cluster=cluster)
         assert [stage.mesh_shape for stage in plan.stages] == shapes
@@ -226,7 +261,9 @@ def test_degrees_are_planned_for_a_cluster_that_is_not_here():
 
 def test_options_hold_with_a_pipeline_and_without():
     for stages in (1, 2):
-        method = autopar.get_3d_parallel_method(1, -1, 1, stages, devices=8, memory_budget=1e9, cluster="dgx_h100")
+        method = autopar.get_3d_parallel_method(
+            1, -1, 1, stages, devices=8, memory_budget=1e9, cluster="dgx_h100"
+        )
         assert (method.memory_budget, method.cluster) == (1e9, "dgx_h100")
 
 

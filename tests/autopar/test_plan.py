@@ -22,7 +22,9 @@ def test_a_plan_survives_json(plan):
 
 def test_a_saved_plan_is_no_program_and_says_so(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
-    with pytest.raises(ProgramError, match=f"is a plan of autopar for {plan.step!r}.*own estimate of the step on"):
+    with pytest.raises(
+        ProgramError, match=f"is a plan of autopar for {plan.step!r}.*own estimate of the step on"
+    ):
         load_program(tmp_path / "plan.json")
 
 
@@ -66,7 +68,12 @@ def test_a_plan_for_another_step_is_refused(plan):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "not a plan"), ("[]", "not a plan"), ('{"version": 99}', "version 99, expected 3"), ("{}", "version None")],
+    [
+        ("{", "not a plan"),
+        ("[]", "not a plan"),
+        ('{"version": 99}', "version 99, expected 3"),
+        ("{}", "version None"),
+    ],
 )
 def test_what_is_no_plan_is_refused(text, message):
     with pytest.raises(PlanError, match=message):
@@ -92,8 +99,12 @@ def test_plans_that_are_gone_leave_nothing_behind():
     from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 
     def objects() -> int:
-        method = autopar.PipeshardParallel(num_micro_batches=2, stage_option=autopar.UniformStageOption(2))
-        autopar.plan_step(stack_step, (stack_params(), stack_batch()), method=method, cluster="cpu-hosts")
+        method = autopar.PipeshardParallel(
+            num_micro_batches=2, stage_option=autopar.UniformStageOption(2)
+        )
+        autopar.plan_step(
+            stack_step, (stack_params(), stack_batch()), method=method, cluster="cpu-hosts"
+        )
         autopar.shutdown()
         return len(gc.get_objects())
 

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 import autopar
 from autopar.planning.plan_step import MEMORY_MARGIN, WORKSPACE_BYTES
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 from tests.steps import mlp_args, mlp_step
 from tests.tiers import slow
 
@@ -55,23 +55,30 @@ def test_a_pipeline_takes_the_number_of_devices(devices):
 def test_an_abstract_mesh_keeps_its_names():
     method = autopar.ShardParallel(AbstractMesh((2, 2), ("i", "j")))
     for mesh_shape in (None, (2, 2)):
-        plan = autopar.plan_step(mlp_step, mlp_args(), method=method, cluster="p3.16xlarge", mesh_shape=mesh_shape)
+        plan = autopar.plan_step(
+            mlp_step, mlp_args(), method=method, cluster="p3.16xlarge", mesh_shape=mesh_shape
+        )
         assert mesh_of(plan).sizes == {"i": 2, "j": 2}
 
 
 @pytest.mark.parametrize("kind", [autopar.ShardParallel, autopar.PipeshardParallel])
-@pytest.mark.parametrize("devices", [jax.devices()[:4], Mesh(jax.devices()[:4], ("x",)), 16, (4, 4), jax.devices()])
+@pytest.mark.parametrize(
+    "devices", [jax.devices()[:4], Mesh(jax.devices()[:4], ("x",)), 16, (4, 4), jax.devices()]
+)
 def test_devices_that_are_not_the_clusters_are_refused(kind, devices):
     count = 4 if isinstance(devices, list) and len(devices) == 8 else 8
     cluster = CLUSTER.first_devices(count)
-    with pytest.raises(ValueError, match=rf"devices is .*, but cluster 'cpu-virtual' has {count}; give the shape"):
+    with pytest.raises(
+        ValueError, match=rf"devices is .*, but cluster 'cpu-virtual' has {count}; give the shape"
+    ):
         autopar.plan_step(mlp_step, mlp_args(), method=kind(devices=devices), cluster=cluster)
 
 
 def test_a_mesh_shape_beside_other_devices_is_refused():
     method = autopar.ShardParallel(devices=(2, 4))
     with pytest.raises(
-        autopar.OptionError, match=r"mesh_shape is \(8,\), but method.devices make a mesh of .*\(2, 4\)"
+        autopar.OptionError,
+        match=r"mesh_shape is \(8,\), but method.devices make a mesh of .*\(2, 4\)",
     ):
         autopar.plan_step(mlp_step, mlp_args(), method=method, cluster=CLUSTER, mesh_shape=(8,))
     pipeline = autopar.PipeshardParallel(4)
@@ -81,9 +88,13 @@ def test_a_mesh_shape_beside_other_devices_is_refused():
 
 def test_a_method_for_another_cluster_is_refused():
     method = autopar.ShardParallel(cluster="dgx_h100")
-    assert autopar.plan_step(mlp_step, mlp_args(), method=method, cluster="dgx_h100").cluster == "dgx_h100"
+    assert (
+        autopar.plan_step(mlp_step, mlp_args(), method=method, cluster="dgx_h100").cluster
+        == "dgx_h100"
+    )
     with pytest.raises(
-        autopar.OptionError, match=r"cluster is 'cpu-virtual', but method\.cluster is 'dgx_h100'; leave"
+        autopar.OptionError,
+        match=r"cluster is 'cpu-virtual', but method\.cluster is 'dgx_h100'; leave",
     ):
         autopar.plan_step(mlp_step, mlp_args(), method=method, cluster=CLUSTER)
 
@@ -104,20 +115,32 @@ def test_a_plan_within_a_budget_leaves_the_margin():
     args = {"a": weights, "b": weights}, jax.ShapeDtypeStruct((256, 512), jnp.float32)
     free = autopar.plan_step(step, args, cluster="dgx_h100", method=autopar.ShardParallel(8))
     budget = WORKSPACE_BYTES + 1.01 * free.predicted_bytes
-    within = autopar.plan_step(step, args, cluster="dgx_h100", method=autopar.ShardParallel(8, memory_budget=budget))
+    within = autopar.plan_step(
+        step, args, cluster="dgx_h100", method=autopar.ShardParallel(8, memory_budget=budget)
+    )
     assert within.predicted_bytes * MEMORY_MARGIN <= budget - WORKSPACE_BYTES
     with pytest.raises(autopar.MemoryBudgetError) as told:
-        autopar.plan_step(step, args, cluster="dgx_h100", method=autopar.ShardParallel(8, memory_budget=1e4))
+        autopar.plan_step(
+            step, args, cluster="dgx_h100", method=autopar.ShardParallel(8, memory_budget=1e4)
+        )
     assert told.value.__notes__ == [
         "memory_budget is 1e-05 GB; plan_step keeps 8.4 MB for workspaces of libraries, and a margin of 13% for XLA"
     ]
 
 
 def test_an_executable_predicts_what_its_plan_does():
-    executable = autopar.parallelize(mlp_step, method=autopar.DataParallel(4)).get_executable(*mlp_args())
+    executable = autopar.parallelize(mlp_step, method=autopar.DataParallel(4)).get_executable(
+        *mlp_args()
+    )
     plan, args = executable.plan, mlp_args()
     found = executable.predict("dgx_a100_80", fidelity="analytic", tokens=64)
-    assert found == autopar.predict(mlp_step, args, plan, "dgx_a100_80", fidelity="analytic", tokens=64)
+    assert found == autopar.predict(
+        mlp_step, args, plan, "dgx_a100_80", fidelity="analytic", tokens=64
+    )
     timeline = executable.simulate("dgx_a100_80", fidelity="analytic")
-    assert found.timeline == timeline == autopar.simulate(mlp_step, args, plan, "dgx_a100_80", fidelity="analytic")
+    assert (
+        found.timeline
+        == timeline
+        == autopar.simulate(mlp_step, args, plan, "dgx_a100_80", fidelity="analytic")
+    )
     assert (found.seconds, found.tokens) == (timeline.makespan, 64)

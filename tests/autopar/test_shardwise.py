@@ -22,7 +22,9 @@ IMAGES = RNG.standard_normal((16, 8, 6, 4)).astype(np.float32)
 
 
 def conv(x, w, groups=1):
-    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NUMBERS, feature_group_count=groups)
+    return jax.lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=NUMBERS, feature_group_count=groups
+    )
 
 
 def per_example_gradients(w, x):
@@ -48,23 +50,33 @@ METHODS = {
     "zero3": autopar.Zero3Parallel(8),
     "automatic": autopar.ShardParallel(8),
     "automatic, two axes": autopar.ShardParallel((2, 4)),
-    "batch on one of two axes": autopar.ShardParallel((2, 4), options=ShardingOptions(batch_axis="x")),
+    "batch on one of two axes": autopar.ShardParallel(
+        (2, 4), options=ShardingOptions(batch_axis="x")
+    ),
     "heuristic": autopar.ShardParallel((2, 4), options=ShardingOptions(mode="heuristic")),
     "manual": autopar.ManualShardParallel((2, 4), in_specs=(P(), P("x"))),
-    "manual, space": autopar.ManualShardParallel((2, 4), in_specs=(P(None, None, None, "y"), P("x", "y"))),
+    "manual, space": autopar.ManualShardParallel(
+        (2, 4), in_specs=(P(None, None, None, "y"), P("x", "y"))
+    ),
 }
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_per_example_gradients_of_a_convolution_are_those_of_one_device(method):
     planned = autopar.parallelize(per_example_gradients, method=METHODS[method])
-    assert_allclose(planned(KERNEL, IMAGES), per_example_gradients(KERNEL, IMAGES), rtol=1e-4, atol=1e-4)
+    assert_allclose(
+        planned(KERNEL, IMAGES), per_example_gradients(KERNEL, IMAGES), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_plan_divides_the_examples_of_per_example_gradients():
     planned = autopar.parallelize(per_example_gradients, method=autopar.DataParallel(8))
     executable = planned.get_executable(KERNEL, IMAGES)
-    (kernels,) = {c.shape for c in executable.plan.stages[0].constraints if c.spec[-1] == ("x",) and c.side == "out"}
+    (kernels,) = {
+        c.shape
+        for c in executable.plan.stages[0].constraints
+        if c.spec[-1] == ("x",) and c.side == "out"
+    }
     assert kernels == (3, 3, 4, 16 * 8)
     assert "f32[3,3,4,16]" in executable.get_hlo_text("partitioned")
     again = autopar.parallelize(per_example_gradients, method=autopar.PlanMethod(executable.plan))
@@ -133,10 +145,15 @@ def test_grouped_convolutions_in_a_pipeline_are_those_of_one_device():
         value, gradients = value_and_grad(loss)(w)
         return jax.tree.map(lambda p, g: p - g, w, gradients), value
 
-    w, batch = {"a": GROUPED, "b": RNG.standard_normal((3, 3, 1, 8)).astype(np.float32)}, grouped_batch()
+    w, batch = (
+        {"a": GROUPED, "b": RNG.standard_normal((3, 3, 1, 8)).astype(np.float32)},
+        grouped_batch(),
+    )
     stages = autopar.ManualStageOption([[0], [1]], [(1, 4)] * 2, [(2, 2)] * 2, [{}] * 2)
     layers = autopar.ManualLayerOption()
-    method = autopar.PipeshardParallel(8, num_micro_batches=2, layer_option=layers, stage_option=stages)
+    method = autopar.PipeshardParallel(
+        8, num_micro_batches=2, layer_option=layers, stage_option=stages
+    )
     planned = autopar.parallelize(step, method=method)
     assert_allclose(planned(w, batch), step(w, batch, jax.value_and_grad), rtol=1e-4, atol=1e-5)
 
@@ -159,7 +176,9 @@ def test_every_split_of_a_convolution_with_groups_is_right(label):
     """tests/fuzz/test_splits.py has the other families."""
     label, mesh = f"conv_general_dilated: {label}", LogicalMesh((2, 4), ("x", "y"))
     fun, args = CASES[label](lambda: 4)
-    ((eqn, operands),) = [each for each in equations("conv_general_dilated", fun, args) if is_shardwise(each[0])]
+    ((eqn, operands),) = [
+        each for each in equations("conv_general_dilated", fun, args) if is_shardwise(each[0])
+    ]
     found = list(wrong_splits(eqn, operands, mesh))
     assert len(found) > 1
     assert not [(option, wrong) for option, wrong in found if wrong]

@@ -15,13 +15,15 @@ import autopar
 from autopar import _plugins
 from autopar.lowering.target import TargetExecutable, compile_for, target_devices, target_mesh
 from experiments.models import MLP
-from simulator.cluster import Cluster, ClusterError, cluster_names
+from simulator.hardware.cluster import Cluster, ClusterError, cluster_names
 from simulator.hlo import parse_hlo
 from simulator.work import Kernel, Loop, Work, work_of
 from tests.tiers import tiers
 
 OF_DEVICE = {Cluster.load(name).device.name: name for name in sorted(cluster_names(), reverse=True)}
-GPU_CLUSTERS = [name for name in OF_DEVICE.values() if Cluster.load(name).device.kind == "gpu"]  # one for each GPU
+GPU_CLUSTERS = [
+    name for name in OF_DEVICE.values() if Cluster.load(name).device.kind == "gpu"
+]  # one for each GPU
 WIDTHS = (32, 128, 64, 32)
 BATCH = 64
 KERNELS = list(pairwise(WIDTHS))
@@ -83,10 +85,14 @@ def test_every_shipped_cluster_compiles_a_step(name):
 def test_a_step_takes_six_flops_per_parameter_and_row_but_for_the_gradient_of_the_input(name):
     rows = BATCH // shipped(name).num_devices
     sizes = [rows_ * columns for rows_, columns in KERNELS]
-    assert sum(total_work(data_parallel(name)).flops.values()) == rows * (6 * sum(sizes) - 2 * sizes[0])
+    assert sum(total_work(data_parallel(name)).flops.values()) == rows * (
+        6 * sum(sizes) - 2 * sizes[0]
+    )
 
 
-@pytest.mark.parametrize("name", [name for name in GPU_CLUSTERS if Cluster.load(name).num_devices > 1])
+@pytest.mark.parametrize(
+    "name", [name for name in GPU_CLUSTERS if Cluster.load(name).num_devices > 1]
+)
 def test_data_parallelism_all_reduces_every_gradient_once(name):
     assert total_work(data_parallel(name)).collectives == {"all_reduce": PARAMETER_BYTES}
 
@@ -95,7 +101,9 @@ def test_pmap_compiles_to_the_same_work_as_data_parallelism():
     cluster = Cluster.load("p3.16xlarge")
     devices = target_devices(cluster)
     params, x = abstract()
-    params, x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((8, *leaf.shape), leaf.dtype), (params, x))
+    params, x = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((8, *leaf.shape), leaf.dtype), (params, x)
+    )
     x = jax.ShapeDtypeStruct((8, BATCH // 8, WIDTHS[0]), x.dtype)
     mapped = jax.pmap(partial(step, axis="i"), axis_name="i", devices=devices)
     executable = compile_for(mapped, (params, x), cluster)
@@ -171,7 +179,11 @@ def test_a_mesh_needs_a_name_for_each_axis():
 
 def test_a_step_for_the_devices_present_is_refused():
     with pytest.raises(ValueError, match="target_mesh"):
-        compile_for(jax.jit(lambda x: x + 1), (jax.ShapeDtypeStruct((4,), jnp.float32),), Cluster.load("p3.16xlarge"))
+        compile_for(
+            jax.jit(lambda x: x + 1),
+            (jax.ShapeDtypeStruct((4,), jnp.float32),),
+            Cluster.load("p3.16xlarge"),
+        )
 
 
 def test_missing_packages_are_named(monkeypatch):
@@ -189,7 +201,9 @@ def starts_plugin(monkeypatch, *, gpu: bool, installed: set[str]) -> bool:
     started = []
     monkeypatch.setattr(plugin, "initialize", lambda: started.append(True))
     monkeypatch.setattr(_plugins, "_GPU_FILES", (os.devnull,) if gpu else ())
-    monkeypatch.setattr(_plugins, "_installed", lambda module: module in installed | {"jax_plugins.xla_cuda12"})
+    monkeypatch.setattr(
+        _plugins, "_installed", lambda module: module in installed | {"jax_plugins.xla_cuda12"}
+    )
     _plugins.silence_idle_plugin()
     plugin.initialize()
     return bool(started)
@@ -207,20 +221,28 @@ def test_the_plugin_starts_only_where_it_can_run(monkeypatch):
 
 COMPILE = """
 from autopar.lowering.target import compile_for, target_devices
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 cluster = Cluster.load("p3.16xlarge")
 one = jax.sharding.SingleDeviceSharding(target_devices(cluster, 1)[0])
 compile_for(jax.jit(lambda x: x + 1), (jax.ShapeDtypeStruct((4,), "float32", sharding=one),), cluster)
 """
 
 
-@pytest.mark.parametrize(("platforms", "then"), [pytest.param(None, "", marks=pytest.mark.slow), ("cpu", COMPILE)])
+@pytest.mark.parametrize(
+    ("platforms", "then"), [pytest.param(None, "", marks=pytest.mark.slow), ("cpu", COMPILE)]
+)
 def test_importing_autopar_and_compiling_for_a_cluster_print_nothing(platforms, then):
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "TF_"))}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "XLA_", "TF_"))
+    }
     if platforms:
         env["JAX_PLATFORMS"] = platforms
     code = f"import autopar, jax; jax.devices()\n{then}"
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
     assert done.stdout + done.stderr == ""
 
 
@@ -228,7 +250,11 @@ def predicted_seconds() -> float:
     model = MLP(dim=1024, num_layers=2, batch_size=1024)
     args = model.abstract_args()
     plan = autopar.plan_step(
-        model.train_step, args, method=autopar.DataParallel(), cluster="p3.16xlarge", mesh_shape=(8,)
+        model.train_step,
+        args,
+        method=autopar.DataParallel(),
+        cluster="p3.16xlarge",
+        mesh_shape=(8,),
     )
     return autopar.simulate(model.train_step, args, plan, "p3.16xlarge").makespan
 
@@ -237,5 +263,7 @@ def predicted_seconds() -> float:
 def test_flags_of_xla_count_where_a_step_is_compiled_for_a_cluster():
     code = "from tests.autopar.test_target import predicted_seconds; print(predicted_seconds())"
     env = {**os.environ, "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
     assert float(done.stdout) < 0.9 * predicted_seconds()

@@ -23,7 +23,11 @@ def test_a_returned_state_is_carried_leaf_by_leaf():
 
 
 def test_a_state_returned_alone_is_carried_too():
-    step = trace(lambda params, batch: {"w": params["w"] * batch.sum()}, ({"w": jnp.ones(3)}, jnp.ones(4)), (1,))
+    step = trace(
+        lambda params, batch: {"w": params["w"] * batch.sum()},
+        ({"w": jnp.ones(3)}, jnp.ones(4)),
+        (1,),
+    )
     assert step.carried == {0: 0}
 
 

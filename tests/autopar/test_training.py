@@ -30,8 +30,12 @@ def expected(steps: int) -> Any:
 
 
 def assert_close(state: Any, other: Any) -> None:
-    for (path, mine), theirs in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(other), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+    for (path, mine), theirs in zip(
+        jax.tree.leaves_with_path(state), jax.tree.leaves(other), strict=True
+    ):
+        np.testing.assert_allclose(
+            mine, theirs, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +52,17 @@ def test_a_loop_that_is_run_again_goes_on(function, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        autopar.train(function, stack_params(), batches, 9, tmp_path, save_every=4, on_step=stop_at_six)
+        autopar.train(
+            function, stack_params(), batches, 9, tmp_path, save_every=4, on_step=stop_at_six
+        )
     state = autopar.train(
-        function, stack_params(), batches, 9, tmp_path, save_every=4, on_step=lambda step, _: told.append(step)
+        function,
+        stack_params(),
+        batches,
+        9,
+        tmp_path,
+        save_every=4,
+        on_step=lambda step, _: told.append(step),
     )
     assert told == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9]
     assert_close(state, expected(9))
@@ -75,9 +87,13 @@ def test_a_loader_brings_the_batches_where_the_present_plan_wants_them(function,
     assert wanted == [other.get_executable(stack_params(), stack_batch()).in_shardings[1]["x"]] * 2
 
 
-def test_the_batches_of_an_iterator_can_not_be_had_again_after_a_failure(function, tmp_path, monkeypatch):
+def test_the_batches_of_an_iterator_can_not_be_had_again_after_a_failure(
+    function, tmp_path, monkeypatch
+):
     monkeypatch.setattr(session, "rejoin", lambda: None)
-    placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[1]
+    placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[
+        1
+    ]
     loader = autopar.DataLoader(batches(0), placements)
     step: Any = Failing(function, {2})
     with pytest.raises(ValueError, match="batches of an iterator can't be had again"):
@@ -86,9 +102,13 @@ def test_the_batches_of_an_iterator_can_not_be_had_again_after_a_failure(functio
 
 def test_what_a_loop_can_not_do_is_said(function, tmp_path):
     with pytest.raises(ValueError, match="batches end after step 2, expected 5"):
-        autopar.train(function, stack_params(), lambda first: [stack_batch()] * (2 - first), 5, tmp_path)
+        autopar.train(
+            function, stack_params(), lambda first: [stack_batch()] * (2 - first), 5, tmp_path
+        )
     autopar.save_checkpoint(tmp_path, stack_params(), 7)
-    with pytest.raises(autopar.CheckpointError, match="checkpoint of step 7, which is after num_steps=5"):
+    with pytest.raises(
+        autopar.CheckpointError, match="checkpoint of step 7, which is after num_steps=5"
+    ):
         autopar.train(function, stack_params(), batches, 5, tmp_path)
     with pytest.raises(ValueError, match="expected a whole number of at least"):
         autopar.train(function, stack_params(), batches, 5, tmp_path / "other", save_every=0)
@@ -101,13 +121,17 @@ def test_what_a_loop_can_not_do_is_said(function, tmp_path):
 
 @pytest.mark.parametrize("is_loader", [True, False])
 def test_a_loop_goes_on_from_the_last_checkpoint_that_can_be_read(function, tmp_path, is_loader):
-    placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[1]
+    placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[
+        1
+    ]
     given = autopar.DataLoader(batches, placements) if is_loader else batches
     autopar.train(function, stack_params(), given, 6, tmp_path, save_every=2, keep=3)
     (tmp_path / "6" / "manifest.json").write_text("{")
     shutil.rmtree(tmp_path / "4" / "driver")
     told: list[int] = []
-    with pytest.warns(UserWarning, match=r"set aside as .*\.damaged, and that of step 2 is restored") as warned:
+    with pytest.warns(
+        UserWarning, match=r"set aside as .*\.damaged, and that of step 2 is restored"
+    ) as warned:
         state = autopar.train(
             function,
             stack_params(),
@@ -132,7 +156,9 @@ def test_a_directory_has_one_loop_at_a_time(function, tmp_path):
     def begin_another(step: int, results: Any) -> None:
         autopar.train(function, stack_params(), batches, 5, tmp_path)
 
-    with pytest.raises(autopar.CheckpointError, match="in use by this process, which trains or saves there already"):
+    with pytest.raises(
+        autopar.CheckpointError, match="in use by this process, which trains or saves there already"
+    ):
         autopar.train(function, stack_params(), batches, 5, tmp_path, on_step=begin_another)
     assert_close(autopar.train(function, stack_params(), batches, 5, tmp_path), expected(5))
     assert {entry.name for entry in tmp_path.iterdir()} == {"0", "5"}
@@ -158,9 +184,19 @@ def test_a_directory_has_one_loop_at_a_time(function, tmp_path):
     ],
     ids=str,
 )
-def test_arguments_of_a_loop_that_make_no_sense_are_refused_before_anything_is_done(function, tmp_path, changes):
-    given = {"state": stack_params(), "batches": batches, "num_steps": 3, "ckpt_dir": tmp_path / "run", **changes}
-    with pytest.raises((ValueError, TypeError), match=f"{next(iter(changes))}.*(expected|has no arrays)") as error:
+def test_arguments_of_a_loop_that_make_no_sense_are_refused_before_anything_is_done(
+    function, tmp_path, changes
+):
+    given = {
+        "state": stack_params(),
+        "batches": batches,
+        "num_steps": 3,
+        "ckpt_dir": tmp_path / "run",
+        **changes,
+    }
+    with pytest.raises(
+        (ValueError, TypeError), match=f"{next(iter(changes))}.*(expected|has no arrays)"
+    ) as error:
         autopar.train(function, **given)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
@@ -186,10 +222,14 @@ def test_hosts_may_fail_as_long_as_there_is_a_checkpoint_between(function, tmp_p
     rejoined: list[int] = []
     monkeypatch.setattr(session, "rejoin", lambda: rejoined.append(1))
     step: Any = Failing(function, {2, 3, 6, 7})
-    state = autopar.train(step, stack_params(), batches, 5, tmp_path / "a", save_every=2, max_failures=2)
+    state = autopar.train(
+        step, stack_params(), batches, 5, tmp_path / "a", save_every=2, max_failures=2
+    )
     assert_close(state, expected(5))
     assert len(rejoined) == 4
     step = Failing(function, {2, 3, 4})
     with pytest.raises(autopar.HostsError, match="call 4 fails"):
-        autopar.train(step, stack_params(), batches, 5, tmp_path / "b", save_every=2, max_failures=2)
+        autopar.train(
+            step, stack_params(), batches, 5, tmp_path / "b", save_every=2, max_failures=2
+        )
     assert saved_steps(tmp_path / "b") == [0]

@@ -58,7 +58,9 @@ METHODS = {
     "shards": autopar.ShardParallel((2, 4)),
     "ZeRO-3": autopar.Zero3Parallel(8),
     "microbatches": autopar.ShardParallel(8, 2),
-    "pipeline": autopar.PipeshardParallel(num_micro_batches=2, stage_option=autopar.UniformStageOption(2)),
+    "pipeline": autopar.PipeshardParallel(
+        num_micro_batches=2, stage_option=autopar.UniformStageOption(2)
+    ),
 }
 
 
@@ -83,7 +85,10 @@ def test_a_loop_with_keys_is_resumed_also_when_no_step_is_left(function, tmp_pat
 
 def test_placements_and_dumps_and_loaders_know_keys(function, tmp_path):
     executable = function.get_executable(first(), stack_batch())
-    inputs, outputs = executable.get_input_placement_specs(), executable.get_output_placement_specs()
+    inputs, outputs = (
+        executable.get_input_placement_specs(),
+        executable.get_output_placement_specs(),
+    )
     for specs in (inputs[0], outputs):
         assert {name: specs[name].aval.dtype for name in ("key", "keys")} == {
             name: first()[name].dtype for name in ("key", "keys")
@@ -95,5 +100,7 @@ def test_placements_and_dumps_and_loaders_know_keys(function, tmp_path):
 
 
 def test_a_pipeline_with_keys_of_any_implementation_is_timed_on_zeros():
-    executable = autopar.parallelize(noisy_step, method=METHODS["pipeline"]).get_executable(first(), stack_batch())
+    executable = autopar.parallelize(noisy_step, method=METHODS["pipeline"]).get_executable(
+        first(), stack_batch()
+    )
     assert executable.profile_with_dummy_inputs(warmup=0, number=1, repeat=1).shape == (1,)

@@ -38,7 +38,9 @@ def test_a_step_counts_each_product_forward_twice_and_backward_once(model) -> No
 
 def test_stages_of_one_gpu_are_as_small_as_blocks_allow() -> None:
     many = Published("moe", (2048, 16, 48), 128, 8, ((1, (1, 4), (4, 1)),) * 8)
-    assert inter_only(many) == Published("moe", (2048, 16, 48), 256, 16, ((1, (1, 1), (1, 1)),) * 16)
+    assert inter_only(many) == Published(
+        "moe", (2048, 16, 48), 256, 16, ((1, (1, 1), (1, 1)),) * 16
+    )
     few = Published("moe", (768, 16, 16), 32, 8, ((4, (1, 2), (2, 1)),) * 2)
     assert inter_only(few).stages == ((4, (1, 1), (1, 1)),) * 4
 

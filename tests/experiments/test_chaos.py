@@ -20,7 +20,9 @@ input()
 def test_processes_whose_parents_are_gone_are_still_found():
     from experiments.chaos import _family
 
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     assert {parent.pid, child} <= {each.pid for each in _family()}

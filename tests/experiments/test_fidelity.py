@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from experiments.models.published import SMALL
-from experiments.validation.fidelity import CLOSE, KINDS, TOLERANCE, UNEXPLAINED, Case, Row, cases, compare
+from experiments.validation.fidelity import (
+    CLOSE,
+    KINDS,
+    TOLERANCE,
+    UNEXPLAINED,
+    Case,
+    Row,
+    cases,
+    compare,
+)
 
 TABLE = Path(__file__).parents[2] / "results/tables/fidelity.csv"
 
@@ -35,7 +44,9 @@ def test_the_committed_table_has_known_cases() -> None:
 
 
 def test_every_difference_in_the_committed_table_is_explained() -> None:
-    far = [row for row in table() if row["quantity"] in KINDS and abs(float(row["error"])) > TOLERANCE]
+    far = [
+        row for row in table() if row["quantity"] in KINDS and abs(float(row["error"])) > TOLERANCE
+    ]
     assert [row for row in far if row["because"] in ("", UNEXPLAINED)] == []
 
 

@@ -15,7 +15,15 @@ COMMON = {
     "dtype": "float32",
     "platform": "p3.16xlarge",
 }
-COLUMNS = ["mesh", "strategy", "source", "step_time_s", "step_time_std_s", "memory_bytes_per_device", "status"]
+COLUMNS = [
+    "mesh",
+    "strategy",
+    "source",
+    "step_time_s",
+    "step_time_std_s",
+    "memory_bytes_per_device",
+    "status",
+]
 
 
 @pytest.fixture
@@ -40,9 +48,13 @@ def test_each_cell_of_the_source_is_a_bar_of_its_height(cells: list[Row]) -> Non
     assert [bar.get_height() for bar in bars(figure, 1)] == [1, 2]
 
 
-def test_published_numbers_are_diamonds_on_their_bars_and_failures_crosses(cells: list[Row]) -> None:
+def test_published_numbers_are_diamonds_on_their_bars_and_failures_crosses(
+    cells: list[Row],
+) -> None:
     figure = draw_cells(cells, "simulated")
-    marks = {line.get_marker(): np.asarray(line.get_xydata()).ravel() for line in figure.axes[0].lines}
+    marks = {
+        line.get_marker(): np.asarray(line.get_xydata()).ravel() for line in figure.axes[0].lines
+    }
     bar = bars(figure, 0)[1]
     assert marks["D"] == pytest.approx((bar.get_x() + bar.get_width() / 2, 50))
     assert marks["x"] == pytest.approx((1 + 0.14 / 2, 0))  # right of the middle of the second group

@@ -11,11 +11,16 @@ from experiments.measurements import gpu, kernels
 from experiments.measurements.kernels import Launch
 from experiments.models import GPT
 from simulator.calibration.fit_cluster import Convolution
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 from simulator.work import Gemm, Kernel, Loop
 
 EFFORT = Effort(
-    (16, 256, 4096, 65536), (8,), (32, 64), (Convolution(1, 4, 4), Convolution(1, 8, 8)), ("float32",), 1e-3
+    (16, 256, 4096, 65536),
+    (8,),
+    (32, 64),
+    (Convolution(1, 4, 4), Convolution(1, 8, 8)),
+    ("float32",),
+    1e-3,
 )
 TINY = GPT(1, 32, 2, sequence_length=16, vocab_size=64, batch_size=4)
 
@@ -27,7 +32,9 @@ def quiet() -> Console:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     out = tmp_path_factory.mktemp("gpu")
-    return gpu.run(out, [TINY], ["bfloat16"], repeat=2, budget=1000, effort=EFFORT, console=quiet()), out
+    return gpu.run(
+        out, [TINY], ["bfloat16"], repeat=2, budget=1000, effort=EFFORT, console=quiet()
+    ), out
 
 
 @pytest.mark.slow
@@ -54,7 +61,11 @@ def test_what_there_is_to_know_is_beside_the_table(measured):
     assert beside["not_measured"] == []
     assert {"jax", "jaxlib", "flax", "optax", "python"} <= set(beside["versions"])
     assert Cluster.load(out / "gpu_cluster.yaml").provenance is not None
-    assert sorted(path.name for path in out.iterdir()) == ["gpu.csv", "gpu.json", "gpu_cluster.yaml"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "gpu.csv",
+        "gpu.json",
+        "gpu_cluster.yaml",
+    ]
 
 
 @pytest.mark.slow
@@ -67,11 +78,16 @@ def test_results_are_printed(measured):
 
 def test_steps_that_there_is_no_time_for_are_named(tmp_path):
     here, dtypes = Cluster.load("cpu-virtual"), ["float32", "float16"]
-    table = gpu.run(tmp_path, [TINY], dtypes, repeat=1, budget=0.0, calibrated=here, console=quiet())
+    table = gpu.run(
+        tmp_path, [TINY], dtypes, repeat=1, budget=0.0, calibrated=here, console=quiet()
+    )
     beside = json.loads((tmp_path / "gpu.json").read_text())
     assert table.empty
     assert not beside["complete"]
-    assert beside["not_measured"] == ["GPT, 1 x 32, batch 4, float32", "GPT, 1 x 32, batch 4, float16"]
+    assert beside["not_measured"] == [
+        "GPT, 1 x 32, batch 4, float32",
+        "GPT, 1 x 32, batch 4, float16",
+    ]
 
 
 def test_a_step_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch):
@@ -82,7 +98,9 @@ def test_a_step_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatc
 
     monkeypatch.setattr(gpu, "measure", measure)
     here, dtypes = Cluster.load("cpu-virtual"), ["float32", "float16"]
-    table = gpu.run(tmp_path, [TINY], dtypes, repeat=1, budget=1000, calibrated=here, console=quiet())
+    table = gpu.run(
+        tmp_path, [TINY], dtypes, repeat=1, budget=1000, calibrated=here, console=quiet()
+    )
     beside = json.loads((tmp_path / "gpu.json").read_text())
     assert list(table["dtype"]) == ["float16"]
     assert beside["failed"] == {"GPT, 1 x 32, batch 4, float32": "ValueError: no room"}
@@ -113,16 +131,23 @@ def test_what_libraries_launch_beside_a_kernel_counts_for_it():
         "void cublasLt::splitKreduce_kernel<32>",
         "loop_add_fusion_2",
     )
-    steps = [[Launch(name, 10.0**place * times) for place, name in enumerate(names)] for times in (1, 2, 7)]
+    steps = [
+        [Launch(name, 10.0**place * times) for place, name in enumerate(names)]
+        for times in (1, 2, 7)
+    ]
     assert kernels.seconds_of((ADD, PRODUCT, ADD), steps) == pytest.approx([2, 2220, 20000])
-    with pytest.raises(ValueError, match="3 kernels were launched in a step, and the program has 2"):
+    with pytest.raises(
+        ValueError, match="3 kernels were launched in a step, and the program has 2"
+    ):
         kernels.seconds_of((ADD, PRODUCT), steps)
     with pytest.raises(ValueError, match="one after the other; this one has Loop"):
         kernels.seconds_of((ADD, Loop(3, (PRODUCT,))), steps)
 
 
 def test_kernels_that_are_alike_share_a_row():
-    table = kernels.table_of("a step", (ADD, PRODUCT, ADD), [2e-6, 9e-6, 4e-6], Cluster.load("dgx_h100"))
+    table = kernels.table_of(
+        "a step", (ADD, PRODUCT, ADD), [2e-6, 9e-6, 4e-6], Cluster.load("dgx_h100")
+    )
     assert table["kernel"].tolist() == ["loop_add_fusion", "custom-call"]
     assert table["count"].tolist() == [2, 1]
     assert table["measured_us"].tolist() == pytest.approx([3, 9])

@@ -6,8 +6,16 @@ import pandas as pd
 import pytest
 
 from experiments.measurements.hosts import Seconds, middle
-from experiments.validation.hosts import CASES, SHAPES, Compiled, Measured, calibrated, rows_of, write_calibrated
-from simulator.cluster import Cluster
+from experiments.validation.hosts import (
+    CASES,
+    SHAPES,
+    Compiled,
+    Measured,
+    calibrated,
+    rows_of,
+    write_calibrated,
+)
+from simulator.hardware.cluster import Cluster
 
 TABLE = Path(__file__).parents[2] / "results/tables/hosts.csv"
 
@@ -16,13 +24,20 @@ def test_what_was_held_out_is_predicted_to_a_fifth():
     table = pd.read_csv(TABLE)
     held_out = table[table["case"].str.endswith("(held out)")]
     errors = held_out[held_out["quantity"].str.startswith("error_")]
-    assert {"GPT, 4 stages, 4 microbatches (held out)", "GPT, 2 stages, 4 microbatches (held out)"} <= {*errors["case"]}
+    assert {
+        "GPT, 4 stages, 4 microbatches (held out)",
+        "GPT, 2 stages, 4 microbatches (held out)",
+    } <= {*errors["case"]}
     assert set(zip(errors["hosts"], errors["devices_per_host"], strict=True)) == {(2, 4), (4, 2)}
     assert errors["value"].abs().max() < 0.2
     within = (
-        held_out[["case", "hosts"]].apply(tuple, axis=1).isin(set(zip(errors["case"], errors["hosts"], strict=True)))
+        held_out[["case", "hosts"]]
+        .apply(tuple, axis=1)
+        .isin(set(zip(errors["case"], errors["hosts"], strict=True)))
     )
-    steps = held_out[within].pivot_table(index=["case", "hosts"], columns="quantity", values="value")
+    steps = held_out[within].pivot_table(
+        index=["case", "hosts"], columns="quantity", values="value"
+    )
     assert len(steps) == 3  # those with 2 stages on 4 hosts span them, and are not predicted
     for role in ("shipped", "fitted_here"):
         found = steps[f"predicted_seconds_{role}"] / steps["seconds"] - 1
@@ -30,7 +45,10 @@ def test_what_was_held_out_is_predicted_to_a_fifth():
 
 
 def test_nothing_is_fitted_to_what_is_predicted():
-    models = {role: {type(case.model) for case in CASES if case.role == role} for role in ("fitted", "held out")}
+    models = {
+        role: {type(case.model) for case in CASES if case.role == role}
+        for role in ("fitted", "held out")
+    }
     assert models["fitted"].isdisjoint(models["held out"])
     assert any(case.stages == 4 for case in CASES if case.role == "held out")
     assert (2, 4) in SHAPES
@@ -53,7 +71,9 @@ def test_what_is_fitted_is_a_cluster_file_that_predicts(tmp_path):
     read = Cluster.load(tmp_path / "here.yaml")
     assert read.processes is not None
     assert read.source == "a test"
-    assert found[0].step().predicted(read) == pytest.approx(found[0].step().predicted(cluster), rel=0.02)
+    assert found[0].step().predicted(read) == pytest.approx(
+        found[0].step().predicted(cluster), rel=0.02
+    )
     rows = {row.quantity: row.value for row in rows_of(found[0], {"here": read})}
     assert rows["tasks_seconds"] == pytest.approx(1e-3 * len(compiled.executable.job.calls))
     assert rows["error_here"] == pytest.approx(rows["predicted_seconds_here"] / 0.06 - 1)

@@ -8,7 +8,12 @@ from experiments.cells import Cell, compute_cells, read_cell, write_cell
 from experiments.job import Job
 
 JOB = Job(
-    "mlp", "tiny", {"dim": 4, "num_layers": 2, "batch_size": 4}, "p3.16xlarge", (2, 4), ("data", "zero2", "shard")
+    "mlp",
+    "tiny",
+    {"dim": 4, "num_layers": 2, "batch_size": 4},
+    "p3.16xlarge",
+    (2, 4),
+    ("data", "zero2", "shard"),
 )
 
 
@@ -28,7 +33,8 @@ def test_an_exception_is_reported_by_its_message() -> None:
 
 def test_a_killed_process_is_reported_by_its_signal_and_last_words() -> None:
     assert (
-        isolate.reason_of(-6, "F0000 hlo.cc:12] Check failed\n") == "killed by SIGABRT: F0000 hlo.cc:12] Check failed"
+        isolate.reason_of(-6, "F0000 hlo.cc:12] Check failed\n")
+        == "killed by SIGABRT: F0000 hlo.cc:12] Check failed"
     )
     assert isolate.reason_of(-9, "") == "killed by SIGKILL"
 
@@ -86,4 +92,7 @@ def test_a_cell_whose_planning_failed_fails_for_the_same_reason(tmp_path: Path) 
 
 def test_the_last_words_before_an_abort_are_not_its_stack_trace() -> None:
     errors = "F0001 rendezvous.cc: Termination timeout exceeded\n*** Check failure stack trace: ***\n    @     0x7f (unknown)\n\n"
-    assert isolate.reason_of(-6, errors) == "killed by SIGABRT: F0001 rendezvous.cc: Termination timeout exceeded"
+    assert (
+        isolate.reason_of(-6, errors)
+        == "killed by SIGABRT: F0001 rendezvous.cc: Termination timeout exceeded"
+    )

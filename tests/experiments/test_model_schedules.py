@@ -52,8 +52,17 @@ class Family:
 
 
 def transformer(model: type, schedule: Callable[..., None], names: Names, **more: int) -> Family:
-    sizes = {"hidden_size": 32, "num_heads": 8, "sequence_length": 8, "vocab_size": 64, "batch_size": 4, **more}
-    return Family(lambda layers: model(num_layers=layers, **sizes), partial(schedule, names=names), TOKENS)
+    sizes = {
+        "hidden_size": 32,
+        "num_heads": 8,
+        "sequence_length": 8,
+        "vocab_size": 64,
+        "batch_size": 4,
+        **more,
+    }
+    return Family(
+        lambda layers: model(num_layers=layers, **sizes), partial(schedule, names=names), TOKENS
+    )
 
 
 LLAMA = replace(shipped.LLAMA, attend=NAMES.attend)
@@ -62,7 +71,9 @@ FAMILIES = {
     "bert": transformer(BERT, shipped.schedule_bert, replace(shipped.BERT, attend=attend_to_all)),
     "llama": transformer(Llama, shipped.schedule_llama, LLAMA, num_kv_heads=4, width=64),
     "wide_resnet": Family(
-        lambda _: WideResNet(num_layers=8, channels=8, width=2, image_size=16, num_classes=16, batch_size=4),
+        lambda _: WideResNet(
+            num_layers=8, channels=8, width=2, image_size=16, num_classes=16, batch_size=4
+        ),
         shipped.schedule_wide_resnet,
         IMAGES,
     ),
@@ -111,7 +122,9 @@ def test_what_is_planned_around_a_schedule_has_the_gradients_of_one_device(name:
 def test_stages_of_any_model_have_the_gradients_of_one_device(name: str) -> None:
     family = FAMILIES[name]
     knobs = Knobs(vocabulary_parallel=name in TRANSFORMERS, pipeline_stages=2)
-    parallel = assert_planned_like_the_model(family.scheduled(knobs, 2, layers=2), family.example, devices=4)
+    parallel = assert_planned_like_the_model(
+        family.scheduled(knobs, 2, layers=2), family.example, devices=4
+    )
     assert len(parallel.plan.stages) == 2
 
 
@@ -151,11 +164,15 @@ def test_every_backend_adds_up_as_often_as_the_schedule_says(name: str, backend:
     """Megatron's: two per block and direction of a transformer, one of what is looked up, and one of the gradients of what goes into
     the logits. Of each of two bottlenecks one forward, and two backward."""
     family = FAMILIES[name]
-    family = replace(family, make=lambda layers, make=family.make: replace(make(layers), **LARGE[name]))
+    family = replace(
+        family, make=lambda layers, make=family.make: replace(make(layers), **LARGE[name])
+    )
     sch = family.scheduled(MEGATRON if name in TRANSFORMERS else Knobs())
     built = build(sch, backend)
 
-    step = autopar.parallelize(partial(gradients, built.apply), method=built.method, batch_argnums=(1,))
+    step = autopar.parallelize(
+        partial(gradients, built.apply), method=built.method, batch_argnums=(1,)
+    )
     assert added_up(step.get_executable(sch.params, sch.args[0]).get_hlo_text()) == 6
 
 
@@ -167,8 +184,13 @@ def added_up(hlo: str) -> int:
     """
     kinds = r"= (.*) (?:all-reduce|reduce-scatter)(?:-start)?\("
     found = ((re.search(kinds, line), line) for line in hlo.splitlines())
-    of_activations = [line for match, line in found if match and re.search(r"\[\d+,\d+,\d+", match[1])]
-    return sum("Conv_" in line or not re.search(r"\((transform|\w*/?skip)\)", line) for line in of_activations)
+    of_activations = [
+        line for match, line in found if match and re.search(r"\[\d+,\d+,\d+", match[1])
+    ]
+    return sum(
+        "Conv_" in line or not re.search(r"\((transform|\w*/?skip)\)", line)
+        for line in of_activations
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
@@ -201,7 +223,9 @@ def counted(sch: ModelSchedule, *args: Any) -> dict[str, int]:
     built = build(sch)
     loss = jax.jit(jax.grad(lambda params: jnp.sin(built.apply(params, *args)).mean()))
     placed = jax.tree.map(
-        lambda p, at: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=at), sch.params, built.shardings
+        lambda p, at: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=at),
+        sch.params,
+        built.shardings,
     )
     return collectives(loss.lower(placed).compile())
 
@@ -215,10 +239,22 @@ def test_knobs_say_how_many_blocks_are_recomputed_and_where_stages_end() -> None
 @pytest.mark.parametrize(
     ("name", "knobs", "message"),
     [
-        ("gpt", {"pipeline_stages": 2}, r"pipeline_stages is 2, but the model has 1 blocks, at 'block_\*'"),
-        ("gpt", {"checkpoint_ratio": 1.5}, r"checkpoint_ratio is 1.5, expected a part between 0 and 1"),
+        (
+            "gpt",
+            {"pipeline_stages": 2},
+            r"pipeline_stages is 2, but the model has 1 blocks, at 'block_\*'",
+        ),
+        (
+            "gpt",
+            {"checkpoint_ratio": 1.5},
+            r"checkpoint_ratio is 1.5, expected a part between 0 and 1",
+        ),
         ("gpt", {"pipeline_stages": 0}, r"pipeline_stages is 0, expected at least 1"),
-        ("wide_resnet", {"flash_attention": True}, r"a residual network has no tokens and no attention"),
+        (
+            "wide_resnet",
+            {"flash_attention": True},
+            r"a residual network has no tokens and no attention",
+        ),
     ],
 )
 def test_knobs_that_a_model_can_not_have(name: str, knobs: dict[str, Any], message: str) -> None:
@@ -228,5 +264,7 @@ def test_knobs_that_a_model_can_not_have(name: str, knobs: dict[str, Any], messa
 
 def test_attention_that_is_written_otherwise_is_not_replaced() -> None:
     family = transformer(GPT, shipped.schedule_gpt, shipped.GPT)
-    with pytest.raises(ScheduleError, match=r"the model's attention is not what names.attend computes"):
+    with pytest.raises(
+        ScheduleError, match=r"the model's attention is not what names.attend computes"
+    ):
         family.scheduled(Knobs(flash_attention=True))

@@ -14,8 +14,8 @@ from autopar.planning.step_planner import make_plan
 from autopar.sharding.options import AUTO
 from autopar.tracing.trace import trace
 from experiments.models.published import SMALL
-from simulator.cluster import Cluster
-from simulator.costs import BandwidthOnly
+from simulator.costs.cost_model import BandwidthOnly
+from simulator.hardware.cluster import Cluster
 from tests.tiers import slow
 
 # Adam divides a gradient by its own size, so that noise in a small one becomes a step; SGD shows gradients as they are.
@@ -29,7 +29,11 @@ COSTS = BandwidthOnly(bandwidth=1e9, flop_per_s=1e11)
     scope="module",
     params=[
         "mlp",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SMALL if name not in ("mlp", "gpt")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in SMALL
+            if name not in ("mlp", "gpt")
+        ),
         "gpt",
     ],
 )
@@ -40,14 +44,18 @@ def trained(request: pytest.FixtureRequest) -> Any:
 
     def parameter(path: Any, x: jax.ShapeDtypeStruct) -> np.ndarray:
         positive = path[-1] in (jax.tree_util.DictKey("scale"), jax.tree_util.DictKey("var"))
-        values = random.normal(1.0 if positive else 0.0, 0.1, x.shape)  # none of them 0, where a mistake may not show
+        values = random.normal(
+            1.0 if positive else 0.0, 0.1, x.shape
+        )  # none of them 0, where a mistake may not show
         return values.astype(x.dtype)
 
     state, _ = model.abstract_args()
     params = jax.tree_util.tree_map_with_path(parameter, state.params)
     state = state.replace(step=np.int32(0), params=params, tx=SGD, opt_state=SGD.init(params))
     if hasattr(state, "batch_stats"):
-        state = state.replace(batch_stats=jax.tree_util.tree_map_with_path(parameter, state.batch_stats))
+        state = state.replace(
+            batch_stats=jax.tree_util.tree_map_with_path(parameter, state.batch_stats)
+        )
     args = state, jax.jit(model.make_batch)(jax.random.key(0))
     return model, args, jax.jit(model.train_step)(*args)
 
@@ -56,11 +64,19 @@ def trained(request: pytest.FixtureRequest) -> Any:
 def test_loss_and_updated_state_equal_one_device(trained: Any, mesh: tuple[int, int]) -> None:
     model, args, expected = trained
     traced = trace(model.train_step, args, (1,))
-    plan = make_plan(traced, logical_mesh(mesh), Cluster.load("cpu-virtual"), AUTO, "ShardParallel", COSTS)
+    plan = make_plan(
+        traced, logical_mesh(mesh), Cluster.load("cpu-virtual"), AUTO, "ShardParallel", COSTS
+    )
     used = {axis for constraint in plan.stages[0].constraints for axis in axes_of(constraint.spec)}
     assert used == {axis for axis, size in plan.stages[0].mesh.sizes.items() if size > 1}
-    step = autopar.parallelize(model.train_step, method=autopar.PlanMethod(plan, mesh), donate_argnums=())
+    step = autopar.parallelize(
+        model.train_step, method=autopar.PlanMethod(plan, mesh), donate_argnums=()
+    )
     actual = step(*args)
-    for (path, one), other in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True):
+    for (path, one), other in zip(
+        jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True
+    ):
         atol = 1e-4 * max(1e-2, float(np.abs(one).max()))
-        np.testing.assert_allclose(other, one, rtol=1e-4, atol=atol, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            other, one, rtol=1e-4, atol=atol, err_msg=jax.tree_util.keystr(path)
+        )

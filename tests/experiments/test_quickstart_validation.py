@@ -1,7 +1,7 @@
 import pytest
 
 from experiments.validation.quickstart import compare
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
 
 @pytest.fixture(scope="module")
@@ -18,5 +18,9 @@ def test_every_memory_is_within_three_percent_of_the_published_one(rows):
 
 
 def test_the_strategies_rank_as_published(rows):
-    assert sorted(rows, key=lambda row: row.seconds) == sorted(rows, key=lambda row: row.published.seconds)
-    assert sorted(rows, key=lambda row: row.memory_gib) == sorted(rows, key=lambda row: row.published.memory_gib)
+    assert sorted(rows, key=lambda row: row.seconds) == sorted(
+        rows, key=lambda row: row.published.seconds
+    )
+    assert sorted(rows, key=lambda row: row.memory_gib) == sorted(
+        rows, key=lambda row: row.published.memory_gib
+    )

@@ -16,16 +16,25 @@ from autopar.model_schedules import Knobs
 from autopar.testing import assert_allclose
 from experiments.models import GPT, MLP
 from experiments.planned import SCHEDULED
-from experiments.schedules import megatron, schedule_gpt, scheduled_step, split_attention, train_step
+from experiments.schedules import (
+    megatron,
+    schedule_gpt,
+    scheduled_step,
+    split_attention,
+    train_step,
+)
 from experiments.scripts.measure import initial_args, largest_difference
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 from tests.tiers import slow
 
-MODEL = GPT(num_layers=1, hidden_size=32, num_heads=4, sequence_length=8, vocab_size=64, batch_size=4)
+MODEL = GPT(
+    num_layers=1, hidden_size=32, num_heads=4, sequence_length=8, vocab_size=64, batch_size=4
+)
 
 
 @pytest.mark.parametrize(
-    ("directives", "backend"), [(megatron, "manual"), pytest.param(split_attention, "auto", marks=pytest.mark.slow)]
+    ("directives", "backend"),
+    [(megatron, "manual"), pytest.param(split_attention, "auto", marks=pytest.mark.slow)],
 )
 def test_a_scheduled_gpt_trains_as_on_one_device(directives: object, backend: Backend) -> None:
     key = jax.random.key(0)
@@ -57,14 +66,20 @@ def test_a_plan_for_gpus_that_are_not_here_is_predicted_and_runs_here(name: str)
         assert sum(span.category == "all_reduce" for span in timeline.spans) >= 5
     args = initial_args(MODEL)
     runnable = strategy.prepare(MODEL, (2,), plan, args)
-    assert largest_difference(runnable.step(*runnable.args), jax.jit(MODEL.train_step)(*args)) < 2e-3
+    assert (
+        largest_difference(runnable.step(*runnable.args), jax.jit(MODEL.train_step)(*args)) < 2e-3
+    )
 
 
 def test_schedules_are_for_gpts_whose_heads_the_devices_divide() -> None:
     strategy = SCHEDULED["schedule_megatron"]
-    assert [mesh for mesh in ((1,), (4,), (8,), (2, 4), (4, 8)) if strategy.runs_on(MODEL, mesh)] == [(4,), (2, 4)]
+    assert [
+        mesh for mesh in ((1,), (4,), (8,), (2, 4), (4, 8)) if strategy.runs_on(MODEL, mesh)
+    ] == [(4,), (2, 4)]
     assert not strategy.runs_on(replace(MODEL, scan_layers=True), (4,))
-    with pytest.raises(ValueError, match="schedules are written for GPT; given MLP, use an automatic strategy"):
+    with pytest.raises(
+        ValueError, match="schedules are written for GPT; given MLP, use an automatic strategy"
+    ):
         strategy.plan(MLP(dim=8, num_layers=2, batch_size=8), (4,), Cluster.load("dgx_a100_80"))
 
 
@@ -77,19 +92,28 @@ def test_parameters_of_stacked_layers_are_pinned_for_the_planner_and_not_split_b
     plan = autopar.plan_step(step, args, method=built.method, cluster="dgx_a100_80")
     specs = {value.path: value.spec for value in plan.stages[0].inputs}
     assert specs["0/params/params/blocks/attention/qkv/kernel"] == ((), (), ("x",))
-    with pytest.raises(ScheduleError, match=r"blocks/attention/qkv/kernel, which is split .*, goes into scan"):
+    with pytest.raises(
+        ScheduleError, match=r"blocks/attention/qkv/kernel, which is split .*, goes into scan"
+    ):
         build(sch)
 
 
 @pytest.mark.parametrize(
     ("shape", "knobs"),
-    [((1, 2), Knobs(pipeline_stages=2)), ((2, 2), Knobs(vocabulary_parallel=True, sequence_parallel=True))],
+    [
+        ((1, 2), Knobs(pipeline_stages=2)),
+        ((2, 2), Knobs(vocabulary_parallel=True, sequence_parallel=True)),
+    ],
     ids=["stages with tensor parallelism", "data and tensor parallelism"],
 )
-def test_with_microbatches_a_scheduled_gpt_trains_as_on_one_device(shape: tuple[int, int], knobs: Knobs) -> None:
+def test_with_microbatches_a_scheduled_gpt_trains_as_on_one_device(
+    shape: tuple[int, int], knobs: Knobs
+) -> None:
     model, key, sgd = replace(MODEL, num_layers=2), jax.random.key(0), optax.sgd(1.0)
     state, batch = model.init_state(key), model.make_batch(key)
-    state = state.replace(tx=sgd, opt_state=sgd.init(state.params))  # Adam's first step is the sign of the gradient
+    state = state.replace(
+        tx=sgd, opt_state=sgd.init(state.params)
+    )  # Adam's first step is the sign of the gradient
     expected, loss = jax.jit(model.train_step)(state, batch)
     step, _, method = scheduled_step(model, device_mesh, shape, knobs, num_micro_batches=2)
     updated, found = autopar.parallelize(step, method=method, donate_argnums=())(state, batch)

@@ -7,7 +7,9 @@ from experiments.sources import CODE, ROOT, cluster_files, code_hash
 
 def test_the_hash_changes_with_any_file_of_a_package(tmp_path: Path, monkeypatch) -> None:
     for package in CODE:
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("*.pyc", "results"))
+        shutil.copytree(
+            ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("*.pyc", "results")
+        )
     monkeypatch.setattr(sources, "ROOT", tmp_path)
 
     def fresh() -> str:
@@ -16,7 +18,11 @@ def test_the_hash_changes_with_any_file_of_a_package(tmp_path: Path, monkeypatch
 
     before = fresh()
     assert before == fresh()
-    for name in ("autopar/sharding/ilp.py", "simulator/engine.py", "experiments/models/gpt.py"):
+    for name in (
+        "autopar/sharding/ilp.py",
+        "simulator/engine/simulation.py",
+        "experiments/models/gpt.py",
+    ):
         path = tmp_path / name
         path.write_text(path.read_text() + "\n# changed\n")
         assert fresh() != before
@@ -32,4 +38,7 @@ def test_every_rule_depends_on_the_code() -> None:
 
 
 def test_a_cluster_depends_on_its_own_files() -> None:
-    assert [Path(path).name for path in cluster_files("p3.16xlarge")] == ["p3.16xlarge.yaml", "v100_sxm2_16gb.yaml"]
+    assert [Path(path).name for path in cluster_files("p3.16xlarge")] == [
+        "p3.16xlarge.yaml",
+        "v100_sxm2_16gb.yaml",
+    ]

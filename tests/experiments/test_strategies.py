@@ -13,14 +13,16 @@ from experiments.scripts import simulate
 from experiments.scripts.measure import initial_args, largest_difference, next_state
 from experiments.strategies import STRATEGIES
 from experiments.strategy import Prediction
-from simulator.cluster import Cluster
+from simulator.engine.timeline import Timeline
+from simulator.hardware.cluster import Cluster
 from simulator.memory import MemoryUse
-from simulator.timeline import Timeline
 from tests.tiers import tiers
 
 MODELS = {
     "mlp": MLP(dim=16, num_layers=2, batch_size=16),
-    "gpt": GPT(num_layers=1, hidden_size=16, num_heads=8, sequence_length=8, vocab_size=32, batch_size=8),
+    "gpt": GPT(
+        num_layers=1, hidden_size=16, num_heads=8, sequence_length=8, vocab_size=32, batch_size=8
+    ),
 }
 MESHES = {"mlp": [(2,), (4,), (8,), (2, 4)], "gpt": [(8,), (2, 4)]}
 CELLS = [(model, "serial", (1,)) for model in MODELS] + [
@@ -44,7 +46,9 @@ def serial_steps(model: str) -> Any:
 
 
 @pytest.mark.parametrize(("model_name", "name", "mesh"), tiers(CELLS))
-def test_every_strategy_equals_the_serial_step(model_name: str, name: str, mesh: tuple[int, ...]) -> None:
+def test_every_strategy_equals_the_serial_step(
+    model_name: str, name: str, mesh: tuple[int, ...]
+) -> None:
     model = MODELS[model_name]
     args, first, second = serial_steps(model_name)
     strategy = STRATEGIES[name]
@@ -65,7 +69,9 @@ def test_pmap_refuses_a_batch_that_its_devices_cannot_share() -> None:
         lambda: STRATEGIES["pmap"].prepare(model, (2,), None, initial_args(model)),
         lambda: STRATEGIES["pmap"].predict(model, (2,), None, Cluster.load("p3.16xlarge")),
     ):
-        with pytest.raises(ValueError, match="a batch of 15 can't be split over 2 devices; use a multiple of 2"):
+        with pytest.raises(
+            ValueError, match="a batch of 15 can't be split over 2 devices; use a multiple of 2"
+        ):
             use()
 
 
@@ -73,7 +79,9 @@ def test_predictions_donate_the_state_in_serial_but_not_in_pmap() -> None:
     model, cluster = MODELS["mlp"], Cluster.load("p3.16xlarge")
     state, _ = model.abstract_args()
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    serial, pmap = (STRATEGIES[name].predict(model, (1,), None, cluster).timeline for name in ("serial", "pmap"))
+    serial, pmap = (
+        STRATEGIES[name].predict(model, (1,), None, cluster).timeline for name in ("serial", "pmap")
+    )
     assert serial.memory[0].aliased == state_bytes
     assert pmap.memory[0].aliased == 0
     assert serial.makespan > 0
@@ -83,7 +91,9 @@ def test_predictions_donate_the_state_in_serial_but_not_in_pmap() -> None:
 def test_a_predicted_step_needs_what_its_fullest_device_needs(tmp_path, monkeypatch) -> None:
     class Staged:
         def predict(self, *_: Any) -> Prediction:
-            return Prediction(Timeline((), ((0,), (1,)), (MemoryUse(arguments=1), MemoryUse(arguments=2))), 0.0)
+            return Prediction(
+                Timeline((), ((0,), (1,)), (MemoryUse(arguments=1), MemoryUse(arguments=2))), 0.0
+            )
 
     monkeypatch.setitem(simulate.STRATEGIES, "staged", Staged())
     job = Job("mlp", "tiny", asdict(MODELS["mlp"]), "p3.16xlarge", (2,), ("staged",))

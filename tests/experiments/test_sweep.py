@@ -22,10 +22,14 @@ def test_the_default_sweep_covers_models_meshes_and_strategies(config: Any) -> N
     platforms = {"simulated": {"p3.16xlarge", "dgx_a100_80"}, "measured": {"cpu-virtual"}}
     for source, jobs in sweep.jobs.items():
         assert {job.platform for job in jobs.values()} == platforms[source]
-        assert {(job.model, job.mesh) for job in jobs.values() if job.platform != "dgx_a100_80"} == {
+        assert {
+            (job.model, job.mesh) for job in jobs.values() if job.platform != "dgx_a100_80"
+        } == {
             (model, mesh) for model in ("mlp", "gpt") for mesh in ((1,), (2,), (4,), (8,), (2, 4))
         }
-    assert [job.mesh for job in sweep.jobs["simulated"].values() if job.platform == "dgx_a100_80"] == [(8,)]
+    assert [
+        job.mesh for job in sweep.jobs["simulated"].values() if job.platform == "dgx_a100_80"
+    ] == [(8,)]
     assert sweep["p3.16xlarge/gpt-125M/2x4"].strategies == (
         "data",
         "zero2",
@@ -39,7 +43,9 @@ def test_the_default_sweep_covers_models_meshes_and_strategies(config: Any) -> N
     )
     a100 = sweep["dgx_a100_80/gpt-350M/8"].strategies
     assert {"shard", "schedule_megatron", "schedule_attention"} <= set(a100)
-    assert not any(name.startswith("schedule") for name in sweep["p3.16xlarge/mlp-2048/8"].strategies)
+    assert not any(
+        name.startswith("schedule") for name in sweep["p3.16xlarge/mlp-2048/8"].strategies
+    )
     assert "measured/cpu-virtual/mlp-reduced/8" in sweep.cells
     assert "simulated/p3.16xlarge/gpt-125M" in sweep.figures
 
@@ -61,7 +67,9 @@ def test_a_misspelt_key_lists_the_valid_ones(config: Any) -> None:
 
 def test_a_misspelt_key_says_where_it_is(config: Any) -> None:
     config["platforms"][1]["clusters"] = "cpu-virtual"
-    with pytest.raises(ValueError, match=r"at platforms\.1: unknown key 'clusters'; did you mean 'cluster'"):
+    with pytest.raises(
+        ValueError, match=r"at platforms\.1: unknown key 'clusters'; did you mean 'cluster'"
+    ):
         make_sweep(config)
 
 
@@ -74,7 +82,8 @@ def test_a_value_of_the_wrong_kind_says_where_it_is(config: Any) -> None:
 def test_an_unknown_strategy_lists_the_known_ones(config: Any) -> None:
     config["strategies"].append("zero4")
     with pytest.raises(
-        ValueError, match=r"unknown strategy 'zero4'; did you mean 'zero[23]'\? \(valid: data, heuristic, manual_data,"
+        ValueError,
+        match=r"unknown strategy 'zero4'; did you mean 'zero[23]'\? \(valid: data, heuristic, manual_data,",
     ):
         make_sweep(config)
 
@@ -82,7 +91,8 @@ def test_an_unknown_strategy_lists_the_known_ones(config: Any) -> None:
 def test_an_unknown_model_lists_the_known_ones(config: Any) -> None:
     config["models"]["gtp"] = config["models"].pop("gpt")
     with pytest.raises(
-        ValueError, match=r"unknown model 'gtp'; did you mean 'gpt'\? \(valid: .*gpt, llama, lstm, mlp.*\)"
+        ValueError,
+        match=r"unknown model 'gtp'; did you mean 'gpt'\? \(valid: .*gpt, llama, lstm, mlp.*\)",
     ):
         make_sweep(config)
 
@@ -90,7 +100,8 @@ def test_an_unknown_model_lists_the_known_ones(config: Any) -> None:
 def test_an_unknown_size_lists_the_known_ones(config: Any) -> None:
     config["platforms"][0]["models"]["gpt"] = "125B"
     with pytest.raises(
-        ValueError, match=r"unknown size of gpt '125B'; did you mean '125M'\? \(valid: 125M, 350M, reduced\)"
+        ValueError,
+        match=r"unknown size of gpt '125B'; did you mean '125M'\? \(valid: 125M, 350M, reduced\)",
     ):
         make_sweep(config)
 
@@ -108,21 +119,25 @@ def test_a_mesh_larger_than_the_cluster_is_refused_before_anything_runs(config: 
 
 
 def test_a_cluster_of_ones_own_is_named_by_its_file(config: Any, tmp_path: Path) -> None:
-    shipped = DEFAULT.parents[2] / "simulator/clusters/p3.16xlarge.yaml"
+    shipped = DEFAULT.parents[2] / "simulator/hardware/clusters/p3.16xlarge.yaml"
     own = tmp_path / "ours.yaml"
     own.write_text(shipped.read_text())
-    config["platforms"] = [{"cluster": str(own), "source": "simulated", "models": {"mlp": "reduced"}}]
+    config["platforms"] = [
+        {"cluster": str(own), "source": "simulated", "models": {"mlp": "reduced"}}
+    ]
     assert "simulated/ours/mlp-reduced/2x4" in make_sweep(config).cells
 
 
 def test_two_clusters_of_the_same_name_are_refused(config: Any, tmp_path: Path) -> None:
-    shipped = DEFAULT.parents[2] / "simulator/clusters/p3.16xlarge.yaml"
+    shipped = DEFAULT.parents[2] / "simulator/hardware/clusters/p3.16xlarge.yaml"
     config["platforms"] = []
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "ours.yaml").write_text(shipped.read_text())
         cluster = str(tmp_path / folder / "ours.yaml")
-        config["platforms"].append({"cluster": cluster, "source": "simulated", "models": {"mlp": "reduced"}})
+        config["platforms"].append(
+            {"cluster": cluster, "source": "simulated", "models": {"mlp": "reduced"}}
+        )
     with pytest.raises(ValueError, match="two clusters are called 'ours'"):
         make_sweep(config)
 
@@ -156,7 +171,9 @@ def test_two_clusters_of_the_same_name_are_refused(config: Any, tmp_path: Path) 
         ("published", "experiments/config/smoke.yaml", "experiments/config/smoke.yaml, at the top level: "),
     ],
 )  # fmt: skip
-def test_a_mistake_is_told_before_anything_runs(config: Any, path: str, value: Any, message: str) -> None:
+def test_a_mistake_is_told_before_anything_runs(
+    config: Any, path: str, value: Any, message: str
+) -> None:
     *sections, last = path.split(".")
     inner = config
     for section in sections:
@@ -167,9 +184,13 @@ def test_a_mistake_is_told_before_anything_runs(config: Any, path: str, value: A
 
 
 def test_a_mesh_of_parts_of_hosts_is_refused(config: Any, tmp_path: Path) -> None:
-    fields = yaml.safe_load((DEFAULT.parents[2] / "simulator/clusters/dgx_a100_80.yaml").read_text())
+    fields = yaml.safe_load(
+        (DEFAULT.parents[2] / "simulator/hardware/clusters/dgx_a100_80.yaml").read_text()
+    )
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(fields | {"hosts": 2}))
-    config["platforms"] = [{"cluster": str(tmp_path / "two.yaml"), "source": "simulated", "models": {"mlp": "reduced"}}]
+    config["platforms"] = [
+        {"cluster": str(tmp_path / "two.yaml"), "source": "simulated", "models": {"mlp": "reduced"}}
+    ]
     config["meshes"] = [[12]]
     with pytest.raises(ValueError, match="12 devices are not whole hosts of 8"):
         make_sweep(config)

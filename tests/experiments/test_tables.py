@@ -12,8 +12,20 @@ from experiments.scripts import tables
 SIZES = {"dim": 4, "num_layers": 2, "batch_size": 6}
 PAPER = {"source": "A paper", "model": "mlp", "size": "tiny", "cluster": "p3.16xlarge"} | {
     "rows": [
-        {"strategy": "serial", "mesh": [1], "step_time_ms": 20, "step_time_std_ms": 1, "memory_gib_per_device": 2.0},
-        {"strategy": "shard", "mesh": [8], "step_time_ms": 4, "step_time_std_ms": 0.5, "memory_gib_per_device": 0.5},
+        {
+            "strategy": "serial",
+            "mesh": [1],
+            "step_time_ms": 20,
+            "step_time_std_ms": 1,
+            "memory_gib_per_device": 2.0,
+        },
+        {
+            "strategy": "shard",
+            "mesh": [8],
+            "step_time_ms": 4,
+            "step_time_std_ms": 0.5,
+            "memory_gib_per_device": 0.5,
+        },
     ]
 }
 OTHER_PAPER = PAPER | {"model": "gpt"}
@@ -65,7 +77,9 @@ def test_every_cell_and_every_published_number_is_a_row(directories: list[Path])
     }
 
 
-def test_predictions_stand_beside_published_numbers_with_their_error(directories: list[Path]) -> None:
+def test_predictions_stand_beside_published_numbers_with_their_error(
+    directories: list[Path],
+) -> None:
     serial, shard = rows_of(quickstart_table(cell_table(directories, [PAPER])))
     assert (serial["published_step_time_ms"], serial["predicted_step_time_ms"]) == (20.0, 22.0)
     assert serial["step_time_error_percent"] == 10.0
@@ -81,5 +95,7 @@ def test_csv_and_parquet_hold_the_same_table(directories: list[Path], tmp_path: 
     published.write_text(yaml.safe_dump([PAPER]))
     tables.main(str(tmp_path), str(published), *map(str, directories))
     table = rows_of(pd.read_parquet(tmp_path / "cells.parquet"))
-    text = pd.read_csv(tmp_path / "cells.csv", keep_default_na=False, na_values=[""]).astype(COLUMNS)
+    text = pd.read_csv(tmp_path / "cells.csv", keep_default_na=False, na_values=[""]).astype(
+        COLUMNS
+    )
     assert [row | {"reason": row["reason"] or ""} for row in rows_of(text)] == table

@@ -10,14 +10,22 @@ from autopar.tuning import Space
 from experiments.models import GPT
 from experiments.tutorials.tune_gpt import app, candidate_of, knobs_of
 
-MODEL = GPT(num_layers=2, hidden_size=32, num_heads=4, sequence_length=8, vocab_size=64, batch_size=4)
+MODEL = GPT(
+    num_layers=2, hidden_size=32, num_heads=4, sequence_length=8, vocab_size=64, batch_size=4
+)
 
 
 def test_knobs_share_out_the_devices_and_the_batch() -> None:
     space = Space(knobs_of(MODEL, 4))
     candidates = list(space)
     assert {c["tensor"] * c["stages"] * c["data"] for c in candidates} == {4}
-    assert {(c["tensor"], c["stages"]) for c in candidates} == {(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)}
+    assert {(c["tensor"], c["stages"]) for c in candidates} == {
+        (1, 1),
+        (1, 2),
+        (2, 1),
+        (2, 2),
+        (4, 1),
+    }
     assert max(c["microbatches"] * c["data"] for c in candidates) == MODEL.batch_size
     assert not any(c["sequence"] for c in candidates if c["tensor"] == 1)
 
@@ -56,8 +64,14 @@ def test_the_tutorial_prints_what_it_tried_and_the_best() -> None:
     arguments = "--model gpt-350M --layers 1 --batch-size 1 --cluster cpu-virtual --devices 1 --search-by exhaustive"
     run = CliRunner().invoke(app, arguments.split())
     assert run.exit_code == 0, run.output
-    assert "gpt-350M, 1 layers, batch of 1, on 1 devices of cpu-virtual: 6 of 6 candidates tried" in run.stdout
-    assert "best: {'tensor': 1, 'stages': 1, 'data': 1, 'microbatches': 1, 'checkpoint': " in run.stdout
+    assert (
+        "gpt-350M, 1 layers, batch of 1, on 1 devices of cpu-virtual: 6 of 6 candidates tried"
+        in run.stdout
+    )
+    assert (
+        "best: {'tensor': 1, 'stages': 1, 'data': 1, 'microbatches': 1, 'checkpoint': "
+        in run.stdout
+    )
 
 
 @pytest.mark.parametrize("name", ["bert", "mlp-1B"])

@@ -26,13 +26,24 @@ def test_the_quickstart_prints_its_two_comparisons() -> None:
 
 @pytest.mark.slow
 def test_the_pipeline_tutorial_trains_with_stages_by_hand_and_found() -> None:
-    command = [sys.executable, "-m", "experiments.tutorials.pipeshard", "--dim", "32", "--batch-size", "32"]
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.tutorials.pipeshard",
+        "--dim",
+        "32",
+        "--batch-size",
+        "32",
+    ]
     shown = {**os.environ, "AUTOPAR_PROGRESS": "1"}
     run = subprocess.run(command, text=True, capture_output=True, timeout=240, env=shown)
     assert run.returncode == 0, run.stderr
     assert "Manual assignment: equal to the single device" in run.stdout
     assert "Automatic assignment: equal to the single device" in run.stdout
-    assert re.search(r"stage 1: layers 1 on devices 4-7, mesh [\dx ]+; \d+ tasks compiled in [\d.]+ s", run.stderr)
+    assert re.search(
+        r"stage 1: layers 1 on devices 4-7, mesh [\dx ]+; \d+ tasks compiled in [\d.]+ s",
+        run.stderr,
+    )
 
 
 @pytest.mark.slow
@@ -42,17 +53,34 @@ def test_the_tutorial_on_distributed_arrays_prints_what_it_should() -> None:
         text=True,
         capture_output=True,
         timeout=120,
-        env={**os.environ, "COLUMNS": "80"},  # the pictures of shardings are as wide as the terminal allows
+        env={
+            **os.environ,
+            "COLUMNS": "80",
+        },  # the pictures of shardings are as wide as the terminal allows
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == (GOLDEN / "intro_to_distributed.txt").read_text().splitlines()
 
 
 @pytest.mark.slow
-def test_the_schedule_tutorial_prints_the_model_the_match_and_one_all_reduce_on_a_plain_machine() -> None:
+def test_the_schedule_tutorial_prints_the_model_the_match_and_one_all_reduce_on_a_plain_machine() -> (
+    None
+):
     """Where no one has set up devices."""
-    plain = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    command = [sys.executable, "-m", "experiments.tutorials.slapo_mlp", "--devices", "2", "--sequence-length", "16"]
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("XLA_FLAGS", "JAX_PLATFORMS")
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.tutorials.slapo_mlp",
+        "--devices",
+        "2",
+        "--sequence-length",
+        "16",
+    ]
     run = subprocess.run(command, text=True, capture_output=True, timeout=120, env=plain)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == (GOLDEN / "slapo_mlp.txt").read_text().splitlines()
@@ -63,7 +91,9 @@ def test_the_schedule_tutorial_differs_only_in_sizes_on_more_devices_or_one(
     devices: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One all_reduce forward; on a single device there is nothing to add up."""
-    monkeypatch.setattr(sys, "argv", ["slapo_mlp", "--devices", str(devices), "--sequence-length", "16"])
+    monkeypatch.setattr(
+        sys, "argv", ["slapo_mlp", "--devices", str(devices), "--sequence-length", "16"]
+    )
     runpy.run_module("experiments.tutorials.slapo_mlp", run_name="__main__")
     expected = (GOLDEN / "slapo_mlp.txt").read_text()
     for two, here in (

@@ -23,7 +23,9 @@ def snakemake(tmp_path: Path) -> Snakemake:
     """Runs snakemake in an empty directory, on a configuration file and a copy of the project that nobody edits meanwhile."""
     project, results = tmp_path / "project", tmp_path / "sweep"
     for package in ("autopar", "experiments", "simulator"):
-        shutil.copytree(ROOT / package, project / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / package, project / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
     shutil.copy(ROOT / "Snakefile", project)
     results.mkdir()
 
@@ -31,13 +33,17 @@ def snakemake(tmp_path: Path) -> Snakemake:
         files = ["--snakefile", str(project / "Snakefile"), "--configfile", str(config)]
         command = [sys.executable, "-m", "snakemake", *files, "--cores", "2", *arguments]
         environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        return subprocess.run(command, cwd=results, env=environment, text=True, capture_output=True, timeout=400)
+        return subprocess.run(
+            command, cwd=results, env=environment, text=True, capture_output=True, timeout=400
+        )
 
     return run
 
 
 @pytest.mark.slow
-def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(snakemake: Snakemake, tmp_path: Path) -> None:
+def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(
+    snakemake: Snakemake, tmp_path: Path
+) -> None:
     config = yaml.safe_load((ROOT / "experiments/config/smoke.yaml").read_text())
     # An odd batch can't be split over two devices, and that one cell fails.
     config["models"]["mlp"]["odd"] = config["models"]["mlp"]["tiny"] | {"batch_size": 15}
@@ -58,8 +64,12 @@ def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(snakem
         ("measured", "odd", "2", "shard"),
         ("measured", "odd", "2", "manual_fsdp"),
     ]
-    assert [(row["size"], row["mesh"], row["strategy"]) for row in failed] == [("odd", "2", "manual_fsdp")]
-    assert failed[0]["reason"].startswith("ValueError: argument 1/x: dim 0 of its shape (15, 16) can't be split over")
+    assert [(row["size"], row["mesh"], row["strategy"]) for row in failed] == [
+        ("odd", "2", "manual_fsdp")
+    ]
+    assert failed[0]["reason"].startswith(
+        "ValueError: argument 1/x: dim 0 of its shape (15, 16) can't be split over"
+    )
     assert len(done) == len(cells) - 1
     assert all(row["step_time_s"] > 0 and row["memory_bytes_per_device"] > 0 for row in done)
     assert all(row["equality_error"] < 5e-3 for row in done if row["source"] == "measured")
@@ -67,7 +77,13 @@ def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(snakem
     assert "FAILED" in first.stdout  # progress, a line per cell
     assert len(list((tmp_path / "sweep/results/figures").rglob("*.svg"))) == 2
     fit = pd.read_csv(tmp_path / "sweep/results/tables/collectives_fit.csv")
-    assert list(fit["kind"]) == ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
+    assert list(fit["kind"]) == [
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "permute",
+    ]
     assert (fit["held_out_rows"] > 0).all()
 
     second = snakemake(path)
@@ -76,7 +92,9 @@ def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(snakem
 
 
 @pytest.mark.slow
-def test_a_misspelt_key_stops_the_workflow_before_it_starts(snakemake: Snakemake, tmp_path: Path) -> None:
+def test_a_misspelt_key_stops_the_workflow_before_it_starts(
+    snakemake: Snakemake, tmp_path: Path
+) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("measures: {warmup: 1}\n")
     failed = snakemake(path)

@@ -43,7 +43,11 @@ class Outcomes:
     faults: list[str] = field(default_factory=list)
 
     def add(
-        self, what: str, attempt: Callable[[], str], errors: tuple[type[Exception], ...], seconds: int = LIMIT
+        self,
+        what: str,
+        attempt: Callable[[], str],
+        errors: tuple[type[Exception], ...],
+        seconds: int = LIMIT,
     ) -> None:
         """Count one input.
 

@@ -46,10 +46,15 @@ def state_of(step: int) -> dict[str, jax.Array]:
 
 def equal(one: dict[str, jax.Array], other: dict[str, jax.Array]) -> bool:
     def raw(array: jax.Array) -> np.ndarray:
-        return np.asarray(jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array)
+        return np.asarray(
+            jax.random.key_data(array)
+            if jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+            else array
+        )
 
     return all(
-        one[name].dtype == other[name].dtype and np.array_equal(raw(one[name]), raw(other[name])) for name in one
+        one[name].dtype == other[name].dtype and np.array_equal(raw(one[name]), raw(other[name]))
+        for name in one
     )
 
 
@@ -82,14 +87,30 @@ def swap_steps(file: Path, rng: random.Random) -> None:
 
 def stray(file: Path, rng: random.Random) -> None:
     """Put something beside a file, or beside the checkpoints, that does not belong there."""
-    name = rng.choice(["3", "99", "007", "2.saving", "x", ".DS_Store", "autopar.lock.old", "driver2", "manifest.json~"])
+    name = rng.choice(
+        [
+            "3",
+            "99",
+            "007",
+            "2.saving",
+            "x",
+            ".DS_Store",
+            "autopar.lock.old",
+            "driver2",
+            "manifest.json~",
+        ]
+    )
     path = rng.choice([file.parent, last(file).parent]) / name
     if not path.exists():
         rng.choice([Path.mkdir, Path.touch, lambda path: path.write_text("{}")])(path)
 
 
 def garbage(file: Path, rng: random.Random) -> None:
-    file.write_bytes(rng.choice([b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 10_000, rng.randbytes(500), b"1e999"]))
+    file.write_bytes(
+        rng.choice(
+            [b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 10_000, rng.randbytes(500), b"1e999"]
+        )
+    )
 
 
 def become_folder(file: Path, rng: random.Random) -> None:
@@ -139,9 +160,13 @@ def saved(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("is_asked_for", [False, True], ids=["the last", "a step"])
-def test_a_damaged_checkpoint_is_never_restored_wrong(saved, tmp_path, record_property, is_asked_for):
+def test_a_damaged_checkpoint_is_never_restored_wrong(
+    saved, tmp_path, record_property, is_asked_for
+):
     states = {step: state_of(step) for step in STEPS}
-    wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), states[2])
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), states[2]
+    )
     outcomes = Outcomes()
     for seed in range(is_asked_for, COUNT, 2):
         rng, directory = random.Random(seed), tmp_path / str(seed)
@@ -154,18 +179,29 @@ def test_a_damaged_checkpoint_is_never_restored_wrong(saved, tmp_path, record_pr
         def attempt(directory: Path = directory) -> str:
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
-                restored = autopar.restore_checkpoint(directory, 2 if is_asked_for else None, wanted)
+                restored = autopar.restore_checkpoint(
+                    directory, 2 if is_asked_for else None, wanted
+                )
             if equal(restored, states[2]):
                 return "right"
             told = any(
-                "set aside" in str(each.message) and str(directory / "2") in str(each.message) for each in warned
+                "set aside" in str(each.message) and str(directory / "2") in str(each.message)
+                for each in warned
             )
-            if not is_asked_for and equal(restored, states[1]) and told and 2 not in saved_steps(directory):
+            if (
+                not is_asked_for
+                and equal(restored, states[1])
+                and told
+                and 2 not in saved_steps(directory)
+            ):
                 return "aside"
             return "WRONG"
 
         errors = (DamagedCheckpointError,) if is_asked_for else (autopar.CheckpointError,)
         outcomes.add(f"seed {seed}: {name} of {file.relative_to(directory)}", attempt, errors)
         shutil.rmtree(directory)
-    record_property(f"outcomes of checkpoints, {'a step' if is_asked_for else 'the last'}", dict(outcomes.counts))
+    record_property(
+        f"outcomes of checkpoints, {'a step' if is_asked_for else 'the last'}",
+        dict(outcomes.counts),
+    )
     assert not outcomes.faults, "\n".join(outcomes.faults[:20])

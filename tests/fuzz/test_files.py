@@ -17,17 +17,17 @@ from autopar.plan import Plan
 from experiments.sweep import make_sweep
 from simulator import Cluster, load_cluster, load_program, predict
 from simulator.calibration.fit_profiles import fit_collectives
-from simulator.cluster import load_device
-from simulator.collective_profile import CollectiveProfile
-from simulator.description import read, validate
 from simulator.files import read_table, read_text, read_yaml
-from simulator.formula import Machine
-from simulator.formula import predict as predict_formula
-from simulator.formula.scenario_files import Formula
+from simulator.hardware.cluster import load_device
+from simulator.hardware.collective_profile import CollectiveProfile
+from simulator.hardware.description import read, validate
+from simulator.hardware.kernel_profile import KernelProfile
 from simulator.hlo import held_at_peak, parse_hlo
-from simulator.kernel_profile import KernelProfile
 from simulator.program import Program, Run
 from simulator.program_file import save_program
+from simulator.transformer import Machine
+from simulator.transformer import predict as predict_formula
+from simulator.transformer.scenario_files import Formula
 from tests.fuzz.outcomes import Outcomes
 from tests.simulator.test_program_file import PROGRAM
 from tests.steps import mlp_args, mlp_step
@@ -121,7 +121,13 @@ def value_mutated(data: Any, rng: random.Random) -> Any:
     places: list[tuple[Any, Any]] = []
 
     def walk(node: Any) -> None:
-        for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+        for key in (
+            list(node)
+            if isinstance(node, dict)
+            else range(len(node))
+            if isinstance(node, list)
+            else ()
+        ):
             places.append((node, key))
             walk(node[key])
 
@@ -140,14 +146,22 @@ def value_mutated(data: Any, rng: random.Random) -> Any:
             node[key] = rng.choice(([node[key]], {"a": node[key]}))
         case _ if isinstance(node[key], int | float):
             node[key] = rng.choice(
-                (node[key] * 10.0 ** rng.randrange(-20, 20), -node[key], 0, 10 ** rng.randrange(19), 0.5)
+                (
+                    node[key] * 10.0 ** rng.randrange(-20, 20),
+                    -node[key],
+                    0,
+                    10 ** rng.randrange(19),
+                    0.5,
+                )
             )
         case _:
             node[key] = rng.choice(VALUES)
     return data
 
 
-def mutated(text: str, rng: random.Random, load: Callable[[str], Any] | None, dump: Callable[[Any], str]) -> bytes:
+def mutated(
+    text: str, rng: random.Random, load: Callable[[str], Any] | None, dump: Callable[[Any], str]
+) -> bytes:
     """A file with one to three mutations, of which the last may be of its bytes."""
     for _ in range(rng.randrange(1, 4)):
         kind = rng.randrange(7)
@@ -174,7 +188,11 @@ def is_finite(value: object) -> bool:
 def outcome_of(numbers: Mapping[str, Any]) -> str:
     """Whether results are finite; what nobody says is nan: rates of a program that does not say how many examples it has."""
     unsaid = {"examples_per_s", "tokens_per_s", "tflop_per_s_per_device", "mfu", "hfu"}
-    wrong = {name: value for name, value in numbers.items() if not is_finite(value) and name not in unsaid}
+    wrong = {
+        name: value
+        for name, value in numbers.items()
+        if not is_finite(value) and name not in unsaid
+    }
     return f"NOT FINITE: {wrong}" if wrong else "accepted"
 
 
@@ -204,7 +222,9 @@ def use_kernels(path: Path) -> str:
 def use_collectives(path: Path) -> str:
     profile = validate(CollectiveProfile, read(path), path)
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
-    return outcome_of({kind: profile.curve(kind).seconds(kind, 1e9, size) for kind in kinds for size in (2, 8)})
+    return outcome_of(
+        {kind: profile.curve(kind).seconds(kind, 1e9, size) for kind in kinds for size in (2, 8)}
+    )
 
 
 def use_formula(path: Path) -> str:
@@ -222,7 +242,11 @@ def use_plan(path: Path) -> str:
     plan = Plan.load(path)
     str(plan)
     return outcome_of(
-        {"seconds": plan.predicted_seconds, "bytes": plan.predicted_bytes, "planning": plan.planning_seconds}
+        {
+            "seconds": plan.predicted_seconds,
+            "bytes": plan.predicted_bytes,
+            "planning": plan.planning_seconds,
+        }
     )
 
 
@@ -284,12 +308,16 @@ def shipped(pattern: str) -> list[str]:
 
 
 KINDS: dict[str, tuple[str, list[str] | str, Callable[[Path], str]]] = {
-    "clusters": ("yaml", shipped("clusters/*.yaml"), use_cluster),
-    "mixed clusters": ("yaml", shipped("clusters/mixed/*.yaml"), use_cluster),
-    "devices": ("yaml", shipped("devices/*.yaml"), use_device),
-    "kernel profiles": ("yaml", shipped("profiles/kernels/*.yaml"), use_kernels),
-    "collective profiles": ("yaml", shipped("profiles/collectives/*.yaml"), use_collectives),
-    "formulas": ("yaml", shipped("formula/examples/*.yaml"), use_formula),
+    "clusters": ("yaml", shipped("hardware/clusters/*.yaml"), use_cluster),
+    "mixed clusters": ("yaml", shipped("hardware/clusters/mixed/*.yaml"), use_cluster),
+    "devices": ("yaml", shipped("hardware/devices/*.yaml"), use_device),
+    "kernel profiles": ("yaml", shipped("hardware/profiles/kernels/*.yaml"), use_kernels),
+    "collective profiles": (
+        "yaml",
+        shipped("hardware/profiles/collectives/*.yaml"),
+        use_collectives,
+    ),
+    "formulas": ("yaml", shipped("transformer/examples/*.yaml"), use_formula),
     "sweeps": ("yaml", [dump_yaml(SWEEP)], use_sweep),
     "programs": ("json", "program", use_program),
     "plans": ("json", "plan", use_plan),
@@ -304,11 +332,16 @@ KINDS: dict[str, tuple[str, list[str] | str, Callable[[Path], str]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mutated_file_is_refused_in_a_line_or_gives_finite_numbers(
-    kind: str, tmp_path: Path, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+    kind: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
 ) -> None:
     ending, texts, use = KINDS[kind]
     originals: list[str] = texts if isinstance(texts, list) else [request.getfixturevalue(texts)]
-    load, dump = {"yaml": (yaml.safe_load, dump_yaml), "json": (json.loads, json.dumps)}.get(ending, (None, str))
+    load, dump = {"yaml": (yaml.safe_load, dump_yaml), "json": (json.loads, json.dumps)}.get(
+        ending, (None, str)
+    )
     path, outcomes = tmp_path / f"mutated.{ending}", Outcomes()
     for original in originals:
         path.write_text(original)

@@ -41,7 +41,9 @@ def random_model(draw):
                 remat=draw.random() < 0.5,
             )
         case _:
-            return LSTM(num_layers=2, hidden_size=256, sequence_length=16, vocab_size=1024, batch_size=64)
+            return LSTM(
+                num_layers=2, hidden_size=256, sequence_length=16, vocab_size=1024, batch_size=64
+            )
 
 
 def random_method(draw):
@@ -63,7 +65,10 @@ def test_what_is_compiled_is_within_the_budget_of_the_plan(part, record_property
     for seed in range(30 * part, 30 * (part + 1)):
         draw = random.Random(seed)
         model, method = random_model(draw), random_method(draw)
-        step, args = partial(model.train_step, value_and_grad=autopar.value_and_grad), model.abstract_args()
+        step, args = (
+            partial(model.train_step, value_and_grad=autopar.value_and_grad),
+            model.abstract_args(),
+        )
 
         share = draw.uniform(1.0, 1.3)
 
@@ -72,9 +77,17 @@ def test_what_is_compiled_is_within_the_budget_of_the_plan(part, record_property
                 warnings.simplefilter("ignore")
                 free = autopar.plan_step(step, args, cluster=CLUSTER, method=method)
                 budget = share * (free.predicted_bytes + WORKSPACE_BYTES)
-                plan = autopar.plan_step(step, args, cluster=CLUSTER, method=replace(method, memory_budget=budget))
-                used = max(memory.total for memory in autopar.simulate(step, args, plan, CLUSTER).memory)
-            return "within" if used <= budget else f"OVER by {used / budget - 1:.1%}: {method} of {model}"
+                plan = autopar.plan_step(
+                    step, args, cluster=CLUSTER, method=replace(method, memory_budget=budget)
+                )
+                used = max(
+                    memory.total for memory in autopar.simulate(step, args, plan, CLUSTER).memory
+                )
+            return (
+                "within"
+                if used <= budget
+                else f"OVER by {used / budget - 1:.1%}: {method} of {model}"
+            )
 
         outcomes.add(f"seed {seed}", attempt, (autopar.MemoryBudgetError, NoStagesError), 300)
     record_property(f"outcomes of budgets, part {part}", dict(outcomes.counts))

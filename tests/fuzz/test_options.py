@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 import autopar
-from simulator.cluster import Cluster
-from simulator.heterogeneous import load_cluster
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.heterogeneous import load_cluster
 from tests.autopar.pipeline.steps import stack, stack_batch, stack_params
 from tests.fuzz.outcomes import Outcomes
 
@@ -72,7 +72,9 @@ def loss(params: Any, batch: Any, bounded: bool) -> jax.Array:
 
 def stepping(bounded: bool) -> Callable[[Any, Any], Any]:
     def step(params: Any, batch: Any) -> Any:
-        value, gradients = autopar.value_and_grad(lambda params: loss(params, batch, bounded))(params)
+        value, gradients = autopar.value_and_grad(lambda params: loss(params, batch, bounded))(
+            params
+        )
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
 
     return step
@@ -118,7 +120,12 @@ SHARDING = {
     "parameters": ["any", "replicated", "sharded"],
     "optimizer_state": ["any", "replicated", "sharded"],
     "batch_axis": [None, "x", "y"],
-    "forbidden": [set(), {"all_gather"}, ["all_reduce", "all_to_all"], frozenset({"reduce_scatter", "all_reduce"})],
+    "forbidden": [
+        set(),
+        {"all_gather"},
+        ["all_reduce", "all_to_all"],
+        frozenset({"reduce_scatter", "all_reduce"}),
+    ],
     "prefer_reduce_scatter": [False, True],
     "pins": [
         {},
@@ -131,14 +138,34 @@ SHARDING = {
     "time_limit": [60.0, 10, 1e-9],
     "tolerance": [0.0, 0.1, 1],
 }
-LAYER = {"remat_layer": [False, True, "auto"], "eps": [0.6, 0, 5.0, 1e308], "cost_criteria": ["flops", "count"]}
+LAYER = {
+    "remat_layer": [False, True, "auto"],
+    "eps": [0.6, 0, 5.0, 1e308],
+    "cost_criteria": ["flops", "count"],
+}
 PIPELINE = {
     **COMMON,
     "num_micro_batches": [*COUNTS, "auto"],
-    "default_auto_sharding_option": [autopar.ShardingOptions(), autopar.ShardingOptions(batch_axis="x")],
-    "pipeline_schedule": ["1f1b", "gpipe", "interleaved_1f1b", "auto", "inference", "zero_bubble_h1", "zero_bubble_v"],
+    "default_auto_sharding_option": [
+        autopar.ShardingOptions(),
+        autopar.ShardingOptions(batch_axis="x"),
+    ],
+    "pipeline_schedule": [
+        "1f1b",
+        "gpipe",
+        "interleaved_1f1b",
+        "auto",
+        "inference",
+        "zero_bubble_h1",
+        "zero_bubble_v",
+    ],
     "layer_option": [LAYERS, autopar.ManualLayerOption(), autopar.AutoLayerOption(4, "auto"), None],
-    "stage_option": ["uniform", "auto", autopar.UniformStageOption(2), autopar.AutoStageOption(leave_idle=True)],
+    "stage_option": [
+        "uniform",
+        "auto",
+        autopar.UniformStageOption(2),
+        autopar.AutoStageOption(leave_idle=True),
+    ],
     "stage_mode": [None, "uniform", "auto"],
     "num_chunks": [1, 2, "auto"],
 }
@@ -283,7 +310,10 @@ def drawn(subject: Subject, seed: int) -> dict[str, Any]:
     """Some options, of which about half are what they may be and the others have one that may be anything."""
     rng = random.Random(seed)
     names = [name for name in subject.options if rng.random() < 0.4]
-    options = {**(subject.given or {}), **{name: rng.choice(subject.options[name]) for name in names}}
+    options = {
+        **(subject.given or {}),
+        **{name: rng.choice(subject.options[name]) for name in names},
+    }
     if rng.random() < 0.55:
         options[rng.choice(list(subject.options))] = rng.choice(JUNK)
     return options
@@ -307,7 +337,9 @@ def outcome(subject: Subject, options: Mapping[str, Any]) -> str:
             return f"LINES: {error}"
         return "refused"
     except TypeError as error:
-        if "argument" in str(error) and ("missing" in str(error) or "takes" in str(error)):  # Python's own, of a call
+        if "argument" in str(error) and (
+            "missing" in str(error) or "takes" in str(error)
+        ):  # Python's own, of a call
             return "refused"
         raise
     try:
@@ -325,7 +357,12 @@ def test_options_are_used_or_refused_in_a_line(name, record_property):
     outcomes, subject = Outcomes(), SUBJECTS[name]
     for seed in range(subject.count):
         options = drawn(subject, seed)
-        outcomes.add(f"{name}, seed {seed}, {options}", lambda options=options: outcome(subject, options), (), SECONDS)
+        outcomes.add(
+            f"{name}, seed {seed}, {options}",
+            lambda options=options: outcome(subject, options),
+            (),
+            SECONDS,
+        )
     record_property(f"outcomes of {name}", dict(outcomes.counts))
     assert not outcomes.faults, "\n".join(outcomes.faults[:20])
 

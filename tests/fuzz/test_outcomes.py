@@ -15,7 +15,14 @@ def test_errors_that_an_input_may_end_in_are_told_from_faults():
     outcomes.add("d", lambda: fail(ValueError()), (ValueError,))
     outcomes.add("e", lambda: fail(KeyError("x")), (ValueError,))
     outcomes.add("f", lambda: str(time.sleep(10)), (ValueError,), seconds=1)
-    assert outcomes.counts == {"right": 1, "wrong": 1, "refused": 1, "empty": 1, "internal": 1, "hang": 1}
+    assert outcomes.counts == {
+        "right": 1,
+        "wrong": 1,
+        "refused": 1,
+        "empty": 1,
+        "internal": 1,
+        "hang": 1,
+    }
     assert [fault.split(":")[0] for fault in outcomes.faults] == ["b", "d", "e", "f"]
 
 

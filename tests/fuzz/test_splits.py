@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from autopar.ir.spec import LogicalMesh
-from autopar.primitives import POINTWISE, contract, index, linalg, op_factors, order, random, reduce, shape
+from autopar.primitives import (
+    POINTWISE,
+    contract,
+    index,
+    linalg,
+    op_factors,
+    order,
+    random,
+    reduce,
+    shape,
+)
 from tests.autopar.sharding.cases import CASES, RANDOM, ints
 from tests.autopar.sharding.proof import candidates, equations
 from tests.autopar.sharding.splits import wrong_splits
@@ -43,7 +53,9 @@ def cases_of(family: str):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_split_that_the_planner_may_choose_gives_the_numbers_of_one_device(family, record_property):
+def test_every_split_that_the_planner_may_choose_gives_the_numbers_of_one_device(
+    family, record_property
+):
     outcomes = Outcomes()
     for label, fun, args in cases_of(family):
         for eqn, operands in equations(label.split(":")[0], fun, args):
@@ -56,7 +68,9 @@ def test_every_split_that_the_planner_may_choose_gives_the_numbers_of_one_device
                         return f"WRONG: {wrong} under {option}" if wrong else "right"
 
                     shapes = ", ".join(str(atom.aval) for atom in eqn.invars)
-                    outcomes.add(f"{label} of ({shapes}) on {mesh.shape}, candidate {number}", attempt, ())
+                    outcomes.add(
+                        f"{label} of ({shapes}) on {mesh.shape}, candidate {number}", attempt, ()
+                    )
     record_property(f"outcomes of splits, {family}", dict(outcomes.counts))
     assert outcomes.counts["right"]
     assert not outcomes.faults, "\n".join(outcomes.faults[:20])

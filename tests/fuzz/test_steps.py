@@ -19,14 +19,25 @@ pytestmark = pytest.mark.fuzz
 
 EXAMPLES, TIME, WIDTH = 16, 3, 4
 RNG = np.random.default_rng(0)
-STATE = {"w": [RNG.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 2 for _ in range(2)], "seen": np.float32(3)}
+STATE = {
+    "w": [RNG.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 2 for _ in range(2)],
+    "seen": np.float32(3),
+}
 BATCH = {
     "x": RNG.normal(size=(EXAMPLES, TIME, WIDTH)).astype(np.float32),
     "mask": (RNG.random(EXAMPLES) > 0.3).astype(np.float32),
     "label": RNG.integers(0, WIDTH, EXAMPLES).astype(np.int32),
 }
 
-ONE_TO_ONE = (jnp.sin, jnp.tanh, jnp.square, jnp.abs, jax.nn.relu, lambda a: a * 0.5 + 1, lax.stop_gradient)
+ONE_TO_ONE = (
+    jnp.sin,
+    jnp.tanh,
+    jnp.square,
+    jnp.abs,
+    jax.nn.relu,
+    lambda a: a * 0.5 + 1,
+    lax.stop_gradient,
+)
 OF_TWO = (jnp.add, jnp.multiply, jnp.subtract, jnp.maximum)
 
 
@@ -41,7 +52,9 @@ def operations(draw):
     one, two = draw.choice(ONE_TO_ONE), draw.choice(OF_TWO)
     return {
         "one to one": lambda a, o, b: one(a),
-        "of two": lambda a, o, b: two(a, o if o.shape == a.shape else along(o, a) if o.shape == a.shape[:1] else a),
+        "of two": lambda a, o, b: two(
+            a, o if o.shape == a.shape else along(o, a) if o.shape == a.shape[:1] else a
+        ),
         "sum": lambda a, o, b: a.sum(axis=draw.randrange(a.ndim)),
         "mean": lambda a, o, b: a.mean(axis=draw.randrange(a.ndim)),
         "largest": lambda a, o, b: a.max(axis=draw.randrange(a.ndim)),
@@ -55,7 +68,9 @@ def operations(draw):
         "twice": lambda a, o, b: jnp.concatenate([a, a * 0.5], axis=draw.randrange(a.ndim)),
         "repeated": lambda a, o, b: jnp.repeat(a, 2, axis=0),
         "tiled": lambda a, o, b: jnp.tile(a, (2,) + (1,) * (a.ndim - 1)),
-        "products of examples": lambda a, o, b: a.reshape(a.shape[0], -1) @ a.reshape(a.shape[0], -1).T,
+        "products of examples": lambda a, o, b: (
+            a.reshape(a.shape[0], -1) @ a.reshape(a.shape[0], -1).T
+        ),
         "weighted by the mask's sum": lambda a, o, b: a * b["mask"].sum(),
         "divided by the mask's sum": lambda a, o, b: a / b["mask"].sum(),
         "divided by at least one": lambda a, o, b: a / jnp.maximum(b["mask"].sum(), 1),
@@ -66,13 +81,19 @@ def operations(draw):
         "every other": lambda a, o, b: a[::2],
         "shifted": lambda a, o, b: jnp.roll(a, 1, axis=draw.randrange(a.ndim)),
         "by position": lambda a, o, b: a * along(jnp.arange(a.shape[0], dtype=a.dtype), a),
-        "by constants per row": lambda a, o, b: a * along(np.full(a.shape[0], scale, np.float32) / a.shape[0], a),
-        "chosen by label": lambda a, o, b: jnp.take(a, b["label"], axis=draw.randrange(a.ndim), mode="clip"),
+        "by constants per row": lambda a, o, b: (
+            a * along(np.full(a.shape[0], scale, np.float32) / a.shape[0], a)
+        ),
+        "chosen by label": lambda a, o, b: jnp.take(
+            a, b["label"], axis=draw.randrange(a.ndim), mode="clip"
+        ),
         "sorted": lambda a, o, b: jnp.sort(a, axis=draw.randrange(a.ndim)),
         "accumulated": lambda a, o, b: jnp.cumsum(a, axis=draw.randrange(a.ndim)),
         "complex": lambda a, o, b: jnp.imag(a.astype(jnp.complex64) * (1j / a.shape[0])),
         "Fourier": lambda a, o, b: jnp.fft.irfft(jnp.fft.rfft(a), a.shape[-1]),
-        "dropped features": lambda a, o, b: a * jax.random.bernoulli(jax.random.key(size), 0.7, a.shape[1:]),
+        "dropped features": lambda a, o, b: (
+            a * jax.random.bernoulli(jax.random.key(size), 0.7, a.shape[1:])
+        ),
         "in half precision": lambda a, o, b: (a.astype(jnp.float16) * scale).astype(jnp.float32),
         "in a loop": lambda a, o, b: lax.fori_loop(0, 2, lambda _, v: jnp.tanh(v) * scale, a),
     }
@@ -98,7 +119,9 @@ def random_loss(seed):
         if reduce == 0 or not last.ndim:
             return last.sum()
         if reduce == 1 and last.shape[0] == b["x"].shape[0]:
-            weight = draw.choice([lambda m: m, lambda m: jnp.maximum(m, 1), lambda m: m + 1e-6])(b["mask"].sum())
+            weight = draw.choice([lambda m: m, lambda m: jnp.maximum(m, 1), lambda m: m + 1e-6])(
+                b["mask"].sum()
+            )
             return (last * along(b["mask"], last)).sum() / (weight * last[0].size)
         return last.mean() + (0 if reduce == 2 else 1e-2 * (w[0] ** 2).sum())
 
@@ -122,7 +145,13 @@ def random_step(seed):
         scale = 1 / batch["x"].shape[0] if by_size else 1.0
         updated = jax.tree.map(lambda w, g: w - 0.1 * scale * g, state["w"], gradients)
         seen = state["seen"] + aux["examples"]
-        return {"w": updated, "seen": seen}, value, gradients, aux["weights"], jnp.arange(aux["examples"])
+        return (
+            {"w": updated, "seen": seen},
+            value,
+            gradients,
+            aux["weights"],
+            jnp.arange(aux["examples"]),
+        )
 
     return step
 
@@ -140,7 +169,9 @@ def random_method(seed):
     if kind < 8:
         return autopar.ShardParallel((2, 2), count)
     schedule = draw.choice(("gpipe", "1f1b", "zero_bubble_h1"))
-    return autopar.PipeshardParallel(2, count, pipeline_schedule=schedule, layer_option=autopar.AutoLayerOption(2))
+    return autopar.PipeshardParallel(
+        2, count, pipeline_schedule=schedule, layer_option=autopar.AutoLayerOption(2)
+    )
 
 
 def compared(got, wanted):
@@ -168,10 +199,15 @@ def test_random_steps_are_right_or_refused(part, record_property):
                 return "no step"
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return compared(autopar.parallelize(step, method=random_method(seed))(STATE, BATCH), wanted)
+                return compared(
+                    autopar.parallelize(step, method=random_method(seed))(STATE, BATCH), wanted
+                )
 
         outcomes.add(
-            f"seed {seed}", attempt, (autopar.MicrobatchError, ShardingError, InfeasibleError, TraceError), 120
+            f"seed {seed}",
+            attempt,
+            (autopar.MicrobatchError, ShardingError, InfeasibleError, TraceError),
+            120,
         )
         jax.clear_caches()
     record_property(f"outcomes of random steps, part {part}", dict(outcomes.counts))

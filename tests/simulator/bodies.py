@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from simulator.costs import BandwidthOnly
+from simulator.costs.cost_model import BandwidthOnly
 from simulator.program import Free, Instruction, Program, Recv, Run, Send
 from simulator.spans import Link
 from simulator.work import Collective, Done, Groups, Kernel, Loop, Start
@@ -34,7 +34,9 @@ def compute(seconds: float, name: str = "dot") -> Kernel:
 
 
 def start(seconds: float, name: str = "gather", groups: Groups = PAIR) -> Start:
-    return Start(Collective(name, "all_gather", 2 * seconds, groups))  # each of two devices sends half
+    return Start(
+        Collective(name, "all_gather", 2 * seconds, groups)
+    )  # each of two devices sends half
 
 
 def far(seconds: float, name: str = "far") -> Start:
@@ -45,15 +47,19 @@ def far(seconds: float, name: str = "far") -> Start:
 seconds = st.integers(0, 20)
 kernels = seconds.map(compute)
 synchronous = seconds.map(lambda time: (start(time), Done("gather")))
-overlapped = st.tuples(seconds, seconds).map(lambda times: (start(times[0]), compute(times[1]), Done("gather")))
+overlapped = st.tuples(seconds, seconds).map(
+    lambda times: (start(times[0]), compute(times[1]), Done("gather"))
+)
 both = st.tuples(seconds, seconds, seconds).map(
     lambda times: (far(times[0]), start(times[1]), compute(times[2]), Done("far"), Done("gather"))
 )
-flat = st.lists(kernels.map(lambda kernel: (kernel,)) | synchronous | overlapped | both, max_size=4).map(
-    lambda parts: tuple(op for part in parts for op in part)
-)
+flat = st.lists(
+    kernels.map(lambda kernel: (kernel,)) | synchronous | overlapped | both, max_size=4
+).map(lambda parts: tuple(op for part in parts for op in part))
 loops = st.builds(Loop, st.integers(0, 6), flat)
-nested = st.builds(lambda count, body, inner: Loop(count, (*body, inner)), st.integers(0, 6), flat, loops)
+nested = st.builds(
+    lambda count, body, inner: Loop(count, (*body, inner)), st.integers(0, 6), flat, loops
+)
 bodies = st.builds(lambda body, loop: (*body, loop), flat, loops | nested)
 
 GATHER = Collective("gather", "all_gather", 3, ((0, 1),))

@@ -17,7 +17,9 @@ from simulator.work import Body, Done, Gemm, Kernel, Loop
 from tests.simulator.bodies import COSTS, bodies, compute, programs, start
 
 CLUSTER = Cluster.load("cpu-virtual")
-SLOW = Backend("slow", kernel_us=1e6, step_us=2e6, update_bytes=0, instruction_us=3e6)  # 1 s, 2 s, 3 s
+SLOW = Backend(
+    "slow", kernel_us=1e6, step_us=2e6, update_bytes=0, instruction_us=3e6
+)  # 1 s, 2 s, 3 s
 NOTHING = Backend("nothing", 0, 0, 0)
 
 
@@ -26,12 +28,21 @@ def one_task(*body) -> Program:
 
 
 def unrolled(body: Body) -> Body:
-    return tuple(each for op in body for each in (unrolled(op.body) * op.count if isinstance(op, Loop) else (op,)))
+    return tuple(
+        each
+        for op in body
+        for each in (unrolled(op.body) * op.count if isinstance(op, Loop) else (op,))
+    )
 
 
 def test_no_kernel_starts_before_the_host_has_launched_it() -> None:
     # the step costs the host 0-2, the task 2-5, launches end at 6, 7, 8; kernels 6-10, 10-10.5, 10.5-10.75 run after one another
-    late = simulate(one_task(compute(4, "a"), compute(0.5, "b"), compute(0.25, "c")), CLUSTER, COSTS, backend=SLOW)
+    late = simulate(
+        one_task(compute(4, "a"), compute(0.5, "b"), compute(0.25, "c")),
+        CLUSTER,
+        COSTS,
+        backend=SLOW,
+    )
     assert {s.name: (s.start, s.end) for s in late.spans if s.category == "gemm"} == {
         "a": (6, 10),
         "b": (10, 10.5),
@@ -48,39 +59,54 @@ def test_no_kernel_starts_before_the_host_has_launched_it() -> None:
 def test_short_kernels_go_at_the_pace_of_the_host() -> None:
     prediction = predict(one_task(*[compute(0.25)] * 100), CLUSTER, COSTS, backend=SLOW)
     assert prediction.seconds == pytest.approx(5 + 100 + 0.25)
-    assert (prediction.host, prediction.whole) == (pytest.approx(5 + 100 - 99 * 0.25), pytest.approx(25))
+    assert (prediction.host, prediction.whole) == (
+        pytest.approx(5 + 100 - 99 * 0.25),
+        pytest.approx(25),
+    )
 
 
 def test_a_collective_is_launched_too() -> None:
-    timeline = simulate(one_task(compute(0.5), start(3), Done("gather")), CLUSTER, COSTS, backend=SLOW)
-    assert {s.name: (s.start, s.end) for s in timeline.spans if s.stream == "communication"} == {"gather": (7, 10)}
+    timeline = simulate(
+        one_task(compute(0.5), start(3), Done("gather")), CLUSTER, COSTS, backend=SLOW
+    )
+    assert {s.name: (s.start, s.end) for s in timeline.spans if s.stream == "communication"} == {
+        "gather": (7, 10)
+    }
 
 
 def test_a_host_that_is_ahead_is_caught_up_with_in_a_loop() -> None:
     # a kernel of 20 s puts the host 20 s ahead at 6; each turn launches for 1 s what takes 0.5, so it is caught up after some 40 turns
     body = (compute(20), Loop(100, (compute(0.5),)))
     looped, plain = (
-        simulate(one_task(*each), CLUSTER, COSTS, backend=SLOW).makespan for each in (body, unrolled(body))
+        simulate(one_task(*each), CLUSTER, COSTS, backend=SLOW).makespan
+        for each in (body, unrolled(body))
     )
     assert looped == pytest.approx(plain) == pytest.approx(5 + 101 + 0.5)
 
 
 hosts = st.builds(
-    lambda kernel, step, instruction: Backend("some", kernel * 1e6, step * 1e6, 0, instruction_us=instruction * 1e6),
+    lambda kernel, step, instruction: Backend(
+        "some", kernel * 1e6, step * 1e6, 0, instruction_us=instruction * 1e6
+    ),
     *[st.sampled_from([0, 0.5, 2, 7])] * 3,
 )
 
 
 @given(bodies, hosts)
 def test_loops_take_what_their_turns_do(body: Body, backend: Backend) -> None:
-    looped, plain = (simulate(one_task(*each), CLUSTER, COSTS, backend=backend) for each in (body, unrolled(body)))
+    looped, plain = (
+        simulate(one_task(*each), CLUSTER, COSTS, backend=backend)
+        for each in (body, unrolled(body))
+    )
     assert looped.makespan == pytest.approx(plain.makespan)
 
 
 @given(programs(), hosts)
 def test_the_parts_sum_up_to_the_step(program: Program, backend: Backend) -> None:
     found = predict(program, CLUSTER, COSTS, backend=backend)
-    assert found.seconds == pytest.approx(found.forward + found.bubble + found.host + sum(found.exposed.values()))
+    assert found.seconds == pytest.approx(
+        found.forward + found.bubble + found.host + sum(found.exposed.values())
+    )
     assert found.seconds >= simulate(program, CLUSTER, COSTS).makespan - 1e-9
     slower = replace(backend, kernel_us=backend.kernel_us + 1e6)
     assert simulate(program, CLUSTER, COSTS, backend=slower).makespan >= found.seconds - 1e-9
@@ -88,7 +114,10 @@ def test_the_parts_sum_up_to_the_step(program: Program, backend: Backend) -> Non
 
 @given(programs())
 def test_a_host_that_costs_nothing_is_none(program: Program) -> None:
-    assert simulate(program, CLUSTER, COSTS, backend=NOTHING).makespan == simulate(program, CLUSTER, COSTS).makespan
+    assert (
+        simulate(program, CLUSTER, COSTS, backend=NOTHING).makespan
+        == simulate(program, CLUSTER, COSTS).makespan
+    )
 
 
 def test_what_instructions_cost_is_said_once() -> None:
@@ -102,7 +131,9 @@ SMALL = one_task(*[Kernel("dot", "gemm", 2 * 256**3, 3e5, "bf16", Gemm(256, 256,
 def test_small_kernels_are_bound_by_an_eager_host_and_by_no_other() -> None:
     h100 = Cluster.load("dgx_h100")
     alone = predict(SMALL, h100).seconds
-    eager, jitted, graph = (predict(SMALL, h100, backend=each) for each in (EAGER, JITTED, CUDA_GRAPH))
+    eager, jitted, graph = (
+        predict(SMALL, h100, backend=each) for each in (EAGER, JITTED, CUDA_GRAPH)
+    )
     assert eager.host > 0.8 * eager.seconds
     assert eager.seconds == pytest.approx(1e-6 * (5.1e3 + 54.4 + 200 * 54.4), rel=0.01)
     assert jitted.seconds == pytest.approx(alone + jitted.host)
@@ -113,7 +144,9 @@ def test_the_command_line_takes_a_backend(tmp_path: Path) -> None:
     save_program(SMALL, tmp_path / "step.json")
 
     def row(*options: str) -> dict[str, float]:
-        result = CliRunner().invoke(app, ["predict", str(tmp_path / "step.json"), "--json", *options])
+        result = CliRunner().invoke(
+            app, ["predict", str(tmp_path / "step.json"), "--json", *options]
+        )
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)["dgx_a100_80"]
 
@@ -124,7 +157,10 @@ def test_the_command_line_takes_a_backend(tmp_path: Path) -> None:
         app, ["predict", str(tmp_path / "step.json"), "--backend", "lazy"], env={"COLUMNS": "300"}
     )
     assert unknown.exit_code == 2
-    assert "unknown backend 'lazy'; expected one of eager, jitted, cuda-graph, zero-2021" in unknown.output
+    assert (
+        "unknown backend 'lazy'; expected one of eager, jitted, cuda-graph, zero-2021"
+        in unknown.output
+    )
 
 
 def test_the_readme_says_what_they_cost() -> None:

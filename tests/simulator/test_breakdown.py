@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.breakdown import predict
-from simulator.cluster import Cluster
-from simulator.costs import CostModel
-from simulator.engine import simulate
+from simulator.costs.cost_model import CostModel
+from simulator.engine.breakdown import predict
+from simulator.engine.simulation import simulate
+from simulator.hardware.cluster import Cluster
 from simulator.memory import MemoryUse
-from simulator.prediction_table import prediction_json
 from simulator.program import Program, Recv, Run, Send
+from simulator.report.prediction_table import prediction_json
 from simulator.work import Body, Done, Kernel, Loop, Op, Part, Start
 from tests.simulator.bodies import COSTS, Slowed, TwoLinks, compute, far, programs, start
 
@@ -42,7 +42,12 @@ def test_the_seconds_of_the_busiest_mesh_by_hand() -> None:
     # 15-17; U 11-12. Mesh 0: B 17-19, U 19-20. So mesh 1 is at 12 with computing, at 17 with communication, and the step ends at 20
     prediction = predict(PIPELINE, CLUSTER, COSTS, model_flops=40, tokens=10)
     assert prediction.seconds == 20
-    assert (prediction.forward, prediction.backward, prediction.update, prediction.whole) == (3, 5, 1, 0)
+    assert (prediction.forward, prediction.backward, prediction.update, prediction.whole) == (
+        3,
+        5,
+        1,
+        0,
+    )
     assert prediction.exposed == {"all_gather": 3, "pipeline": 2}
     assert prediction.communication == {"all_gather": 6, "pipeline": 2}
     assert prediction.bubble == 3 + 3
@@ -56,7 +61,9 @@ def test_the_seconds_of_the_busiest_mesh_by_hand() -> None:
 
 def test_waiting_is_told_by_what_is_waited_for_in_loops_too() -> None:
     body = (compute(1), Loop(1000, (start(3), compute(1), Done("gather"))))
-    prediction = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, COSTS, dispatch=4)
+    prediction = predict(
+        Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, COSTS, dispatch=4
+    )
     assert prediction.exposed == {"all_gather": pytest.approx(2000)}
     assert (prediction.whole, prediction.host) == (pytest.approx(1001), 4)
 
@@ -66,15 +73,22 @@ def test_communication_counts_for_the_axes_it_lies_along_and_otherwise_for_its_k
     each = tuple(op for axis, one in along.items() for op in _waited(one, axis))
     # each is waited for at once, in the loop 10 times more; the send at the end goes on when nobody computes any more
     rows = (Run(0, "S"), Send("v", 1, 2)), (Recv("v", 0),)
-    found = predict(Program(((0, 1), (2, 3)), rows, {"0S": (compute(1), *each, Loop(10, each))}), CLUSTER, COSTS)
+    found = predict(
+        Program(((0, 1), (2, 3)), rows, {"0S": (compute(1), *each, Loop(10, each))}), CLUSTER, COSTS
+    )
     assert found.exposed == found.communication
-    assert found.communication == pytest.approx({"x": 33, "y": 55, "x,y": 77, "all_gather": 121, "pipeline": 1})
+    assert found.communication == pytest.approx(
+        {"x": 33, "y": 55, "x,y": 77, "all_gather": 121, "pipeline": 1}
+    )
 
 
 def test_collectives_that_are_slowed_keep_their_axes() -> None:
     body = (*_waited(start(4), "x", compute(2)),)
     found = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, Slowed(1.5))
-    assert (found.communication, found.exposed) == ({"x": 5}, {"x": 2})  # 3 s beside the product's 2, and 2 more
+    assert (found.communication, found.exposed) == (
+        {"x": 5},
+        {"x": 2},
+    )  # 3 s beside the product's 2, and 2 more
 
 
 def _waited(one: Start, axis: str, *meanwhile: Op) -> Body:
@@ -86,15 +100,25 @@ def test_kernels_of_a_whole_step_count_for_the_part_that_they_say_they_are_of() 
     body = tuple(replace(compute(2**k), part=part) for k, part in enumerate(parts))
     looped = (*body, Loop(10, body))
     found = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": looped}), CLUSTER, COSTS)
-    assert (found.forward, found.recompute, found.backward, found.update, found.whole) == (11, 22, 44, 88, 176)
-    inference = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": (*body[:2], *body[3:])}), CLUSTER, COSTS)
+    assert (found.forward, found.recompute, found.backward, found.update, found.whole) == (
+        11,
+        22,
+        44,
+        88,
+        176,
+    )
+    inference = predict(
+        Program(((0, 1),), ((Run(0, "S"),),), {"0S": (*body[:2], *body[3:])}), CLUSTER, COSTS
+    )
     assert (inference.whole, inference.forward, inference.update) == (27, 0, 0)
     task = predict(Program(((0, 1),), ((Run(0, "B"),),), {"0B": body}), CLUSTER, COSTS)
     assert (task.backward, task.recompute) == (29, 2)
 
 
 def test_predictions_are_rows_of_a_table() -> None:
-    table = pandas.DataFrame([predict(PIPELINE, CLUSTER, COSTS, tokens=10).row(), predict(PIPELINE, CLUSTER).row()])
+    table = pandas.DataFrame(
+        [predict(PIPELINE, CLUSTER, COSTS, tokens=10).row(), predict(PIPELINE, CLUSTER).row()]
+    )
     assert table["seconds"][0] == table["p50"][0] == 20
     assert table["exposed pipeline"][0] == 2
     assert (table["allocated"] == 9).all()
@@ -117,7 +141,9 @@ def test_a_step_of_nothing_takes_no_time(bodies: dict[str, tuple[()]]) -> None:
     prediction = predict(program, CLUSTER, model_flops=1e9, tokens=10)
     assert (prediction.seconds, prediction.quantile(0.9)) == (0, 0)
     row = prediction.row()
-    assert all(isnan(row[rate]) for rate in ("tokens_per_s", "tflop_per_s_per_device", "mfu", "hfu"))
+    assert all(
+        isnan(row[rate]) for rate in ("tokens_per_s", "tflop_per_s_per_device", "mfu", "hfu")
+    )
 
 
 def test_nobody_makes_up_how_many_tokens_there_are() -> None:
@@ -142,7 +168,13 @@ def test_kernels_of_unknown_cost_are_named_and_counted() -> None:
 
 
 def test_what_is_late_on_two_links_at_the_same_time_counts_once() -> None:
-    body = compute(1), *(Start(replace(one.collective, axis=axis)) for one, axis in ((start(6), "x"), (far(2), "y")))
+    body = (
+        compute(1),
+        *(
+            Start(replace(one.collective, axis=axis))
+            for one, axis in ((start(6), "x"), (far(2), "y"))
+        ),
+    )
     found = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, TwoLinks(1.0))
     assert (found.seconds, found.whole, found.bubble) == (7, 1, pytest.approx(0))
     assert found.communication == {"x": 6, "y": 2}
@@ -152,7 +184,9 @@ def test_what_is_late_on_two_links_at_the_same_time_counts_once() -> None:
 @given(programs(), st.sampled_from([COSTS, TwoLinks(1.0), TwoLinks(1.5)]))
 def test_the_parts_sum_up_to_the_step(program: Program, costs: CostModel) -> None:
     prediction = predict(program, CLUSTER, costs, dispatch=0.5)
-    parts = prediction.forward + prediction.bubble + prediction.host + sum(prediction.exposed.values())
+    parts = (
+        prediction.forward + prediction.bubble + prediction.host + sum(prediction.exposed.values())
+    )
     assert parts == pytest.approx(prediction.seconds)
     assert prediction.seconds == simulate(program, CLUSTER, costs, dispatch=0.5).makespan
     assert prediction.bubble >= -1e-9

@@ -3,12 +3,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.calibration.fit_cluster import Convolution, MeasuredDevice, Overlap, fit_cluster, fit_device
+from simulator.calibration.fit_cluster import (
+    Convolution,
+    MeasuredDevice,
+    Overlap,
+    fit_cluster,
+    fit_device,
+)
 from simulator.calibration.fit_collectives import MeasuredCollectives
 from simulator.calibration.shipped_profiles import write_profile
-from simulator.cluster import Cluster, Device, Provenance
-from simulator.collective_profile import SizeCurve
-from simulator.compute import KernelModel
+from simulator.costs.kernel_model import KernelModel
+from simulator.hardware.cluster import Cluster, Device, Provenance
+from simulator.hardware.collective_profile import SizeCurve
 from simulator.work import Gemm, Kernel
 
 H100, CPU = Cluster.load("dgx_h100"), Cluster.load("cpu-virtual")
@@ -18,7 +24,9 @@ SHAPES = [Gemm(m, n, n) for m in (64, 256, 1024, 4096) for n in (128, 512, 2048)
 def measured_on(cluster: Cluster, dtypes: tuple[str, ...] = ("f32", "bf16")) -> MeasuredDevice:
     """What would be measured if the cost model were right."""
     model = KernelModel(cluster.device)
-    transfers = [(8.0 * 4**i, model.seconds(Kernel("", "memory", 0, 8.0 * 4**i))) for i in range(5, 13)]
+    transfers = [
+        (8.0 * 4**i, model.seconds(Kernel("", "memory", 0, 8.0 * 4**i))) for i in range(5, 13)
+    ]
 
     def seconds(gemm: Gemm, dtype: str) -> float:
         width = 4 if dtype == "f32" else 2
@@ -69,10 +77,21 @@ def test_the_peaks_of_a_cpu_are_what_was_seen() -> None:
     fast = CPU.device.model_copy(
         update={"peak_tflop_per_s": {"f32": 3.0, "f64": 1.0}, "memory_bandwidth_gb_per_s": 50.0}
     )
-    found = fit_device(CPU.device, measured_on(CPU.model_copy(update={"device": fast}), ("f32",)), "mine", "measured")
-    assert found.memory_bandwidth_gb_per_s == pytest.approx(50 * fast.kernels.memory_efficiency, rel=1e-3)
+    found = fit_device(
+        CPU.device,
+        measured_on(CPU.model_copy(update={"device": fast}), ("f32",)),
+        "mine",
+        "measured",
+    )
+    assert found.memory_bandwidth_gb_per_s == pytest.approx(
+        50 * fast.kernels.memory_efficiency, rel=1e-3
+    )
     # large products reach nearly the efficiency that was planted
-    assert 0.9 * 3 * fast.kernels.efficiency < found.peak_tflop_per_s["f32"] <= 3 * fast.kernels.efficiency
+    assert (
+        0.9 * 3 * fast.kernels.efficiency
+        < found.peak_tflop_per_s["f32"]
+        <= 3 * fast.kernels.efficiency
+    )
     assert found.peak_tflop_per_s["f64"] == CPU.device.peak_tflop_per_s["f64"]
     assert found.source.startswith("measured; mean error over 12 products 0.")
 
@@ -93,22 +112,33 @@ def test_a_calibrated_cluster_is_one_host_with_the_links_that_were_measured(tmp_
     assert cluster.intra_host.slowdown == 1.5  # 2 s shared took 3
     write_profile(tmp_path / "mine.yaml", cluster)
     loaded = Cluster.load(tmp_path / "mine.yaml")
-    assert loaded.intra_host.bandwidth_gb_per_s == pytest.approx(cluster.intra_host.bandwidth_gb_per_s, rel=1e-3)
+    assert loaded.intra_host.bandwidth_gb_per_s == pytest.approx(
+        cluster.intra_host.bandwidth_gb_per_s, rel=1e-3
+    )
     assert loaded.device.xla_target == cluster.device.xla_target
 
 
-def convolutions_on(device: Device, dtypes: tuple[str, ...]) -> dict[str, tuple[tuple[Convolution, float], ...]]:
+def convolutions_on(
+    device: Device, dtypes: tuple[str, ...]
+) -> dict[str, tuple[tuple[Convolution, float], ...]]:
     sizes = [Convolution(32, side, channels) for side in (14, 28, 56) for channels in (64, 256)]
     model = KernelModel(device)
-    return {dtype: tuple((each, model.seconds(each.kernel(dtype))) for each in sizes) for dtype in dtypes}
+    return {
+        dtype: tuple((each, model.seconds(each.kernel(dtype))) for each in sizes)
+        for dtype in dtypes
+    }
 
 
 def test_the_speed_of_convolutions_is_found_again_beside_that_of_products() -> None:
     speeds = {"f32": 0.3, "bf16": 0.55}
-    kernels = H100.device.kernels.model_copy(update={"launch_us": None, "conv_efficiency_by_dtype": speeds})
+    kernels = H100.device.kernels.model_copy(
+        update={"launch_us": None, "conv_efficiency_by_dtype": speeds}
+    )
     planted = H100.device.model_copy(update={"kernels": kernels})
     of_products = measured_on(H100.model_copy(update={"device": planted}))
-    measured = MeasuredDevice(of_products.transfers, of_products.products, convolutions_on(planted, ("f32", "bf16")))
+    measured = MeasuredDevice(
+        of_products.transfers, of_products.products, convolutions_on(planted, ("f32", "bf16"))
+    )
     found = fit_device(H100.device, measured, "mine", "measured")
     assert found.kernels.conv_efficiency_by_dtype == pytest.approx(speeds, rel=0.05)
     without = fit_device(H100.device, of_products, "mine", "measured")
@@ -117,8 +147,12 @@ def test_the_speed_of_convolutions_is_found_again_beside_that_of_products() -> N
 
 def test_a_convolution_is_as_much_work_as_its_sizes_say() -> None:
     kernel = Convolution(batch=2, side=8, channels=16).kernel("bf16")
-    assert kernel.flops == 2 * (2 * 8 * 8 * 16) * (3 * 3 * 16)  # a multiply-add for each result and each input it has
-    assert kernel.bytes == 2 * (2 * (2 * 8 * 8 * 16) + 3 * 3 * 16 * 16)  # images in and out, and the window
+    assert kernel.flops == 2 * (2 * 8 * 8 * 16) * (
+        3 * 3 * 16
+    )  # a multiply-add for each result and each input it has
+    assert kernel.bytes == 2 * (
+        2 * (2 * 8 * 8 * 16) + 3 * 3 * 16 * 16
+    )  # images in and out, and the window
 
 
 def test_a_description_says_how_many_rows_there_were_and_the_errors_on_them() -> None:
@@ -137,7 +171,9 @@ def test_a_description_says_how_many_rows_there_were_and_the_errors_on_them() ->
         },
         launch=25e-6,
     )
-    here = Provenance(date="2026-01-01", device_kind="toy", devices=8, jax="1", jaxlib="1", seconds=9.0, rows={})
+    here = Provenance(
+        date="2026-01-01", device_kind="toy", devices=8, jax="1", jaxlib="1", seconds=9.0, rows={}
+    )
     cluster = fit_cluster(H100.with_size(4), H100.device, measured, 8, here)
     assert cluster.host_launch_us == pytest.approx(25)
     assert cluster.provenance is not None
@@ -156,8 +192,12 @@ def test_a_description_says_how_many_rows_there_were_and_the_errors_on_them() ->
     )
 
 
-@pytest.mark.parametrize(("both", "slowdown"), [(2.9, 1.0), (3.0, 1.0), (4.0, 1.5), (5.0, 2.0), (9.0, 2.0)])
-def test_the_slowdown_is_between_that_of_parallel_and_of_serial_work(both: float, slowdown: float) -> None:
+@pytest.mark.parametrize(
+    ("both", "slowdown"), [(2.9, 1.0), (3.0, 1.0), (4.0, 1.5), (5.0, 2.0), (9.0, 2.0)]
+)
+def test_the_slowdown_is_between_that_of_parallel_and_of_serial_work(
+    both: float, slowdown: float
+) -> None:
     assert Overlap(2.0, 3.0, both).slowdown == Overlap(3.0, 2.0, both).slowdown == slowdown
 
 

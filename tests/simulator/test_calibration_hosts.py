@@ -3,8 +3,8 @@
 import pytest
 
 from simulator.calibration.fit_shared_cpu import MeasuredStep, fit_links, fit_processes
-from simulator.cluster import Cluster, Processes
-from simulator.costs import costs_of
+from simulator.costs.cost_model import costs_of
+from simulator.hardware.cluster import Cluster, Processes
 from simulator.program import Program, Recv, Run, Send
 
 BASE = Cluster.load("cpu-hosts")
@@ -40,4 +40,6 @@ def test_links_are_found_again():
     assert costs.collective("permute", 1e6, ((0, 1),)) == pytest.approx(1e-4 + 1e6 / 4e9)
     assert costs.collective("permute", 1e6, ((0, 2),)) == pytest.approx(1e-3 + 1e6 / 5e8)
     before = costs_of(BASE.with_size(2, 2))
-    assert costs.collective("all_reduce", 1e6, ((0, 1),)) == before.collective("all_reduce", 1e6, ((0, 1),))
+    assert costs.collective("all_reduce", 1e6, ((0, 1),)) == before.collective(
+        "all_reduce", 1e6, ((0, 1),)
+    )

@@ -7,17 +7,17 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-import simulator.formula
-from simulator.breakdown import predict
+import simulator.transformer
 from simulator.calibration.measured_samples import DATA
 from simulator.cli import app
-from simulator.cluster import Cluster
+from simulator.engine.breakdown import predict
+from simulator.hardware.cluster import Cluster
 from simulator.program import Program, Run
 from simulator.program_file import save_program
 from simulator.work import Kernel
 from tests.simulator.test_breakdown import PIPELINE
 
-FORMULA = Path(simulator.formula.__file__).parent / "examples" / "gpt3_175b.yaml"
+FORMULA = Path(simulator.transformer.__file__).parent / "examples" / "gpt3_175b.yaml"
 
 
 @pytest.fixture
@@ -33,7 +33,9 @@ def run(*args: object, code: int = 0) -> str:
 
 
 def test_a_program_is_predicted_on_each_cluster_as_in_python(program: Path) -> None:
-    rows = json.loads(run("predict", program, "--cluster", "dgx_h100", "--cluster", "a2_uneven", "--json"))
+    rows = json.loads(
+        run("predict", program, "--cluster", "dgx_h100", "--cluster", "a2_uneven", "--json")
+    )
     assert list(rows) == ["dgx_h100", "a2_uneven"]
     expected = predict(PIPELINE, Cluster.load("dgx_h100"))
     assert rows["dgx_h100"]["seconds"] == expected.seconds
@@ -43,7 +45,9 @@ def test_a_program_is_predicted_on_each_cluster_as_in_python(program: Path) -> N
 
 def test_a_change_of_the_cluster_changes_the_prediction(program: Path) -> None:
     def seconds(*change: str) -> float:
-        return json.loads(run("predict", program, "--cluster", "dgx_h100", "--json", *change))["dgx_h100"]["seconds"]
+        return json.loads(run("predict", program, "--cluster", "dgx_h100", "--json", *change))[
+            "dgx_h100"
+        ]["seconds"]
 
     assert seconds("--what-if", "cluster.device.kernel_launch_us=10x") > seconds()
     assert seconds("--what-if", "cluster.device=v100_sxm2_16gb") != seconds()
@@ -52,7 +56,14 @@ def test_a_change_of_the_cluster_changes_the_prediction(program: Path) -> None:
 def test_the_table_tells_what_is_known(program: Path) -> None:
     table = run("predict", program, "--cluster", "dgx_h100")
     assert all(
-        label in table for label in ("step, s", "bubble", "pipeline, exposed (of)", "memory, GB", "fits, with reserve")
+        label in table
+        for label in (
+            "step, s",
+            "bubble",
+            "pipeline, exposed (of)",
+            "memory, GB",
+            "fits, with reserve",
+        )
     )
     assert not any(label in table for label in ("tokens per s", "MFU", "cost unknown"))
 
@@ -66,7 +77,16 @@ def test_kernels_of_unknown_cost_are_in_the_table(tmp_path: Path) -> None:
 
 
 def test_a_timeline_is_drawn_and_written(program: Path, tmp_path: Path) -> None:
-    run("predict", program, "--cluster", "dgx_h100", "--gantt", tmp_path / "g.svg", "--trace", tmp_path / "t.json")
+    run(
+        "predict",
+        program,
+        "--cluster",
+        "dgx_h100",
+        "--gantt",
+        tmp_path / "g.svg",
+        "--trace",
+        tmp_path / "t.json",
+    )
     assert "<!-- mesh 1 -->" in (tmp_path / "g.svg").read_text()
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
@@ -76,7 +96,10 @@ def test_a_timeline_is_drawn_and_written(program: Path, tmp_path: Path) -> None:
     [
         (["--what-if", "model.layers=3"], "a program can't be changed, only its cluster"),
         (["--what-if", "cluster.inter_host.latency_ms=1"], "unknown field"),
-        (["--cluster", "dgx_h100", "--cluster", "h200", "--gantt", "g.svg"], "of one timeline; given 2 clusters"),
+        (
+            ["--cluster", "dgx_h100", "--cluster", "h200", "--gantt", "g.svg"],
+            "of one timeline; given 2 clusters",
+        ),
         (
             ["--what-if", "cluster.devices_per_host=2", "--what-if", "cluster.hosts=1"],
             "mesh 1 has devices (2, 3); cluster",
@@ -84,7 +107,9 @@ def test_a_timeline_is_drawn_and_written(program: Path, tmp_path: Path) -> None:
         (["--cluster", "h200"], "4 devices are needed, 'h200' has 1 and no inter_host"),
     ],
 )
-def test_what_a_program_can_not_have_is_explained(program: Path, options: list[str], message: str) -> None:
+def test_what_a_program_can_not_have_is_explained(
+    program: Path, options: list[str], message: str
+) -> None:
     assert message in run("predict", program, *options, code=2)
 
 
@@ -94,7 +119,9 @@ def test_a_formula_has_no_timeline() -> None:
 
 def test_what_is_no_program_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "program.json").write_text("{}")
-    assert "expected a program that save_program wrote" in run("predict", tmp_path / "program.json", code=2)
+    assert "expected a program that save_program wrote" in run(
+        "predict", tmp_path / "program.json", code=2
+    )
 
 
 def test_a_table_of_measurements_becomes_a_profile(tmp_path: Path) -> None:
@@ -111,15 +138,23 @@ def test_a_table_of_measurements_becomes_a_profile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("gpu,kind,size,us\nA,all_reduce,2,3", "no column 'bytes'; expected gpu, kind, size, bytes, us"),
+        (
+            "gpu,kind,size,us\nA,all_reduce,2,3",
+            "no column 'bytes'; expected gpu, kind, size, bytes, us",
+        ),
         (
             "gpu,kind,size,bytes,us\nA,all_reduce,2,8,3\nB,all_reduce,2,8,3",
             "measurements of A, B; expected those of one",
         ),
-        ("gpu,kind,size,bytes,us\nA,broadcast,2,8,3", "unknown kind 'broadcast'; expected some of all_reduce"),
+        (
+            "gpu,kind,size,bytes,us\nA,broadcast,2,8,3",
+            "unknown kind 'broadcast'; expected some of all_reduce",
+        ),
         ("gpu,kind,size,bytes,us\nA,all_reduce,2,8,3", "1 collectives to fit; expected at least 5"),
     ],
 )
-def test_a_table_that_can_not_be_fitted_to_is_explained(tmp_path: Path, table: str, message: str) -> None:
+def test_a_table_that_can_not_be_fitted_to_is_explained(
+    tmp_path: Path, table: str, message: str
+) -> None:
     (tmp_path / "mine.csv").write_text(table)
     assert message in run("calibrate", tmp_path / "mine.csv", code=2)

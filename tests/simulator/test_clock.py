@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator import clock
-from simulator.clock import Clock
-from simulator.cluster import Cluster
-from simulator.engine import simulate
-from simulator.max_plus import MaxPlusMap
+from simulator.engine import clock
+from simulator.engine.clock import Clock
+from simulator.engine.max_plus import MaxPlusMap
+from simulator.engine.simulation import simulate
+from simulator.hardware.cluster import Cluster
 from simulator.program import DeadlockError, Instruction, Program, Recv, Run, Send
 from tests.simulator.bodies import COSTS, programs
 
@@ -25,7 +25,11 @@ def pipeline(stages: int, micro_batches: int) -> Program:
         row: list[Instruction] = []
         for b in range(micro_batches):
             row += [Recv(f"x{i - 1}.{b}", i - 1)] if i else []
-            row += [Run(i, "F", b), Send(f"x{i}.{b}", i + 1, 1)] if i + 1 < stages else [Run(i, "F", b)]
+            row += (
+                [Run(i, "F", b), Send(f"x{i}.{b}", i + 1, 1)]
+                if i + 1 < stages
+                else [Run(i, "F", b)]
+            )
         rows.append(tuple(row))
     return Program(tuple((i,) for i in range(stages)), tuple(rows))
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import yaml
 
-from simulator.cluster import Cluster, Device, cluster_names, device_names
-from simulator.collective_profile import SizeCurve
-from simulator.collectives import Network
-from simulator.description import ClusterError
+from simulator.costs.collective_model import Network
+from simulator.hardware.cluster import Cluster, Device, cluster_names, device_names
+from simulator.hardware.collective_profile import SizeCurve
+from simulator.hardware.description import ClusterError
 
 DEVICE: dict[str, Any] = {
     "name": "toy",
@@ -51,7 +51,9 @@ def test_every_shipped_cluster_loads_and_is_called_like_its_file(name: str) -> N
 
 
 def test_a_dozen_clusters_of_gpus_are_shipped() -> None:
-    gpus = [cluster for cluster in map(Cluster.load, cluster_names()) if cluster.device.kind == "gpu"]
+    gpus = [
+        cluster for cluster in map(Cluster.load, cluster_names()) if cluster.device.kind == "gpu"
+    ]
     assert len(gpus) >= 12
     assert all(cluster.source and cluster.device.source for cluster in gpus)
     line_rates = {  # Gb/s of a host, of which clusters reach 0.9 to 0.97
@@ -67,7 +69,9 @@ def test_a_dozen_clusters_of_gpus_are_shipped() -> None:
     for name, rate in line_rates.items():
         cluster = Cluster.load(name)
         assert cluster.inter_host is not None
-        assert 0.89 < 8 * cluster.nics_per_host * cluster.inter_host.bandwidth_gb_per_s / rate < 0.97
+        assert (
+            0.89 < 8 * cluster.nics_per_host * cluster.inter_host.bandwidth_gb_per_s / rate < 0.97
+        )
 
 
 def test_links_of_newer_hosts_are_faster() -> None:
@@ -81,7 +85,11 @@ def test_links_of_newer_hosts_are_faster() -> None:
 
 def test_the_clusters_of_the_sweep_are_shipped() -> None:
     assert {"p3.16xlarge", "dgx_a100_80", "dgx_h100", "h200", "cpu-virtual"} <= set(cluster_names())
-    assert [Cluster.load(name).num_devices for name in ("p3.16xlarge", "h200", "cpu-virtual")] == [8, 1, 8]
+    assert [Cluster.load(name).num_devices for name in ("p3.16xlarge", "h200", "cpu-virtual")] == [
+        8,
+        1,
+        8,
+    ]
 
 
 def test_a_v100_holds_what_the_driver_reports_less_a_reserve() -> None:
@@ -99,14 +107,19 @@ def test_a_device_can_be_named_inline_or_a_file_beside_the_cluster(tmp_path: Pat
 def test_what_was_measured_can_be_named_inline_or_a_file_beside_the_cluster(tmp_path: Path) -> None:
     a100 = Cluster.load("dgx_a100_80")
     assert a100.collectives is not None
-    (tmp_path / "links.yaml").write_text(yaml.safe_dump(a100.collectives.model_dump(exclude_none=True)))
+    (tmp_path / "links.yaml").write_text(
+        yaml.safe_dump(a100.collectives.model_dump(exclude_none=True))
+    )
     (tmp_path / "kernels.yaml").write_text(yaml.safe_dump(a100.device.kernels.model_dump()))
     left_out = {"intra_host": "left out", "collective_launch_us": "left out"}
     for links in ("a100", "links.yaml", a100.collectives.model_dump()):
         measured = load(tmp_path, collectives=links, **left_out)
         assert (measured.collectives, measured.link) == (a100.collectives, a100.link)
     for kernels in ("a100_sxm4_80gb", "kernels.yaml", a100.device.kernels.model_dump()):
-        assert load(tmp_path, device=DEVICE | {"kernels": kernels}).device.kernels == a100.device.kernels
+        assert (
+            load(tmp_path, device=DEVICE | {"kernels": kernels}).device.kernels
+            == a100.device.kernels
+        )
 
 
 def test_links_say_what_was_not_measured(tmp_path: Path) -> None:
@@ -116,9 +129,16 @@ def test_links_say_what_was_not_measured(tmp_path: Path) -> None:
     measured = load(tmp_path, collectives=profile | {"link": load(tmp_path).link.model_dump()})
     assert measured.curves.curve("all_gather") == curve
     implied = measured.curves.curve("permute")
-    assert implied.bandwidth_gb_per_s == measured.intra_host.bandwidth_gb_per_s != curve.bandwidth_gb_per_s
+    assert (
+        implied.bandwidth_gb_per_s
+        == measured.intra_host.bandwidth_gb_per_s
+        != curve.bandwidth_gb_per_s
+    )
     assert load(tmp_path).curves.curve("all_reduce") == implied
-    assert Cluster.load("dgx_a100_80").curves.curve("permute").bandwidth_gb_per_s == link.bandwidth_gb_per_s
+    assert (
+        Cluster.load("dgx_a100_80").curves.curve("permute").bandwidth_gb_per_s
+        == link.bandwidth_gb_per_s
+    )
 
 
 def test_devices_are_numbered_host_by_host_and_spread_over_the_cards(tmp_path: Path) -> None:
@@ -135,7 +155,10 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
     assert (half.hosts, half.devices_per_host, half.nics_per_host) == (1, 2, 1)
     assert cluster.first_devices(8) == cluster
     assert cluster.with_size(hosts=16).num_devices == 64
-    for count, text in ((6, "6 devices are not whole hosts of 4"), (9, "9 devices asked of 'toy', which has 8")):
+    for count, text in (
+        (6, "6 devices are not whole hosts of 4"),
+        (9, "9 devices asked of 'toy', which has 8"),
+    ):
         with pytest.raises(ClusterError, match=text):
             cluster.first_devices(count)
     with pytest.raises(ClusterError, match="has 4 devices per host, not 5"):
@@ -146,7 +169,10 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
     ("changes", "expected"),
     [
         ({"hosts": "left out"}, "hosts: missing; expected a whole number"),
-        ({"intra_host": "left out"}, "intra_host: missing; expected a section with bandwidth_gb_per_s, "),
+        (
+            {"intra_host": "left out"},
+            "intra_host: missing; expected a section with bandwidth_gb_per_s, ",
+        ),
         ({"hosts": -2}, "hosts: given -2; expected greater than 0"),
         ({"hosts": "two"}, "hosts: given 'two'; expected a valid integer"),
         ({"hosts": True}, "hosts: given True; expected a valid integer"),
@@ -170,7 +196,10 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
             "device.peak_tflop_per_s: unknown type 'fp8'; ",
         ),
         (
-            {"device": DEVICE | {"kernels": DEVICE["kernels"] | {"efficiency_by_dtype": {"Float32": 0.5}}}},
+            {
+                "device": DEVICE
+                | {"kernels": DEVICE["kernels"] | {"efficiency_by_dtype": {"Float32": 0.5}}}
+            },
             "device.kernels.efficiency_by_dtype: unknown type 'Float32'; did you mean 'f32'?",
         ),
         (  # wrong units
@@ -185,7 +214,10 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
             {"inter_host": {"bandwidth_gb_per_s": float("nan"), "latency_us": 0}},
             "inter_host.bandwidth_gb_per_s: given nan; expected a finite number",
         ),
-        ({"device": DEVICE | {"memory_gb": -16}}, "device.memory_gb: given -16; expected greater than 0"),
+        (
+            {"device": DEVICE | {"memory_gb": -16}},
+            "device.memory_gb: given -16; expected greater than 0",
+        ),
         (
             {"device": DEVICE | {"kernels": {"efficiency": 1.0, "memory_efficiency": 85}}},
             "device.kernels.memory_efficiency: given 85; expected less than or equal to 1",
@@ -206,7 +238,10 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
             {"device": DEVICE | {"reserve_gb": 20.0}},
             "device.reserve_gb: given 20.0, expected less than memory_gb, which is 16",
         ),
-        ({"device": "v1000"}, f"device: unknown device 'v1000'; expected one of {', '.join(device_names())}"),
+        (
+            {"device": "v1000"},
+            f"device: unknown device 'v1000'; expected one of {', '.join(device_names())}",
+        ),
     ],
 )
 def test_a_wrong_field_is_reported_with_file_field_and_what_is_expected(
@@ -219,7 +254,10 @@ def test_a_wrong_field_is_reported_with_file_field_and_what_is_expected(
 def test_every_wrong_field_is_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(ClusterError) as error:
         load(tmp_path, hosts=-1, devices_per_host="left out")
-    assert [line.split(": ")[1] for line in str(error.value).splitlines()] == ["hosts", "devices_per_host"]
+    assert [line.split(": ")[1] for line in str(error.value).splitlines()] == [
+        "hosts",
+        "devices_per_host",
+    ]
 
 
 def test_a_device_file_is_named_in_errors_about_it(tmp_path: Path) -> None:
@@ -229,7 +267,10 @@ def test_a_device_file_is_named_in_errors_about_it(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_lists_the_clusters() -> None:
-    with pytest.raises(ClusterError, match=r"unknown cluster 'p4'; expected one of .*dgx_a100_80.*p3\.16xlarge.*path"):
+    with pytest.raises(
+        ClusterError,
+        match=r"unknown cluster 'p4'; expected one of .*dgx_a100_80.*p3\.16xlarge.*path",
+    ):
         Cluster.load("p4")
 
 
@@ -237,7 +278,9 @@ def test_an_unknown_name_lists_the_clusters() -> None:
     ("text", "expected"),
     [(None, "can't be read"), ("a: [1", "is not YAML"), ("- 8", r"given \[8\], expected fields")],
 )
-def test_a_file_that_holds_no_fields_is_refused(tmp_path: Path, text: str | None, expected: str) -> None:
+def test_a_file_that_holds_no_fields_is_refused(
+    tmp_path: Path, text: str | None, expected: str
+) -> None:
     path = tmp_path / "bad.yaml"
     if text is not None:
         path.write_text(text)

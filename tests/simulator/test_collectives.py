@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from simulator.calibration.fit_collectives import MeasuredCollectives, fit_curve, fit_switch
 from simulator.calibration.measured_samples import DATA, measured_collectives
-from simulator.cluster import Cluster, ClusterError, Link
-from simulator.collective_profile import SizeCurve, SwitchCurve, sent_fraction
-from simulator.collectives import Network
-from simulator.topology import Ring, find_routes, strided_ring
+from simulator.costs.collective_model import Network
+from simulator.hardware.cluster import Cluster, ClusterError, Link
+from simulator.hardware.collective_profile import SizeCurve, SwitchCurve, sent_fraction
+from simulator.hardware.topology import Ring, find_routes, strided_ring
 from simulator.work import CollectiveKind
 
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -20,14 +20,25 @@ def a100(hosts: int) -> Cluster:
 
 
 def test_a_curve_is_its_formula() -> None:
-    curve = SizeCurve(launch_us=5.0, hop_us=1.0, half_size_mb=4.0, bandwidth_gb_per_s=100.0, small_group_loss=0.4)
+    curve = SizeCurve(
+        launch_us=5.0, hop_us=1.0, half_size_mb=4.0, bandwidth_gb_per_s=100.0, small_group_loss=0.4
+    )
     # 4 devices: 2 * 3 hops, 1.5 * 6 MB = 9 MB sent each, sqrt(9 * 4) = 6 MB of ramp, a tenth of the bandwidth lost
     assert curve.seconds("all_reduce", 6e6, 4) == pytest.approx(5e-6 + 6e-6 + 15e6 / 90e9)
 
 
 def test_members_that_share_cores_and_memory_slow_each_other() -> None:
-    curve = SizeCurve(launch_us=5.0, member_us=10.0, hop_us=0.0, half_size_mb=0.0, bandwidth_gb_per_s=8.0, sharing=1.0)
-    assert curve.seconds("permute", 0.0, 8) == pytest.approx(75e-6)  # seven members beside the first
+    curve = SizeCurve(
+        launch_us=5.0,
+        member_us=10.0,
+        hop_us=0.0,
+        half_size_mb=0.0,
+        bandwidth_gb_per_s=8.0,
+        sharing=1.0,
+    )
+    assert curve.seconds("permute", 0.0, 8) == pytest.approx(
+        75e-6
+    )  # seven members beside the first
     assert [curve.bandwidth(size) for size in (2, 4, 8)] == [8e9, 4e9, 2e9]
 
 
@@ -56,14 +67,19 @@ def test_groups_that_share_the_cards_of_a_host_slow_each_other() -> None:
 
 
 def test_groups_that_do_not_fill_hosts_are_refused() -> None:
-    with pytest.raises(ClusterError, match="groups of 8 devices that are 3 apart don't fill hosts of 8 devices evenly"):
+    with pytest.raises(
+        ClusterError,
+        match="groups of 8 devices that are 3 apart don't fill hosts of 8 devices evenly",
+    ):
         strided_ring(a100(3), 8, 3)
 
 
 def test_the_time_of_an_all_reduce_does_not_depend_on_how_it_is_thought_about() -> None:
     assert Network(a100(1)).seconds("all_reduce", 1e9, strided_ring(a100(1), 1, 1)) == 0.0
     one, two = Network(a100(1)), Network(a100(2))
-    assert one.seconds("all_gather", 1e9, one.ring(8)) == two.seconds("all_gather", 1e9, two.ring(8))
+    assert one.seconds("all_gather", 1e9, one.ring(8)) == two.seconds(
+        "all_gather", 1e9, two.ring(8)
+    )
 
 
 @pytest.mark.parametrize("name", ["dgx_a100_80", "dgx_h100", "dgx_b200", "gb200_nvl72"])
@@ -75,7 +91,9 @@ def test_the_error_on_collectives_that_nobody_fitted(name: str) -> None:
         measured = measured_collectives(cluster.device.name, kind)
         held = measured[measured.held_out()]
         rows = zip(held.size.tolist(), held.num_bytes.tolist(), strict=True)
-        predicted = [network.seconds(kind, num_bytes, network.ring(size)) for size, num_bytes in rows]
+        predicted = [
+            network.seconds(kind, num_bytes, network.ring(size)) for size, num_bytes in rows
+        ]
         errors += [abs(np.array(predicted) / held.seconds - 1)]
     assert np.concatenate(errors).mean() < {"dgx_b200": 0.10, "gb200_nvl72": 0.15}.get(name, 0.075)
 
@@ -92,8 +110,12 @@ def test_short_all_reduces_over_many_hosts_take_trees_and_long_ones_rings() -> N
     # up and down: 7 hops within a host and 4 levels of hosts of 24 us each, either way
     seconds = network.seconds_by_algorithm("all_reduce", 0.0, network.ring(128))
     curve = network.curves.all_reduce
-    assert seconds["tree"] == pytest.approx((curve.launch_us + 2 * (7 * curve.hop_us + 4 * 24)) * 1e-6)
-    assert seconds["ring"] == pytest.approx((curve.launch_us + 2 * (112 * curve.hop_us + 16 * 24)) * 1e-6)
+    assert seconds["tree"] == pytest.approx(
+        (curve.launch_us + 2 * (7 * curve.hop_us + 4 * 24)) * 1e-6
+    )
+    assert seconds["ring"] == pytest.approx(
+        (curve.launch_us + 2 * (112 * curve.hop_us + 16 * 24)) * 1e-6
+    )
     # twice the array through 8 cards of 24.2 GB/s, at 0.92 of their bandwidth
     long = network.seconds_by_algorithm("all_reduce", 1e12, network.ring(128))["tree"]
     assert long == pytest.approx(2e12 / 0.92 / (8 * 24.2e9), rel=0.01)
@@ -102,7 +124,9 @@ def test_short_all_reduces_over_many_hosts_take_trees_and_long_ones_rings() -> N
 def test_the_switch_sums_long_arrays_of_eight_devices_where_it_can() -> None:
     h100 = Network(Cluster.load("dgx_h100"))
     assert [fastest(h100, size, 8) for size in (2**20, 2**30)] == ["ring", "nvls"]
-    assert fastest(h100, 2**30, 2) == "ring"  # of two devices each gets the other's array either way
+    assert (
+        fastest(h100, 2**30, 2) == "ring"
+    )  # of two devices each gets the other's array either way
     assert fastest(Network(a100(1)), 2**30, 8) == "ring"
     assert "nvls" not in h100.seconds_by_algorithm("all_gather", 2**30, h100.ring(8))
 
@@ -113,10 +137,14 @@ def test_two_hosts_of_switches_send_their_sums_once_and_more_of_them_twice() -> 
     assert fastest(networks[4], 2**33, 32) == "ring"
     for hosts, times in ((2, 1), (4, 2)):
         network = networks[hosts]
-        seconds = network.seconds_by_algorithm("all_reduce", 1e12, network.ring(8 * hosts))["nvls_tree"]
+        seconds = network.seconds_by_algorithm("all_reduce", 1e12, network.ring(8 * hosts))[
+            "nvls_tree"
+        ]
         switch = network.curves.nvls
         assert switch is not None
-        assert seconds == pytest.approx(max(times * 1e12 / (8 * 48.3e9), switch.seconds(1e12, 8)), rel=1e-3)
+        assert seconds == pytest.approx(
+            max(times * 1e12 / (8 * 48.3e9), switch.seconds(1e12, 8)), rel=1e-3
+        )
 
 
 def test_a_planted_switch_is_found_again_where_it_is_faster_than_the_ring() -> None:
@@ -125,7 +153,9 @@ def test_a_planted_switch_is_found_again_where_it_is_faster_than_the_ring() -> N
     moved = 2.0 ** np.arange(9, 34)
     exact = [min(planted.seconds(b, 8), ring.seconds("all_reduce", b, 8)) for b in moved.tolist()]
     assert exact[0] == ring.seconds("all_reduce", 512.0, 8)
-    found = fit_switch(MeasuredCollectives.of("all_reduce", np.full(len(moved), 8), moved, exact), ring)
+    found = fit_switch(
+        MeasuredCollectives.of("all_reduce", np.full(len(moved), 8), moved, exact), ring
+    )
     assert found.bandwidth_gb_per_s == pytest.approx(300, rel=0.02)
     assert found.launch_us == pytest.approx(50, rel=0.1)
 
@@ -140,29 +170,52 @@ def test_between_hosts_bandwidth_ramps_up_as_it_does_in_simai() -> None:
         network = Network(Cluster.load("dgx_h100").with_size(int(hosts)))
         ring = network.ring(8 * int(hosts))
         seconds = network.seconds_by_algorithm("all_reduce", num_bytes, ring)["ring"]
-        errors.append(sent_fraction("all_reduce", ring.size) * num_bytes / seconds / 400e9 / ratio - 1)
+        errors.append(
+            sent_fraction("all_reduce", ring.size) * num_bytes / seconds / 400e9 / ratio - 1
+        )
     assert np.mean(np.abs(errors)) < 0.06
     assert abs(np.mean(errors)) < 0.03
 
 
-@given(st.integers(0, 3), st.floats(1, 50), st.floats(0.1, 5), st.floats(0.1, 20), st.floats(10, 800))
-def test_planted_alpha_and_beta_are_recovered(kind: int, launch: float, hop: float, half: float, speed: float) -> None:
-    planted = SizeCurve(launch_us=launch, hop_us=hop, half_size_mb=half, bandwidth_gb_per_s=speed, small_group_loss=0.3)
+@given(
+    st.integers(0, 3), st.floats(1, 50), st.floats(0.1, 5), st.floats(0.1, 20), st.floats(10, 800)
+)
+def test_planted_alpha_and_beta_are_recovered(
+    kind: int, launch: float, hop: float, half: float, speed: float
+) -> None:
+    planted = SizeCurve(
+        launch_us=launch,
+        hop_us=hop,
+        half_size_mb=half,
+        bandwidth_gb_per_s=speed,
+        small_group_loss=0.3,
+    )
     sizes, moved = np.meshgrid([2, 4, 8], 2.0 ** np.arange(9, 31))
     sizes, moved = sizes.ravel(), moved.ravel()
-    exact = [planted.seconds(KINDS[kind], b, n) for n, b in zip(sizes.tolist(), moved.tolist(), strict=True)]
+    exact = [
+        planted.seconds(KINDS[kind], b, n)
+        for n, b in zip(sizes.tolist(), moved.tolist(), strict=True)
+    ]
     fitted = fit_curve(MeasuredCollectives.of(KINDS[kind], sizes, moved, exact))
     assert fitted.bandwidth_gb_per_s == pytest.approx(speed, rel=0.05)
     assert fitted.launch_us + fitted.hop_us == pytest.approx(launch + hop, rel=0.05)
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"])
-def test_planted_sharing_is_found_where_a_switch_does_not_explain_the_times(kind: CollectiveKind) -> None:
+@pytest.mark.parametrize(
+    "kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
+)
+def test_planted_sharing_is_found_where_a_switch_does_not_explain_the_times(
+    kind: CollectiveKind,
+) -> None:
     """As on virtual devices, with errors of 5 %: one more member costs 20 us, and all share one memory."""
-    planted = SizeCurve(launch_us=10, member_us=20, hop_us=0, half_size_mb=1e-3, bandwidth_gb_per_s=7, sharing=0.9)
+    planted = SizeCurve(
+        launch_us=10, member_us=20, hop_us=0, half_size_mb=1e-3, bandwidth_gb_per_s=7, sharing=0.9
+    )
     sizes, moved = np.meshgrid([2, 4, 8], 2.0 ** np.arange(10, 24))
     sizes, moved = sizes.ravel(), moved.ravel()
-    exact = np.array([planted.seconds(kind, b, n) for n, b in zip(sizes.tolist(), moved.tolist(), strict=True)])
+    exact = np.array(
+        [planted.seconds(kind, b, n) for n, b in zip(sizes.tolist(), moved.tolist(), strict=True)]
+    )
     noise = np.exp(0.05 * np.random.default_rng(0).standard_normal(len(exact)))
     found = fit_curve(MeasuredCollectives.of(kind, sizes, moved, exact * noise))
     assert found.sharing == pytest.approx(0.9, abs=0.1)
@@ -192,10 +245,16 @@ def test_faster_networks_are_never_slower(
     cluster = a100(2**log_hosts)
     inter = cluster.inter_host
     assert inter is not None
-    quick = Link(bandwidth_gb_per_s=inter.bandwidth_gb_per_s * faster, latency_us=inter.latency_us / faster)
+    quick = Link(
+        bandwidth_gb_per_s=inter.bandwidth_gb_per_s * faster, latency_us=inter.latency_us / faster
+    )
     size = 8 * 2**log_hosts
     slow, fast = Network(cluster), Network(cluster.model_copy(update={"inter_host": quick}))
-    assert 0 <= fast.seconds(kind, num_bytes, fast.ring(size)) <= slow.seconds(kind, num_bytes, slow.ring(size))
+    assert (
+        0
+        <= fast.seconds(kind, num_bytes, fast.ring(size))
+        <= slow.seconds(kind, num_bytes, slow.ring(size))
+    )
 
 
 def test_nothing_is_held_out_where_the_rest_would_be_too_little() -> None:

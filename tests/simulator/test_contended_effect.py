@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.clock import Clock
-from simulator.contended_effect import PiecewiseEffect, piecewise_effect_of
-from simulator.engine import play
+from simulator.engine.clock import Clock
+from simulator.engine.contended_effect import PiecewiseEffect, piecewise_effect_of
+from simulator.engine.simulation import play
 from simulator.program import Program, Recv, Run, Send
 from simulator.work import Body, Collective, Done, Kernel, Loop, Start
 from tests.simulator.bodies import compute, start
@@ -32,14 +32,22 @@ def waiting(draw: st.DrawFn) -> Body:
     }
     body = (*body, *map(Done, draw(st.permutations(sorted(running)))))
     count = draw(st.integers(0, 5))
-    return (start(draw(st.integers(0, 9)), "outer"), Loop(count, body), compute(2), Done("outer"), *body)
+    return (
+        start(draw(st.integers(0, 9)), "outer"),
+        Loop(count, body),
+        compute(2),
+        Done("outer"),
+        *body,
+    )
 
 
 factors = st.fixed_dictionaries(dict.fromkeys((NEAR, FAR), st.floats(1, 2)))
 
 
 @given(waiting(), factors, st.integers(0, 40))
-def test_it_is_what_the_engine_finds_behind_something_that_was_sent(body: Body, factor: dict, lag: int) -> None:
+def test_it_is_what_the_engine_finds_behind_something_that_was_sent(
+    body: Body, factor: dict, lag: int
+) -> None:
     costs = Hardware(factor=factor)
     rows = ((Send("x", 1, 2 * lag), Run(0, "F")), (Recv("x", 0),))
     program = Program(((0, 1), (2, 3)), rows, {"0F": body})
@@ -54,10 +62,14 @@ def test_programs_of_such_tasks_need_no_engine(
     bodies: list[Body], factor: dict, dispatch: float, data: st.DataObject
 ) -> None:
     rows = [[], []]
-    for n, (mesh, size) in enumerate(data.draw(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 20)), max_size=8))):
+    for n, (mesh, size) in enumerate(
+        data.draw(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 20)), max_size=8))
+    ):
         rows[mesh] += [Run(n % 3, "F", n), Send(f"v{n}", 1 - mesh, size)]
         rows[1 - mesh].append(Recv(f"v{n}", mesh))
-    program = Program(((0, 1), (2, 3)), tuple(map(tuple, rows)), {f"{i}F": body for i, body in enumerate(bodies)})
+    program = Program(
+        ((0, 1), (2, 3)), tuple(map(tuple, rows)), {f"{i}F": body for i, body in enumerate(bodies)}
+    )
     costs, clock = Hardware(factor=factor), Clock.of(program)
     assert clock.makespan(costs, dispatch) == pytest.approx(makespan(program, costs, dispatch))
     (known,) = clock.known
@@ -67,7 +79,9 @@ def test_programs_of_such_tasks_need_no_engine(
 
 def test_a_loop_is_turned_only_until_all_turns_are_alike() -> None:
     turn = (start(4), compute(2), Done("gather"))
-    long, short = (piecewise_effect_of((Loop(count, turn),), SLOWED, (0, 1)) for count in (10**9, 10))
+    long, short = (
+        piecewise_effect_of((Loop(count, turn),), SLOWED, (0, 1)) for count in (10**9, 10)
+    )
     assert long is not None
     assert short is not None
     assert long.at(3)[0] - short.at(3)[0] == pytest.approx((10**9 - 10) * 9)
@@ -99,4 +113,8 @@ def test_the_clock_leaves_such_tasks_to_the_engine(last: Done | Kernel) -> None:
 def test_other_costs_are_asked_for_again() -> None:
     program = Program(((0, 1),), ((Run(0, "F"),),), {"0F": (start(4), compute(2), Done("gather"))})
     clock = Clock.of(program)
-    assert [clock.makespan(Hardware(factor={NEAR: factor})) for factor in (1.0, 1.5, 1.0)] == [8, 9, 8]
+    assert [clock.makespan(Hardware(factor={NEAR: factor})) for factor in (1.0, 1.5, 1.0)] == [
+        8,
+        9,
+        8,
+    ]

@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import pytest
 
-from simulator.cluster import Cluster
-from simulator.cost_fingerprint import cost_fingerprint
-from simulator.description import ClusterError
-from simulator.engine import simulate
-from simulator.heterogeneous import MixedCluster
+from simulator.costs.cost_fingerprint import cost_fingerprint
+from simulator.engine.simulation import simulate
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.description import ClusterError
+from simulator.hardware.heterogeneous import MixedCluster
 from simulator.program import Program, Run
 from simulator.work import Kernel
 
@@ -15,7 +15,9 @@ A100 = Cluster.load("dgx_a100_80")
 
 def costed(cluster: Cluster | MixedCluster, *devices: int) -> Program:
     """A program of one kernel that says what it takes on `cluster`."""
-    program = Program((devices,), ((Run(0, "S"),),), {"0S": (Kernel("dot", "memory", 0, 0, seconds=3.0),)})
+    program = Program(
+        (devices,), ((Run(0, "S"),),), {"0S": (Kernel("dot", "memory", 0, 0, seconds=3.0),)}
+    )
     return replace(program, costed_for=cost_fingerprint(program, cluster))
 
 
@@ -29,7 +31,13 @@ def changed(cluster: Cluster, **fields: object) -> Cluster:
         A100,
         A100.with_size(4),
         A100.with_size(1, 4),
-        changed(A100, name="ours", description="", nics_per_host=1, device=changed(A100.device, memory_gb=60.0)),
+        changed(
+            A100,
+            name="ours",
+            description="",
+            nics_per_host=1,
+            device=changed(A100.device, memory_gb=60.0),
+        ),
     ],
     ids=str,
 )
@@ -66,7 +74,8 @@ def test_between_hosts_the_network_counts_and_the_number_of_hosts_does_not() -> 
 def test_of_unlike_hosts_those_count_that_it_uses() -> None:
     v100, h100 = Cluster.load("p3.16xlarge"), Cluster.load("dgx_h100")
     first, second = (
-        MixedCluster(name="both", description="", pools=(A100.with_size(1), each)) for each in (v100, h100)
+        MixedCluster(name="both", description="", pools=(A100.with_size(1), each))
+        for each in (v100, h100)
     )
     assert simulate(costed(first, 0, 1), second).makespan == 3
     with pytest.raises(ClusterError, match="make it for this cluster"):

@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.cluster import Cluster
-from simulator.collectives import Network
-from simulator.compute import KernelModel
-from simulator.costs import BandwidthOnly, ClusterCosts, CostModel
-from simulator.topology import find_routes
+from simulator.costs.collective_model import Network
+from simulator.costs.cost_model import BandwidthOnly, ClusterCosts, CostModel
+from simulator.costs.kernel_model import KernelModel
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.topology import find_routes
 from simulator.work import Gemm, Kernel
 
 CLUSTER = Cluster.load("p3.16xlarge")
@@ -18,10 +18,14 @@ def test_cluster_costs_are_those_of_the_device_and_the_network() -> None:
     groups = ((0, 1, 2, 3), (4, 5, 6, 7))
     routes = find_routes(CLUSTER, "all_gather", groups)
     assert costs.kernel(kernel) == KernelModel(CLUSTER.device).seconds(kernel)
-    assert costs.collective("all_gather", 1e6, groups) == Network(CLUSTER).collective_seconds("all_gather", 1e6, routes)
+    assert costs.collective("all_gather", 1e6, groups) == Network(CLUSTER).collective_seconds(
+        "all_gather", 1e6, routes
+    )
 
 
-def test_kernels_that_differ_by_name_only_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_differ_by_name_only_are_computed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls = []
     monkeypatch.setattr(KernelModel, "seconds", lambda self, kernel: calls.append(kernel) or 1.0)
     costs = ClusterCosts(CLUSTER)
@@ -33,12 +37,18 @@ def test_kernels_that_differ_by_name_only_are_computed_once(monkeypatch: pytest.
 def test_bandwidth_only_charges_bytes_and_nothing_else(size: int, num_bytes: float) -> None:
     costs: CostModel = BandwidthOnly(bandwidth=2.0)
     groups = (tuple(range(size)),)
-    assert costs.collective("all_gather", num_bytes, groups) == pytest.approx(num_bytes * (size - 1) / size / 2)
+    assert costs.collective("all_gather", num_bytes, groups) == pytest.approx(
+        num_bytes * (size - 1) / size / 2
+    )
     assert costs.collective("all_reduce", num_bytes, groups) == pytest.approx(
         2 * costs.collective("all_gather", num_bytes, groups)
     )
     assert costs.collective("permute", num_bytes, ((0, 1), (1, 0))) == pytest.approx(num_bytes / 2)
-    assert costs.collective("permute", num_bytes, ((0, 0),)) == costs.collective("all_reduce", num_bytes, ((0,),)) == 0
+    assert (
+        costs.collective("permute", num_bytes, ((0, 0),))
+        == costs.collective("all_reduce", num_bytes, ((0,),))
+        == 0
+    )
 
 
 def test_bandwidth_only_makes_compute_free_unless_told_otherwise() -> None:

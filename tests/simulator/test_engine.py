@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.cluster import Cluster
-from simulator.costs import BandwidthOnly
-from simulator.engine import simulate
+from simulator.costs.cost_model import BandwidthOnly
+from simulator.engine.simulation import simulate
+from simulator.engine.timeline import Timeline
+from simulator.hardware.cluster import Cluster
 from simulator.memory import MemoryUse
 from simulator.program import DeadlockError, Instruction, Program, Recv, Run, Send
 from simulator.spans import STREAMS, Span
-from simulator.timeline import Timeline
 from simulator.work import Body, Collective, Done, Loop, Op, Start
 from tests.simulator.bodies import COSTS, bodies, compute, programs, seconds, start
 
@@ -66,7 +66,9 @@ def test_what_nobody_waits_for_still_counts() -> None:
 
 
 def test_waiting_for_what_does_not_run_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"task 0S0: waits for collective 'gather', which is not running"):
+    with pytest.raises(
+        ValueError, match=r"task 0S0: waits for collective 'gather', which is not running"
+    ):
         step(Done("gather"))
 
 
@@ -131,15 +133,25 @@ def test_devices_wait_for_a_host_that_is_late_and_only_then() -> None:
 
 def test_the_host_takes_what_its_cluster_says_to_start_a_program() -> None:
     calibrated = CLUSTER.model_copy(update={"host_launch_us": 3e6})
-    assert simulate(TWO_STAGES, calibrated, COSTS) == simulate(TWO_STAGES, CLUSTER, COSTS, dispatch=3.0)
-    assert simulate(TWO_STAGES, calibrated, COSTS, dispatch=0.0) == simulate(TWO_STAGES, CLUSTER, COSTS)
+    assert simulate(TWO_STAGES, calibrated, COSTS) == simulate(
+        TWO_STAGES, CLUSTER, COSTS, dispatch=3.0
+    )
+    assert simulate(TWO_STAGES, calibrated, COSTS, dispatch=0.0) == simulate(
+        TWO_STAGES, CLUSTER, COSTS
+    )
 
 
 def test_communication_goes_over_the_links_of_its_devices() -> None:
     cluster = Cluster.load("dgx_a100_80").with_size(hosts=2)
-    body = (Start(Collective("near", "all_gather", 1, ((0, 1),))), Start(Collective("far", "all_gather", 1, ((0, 2),))))
+    body = (
+        Start(Collective("near", "all_gather", 1, ((0, 1),))),
+        Start(Collective("far", "all_gather", 1, ((0, 2),))),
+    )
     timeline = simulate(Program(((6, 7, 8),), ((Run(0, "S"),),), {"0S": body}), cluster)
-    assert {span.name: span.link for span in timeline.spans} == {"near": "within hosts", "far": "between hosts"}
+    assert {span.name: span.link for span in timeline.spans} == {
+        "near": "within hosts",
+        "far": "between hosts",
+    }
 
 
 def test_groups_count_the_devices_of_their_mesh() -> None:
@@ -156,12 +168,16 @@ def test_groups_count_the_devices_of_their_mesh() -> None:
 
 
 def test_a_group_outside_its_mesh_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"gather has groups \(\(0, 1\),\); its mesh has positions 0 to 0"):
+    with pytest.raises(
+        ValueError, match=r"gather has groups \(\(0, 1\),\); its mesh has positions 0 to 0"
+    ):
         simulate(Program(((3,),), ((Run(0, "S"),),), {"0S": (start(1),)}), CLUSTER, COSTS)
 
 
 def test_a_mesh_outside_the_cluster_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"mesh 1 has devices \(8,\); cluster 'cpu-virtual' has devices 0 to 7"):
+    with pytest.raises(
+        ValueError, match=r"mesh 1 has devices \(8,\); cluster 'cpu-virtual' has devices 0 to 7"
+    ):
         simulate(Program(((0,), (8,)), ((), ())), CLUSTER)
 
 
@@ -171,7 +187,10 @@ def test_a_task_without_a_body_is_an_error() -> None:
 
 
 def test_a_deadlock_is_shown() -> None:
-    rows: tuple[tuple[Instruction, ...], ...] = ((Recv("y", 1), Send("x", 1)), (Recv("x", 0), Send("y", 0)))
+    rows: tuple[tuple[Instruction, ...], ...] = (
+        (Recv("y", 1), Send("x", 1)),
+        (Recv("x", 0), Send("y", 0)),
+    )
     with pytest.raises(DeadlockError, match=r"mesh 0: > recv y<1 \| send x>1"):
         simulate(Program(((0,), (1,)), rows), CLUSTER)
 
@@ -220,10 +239,14 @@ def test_a_pipeline_takes_at_least_its_slowest_stage_and_at_most_everything(
             row += [Send(f"x{micro_batch}", i + 1, sent)] if i + 1 < count else []
         rows.append(tuple(row))
     bodies = {f"{i}F": (compute(time),) for i, (time, _) in enumerate(stages)}
-    timeline = simulate(Program(tuple((i,) for i in range(count)), tuple(rows), bodies), CLUSTER, COSTS)
+    timeline = simulate(
+        Program(tuple((i,) for i in range(count)), tuple(rows), bodies), CLUSTER, COSTS
+    )
     times, sends = [time for time, _ in stages], [sent for _, sent in stages[:-1]]
     # one microbatch passes every stage and link, the others queue behind it at the slowest of them: exact for FIFO stages
-    assert timeline.makespan == pytest.approx(sum(times) + sum(sends) + (micro_batches - 1) * max(times + sends))
+    assert timeline.makespan == pytest.approx(
+        sum(times) + sum(sends) + (micro_batches - 1) * max(times + sends)
+    )
 
 
 @given(programs(), st.sampled_from([0.0, 1.0]))
@@ -231,13 +254,19 @@ def test_a_program_takes_as_long_as_its_busiest_stream_and_no_longer_than_all_of
     program: Program, dispatch: float
 ) -> None:
     timeline = simulate(program, CLUSTER, COSTS, dispatch)
-    busy = [timeline.busy(mesh, stream) for mesh in range(len(program.meshes)) for stream in STREAMS]
+    busy = [
+        timeline.busy(mesh, stream) for mesh in range(len(program.meshes)) for stream in STREAMS
+    ]
     assert max(busy) <= timeline.makespan * (1 + 1e-9)
     assert timeline.makespan <= sum(busy) * (1 + 1e-9)
 
 
 @given(programs(), st.floats(1, 10), st.floats(1, 10), st.floats(0, 1))
-def test_faster_hardware_is_never_slower(program: Program, compute: float, network: float, host: float) -> None:
+def test_faster_hardware_is_never_slower(
+    program: Program, compute: float, network: float, host: float
+) -> None:
     slow = simulate(program, CLUSTER, COSTS, dispatch=1.0).makespan
-    fast = simulate(program, CLUSTER, BandwidthOnly(bandwidth=network, flop_per_s=compute), dispatch=host).makespan
+    fast = simulate(
+        program, CLUSTER, BandwidthOnly(bandwidth=network, flop_per_s=compute), dispatch=host
+    ).makespan
     assert fast <= slow * (1 + 1e-9)

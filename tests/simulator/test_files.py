@@ -9,8 +9,17 @@ from typer.testing import CliRunner
 from autopar.plan import Plan, PlanError
 from simulator import ClusterError, ProgramError, load_cluster, load_program, save_program
 from simulator.cli import app
-from simulator.files import FileError, brief, parse_json, parse_yaml, read_table, read_text, read_yaml, write_text
-from simulator.formula.scenario_files import Formula
+from simulator.files import (
+    FileError,
+    brief,
+    parse_json,
+    parse_yaml,
+    read_table,
+    read_text,
+    read_yaml,
+    write_text,
+)
+from simulator.transformer.scenario_files import Formula
 from tests.simulator.test_program_file import PROGRAM
 
 READERS: dict[str, tuple[Any, type[ValueError]]] = {
@@ -35,7 +44,9 @@ def test_a_file_that_is_not_utf_8_is_named_with_the_line(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", READERS)
 def test_a_file_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
     read, error = READERS[name]
-    with pytest.raises(error, match=rf"{name}: can't be read \(No such file or directory\); expected"):
+    with pytest.raises(
+        error, match=rf"{name}: can't be read \(No such file or directory\); expected"
+    ):
         read(tmp_path / name)
     with pytest.raises(error, match="null"):
         read(f"\0{name}")
@@ -59,7 +70,9 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for 
 def test_aliases_that_expand_without_bound_are_refused(name: str, tmp_path: Path) -> None:
     read, error = READERS[name]
     (tmp_path / name).write_text(BOMB)
-    with pytest.raises(error, match="more than 100,000 values once its aliases are expanded") as caught:
+    with pytest.raises(
+        error, match="more than 100,000 values once its aliases are expanded"
+    ) as caught:
         read(tmp_path / name)
     assert len(str(caught.value)) < 1000
 
@@ -112,12 +125,16 @@ def test_values_in_errors_are_short() -> None:
 def test_what_is_written_is_read_and_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     write_text(tmp_path / "x.txt", "µ\n")
     assert read_text(tmp_path / "x.txt") == "µ\n"
-    with pytest.raises(FileError, match=r"nowhere/x.txt: can't be written \(No such file or directory\)"):
+    with pytest.raises(
+        FileError, match=r"nowhere/x.txt: can't be written \(No such file or directory\)"
+    ):
         write_text(tmp_path / "nowhere/x.txt", "")
 
 
 @pytest.mark.parametrize("option", ["--gantt", "--trace"])
-def test_an_output_that_can_not_be_written_is_told_before_the_work(option: str, tmp_path: Path) -> None:
+def test_an_output_that_can_not_be_written_is_told_before_the_work(
+    option: str, tmp_path: Path
+) -> None:
     save_program(PROGRAM, tmp_path / "step.json")
     for output, why in (("nowhere/x.svg", "there is no folder"), ("", "it is a folder")):
         arguments = ["predict", str(tmp_path / "step.json"), option, str(tmp_path / output)]
@@ -146,13 +163,20 @@ def test_a_profile_and_a_report_that_can_not_be_written_are_told(tmp_path: Path)
     ("rows", "message"),
     [
         ("toy,all_reduce,two,1,1", "row 1: size is 'two'; expected a number of 2 to"),
-        ("toy,all_reduce,2,1,1\ntoy,all_reduce,2,1,-1", "row 2: us is -1; expected a number of 1e-06 to"),
+        (
+            "toy,all_reduce,2,1,1\ntoy,all_reduce,2,1,-1",
+            "row 2: us is -1; expected a number of 1e-06 to",
+        ),
         ("toy,all_reduce,2,1,inf", "row 1: us is inf"),
         ("toy,all_gather,2,1,1\n" * 9, "no rows of all_reduce, only of all_gather"),
     ],
 )
-def test_a_table_of_collectives_with_wrong_numbers_is_refused(rows: str, message: str, tmp_path: Path) -> None:
+def test_a_table_of_collectives_with_wrong_numbers_is_refused(
+    rows: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "rows.csv").write_text(f"gpu,kind,size,bytes,us\n{rows}\n")
-    result = CliRunner().invoke(app, ["calibrate", str(tmp_path / "rows.csv")], env={"COLUMNS": "300"})
+    result = CliRunner().invoke(
+        app, ["calibrate", str(tmp_path / "rows.csv")], env={"COLUMNS": "300"}
+    )
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())

@@ -1,9 +1,9 @@
 from pathlib import Path
 
-from simulator.cluster import Cluster
-from simulator.engine import simulate
-from simulator.gantt import save_gantt
-from simulator.timeline import Timeline
+from simulator.engine.simulation import simulate
+from simulator.engine.timeline import Timeline
+from simulator.hardware.cluster import Cluster
+from simulator.report.gantt import save_gantt
 from tests.simulator.bodies import COSTS
 from tests.simulator.test_breakdown import PIPELINE
 
@@ -15,7 +15,10 @@ def test_a_chart_has_a_row_per_mesh_and_is_the_same_each_time(tmp_path: Path) ->
         save_gantt(timeline, path)
     assert paths[0].read_bytes() == paths[1].read_bytes()
     text = paths[0].read_text()  # matplotlib writes the text of each glyph run as a comment
-    assert all(f"<!-- {label} -->" in text for label in ("mesh 0", "mesh 1", "forward", "backward", "update"))
+    assert all(
+        f"<!-- {label} -->" in text
+        for label in ("mesh 0", "mesh 1", "forward", "backward", "update")
+    )
     assert "whole step" not in text
 
 

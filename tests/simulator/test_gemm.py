@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 
 from simulator.calibration.fit_products import MeasuredGemms, fit_gemms, is_held_out
 from simulator.calibration.measured_samples import measured_gemms
-from simulator.cluster import Cluster, Device, device_names, shipped_device
-from simulator.costs import ClusterCosts
-from simulator.gemm import GemmModel
-from simulator.kernel_profile import KernelProfile
+from simulator.costs.cost_model import ClusterCosts
+from simulator.costs.gemm import GemmModel
+from simulator.hardware.cluster import Cluster, Device, device_names, shipped_device
+from simulator.hardware.kernel_profile import KernelProfile
 from simulator.work import Gemm, Kernel
 
 ONE = KernelProfile(
@@ -48,26 +48,34 @@ def test_a_product_takes_whole_waves_of_tiles() -> None:
     # kernels are persistent
     wave = 2e-6 + 2 * 256 * 128 * 2**20 / 8e12
     assert toy().seconds(2560, 128, 2**20) == pytest.approx(1e-6 + wave, rel=1e-6)
-    assert toy(whole_waves=0.0).seconds(2560 + 256, 128, 2**20) == pytest.approx(1e-6 + 1.1 * wave, rel=1e-3)
+    assert toy(whole_waves=0.0).seconds(2560 + 256, 128, 2**20) == pytest.approx(
+        1e-6 + 1.1 * wave, rel=1e-3
+    )
 
 
 def test_a_tile_waits_for_the_slowest_of_arithmetic_cache_and_the_step() -> None:
     # one 256 x 128 tile: 8.2 ns of arithmetic an element, 2 * 384 bytes of loads; the norm joins equal times as 2^(1/4)
     arithmetic = 2 * 256 * 128 / 8e12
     cache = toy(cache_gb_per_s_per_core=2 * 384 / arithmetic / 1e9, tile_us=0.0)
-    assert cache.seconds(2560, 128, 2**20) == pytest.approx(1e-6 + 2**20 * arithmetic * 2**0.25, rel=1e-3)
+    assert cache.seconds(2560, 128, 2**20) == pytest.approx(
+        1e-6 + 2**20 * arithmetic * 2**0.25, rel=1e-3
+    )
     step = toy(step_ns=100.0, tile_us=0.0)
     assert step.seconds(16, 64, 2**10) == pytest.approx(1e-6 + 2**10 * 100e-9, rel=1e-3)
 
 
 def test_a_hot_gpu_is_slower_by_its_droop() -> None:
     cold, hot = toy(launch_us=0.0), toy(launch_us=0.0, droop=0.25)
-    assert hot.seconds(4096, 4096, 4096) == pytest.approx(1.25 * cold.seconds(4096, 4096, 4096), rel=0.01)
+    assert hot.seconds(4096, 4096, 4096) == pytest.approx(
+        1.25 * cold.seconds(4096, 4096, 4096), rel=0.01
+    )
 
 
 def test_traffic_is_what_was_said_or_operands_and_result() -> None:
     # one byte a second: nothing else matters
-    assert toy(1e-9).seconds(10, 20, 30) == pytest.approx(2 * (10 * 30 + 30 * 20 + 10 * 20), rel=1e-3)
+    assert toy(1e-9).seconds(10, 20, 30) == pytest.approx(
+        2 * (10 * 30 + 30 * 20 + 10 * 20), rel=1e-3
+    )
     assert toy(1e-9).seconds(10, 20, 30, moved=5.0) == pytest.approx(5, rel=1e-3)
 
 
@@ -76,7 +84,9 @@ def test_one_product_and_arrays_of_them_agree(
     device: Device, dtype: str, m: int, n: int, k: int, batch: int, hot: bool
 ) -> None:
     model = GemmModel.of(device, dtype, hot)
-    assert model.seconds(m, n, k, batch) == pytest.approx(float(model.seconds_of(m, n, k, batch)), rel=1e-9)
+    assert model.seconds(m, n, k, batch) == pytest.approx(
+        float(model.seconds_of(m, n, k, batch)), rel=1e-9
+    )
 
 
 @given(devices, dtypes, dims, dims, dims)
@@ -89,7 +99,9 @@ def test_no_product_beats_the_roofline(device: Device, dtype: str, m: int, n: in
 
 
 @given(devices, dims, dims, dims, st.floats(1, 4), st.floats(1, 4))
-def test_faster_hardware_is_never_slower(device: Device, m: int, n: int, k: int, speed: float, memory: float) -> None:
+def test_faster_hardware_is_never_slower(
+    device: Device, m: int, n: int, k: int, speed: float, memory: float
+) -> None:
     faster = device.model_copy(
         update={
             "peak_tflop_per_s": {"bf16": device.peak_tflop_per_s["bf16"] * speed},
@@ -108,7 +120,9 @@ def test_a_product_and_its_transpose_cost_the_same(device: Device, m: int, n: in
 
 
 @pytest.mark.parametrize("gpu", ["a100", "h100", "h200"])
-def test_the_error_on_shapes_that_nobody_fitted_is_below_8_percent_for_whoever_asks(gpu: str) -> None:
+def test_the_error_on_shapes_that_nobody_fitted_is_below_8_percent_for_whoever_asks(
+    gpu: str,
+) -> None:
     name, measured = measured_gemms(gpu)
     held = measured[measured.held_out()]
     assert len(held.m) > 700
@@ -117,7 +131,9 @@ def test_the_error_on_shapes_that_nobody_fitted_is_below_8_percent_for_whoever_a
     asked = []
     for m, n, k in zip(held.m.tolist(), held.n.tolist(), held.k.tolist(), strict=True):
         gemm = Gemm(m, n, k)
-        asked.append(costs.kernel(Kernel("", "gemm", gemm.flops, 2 * (m * k + k * n + m * n), "bf16", gemm)))
+        asked.append(
+            costs.kernel(Kernel("", "gemm", gemm.flops, 2 * (m * k + k * n + m * n), "bf16", gemm))
+        )
     error = np.abs(np.array(asked) / held.seconds - 1)
     assert error.mean() < 0.08
     assert shipped_device(name).kernels.held_out_error == pytest.approx(error.mean(), rel=0.01)
@@ -135,7 +151,9 @@ def test_planted_parameters_are_found_again() -> None:
     assert fitted.memory_efficiency == pytest.approx(planted.memory_efficiency, rel=0.02)
     assert fitted.launch_us is not None
     assert planted.launch_us is not None
-    assert fitted.launch_us + fitted.tile_us == pytest.approx(planted.launch_us + planted.tile_us, rel=0.05)
+    assert fitted.launch_us + fitted.tile_us == pytest.approx(
+        planted.launch_us + planted.tile_us, rel=0.05
+    )
 
 
 def test_a_fifth_of_the_shapes_is_held_out() -> None:

@@ -8,21 +8,28 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.breakdown import predict
-from simulator.clock import Clock
-from simulator.cluster import Cluster, Link, cluster_names, mixed_cluster_names
-from simulator.costs import ClusterCosts, MixedCosts, costs_of
-from simulator.description import ClusterError
-from simulator.engine import simulate
-from simulator.heterogeneous import MixedCluster, load_cluster
+from simulator.costs.cost_model import ClusterCosts, MixedCosts, costs_of
+from simulator.engine.breakdown import predict
+from simulator.engine.clock import Clock
+from simulator.engine.simulation import simulate
+from simulator.engine.timeline import Timeline
+from simulator.hardware.cluster import Cluster, Link, cluster_names, mixed_cluster_names
+from simulator.hardware.description import ClusterError
+from simulator.hardware.heterogeneous import MixedCluster, load_cluster
 from simulator.memory import MemoryUse
 from simulator.program import Program, Recv, Run, Send
-from simulator.timeline import Timeline
 from simulator.work import CollectiveKind, Gemm, Groups, Kernel
 
 V100, A100 = Cluster.load("p3.16xlarge"), Cluster.load("dgx_a100_40")
 MIXED = MixedCluster(name="both", description="one host of each", pools=(V100, A100))
-PRODUCT = Kernel("matmul", "gemm", flops=2 * 4096**3, bytes=3 * 2 * 4096**2, dtype="f16", gemm=Gemm(4096, 4096, 4096))
+PRODUCT = Kernel(
+    "matmul",
+    "gemm",
+    flops=2 * 4096**3,
+    bytes=3 * 2 * 4096**2,
+    dtype="f16",
+    gemm=Gemm(4096, 4096, 4096),
+)
 FILE = {
     "name": "toy",
     "description": "two hosts of four beside one of two",
@@ -32,13 +39,20 @@ FILE = {
     "collective_launch_us": 0,
     "intra_host": {"bandwidth_gb_per_s": 100, "latency_us": 0},
     "inter_host": {"bandwidth_gb_per_s": 10, "latency_us": 0},
-    "pools": [{"hosts": 2, "devices_per_host": 4}, {"hosts": 1, "devices_per_host": 2, "device": "v100_sxm2_16gb"}],
+    "pools": [
+        {"hosts": 2, "devices_per_host": 4},
+        {"hosts": 1, "devices_per_host": 2, "device": "v100_sxm2_16gb"},
+    ],
 }
 
 
 def load(folder: Path, **changes: object) -> MixedCluster:
     path = folder / "toy.yaml"
-    path.write_text(yaml.safe_dump({key: value for key, value in (FILE | changes).items() if value != "left out"}))
+    path.write_text(
+        yaml.safe_dump(
+            {key: value for key, value in (FILE | changes).items() if value != "left out"}
+        )
+    )
     cluster = load_cluster(path)
     assert isinstance(cluster, MixedCluster)
     return cluster
@@ -82,7 +96,9 @@ def test_a_pool_is_as_the_file_says_unless_it_says_otherwise(tmp_path: Path) -> 
 
 
 def test_a_pool_may_be_like_another_cluster(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(FILE | {"pools": None, "hosts": 3, "devices_per_host": 4}))
+    (tmp_path / "mine.yaml").write_text(
+        yaml.safe_dump(FILE | {"pools": None, "hosts": 3, "devices_per_host": 4})
+    )
     text = (tmp_path / "mine.yaml").read_text().replace("pools: null\n", "")
     (tmp_path / "mine.yaml").write_text(text)
     pools = [{"like": "p3.16xlarge", "hosts": 2}, {"like": "mine.yaml", "nics_per_host": 4}]
@@ -105,14 +121,20 @@ def test_a_pool_may_be_like_another_cluster(tmp_path: Path) -> None:
             {"pools": [FILE["pools"][0], {"hosts": 1}]},  # pyright: ignore[reportIndexIssue]
             "pools.1: devices_per_host: missing; expected a whole number",
         ),
-        ({"inter_hosts": {}}, "pools.0: inter_hosts: unknown field (given {}); did you mean 'inter_host'?"),
+        (
+            {"inter_hosts": {}},
+            "pools.0: inter_hosts: unknown field (given {}); did you mean 'inter_host'?",
+        ),
         ({"device": "v1000"}, "device: unknown device 'v1000'"),
         (
             {"inter_host": "left out", "pools": [{"hosts": 1, "devices_per_host": 2}] * 2},
             "pools.0.inter_host: missing, but there are other pools; describe the link of its network cards",
         ),
         ({"pools": [{"like": "p4"}] * 2}, "unknown cluster 'p4'; expected one of "),
-        ({"pools": [{"like": "p3_beside_p4d"}] * 2}, "p3_beside_p4d.yaml: has pools, so its hosts are not all alike"),
+        (
+            {"pools": [{"like": "p3_beside_p4d"}] * 2},
+            "p3_beside_p4d.yaml: has pools, so its hosts are not all alike",
+        ),
         ({"name": "left out"}, "name: missing; expected a text"),
     ],
 )
@@ -124,7 +146,9 @@ def test_a_wrong_file_is_reported_with_the_pool_and_what_is_expected(
 
 
 def test_what_wants_equal_hosts_says_so() -> None:
-    with pytest.raises(ClusterError, match=r"p3_beside_p4d\.yaml: has pools.*simulator\.load_cluster reads it"):
+    with pytest.raises(
+        ClusterError, match=r"p3_beside_p4d\.yaml: has pools.*simulator\.load_cluster reads it"
+    ):
         Cluster.load("p3_beside_p4d")
 
 
@@ -135,9 +159,14 @@ def test_devices_are_numbered_pool_by_pool(tmp_path: Path) -> None:
     cluster = load(tmp_path)
     assert (cluster.num_devices, cluster.pool_starts) == (10, (0, 8))
     assert [cluster.pool_of((device,)) for device in range(10)] == [0] * 8 + [1] * 2
-    with pytest.raises(ClusterError, match=r"7, 8 lie in several pools .* 0 to 7 \(NVIDIA A100.*8 to 9 \(Tesla V100"):
+    with pytest.raises(
+        ClusterError,
+        match=r"7, 8 lie in several pools .* 0 to 7 \(NVIDIA A100.*8 to 9 \(Tesla V100",
+    ):
         cluster.pool_of((7, 8))
-    with pytest.raises(ClusterError, match="devices 9 to 10 are not all in cluster 'toy': it has 10"):
+    with pytest.raises(
+        ClusterError, match="devices 9 to 10 are not all in cluster 'toy': it has 10"
+    ):
         cluster.pool_of((9, 10))
 
 
@@ -160,10 +189,16 @@ def test_the_first_devices_are_whole_pools_and_a_part_of_the_next(tmp_path: Path
 def test_each_pool_has_its_own_speed() -> None:
     costs = costs_of(MIXED)
     assert costs.kernel(PRODUCT, 7) == ClusterCosts(V100).kernel(PRODUCT)
-    assert costs.kernel(PRODUCT, 8) == ClusterCosts(A100).kernel(PRODUCT) < 0.5 * costs.kernel(PRODUCT, 7)
+    assert (
+        costs.kernel(PRODUCT, 8)
+        == ClusterCosts(A100).kernel(PRODUCT)
+        < 0.5 * costs.kernel(PRODUCT, 7)
+    )
     four = tuple(range(4))
     second = tuple(8 + i for i in four)
-    assert costs.collective("all_reduce", 1e8, (second,)) == ClusterCosts(A100).collective("all_reduce", 1e8, (four,))
+    assert costs.collective("all_reduce", 1e8, (second,)) == ClusterCosts(A100).collective(
+        "all_reduce", 1e8, (four,)
+    )
 
 
 def test_a_message_between_pools_takes_the_slower_card(tmp_path: Path) -> None:
@@ -178,9 +213,13 @@ def test_a_message_between_pools_takes_the_slower_card(tmp_path: Path) -> None:
     assert costs.collective("permute", 1e9, ((0, 4),)) == pytest.approx(0.1)
     assert costs.collective("permute", 1e9, ((4, 0),)) == pytest.approx(0.1)
     # four messages leave by four cards and meet at one
-    assert costs.collective("permute", 1e9, tuple((i, 4 + i) for i in range(4))) == pytest.approx(0.4)
+    assert costs.collective("permute", 1e9, tuple((i, 4 + i) for i in range(4))) == pytest.approx(
+        0.4
+    )
     # four messages to one device of the fast host meet at its card: 4 x 1 GB at 40 GB/s, but leave by the slow one
-    assert costs.collective("permute", 1e9, tuple((4 + i, 0) for i in range(4))) == pytest.approx(0.4)
+    assert costs.collective("permute", 1e9, tuple((4 + i, 0) for i in range(4))) == pytest.approx(
+        0.4
+    )
     both_ways = ((0, 4), (5, 1))  # links are full duplex
     assert costs.collective("permute", 1e9, both_ways) == pytest.approx(0.1)
     # beside one that stays in the fast host, which is done first
@@ -202,11 +241,15 @@ def test_in_a_pool_everything_costs_what_it_does_there(
     groups = tuple(tuple(range(first, first + size)) for first in range(0, 8, size))
     shifted: Groups = tuple(tuple(8 * pool + device for device in group) for group in groups)
     own = ClusterCosts((V100, A100)[pool])
-    assert costs_of(MIXED).collective(kind, num_bytes, shifted) == own.collective(kind, num_bytes, groups)
+    assert costs_of(MIXED).collective(kind, num_bytes, shifted) == own.collective(
+        kind, num_bytes, groups
+    )
 
 
 @given(st.permutations(range(16)), st.floats(1, 1e9))
-def test_messages_between_equal_pools_are_those_between_hosts(order: list[int], num_bytes: float) -> None:
+def test_messages_between_equal_pools_are_those_between_hosts(
+    order: list[int], num_bytes: float
+) -> None:
     """As long as none stays in its host: what is within and what is across is limited by one latency or the other."""
     pairs = tuple((a, b) for a, b in zip(range(16), order, strict=True) if (a < 8) != (b < 8))
     if pairs:
@@ -234,7 +277,9 @@ def test_the_clock_knows_the_pools_and_so_does_the_prediction(dispatch: float) -
     memory = MemoryUse(arguments=int(12e9)), MemoryUse(arguments=int(20e9))
     program = Program(((0, 1), (8,)), rows, {"0F": (PRODUCT,), "1F": (PRODUCT,)}, memory)
     prediction = predict(program, MIXED, dispatch=dispatch)
-    assert Clock.of(program).makespan(costs_of(MIXED), dispatch) == pytest.approx(prediction.seconds)
+    assert Clock.of(program).makespan(costs_of(MIXED), dispatch) == pytest.approx(
+        prediction.seconds
+    )
     assert prediction.peak_flop_per_s == 2 * 125e12 + 312e12
     assert prediction.memory.capacity == V100.device.memory_bytes  # fuller than the A100
 

@@ -20,7 +20,9 @@ def module(*lines: str, computations: str = ADD, num_partitions: int = 8) -> str
     """HLO text whose entry computation is `lines`."""
     header = f"HloModule m, is_scheduled=true, num_partitions={num_partitions}\n"
     return (
-        f"{header}{computations}\nENTRY %main (p: f32[4]) -> f32[4] {{\n" + "".join(f"  {x}\n" for x in lines) + "}\n"
+        f"{header}{computations}\nENTRY %main (p: f32[4]) -> f32[4] {{\n"
+        + "".join(f"  {x}\n" for x in lines)
+        + "}\n"
     )
 
 
@@ -75,7 +77,11 @@ def test_every_notation_of_device_groups_is_read(text, groups):
             "reduce_scatter",
             16,
         ),
-        ("f32[4]{0} all-to-all(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}", "all_to_all", 16),
+        (
+            "f32[4]{0} all-to-all(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}",
+            "all_to_all",
+            16,
+        ),
         ("f32[4]{0} collective-broadcast(%p), replica_groups={{0,1,2,3}}", "all_gather", 16),
     ],
 )
@@ -109,7 +115,11 @@ def test_work_between_start_and_done_stays_between_them():
         "%n = f32[4]{0} negate(%p)",
         "ROOT %d = f32[32]{0} all-gather-done(%s)",
     )
-    assert body == (Start(Collective("s", "all_gather", 128, ALL)), Kernel("n", "memory", 0, 32), Done("s"))
+    assert body == (
+        Start(Collective("s", "all_gather", 128, ALL)),
+        Kernel("n", "memory", 0, 32),
+        Done("s"),
+    )
 
 
 def test_a_start_marked_synchronous_is_waited_for_at_once():
@@ -163,7 +173,9 @@ DIMENSIONS = (
 )
 
 
-def cublas(lhs: str, rhs: str, numbers: tuple[str, str, str, str], operands: str = "%a, %b") -> Kernel:
+def cublas(
+    lhs: str, rhs: str, numbers: tuple[str, str, str, str], operands: str = "%a, %b"
+) -> Kernel:
     (kernel,) = parse(
         f"%a = {lhs} parameter(0)",
         f"%b = {rhs} parameter(1)",
@@ -177,7 +189,9 @@ def cublas(lhs: str, rhs: str, numbers: tuple[str, str, str, str], operands: str
 
 def test_a_cublas_call_is_sized_by_its_dimension_numbers_and_its_workspace_is_not_traffic():
     kernel = cublas("f32[8,32]{1,0}", "f32[32,16]{1,0}", ("1", "0", "", ""))
-    assert kernel == Kernel("g", "gemm", 2 * 8 * 16 * 32, 4 * (8 * 32 + 32 * 16 + 8 * 16), "f32", Gemm(8, 16, 32))
+    assert kernel == Kernel(
+        "g", "gemm", 2 * 8 * 16 * 32, 4 * (8 * 32 + 32 * 16 + 8 * 16), "f32", Gemm(8, 16, 32)
+    )
 
 
 def test_a_cublas_call_of_transposed_operands_is_sized_the_same():
@@ -185,7 +199,9 @@ def test_a_cublas_call_of_transposed_operands_is_sized_the_same():
 
 
 def test_a_batched_cublas_call_counts_its_batch():
-    gemm = cublas("f32[2,3,8,32]{3,2,1,0}", "f32[2,3,32,16]{3,2,1,0}", ("3", "2", '"0","1"', '"0","1"')).gemm
+    gemm = cublas(
+        "f32[2,3,8,32]{3,2,1,0}", "f32[2,3,32,16]{3,2,1,0}", ("3", "2", '"0","1"', '"0","1"')
+    ).gemm
     assert gemm == Gemm(8, 16, 32, batch=6)
 
 
@@ -196,7 +212,11 @@ def test_a_bias_epilogue_is_read():
 
 
 def fused(*lines: str, operands: str = "%p, %i", result: str = "f32[4]{0}") -> Kernel:
-    computation = "%fused (a: f32[100,4], i: s32[]) -> f32[4] {\n" + "".join(f"  {line}\n" for line in lines) + "}\n"
+    computation = (
+        "%fused (a: f32[100,4], i: s32[]) -> f32[4] {\n"
+        + "".join(f"  {line}\n" for line in lines)
+        + "}\n"
+    )
     (kernel,) = parse(
         "%p = f32[100,4]{1,0} parameter(0)",
         "%i = s32[] parameter(1)",
@@ -211,12 +231,18 @@ ZERO = "%zero = s32[] constant(0)"
 
 
 def test_a_fusion_reads_its_operands_and_writes_its_result():
-    kernel = fused(ARRAY, "ROOT %n = f32[100,4]{1,0} negate(%a)", operands="%p", result="f32[100,4]{1,0}")
+    kernel = fused(
+        ARRAY, "ROOT %n = f32[100,4]{1,0} negate(%a)", operands="%p", result="f32[100,4]{1,0}"
+    )
     assert kernel == Kernel("f", "memory", 0, 2 * 1600)
 
 
 def test_a_fusion_that_reduces_reads_all_and_writes_little():
-    kernel = fused(ARRAY, "%c = f32[] constant(0)", "ROOT %s = f32[4]{0} reduce(%a, %c), dimensions={0}, to_apply=%add")
+    kernel = fused(
+        ARRAY,
+        "%c = f32[] constant(0)",
+        "ROOT %s = f32[4]{0} reduce(%a, %c), dimensions={0}, to_apply=%add",
+    )
     assert kernel.bytes == 1600 + 16
 
 
@@ -271,7 +297,9 @@ def test_a_product_that_is_not_fused_is_a_gemm():
         "ROOT %d = bf16[5,3,7]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, "
         "rhs_contracting_dims={1}",
     )
-    assert kernel == Kernel("d", "gemm", 2 * 5 * 3 * 7 * 4, 2 * 5 * (12 + 28 + 21), "bf16", Gemm(3, 7, 4, batch=5))
+    assert kernel == Kernel(
+        "d", "gemm", 2 * 5 * 3 * 7 * 4, 2 * 5 * (12 + 28 + 21), "bf16", Gemm(3, 7, 4, batch=5)
+    )
 
 
 def test_a_product_in_a_fusion_of_triton_is_a_gemm() -> None:
@@ -299,11 +327,22 @@ RAGGED = "lhs_contracting_dims={%s}, rhs_contracting_dims={%s}, lhs_ragged_dims=
 def test_a_ragged_product_counts_the_group_of_each_row() -> None:
     operands = "%a = bf16[64,32]{1,0} parameter(0)", "%n = s32[4]{0} parameter(1)"
     rows = RAGGED % (1, 1, 0, 0)
-    expert = "%b = bf16[4,32,16]{2,1,0} parameter(2)", f"%r = bf16[64,16]{{1,0}} ragged-dot(%a, %b, %n), {rows}"
+    expert = (
+        "%b = bf16[4,32,16]{2,1,0} parameter(2)",
+        f"%r = bf16[64,16]{{1,0}} ragged-dot(%a, %b, %n), {rows}",
+    )
     moved = 2 * (64 * 32 + 4 * 32 * 16 + 64 * 16) + 4 * 4
     assert parse(*operands, *expert) == (Kernel("r", "gemm", 2 * 64 * 32 * 16, moved, "bf16"),)
-    inner = RAGGED % (0, 0, 0, "")  # gradients of the experts: rows are summed, each into one of four results
-    gradient = "%b = bf16[64,16]{1,0} parameter(2)", f"%r = bf16[4,32,16]{{2,1,0}} ragged-dot(%a, %b, %n), {inner}"
+    inner = RAGGED % (
+        0,
+        0,
+        0,
+        "",
+    )  # gradients of the experts: rows are summed, each into one of four results
+    gradient = (
+        "%b = bf16[64,16]{1,0} parameter(2)",
+        f"%r = bf16[4,32,16]{{2,1,0}} ragged-dot(%a, %b, %n), {inner}",
+    )
     (kernel,) = parse(*operands, *gradient)
     assert kernel.flops == 2 * 64 * 32 * 16
 
@@ -315,7 +354,11 @@ def test_a_ragged_product_in_a_fusion_or_by_cublas_is_the_same() -> None:
         "%n = s32[4]{0} parameter(2)",
     )
     lines = "".join(
-        f"  {x}\n" for x in (*shapes, f"ROOT %r = bf16[64,16]{{1,0}} ragged-dot(%a, %b, %n), {RAGGED % (1, 1, 0, 0)}")
+        f"  {x}\n"
+        for x in (
+            *shapes,
+            f"ROOT %r = bf16[64,16]{{1,0}} ragged-dot(%a, %b, %n), {RAGGED % (1, 1, 0, 0)}",
+        )
     )
     (fused,) = parse(
         *shapes,
@@ -334,9 +377,7 @@ def test_a_ragged_product_in_a_fusion_or_by_cublas_is_the_same() -> None:
 
 
 def test_a_kernel_written_in_triton_tells_nothing_but_its_bytes() -> None:
-    line = (
-        'ROOT %r = f32[4]{0} custom-call(%p), custom_call_target="__gpu$xla.gpu.triton", backend_config="{grid_x = 1}"'
-    )
+    line = 'ROOT %r = f32[4]{0} custom-call(%p), custom_call_target="__gpu$xla.gpu.triton", backend_config="{grid_x = 1}"'
     assert parse("%p = f32[4]{0} parameter(0)", line) == (
         Kernel("r", "memory", 0.0, 32, unknown="custom-call __gpu$xla.gpu.triton"),
     )
@@ -352,7 +393,11 @@ def test_an_asynchronous_copy_is_one_kernel():
 
 def test_a_call_is_what_it_calls():
     called = "%twice (a: f32[4]) -> f32[4] {\n  %a = f32[4]{0} parameter(0)\n  ROOT %n = f32[4]{0} negate(%a)\n}\n"
-    body = parse("%p = f32[4]{0} parameter(0)", "ROOT %c = f32[4]{0} call(%p), to_apply=%twice", computations=called)
+    body = parse(
+        "%p = f32[4]{0} parameter(0)",
+        "ROOT %c = f32[4]{0} call(%p), to_apply=%twice",
+        computations=called,
+    )
     assert body == (Kernel("n", "memory", 0, 32),)
 
 
@@ -368,7 +413,9 @@ def test_a_convolution_and_its_two_gradients_have_the_same_flops():
     # y is (8, 32, 16, 16), each element a sum over 3 x 3 taps of 16 channels.
     assert [op.flops for op in convolutions] == [2 * (8 * 32 * 16 * 16) * (3 * 3 * 16)] * 3
     # x padded to (8, 16, 33, 33), w (32, 16, 3, 3), y: each is read or written once.
-    assert {op.bytes for op in convolutions} == {4 * (8 * 16 * 33 * 33 + 32 * 16 * 3 * 3 + 8 * 32 * 16 * 16)}
+    assert {op.bytes for op in convolutions} == {
+        4 * (8 * 16 * 33 * 33 + 32 * 16 * 3 * 3 + 8 * 32 * 16 * 16)
+    }
 
 
 # Control flow, in compiled samples
@@ -389,7 +436,9 @@ def test_products_fused_with_slices_in_a_scan_are_counted():
 
 def test_a_scan_reads_one_layer_at_a_time():
     loops = [op for op in sample("scan") if isinstance(op, Loop)]
-    products = [op for loop in loops for op in loop.body if isinstance(op, Kernel) and op.kind == "gemm"]
+    products = [
+        op for loop in loops for op in loop.body if isinstance(op, Kernel) and op.kind == "gemm"
+    ]
     assert {op.bytes for op in products} == {4 * (32 * 64 + 64 * 64 + 32 * 64)}
 
 
@@ -407,7 +456,10 @@ def test_a_trip_count_is_read_from_the_condition_when_it_is_not_annotated():
 
 def test_zero2_scatters_the_gradients_and_gathers_the_parameters():
     parameters = 4 * (64 * 128 + 128 * 64)
-    assert work_of(sample("zero2")).collectives == {"reduce_scatter": parameters, "all_gather": parameters}
+    assert work_of(sample("zero2")).collectives == {
+        "reduce_scatter": parameters,
+        "all_gather": parameters,
+    }
 
 
 # Errors
@@ -456,7 +508,10 @@ def test_kernels_are_of_the_part_that_their_names_tell() -> None:
         "jit(step)/transpose(jvp(Net))/mul",
         "jit(step)/mul",
     ]
-    lines = [f'%k{i} = f32[4]{{0}} multiply(%p, %p), metadata={{op_name="{name}"}}' for i, name in enumerate(names)]
+    lines = [
+        f'%k{i} = f32[4]{{0}} multiply(%p, %p), metadata={{op_name="{name}"}}'
+        for i, name in enumerate(names)
+    ]
     lines.insert(2, "%copy = f32[4]{0} copy(%k1)")
     found = parse("%p = f32[4]{0} parameter(0)", *lines)
     assert [op.part for op in found] == ["forward", "recompute", "recompute", "backward", "update"]

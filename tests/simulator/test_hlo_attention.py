@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from simulator.cluster import Cluster
-from simulator.compute import KernelModel
-from simulator.formula import Execution, Machine, Transformer
-from simulator.formula.layer import layer_phases
+from simulator.costs.kernel_model import KernelModel
+from simulator.hardware.cluster import Cluster
 from simulator.hlo import HloError
+from simulator.transformer import Execution, Machine, Transformer
+from simulator.transformer.layer import layer_phases
 from simulator.work import Kernel
 from tests.simulator.test_hlo import parse
 
@@ -20,15 +20,26 @@ SCORES = [str(size) for size in (BATCH, HEADS, QUERIES, KEYS)]
 
 
 def config(mask: str = "NO_MASK", **more: object) -> str:
-    shape = {"element_type": "BF16", "dimensions": SCORES, "layout": {"minor_to_major": ["3", "2", "1", "0"]}}
-    inner = {"algorithm": {"algo_id": "0"}, "intermediate_tensor_shape": shape, "mask_type": mask, **more}
+    shape = {
+        "element_type": "BF16",
+        "dimensions": SCORES,
+        "layout": {"minor_to_major": ["3", "2", "1", "0"]},
+    }
+    inner = {
+        "algorithm": {"algo_id": "0"},
+        "intermediate_tensor_shape": shape,
+        "mask_type": mask,
+        **more,
+    }
     return json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": inner})
 
 
 def call(target: str, backend_config: str) -> Kernel:
     backward = "Backward" in target
     operands, results = (
-        ("%q, %k, %v, %s, %o, %o", f"{Q}, {K}, {K}") if backward else ("%q, %k, %v", f"{Q}, {STATISTICS}")
+        ("%q, %k, %v, %s, %o, %o", f"{Q}, {K}, {K}")
+        if backward
+        else ("%q, %k, %v", f"{Q}, {STATISTICS}")
     )
     (kernel,) = parse(
         f"%q = {Q} parameter(0)",
@@ -58,7 +69,9 @@ def test_the_forward_pass_is_two_products(target: str) -> None:
 def test_the_backward_pass_is_five_products() -> None:
     flops = 5 * 2 * BATCH * HEADS * QUERIES * KEYS * SIZE
     moved = 4 * QUERY_BYTES + 4 * KEY_BYTES + STATISTICS_BYTES
-    assert call("__cudnn$fmhaSoftmaxBackward", config()) == Kernel("f", "attention backward", flops, moved, "bf16")
+    assert call("__cudnn$fmhaSoftmaxBackward", config()) == Kernel(
+        "f", "attention backward", flops, moved, "bf16"
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,13 +95,24 @@ def test_what_is_masked_is_not_computed(mask: str, window: int, pairs: int) -> N
     [
         ("{", "backend_config is '{'; expected a JSON object"),
         ("[]", r"backend_config is '\[\]'; expected a JSON object"),
-        ('{"cudnn_fmha_backend_config": 3}', "no 'intermediate_tensor_shape' of 4 dims in its backend_config"),
-        ('{"cudnn_fmha_backend_config": {}}', "no 'intermediate_tensor_shape' of 4 dims in its backend_config"),
+        (
+            '{"cudnn_fmha_backend_config": 3}',
+            "no 'intermediate_tensor_shape' of 4 dims in its backend_config",
+        ),
+        (
+            '{"cudnn_fmha_backend_config": {}}',
+            "no 'intermediate_tensor_shape' of 4 dims in its backend_config",
+        ),
         (config().replace('"2", "3", "8"', '"2", "3"'), "no 'intermediate_tensor_shape' of 4 dims"),
-        (config().replace('"3", "8"', '"3", "eight"'), "its operands or attributes are not those of its kind"),
+        (
+            config().replace('"3", "8"', '"3", "eight"'),
+            "its operands or attributes are not those of its kind",
+        ),
     ],
 )
-def test_a_configuration_that_does_not_tell_the_sizes_is_shown(backend_config: str, message: str) -> None:
+def test_a_configuration_that_does_not_tell_the_sizes_is_shown(
+    backend_config: str, message: str
+) -> None:
     with pytest.raises(HloError, match=f"^HLO line 15, %f = custom-call.*{message}"):
         call("__cudnn$fmhaSoftmax", backend_config)
 
@@ -101,17 +125,34 @@ def test_it_takes_what_the_formulas_say(name: str) -> None:
     machine = Machine(Cluster.load(name))
     device = KernelModel(machine.cluster.device)
     forward = device.seconds(Kernel("f", "attention", 4.0 * size * pairs, 4 * arrays, "bf16"))
-    backward = device.seconds(Kernel("b", "attention backward", 10.0 * size * pairs, 8 * arrays, "bf16"))
+    backward = device.seconds(
+        Kernel("b", "attention backward", 10.0 * size * pairs, 8 * arrays, "bf16")
+    )
     # the generations differ in nothing but this kernel, which in the first takes longer by the ratio of what they reach
     first, second = (
         layer_phases(
-            Transformer(layers=1, hidden=heads * size, heads=heads, seq=length, vocab=512, attention=attention),
+            Transformer(
+                layers=1,
+                hidden=heads * size,
+                heads=heads,
+                seq=length,
+                vocab=512,
+                attention=attention,
+            ),
             Execution(tensor=1, pipeline=1, data=1, microbatch=batch, global_batch=batch),
             machine,
         )
         for attention in ("flash", "flash2")
     )
-    flash, flash2 = machine.cluster.device.kernels.attention.flash, machine.cluster.device.kernels.attention.flash2
-    longer = first.forward.compute - second.forward.compute, first.backward.compute - second.backward.compute
+    flash, flash2 = (
+        machine.cluster.device.kernels.attention.flash,
+        machine.cluster.device.kernels.attention.flash2,
+    )
+    longer = (
+        first.forward.compute - second.forward.compute,
+        first.backward.compute - second.backward.compute,
+    )
     ratios = flash2.forward / flash.forward, flash2.backward / flash.backward
-    assert longer == pytest.approx(((ratios[0] - 1) * forward, (ratios[1] - 1) * backward), rel=2e-2)
+    assert longer == pytest.approx(
+        ((ratios[0] - 1) * forward, (ratios[1] - 1) * backward), rel=2e-2
+    )

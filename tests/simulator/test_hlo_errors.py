@@ -17,13 +17,19 @@ P, Q = "%p = f32[4]{0} parameter(0)", "%q = f32[4,4]{1,0} parameter(1)"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("HloModule m\nENTRY %main {\n  %p = f32[4]{0} parameter(0)\n", "line 2, computation %main: does not end"),
+        (
+            "HloModule m\nENTRY %main {\n  %p = f32[4]{0} parameter(0)\n",
+            "line 2, computation %main: does not end",
+        ),
         ("HloModule m\nENTRY %main {\n}\n", "line 2, computation %main: has no instructions"),
         ("HloModule m\n%a {\nENTRY %main {\n}\n", "%a: goes on where line 3 begins another one"),
         ("HloModule m\n  %p = f32[4]{0} parameter(0)\n", "line 2, %p = .*is in no computation"),
         (module(P, computations=ADD + ADD), "computation %add: was there before"),
         (module(P, P), "line 11, %p = .*line 10 has the same name"),
-        (module("%n = f32[4]{0} negate(%m)", P), "line 10, %n = .*operand %m is nothing that %main computes above it"),
+        (
+            module("%n = f32[4]{0} negate(%m)", P),
+            "line 10, %n = .*operand %m is nothing that %main computes above it",
+        ),
         (module("%n = f32[4]{0} negate(%n)"), "operand %n is nothing"),
         (module("%p = f32[4=2]{0} parameter(0)"), r"line 10: shape f32\[4=2\] is not understood"),
         (module("%p = f7[4]{0} parameter(0)"), "line 10: unknown element type 'f7'"),
@@ -47,20 +53,32 @@ CUBLAS = (
     ("line", "message"),
     [
         (CONDITIONAL, "branch_computations= names no computation above it, but 'absent'"),
-        ("%r = f32[4]{0} call(%p), to_apply=%main", "to_apply= names no computation above it, but 'main'"),
+        (
+            "%r = f32[4]{0} call(%p), to_apply=%main",
+            "to_apply= names no computation above it, but 'main'",
+        ),
         ("%r = f32[4]{0} call(%p)", "to_apply= names no computation above it, but ''"),
         (DOT, r"contracts or batches dims \(2,\) of an operand of shape \(4, 4\)"),
         (DOT.replace("(%q, %q)", "(%q)"), "its operands are q; expected 2 or more"),
         (CUBLAS, "its operands are q; expected 2 or more"),
-        ("%r = f32[4,4]{1,0} ragged-dot(%q, %q), rhs_group_dims={0}", "its operands are q, q; expected 3 or more"),
+        (
+            "%r = f32[4,4]{1,0} ragged-dot(%q, %q), rhs_group_dims={0}",
+            "its operands are q, q; expected 3 or more",
+        ),
         (
             "%r = f32[4,4]{1,0} ragged-dot(%q, %q, %p), rhs_group_dims={5}",
             r"dims \(5,\) of an operand of shape \(4, 4\)",
         ),
         ("%r = f32[4]{0} dynamic-update-slice(%p)", "its operands are p; expected 2 or more"),
-        ("%r = f32[4]{0} scatter(%p, %i), to_apply=%add", "its operands are p, i; expected 3 or more"),
+        (
+            "%r = f32[4]{0} scatter(%p, %i), to_apply=%add",
+            "its operands are p, i; expected 3 or more",
+        ),
         ("%r = f32[4]{0} sort(), to_apply=%add", "its operands are none; expected 1 or more"),
-        ("%r = f32[4]{0} all-gather-done(%p)", "waits for nothing; expected an operand that some ...-start computes"),
+        (
+            "%r = f32[4]{0} all-gather-done(%p)",
+            "waits for nothing; expected an operand that some ...-start computes",
+        ),
         (
             "%r = f32[4,4]{1,0} convolution(%q, %q), window={size=1}, dim_labels=bf01_oi01->bf01",
             r"call the filter's dims 'oi01'; its shape is \(4, 4\)",
@@ -78,15 +96,24 @@ def test_an_instruction_that_can_not_be_is_shown(line: str, message: str) -> Non
     [
         ("replica_groups=[3,3]<=[8]", r"can't be read: cannot reshape array of size 8"),
         ("replica_groups=[3,3]<=[9]", "they are of 9 devices, the module of 8"),
-        ("replica_groups=[99999,99999]<=[9999999999]", "they are of 9999999999 devices, the module of 8"),
+        (
+            "replica_groups=[99999,99999]<=[9999999999]",
+            "they are of 9999999999 devices, the module of 8",
+        ),
         ("replica_groups=mesh['x'=8] {'z'}", "the mesh has no axis 'z', but 'x'"),
         ("replica_groups=mesh['x'=8] {'x':(3)2}", r"axis 'x' of size 8 has no part \(3\)2"),
         ("replica_groups=mesh['x'=16] {'x'}", "they are of 16 devices, the module of 8"),
         ("replica_groups=[4]", "the notation is not known"),
-        ("replica_groups={{0,8}}", r"have \(0, 8\) among them; expected different devices from 0 to 7"),
+        (
+            "replica_groups={{0,8}}",
+            r"have \(0, 8\) among them; expected different devices from 0 to 7",
+        ),
         ("replica_groups={{0,0}}", r"have \(0, 0\) among them; expected different devices"),
         ("replica_groups={{}}", r"have \(\) among them; expected different devices"),
-        ("source_target_pairs={{0,1,2}}", r"have \(0, 1, 2\) among them; expected pairs of devices"),
+        (
+            "source_target_pairs={{0,1,2}}",
+            r"have \(0, 1, 2\) among them; expected pairs of devices",
+        ),
     ],
 )
 def test_groups_that_can_not_be_are_shown(groups: str, message: str) -> None:
@@ -110,7 +137,9 @@ def test_what_is_sent_is_counted_as_unknown_once() -> None:
 
 def test_an_element_of_no_number_is_shown() -> None:
     text = module(P, "%t = (f32[4]{0}) tuple(%p)", "ROOT %g = f32[4]{0} get-tuple-element(%t)")
-    with pytest.raises(HloError, match=r"line 12, %g = .*does not say which element; expected e\.g\. index=0"):
+    with pytest.raises(
+        HloError, match=r"line 12, %g = .*does not say which element; expected e\.g\. index=0"
+    ):
         held_at_peak(text)
 
 

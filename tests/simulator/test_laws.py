@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from simulator.cluster import Cluster, Link
-from simulator.costs import CostModel
-from simulator.engine import simulate
+from simulator.costs.cost_model import CostModel
+from simulator.engine.simulation import simulate
+from simulator.hardware.cluster import Cluster, Link
 from simulator.program import Program, Recv, Run, Send
 from simulator.spans import Link as LinkClass
 from simulator.work import Body, Collective, Done, Groups, Kernel, KernelKind, Op, Start
@@ -49,9 +49,15 @@ class Hardware:
 def upgrades(draw: st.DrawFn) -> tuple[Hardware, Hardware]:
     """Hardware, and some of which every part is as fast or faster, and slows others as much or less."""
     speed, less = st.floats(1, 2), st.sampled_from([0.0, 0.5, 1.0])
-    slow = Hardware(*({key: draw(speed) for key in keys} for keys in (KINDS, (NEAR, FAR), (NEAR, FAR))))
-    flop, byte = ({key: draw(less) * each for key, each in kind.items()} for kind in (slow.flop, slow.byte))
-    return slow, Hardware(flop, byte, {key: 1 + draw(less) * (each - 1) for key, each in slow.factor.items()})
+    slow = Hardware(
+        *({key: draw(speed) for key in keys} for keys in (KINDS, (NEAR, FAR), (NEAR, FAR)))
+    )
+    flop, byte = (
+        {key: draw(less) * each for key, each in kind.items()} for kind in (slow.flop, slow.byte)
+    )
+    return slow, Hardware(
+        flop, byte, {key: 1 + draw(less) * (each - 1) for key, each in slow.factor.items()}
+    )
 
 
 @st.composite
@@ -60,12 +66,20 @@ def overlapping(draw: st.DrawFn) -> Body:
     body: list[Op] = []
     running: list[str] = []
     sizes = st.integers(0, 9)
-    for n, what in enumerate(draw(st.lists(st.sampled_from(["kernel", "start", "start", "done"]), max_size=9))):
+    for n, what in enumerate(
+        draw(st.lists(st.sampled_from(["kernel", "start", "start", "done"]), max_size=9))
+    ):
         if what == "kernel":
             body.append(Kernel("k", draw(st.sampled_from(KINDS)), draw(sizes), 0))
         elif what == "start":
             running.append(f"g{n}")
-            body.append(Start(Collective(f"g{n}", "all_gather", draw(sizes), draw(st.sampled_from([NEAR, FAR])))))
+            body.append(
+                Start(
+                    Collective(
+                        f"g{n}", "all_gather", draw(sizes), draw(st.sampled_from([NEAR, FAR]))
+                    )
+                )
+            )
         elif running:
             body.append(Done(running.pop(draw(st.integers(0, len(running) - 1)))))
     return tuple(body)
@@ -76,7 +90,9 @@ def makespan(program: Program, costs: CostModel, dispatch: float = 0.0) -> float
 
 
 @given(st.lists(overlapping(), min_size=1, max_size=4), upgrades())
-def test_a_mesh_is_never_slower_for_faster_hardware(tasks: list[Body], hardware: tuple[Hardware, Hardware]) -> None:
+def test_a_mesh_is_never_slower_for_faster_hardware(
+    tasks: list[Body], hardware: tuple[Hardware, Hardware]
+) -> None:
     named = {f"{i}F": body for i, body in enumerate(tasks)}
     program = Program(((0, 1),), (tuple(Run(i, "F") for i in range(len(tasks))),), named)
     slow, fast = (makespan(program, costs) for costs in hardware)
@@ -107,13 +123,22 @@ def test_a_send_that_comes_before_the_end_of_a_gather_can_make_a_faster_network_
     program = Program(((0, 1), (2, 3)), (row, (Recv("x", 0), Recv("y", 0))), tasks)
     half = dict.fromkeys((NEAR, FAR), 0.5)
     slow = Hardware(factor=dict.fromkeys((NEAR, FAR), 2.0))
-    assert makespan(program, slow) < makespan(program, replace(slow, byte=half)) <= 2 * makespan(program, slow)
+    assert (
+        makespan(program, slow)
+        < makespan(program, replace(slow, byte=half))
+        <= 2 * makespan(program, slow)
+    )
 
 
 def test_beyond_a_slowdown_of_two_no_law_holds_so_cluster_files_have_none() -> None:
     """There going on together is slower than one after the other, and so is all that brings two together."""
-    near, far = (Start(Collective(name, "all_gather", 5, groups)) for name, groups in (("n", NEAR), ("f", FAR)))
-    program = Program(((0, 1),), ((Run(0, "F"),),), {"0F": (near, far, compute(5), Done("n"), Done("f"))})
+    near, far = (
+        Start(Collective(name, "all_gather", 5, groups))
+        for name, groups in (("n", NEAR), ("f", FAR))
+    )
+    program = Program(
+        ((0, 1),), ((Run(0, "F"),),), {"0F": (near, far, compute(5), Done("n"), Done("f"))}
+    )
     slow = Hardware(factor={NEAR: 1.0, FAR: 3.0})
     assert makespan(program, slow) == 10
     assert makespan(program, replace(slow, byte={NEAR: 0.0, FAR: 1.0})) == 15

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.max_plus import MaxPlusMap, max_plus_map_of
+from simulator.engine.max_plus import MaxPlusMap, max_plus_map_of
 from simulator.work import Done, Loop
 from tests.simulator.bodies import COSTS, compute, start
 
@@ -27,7 +27,9 @@ effects = st.builds(MaxPlusMap, rows, rows, rows)
 
 
 @given(effects, effects, effects)
-def test_effects_follow_one_another_in_any_grouping(one: MaxPlusMap, two: MaxPlusMap, three: MaxPlusMap) -> None:
+def test_effects_follow_one_another_in_any_grouping(
+    one: MaxPlusMap, two: MaxPlusMap, three: MaxPlusMap
+) -> None:
     assert one.then(two).then(three) == one.then(two.then(three))
     assert one.then(MaxPlusMap()) == one == MaxPlusMap().then(one)
 
@@ -41,5 +43,7 @@ def test_a_loop_is_its_body_again_and_again(effect: MaxPlusMap, count: int) -> N
 
 
 def test_what_another_turn_started_is_not_waited_for() -> None:
-    with pytest.raises(ValueError, match="waits for collective 'gather', which the same task has not started"):
+    with pytest.raises(
+        ValueError, match="waits for collective 'gather', which the same task has not started"
+    ):
         max_plus_map_of((start(1), Loop(3, (Done("gather"),))), COSTS, (0, 1))

@@ -23,7 +23,10 @@ def test_parts_that_fit_keep_their_size(parts, more: int) -> None:
 
 
 def test_parts_that_are_too_many_shrink_alike() -> None:
-    assert apportioned({"gradients": 30, "activations": 10}, 20, "temporaries") == {"gradients": 15, "activations": 5}
+    assert apportioned({"gradients": 30, "activations": 10}, 20, "temporaries") == {
+        "gradients": 15,
+        "activations": 5,
+    }
 
 
 def test_roles_tell_what_the_compiler_counted() -> None:

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.clock import Clock
-from simulator.cluster import Cluster, Link
-from simulator.costs import BandwidthOnly, ClusterCosts, CostModel, costs_of
-from simulator.engine import meetings_of, simulate
-from simulator.heterogeneous import MixedCluster
-from simulator.nic_sharing import Message, NicSharing, meetings
+from simulator.costs.cost_model import BandwidthOnly, ClusterCosts, CostModel, costs_of
+from simulator.engine.clock import Clock
+from simulator.engine.nic_sharing import Message, NicSharing, meetings
+from simulator.engine.simulation import meetings_of, simulate
+from simulator.engine.timeline import Timeline
+from simulator.hardware.cluster import Cluster, Link
+from simulator.hardware.heterogeneous import MixedCluster
 from simulator.program import DeadlockError, Instruction, Program, Recv, Run, Send
 from simulator.spans import STREAMS
 from simulator.spans import Link as LinkClass
-from simulator.timeline import Timeline
 from simulator.work import Body, Collective, Done, Groups, Kernel, Start
 from tests.simulator.bodies import programs
 
@@ -66,9 +66,15 @@ def test_messages_of_two_meshes_through_one_card_take_twice_as_long() -> None:
 
 def test_they_share_it_only_while_both_are_on_their_way() -> None:
     # x alone for 0.5 s; both at half of the speed for 1 s, in which x sends its other half; y alone for 0.5 s
-    assert sent(simulate(two_sends(late=0.5), toy())) == {"send x>2": (0, 1.5), "send y>3": (0.5, 2)}
+    assert sent(simulate(two_sends(late=0.5), toy())) == {
+        "send x>2": (0, 1.5),
+        "send y>3": (0.5, 2),
+    }
     # y is small: it has arrived 0.4 s after 0.5, and x sends its last 0.3 alone
-    assert sent(simulate(two_sends(0.5, 2 * 10**8), toy())) == {"send x>2": (0, 1.2), "send y>3": (0.5, 0.9)}
+    assert sent(simulate(two_sends(0.5, 2 * 10**8), toy())) == {
+        "send x>2": (0, 1.2),
+        "send y>3": (0.5, 0.9),
+    }
 
 
 def test_latency_is_not_shared() -> None:
@@ -108,7 +114,11 @@ def test_a_collective_between_hosts_follows_what_its_mesh_sent_before() -> None:
         (Recv("x", 2),),
     )
     timeline = simulate(Program(((0, 2), (4,), (1,), (5,)), rows, {"0F": far}), toy(3))
-    found = {span.name: (span.start, span.end) for span in timeline.spans if span.stream == "communication"}
+    found = {
+        span.name: (span.start, span.end)
+        for span in timeline.spans
+        if span.stream == "communication"
+    }
     assert found == {"send x>3": (0, 2), "send y>1": (0, 3), "far": (3, 4)}
     assert [(span.start, span.end) for span in timeline.spans if span.name == "dot"] == [(0, 0.5)]
 
@@ -123,15 +133,24 @@ def test_messages_between_pools_take_a_part_of_the_faster_card() -> None:
     assert simulate(Program(((0,), (2,), (4,)), rows), both).makespan == pytest.approx(1)
 
 
-def test_meetings_are_at_cards_of_several_meshes_and_of_those_that_are_used_alike_one_tells_all() -> None:
+def test_meetings_are_at_cards_of_several_meshes_and_of_those_that_are_used_alike_one_tells_all() -> (
+    None
+):
     ways = {
         (0, 1): {"a": 1.0, "b": 1.0, "own": 0.5},
         (2, 1): {"a": 0.5, "b": 0.5, "c": 1.0},
         (3, 1): {"c": 1.0},
         (3, 2): {"d": 1.0},
     }
-    assert meetings(ways) == {(0, 1): {"b": 1.0}, (2, 1): {"b": 0.5, "c": 1.0}, (3, 1): {"c": 1.0}, (3, 2): {}}
-    assert meetings({(0, 1): {"a": 1.0}, (0, 2): {"a": 1.0}}) == {}  # a mesh sends one thing after the other
+    assert meetings(ways) == {
+        (0, 1): {"b": 1.0},
+        (2, 1): {"b": 0.5, "c": 1.0},
+        (3, 1): {"c": 1.0},
+        (3, 2): {},
+    }
+    assert (
+        meetings({(0, 1): {"a": 1.0}, (0, 2): {"a": 1.0}}) == {}
+    )  # a mesh sends one thing after the other
 
 
 def test_a_deadlock_is_shown() -> None:
@@ -173,12 +192,18 @@ class Shared(BandwidthOnly):
 
 
 @given(programs(), st.sampled_from([0.0, 0.5]))
-def test_sharing_is_never_faster_nor_slower_than_one_after_the_other(program: Program, dispatch: float) -> None:
+def test_sharing_is_never_faster_nor_slower_than_one_after_the_other(
+    program: Program, dispatch: float
+) -> None:
     cluster = Cluster.load("cpu-virtual")
-    timelines = [simulate(program, cluster, Shared(together), dispatch) for together in (False, True)]
+    timelines = [
+        simulate(program, cluster, Shared(together), dispatch) for together in (False, True)
+    ]
     alone, shared = (timeline.makespan for timeline in timelines)
     assert alone <= shared * (1 + 1e-9)
-    busy = [timelines[0].busy(mesh, stream) for mesh in range(len(program.meshes)) for stream in STREAMS]
+    busy = [
+        timelines[0].busy(mesh, stream) for mesh in range(len(program.meshes)) for stream in STREAMS
+    ]
     assert shared <= sum(busy) * (1 + 1e-9)
     costs: CostModel = Shared(True)
     assert Clock.of(program).makespan(costs, dispatch) == pytest.approx(shared)

@@ -1,10 +1,10 @@
 import pytest
 
-from simulator.cluster import Cluster
-from simulator.engine import simulate
+from simulator.engine.simulation import simulate
+from simulator.engine.timeline import Timeline
+from simulator.hardware.cluster import Cluster
 from simulator.program import Free, Program, Recv, Run, Send
 from simulator.spans import Span
-from simulator.timeline import Timeline
 from tests.simulator.bodies import COSTS, compute, start
 from tests.simulator.test_timeline import TIMELINE
 
@@ -12,7 +12,11 @@ CLUSTER = Cluster.load("cpu-virtual").with_size(hosts=1, devices_per_host=4)
 
 
 def test_meshes_are_processes_and_streams_are_threads() -> None:
-    names = [(e["pid"], e["tid"], e["args"]["name"]) for e in TIMELINE.chrome_trace()["traceEvents"] if e["ph"] == "M"]
+    names = [
+        (e["pid"], e["tid"], e["args"]["name"])
+        for e in TIMELINE.chrome_trace()["traceEvents"]
+        if e["ph"] == "M"
+    ]
     assert names == [
         (0, 0, "mesh 0: devices 0-2"),
         (0, 0, "tasks"),
@@ -29,7 +33,9 @@ def test_spans_are_in_microseconds() -> None:
     spans = {(e["pid"], e["tid"], e["name"]): (e["ts"], e["dur"]) for e in events}
     assert spans[0, 1, "dot.2"] == pytest.approx((2000, 1000))
     assert spans[0, 2, "send x>1"] == pytest.approx((3000, 1000))
-    assert spans[0, 0, "0F0"] == pytest.approx((0, 3000))  # a task lasts from its first to its last kernel
+    assert spans[0, 0, "0F0"] == pytest.approx(
+        (0, 3000)
+    )  # a task lasts from its first to its last kernel
     assert (1, 0, "recv x<0") in spans
     assert all(e["dur"] >= 0 for e in events)
 
@@ -48,7 +54,10 @@ def test_each_class_of_links_and_the_host_have_a_thread() -> None:
 
 PROGRAM = Program(
     meshes=((0, 1), (2, 3)),
-    instructions=((Run(0, "F"), Send("x", 1, 4), Free(("x",))), (Recv("x", 0), Run(1, "F"), Free(("x",)))),
+    instructions=(
+        (Run(0, "F"), Send("x", 1, 4), Free(("x",))),
+        (Recv("x", 0), Run(1, "F"), Free(("x",))),
+    ),
     bodies={"0F": (compute(3),), "1F": (compute(5), start(1))},
     levels=(
         (
@@ -56,7 +65,11 @@ PROGRAM = Program(
             ({"inputs": 7}, {"inputs": 7}),
             ({"inputs": 7}, {"inputs": 2}),
         ),
-        (({"inputs": 8}, {"inputs": 8}), ({"inputs": 9}, {"inputs": 8}), ({"inputs": 8}, {"inputs": 4})),
+        (
+            ({"inputs": 8}, {"inputs": 8}),
+            ({"inputs": 9}, {"inputs": 8}),
+            ({"inputs": 8}, {"inputs": 4}),
+        ),
     ),
 )
 
@@ -73,7 +86,9 @@ def test_an_arrow_leads_from_a_send_to_the_task_that_goes_on_with_it() -> None:
 
 def test_the_counter_of_memory_follows_the_instructions() -> None:
     timeline = simulate(PROGRAM, CLUSTER, COSTS)
-    held = [[(seconds, sum(level.values())) for seconds, level in levels] for levels in timeline.levels]
+    held = [
+        [(seconds, sum(level.values())) for seconds, level in levels] for levels in timeline.levels
+    ]
     assert held == [
         [(0, 9), (3, 7), (3, 7), (3, 7), (3, 7), (3, 2)],
         [(5, 8), (5, 8), (5, 9), (10, 8), (10, 8), (10, 4)],

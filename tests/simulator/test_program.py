@@ -6,7 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.memory import MemoryUse
-from simulator.program import DeadlockError, Free, Instruction, Program, Recv, Run, Send, parse_instruction, walk
+from simulator.program import (
+    DeadlockError,
+    Free,
+    Instruction,
+    Program,
+    Recv,
+    Run,
+    Send,
+    parse_instruction,
+    walk,
+)
 
 names = st.text(st.characters(categories=("L", "N"), include_characters="_./"), min_size=1)
 instructions = st.one_of(
@@ -24,13 +34,18 @@ def test_an_instruction_parses_back_from_its_text(instruction: Instruction) -> N
 
 @pytest.mark.parametrize("text", ["", "1X0", "F0", "send x", "recv x>0", "free", "1F0 "])
 def test_what_is_no_instruction_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"{text!r} is not an instruction; expected e.g. '1F0'")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{text!r} is not an instruction; expected e.g. '1F0'")
+    ):
         parse_instruction(text)
 
 
 def program(*rows: str) -> Program:
     """Mesh i has device i and the instructions of row i, separated by `|`."""
-    parsed = tuple(tuple(parse_instruction(cell.strip()) for cell in row.split("|") if cell.strip()) for row in rows)
+    parsed = tuple(
+        tuple(parse_instruction(cell.strip()) for cell in row.split("|") if cell.strip())
+        for row in rows
+    )
     return Program(tuple((i,) for i in range(len(rows))), parsed)
 
 
@@ -41,7 +56,10 @@ TWO_STAGES = program(
 
 
 def test_a_program_prints_a_row_per_mesh() -> None:
-    assert str(program("0F0 | send x>1", "recv x<0 | 1F0")) == "mesh 0: 0F0 | send x>1\nmesh 1: recv x<0 | 1F0"
+    assert (
+        str(program("0F0 | send x>1", "recv x<0 | 1F0"))
+        == "mesh 0: 0F0 | send x>1\nmesh 1: recv x<0 | 1F0"
+    )
 
 
 def test_a_walk_yields_every_instruction_of_a_mesh_in_its_order() -> None:
@@ -82,7 +100,8 @@ def test_a_value_sent_to_one_mesh_is_not_received_by_another() -> None:
 @pytest.mark.parametrize("devices", [(-1,), (3, -2), ()])
 def test_devices_of_a_mesh_are_numbered_from_0(devices: tuple[int, ...]) -> None:
     with pytest.raises(
-        ValueError, match=rf"mesh 1 has devices {re.escape(str(devices))}; expected at least one, by numbers"
+        ValueError,
+        match=rf"mesh 1 has devices {re.escape(str(devices))}; expected at least one, by numbers",
     ):
         Program(((0,), devices), ((), ()))
 
@@ -92,7 +111,9 @@ def test_every_mesh_needs_instructions_and_memory_if_any_has_it() -> None:
         Program(((0,), (1,)), ((),))
     with pytest.raises(ValueError, match="1 meshes but memory of 2"):
         Program(((0,),), ((),), memory=(MemoryUse(), MemoryUse()))
-    with pytest.raises(ValueError, match=r"meshes with \[1\] instructions but \[2\] levels of memory"):
+    with pytest.raises(
+        ValueError, match=r"meshes with \[1\] instructions but \[2\] levels of memory"
+    ):
         Program(((0,),), ((Run(0, "S"),),), levels=((({}, {}), ({}, {})),))
 
 

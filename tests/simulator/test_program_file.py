@@ -14,7 +14,10 @@ GATHER = Collective("gather", "all_gather", 3.5, ((0, 1),), axis="x")
 KERNEL = Kernel("dot", "gemm", 2e12, 1e9, "f16", Gemm(1, 2, 3, 4))
 PROGRAM = Program(
     meshes=((0, 1), (2, 3)),
-    instructions=((Run(0, "F"), Send("x", 1, 4), Free(("x",))), (Recv("x", 0, GATHER), Run(1, "F"))),
+    instructions=(
+        (Run(0, "F"), Send("x", 1, 4), Free(("x",))),
+        (Recv("x", 0, GATHER), Run(1, "F")),
+    ),
     bodies={
         "0F": (
             KERNEL,
@@ -63,14 +66,18 @@ def changed(path: Path, change) -> Path:
         (lambda data: data.update(plan={}), "plan: Extra inputs are not permitted"),
     ],
 )
-def test_what_is_no_program_is_refused_with_what_is_wrong(tmp_path: Path, change, message: str) -> None:
+def test_what_is_no_program_is_refused_with_what_is_wrong(
+    tmp_path: Path, change, message: str
+) -> None:
     with pytest.raises(ProgramError, match=message):
         load_program(changed(tmp_path / "program.json", change))
 
 
 def test_text_and_missing_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "program.json").write_text("mesh 0: 0S0")
-    with pytest.raises(ProgramError, match=r"Invalid JSON.*expected a program that save_program wrote"):
+    with pytest.raises(
+        ProgramError, match=r"Invalid JSON.*expected a program that save_program wrote"
+    ):
         load_program(tmp_path / "program.json")
     with pytest.raises(ProgramError, match="can't be read"):
         load_program(tmp_path / "nothing.json")
@@ -95,11 +102,16 @@ def test_a_plan_of_autopar_is_told_how_to_become_a_program(tmp_path: Path, left_
         load_program(tmp_path / "plan.json")
     message = str(caught.value)
     assert "is a plan of autopar for 'train_step', which holds no program" in message
-    assert f'compile_step(step, args, autopar.Plan.load("{tmp_path / "plan.json"}"), "dgx_h100"' in message
+    assert (
+        f'compile_step(step, args, autopar.Plan.load("{tmp_path / "plan.json"}"), "dgx_h100"'
+        in message
+    )
     assert ("on dgx_h100 is 12.5 ms and 3.2 GB a device" in message) == (not left_out)
 
 
 def test_other_json_is_no_plan(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(ProgramError, match=r"the file: .*expected a program that save_program wrote"):
+    with pytest.raises(
+        ProgramError, match=r"the file: .*expected a program that save_program wrote"
+    ):
         load_program(tmp_path / "list.json")

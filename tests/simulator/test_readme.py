@@ -19,7 +19,9 @@ from simulator.validation.published import published_sets
 from simulator.work import Collective, Done, Gemm, Kernel, Start
 
 ROOT = Path(simulator.__file__).parent.parent
-COMMANDS = re.findall(r"^    python -m simulator (.*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE)
+COMMANDS = re.findall(
+    r"^    python -m simulator (.*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE
+)
 
 
 @pytest.fixture
@@ -35,7 +37,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine" / "korthikanti_table5.csv").write_text(
         (DATA / "published" / "korthikanti_table5.csv").read_text()
     )
-    (tmp_path / "collectives.csv").write_text("\n".join([header, *(row for row in rows if "H200" in row)]))
+    (tmp_path / "collectives.csv").write_text(
+        "\n".join([header, *(row for row in rows if "H200" in row)])
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(simulator.cli, "fit_profiles", lambda: ())
     monkeypatch.setattr(simulator.cli, "published_sets", lambda: published_sets()[:1])
@@ -60,5 +64,7 @@ def test_a_command_of_the_readme_works(workplace: Path, command: str) -> None:
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "--what-if" in command])
 def test_a_what_if_of_the_readme_makes_a_difference(workplace: Path, command: str) -> None:
     without = re.sub(r" --what-if \S+", "", command)
-    before, after = (json.loads(run(f"{each.replace(' --json', '')} --json")) for each in (without, command))
+    before, after = (
+        json.loads(run(f"{each.replace(' --json', '')} --json")) for each in (without, command)
+    )
     assert [row["seconds"] for row in after.values()] < [row["seconds"] for row in before.values()]

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.cluster import Cluster, Link, cluster_names
-from simulator.collective_profile import CollectiveProfile, SizeCurve, sent_fraction
-from simulator.costs import ClusterCosts
-from simulator.topology import Flows, Ring, find_routes
+from simulator.costs.cost_model import ClusterCosts
+from simulator.hardware.cluster import Cluster, Link, cluster_names
+from simulator.hardware.collective_profile import CollectiveProfile, SizeCurve, sent_fraction
+from simulator.hardware.topology import Flows, Ring, find_routes
 from simulator.work import CollectiveKind, Groups
 
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
@@ -41,7 +41,9 @@ def toy(**changes: object) -> ClusterCosts:
         ("all_to_all", 3 / 4 * 0.01),
     ],
 )
-def test_a_ring_in_a_host_sends_its_fraction_of_the_array(kind: CollectiveKind, seconds: float) -> None:
+def test_a_ring_in_a_host_sends_its_fraction_of_the_array(
+    kind: CollectiveKind, seconds: float
+) -> None:
     assert toy().collective(kind, 1e9, QUADS) == pytest.approx(seconds)
 
 
@@ -55,7 +57,9 @@ def test_groups_that_use_a_card_at_the_same_time_share_it() -> None:
     pairs = ((0, 4), (1, 5), (2, 6), (3, 7))
     assert toy().collective("all_gather", 1e9, pairs) == pytest.approx(1 / 2 / 5)
     assert toy().collective("all_gather", 1e9, ((0, 4), (2, 6))) == pytest.approx(1 / 2 / 10)
-    assert find_routes(toy().cluster, "all_gather", pairs) == {Ring(size=2, hosts=2, per_host=1, nics=0.5)}
+    assert find_routes(toy().cluster, "all_gather", pairs) == {
+        Ring(size=2, hosts=2, per_host=1, nics=0.5)
+    }
 
 
 def test_a_device_with_several_cards_sends_over_all_of_them() -> None:
@@ -65,13 +69,19 @@ def test_a_device_with_several_cards_sends_over_all_of_them() -> None:
     assert costs.collective("permute", 1e9, ((0, 4), (1, 5))) == pytest.approx(1 / 20)
     assert costs.network.send_seconds(1e9, 4) == pytest.approx(1 / 20)
     for size, stride in ((2, 4), (4, 2), (8, 1)):
-        groups = tuple(tuple(range(first, first + size * stride, stride)) for first in range(stride))
-        assert find_routes(costs.cluster, "all_gather", groups) == {costs.network.ring(size, stride)}
+        groups = tuple(
+            tuple(range(first, first + size * stride, stride)) for first in range(stride)
+        )
+        assert find_routes(costs.cluster, "all_gather", groups) == {
+            costs.network.ring(size, stride)
+        }
 
 
 def test_the_slowest_group_decides() -> None:
     costs = toy()
-    assert costs.collective("all_gather", 1e9, ((0, 1), (2, 6))) == costs.collective("all_gather", 1e9, ((2, 6),))
+    assert costs.collective("all_gather", 1e9, ((0, 1), (2, 6))) == costs.collective(
+        "all_gather", 1e9, ((2, 6),)
+    )
 
 
 def test_all_to_all_sends_over_the_network_only_what_is_for_the_other_host() -> None:
@@ -86,14 +96,22 @@ def test_a_chunk_pays_each_hop_on_its_way_round() -> None:
         inter_host=Link(bandwidth_gb_per_s=10, latency_us=7),
     )
     assert costs.collective("all_gather", 0.0, QUADS) == pytest.approx(13e-6)  # launch and 3 hops
-    assert costs.collective("all_reduce", 0.0, QUADS) == pytest.approx(16e-6)  # launch and 2 x 3 hops
-    assert costs.collective("all_gather", 0.0, ALL) == pytest.approx(30e-6)  # launch, 6 hops within and 2 between hosts
-    assert costs.collective("all_to_all", 0.0, ALL) == pytest.approx(17e-6)  # launch and the longest hop
+    assert costs.collective("all_reduce", 0.0, QUADS) == pytest.approx(
+        16e-6
+    )  # launch and 2 x 3 hops
+    assert costs.collective("all_gather", 0.0, ALL) == pytest.approx(
+        30e-6
+    )  # launch, 6 hops within and 2 between hosts
+    assert costs.collective("all_to_all", 0.0, ALL) == pytest.approx(
+        17e-6
+    )  # launch and the longest hop
 
 
 def test_the_half_size_halves_the_bandwidth() -> None:
     costs = toy(intra_host=Link(bandwidth_gb_per_s=100, latency_us=0, half_size_mb=3))
-    assert costs.collective("all_gather", 4e6, QUADS) == pytest.approx(2 * 3e6 / 100e9)  # of 4 MB, each device sends 3
+    assert costs.collective("all_gather", 4e6, QUADS) == pytest.approx(
+        2 * 3e6 / 100e9
+    )  # of 4 MB, each device sends 3
 
 
 def test_a_permute_is_as_slow_as_its_fullest_link() -> None:
@@ -106,16 +124,29 @@ def test_a_permute_is_as_slow_as_its_fullest_link() -> None:
 
 
 def test_a_permute_costs_what_all_who_share_memory_cost() -> None:
-    shared = SizeCurve(launch_us=0.0, member_us=10.0, hop_us=0.0, half_size_mb=0.0, bandwidth_gb_per_s=8.0, sharing=1.0)
+    shared = SizeCurve(
+        launch_us=0.0,
+        member_us=10.0,
+        hop_us=0.0,
+        half_size_mb=0.0,
+        bandwidth_gb_per_s=8.0,
+        sharing=1.0,
+    )
     costs = toy(
-        collectives=CollectiveProfile(gpu="toy", source="", link=toy().cluster.link, all_reduce=shared, permute=shared)
+        collectives=CollectiveProfile(
+            gpu="toy", source="", link=toy().cluster.link, all_reduce=shared, permute=shared
+        )
     )
     assert costs.collective("permute", 1e9, ((0, 1), (1, 0))) == pytest.approx(10e-6 + 1 / 8)
-    assert costs.collective("permute", 1e9, tuple((i, (i + 1) % 4) for i in range(4))) == pytest.approx(30e-6 + 1 / 4)
+    assert costs.collective(
+        "permute", 1e9, tuple((i, (i + 1) % 4) for i in range(4))
+    ) == pytest.approx(30e-6 + 1 / 4)
 
 
 def test_a_message_between_two_devices_has_their_links_whoever_else_sends() -> None:
-    v100 = ClusterCosts(Cluster.load("p3.16xlarge"))  # more links between neighbours in rings of more
+    v100 = ClusterCosts(
+        Cluster.load("p3.16xlarge")
+    )  # more links between neighbours in rings of more
     ring = tuple((i, (i + 1) % 8) for i in range(8))
     assert v100.collective("permute", 1e9, ring) == v100.collective("permute", 1e9, ring[:1])
     assert v100.collective("permute", 1e12, ring) == pytest.approx(1e12 / 22.5e9, rel=1e-3)
@@ -137,19 +168,28 @@ def test_eight_v100s_reduce_64_mib_in_the_measured_time() -> None:
     # vTrain's look-up table: 912 us for 8 GPUs, 1202 us for 4, 2999 us for 2
     costs = ClusterCosts(Cluster.load("p3.16xlarge"))
     for size, measured in ((8, 912e-6), (4, 1202e-6), (2, 2999e-6)):
-        assert costs.collective("all_reduce", 2**26, (tuple(range(size)),)) == pytest.approx(measured, rel=0.03)
+        assert costs.collective("all_reduce", 2**26, (tuple(range(size)),)) == pytest.approx(
+            measured, rel=0.03
+        )
 
 
 def test_nvswitch_collectives_of_64_mib_take_the_measured_time() -> None:
     # NVIDIA aiconfigurator, 8 GPUs, microseconds; the all_reduce of 8 H100s is missing: it is faster, because the switch adds
     measured: dict[str, dict[CollectiveKind, float]] = {
-        "dgx_a100_80": {"all_reduce": 595.3, "all_gather": 351.6, "reduce_scatter": 327.2, "all_to_all": 347.6},
+        "dgx_a100_80": {
+            "all_reduce": 595.3,
+            "all_gather": 351.6,
+            "reduce_scatter": 327.2,
+            "all_to_all": 347.6,
+        },
         "dgx_h100": {"all_gather": 208.1, "reduce_scatter": 200.8, "all_to_all": 221.3},
     }
     for name, times in measured.items():
         costs = ClusterCosts(Cluster.load(name))
         for kind, microseconds in times.items():
-            assert costs.collective(kind, 2**26, ALL) == pytest.approx(microseconds * 1e-6, rel=0.12)
+            assert costs.collective(kind, 2**26, ALL) == pytest.approx(
+                microseconds * 1e-6, rel=0.12
+            )
 
 
 sizes = st.floats(0, 1e12)
@@ -157,7 +197,9 @@ clusters = [*map(Cluster.load, cluster_names()), toy().cluster]
 
 
 @given(st.sampled_from(clusters), st.sampled_from(KINDS), sizes, sizes)
-def test_more_bytes_take_at_least_as_long(cluster: Cluster, kind: CollectiveKind, one: float, other: float) -> None:
+def test_more_bytes_take_at_least_as_long(
+    cluster: Cluster, kind: CollectiveKind, one: float, other: float
+) -> None:
     everyone = tuple(range(cluster.num_devices))
     groups = tuple(pairwise(everyone)) or ((0, 0),) if kind == "permute" else (everyone,)
     less, more = sorted((one, other))
@@ -166,18 +208,26 @@ def test_more_bytes_take_at_least_as_long(cluster: Cluster, kind: CollectiveKind
 
 
 @given(sizes, st.permutations(range(8)), st.sampled_from([1, 2, 4, 8]))
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(num_bytes: float, ids: list[int], size: int) -> None:
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(
+    num_bytes: float, ids: list[int], size: int
+) -> None:
     groups = tuple(tuple(ids[i : i + size]) for i in range(0, 8, size))
     costs = toy()
-    parts = costs.collective("reduce_scatter", num_bytes, groups) + costs.collective("all_gather", num_bytes, groups)
+    parts = costs.collective("reduce_scatter", num_bytes, groups) + costs.collective(
+        "all_gather", num_bytes, groups
+    )
     assert costs.collective("all_reduce", num_bytes, groups) == pytest.approx(parts)
 
 
 @given(st.permutations(range(8)), st.sampled_from(KINDS))
-def test_groups_that_wait_for_nobody_else_are_at_least_as_fast(ids: list[int], kind: CollectiveKind) -> None:
+def test_groups_that_wait_for_nobody_else_are_at_least_as_fast(
+    ids: list[int], kind: CollectiveKind
+) -> None:
     groups = tuple(tuple(ids[i : i + 2]) for i in range(0, 8, 2))
     costs = toy()
-    assert costs.collective(kind, 1e9, groups[:1]) <= costs.collective(kind, 1e9, groups) * (1 + 1e-9)
+    assert costs.collective(kind, 1e9, groups[:1]) <= costs.collective(kind, 1e9, groups) * (
+        1 + 1e-9
+    )
 
 
 @given(st.sampled_from(KINDS), st.integers(2, 1024))

@@ -9,14 +9,14 @@ from typer.testing import CliRunner
 
 import simulator
 from simulator.cli import app
-from simulator.cluster import Cluster, Device, Link, Processes
-from simulator.collective_profile import SizeCurve
-from simulator.description import ClusterError
-from simulator.heterogeneous import load_cluster
-from simulator.kernel_profile import KernelProfile
-from simulator.schema import SCHEMAS
+from simulator.hardware.cluster import Cluster, Device, Link, Processes
+from simulator.hardware.collective_profile import SizeCurve
+from simulator.hardware.description import ClusterError
+from simulator.hardware.heterogeneous import load_cluster
+from simulator.hardware.kernel_profile import KernelProfile
+from simulator.hardware.schema import SCHEMAS
 
-SHIPPED = Path(simulator.__file__).parent
+SHIPPED = Path(simulator.__file__).parent / "hardware"
 README = SHIPPED.parent / "README.md"
 
 
@@ -58,12 +58,17 @@ LINK = {"bandwidth_gb_per_s": 100, "latency_us": 1}
         {"intra_host": LINK | {"bandwidth_gb_per_s": "25 GB/s"}},
         {"intra_host": LINK | {"slowdown": 3}},
         {"wires": 4},
-        {"device": fields_of(SHIPPED / "devices/v100_sxm2_16gb.yaml") | {"peak_tflop_per_s": {"bfloat16": 989}}},
+        {
+            "device": fields_of(SHIPPED / "devices/v100_sxm2_16gb.yaml")
+            | {"peak_tflop_per_s": {"bfloat16": 989}}
+        },
         {"collectives": {"gpu": "toy", "source": "made up"}},
     ],
     ids=str,
 )
-def test_files_that_are_refused_are_against_the_schema(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_files_that_are_refused_are_against_the_schema(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     fields = fields_of(SHIPPED / "clusters/dgx_h100.yaml") | change
     fields = {name: value for name, value in fields.items() if value is not None}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(fields))
@@ -74,8 +79,13 @@ def test_files_that_are_refused_are_against_the_schema(tmp_path: Path, change: d
 
 def test_the_schema_says_what_fields_mean() -> None:
     schema = SCHEMAS["cluster"]()
-    assert schema["properties"]["nics_per_host"]["description"].startswith("network cards of a host")
-    assert "one hop of an empty message" in schema["$defs"]["Link"]["properties"]["latency_us"]["description"]
+    assert schema["properties"]["nics_per_host"]["description"].startswith(
+        "network cards of a host"
+    )
+    assert (
+        "one hop of an empty message"
+        in schema["$defs"]["Link"]["properties"]["latency_us"]["description"]
+    )
     assert schema["properties"]["device"]["anyOf"][1] == {"type": "string"}
 
 
@@ -84,7 +94,9 @@ def test_it_is_printed() -> None:
     assert json.loads(result.stdout) == SCHEMAS["device"]()
     unknown = CliRunner().invoke(app, ["schema", "rack"], env={"COLUMNS": "300"})
     assert unknown.exit_code == 2
-    assert "unknown kind of file 'rack'; expected one of cluster, device, mixed" in " ".join(unknown.output.split())
+    assert "unknown kind of file 'rack'; expected one of cluster, device, mixed" in " ".join(
+        unknown.output.split()
+    )
 
 
 @pytest.mark.parametrize("kind", [Cluster, Device, Link, Processes, SizeCurve, KernelProfile])

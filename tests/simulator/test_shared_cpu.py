@@ -4,17 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.cluster import Cluster, Processes
-from simulator.costs import BandwidthOnly
+from simulator.costs.cost_model import BandwidthOnly
+from simulator.engine.shared_cpu import simulate_processes
+from simulator.hardware.cluster import Cluster, Processes
 from simulator.program import DeadlockError, Free, Program, Recv, Run, Send
-from simulator.shared_cpu import simulate_processes
 from simulator.spans import Span
 from tests.simulator.bodies import programs
 
 COSTS = BandwidthOnly(bandwidth=1.0, flop_per_s=1.0)  # a byte takes a second
 ONE_EACH = Cluster.load("cpu-hosts").with_size(4, 1)
 BOTH = Program(((0,), (1,)), ((Run(0, "F"),), (Run(1, "F"),)))
-CHAIN = Program(((0,), (1,)), ((Run(0, "F"), Send("x", 1, 3), Free(("x",)), Run(0, "B")), (Recv("x", 0), Run(1, "F"))))
+CHAIN = Program(
+    ((0,), (1,)),
+    ((Run(0, "F"), Send("x", 1, 3), Free(("x",)), Run(0, "B")), (Recv("x", 0), Run(1, "F"))),
+)
 
 
 def with_processes(cluster: Cluster = ONE_EACH, **fields: float) -> Cluster:
@@ -25,19 +28,32 @@ def makespan(program: Program, seconds: dict[str, float], cluster: Cluster) -> f
     return simulate_processes(program, cluster, seconds, COSTS).makespan
 
 
-@pytest.mark.parametrize(("at_once", "expected"), [(1, 5), (1.25, 4.2), (1.5, 11 / 3), (2, 3), (9, 3)])
+@pytest.mark.parametrize(
+    ("at_once", "expected"), [(1, 5), (1.25, 4.2), (1.5, 11 / 3), (2, 3), (9, 3)]
+)
 def test_tasks_of_two_hosts_share_the_cores(at_once, expected):
     # of 2 s and 3 s, each at half of `at_once` until the first has ended after 4 / at_once, then 1 s by itself
-    assert makespan(BOTH, {"0F": 2, "1F": 3}, with_processes(at_once=at_once)) == pytest.approx(expected)
+    assert makespan(BOTH, {"0F": 2, "1F": 3}, with_processes(at_once=at_once)) == pytest.approx(
+        expected
+    )
 
 
 def test_meshes_of_one_host_take_turns():
-    assert makespan(BOTH, {"0F": 2, "1F": 3}, with_processes(Cluster.load("cpu-hosts").with_size(2, 2), at_once=2)) == 5
+    assert (
+        makespan(
+            BOTH,
+            {"0F": 2, "1F": 3},
+            with_processes(Cluster.load("cpu-hosts").with_size(2, 2), at_once=2),
+        )
+        == 5
+    )
 
 
 def test_a_value_is_fetched_by_its_receiver_while_its_sender_goes_on():
     # 0F to 2; then 0B (4 s) beside the transfer (3 s) and 1F (1 s): at full speed both are done at 6
-    timeline = simulate_processes(CHAIN, with_processes(at_once=2), {"0F": 2, "0B": 4, "1F": 1}, COSTS)
+    timeline = simulate_processes(
+        CHAIN, with_processes(at_once=2), {"0F": 2, "0B": 4, "1F": 1}, COSTS
+    )
     assert timeline.makespan == 6
     assert [span for span in timeline.spans if span.mesh == 1] == [
         Span("recv x<0", 1, "compute", 0, 2, "bubble"),
@@ -51,27 +67,37 @@ def test_a_value_is_fetched_by_its_receiver_while_its_sender_goes_on():
 def test_steps_and_tasks_cost_hosts_something():
     # 1 s for the step; then both tasks, of 2 + 0.5 and 3 + 0.5 s, one after the other
     seconds = {"0F": 2, "1F": 3}
-    assert makespan(BOTH, seconds, with_processes(step_us=1e6, task_us=5e5, at_once=1)) == pytest.approx(7)
+    assert makespan(
+        BOTH, seconds, with_processes(step_us=1e6, task_us=5e5, at_once=1)
+    ) == pytest.approx(7)
 
 
 def test_hosts_of_one_mesh_do_equal_parts():
     wide = Program(((0, 1), (2, 3)), CHAIN.instructions)
-    timeline = simulate_processes(wide, with_processes(at_once=4), {"0F": 4, "0B": 4, "1F": 2}, COSTS)
+    timeline = simulate_processes(
+        wide, with_processes(at_once=4), {"0F": 4, "0B": 4, "1F": 2}, COSTS
+    )
     # 0F ends at 2 on both hosts; two pairs send 1.5 bytes each, which their two receivers share; 1F takes them 1 s
     assert timeline.makespan == pytest.approx(max(4, 2 + 0.75 + 1))
 
 
 @given(programs(), st.floats(1, 4), st.sampled_from((2, 4)))
-def test_the_machine_does_not_more_than_it_can_and_idles_only_where_all_wait(program, at_once, per_host):
+def test_the_machine_does_not_more_than_it_can_and_idles_only_where_all_wait(
+    program, at_once, per_host
+):
     names = {each.task for row in program.instructions for each in row if isinstance(each, Run)}
     seconds = {name: 1.0 + number for number, name in enumerate(sorted(names))}
     size = max(device for mesh in program.meshes for device in mesh) + 1
-    hosts = Cluster.load("cpu-hosts").with_size(-(-size // per_host), per_host)  # meshes have two devices
+    hosts = Cluster.load("cpu-hosts").with_size(
+        -(-size // per_host), per_host
+    )  # meshes have two devices
     timeline = simulate_processes(program, with_processes(hosts, at_once=at_once), seconds, COSTS)
     alone = simulate_processes(program, with_processes(hosts, at_once=1), seconds, COSTS)
     work = alone.makespan  # one after the other, and there is always one
     assert work / at_once - 1e-6 <= timeline.makespan <= work + 1e-6
-    tasks = sum(seconds[each.task] for row in program.instructions for each in row if isinstance(each, Run))
+    tasks = sum(
+        seconds[each.task] for row in program.instructions for each in row if isinstance(each, Run)
+    )
     assert work >= tasks - 1e-6
 
 

@@ -6,15 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.clock import Clock
-from simulator.cluster import Cluster
-from simulator.costs import ClusterCosts, MixedCosts
-from simulator.engine import simulate
-from simulator.heterogeneous import MixedCluster
+from simulator.costs.cost_model import ClusterCosts, MixedCosts
+from simulator.engine.clock import Clock
+from simulator.engine.simulation import simulate
+from simulator.engine.timeline import Timeline
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.heterogeneous import MixedCluster
 from simulator.program import Program, Recv, Run, Send
-from simulator.timeline import Timeline
 from simulator.work import Body, Collective, Done, Groups, Loop, Start
-from tests.simulator.bodies import COSTS, Slowed, TwoLinks, bodies, compute, far, flat, programs, start
+from tests.simulator.bodies import (
+    COSTS,
+    Slowed,
+    TwoLinks,
+    bodies,
+    compute,
+    far,
+    flat,
+    programs,
+    start,
+)
 
 CLUSTER = Cluster.load("cpu-virtual")
 
@@ -28,7 +38,10 @@ def played(*ops, factor: float = 1.5) -> Timeline:
 
 
 def stretches(timeline: Timeline) -> dict[str, tuple[float, float]]:
-    return {span.name if span.category != "wait" else "wait": (span.start, span.end) for span in timeline.spans}
+    return {
+        span.name if span.category != "wait" else "wait": (span.start, span.end)
+        for span in timeline.spans
+    }
 
 
 def test_both_are_slower_while_they_go_on_together() -> None:
@@ -51,7 +64,12 @@ def test_one_after_the_other_they_are_not() -> None:
 def test_collectives_that_queue_slow_what_is_beside_each() -> None:
     body = (start(2, "a"), start(2, "b"), compute(3), Done("a"), Done("b"))
     # a and 2 of the product: 3 s; b and the last of the product: 1.5 s; the rest of b alone: 1 s
-    assert stretches(played(*body)) == {"a": (0, 3), "dot": (0, 4.5), "b": (3, 5.5), "wait": (4.5, 5.5)}
+    assert stretches(played(*body)) == {
+        "a": (0, 3),
+        "dot": (0, 4.5),
+        "b": (3, 5.5),
+        "wait": (4.5, 5.5),
+    }
 
 
 def test_what_a_task_leaves_under_way_slows_the_next_one_until_something_is_sent() -> None:
@@ -74,7 +92,9 @@ def test_the_clock_agrees_with_the_engine(program: Program, factor: float, dispa
 
 
 @given(bodies, st.floats(1, 2))
-def test_nothing_is_faster_for_sharing_nor_slower_than_one_after_the_other(body: Body, factor: float) -> None:
+def test_nothing_is_faster_for_sharing_nor_slower_than_one_after_the_other(
+    body: Body, factor: float
+) -> None:
     free, slowed = simulate(one_task(*body), CLUSTER, COSTS), played(*body, factor=factor)
     serial = sum(free.busy(0, stream) for stream in ("compute", "communication"))
     assert free.makespan <= slowed.makespan * (1 + 1e-9)
@@ -107,14 +127,32 @@ def both(*ops, factor: float = 1.0) -> Timeline:
     return simulate(one_task(*ops), CLUSTER, TwoLinks(factor))
 
 
-def test_what_goes_over_different_links_goes_on_at_the_same_time_and_over_one_link_in_turn() -> None:
-    body = (start(4), far(3), compute(1), start(2, "next"), Done("gather"), Done("far"), Done("next"))
+def test_what_goes_over_different_links_goes_on_at_the_same_time_and_over_one_link_in_turn() -> (
+    None
+):
+    body = (
+        start(4),
+        far(3),
+        compute(1),
+        start(2, "next"),
+        Done("gather"),
+        Done("far"),
+        Done("next"),
+    )
     timeline = both(*body)
-    assert stretches(timeline) == {"dot": (0, 1), "gather": (0, 4), "far": (0, 3), "next": (4, 6), "wait": (4, 6)}
+    assert stretches(timeline) == {
+        "dot": (0, 1),
+        "gather": (0, 4),
+        "far": (0, 3),
+        "next": (4, 6),
+        "wait": (4, 6),
+    }
     assert timeline.exposed_communication(0) == 5
 
 
-def test_computation_is_as_slow_as_the_worst_beside_it_each_collective_as_its_own_link_has_it() -> None:
+def test_computation_is_as_slow_as_the_worst_beside_it_each_collective_as_its_own_link_has_it() -> (
+    None
+):
     class Uneven(TwoLinks):
         def slowdown(self, groups: Groups) -> float:
             return 2.0 if self.link(groups) == "between hosts" else 1.25
@@ -122,7 +160,11 @@ def test_computation_is_as_slow_as_the_worst_beside_it_each_collective_as_its_ow
     # until 4 the far one does its 2 s, the near one 3.2 and the product 2; until 5 the near one its last 0.8, the product 0.8; 0.2 are left
     body = (far(2), start(4), compute(3), Done("far"), Done("gather"))
     timeline = simulate(one_task(*body), CLUSTER, Uneven(1.0))
-    assert stretches(timeline) == {"dot": (0, pytest.approx(5.2)), "far": (0, 4), "gather": (0, pytest.approx(5))}
+    assert stretches(timeline) == {
+        "dot": (0, pytest.approx(5.2)),
+        "far": (0, 4),
+        "gather": (0, pytest.approx(5)),
+    }
 
 
 def test_a_send_does_not_wait_for_a_collective_on_another_link() -> None:
@@ -139,7 +181,9 @@ def test_a_send_does_not_wait_for_a_collective_on_another_link() -> None:
 
 
 @given(programs(), st.floats(1, 2), st.sampled_from([0.0, 0.5]))
-def test_the_clock_agrees_with_the_engine_on_two_links(program: Program, factor: float, dispatch: float) -> None:
+def test_the_clock_agrees_with_the_engine_on_two_links(
+    program: Program, factor: float, dispatch: float
+) -> None:
     costs = TwoLinks(factor)
     timeline = simulate(program, CLUSTER, costs, dispatch)
     assert Clock.of(program).makespan(costs, dispatch) == pytest.approx(timeline.makespan)
@@ -158,7 +202,9 @@ def test_a_second_link_makes_nothing_slower_than_one(body: Body, factor: float) 
 
 
 @given(flat, st.integers(1, 12), st.floats(1, 2))
-def test_a_loop_over_two_links_is_its_iterations_one_by_one(body: Body, count: int, factor: float) -> None:
+def test_a_loop_over_two_links_is_its_iterations_one_by_one(
+    body: Body, count: int, factor: float
+) -> None:
     looped, unrolled = both(Loop(count, body), factor=factor), both(*body * count, factor=factor)
     assert looped.makespan == pytest.approx(unrolled.makespan)
     assert looped.busy(0, "communication") == pytest.approx(unrolled.busy(0, "communication"))
@@ -168,7 +214,9 @@ def test_the_link_says_how_much() -> None:
     a100, v100 = Cluster.load("dgx_a100_80").with_size(2), Cluster.load("p3.16xlarge").with_size(2)
     inter = a100.inter_host
     assert inter is not None
-    costs = ClusterCosts(a100.model_copy(update={"inter_host": inter.model_copy(update={"slowdown": 1.2})}))
+    costs = ClusterCosts(
+        a100.model_copy(update={"inter_host": inter.model_copy(update={"slowdown": 1.2})})
+    )
     assert costs.slowdown(((0, 1), (8, 9))) == a100.intra_host.slowdown > 1.2
     assert costs.slowdown(((0, 1, 8, 9),)) == 1.2
     both = MixedCosts(MixedCluster(name="both", description="", pools=(v100, a100)))

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from simulator.cluster import Cluster
+from simulator.engine.timeline import Timeline
+from simulator.hardware.cluster import Cluster
 from simulator.memory import MemoryUse
 from simulator.spans import Span
-from simulator.timeline import Timeline
 
 TIMELINE = Timeline(
     spans=(

@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.cluster import Cluster, Link
-from simulator.collectives import Network
-from simulator.costs import ClusterCosts
-from simulator.description import ClusterError
-from simulator.engine import simulate
-from simulator.formula import Execution, Transformer, predict
-from simulator.formula.machine import Machine
-from simulator.formula.scenario_files import load_for_program
-from simulator.formula.what_if import Change
+from simulator.costs.collective_model import Network
+from simulator.costs.cost_model import ClusterCosts
+from simulator.engine.simulation import simulate
+from simulator.hardware.cluster import Cluster, Link
+from simulator.hardware.description import ClusterError
+from simulator.hardware.topology import find_routes, strided_ring
 from simulator.program import Program, Recv, Send
-from simulator.topology import find_routes, strided_ring
+from simulator.transformer import Execution, Transformer, predict
+from simulator.transformer.machine import Machine
+from simulator.transformer.scenario_files import load_for_program
+from simulator.transformer.what_if import Change
 from simulator.work import CollectiveKind, Groups
 
 BASE = Cluster.load("dgx_h100")
@@ -54,14 +54,20 @@ RAILS = toy(rails=True, oversubscription=4)
         ("all_to_all", ((0, 2, 4, 6),), 1 / 2 / 2.5),
     ],
 )
-def test_what_leaves_a_leaf_switch_gets_less_bandwidth(kind: CollectiveKind, groups: Groups, seconds: float) -> None:
+def test_what_leaves_a_leaf_switch_gets_less_bandwidth(
+    kind: CollectiveKind, groups: Groups, seconds: float
+) -> None:
     assert ClusterCosts(LEAVES).collective(kind, 1e9, groups) == pytest.approx(seconds)
 
 
 def test_an_all_to_all_mostly_on_one_switch_is_as_slow_as_its_cards() -> None:
     # of 8 parts each device sends 7 over its card; 4 of these leave the switch at 10 / 1.1 GB/s
-    slightly = toy(hosts=8, devices_per_host=1, nics_per_host=1, hosts_per_switch=4, oversubscription=1.1)
-    assert ClusterCosts(slightly).collective("all_to_all", 1e9, (tuple(range(8)),)) == pytest.approx(7 / 8 / 10)
+    slightly = toy(
+        hosts=8, devices_per_host=1, nics_per_host=1, hosts_per_switch=4, oversubscription=1.1
+    )
+    assert ClusterCosts(slightly).collective(
+        "all_to_all", 1e9, (tuple(range(8)),)
+    ) == pytest.approx(7 / 8 / 10)
 
 
 def test_messages_that_leave_count_beside_those_that_share_a_card() -> None:
@@ -74,15 +80,33 @@ def test_messages_that_leave_count_beside_those_that_share_a_card() -> None:
 @pytest.mark.parametrize(
     ("kind", "groups", "seconds"),
     [
-        ("all_gather", ((0, 2, 4, 6),), 3 / 4 / 10),  # the first cards of all hosts are on one switch
-        ("all_gather", ((0, 1, 2, 3),), 3 / 4 / 20),  # a ring goes from each card to the same one of the next host
-        ("all_gather", ((0, 3),), 1 / 2 / 2.5),  # the first card of one host, the second one of the other
+        (
+            "all_gather",
+            ((0, 2, 4, 6),),
+            3 / 4 / 10,
+        ),  # the first cards of all hosts are on one switch
+        (
+            "all_gather",
+            ((0, 1, 2, 3),),
+            3 / 4 / 20,
+        ),  # a ring goes from each card to the same one of the next host
+        (
+            "all_gather",
+            ((0, 3),),
+            1 / 2 / 2.5,
+        ),  # the first card of one host, the second one of the other
         ("permute", ((0, 2),), 1 / 10),
         ("permute", ((0, 3),), 1 / 2.5),
-        ("all_to_all", ((0, 1, 2, 3),), 2 * 2 / 4 / 20),  # what is for the other card goes there within the host
+        (
+            "all_to_all",
+            ((0, 1, 2, 3),),
+            2 * 2 / 4 / 20,
+        ),  # what is for the other card goes there within the host
     ],
 )
-def test_what_goes_along_a_rail_stays_on_its_switch(kind: CollectiveKind, groups: Groups, seconds: float) -> None:
+def test_what_goes_along_a_rail_stays_on_its_switch(
+    kind: CollectiveKind, groups: Groups, seconds: float
+) -> None:
     assert ClusterCosts(RAILS).collective(kind, 1e9, groups) == pytest.approx(seconds)
 
 
@@ -107,10 +131,16 @@ CROSSING, APART = ((0, 2), (1, 3)), ((0, 1), (2, 3))
         ("permute", APART, 1 / 100),
         ("permute", CROSSING, 2 / 100),
         ("permute", ((0, 2), (2, 0)), 1 / 100),  # in and out
-        ("all_to_all", ((0, 1, 2, 3),), 2 * 2 / 4 / 100),  # two devices have half of their arrays for the other port
+        (
+            "all_to_all",
+            ((0, 1, 2, 3),),
+            2 * 2 / 4 / 100,
+        ),  # two devices have half of their arrays for the other port
     ],
 )
-def test_devices_share_the_link_of_their_port(kind: CollectiveKind, groups: Groups, seconds: float) -> None:
+def test_devices_share_the_link_of_their_port(
+    kind: CollectiveKind, groups: Groups, seconds: float
+) -> None:
     assert ClusterCosts(PORTS).collective(kind, 1e9, groups) == pytest.approx(seconds)
 
 
@@ -133,9 +163,25 @@ def test_rings_over_hosts_share_ports_too() -> None:
 @pytest.mark.parametrize("rails", [False, True])
 @pytest.mark.parametrize(
     ("size", "stride"),
-    [(2, 1), (4, 1), (2, 2), (2, 4), (8, 1), (2, 8), (4, 4), (8, 2), (16, 1), (4, 8), (8, 8), (2, 32), (64, 1)],
+    [
+        (2, 1),
+        (4, 1),
+        (2, 2),
+        (2, 4),
+        (8, 1),
+        (2, 8),
+        (4, 4),
+        (8, 2),
+        (16, 1),
+        (4, 8),
+        (8, 8),
+        (2, 32),
+        (64, 1),
+    ],
 )
-def test_strided_rings_are_those_of_the_groups_one_by_one(size: int, stride: int, rails: bool) -> None:
+def test_strided_rings_are_those_of_the_groups_one_by_one(
+    size: int, stride: int, rails: bool
+) -> None:
     cluster = toy(
         hosts=8,
         devices_per_host=8,
@@ -173,7 +219,8 @@ def test_formulas_are_slower_for_data_that_leaves_switches() -> None:
     plan = Execution(tensor=8, data=8, global_batch=64)
     fabric = {"hosts_per_switch": 4}
     machines = [
-        Machine(BASE.with_size(8).model_copy(update=fabric | {"oversubscription": each})) for each in (1.0, 2.0, 4.0)
+        Machine(BASE.with_size(8).model_copy(update=fabric | {"oversubscription": each}))
+        for each in (1.0, 2.0, 4.0)
     ]
     exposed = [predict(model, plan, machine).exposed["data"] for machine in machines]
     assert exposed[2] - exposed[1] == pytest.approx(
@@ -198,7 +245,10 @@ def test_messages_of_two_meshes_share_what_a_card_has_upwards() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"oversubscription": 0.5, "hosts_per_switch": 2}, "oversubscription.*greater than or equal to 1"),
+        (
+            {"oversubscription": 0.5, "hosts_per_switch": 2},
+            "oversubscription.*greater than or equal to 1",
+        ),
         ({"oversubscription": float("inf"), "hosts_per_switch": 2}, "oversubscription.*finite"),
         (
             {"oversubscription": 2},
@@ -206,7 +256,10 @@ def test_messages_of_two_meshes_share_what_a_card_has_upwards() -> None:
         ),
         ({"hosts_per_switch": 0}, "hosts_per_switch.*greater than 0"),
         ({"rails": 2}, "rails.*valid boolean"),
-        ({"bridges_per_host": 3}, "bridges_per_host: given 3, expected a divisor of devices_per_host, which is 2"),
+        (
+            {"bridges_per_host": 3},
+            "bridges_per_host: given 3, expected a divisor of devices_per_host, which is 2",
+        ),
     ],
 )
 def test_networks_that_can_not_be_are_refused(changes: dict[str, object], message: str) -> None:
@@ -219,16 +272,22 @@ def test_fewer_devices_leave_ports_free() -> None:
     assert four.with_size(1, 4).bridges_per_host == 2
     assert four.with_size(1, 1).bridges_per_host == 1
     with pytest.raises(
-        ClusterError, match="2 devices at each of its 4 bridges_per_host; 3 devices per host would be spread unevenly"
+        ClusterError,
+        match="2 devices at each of its 4 bridges_per_host; 3 devices per host would be spread unevenly",
     ):
         four.with_size(1, 3)
 
 
 def test_what_ifs_reach_the_network() -> None:
-    changes = [Change.parse("cluster.hosts_per_switch=4"), Change.parse("cluster.oversubscription=2")]
+    changes = [
+        Change.parse("cluster.hosts_per_switch=4"),
+        Change.parse("cluster.oversubscription=2"),
+    ]
     found = load_for_program("dgx_h100", 64, changes)
     assert (found.hosts_per_switch, found.oversubscription) == (4, 2)
-    with pytest.raises(ClusterError, match=r"hosts_per_switch would change nothing.*cluster\.oversubscription=2"):
+    with pytest.raises(
+        ClusterError, match=r"hosts_per_switch would change nothing.*cluster\.oversubscription=2"
+    ):
         load_for_program("dgx_h100", 64, changes[:1])
     with pytest.raises(ValueError, match="all network cards are on one switch"):
         load_for_program("dgx_h100", 64, changes[1:])
@@ -245,7 +304,9 @@ def test_oversubscription_never_makes_anything_faster(
 ) -> None:
     groups: Groups = ((0, 3), (1, 6), (2, 5)) if kind == "permute" else ((0, 2, 4), (1, 3, 6, 7))
     plain, slower = (
-        ClusterCosts(toy(hosts_per_switch=per_switch, rails=rails, oversubscription=each)).collective(kind, 1e9, groups)
+        ClusterCosts(
+            toy(hosts_per_switch=per_switch, rails=rails, oversubscription=each)
+        ).collective(kind, 1e9, groups)
         for each in (1.0, factor)
     )
     assert plain <= slower * (1 + 1e-9)

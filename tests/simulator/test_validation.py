@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from simulator.cli import app
-from simulator.formula import EAGER, Backend
+from simulator.transformer import EAGER, Backend
 from simulator.validation.cases import Case, PublishedSet
 from simulator.validation.fit_backends import fit_backend
 from simulator.validation.published import published_sets
@@ -23,7 +23,9 @@ ROOT = Path(__file__).parents[2]
 SETS = {published.name: published for published in published_sets()}
 
 
-@pytest.mark.parametrize("name", [name for name, published in SETS.items() if published.target is not None])
+@pytest.mark.parametrize(
+    "name", [name for name, published in SETS.items() if published.target is not None]
+)
 def test_the_targets_are_met(name: str) -> None:
     comparison = Comparison.of(SETS[name])
     assert comparison.met, f"{comparison.statistics.mape:.2%} where {SETS[name].target} is aimed at"
@@ -42,7 +44,9 @@ def test_the_hosts_times_of_the_eager_backend_come_from_40_rows() -> None:
     table = vtrain_single_node_rows()
     fitted = list(table[table.fitted].itertuples(index=False))
     assert len(fitted) == 40
-    found = fit_backend(EAGER, lambda backend: [vtrain_single_node_case(row, backend) for row in fitted])
+    found = fit_backend(
+        EAGER, lambda backend: [vtrain_single_node_case(row, backend) for row in fitted]
+    )
     assert found.kernel_us == pytest.approx(EAGER.kernel_us, rel=0.02)
     assert found.step_us == pytest.approx(EAGER.step_us, rel=0.2)
 
@@ -93,7 +97,9 @@ def test_coverage_of_two_sets_by_hand() -> None:
     ]
     far = [Case("d", 12.5, 8, interval=(6.4, 10))]
     # four fifths of the rows of the other set are at most as far as the far one, or as the near ones
-    assert coverage([near, far, [Case("e", 1, 2)]]) == Coverage(3, pytest.approx(2 / 3), pytest.approx(2 / 3))
+    assert coverage([near, far, [Case("e", 1, 2)]]) == Coverage(
+        3, pytest.approx(2 / 3), pytest.approx(2 / 3)
+    )
     assert statistics(near).covered == 1
     assert coverage([near, [Case("e", 1, 2)]]) is None
 
@@ -156,12 +162,21 @@ def validate(*args: object, code: int = 0) -> str:
     return result.stdout if not code else " ".join(result.output.split())
 
 
-def test_other_rows_are_compared_where_there_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_rows_are_compared_where_there_are_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    twice = own(tmp_path / "mine", "vtrain_multi_node", lambda rows: rows.head(5).assign(**{rows.columns[-1]: 1e3}))
+    twice = own(
+        tmp_path / "mine",
+        "vtrain_multi_node",
+        lambda rows: rows.head(5).assign(**{rows.columns[-1]: 1e3}),
+    )
     own(twice, "korthikanti_table5", lambda rows: rows.head(1)[list(reversed(rows.columns))])
     found = json.loads(validate("--data", twice, "--json"))
-    assert {each["name"]: each["count"] for each in found} == {"korthikanti-table5": 2, "vtrain-multi-node": 5}
+    assert {each["name"]: each["count"] for each in found} == {
+        "korthikanti-table5": 2,
+        "vtrain-multi-node": 5,
+    }
     assert [case["measured"] for case in found[1]["cases"]] == [1.0] * 5
     shipped = Comparison.of(SETS["korthikanti-table5"])
     assert found[0]["cases"][0]["predicted"] == shipped.cases[0].predicted
@@ -174,9 +189,15 @@ def test_only_the_rows_that_were_fitted_to_count_as_fitted(tmp_path: Path) -> No
     assert vtrain_single_node_rows(folder).fitted.sum() == rows.fitted.head(60).sum() < 40
     own(tmp_path, "vtrain_single_node", lambda rows: rows.head(60).assign(**{"global batch": 4096}))
     assert not vtrain_single_node_rows(folder).fitted.any()
-    own(tmp_path, "megatron_sc21_table2", lambda rows: rows.assign(derived_iter_s=2 * rows.derived_iter_s))
+    own(
+        tmp_path,
+        "megatron_sc21_table2",
+        lambda rows: rows.assign(derived_iter_s=2 * rows.derived_iter_s),
+    )
     assert Comparison.of(SETS["sc21-zero3"], tmp_path).statistics.fitted == 0
-    assert {name: Comparison.of(SETS[name]).statistics.fitted for name in ("sc21-zero3", "llm-foundry")} == {
+    assert {
+        name: Comparison.of(SETS[name]).statistics.fitted for name in ("sc21-zero3", "llm-foundry")
+    } == {
         "sc21-zero3": 2,
         "llm-foundry": 2,
     }
@@ -187,7 +208,9 @@ def test_rows_on_which_nothing_fits_are_counted_and_named(tmp_path: Path) -> Non
     huge = own(
         tmp_path / "mine",
         "megatron_sc21_table1",
-        lambda rows: pd.concat([one(rows).assign(tp=1, dp=rows.gpus, hidden=24576, layers=999), two(rows)]),
+        lambda rows: pd.concat(
+            [one(rows).assign(tp=1, dp=rows.gpus, hidden=24576, layers=999), two(rows)]
+        ),
     )
     comparison = Comparison.of(SETS["sc21-ptd"], huge)
     assert (comparison.statistics.count, comparison.statistics.unpredicted) == (1, 2)
@@ -207,13 +230,20 @@ def test_rows_that_can_not_be_compared_are_explained(tmp_path: Path) -> None:
         "--data", tmp_path / "empty", code=2
     )
     less = own(tmp_path / "less", "korthikanti_table5", lambda rows: rows.drop(columns="mbs"))
-    assert "korthikanti_table5.csv: no column 'mbs'; expected model, heads" in validate("--data", less, code=2)
-    other = own(tmp_path / "other", "korthikanti_table5", lambda rows: rows.assign(model="3B"))
-    assert "korthikanti-table5: unknown model '3B' in the table; expected one of 22B, 175B" in validate(
-        "--data", other, code=2
+    assert "korthikanti_table5.csv: no column 'mbs'; expected model, heads" in validate(
+        "--data", less, code=2
     )
-    only = own(tmp_path / "only", "megatron_sc21_table2", lambda rows: rows[rows.scheme == "ZeRO-3"])
-    assert [each["name"] for each in json.loads(validate("--data", only, "--json"))] == ["sc21-zero3"]
+    other = own(tmp_path / "other", "korthikanti_table5", lambda rows: rows.assign(model="3B"))
+    assert (
+        "korthikanti-table5: unknown model '3B' in the table; expected one of 22B, 175B"
+        in validate("--data", other, code=2)
+    )
+    only = own(
+        tmp_path / "only", "megatron_sc21_table2", lambda rows: rows[rows.scheme == "ZeRO-3"]
+    )
+    assert [each["name"] for each in json.loads(validate("--data", only, "--json"))] == [
+        "sc21-zero3"
+    ]
 
 
 def test_the_readme_says_what_the_results_say() -> None:
@@ -231,7 +261,9 @@ def test_the_readme_says_what_the_results_say() -> None:
         "Alpa's GPT plans": ("alpa-figure7", "mape"),
     }
     for start, (name, statistic) in of_row.items():
-        (cells,) = re.findall(rf"^\| {re.escape(start)}[^|]*\| (\d+) \| ([\d.]+) %", text, re.MULTILINE)
+        (cells,) = re.findall(
+            rf"^\| {re.escape(start)}[^|]*\| (\d+) \| ([\d.]+) %", text, re.MULTILINE
+        )
         assert int(cells[0]) == summary["count"][name]
         assert float(cells[1]) == pytest.approx(100 * summary[statistic][name], abs=0.051)
 

@@ -7,17 +7,17 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-import simulator.formula
-from simulator.breakdown import predict as predict_program
+import simulator.transformer
 from simulator.cli import app
-from simulator.cluster import Cluster
-from simulator.description import ClusterError
-from simulator.formula import EAGER, Execution, Machine, Transformer, predict
-from simulator.formula.scenario_files import load_for_program, load_machine
-from simulator.formula.what_if import Change
-from simulator.heterogeneous import MixedCluster, load_cluster
+from simulator.engine.breakdown import predict as predict_program
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.description import ClusterError
+from simulator.hardware.heterogeneous import MixedCluster, load_cluster
 from simulator.memory import MemoryUse
 from simulator.program import Program, Run
+from simulator.transformer import EAGER, Execution, Machine, Transformer, predict
+from simulator.transformer.scenario_files import load_for_program, load_machine
+from simulator.transformer.what_if import Change
 from simulator.work import Collective, CollectiveKind, Done, Gemm, Groups, Kernel, Start
 from tests.tiers import tiers
 
@@ -35,7 +35,9 @@ def test_without_changes_it_is_the_machine_of_the_cluster() -> None:
 
 def test_a_factor_multiplies_what_is_there_and_a_value_replaces_it() -> None:
     fields = {"link": {"latency_us": 4.0}, "hosts": 2}
-    assert Change.parse("cluster.link.latency_us=0.5x").apply(fields | {"cluster": fields})["cluster"] == {
+    assert Change.parse("cluster.link.latency_us=0.5x").apply(fields | {"cluster": fields})[
+        "cluster"
+    ] == {
         "link": {"latency_us": 2.0},
         "hosts": 2,
     }
@@ -105,13 +107,26 @@ FORMULAS = {
 
 DTYPES = ("f64", "f32", "bf16", "f16", "f8e4m3fn", "f8e5m2", "s8")
 NEAR: Groups = (tuple(range(8)), tuple(range(8, 16)))
-KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+KINDS: tuple[CollectiveKind, ...] = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "permute",
+)
 
 
 def a_bit_of_everything() -> Program:
     """Products of all sorts, and collectives within hosts and between them, with something computed beside."""
-    shapes = (Gemm(64, 64, 8192), Gemm(256, 256, 256), Gemm(16384, 16384, 8192), Gemm(4096, 5120, 4096))
-    body: list[Any] = [Kernel("", "gemm", g.flops, 1e6, dtype, g) for g in shapes for dtype in DTYPES]
+    shapes = (
+        Gemm(64, 64, 8192),
+        Gemm(256, 256, 256),
+        Gemm(16384, 16384, 8192),
+        Gemm(4096, 5120, 4096),
+    )
+    body: list[Any] = [
+        Kernel("", "gemm", g.flops, 1e6, dtype, g) for g in shapes for dtype in DTYPES
+    ]
     body += [Kernel("", "memory", 1e12, 1e6), Kernel("", "memory", 0, 1e9)]
     for kind in KINDS:
         pairs: list[Groups] = (
@@ -152,12 +167,16 @@ def test_no_change_of_a_number_is_ignored(front_end: str, name: str) -> None:
             return [predict_program(program, where)]
         machine = load_machine(name, 32, "eager", changes)
         return [
-            predict(*formula, machine) for key, formula in FORMULAS.items() if key != "8 bits" or name == "dgx_h100"
+            predict(*formula, machine)
+            for key, formula in FORMULAS.items()
+            if key != "8 bits" or name == "dgx_h100"
         ]
 
     before, ignored, refused = repr(predicted()), [], []
     for field, value in leaves(Cluster.load(name).with_size(4).model_dump()):
-        change = Change.parse(f"cluster.{field}={yaml.safe_dump(other(field, value)).splitlines()[0]}")
+        change = Change.parse(
+            f"cluster.{field}={yaml.safe_dump(other(field, value)).splitlines()[0]}"
+        )
         try:
             after = repr(predicted(change))
         except ValueError:
@@ -167,10 +186,16 @@ def test_no_change_of_a_number_is_ignored(front_end: str, name: str) -> None:
             ignored.append(field)
     # the first counts only where something leaves a leaf switch, the second for groups of three or more without a number of their own
     depends = {"rails", *(["collectives.all_reduce.sharing"] if name == "p3.16xlarge" else [])}
-    assert set(ignored) - depends == (UNUSED if (front_end, name) == ("formula", "p3.16xlarge") else set())
+    assert set(ignored) - depends == (
+        UNUSED if (front_end, name) == ("formula", "p3.16xlarge") else set()
+    )
     links = {"intra_host.latency_us", "intra_host.half_size_mb", "collective_launch_us"}
     assert links <= set(refused)  # as their collectives are measured
-    assert {"inter_host.bandwidth_gb_per_s", "intra_host.bandwidth_gb_per_s", "device.cores"}.isdisjoint(refused)
+    assert {
+        "inter_host.bandwidth_gb_per_s",
+        "intra_host.bandwidth_gb_per_s",
+        "device.cores",
+    }.isdisjoint(refused)
 
 
 def outcome(predicted: Callable[[], Any]) -> str:
@@ -182,16 +207,22 @@ def outcome(predicted: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize("name", ["dgx_h100", "p3.16xlarge", "a100_pcie_4"])
-def test_a_field_means_the_same_in_a_file_in_a_what_if_and_in_python(name: str, tmp_path: Path) -> None:
+def test_a_field_means_the_same_in_a_file_in_a_what_if_and_in_python(
+    name: str, tmp_path: Path
+) -> None:
     program, before = a_bit_of_everything(), Cluster.load(name).with_size(8)
     fields = before.model_dump()
     reference, different = repr(predict_program(program, before)), 0
-    for field, value in leaves({key: fields[key] for key in ("collective_launch_us", "intra_host", "inter_host")}):
+    for field, value in leaves(
+        {key: fields[key] for key in ("collective_launch_us", "intra_host", "inter_host")}
+    ):
         change = Change.parse(f"cluster.{field}={other(field, value)}")
         path = tmp_path / f"{name}.yaml"
         path.write_text(yaml.safe_dump(fields))
         what_if = outcome(
-            lambda path=path, change=change: predict_program(program, load_for_program(str(path), 16, [change]))
+            lambda path=path, change=change: predict_program(
+                program, load_for_program(str(path), 16, [change])
+            )
         )
         path.write_text(yaml.safe_dump(change.apply(fields | {"cluster": fields})["cluster"]))
         in_file = outcome(lambda path=path: predict_program(program, load_cluster(path)))
@@ -199,7 +230,9 @@ def test_a_field_means_the_same_in_a_file_in_a_what_if_and_in_python(name: str, 
         new = other(field, value)
         link = getattr(before, section).model_copy(update={inner: new}) if section else new
         in_python = outcome(
-            lambda key=section or field, link=link: predict_program(program, before.model_copy(update={key: link}))
+            lambda key=section or field, link=link: predict_program(
+                program, before.model_copy(update={key: link})
+            )
         )
         assert what_if == in_file == in_python, field
         assert in_file != reference, field
@@ -207,8 +240,12 @@ def test_a_field_means_the_same_in_a_file_in_a_what_if_and_in_python(name: str, 
     assert different >= 7
 
 
-def test_collectives_that_are_measured_follow_the_bandwidth_of_the_link_in_the_file(tmp_path: Path) -> None:
-    shipped = Path(simulator.formula.__file__).parents[1] / "clusters" / "dgx_h100.yaml"
+def test_collectives_that_are_measured_follow_the_bandwidth_of_the_link_in_the_file(
+    tmp_path: Path,
+) -> None:
+    shipped = (
+        Path(simulator.transformer.__file__).parents[1] / "hardware" / "clusters" / "dgx_h100.yaml"
+    )
     fields = yaml.safe_load(shipped.read_text())
     fields["intra_host"]["bandwidth_gb_per_s"] /= 4
     (tmp_path / "slow.yaml").write_text(yaml.safe_dump(fields))
@@ -217,25 +254,38 @@ def test_collectives_that_are_measured_follow_the_bandwidth_of_the_link_in_the_f
         assert getattr(slow, name) == getattr(fast, name).faster(1 / 4)
 
 
-@pytest.mark.parametrize("field", ["intra_host.latency_us", "intra_host.half_size_mb", "collective_launch_us"])
 @pytest.mark.parametrize(
-    "load", [lambda *given: load_for_program(*given), lambda a, b, c: load_machine(a, b, "eager", c)]
+    "field", ["intra_host.latency_us", "intra_host.half_size_mb", "collective_launch_us"]
+)
+@pytest.mark.parametrize(
+    "load",
+    [lambda *given: load_for_program(*given), lambda a, b, c: load_machine(a, b, "eager", c)],
 )
 def test_what_was_measured_is_not_changed_by_what_the_link_implies(load: Any, field: str) -> None:
     with pytest.raises(
-        ClusterError, match=rf"{field}: given 1000, but the collectives that are measured .*collectives: null"
+        ClusterError,
+        match=rf"{field}: given 1000, but the collectives that are measured .*collectives: null",
     ):
         load("dgx_h100", 8, [Change.parse(f"cluster.{field}=1000")])
-    load("dgx_h100", 8, [Change.parse(f"cluster.{field}=1000"), Change.parse("cluster.collectives=null")])
+    load(
+        "dgx_h100",
+        8,
+        [Change.parse(f"cluster.{field}=1000"), Change.parse("cluster.collectives=null")],
+    )
 
 
 def test_profiles_are_changed_by_their_names() -> None:
-    changes = [Change.parse("cluster.collectives=h100"), Change.parse("cluster.device.kernels=h100_sxm5_80gb")]
+    changes = [
+        Change.parse("cluster.collectives=h100"),
+        Change.parse("cluster.device.kernels=h100_sxm5_80gb"),
+    ]
     h100, mixed = Cluster.load("dgx_h100"), load_for_program("dgx_a100_80", 8, changes)
     assert isinstance(mixed, Cluster)
     assert (mixed.collectives, mixed.device.kernels) == (h100.collectives, h100.device.kernels)
     assert mixed.device.name == Cluster.load("dgx_a100_80").device.name
-    with pytest.raises(ClusterError, match="collectives: unknown profile 'h1000'; expected one of a100, b200"):
+    with pytest.raises(
+        ClusterError, match="collectives: unknown profile 'h1000'; expected one of a100, b200"
+    ):
         load_for_program("dgx_a100_80", 8, [Change.parse("cluster.collectives=h1000")])
 
 
@@ -255,7 +305,9 @@ def test_a_faster_link_halves_the_bytes_of_programs_too() -> None:
 def test_clusters_grow_to_what_is_needed_unless_their_size_is_said() -> None:
     grown = load_for_program("dgx_h100", 17)
     assert grown == Cluster.load("dgx_h100").with_size(3)
-    assert load_for_program("dgx_h100", 17, [Change.parse("cluster.hosts=2")]) == Cluster.load("dgx_h100").with_size(2)
+    assert load_for_program("dgx_h100", 17, [Change.parse("cluster.hosts=2")]) == Cluster.load(
+        "dgx_h100"
+    ).with_size(2)
     smaller = load_for_program("dgx_h100", 17, [Change.parse("cluster.devices_per_host=4")])
     assert isinstance(smaller, Cluster)
     assert (smaller.hosts, smaller.devices_per_host) == (5, 4)
@@ -273,7 +325,8 @@ def test_each_pool_is_changed_by_itself() -> None:
         "cluster.pools.1.hosts=2",
     )
     before, after = (
-        load_for_program("p3_beside_p4d", 16, [Change.parse(text) for text in given]) for given in ((), changes)
+        load_for_program("p3_beside_p4d", 16, [Change.parse(text) for text in given])
+        for given in ((), changes)
     )
     assert before == load_cluster("p3_beside_p4d")
     assert isinstance(after, MixedCluster)
@@ -282,7 +335,9 @@ def test_each_pool_is_changed_by_itself() -> None:
     assert first.inter_host.bandwidth_gb_per_s == pytest.approx(5.6)
     assert first.device == before.pools[0].device
     assert (second.device, second.hosts) == (Cluster.load("dgx_h100").device, 2)
-    faster = load_for_program("p3_beside_p4d", 16, [Change.parse("cluster.pools.1.intra_host.bandwidth_gb_per_s=2x")])
+    faster = load_for_program(
+        "p3_beside_p4d", 16, [Change.parse("cluster.pools.1.intra_host.bandwidth_gb_per_s=2x")]
+    )
     curves = [each.pools[1].curves for each in (before, faster)]
     assert curves[1].all_reduce == curves[0].all_reduce.faster(2)
 
@@ -290,7 +345,10 @@ def test_each_pool_is_changed_by_itself() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("cluster.hosts=2", "has pools of unlike hosts, numbered 0 to 1; expected a field of one of them"),
+        (
+            "cluster.hosts=2",
+            "has pools of unlike hosts, numbered 0 to 1; expected a field of one of them",
+        ),
         ("cluster.pools.2.hosts=2", "numbered 0 to 1"),
         ("cluster.pools.first.hosts=2", "numbered 0 to 1"),
         ("cluster.pools.0=2", "numbered 0 to 1"),
@@ -299,7 +357,10 @@ def test_each_pool_is_changed_by_itself() -> None:
             "cluster.pools.1.collective_launch_us=2",
             "p3_beside_p4d, pool 1: collective_launch_us: given 2, but the collectives that are measured",
         ),
-        ("cluster.pools.1.inter_host=null", "pools.1.inter_host: missing, but there are other pools"),
+        (
+            "cluster.pools.1.inter_host=null",
+            "pools.1.inter_host: missing, but there are other pools",
+        ),
     ],
 )
 def test_a_change_of_a_pool_that_can_not_be_made_is_explained(change: str, message: str) -> None:
@@ -309,14 +370,21 @@ def test_a_change_of_a_pool_that_can_not_be_made_is_explained(change: str, messa
 
 
 def test_formulas_are_for_hosts_that_are_alike() -> None:
-    with pytest.raises(ClusterError, match="has pools, so its hosts are not all alike, as is needed here"):
+    with pytest.raises(
+        ClusterError, match="has pools, so its hosts are not all alike, as is needed here"
+    ):
         load_machine("p3_beside_p4d", 16, "eager")
 
 
 def test_a_faster_memory_and_faster_products_are_faster_in_proportion() -> None:
-    twice = machine("cluster.device.memory_bandwidth_gb_per_s=2x", "cluster.device.peak_tflop_per_s.bf16=2x")
+    twice = machine(
+        "cluster.device.memory_bandwidth_gb_per_s=2x", "cluster.device.peak_tflop_per_s.bf16=2x"
+    )
     assert twice.gemms.bandwidth == 2 * machine().gemms.bandwidth
-    assert (twice.gemms.peak, twice.gemms.core) == (2 * machine().gemms.peak, 2 * machine().gemms.core)
+    assert (twice.gemms.peak, twice.gemms.core) == (
+        2 * machine().gemms.peak,
+        2 * machine().gemms.core,
+    )
 
 
 def test_another_device_comes_with_its_own_measurements() -> None:
@@ -326,7 +394,7 @@ def test_another_device_comes_with_its_own_measurements() -> None:
     assert other.cluster.hosts == 4
 
 
-EXAMPLE = Path(simulator.formula.__file__).parent / "examples" / "gpt3_175b.yaml"
+EXAMPLE = Path(simulator.transformer.__file__).parent / "examples" / "gpt3_175b.yaml"
 
 
 def test_a_formula_file_is_predicted_on_several_clusters_with_changes() -> None:
@@ -339,7 +407,15 @@ def test_a_formula_file_is_predicted_on_several_clusters_with_changes() -> None:
     assert both["dgx_h100"]["seconds"] < both["dgx_a100_80"]["seconds"]
     halved = CliRunner().invoke(
         app,
-        ["predict", str(EXAMPLE), "--set", "execution.recompute=full", "--set", "cluster.nics_per_host=4", "--json"],
+        [
+            "predict",
+            str(EXAMPLE),
+            "--set",
+            "execution.recompute=full",
+            "--set",
+            "cluster.nics_per_host=4",
+            "--json",
+        ],
     )
     changed = json.loads(halved.stdout)["dgx_a100_80"]
     assert changed["recompute"] > 3 * both["dgx_a100_80"]["recompute"]
@@ -357,7 +433,10 @@ def test_a_formula_file_is_predicted_on_several_clusters_with_changes() -> None:
         ("plan.tensor=4", "there is no section 'plan'; there are: model, execution"),
         ("cluster.nics=4", "unknown field"),
         ("cluster.device=h1000", "unknown device 'h1000'; expected one of"),
-        ("cluster.device.xla_target=null", "nothing here depends on 'device.xla_target', but on hosts, "),
+        (
+            "cluster.device.xla_target=null",
+            "nothing here depends on 'device.xla_target', but on hosts, ",
+        ),
         (
             "cluster.wires.latency_us=1",
             "there is no section 'wires'; there are: device, intra_host, collectives, inter_host",
@@ -367,6 +446,8 @@ def test_a_formula_file_is_predicted_on_several_clusters_with_changes() -> None:
     ],
 )
 def test_a_change_that_can_not_be_made_is_explained(change: str, message: str) -> None:
-    result = CliRunner().invoke(app, ["predict", str(EXAMPLE), "--set", change], env={"COLUMNS": "300"})
+    result = CliRunner().invoke(
+        app, ["predict", str(EXAMPLE), "--set", change], env={"COLUMNS": "300"}
+    )
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())

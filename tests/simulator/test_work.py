@@ -16,7 +16,9 @@ def test_a_batched_product_counts_a_multiply_add_as_two() -> None:
 
 def test_work_of_a_body_sums_kernels_and_collectives_with_loops_multiplied_out() -> None:
     body = (ADD, Start(SUM), Done("sum"), Loop(10, (DOT, Loop(2, (ADD, Start(SUM), Done("sum"))))))
-    assert work_of(body) == Work({"f32": 3 + 60, "bf16": 2400}, 12 + 240 + 1000, {"all_reduce": 64 + 1280})
+    assert work_of(body) == Work(
+        {"f32": 3 + 60, "bf16": 2400}, 12 + 240 + 1000, {"all_reduce": 64 + 1280}
+    )
 
 
 def test_collectives_are_told_their_axes_in_loops_too() -> None:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from simulator.formula import Execution, Transformer, memory_of, predict
-from simulator.formula.layer import layer_phases
-from simulator.formula.scenario import Recompute
-from simulator.formula.training_memory import kept_activations
+from simulator.transformer import Execution, Transformer, memory_of, predict
+from simulator.transformer.layer import layer_phases
+from simulator.transformer.scenario import Recompute
+from simulator.transformer.training_memory import kept_activations
 from simulator.validation.cases import Case
 from simulator.validation.sets.published_rows import GIB, PUBLISHED, gpt, machine, records
 
@@ -32,7 +32,9 @@ def korthikanti_table5(folder: Path = PUBLISHED) -> Iterator[Case]:
             yield Case.of_step(
                 f"{row.model} {name}",
                 seconds,
-                predict(gpt(row.model, precision="f16"), execution, machine("dgx_a100_80", row.gpus)),
+                predict(
+                    gpt(row.model, precision="f16"), execution, machine("dgx_a100_80", row.gpus)
+                ),
             )
 
 
@@ -57,13 +59,20 @@ def korthikanti_table4(folder: Path = PUBLISHED) -> Iterator[Case]:
         )
         phases = layer_phases(model, plan, machine("dgx_a100_80", 8))
         forward = phases.forward.compute + phases.forward.communication
-        backward = sum(phase.compute + phase.communication for phase in (phases.backward, phases.recompute))
+        backward = sum(
+            phase.compute + phase.communication for phase in (phases.backward, phases.recompute)
+        )
         yield Case(f"{row.experiment} forward", row.fwd_ms / 1e3, forward)
         yield Case(f"{row.experiment} backward", row.bwd_ms / 1e3, backward)
 
 
 def korthikanti_figure1(folder: Path = PUBLISHED) -> Iterator[Case]:
-    shapes = {"22B": (1, 4, 1, 4), "175B": (8, 1, 3, 64), "530B": (35, 1, 3, 280), "1T": (64, 1, 1, 512)}
+    shapes = {
+        "22B": (1, 4, 1, 4),
+        "175B": (8, 1, 3, 64),
+        "530B": (35, 1, 3, 280),
+        "1T": (64, 1, 1, 512),
+    }
     for row in records("korthikanti_fig1_memory_gib", folder=folder):
         pipeline, micro, interleave, batch = shapes[row.model]
         sequence = row.mode == "seqsel"
@@ -89,7 +98,12 @@ def korthikanti_figure7(folder: Path = PUBLISHED) -> Iterator[Case]:
         )
         return kept_activations(model, plan)
 
-    modes = {"seq": ("none", True), "sel": ("selective", False), "seqsel": ("selective", True), "full": ("full", False)}
+    modes = {
+        "seq": ("none", True),
+        "sel": ("selective", False),
+        "seqsel": ("selective", True),
+        "full": ("full", False),
+    }
     for row in records("korthikanti_fig7_act_pct", folder=folder):
         model = gpt(row.model)
         for mode, (recompute, sequence) in modes.items():

@@ -3,14 +3,16 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from simulator.formula import ZERO_2021, Execution, Transformer, predict
+from simulator.transformer import ZERO_2021, Execution, Transformer, predict
 from simulator.validation.cases import Case, Unpredicted
 from simulator.validation.sets.published_rows import PUBLISHED, fastest_case, gpt, machine, records
 
 
 def sc21_ptd(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
     for row in records("megatron_sc21_table1", folder=folder):
-        model = Transformer(layers=row.layers, hidden=row.hidden, heads=row.heads, seq=row.seq, vocab=row.vocab)
+        model = Transformer(
+            layers=row.layers, hidden=row.hidden, heads=row.heads, seq=row.seq, vocab=row.vocab
+        )
         plan = {"tensor": row.tp, "pipeline": row.pp, "data": row.dp, "global_batch": row.gbs}
         plan |= {"recompute": "full", "scatter_sends": True}
         yield fastest_case(
@@ -60,7 +62,10 @@ def sc21_zero3(folder: Path = PUBLISHED) -> Iterator[Case]:
         )
         where = machine("dgx_a100_80", row.gpus, ZERO_2021)
         yield Case.of_step(
-            f"{row.params_B}B on {row.gpus}", row.derived_iter_s, predict(model, plan, where), fitted=row in shipped
+            f"{row.params_B}B on {row.gpus}",
+            row.derived_iter_s,
+            predict(model, plan, where),
+            fitted=row in shipped,
         )
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from simulator.formula import JITTED, Execution, Transformer, memory_of, predict
+from simulator.transformer import JITTED, Execution, Transformer, memory_of, predict
 from simulator.validation.cases import Case, Unpredicted
 from simulator.validation.sets.published_rows import GIB, PUBLISHED, chosen, machine, records
 
@@ -56,22 +56,33 @@ def llm_foundry(folder: Path = PUBLISHED) -> Iterator[Case]:
         )
 
 
-_ATTENTION_ROWS = {("a100_80gb", "125m", 32768), ("h100_80gb", "1b", 65536)}  # tell the speed of fused attention
+_ATTENTION_ROWS = {
+    ("a100_80gb", "125m", 32768),
+    ("h100_80gb", "1b", 65536),
+}  # tell the speed of fused attention
 
-_LLAMA = {"70b": (8192, 64, 8, 28672), "405b": (16384, 128, 16, 53248)}  # hidden, heads, kv_heads, ffn
+_LLAMA = {
+    "70b": (8192, 64, 8, 28672),
+    "405b": (16384, 128, 16, 53248),
+}  # hidden, heads, kv_heads, ffn
 
 
 _SIMUMAX_FIELD = re.compile(r"(l|tp|cp|pp|dp|seq|mbc)(\d+)")
 
 
-def _simumax(folder: Path) -> Iterator[tuple[str, Transformer, Execution, float, float] | Unpredicted]:
+def _simumax(
+    folder: Path,
+) -> Iterator[tuple[str, Transformer, Execution, float, float] | Unpredicted]:
     """Cases are named by their sizes; those of other models than Llama have experts."""
     for row in records("simumax_b200", folder=folder):
         name, size, *fields = row.case.split("_")
         found = [_SIMUMAX_FIELD.fullmatch(field) for field in fields]
         given = {match[1]: int(match[2]) for match in found if match is not None}
         if name != "llama3" or size not in _LLAMA:
-            yield Unpredicted(row.case, "as formulas know no experts, nor sizes of Llama 3 other than 70b and 405b")
+            yield Unpredicted(
+                row.case,
+                "as formulas know no experts, nor sizes of Llama 3 other than 70b and 405b",
+            )
             continue
         hidden, heads, kv_heads, ffn = _LLAMA[size]
         model = Transformer(
@@ -137,7 +148,9 @@ def alpa_figure7(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
             yield Unpredicted(f"GPT on {row.gpus}", "as Alpa's plan is not known")
             continue
         layers, hidden, heads, tensor, pipeline, data, microbatches = _ALPA_PLANS[row.gpus]
-        model = Transformer(layers=layers, hidden=hidden, heads=heads, seq=1024, vocab=51200, precision="f16")
+        model = Transformer(
+            layers=layers, hidden=hidden, heads=heads, seq=1024, vocab=51200, precision="f16"
+        )
         plan = Execution(
             tensor=tensor,
             pipeline=pipeline,

@@ -9,10 +9,10 @@ from typing import Any
 import pandas as pd
 
 from simulator.calibration.measured_samples import DATA
-from simulator.cluster import Cluster
+from simulator.engine.prediction import Prediction
 from simulator.files import read_table
-from simulator.formula import EAGER, Backend, Execution, Machine, Transformer, predict
-from simulator.prediction import Prediction
+from simulator.hardware.cluster import Cluster
+from simulator.transformer import EAGER, Backend, Execution, Machine, Transformer, predict
 from simulator.validation.cases import Case, Unpredicted
 
 GIB = 2**30
@@ -61,7 +61,9 @@ def records(name: str, columns: list[str] | None = None, folder: Path = PUBLISHE
 def chosen[Known](name: str, known: Mapping[str, Known], what: str) -> Known:
     """What is known of a name in a table; an unknown one: `ValueError`."""
     if name not in known:
-        raise ValueError(f"unknown {what} {name!r} in the table; expected one of {', '.join(known)}")
+        raise ValueError(
+            f"unknown {what} {name!r} in the table; expected one of {', '.join(known)}"
+        )
     return known[name]
 
 
@@ -89,12 +91,18 @@ def fastest_case(
     found: list[Prediction] = []
     for values in product(*choices.values()):
         try:
-            candidate = predict(model, Execution.model_validate(plan | dict(zip(choices, values, strict=True))), where)
+            candidate = predict(
+                model,
+                Execution.model_validate(plan | dict(zip(choices, values, strict=True))),
+                where,
+            )
         except ValueError:
             continue
         if candidate.memory.fits:
             found.append(candidate)
     if not found:
-        return Unpredicted(name, f"as no {' and '.join(choices)} divides the model and fits in memory")
+        return Unpredicted(
+            name, f"as no {' and '.join(choices)} divides the model and fits in memory"
+        )
     best = min(found, key=lambda prediction: prediction.seconds)
     return Case.of_step(name, measured(best), best)

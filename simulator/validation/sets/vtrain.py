@@ -7,14 +7,27 @@ from typing import Any
 
 import pandas as pd
 
-from simulator.formula import EAGER, Backend, Execution, Transformer, predict
-from simulator.formula.scenario import Recompute
+from simulator.transformer import EAGER, Backend, Execution, Transformer, predict
+from simulator.transformer.scenario import Recompute
 from simulator.validation.cases import Case
 from simulator.validation.sets.published_rows import PUBLISHED, machine, records, table
 
 
 def vtrain_multi_node(folder: Path = PUBLISHED) -> Iterator[Case]:
-    columns = ["params", "gpus", "batch", "micro", "hidden", "heads", "layers", "seq", "t", "d", "p", "ms"]
+    columns = [
+        "params",
+        "gpus",
+        "batch",
+        "micro",
+        "hidden",
+        "heads",
+        "layers",
+        "seq",
+        "t",
+        "d",
+        "p",
+        "ms",
+    ]
     for row in records("vtrain_multi_node", columns, folder):
         model, plan = _described(row, "full")
         where = machine("dgx_a100_80", row.gpus, nics=4)
@@ -62,7 +75,9 @@ def vtrain_single_node(folder: Path = PUBLISHED) -> Iterator[Case]:
 
 def _described(row: Any, recompute: Recompute) -> tuple[Transformer, Execution]:
     """The model of a row, and its plan."""
-    model = Transformer(layers=row.layers, hidden=row.hidden, heads=row.heads, seq=row.seq, vocab=51200)
+    model = Transformer(
+        layers=row.layers, hidden=row.hidden, heads=row.heads, seq=row.seq, vocab=51200
+    )
     plan = Execution(
         tensor=row.t,
         pipeline=row.p,

@@ -31,7 +31,9 @@ from tests.generators import meshes
 
 
 def pipeline(stages: int) -> autopar.PipeshardParallel:
-    return autopar.PipeshardParallel(num_micro_batches=2, stage_option=autopar.UniformStageOption(stages))
+    return autopar.PipeshardParallel(
+        num_micro_batches=2, stage_option=autopar.UniformStageOption(stages)
+    )
 
 
 METHODS = {"shard": autopar.ShardParallel((1, 8)), "2 stages": pipeline(2), "4 stages": pipeline(4)}
@@ -39,7 +41,9 @@ METHODS = {"shard": autopar.ShardParallel((1, 8)), "2 stages": pipeline(2), "4 s
 
 @pytest.fixture(scope="module")
 def functions():
-    made = {name: autopar.parallelize(stack_step, method=method) for name, method in METHODS.items()}
+    made = {
+        name: autopar.parallelize(stack_step, method=method) for name, method in METHODS.items()
+    }
     for each in made.values():
         each.get_executable(stack_params(), stack_batch())
     return made
@@ -68,7 +72,9 @@ def test_a_state_goes_on_under_every_plan(functions, saved_under, tmp_path):
             leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
             for leaf, sharding in zip(leaves, shardings, strict=True)
         )
-        function.get_last_executable()(restored, function.preshard_dynamic_args(restored, stack_batch())[1])
+        function.get_last_executable()(
+            restored, function.preshard_dynamic_args(restored, stack_batch())[1]
+        )
 
 
 def test_what_was_saved_may_be_used_up_at_once(tmp_path):
@@ -79,7 +85,9 @@ def test_what_was_saved_may_be_used_up_at_once(tmp_path):
         state["x"] = double(state["x"])
     assert saving.wait() == tmp_path / "0"
     assert saving.done()
-    assert_same(autopar.restore_checkpoint(tmp_path), {"['x']": np.arange(1 << 16, dtype=np.float32)})
+    assert_same(
+        autopar.restore_checkpoint(tmp_path), {"['x']": np.arange(1 << 16, dtype=np.float32)}
+    )
 
 
 def test_arrays_of_every_kind_come_back(tmp_path):
@@ -93,7 +101,9 @@ def test_arrays_of_every_kind_come_back(tmp_path):
         "keys": keys,
         "number": 3,
         "scalar": np.float64(0.1),
-        "of many": jax.device_put(np.arange(16.0, dtype=np.float32), NamedSharding(mesh, jax.P("x"))),
+        "of many": jax.device_put(
+            np.arange(16.0, dtype=np.float32), NamedSharding(mesh, jax.P("x"))
+        ),
     }
     autopar.save_checkpoint(tmp_path, state, 0)
     single = jax.sharding.SingleDeviceSharding(jax.devices()[3])
@@ -104,7 +114,9 @@ def test_arrays_of_every_kind_come_back(tmp_path):
     }
     wanted["keys"] = jax.ShapeDtypeStruct((8,), keys.dtype, sharding=keys.sharding)
     del state["scalar"]
-    with pytest.raises(autopar.CheckpointError, match=r"\['scalar'\] is not in the state to restore"):
+    with pytest.raises(
+        autopar.CheckpointError, match=r"\['scalar'\] is not in the state to restore"
+    ):
         autopar.restore_checkpoint(tmp_path, 0, wanted)
     autopar.save_checkpoint(tmp_path, state, 1, wait=False)
     restored = autopar.restore_checkpoint(tmp_path, 1, wanted)
@@ -124,15 +136,21 @@ def test_any_sharding_is_restored_as_any_other(tmp_path_factory, data):
         mesh = data.draw(meshes())
         devices = np.array(data.draw(st.permutations(jax.devices()))[: mesh.num_devices])
         spec = data.draw(st.sampled_from(all_specs(shape, mesh)))
-        return NamedSharding(Mesh(devices.reshape(mesh.shape), mesh.axis_names), partition_spec(spec))
+        return NamedSharding(
+            Mesh(devices.reshape(mesh.shape), mesh.axis_names), partition_spec(spec)
+        )
 
     folder = tmp_path_factory.mktemp("parts")
     array = jax.device_put(value, drawn())
     tiles = _tiles(array)
-    assert sum(np.prod([b - a for a, b in tile], dtype=int) for tile in tiles) == value.size  # each part once
+    assert (
+        sum(np.prod([b - a for a, b in tile], dtype=int) for tile in tiles) == value.size
+    )  # each part once
     names = [str(n) for n in range(len(tiles))]
     write(folder / "part", dict(zip(names, copied(array, tiles), strict=True)))
-    pieces = tuple(SavedPiece(tile=t, part="part", name=n) for t, n in zip(tiles, names, strict=True))
+    pieces = tuple(
+        SavedPiece(tile=t, part="part", name=n) for t, n in zip(tiles, names, strict=True)
+    )
     saved = SavedArray(path="x", shape=shape, dtype="int32", pieces=pieces)
     wanted = drawn()
     (restored,) = restore(folder, [Wanted(saved, wanted)])
@@ -210,7 +228,9 @@ def test_a_saver_that_is_killed_leaves_a_whole_latest(tmp_path):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     for _ in range(3):
         command = [sys.executable, "-W", "ignore", "-c", SAVER, str(tmp_path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as saver:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+        ) as saver:
             assert saver.stdout is not None
             for _ in range(2):
                 assert saver.stdout.readline()
@@ -278,7 +298,9 @@ def test_a_saver_that_is_killed_before_any_of_its_calls_leaves_a_whole_latest(tm
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert run.returncode == 0, run.stderr
     steps = [int(line.split()[2]) for line in run.stdout.splitlines()]
-    assert len(steps) > 10  # calls of making the folder, of writing to it, of naming it and of removing old ones
+    assert (
+        len(steps) > 10
+    )  # calls of making the folder, of writing to it, of naming it and of removing old ones
     assert all(after - before in (0, 1) for before, after in itertools.pairwise(steps))
     assert 2 < len(set(steps)) < len(steps)  # killed before it was there, and after
 
@@ -291,7 +313,9 @@ def test_what_is_not_there_is_said(tmp_path, functions):
     with pytest.raises(autopar.CheckpointError, match="no checkpoint of step 4; those it has: 3"):
         autopar.restore_checkpoint(tmp_path, 4, placed)
     (tmp_path / "3" / "manifest.json").write_text("{}")
-    with pytest.raises(autopar.CheckpointError, match="not the manifest of a checkpoint that this version"):
+    with pytest.raises(
+        autopar.CheckpointError, match="not the manifest of a checkpoint that this version"
+    ):
         autopar.restore_checkpoint(tmp_path, 3, placed)
 
 
@@ -307,7 +331,9 @@ def test_the_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path, 
 
 def test_a_step_is_saved_once(tmp_path):
     autopar.save_checkpoint(tmp_path, {"x": 1}, 0)
-    with pytest.raises(autopar.CheckpointError, match="has a checkpoint of step 0 already; remove it"):
+    with pytest.raises(
+        autopar.CheckpointError, match="has a checkpoint of step 0 already; remove it"
+    ):
         autopar.save_checkpoint(tmp_path, {"x": 2}, 0)
     for step in (-1, 0.5, True):
         with pytest.raises(ValueError, match="expected a number from 0"):
@@ -333,7 +359,9 @@ def data_file(folder: Path) -> Path:
     return max(folder.glob("driver/**/d/*"), key=lambda file: file.stat().st_size)
 
 
-NOISE = np.random.default_rng(0).bytes(1 << 14)  # can't be compressed, so that most flips hit numbers
+NOISE = np.random.default_rng(0).bytes(
+    1 << 14
+)  # can't be compressed, so that most flips hit numbers
 
 
 def noise(step: int) -> dict[str, np.ndarray]:
@@ -344,7 +372,8 @@ def test_a_flipped_bit_is_noticed_unless_one_does_not_want_to_know(tmp_path):
     autopar.save_checkpoint(tmp_path, noise(0), 0)
     flip(data_file(tmp_path / "0"))
     with pytest.raises(
-        DamagedCheckpointError, match=r"driver is damaged: tile .* of \['x'\] is not what was saved: its"
+        DamagedCheckpointError,
+        match=r"driver is damaged: tile .* of \['x'\] is not what was saved: its",
     ):
         autopar.restore_checkpoint(tmp_path, 0)
     restored = autopar.restore_checkpoint(tmp_path, 0, verify=False)["['x']"]
@@ -355,9 +384,12 @@ def test_what_is_read_back_with_other_numbers_is_not_committed(tmp_path, monkeyp
     from autopar.checkpoint import parts
 
     plain = parts.read
-    monkeypatch.setattr(parts, "read", lambda *args: {name: value + 1 for name, value in plain(*args).items()})
+    monkeypatch.setattr(
+        parts, "read", lambda *args: {name: value + 1 for name, value in plain(*args).items()}
+    )
     with pytest.raises(
-        autopar.CheckpointError, match="driver was written, but 1 of its arrays are read back with other"
+        autopar.CheckpointError,
+        match="driver was written, but 1 of its arrays are read back with other",
     ):
         autopar.save_checkpoint(tmp_path, noise(0), 0)
     assert not list(tmp_path.iterdir())
@@ -369,9 +401,13 @@ DAMAGES = {
     "a flipped bit": lambda folder: flip(data_file(folder)),
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
     "half a manifest": lambda folder: os.truncate(folder / "manifest.json", 40),
-    "a manifest that is no text": lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe"),
+    "a manifest that is no text": lambda folder: (folder / "manifest.json").write_bytes(
+        b"\xff\xfe"
+    ),
     "a flipped bit in the manifest": lambda folder: flip(folder / "manifest.json"),
-    "the manifest of another step": lambda folder: shutil.copy(folder.parent / "1" / "manifest.json", folder),
+    "the manifest of another step": lambda folder: shutil.copy(
+        folder.parent / "1" / "manifest.json", folder
+    ),
     "the data of another step": lambda folder: shutil.copytree(
         folder.parent / "1" / "driver", folder / "driver", dirs_exist_ok=True
     ),
@@ -389,7 +425,9 @@ def test_a_checkpoint_that_can_not_be_read_is_set_aside_for_the_one_before(tmp_p
     DAMAGES[damage](tmp_path / "2")
     with pytest.raises(DamagedCheckpointError, match=f"^{tmp_path}/2"):
         autopar.restore_checkpoint(tmp_path, 2)
-    with pytest.warns(UserWarning, match=r"of step 2 is set aside as .*2\.damaged, and that of step 1 is restored"):
+    with pytest.warns(
+        UserWarning, match=r"of step 2 is set aside as .*2\.damaged, and that of step 1 is restored"
+    ):
         restored = autopar.restore_checkpoint(tmp_path)
     np.testing.assert_array_equal(restored["['x']"], noise(1)["x"])
     assert autopar.latest_step(tmp_path) == 1
@@ -405,7 +443,8 @@ def test_nothing_is_set_aside_unless_another_can_be_restored(tmp_path):
         autopar.save_checkpoint(tmp_path, noise(step), step)
         (tmp_path / str(step) / "manifest.json").unlink()
     with pytest.raises(
-        autopar.CheckpointError, match=f"no checkpoint that can be read: {tmp_path}/2/.*; {tmp_path}/1/"
+        autopar.CheckpointError,
+        match=f"no checkpoint that can be read: {tmp_path}/2/.*; {tmp_path}/1/",
     ):
         autopar.restore_checkpoint(tmp_path)
     assert saved_steps(tmp_path) == [1, 2]
@@ -433,7 +472,9 @@ def without_checksums(folder: Path) -> None:
 def test_a_checkpoint_of_before_checksums_is_restored_with_a_warning(tmp_path):
     autopar.save_checkpoint(tmp_path, noise(0), 0)
     without_checksums(tmp_path / "0")
-    with pytest.warns(UserWarning, match="0 was written before checkpoints had checksums: damage to its data"):
+    with pytest.warns(
+        UserWarning, match="0 was written before checkpoints had checksums: damage to its data"
+    ):
         restored = autopar.restore_checkpoint(tmp_path)
     np.testing.assert_array_equal(restored["['x']"], noise(0)["x"])
     autopar.restore_checkpoint(tmp_path, verify=False)
@@ -455,30 +496,60 @@ def test_a_checkpoint_of_before_checksums_is_restored_with_a_warning(tmp_path):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda path: autopar.save_checkpoint(path, {"a": "x"}, 1), r"\['a'\] of the state is 'x', expected an array"),
+        (
+            lambda path: autopar.save_checkpoint(path, {"a": "x"}, 1),
+            r"\['a'\] of the state is 'x', expected an array",
+        ),
         (
             lambda path: autopar.save_checkpoint(path, {"a": object}, 1),
             r"\['a'\] of the state is <class 'object'>, exp",
         ),
         (lambda path: autopar.save_checkpoint(path, None, 1), "the state has no arrays"),
-        (lambda path: autopar.save_checkpoint(3, {"a": 1}, 1), "ckpt_dir is 3, expected the path of a directory"),
-        (lambda path: autopar.save_checkpoint(None, {"a": 1}, 1), "ckpt_dir is None, expected the path"),
-        (lambda path: autopar.save_checkpoint(path, {"a": 1}, "1"), "step is '1', expected a number from 0"),
+        (
+            lambda path: autopar.save_checkpoint(3, {"a": 1}, 1),
+            "ckpt_dir is 3, expected the path of a directory",
+        ),
+        (
+            lambda path: autopar.save_checkpoint(None, {"a": 1}, 1),
+            "ckpt_dir is None, expected the path",
+        ),
+        (
+            lambda path: autopar.save_checkpoint(path, {"a": 1}, "1"),
+            "step is '1', expected a number from 0",
+        ),
         (
             lambda path: autopar.save_checkpoint(path, {"a": 1}, 1, keep=2.0),
             r"keep is 2\.0, expected a number of check",
         ),
-        (lambda path: autopar.save_checkpoint(path, {"a": 1}, 1, keep=True), "keep is True, expected a number of"),
+        (
+            lambda path: autopar.save_checkpoint(path, {"a": 1}, 1, keep=True),
+            "keep is True, expected a number of",
+        ),
         (lambda path: autopar.restore_checkpoint(path, -1), "step is -1, expected a number from 0"),
-        (lambda path: autopar.restore_checkpoint(path, 1.5), r"step is 1\.5, expected a number from 0"),
-        (lambda path: autopar.restore_checkpoint(path, "0"), "step is '0', expected a number from 0"),
-        (lambda path: autopar.restore_checkpoint(path, 77), "no checkpoint of step 77; those it has: 0"),
-        (lambda path: autopar.restore_checkpoint(3), "ckpt_dir is 3, expected the path of a directory"),
+        (
+            lambda path: autopar.restore_checkpoint(path, 1.5),
+            r"step is 1\.5, expected a number from 0",
+        ),
+        (
+            lambda path: autopar.restore_checkpoint(path, "0"),
+            "step is '0', expected a number from 0",
+        ),
+        (
+            lambda path: autopar.restore_checkpoint(path, 77),
+            "no checkpoint of step 77; those it has: 0",
+        ),
+        (
+            lambda path: autopar.restore_checkpoint(3),
+            "ckpt_dir is 3, expected the path of a directory",
+        ),
         (
             lambda path: autopar.restore_checkpoint(path, 0, {"a": 3}),
             r"placement_specs has 3 at \['a'\], expected a Pl",
         ),
-        (lambda path: autopar.restore_checkpoint(path, 0, np.ones(3)), "at its only place, expected a PlacementSpec"),
+        (
+            lambda path: autopar.restore_checkpoint(path, 0, np.ones(3)),
+            "at its only place, expected a PlacementSpec",
+        ),
         (
             lambda path: autopar.restore_checkpoint(path, 0, {}),
             r"another state: \['a'\] is not in the state to restore",
@@ -497,5 +568,7 @@ def test_arguments_that_make_no_sense_are_refused_in_one_line(tmp_path, call, sa
 def test_keys_of_another_implementation_are_another_state(tmp_path):
     autopar.save_checkpoint(tmp_path, jax.random.key(0, impl="rbg"), 0)
     wanted = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
-    with pytest.raises(autopar.CheckpointError, match=r"random keys \(rbg\)\[4\] there, key<fry>\[\] in the state"):
+    with pytest.raises(
+        autopar.CheckpointError, match=r"random keys \(rbg\)\[4\] there, key<fry>\[\] in the state"
+    ):
         autopar.restore_checkpoint(tmp_path, 0, wanted)

@@ -22,7 +22,9 @@ STATE = {"x": np.arange(3)}
 def left_behind(directory: Path, seconds_ago: float = 0, **changes: Any) -> Path:
     """Write the lock of another owner, which was last seen so long ago."""
     file = directory / LOCK
-    file.write_text(json.dumps({**json.loads(Owner.this().model_dump_json()), "token": "other", **changes}))
+    file.write_text(
+        json.dumps({**json.loads(Owner.this().model_dump_json()), "token": "other", **changes})
+    )
     then = time.time() - seconds_ago
     os.utime(file, (then, then))
     return file
@@ -57,7 +59,8 @@ def test_a_stale_lock_is_taken_over_and_no_other(tmp_path, changes, seconds_ago,
         assert not file.exists()
     else:
         with pytest.raises(
-            autopar.CheckpointError, match=r"in use by .*, last seen \d+ s ago and taken for gone after"
+            autopar.CheckpointError,
+            match=r"in use by .*, last seen \d+ s ago and taken for gone after",
         ):
             autopar.save_checkpoint(tmp_path, STATE, 0)
         assert file.exists()
@@ -122,7 +125,9 @@ def test_who_has_lost_the_lock_commits_nothing(tmp_path, monkeypatch):
         return write(*args)
 
     monkeypatch.setattr(saving, "write", taken_over)
-    with pytest.raises(autopar.CheckpointError, match="is no longer the lock of this process, but of process 1 on"):
+    with pytest.raises(
+        autopar.CheckpointError, match="is no longer the lock of this process, but of process 1 on"
+    ):
         autopar.save_checkpoint(tmp_path, STATE, 0)
     assert [entry.name for entry in tmp_path.iterdir()] == [LOCK]  # the other's
 
@@ -130,7 +135,9 @@ def test_who_has_lost_the_lock_commits_nothing(tmp_path, monkeypatch):
 def test_a_process_may_use_its_lock_more_than_once(tmp_path):
     first = lock(tmp_path, is_alone=True)
     assert lock(tmp_path) is first
-    with pytest.raises(autopar.CheckpointError, match="in use by this process, which trains or saves there already"):
+    with pytest.raises(
+        autopar.CheckpointError, match="in use by this process, which trains or saves there already"
+    ):
         lock(tmp_path, is_alone=True)
     first.release()
     first.check()
@@ -157,7 +164,10 @@ print(saved, refused)
 def test_two_that_save_to_one_directory_remove_nothing_of_each_other(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", TRAINER, str(tmp_path)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    two = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) for _ in range(2)]
+    two = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
+        for _ in range(2)
+    ]
     saved = [int(trainer.communicate()[0].split()[0]) for trainer in two]
     assert [trainer.returncode for trainer in two] == [0, 0]
     assert sum(saved) > 0

@@ -15,17 +15,21 @@ from autopar.planning.step_planner import make_plan
 from autopar.report import PlannedStep, classify
 from autopar.sharding.options import AUTO, ShardingOptions
 from experiments.validation.fidelity import planned_collectives
-from simulator.cluster import Cluster
-from simulator.costs import BandwidthOnly
+from simulator.costs.cost_model import BandwidthOnly
+from simulator.hardware.cluster import Cluster
 from simulator.work import Start
 
 COSTS = BandwidthOnly(bandwidth=1e9, flop_per_s=1e10)
 """No latency, and compute dear enough to be shared: tiny models behave like big ones."""
 
-_COLLECTIVE = re.compile(r"%\S+ = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(")
+_COLLECTIVE = re.compile(
+    r"%\S+ = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\("
+)
 
 
-def planned(step: StepGraph, shape: tuple[int, ...], options: ShardingOptions = AUTO) -> PlannedStep:
+def planned(
+    step: StepGraph, shape: tuple[int, ...], options: ShardingOptions = AUTO
+) -> PlannedStep:
     """The plan of `step` on a mesh with axes x (and y)."""
     mesh = LogicalMesh(shape, ("x", "y")[: len(shape)])
     return PlannedStep(step, make_plan(step, mesh, _cluster(), options, "ShardParallel", COSTS))
@@ -60,7 +64,9 @@ def in_plan(planned: PlannedStep) -> Counter[str]:
 def inputs(planned: PlannedStep, start: str = "", end: str = "") -> dict[str, Spec]:
     """Specs of the inputs whose paths start and end so."""
     stage = planned.plan.stages[0]
-    return {v.path: v.spec for v in stage.inputs if v.path.startswith(start) and v.path.endswith(end)}
+    return {
+        v.path: v.spec for v in stage.inputs if v.path.startswith(start) and v.path.endswith(end)
+    }
 
 
 def kinds(planned: PlannedStep, end: str = "kernel") -> list[str]:

@@ -39,18 +39,26 @@ def traced(channels, size, batch_size):
 
     def step(state, batch):
         def loss(params):
-            y, rest = model.apply({"params": params, **state["rest"]}, batch["x"], mutable=["batch_stats"])
+            y, rest = model.apply(
+                {"params": params, **state["rest"]}, batch["x"], mutable=["batch_stats"]
+            )
             return jnp.mean((y - batch["y"]) ** 2), rest
 
         (value, rest), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"])
         updates, opt = optimizer.update(gradients, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "rest": rest, "opt": opt}, value
+        return {
+            "params": optax.apply_updates(state["params"], updates),
+            "rest": rest,
+            "opt": opt,
+        }, value
 
     return trace(step, jax.eval_shape(init), (1,))
 
 
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)])
-def test_data_parallelism_reduces_the_gradients_and_the_statistics_of_each_norm_forward_and_backward(mesh):
+def test_data_parallelism_reduces_the_gradients_and_the_statistics_of_each_norm_forward_and_backward(
+    mesh,
+):
     found = planned(traced(channels=8, size=16, batch_size=16), mesh, DATA_PARALLEL)
     assert collectives(found) == Counter(all_reduce=1 + 2 * LAYERS)
 

@@ -18,13 +18,21 @@ MESHES = [(4, 1), (1, 4)]
 @pytest.fixture(scope="module")
 def narrow():
     """Activations larger than weights."""
-    return trace(mlp_step, jax.eval_shape(lambda: mlp_args((32,) * LAYERS, batch_size=256, features=32)), (1,))
+    return trace(
+        mlp_step,
+        jax.eval_shape(lambda: mlp_args((32,) * LAYERS, batch_size=256, features=32)),
+        (1,),
+    )
 
 
 @pytest.fixture(scope="module")
 def wide():
     """Weights larger than activations."""
-    return trace(mlp_step, jax.eval_shape(lambda: mlp_args((256,) * LAYERS, batch_size=32, features=256)), (1,))
+    return trace(
+        mlp_step,
+        jax.eval_shape(lambda: mlp_args((256,) * LAYERS, batch_size=32, features=256)),
+        (1,),
+    )
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -29,7 +29,10 @@ def found():
     def init():
         x = jnp.zeros((64, 16, 64))
         params = model.init(jax.random.key(0), x)
-        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2)), {"x": x, "y": x}
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2)), {
+            "x": x,
+            "y": x,
+        }
 
     return planned(trace(step, jax.eval_shape(init), (1,)), (4,))
 

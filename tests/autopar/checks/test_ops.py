@@ -38,7 +38,9 @@ def _gradient(fun: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], ja
 
 
 OPS: dict[str, Callable[[jax.Array], Any]] = {
-    "dropout": lambda x: nn.Dropout(0.5, deterministic=False).apply({}, x, rngs={"dropout": jax.random.key(0)}),
+    "dropout": lambda x: nn.Dropout(0.5, deterministic=False).apply(
+        {}, x, rngs={"dropout": jax.random.key(0)}
+    ),
     "gather": lambda x: x[:, jnp.arange(0, 144, 3)],
     "gather of rows": lambda x: x[jnp.arange(16) % 5],
     "scatter": lambda x: x.at[:, jnp.arange(12)].set(0.0),
@@ -56,9 +58,19 @@ OPS: dict[str, Callable[[jax.Array], Any]] = {
     "custom_jvp": _gradient(_cube),
     "custom_vjp": _gradient(_clipped),
     "checkpoint": _gradient(jax.checkpoint(lambda x: jnp.sin(jnp.cos(x) @ x.T))),
-    "einsum with two batch dims": lambda x: jnp.einsum("abij,abjk->abik", *2 * (x.reshape(4, 4, 12, 12),)),
-    "integers": lambda x: ((x * 10).astype(jnp.int32) // 3 % 5, jnp.bitwise_xor(x.astype(jnp.int32), 5)),
-    "booleans": lambda x: ((x > 0) & ~(x > 1), (x > 0).any(0), (x > -9).all(1), jnp.where(x > 0, x, -x)),
+    "einsum with two batch dims": lambda x: jnp.einsum(
+        "abij,abjk->abik", *2 * (x.reshape(4, 4, 12, 12),)
+    ),
+    "integers": lambda x: (
+        (x * 10).astype(jnp.int32) // 3 % 5,
+        jnp.bitwise_xor(x.astype(jnp.int32), 5),
+    ),
+    "booleans": lambda x: (
+        (x > 0) & ~(x > 1),
+        (x > 0).any(0),
+        (x > -9).all(1),
+        jnp.where(x > 0, x, -x),
+    ),
 }
 
 
@@ -67,7 +79,10 @@ OPS: dict[str, Callable[[jax.Array], Any]] = {
 def test_an_operation_on_a_sharded_operand_equals_one_device(name, spec):
     options = autopar.ShardingOptions(pins={"0": spec})
     planned = autopar.parallelize(
-        OPS[name], method=autopar.ShardParallel(4, options=options), batch_argnums=(), donate_argnums=()
+        OPS[name],
+        method=autopar.ShardParallel(4, options=options),
+        batch_argnums=(),
+        donate_argnums=(),
     )
     assert_allclose(planned(_x), jax.jit(OPS[name])(_x), rtol=1e-3, atol=1e-3)
     (value,) = planned.get_last_executable().plan.stages[0].inputs
@@ -75,7 +90,9 @@ def test_an_operation_on_a_sharded_operand_equals_one_device(name, spec):
 
 
 def test_a_donated_operand_is_reused():
-    planned = autopar.parallelize(lambda x: x + 1, method=autopar.DataParallel(4), batch_argnums=(0,), donate_argnums=0)
+    planned = autopar.parallelize(
+        lambda x: x + 1, method=autopar.DataParallel(4), batch_argnums=(0,), donate_argnums=0
+    )
     (x,) = planned.preshard_dynamic_args(_x)
     assert_allclose(planned(x), _x + 1)
     assert x.is_deleted()

@@ -33,7 +33,10 @@ def step_and_args(batch_size):
     def init():
         x = jax.random.normal(jax.random.key(1), (batch_size, 8, 128))
         params = model.init(jax.random.key(0), x)
-        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2)), {"x": x, "y": x}
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2)), {
+            "x": x,
+            "y": x,
+        }
 
     return trace(mlp_step, jax.eval_shape(init), (1,)), init
 
@@ -48,21 +51,35 @@ def test_data_parallelism_is_one_all_reduce(bert):
 
 
 @pytest.mark.parametrize("mesh", [(4,), (1, 4)])
-def test_model_parallelism_is_an_all_reduce_for_each_half_of_a_layer_forward_and_backward(bert, mesh):
+def test_model_parallelism_is_an_all_reduce_for_each_half_of_a_layer_forward_and_backward(
+    bert, mesh
+):
     """4 L - 1: nobody wants the gradient of the first layer's input."""
     found = planned(bert, mesh)
     axis = "xy"[mesh.index(4)]
     assert collectives(found)["all_reduce"] == 4 * LAYERS - 1
-    for layer, kind in [("qkv", "column"), ("attention/out", "row"), ("up", "column"), ("down", "row")]:
+    for layer, kind in [
+        ("qkv", "column"),
+        ("attention/out", "row"),
+        ("up", "column"),
+        ("down", "row"),
+    ]:
         assert kinds(found, f"{layer}/kernel") == [f"{kind} on {axis}"] * LAYERS
 
 
 def test_a_square_mesh_with_the_batch_on_one_axis_has_the_model_on_the_other(bert):
     """One more all_reduce than model parallelism has: that of the gradients."""
-    options = ShardingOptions(batch_axis="x", parameters="any", forbidden=frozenset({"reduce_scatter"}))
+    options = ShardingOptions(
+        batch_axis="x", parameters="any", forbidden=frozenset({"reduce_scatter"})
+    )
     found = planned(bert, (2, 2), options)
     assert collectives(found)["all_reduce"] == 4 * LAYERS
-    for layer, kind in [("qkv", "column"), ("attention/out", "row"), ("up", "column"), ("down", "row")]:
+    for layer, kind in [
+        ("qkv", "column"),
+        ("attention/out", "row"),
+        ("up", "column"),
+        ("down", "row"),
+    ]:
         assert kinds(found, f"{layer}/kernel") == [f"data parallel on x, {kind} on y"] * LAYERS
 
 

@@ -32,7 +32,8 @@ class Attention(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         batch, length, hidden = x.shape
         query, key, value = (
-            nn.Dense(hidden, name=name)(x).reshape(batch, length, self.heads, -1) for name in ("q", "k", "v")
+            nn.Dense(hidden, name=name)(x).reshape(batch, length, self.heads, -1)
+            for name in ("q", "k", "v")
         )
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
         mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
@@ -89,18 +90,35 @@ def tensor_parallel(sch: ModelSchedule) -> None:
 
 def megatron(sch: ModelSchedule, mesh_axis: str | None = None) -> None:
     """Every block of a `Transformer`, by column and by row."""
-    for column in ("block_*/attention/q", "block_*/attention/k", "block_*/attention/v", "block_*/up"):
-        sch[column].shard("kernel", axis=1, mesh_axis=mesh_axis).shard("bias", axis=0, mesh_axis=mesh_axis)
+    for column in (
+        "block_*/attention/q",
+        "block_*/attention/k",
+        "block_*/attention/v",
+        "block_*/up",
+    ):
+        sch[column].shard("kernel", axis=1, mesh_axis=mesh_axis).shard(
+            "bias", axis=0, mesh_axis=mesh_axis
+        )
     for row in ("block_*/attention/out", "block_*/down"):
-        sch[row].shard("kernel", axis=0, mesh_axis=mesh_axis).sync("fwd_post", "all_reduce", mesh_axis=mesh_axis)
+        sch[row].shard("kernel", axis=0, mesh_axis=mesh_axis).sync(
+            "fwd_post", "all_reduce", mesh_axis=mesh_axis
+        )
     for entry in ("block_*/attention", "block_*/up"):
         sch[entry].sync("bwd_post", "all_reduce", mesh_axis=mesh_axis)
 
 
 def collectives(
-    compiled: Any, kinds: Sequence[str] = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+    compiled: Any,
+    kinds: Sequence[str] = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
 ) -> dict:
     """How many collectives of each kind a compiled function has, those of single numbers left out."""
-    lines = [line for line in compiled.as_text().splitlines() if " = " in line and "[]" not in line.split(" = ")[1][:8]]
-    counts = {kind: sum(f" {kind}(" in line or f" {kind}-start(" in line for line in lines) for kind in kinds}
+    lines = [
+        line
+        for line in compiled.as_text().splitlines()
+        if " = " in line and "[]" not in line.split(" = ")[1][:8]
+    ]
+    counts = {
+        kind: sum(f" {kind}(" in line or f" {kind}-start(" in line for line in lines)
+        for kind in kinds
+    }
     return {kind: count for kind, count in counts.items() if count}

@@ -14,12 +14,20 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.directives import Built, ModelSchedule, Schedule, ScheduleError, Verify, build, create_schedule
+from autopar.directives import (
+    Built,
+    ModelSchedule,
+    Schedule,
+    ScheduleError,
+    Verify,
+    build,
+    create_schedule,
+)
 from autopar.lowering.target import target_mesh
 from autopar.pipeline.partition import Task
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 from tests.autopar.directives.models import (
     MLP,
     Transformer,
@@ -37,12 +45,16 @@ TOKENS = np.arange(32).reshape(4, 8) * 7 % 32
 def abstract(sch: ModelSchedule, built: Built) -> Any:
     """The parameters where they go, without values."""
     return jax.tree.map(
-        lambda p, sharding: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding), sch.params, built.shardings
+        lambda p, sharding: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding),
+        sch.params,
+        built.shardings,
     )
 
 
 @pytest.mark.parametrize("ways", [1, 2, 4, 8])
-def test_the_tutorials_schedule_is_right_on_any_number_of_devices_if_decomposed_first_too(ways: int) -> None:
+def test_the_tutorials_schedule_is_right_on_any_number_of_devices_if_decomposed_first_too(
+    ways: int,
+) -> None:
     """The tutorial itself, `experiments/tutorials/slapo_mlp.py`, shards before it decomposes."""
     sch = mlp_schedule(mesh=ways)
     x = jax.random.normal(jax.random.key(1), (2, 8, 32))
@@ -56,7 +68,9 @@ def test_the_tutorials_schedule_is_right_on_any_number_of_devices_if_decomposed_
 
 
 @pytest.mark.parametrize("backend", ["manual", "gspmd"])
-def test_column_and_row_need_one_all_reduce_forward_and_one_for_the_inputs_gradient(backend: Any) -> None:
+def test_column_and_row_need_one_all_reduce_forward_and_one_for_the_inputs_gradient(
+    backend: Any,
+) -> None:
     sch = mlp_schedule()
     tensor_parallel(sch)
     built = build(sch, backend)
@@ -102,7 +116,9 @@ def test_every_backend_trains_alike(backend: Any) -> None:
     updated, found = parallel(params, x)
     assert_allclose((updated, found), step(params, x, model.apply), atol=1e-6)
     assert updated["params"]["linear1"]["kernel"].sharding.spec == P(None, "x")
-    specs = {value.path: value.spec for value in parallel.get_executable(params, x).plan.stages[0].inputs}
+    specs = {
+        value.path: value.spec for value in parallel.get_executable(params, x).plan.stages[0].inputs
+    }
     assert specs["0/params/linear2/kernel"] == (("x",), ())
 
 
@@ -127,7 +143,9 @@ def test_the_planner_decides_what_a_schedule_leaves_open() -> None:
     built = build(sch, "auto")
     step = autopar.parallelize(lambda params, x: built.apply(params, x), method=built.method)
     assert_allclose(step(params, x), model.apply(params, x), atol=1e-5)
-    specs = {value.path: value.spec for value in step.get_executable(params, x).plan.stages[0].inputs}
+    specs = {
+        value.path: value.spec for value in step.get_executable(params, x).plan.stages[0].inputs
+    }
     assert specs["0/params/linear1/kernel"] == (("x",), ())
 
 
@@ -153,9 +171,15 @@ def test_what_verify_checks_of_auto_is_the_plan_that_runs(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("op", "axis", "spec"),
-    [("all_reduce", None, ((), ())), ("reduce_scatter", 0, (("x",), ())), ("reduce_scatter", 1, ((), ("x",)))],
+    [
+        ("all_reduce", None, ((), ())),
+        ("reduce_scatter", 0, (("x",), ())),
+        ("reduce_scatter", 1, ((), ("x",))),
+    ],
 )
-def test_the_planner_keeps_what_is_synchronised_where_the_schedule_says(op: str, axis: int | None, spec: Any) -> None:
+def test_the_planner_keeps_what_is_synchronised_where_the_schedule_says(
+    op: str, axis: int | None, spec: Any
+) -> None:
     model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 32))
     params = model.init(jax.random.key(0), x)
     sch = scheduled(model, x)
@@ -174,7 +198,10 @@ def test_two_axes_split_the_batch_and_the_layers() -> None:
     megatron(sch, "y")
     Verify(sch, [TOKENS], batch_axis="x").check()
     sch = scheduled(Transformer(layers=1), TOKENS[:3], mesh=(2, 4))
-    with pytest.raises(ScheduleError, match=r"arg0 has shape \(3, 8\): its first dim can't be split evenly over the 2"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"arg0 has shape \(3, 8\): its first dim can't be split evenly over the 2",
+    ):
         build(sch, batch_axis="x")
 
 
@@ -200,7 +227,9 @@ def test_a_loss_in_which_numbers_cancel_is_compared_with_them() -> None:
             return x @ params["down"]["w"]
 
     draw = np.random.default_rng(0)
-    x, up, down = (draw.standard_normal(shape).astype(np.float32) for shape in ((4, 8), (8, 16), (16, 32)))
+    x, up, down = (
+        draw.standard_normal(shape).astype(np.float32) for shape in ((4, 8), (8, 16), (16, 32))
+    )
     slope = (x @ up).T @ np.random.default_rng(1).standard_normal((4, 32))
     down -= (slope * np.sum(slope * down) / np.sum(slope**2)).astype(np.float32)
     sch = create_schedule(model, {"up": {"w": up}, "down": {"w": down}}, [x], 4)
@@ -227,9 +256,9 @@ def test_checkpointed_modules_are_computed_again(remat: bool) -> None:
 
     def products(sch: ModelSchedule) -> int:
         apply = build(sch).apply
-        return str(jax.make_jaxpr(jax.grad(lambda p: jnp.mean(apply(p, TOKENS) ** 2)))(sch.params)).count(
-            "dot_general["
-        )
+        return str(
+            jax.make_jaxpr(jax.grad(lambda p: jnp.mean(apply(p, TOKENS) ** 2)))(sch.params)
+        ).count("dot_general[")
 
     sch, plain = (scheduled(Transformer(layers=1, remat=again), TOKENS) for again in (remat, False))
     megatron(sch)
@@ -253,18 +282,32 @@ def named_layers(params: Any, x: jax.Array) -> jax.Array:
         ("everything_saveable", False),
         (("save_only_these_names", "first", "second"), True),
         (("save_any_names_but_these", "first"), True),
-        (("save_from_both_policies", "nothing_saveable", ("save_anything_except_these_names", "first")), False),
+        (
+            (
+                "save_from_both_policies",
+                "nothing_saveable",
+                ("save_anything_except_these_names", "first"),
+            ),
+            False,
+        ),
         (lambda *_, **__: True, False),
     ],
     ids=lambda given: "function" if callable(given) else str(given),
 )
-def test_checkpoint_policies_are_named_made_by_name_or_functions(policy: Any, recomputes: bool) -> None:
+def test_checkpoint_policies_are_named_made_by_name_or_functions(
+    policy: Any, recomputes: bool
+) -> None:
     """Where all is kept nothing is computed twice; the policy goes to JSON and back."""
     params, x = {"first": jnp.ones((8, 8)), "second": jnp.ones((8, 8))}, jnp.ones((4, 8))
     sch = create_schedule(named_layers, params, [x], mesh=2)
     sch["layers"].checkpoint(policy)
     again = create_schedule(
-        named_layers, params, [x], 2, Schedule.from_json(sch.schedule.to_json()), functions=sch.functions
+        named_layers,
+        params,
+        [x],
+        2,
+        Schedule.from_json(sch.schedule.to_json()),
+        functions=sch.functions,
     )
     assert again.schedule == sch.schedule
     apply = build(again).apply
@@ -332,16 +375,28 @@ def three_scopes(params: Any, x: jax.Array) -> jax.Array:
     [
         ({"op": "all_gather"}, None, {"all-gather": 1}),
         ({"op": "RS->RR"}, None, {"all-gather": 1}),
-        ({"op": "RS->SR"}, {"op": "all_gather", "axis": 0, "backward": "scatter"}, {"all-to-all": 1, "all-gather": 1}),
-        ({"op": lambda x: jax.lax.all_gather(x, "x", axis=1, tiled=True, to="invarying")}, None, {"all-gather": 1}),
+        (
+            {"op": "RS->SR"},
+            {"op": "all_gather", "axis": 0, "backward": "scatter"},
+            {"all-to-all": 1, "all-gather": 1},
+        ),
+        (
+            {"op": lambda x: jax.lax.all_gather(x, "x", axis=1, tiled=True, to="invarying")},
+            None,
+            {"all-gather": 1},
+        ),
         (None, {"op": "all_gather", "axis": 1, "backward": "scatter"}, {"all-gather": 1}),
         ({"op": "all_gather"}, {"op": "scatter", "axis": 0}, {"all-gather": 1}),
     ],
     ids=["all_gather", "reshard to whole", "all_to_all", "function", "before", "scatter"],
 )
-def test_every_change_of_layout_keeps_values_and_gradients(first: Any, third: Any, expected: dict[str, int]) -> None:
+def test_every_change_of_layout_keeps_values_and_gradients(
+    first: Any, third: Any, expected: dict[str, int]
+) -> None:
     x = jax.random.normal(jax.random.key(0), (4, 8))
-    sch = create_schedule(three_scopes, {"first": jnp.ones((8, 16)), "third": jnp.ones((16, 8))}, [x], mesh=4)
+    sch = create_schedule(
+        three_scopes, {"first": jnp.ones((8, 16)), "third": jnp.ones((16, 8))}, [x], mesh=4
+    )
     sch.shard("first", axis=1)
     for path, mode, sync in (("first", "fwd_post", first), ("third", "fwd_pre", third)):
         if sync is not None:
@@ -408,7 +463,9 @@ def test_nnx_modules_take_the_same_directives() -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_pipeline_is_cut_and_its_stages_are_sharded_where_the_schedule_says(sharded: bool) -> None:
+def test_a_pipeline_is_cut_and_its_stages_are_sharded_where_the_schedule_says(
+    sharded: bool,
+) -> None:
     model = MLP(32)
     x = jax.random.normal(jax.random.key(1), (8, 32))
     params = model.init(jax.random.key(0), x)
@@ -428,7 +485,9 @@ def test_a_pipeline_is_cut_and_its_stages_are_sharded_where_the_schedule_says(sh
     assert_allclose(updated, jax.tree.map(lambda p, g: p - g, params, gradients), atol=1e-5)
     first, second = parallel.get_executable(params, x).plan.stages
     if sharded:
-        assert {v.spec for v in second.inputs if v.path.endswith("linear2/kernel")} == {(("x",), ())}
+        assert {v.spec for v in second.inputs if v.path.endswith("linear2/kernel")} == {
+            (("x",), ())
+        }
     assert not any("linear2" in value.path for value in first.inputs)
 
 
@@ -437,7 +496,9 @@ def test_each_stage_of_a_pipeline_is_on_a_mesh_of_the_schedule_s_shape() -> None
     params = model.init(jax.random.key(0), *args)
     sch = autopar.create_schedule(model, params, args, mesh=(2, 2))
     sch["linear1"].cut_pipeline_stage()
-    sch["linear2"].shard("kernel", axis=0, mesh_axis="y").sync("fwd_post", "all_reduce", mesh_axis="y")
+    sch["linear2"].shard("kernel", axis=0, mesh_axis="y").sync(
+        "fwd_post", "all_reduce", mesh_axis="y"
+    )
     built = build(sch, "auto", "x", num_micro_batches=2, devices=8)
 
     def step(params: Any, x: Any) -> Any:
@@ -446,7 +507,9 @@ def test_each_stage_of_a_pipeline_is_on_a_mesh_of_the_schedule_s_shape() -> None
 
     parallel = autopar.parallelize(step, method=built.method)
     gradients = jax.grad(lambda p: jnp.mean(model.apply(p, *args) ** 2))(params)
-    assert_allclose(parallel(params, *args)[0], jax.tree.map(lambda p, g: p - g, params, gradients), atol=1e-5)
+    assert_allclose(
+        parallel(params, *args)[0], jax.tree.map(lambda p, g: p - g, params, gradients), atol=1e-5
+    )
     plan = parallel.get_executable(params, *args).plan
     assert plan.num_micro_batches == 2
     assert [(stage.devices, stage.mesh_shape) for stage in plan.stages] == [
@@ -457,7 +520,9 @@ def test_each_stage_of_a_pipeline_is_on_a_mesh_of_the_schedule_s_shape() -> None
 
 @pytest.mark.parametrize("masked", [False, True], ids=["mean", "masked mean"])
 @pytest.mark.parametrize(("mesh", "count"), [((2, 2), 2), ((1, 4), 8)])
-def test_on_shards_gradients_are_accumulated_over_microbatches(mesh: tuple[int, int], count: int, masked: bool) -> None:
+def test_on_shards_gradients_are_accumulated_over_microbatches(
+    mesh: tuple[int, int], count: int, masked: bool
+) -> None:
     """Of several examples over two axes, and of one each over one."""
     model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 4, 32))
     params = model.init(jax.random.key(0), x)
@@ -474,7 +539,12 @@ def test_on_shards_gradients_are_accumulated_over_microbatches(mesh: tuple[int, 
         return autopar.value_and_grad(loss)(params)
 
     parallel = autopar.parallelize(step, method=built.method)
-    assert_allclose(parallel(params, x), jax.jit(partial(step, apply=model.apply))(params, x), rtol=1e-4, atol=1e-6)
+    assert_allclose(
+        parallel(params, x),
+        jax.jit(partial(step, apply=model.apply))(params, x),
+        rtol=1e-4,
+        atol=1e-6,
+    )
     assert parallel.get_executable(params, x).plan.num_micro_batches == count
     assert "shard_map" in str(jax.make_jaxpr(step)(params, x))
 
@@ -487,7 +557,10 @@ def test_devices_of_a_pipeline_need_one() -> None:
 def test_stages_have_meshes_of_their_own_with_names_of_their_own() -> None:
     sch = mlp_schedule(jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,)))
     sch["linear1"].shard("kernel", axis=1).sync("fwd_post", "all_gather").cut_pipeline_stage()
-    with pytest.raises(ScheduleError, match=r"axis tp: each stage has a mesh of its own, whose axes are called x, y"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"axis tp: each stage has a mesh of its own, whose axes are called x, y",
+    ):
         build(sch, "auto")
 
 
@@ -522,7 +595,9 @@ def test_a_schedule_on_an_abstract_mesh_is_planned_once_for_all_devices() -> Non
     for apply in (nowhere.apply, somewhere.apply):
         run = autopar.parallelize(apply, method=autopar.PlanMethod(plan), donate_argnums=())
         assert_allclose(run(params, x), model.apply(params, x), atol=1e-5)
-    with pytest.raises(ValueError, match=r"has no devices to run on; give a jax\.sharding\.Mesh of its axes"):
+    with pytest.raises(
+        ValueError, match=r"has no devices to run on; give a jax\.sharding\.Mesh of its axes"
+    ):
         nowhere.init(model.init, jax.random.key(0), x)
     with pytest.raises(ScheduleError, match=r"for a mesh of axes \{'tp': 4\}, not \{'x': 2\}"):
         build(sch, mesh=jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]))

@@ -38,7 +38,10 @@ NOTES = st.lists(st.tuples(TEXT, TEXT | st.integers() | st.booleans())).map(tupl
 DIRECTIVE = st.one_of(
     SYNC,
     st.builds(Annotate, path=TEXT, param=TEXT, notes=NOTES),
-    *(st.builds(each) for each in (Shard, Decompose, Trace, Fuse, Replace, Checkpoint, CutPipelineStage, ForkRng)),
+    *(
+        st.builds(each)
+        for each in (Shard, Decompose, Trace, Fuse, Replace, Checkpoint, CutPipelineStage, ForkRng)
+    ),
 )
 
 
@@ -47,7 +50,9 @@ def test_schedules_go_to_json_and_back(directives: list) -> None:
     schedule = Schedule(tuple(directives))
     assert Schedule.from_json(schedule.to_json()) == schedule
     assert hash(Schedule.from_json(schedule.to_json())) == hash(schedule)
-    assert all(describe(each).startswith(each.kind) and each.kind in primitives() for each in directives)
+    assert all(
+        describe(each).startswith(each.kind) and each.kind in primitives() for each in directives
+    )
 
 
 GRAPH = scheduled(Transformer(layers=1), np.zeros((1, 3), int), mesh=1).graph

@@ -31,7 +31,12 @@ def forward(x: jax.Array, scale: jax.Array, gain: jax.Array, count: jax.Array) -
 def backward(kept: Any, gradient: jax.Array) -> Any:
     x, scale, gain = kept
     gradient = jnp.clip(gradient, -0.5, 0.5)
-    return gradient * jnp.cos(x) * scale * gain, jnp.sum(gradient * x, 0), jnp.sum(gradient * scale), None
+    return (
+        gradient * jnp.cos(x) * scale * gain,
+        jnp.sum(gradient * x, 0),
+        jnp.sum(gradient * scale),
+        None,
+    )
 
 
 scaled.defvjp(forward, backward)

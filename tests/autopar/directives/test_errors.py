@@ -8,8 +8,21 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from autopar.directives import Schedule, ScheduleError, VerificationError, Verify, build, create_schedule
-from tests.autopar.directives.models import MLP, Transformer, mlp_schedule, scheduled, tensor_parallel
+from autopar.directives import (
+    Schedule,
+    ScheduleError,
+    VerificationError,
+    Verify,
+    build,
+    create_schedule,
+)
+from tests.autopar.directives.models import (
+    MLP,
+    Transformer,
+    mlp_schedule,
+    scheduled,
+    tensor_parallel,
+)
 
 X = jax.random.normal(jax.random.key(0), (2, 8, 32))
 
@@ -18,9 +31,14 @@ def test_a_missing_sync_is_named_with_the_directive_to_add() -> None:
     sch = mlp_schedule()
     sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
     sch["linear2"].shard("kernel", axis=0)
-    with pytest.raises(ScheduleError, match=r"linear2/dot_general is a partial sum over 'x' and goes into linear2/add"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"linear2/dot_general is a partial sum over 'x' and goes into linear2/add",
+    ):
         build(sch)
-    with pytest.raises(ScheduleError, match=r"sch\['linear2'\].sync\('fwd_post', 'all_reduce', mesh_axis='x'\)"):
+    with pytest.raises(
+        ScheduleError, match=r"sch\['linear2'\].sync\('fwd_post', 'all_reduce', mesh_axis='x'\)"
+    ):
         build(sch)
 
 
@@ -29,7 +47,8 @@ def test_a_value_that_is_split_where_it_must_be_whole_is_named() -> None:
     sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
     sch["linear2"].shard("kernel", axis=1)
     with pytest.raises(
-        ScheduleError, match=r"which is split as .*\n.*sch\['linear2'\].sync\('fwd_pre', 'all_gather'\)"
+        ScheduleError,
+        match=r"which is split as .*\n.*sch\['linear2'\].sync\('fwd_pre', 'all_gather'\)",
     ):
         build(sch)
 
@@ -44,18 +63,26 @@ def test_a_parameter_is_not_sharded_twice() -> None:
 def test_a_dim_is_split_over_one_mesh_axis_and_two_dims_over_two() -> None:
     sch = mlp_schedule(mesh=(2, 2))
     sch["linear1"].shard("kernel", axis=1, mesh_axis="y")
-    with pytest.raises(ScheduleError, match=r"linear1/kernel is sharded twice: .*mesh_axis=y\) and .*mesh_axis=x\)"):
+    with pytest.raises(
+        ScheduleError, match=r"linear1/kernel is sharded twice: .*mesh_axis=y\) and .*mesh_axis=x\)"
+    ):
         sch["linear1"].shard("kernel", axis=1, mesh_axis="x")
     sch["linear1"].shard("kernel", axis=0, mesh_axis="x").shard("bias", axis=0, mesh_axis="y")
     sch["linear1"].sync("fwd_post", "all_reduce", mesh_axis="x")
-    sch["linear2"].shard("kernel", axis=0, mesh_axis="y").sync("fwd_post", "all_reduce", mesh_axis="y")
+    sch["linear2"].shard("kernel", axis=0, mesh_axis="y").sync(
+        "fwd_post", "all_reduce", mesh_axis="y"
+    )
     Verify(sch, [X]).check()
 
 
 @pytest.mark.parametrize(
     ("module", "op", "told"),
     [
-        ("linear1", "all_reduce", "linear1/add passes, but it is split as .*, not a partial sum over 'x'"),
+        (
+            "linear1",
+            "all_reduce",
+            "linear1/add passes, but it is split as .*, not a partial sum over 'x'",
+        ),
         ("linear2", "all_gather", "linear2/add passes, but it is whole, not split over 'x'"),
     ],
 )
@@ -83,7 +110,10 @@ def test_gradients_that_are_not_partial_are_not_added_up() -> None:
 
 def test_an_axis_that_does_not_divide_is_refused() -> None:
     sch = mlp_schedule(mesh=4, hidden=30)
-    with pytest.raises(ScheduleError, match=r"linear1/kernel has shape \(30, 30\): axis 1 can't be split .* 4 devices"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"linear1/kernel has shape \(30, 30\): axis 1 can't be split .* 4 devices",
+    ):
         sch["linear1"].shard("kernel", axis=1)
 
 
@@ -91,7 +121,9 @@ def test_wrong_names_come_with_the_nearest() -> None:
     sch = mlp_schedule()
     with pytest.raises(ScheduleError, match="no module 'linaer1' in the model; near it: linear1"):
         sch["linaer1"]
-    with pytest.raises(ScheduleError, match="no parameter 'weight' in linear1, which has bias, kernel"):
+    with pytest.raises(
+        ScheduleError, match="no parameter 'weight' in linear1, which has bias, kernel"
+    ):
         sch["linear1"].shard("weight", axis=0)
     with pytest.raises(ScheduleError, match="'tp' is no axis of the mesh, which has 'x'"):
         sch["linear1"].shard("kernel", axis=0, mesh_axis="tp")
@@ -116,7 +148,9 @@ def test_a_mean_in_place_of_a_sum_is_found_by_verify() -> None:
     sch = mlp_schedule()
     sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
     sch["linear2"].shard("kernel", axis=0).sync("fwd_post", lambda x: jax.lax.pmean(x, "x"))
-    with pytest.raises(VerificationError, match=r"differs by .* at fault is sync\(mode=fwd_post, .*\) of linear2"):
+    with pytest.raises(
+        VerificationError, match=r"differs by .* at fault is sync\(mode=fwd_post, .*\) of linear2"
+    ):
         Verify(sch, [X]).check()
 
 
@@ -125,7 +159,10 @@ def test_a_function_that_computes_something_else_is_found_by_verify() -> None:
     tensor_parallel(sch)
     sch["linear2"].decompose()
     sch["linear2"].replace(lambda x, b: x - b, sch["linear2"].find("linear2/add"))
-    with pytest.raises(VerificationError, match=r"at fault is replace\(.*\) of linear2"), Verify(sch, [X]):
+    with (
+        pytest.raises(VerificationError, match=r"at fault is replace\(.*\) of linear2"),
+        Verify(sch, [X]),
+    ):
         pass
 
 
@@ -137,10 +174,13 @@ def test_a_function_of_shards_in_which_a_sync_is_due_is_told_what_to_replace_ins
     tensor_parallel(sch)
     sch["linear2"].replace(on_shards)
     with pytest.raises(
-        ScheduleError, match=r"a sync is due inside of what is replaced, so that the function must be one of whole"
+        ScheduleError,
+        match=r"a sync is due inside of what is replaced, so that the function must be one of whole",
     ):
         build(sch)
-    with pytest.raises(ScheduleError, match=r"unbound axis name: x(.|\n)*find\('linear2/dot_general'\)"):
+    with pytest.raises(
+        ScheduleError, match=r"unbound axis name: x(.|\n)*find\('linear2/dot_general'\)"
+    ):
         build(sch)
     sch = mlp_schedule()  # what it says works
     tensor_parallel(sch)
@@ -199,9 +239,12 @@ def test_equations_of_the_same_name_that_are_others_are_not_taken_for_them(how: 
     (sch.fuse(found) if how == "fuse" else sch.replace(lambda x, scale: x * scale, found))
     schedule = Schedule.from_json(sch.schedule.to_json())
     for rows in (4, 1):  # a batch of one needs no broadcast
-        Verify(made(True, rows, schedule=schedule, functions=sch.functions), [jnp.ones((rows, 16))]).check()
+        Verify(
+            made(True, rows, schedule=schedule, functions=sch.functions), [jnp.ones((rows, 16))]
+        ).check()
     with pytest.raises(
-        ScheduleError, match="mul reads layer/add and tanh in this model, and layer/add and scale in the"
+        ScheduleError,
+        match="mul reads layer/add and tanh in this model, and layer/add and scale in the",
     ):
         made(False, 4, schedule=schedule, functions=sch.functions)
 
@@ -213,7 +256,9 @@ def test_schedules_are_values_that_go_to_json_and_back() -> None:
         sch["linear1"].decompose()
         sch.trace(leaf_modules=["linear2"])
         sch.fuse(sch.find(lambda x, b: jax.nn.gelu(x + b, approximate=False)), name="BiasGeLU")
-        sch["linear2"].checkpoint("dots_saveable").annotate("bias", replicated=True).cut_pipeline_stage()
+        sch["linear2"].checkpoint("dots_saveable").annotate(
+            "bias", replicated=True
+        ).cut_pipeline_stage()
         return sch.schedule
 
     schedule = made()
@@ -244,17 +289,25 @@ def test_a_replayed_replacement_needs_its_function() -> None:
     params = jax.eval_shape(MLP(32).init, jax.random.key(0), X)
     with pytest.raises(ScheduleError, match="is not known here"):
         create_schedule(MLP(32), params, [X], mesh=1, schedule=sch.schedule)
-    again = create_schedule(MLP(32), params, [X], mesh=1, schedule=sch.schedule, functions=sch.functions)
+    again = create_schedule(
+        MLP(32), params, [X], mesh=1, schedule=sch.schedule, functions=sch.functions
+    )
     Verify(again, [X]).check()
 
 
 def test_regions_must_nest_and_be_runnable_as_one() -> None:
     sch = scheduled(Transformer(layers=1), np.zeros((2, 8), int), mesh=1)
-    sch.fuse(sch.region([sch.graph.by_name[f"block_0/{norm}/rsqrt"] for norm in ("norm1", "norm2")]))
+    sch.fuse(
+        sch.region([sch.graph.by_name[f"block_0/{norm}/rsqrt"] for norm in ("norm1", "norm2")])
+    )
     with pytest.raises(ScheduleError, match="can't run as one"):
         build(sch)
     sch = scheduled(Transformer(layers=1), np.zeros((2, 8), int), mesh=1)
-    sch.fuse(sch.region([sch.graph.by_name[name] for name in ("block_0/norm1/rsqrt", "block_0/norm2/add")]))
+    sch.fuse(
+        sch.region(
+            [sch.graph.by_name[name] for name in ("block_0/norm1/rsqrt", "block_0/norm2/add")]
+        )
+    )
     sch["block_0/norm1"].checkpoint()
     with pytest.raises(ScheduleError, match="both claim block_0/norm1/rsqrt"):
         build(sch)

@@ -20,8 +20,12 @@ class Dropping(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        hidden = nn.Dropout(RATE, deterministic=False, name="inner")(nn.relu(nn.Dense(64, name="up")(x)))
-        return hidden, nn.Dropout(RATE, deterministic=False, name="outer")(nn.Dense(16, name="down")(hidden))
+        hidden = nn.Dropout(RATE, deterministic=False, name="inner")(
+            nn.relu(nn.Dense(64, name="up")(x))
+        )
+        return hidden, nn.Dropout(RATE, deterministic=False, name="outer")(
+            nn.Dense(16, name="down")(hidden)
+        )
 
 
 def apply(params: Any, x: jax.Array, key: jax.Array) -> Any:
@@ -29,15 +33,20 @@ def apply(params: Any, x: jax.Array, key: jax.Array) -> Any:
 
 
 PARAMS = jax.tree.map(
-    lambda p: jnp.full(p.shape, 0.1), jax.eval_shape(Dropping().init, {"params": KEY, "dropout": KEY}, X)
+    lambda p: jnp.full(p.shape, 0.1),
+    jax.eval_shape(Dropping().init, {"params": KEY, "dropout": KEY}, X),
 )
 HIDDEN, RESULT = apply(PARAMS, X, KEY)
 
 
 def tensor_parallel(mesh: Any = WAYS, mesh_axis: str = "x") -> ModelSchedule:
     sch = create_schedule(apply, PARAMS, [X, KEY], mesh=mesh)
-    sch["up"].shard("kernel", axis=1, mesh_axis=mesh_axis).shard("bias", axis=0, mesh_axis=mesh_axis)
-    sch["down"].shard("kernel", axis=0, mesh_axis=mesh_axis).sync("fwd_post", "all_reduce", mesh_axis=mesh_axis)
+    sch["up"].shard("kernel", axis=1, mesh_axis=mesh_axis).shard(
+        "bias", axis=0, mesh_axis=mesh_axis
+    )
+    sch["down"].shard("kernel", axis=0, mesh_axis=mesh_axis).sync(
+        "fwd_post", "all_reduce", mesh_axis=mesh_axis
+    )
     return sch
 
 
@@ -60,7 +69,9 @@ def test_shards_get_masks_of_their_own_and_whole_values_the_same() -> None:
     # Independent masks agree in 1 - 2 * 0.25 * 0.75 = 0.625 of all places; 2048 of them have a deviation of 0.011.
     agree = [np.mean(one == other) for k, one in enumerate(masks) for other in masks[:k]]
     np.testing.assert_allclose(agree, 0.625, atol=0.05)
-    assert not any(np.array_equal(mask, part != 0) for mask, part in zip(masks, parts(HIDDEN), strict=True))
+    assert not any(
+        np.array_equal(mask, part != 0) for mask, part in zip(masks, parts(HIDDEN), strict=True)
+    )
     # What comes out is whole: the outer mask is the model's, on every device.
     for shard in result.addressable_shards:
         np.testing.assert_array_equal(shard.data != 0, RESULT != 0)
@@ -92,8 +103,14 @@ def test_the_batch_axis_forks_too() -> None:
     sch = tensor_parallel((2, 2), "y")
     sch["inner"].fork_rng()
     hidden, result = build(sch, batch_axis="x").apply(PARAMS, X, KEY)
-    blocks = [block != 0 for rows in np.split(np.asarray(hidden), 2) for block in np.split(rows, 2, axis=1)]
-    assert not any(np.array_equal(one, other) for k, one in enumerate(blocks) for other in blocks[:k])
+    blocks = [
+        block != 0
+        for rows in np.split(np.asarray(hidden), 2)
+        for block in np.split(rows, 2, axis=1)
+    ]
+    assert not any(
+        np.array_equal(one, other) for k, one in enumerate(blocks) for other in blocks[:k]
+    )
     np.testing.assert_array_equal(result != 0, RESULT != 0)  # not forked: the model's
 
 
@@ -106,13 +123,20 @@ def test_a_draw_that_is_read_whole_and_split_stays_whole() -> None:
     x, params = jnp.ones((8, 4)), {"w": jnp.ones((4, 16))}
     sch = create_schedule(model, params, [x, KEY], mesh=WAYS)
     sch.shard("w", axis=1).fork_rng()
-    for found, expected in zip(build(sch).apply(params, x, KEY), model(params, x, KEY), strict=True):
+    for found, expected in zip(
+        build(sch).apply(params, x, KEY), model(params, x, KEY), strict=True
+    ):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     "positive",
-    [jax.nn.relu, jax.nn.relu6, lambda x: jax.nn.relu(jax.nn.silu(x) + 1), jax.checkpoint(lambda x: jax.nn.relu(x))],
+    [
+        jax.nn.relu,
+        jax.nn.relu6,
+        lambda x: jax.nn.relu(jax.nn.silu(x) + 1),
+        jax.checkpoint(lambda x: jax.nn.relu(x)),
+    ],
     ids=["relu", "relu6", "nested", "recomputed"],
 )
 def test_a_draw_is_split_through_what_has_a_derivative_of_its_own(positive: Any) -> None:
@@ -159,7 +183,9 @@ def test_verify_checks_the_rest_of_the_schedule() -> None:
 
 
 def test_what_draws_nothing_is_not_forked() -> None:
-    with pytest.raises(ScheduleError, match="linear1 draws no random numbers: put fork_rng on what has dropout"):
+    with pytest.raises(
+        ScheduleError, match="linear1 draws no random numbers: put fork_rng on what has dropout"
+    ):
         mlp_schedule()["linear1"].fork_rng()
     sch = tensor_parallel()
     sch["inner"].fork_rng()

@@ -29,7 +29,9 @@ def test_every_module_has_a_tree_and_schedules_of_its_own() -> None:
     block = sch["block_0/attention"]
     lines = [line.split(":")[0] for line in block.mod.splitlines()]
     assert lines[0] == "(attention)"
-    assert {"  (q)", "  (k)", "  (v)", "  (out)"} <= set(lines[1:])  # and a scope that jnp.einsum opens
+    assert {"  (q)", "  (k)", "  (v)", "  (out)"} <= set(
+        lines[1:]
+    )  # and a scope that jnp.einsum opens
     inside = [path for path in sch.modules.by_path if path.startswith("block_0/attention")]
     assert list(block.named_schedules()) == inside
     assert len(inside) == len(lines)
@@ -61,6 +63,7 @@ def test_every_primitive_is_listed_and_can_be_called() -> None:
 
 def test_a_wrong_parameter_comes_with_the_nearest() -> None:
     with pytest.raises(
-        ScheduleError, match="no parameter 'kernal' in linear1, which has bias, kernel; near it: kernel"
+        ScheduleError,
+        match="no parameter 'kernal' in linear1, which has bias, kernel; near it: kernel",
     ):
         mlp_schedule()["linear1"].shard("kernal", axis=0)

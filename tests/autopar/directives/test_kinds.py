@@ -67,7 +67,9 @@ def test_all_directives_work_on_all_kinds_of_model(make: Callable[[], ModelSched
     (found,) = sch.find(lambda x, bias: jax.nn.gelu(bias + x, approximate=False))
     assert found.inputs == ("linear1/dot_general", "linear1/bias")
     sch.fuse(found, name="BiasGeLU")
-    sch["linear1"].replace(lambda x, kernel: jnp.dot(x, kernel), sch["linear1"].find("linear1/dot_general"))
+    sch["linear1"].replace(
+        lambda x, kernel: jnp.dot(x, kernel), sch["linear1"].find("linear1/dot_general")
+    )
     assert "BiasGeLU_0(linear1/bias, linear1/dot_general)" in sch.mod
     assert "linear2(...)" in sch.mod
     Verify(sch, [X]).check()

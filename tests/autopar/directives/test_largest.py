@@ -47,7 +47,9 @@ def test_its_value_and_gradient_are_those_of_the_whole(rows: list[list[int]]) ->
 def test_gradients_go_in_equal_parts_to_devices_that_have_the_largest() -> None:
     sch = scheduled(jnp.ones((1, 8)))
     sch["top"].sync("fwd_post", "all_reduce")
-    gradient = jax.grad(lambda x: build(sch).apply({"scale": jnp.ones(8)}, x).sum())(jnp.ones((1, 8)))
+    gradient = jax.grad(lambda x: build(sch).apply({"scale": jnp.ones(8)}, x).sum())(
+        jnp.ones((1, 8))
+    )
     np.testing.assert_allclose(gradient, np.full((1, 8), (1 - np.tanh(1.0) ** 2) / 8), rtol=1e-5)
 
 
@@ -56,5 +58,7 @@ def test_without_an_all_reduce_it_is_told_what_is_missing(op: str | None) -> Non
     sch = scheduled(jnp.ones((4, 8)))
     if op is not None:
         sch["top"].sync("fwd_post", op, axis=0)
-    with pytest.raises(ScheduleError, match=r"top/reduce_max is a partial maximum over 'x' and goes into top/tanh"):
+    with pytest.raises(
+        ScheduleError, match=r"top/reduce_max is a partial maximum over 'x' and goes into top/tanh"
+    ):
         build(sch)

@@ -11,7 +11,13 @@ from flax import linen as nn
 
 from autopar.directives import ScheduleError, Verify, build, create_schedule, register_compiler
 from autopar.testing import assert_allclose
-from tests.autopar.directives.models import Attention, Transformer, mlp_schedule, scheduled, tensor_parallel
+from tests.autopar.directives.models import (
+    Attention,
+    Transformer,
+    mlp_schedule,
+    scheduled,
+    tensor_parallel,
+)
 
 X = jax.random.normal(jax.random.key(0), (2, 8, 16))
 BIAS = jax.random.normal(jax.random.key(1), (16,))
@@ -33,9 +39,13 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
 
 
-def found_in(fun: Callable[..., Any], pattern: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+def found_in(
+    fun: Callable[..., Any], pattern: Callable[..., Any], *args: Any, **options: Any
+) -> list[Any]:
     args = args or (X,)
-    return create_schedule(lambda p, *args: fun(p, *args), BIAS, args, mesh=1).find(pattern, **options)
+    return create_schedule(lambda p, *args: fun(p, *args), BIAS, args, mesh=1).find(
+        pattern, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,7 +79,9 @@ def test_a_pattern_is_found_however_it_is_written(fun: Callable[..., Any]) -> No
     ],
     ids=["tanh gelu", "product", "other order", "escapes", "literal", "unrelated"],
 )
-def test_what_computes_something_else_or_is_used_elsewhere_is_not_found(fun: Callable[..., Any]) -> None:
+def test_what_computes_something_else_or_is_used_elsewhere_is_not_found(
+    fun: Callable[..., Any],
+) -> None:
     assert found_in(fun, bias_gelu) == []
 
 
@@ -102,7 +114,10 @@ def test_operands_commute_whatever_their_shapes_and_what_is_found_computes_the_s
     ("fun", "pattern"),
     [
         (lambda b, x: jnp.tanh(b)[:, None] + x, lambda x, y: x + jnp.tanh(y)),
-        (lambda b, x: x + jnp.sum(jnp.tanh(jnp.broadcast_to(b, x.shape)), 0), lambda x, y: x + jnp.sum(jnp.tanh(y), 0)),
+        (
+            lambda b, x: x + jnp.sum(jnp.tanh(jnp.broadcast_to(b, x.shape)), 0),
+            lambda x, y: x + jnp.sum(jnp.tanh(y), 0),
+        ),
         (lambda b, x: jnp.broadcast_to(jnp.sin(b), x.shape) @ x, lambda x, y: jnp.sin(y) @ x),
     ],
     ids=["along rows", "summed after", "multiplied after"],
@@ -213,7 +228,9 @@ def test_a_module_is_replaced_by_a_function_of_its_parameters_and_inputs() -> No
             sch[name].shard("kernel", axis=1).shard("bias", axis=0)
         sch["out"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
         sch["q"].replace(lambda params, x: x @ params["kernel"] + params["bias"])
-    with pytest.raises(ScheduleError, match="no module of class 'Conv' inside; there are Attention, Dense"):
+    with pytest.raises(
+        ScheduleError, match="no module of class 'Conv' inside; there are Attention, Dense"
+    ):
         sch.replace_all("Conv", nn.Conv(3, (1,)))
 
 
@@ -278,11 +295,19 @@ def test_one_module_stands_in_for_all_of_a_class() -> None:
     sch.replace_all(nn.LayerNorm, nn.LayerNorm(use_fast_variance=False))
     Verify(sch, [X]).check()
     assert "replace" in sch["layers_0"].mod
-    with pytest.raises(ScheduleError, match="no module of class Conv inside; there are Dense, LayerNorm, Sequential"):
+    with pytest.raises(
+        ScheduleError,
+        match="no module of class Conv inside; there are Dense, LayerNorm, Sequential",
+    ):
         sch.replace_all(nn.Conv, nn.Conv(3, (1,)))
-    with pytest.raises(ScheduleError, match=r"given the handle of each module.*; one function for all is `lambda _: f"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"given the handle of each module.*; one function for all is `lambda _: f",
+    ):
         sch.replace_all("Dense", lambda params, x: x @ params["kernel"])
-    with pytest.raises(ScheduleError, match=r"returns None for Handle\(layers_1\), expected a module or a function"):
+    with pytest.raises(
+        ScheduleError, match=r"returns None for Handle\(layers_1\), expected a module or a function"
+    ):
         sch.replace_all("Dense", lambda _: None)  # type: ignore[arg-type, return-value]
 
 
@@ -323,9 +348,13 @@ def test_nothing_found_is_no_error_and_nothing_to_fuse_is() -> None:
     sch = mlp_schedule(mesh=1)
     found = sch.find("tanh")
     assert found == []
-    with pytest.raises(ScheduleError, match="fuse: no subgraph was given, as of a find without a match"):
+    with pytest.raises(
+        ScheduleError, match="fuse: no subgraph was given, as of a find without a match"
+    ):
         sch.fuse(found)
-    with pytest.raises(ScheduleError, match="replace: no subgraph was given, as of a find without a match"):
+    with pytest.raises(
+        ScheduleError, match="replace: no subgraph was given, as of a find without a match"
+    ):
         sch.replace(jnp.tanh, found)
     assert sch.schedule.directives == ()
 
@@ -341,7 +370,9 @@ def test_a_fused_region_is_a_function_of_its_own_in_the_program() -> None:
     assert "@BiasGeLU_0" in text
     assert_allclose(built.apply(params, jnp.ones((2, 8, 32))), jnp.zeros((2, 8, 32)))
     with pytest.raises(ScheduleError, match="fused or replaced already"):
-        sch.fuse(sch["linear1"].find("linear1/add") or [sch.region([sch.graph.by_name["linear1/add"]])])
+        sch.fuse(
+            sch["linear1"].find("linear1/add") or [sch.region([sch.graph.by_name["linear1/add"]])]
+        )
 
 
 def test_other_compilers_are_registered() -> None:

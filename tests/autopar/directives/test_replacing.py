@@ -31,7 +31,9 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.param("kernel", nn.initializers.ones, (x.shape[-1], WIDTH))
-        return jnp.einsum("...k,kn->...n", x, kernel) + self.param("bias", nn.initializers.ones, (WIDTH,))
+        return jnp.einsum("...k,kn->...n", x, kernel) + self.param(
+            "bias", nn.initializers.ones, (WIDTH,)
+        )
 
 
 def linear(params: Any, x: jax.Array) -> jax.Array:
@@ -43,7 +45,9 @@ def nnx_linear() -> nnx.Module:
 
 
 REPLACEMENTS = pytest.mark.parametrize(
-    "new", [lambda: linear, Linear, lambda: nn.Dense(WIDTH), nnx_linear], ids=["function", "linen", "Dense", "nnx"]
+    "new",
+    [lambda: linear, Linear, lambda: nn.Dense(WIDTH), nnx_linear],
+    ids=["function", "linen", "Dense", "nnx"],
 )
 
 
@@ -74,7 +78,9 @@ def test_what_replaces_both_layers_is_split_like_them(new: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "new", tiers([nn.LayerNorm(use_fast_variance=False), nnx.LayerNorm(16, rngs=nnx.Rngs(0))]), ids=["linen", "nnx"]
+    "new",
+    tiers([nn.LayerNorm(use_fast_variance=False), nnx.LayerNorm(16, rngs=nnx.Rngs(0))]),
+    ids=["linen", "nnx"],
 )
 def test_a_module_stands_in_for_a_subgraph_and_gets_the_parameters_it_reads(new: Any) -> None:
     def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
@@ -87,7 +93,11 @@ def test_a_module_stands_in_for_a_subgraph_and_gets_the_parameters_it_reads(new:
     norms = sch.find(layer_norm)
     assert len(norms) == 3
     sch.replace(new, norms)
-    assert [each.path for each in sch.schedule.directives] == ["block_0/norm1", "block_0/norm2", "norm"]
+    assert [each.path for each in sch.schedule.directives] == [
+        "block_0/norm1",
+        "block_0/norm2",
+        "norm",
+    ]
     Verify(sch, [tokens]).check()
 
 
@@ -96,7 +106,9 @@ class Projections(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> Any:
-        kernels, biases = zip(*(_Parameters(name=name)(x.shape[-1]) for name in ("q", "k", "v")), strict=True)
+        kernels, biases = zip(
+            *(_Parameters(name=name)(x.shape[-1]) for name in ("q", "k", "v")), strict=True
+        )
         return tuple(jnp.split(x @ jnp.concatenate(kernels, 1) + jnp.concatenate(biases), 3, -1))
 
 
@@ -138,7 +150,9 @@ def test_modules_are_given_to_a_schedule_that_is_replayed() -> None:
     sch["linear2"].replace(Linear())
     tensor_parallel(sch)
     (name,) = sch.functions
-    again = create_schedule(sch.fun, sch.params, sch.args, 4, sch.schedule, functions={name: Linear()})
+    again = create_schedule(
+        sch.fun, sch.params, sch.args, 4, sch.schedule, functions={name: Linear()}
+    )
     Verify(again, [X]).check()
 
 
@@ -168,7 +182,8 @@ def shard_layers(sch: ModelSchedule) -> None:
 
 def test_state_that_a_call_changes_is_not_lost_in_silence() -> None:
     with pytest.raises(
-        ScheduleError, match=r"changes .*norm/mean, norm/var of its state, which would be lost.*updates=True"
+        ScheduleError,
+        match=r"changes .*norm/mean, norm/var of its state, which would be lost.*updates=True",
     ):
         nnx_schedule(X)
     with pytest.raises(ScheduleError, match=r"changes drop/rngs/count of its state"):
@@ -201,7 +216,9 @@ def test_what_changes_is_handed_out_beside_the_result() -> None:
     state = nnx.state(model)
     first, updates = run(state, X)
     assert int(updates["drop"]["rngs"]["count"][...]) == 1
-    again = nnx.merge(nnx.split(model)[0], nnx.merge_state(nnx.filter_state(state, nnx.Param), updates))
+    again = nnx.merge(
+        nnx.split(model)[0], nnx.merge_state(nnx.filter_state(state, nnx.Param), updates)
+    )
     np.testing.assert_allclose(first, model(X), atol=1e-5)
     second, _ = run(nnx.state(again), X)
     np.testing.assert_allclose(second, again(X), atol=1e-5)
@@ -219,7 +236,8 @@ def test_nnx_models_run_on_every_backend(backend: Any) -> None:
     found = jax.jit(build(sch, backend).apply)(nnx.state(model), X, key)
     np.testing.assert_allclose(found, model(X, key), atol=1e-5)
     with pytest.raises(
-        ScheduleError, match=r"of the model itself, without the schedule, is not finite: .* Give params="
+        ScheduleError,
+        match=r"of the model itself, without the schedule, is not finite: .* Give params=",
     ):
         Verify(sch, [X, key], backend=backend).check()
     if backend == "auto":
@@ -248,7 +266,9 @@ def test_an_nnx_model_is_cut_into_stages() -> None:
     sch["drop"].cut_pipeline_stage()
     sch["linear2"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
     built = build(sch, "auto")
-    params, rest = nnx.split_state(nnx.state(Dropping(nnx.Rngs(0), use_running_average=True)), nnx.Param, ...)
+    params, rest = nnx.split_state(
+        nnx.state(Dropping(nnx.Rngs(0), use_running_average=True)), nnx.Param, ...
+    )
 
     def step(params: Any, x: Any, key: Any, rest: Any, run: Any = built.apply) -> Any:
         loss = lambda params: jnp.mean(run(nnx.merge_state(params, rest), x, key) ** 2)  # noqa: E731

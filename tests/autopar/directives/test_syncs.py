@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.directives import ModelSchedule, ScheduleError, VerificationError, Verify, build, create_schedule
+from autopar.directives import (
+    ModelSchedule,
+    ScheduleError,
+    VerificationError,
+    Verify,
+    build,
+    create_schedule,
+)
 from tests.autopar.directives.models import collectives, mlp_schedule
 
 FIRST = {  # how what the first layer hands out, split by features, is put together; the second layer's kernel is split or not
@@ -53,7 +60,9 @@ def test_any_sync_that_fits_keeps_the_value_and_every_gradient(data: st.DataObje
     # After the first layer, or before the second: the same value, the same collective.
     at, mode = data.draw(st.sampled_from([("first", "fwd_post"), ("second", "fwd_pre")]))
     if op is not None:
-        sch[at].sync(mode, op, axis=axis, backward=backward or ("scatter" if not contracts else None))
+        sch[at].sync(
+            mode, op, axis=axis, backward=backward or ("scatter" if not contracts else None)
+        )
     if contracts:  # rows of what is split, or of what was gathered: each device takes its own
         sch.shard("second", axis=0)
     op, axis = data.draw(st.sampled_from(SPLIT_BY_ROWS if op == "RS->SR" else SECOND[contracts]))
@@ -69,7 +78,9 @@ def test_any_sync_that_fits_keeps_the_value_and_every_gradient(data: st.DataObje
         ("RR->SR", {}, {}, {"all-gather": 1}),
     ],
 )
-def test_gradients_of_a_scatter_are_gathered(op: str, options: Any, forward: Any, backward: Any) -> None:
+def test_gradients_of_a_scatter_are_gathered(
+    op: str, options: Any, forward: Any, backward: Any
+) -> None:
     sch, x = layers_schedule(4, 16, 8, 4)
     sch["first"].sync("fwd_post", op, **options)
     Verify(sch, [x]).check()
@@ -90,25 +101,44 @@ def test_an_all_gather_hands_back_gradients_as_it_is_told(backward: Any) -> None
         sch["second"].sync("fwd_post", "RS->RR")
     Verify(sch, [x]).check()
     loss = jax.jit(jax.grad(lambda p: jnp.sum(build(sch).apply(p, x) ** 2)))
-    assert ("reduce-scatter" in collectives(loss.lower(sch.params).compile())) == (backward == "reduce_scatter")
+    assert ("reduce-scatter" in collectives(loss.lower(sch.params).compile())) == (
+        backward == "reduce_scatter"
+    )
 
 
 @pytest.mark.parametrize(
     ("mode", "op", "options", "message"),
     [
-        ("fwd_mid", "all_reduce", {}, "sync mode 'fwd_mid', expected 'fwd_pre', 'fwd_post' or 'bwd_post'"),
+        (
+            "fwd_mid",
+            "all_reduce",
+            {},
+            "sync mode 'fwd_mid', expected 'fwd_pre', 'fwd_post' or 'bwd_post'",
+        ),
         ("bwd_post", "all_gather", {}, "of gradients: expected 'all_reduce', or a function"),
         ("bwd_post", "SR->RS", {}, "of gradients: expected 'all_reduce', or a function"),
-        ("fwd_pre", "all_reduce", {}, "before a module: put it after the module that makes the partial sum"),
+        (
+            "fwd_pre",
+            "all_reduce",
+            {},
+            "before a module: put it after the module that makes the partial sum",
+        ),
         ("fwd_post", "reduce_scatter", {}, "needs axis=, the array dim to scatter along"),
         ("fwd_post", "scatter", {}, "needs axis="),
         ("fwd_post", "RS->SRR", {}, "expected the same dims on both sides, at most one of them S"),
         ("fwd_post", "SS->RR", {}, "at most one of them S"),
         ("fwd_post", "RS->RS", {}, "expected the same dims on both sides"),
-        ("fwd_post", "psum", {}, "expected one of all_reduce, all_gather, reduce_scatter, scatter, a change of layout"),
+        (
+            "fwd_post",
+            "psum",
+            {},
+            "expected one of all_reduce, all_gather, reduce_scatter, scatter, a change of layout",
+        ),
     ],
 )
-def test_a_sync_that_can_not_be_meant_is_refused_at_once(mode: Any, op: str, options: Any, message: str) -> None:
+def test_a_sync_that_can_not_be_meant_is_refused_at_once(
+    mode: Any, op: str, options: Any, message: str
+) -> None:
     with pytest.raises(ScheduleError, match=message):
         mlp_schedule()["linear1"].sync(mode, op, **options)
 
@@ -116,12 +146,18 @@ def test_a_sync_that_can_not_be_meant_is_refused_at_once(mode: Any, op: str, opt
 @pytest.mark.parametrize(
     ("op", "options", "message"),
     [
-        ("scatter", {"axis": 0}, "dim 0 of first/tanh has size 6, which 4 devices can't split evenly"),
+        (
+            "scatter",
+            {"axis": 0},
+            "dim 0 of first/tanh has size 6, which 4 devices can't split evenly",
+        ),
         ("scatter", {"axis": 2}, "dim 2 can't be split over 'x'"),
         ("SR->RR", {}, "it is whole, not SR over 'x'"),
     ],
 )
-def test_a_sync_that_does_not_fit_the_value_says_what_it_is(op: str, options: Any, message: str) -> None:
+def test_a_sync_that_does_not_fit_the_value_says_what_it_is(
+    op: str, options: Any, message: str
+) -> None:
     sch, _ = layers_schedule(6, 16, 8, 4)
     sch["first"].sync("fwd_post", op, **options)
     with pytest.raises(ScheduleError, match=message):
@@ -132,7 +168,9 @@ def test_a_function_that_leaves_values_different_is_refused() -> None:
     sch, x = layers_schedule(4, 16, 8, 4)
     sch.shard("first", axis=1).shard("second", axis=0)
     sch["second"].sync("fwd_post", lambda value: value * 2)
-    with pytest.raises(ScheduleError, match="returns values that still differ between the devices of 'x'"):
+    with pytest.raises(
+        ScheduleError, match="returns values that still differ between the devices of 'x'"
+    ):
         build(sch).apply(sch.params, np.asarray(x))
 
 
@@ -155,21 +193,32 @@ def test_a_function_makes_gradients_whole(mesh: Any) -> None:
     gradient = jax.jit(jax.grad(lambda x, params: jnp.sum(run(params, x) ** 2)))
     assert collectives(gradient.lower(x, sch.params).compile()) == {"all-reduce": 2}
     sch, x = made(lambda gradient: 2 * jax.lax.psum(gradient, name))
-    with pytest.raises(VerificationError, match=r"gradient of argument 0 differs .* at fault is sync\(mode=bwd_post"):
+    with pytest.raises(
+        VerificationError,
+        match=r"gradient of argument 0 differs .* at fault is sync\(mode=bwd_post",
+    ):
         Verify(sch, [x]).check()
     sch, x = made(lambda gradient: gradient)
-    with pytest.raises(ScheduleError, match=f"returns values that still differ between the devices of '{name}'"):
+    with pytest.raises(
+        ScheduleError, match=f"returns values that still differ between the devices of '{name}'"
+    ):
         Verify(sch, [x]).check()
     sch, x = made(lambda gradient: jax.lax.psum(gradient.sum(), name))
-    with pytest.raises(ScheduleError, match=r"makes float32\[\] of a gradient that is float32\[8, 8\]"):
+    with pytest.raises(
+        ScheduleError, match=r"makes float32\[\] of a gradient that is float32\[8, 8\]"
+    ):
         Verify(sch, [x]).check()
-    with pytest.raises(ScheduleError, match="a sync function, runs on shards: build with backend='manual'"):
+    with pytest.raises(
+        ScheduleError, match="a sync function, runs on shards: build with backend='manual'"
+    ):
         build(sch, "gspmd")
 
 
 def test_a_function_of_gradients_is_refused_where_they_are_no_sums() -> None:
     sch, _ = layers_schedule(8, 16, 8, 4)
     sch.shard("first", axis=1).shard("second", axis=0)
-    sch["second"].sync("fwd_post", "all_reduce").sync("bwd_post", lambda gradient: jax.lax.psum(gradient, "x"))
+    sch["second"].sync("fwd_post", "all_reduce").sync(
+        "bwd_post", lambda gradient: jax.lax.psum(gradient, "x")
+    )
     with pytest.raises(ScheduleError, match="its gradients are no partial sums over 'x'"):
         build(sch)

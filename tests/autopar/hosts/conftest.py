@@ -13,10 +13,16 @@ from autopar.hosts import session
 
 
 def pytest_collection_modifyitems(items):
-    places = [place for place, item in enumerate(items) if Path(__file__).parent in item.path.parents]
-    for place, item in zip(places, sorted((items[place] for place in places), key=_size), strict=True):
+    places = [
+        place for place, item in enumerate(items) if Path(__file__).parent in item.path.parents
+    ]
+    for place, item in zip(
+        places, sorted((items[place] for place in places), key=_size), strict=True
+    ):
         items[place] = item
-        if "raylets" in item.fixturenames:  # they are started by forks that execute another program at once
+        if (
+            "raylets" in item.fixturenames
+        ):  # they are started by forks that execute another program at once
             item.add_marker(pytest.mark.filterwarnings("ignore:os.fork"))
 
 

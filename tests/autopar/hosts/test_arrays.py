@@ -18,7 +18,9 @@ def kept(hosts: Any) -> list[set[int]]:
     import ray
 
     ray.wait([ref for _, ref in hosts._pending], num_returns=len(hosts._pending) or 1, timeout=60)
-    return ray.get([actor.__ray_call__.remote(lambda worker: set(worker._arrays)) for actor in hosts._actors])
+    return ray.get(
+        [actor.__ray_call__.remote(lambda worker: set(worker._arrays)) for actor in hosts._actors]
+    )
 
 
 @pytest.mark.slow
@@ -34,9 +36,9 @@ def test_what_nobody_has_a_handle_on_is_forgotten_with_whatever_is_asked_next(ho
         "put": lambda: hosts.put(np.zeros(home.shape, home.dtype), home),
         "zeros": lambda: hosts.zeros(home),
         "restore": lambda: autopar.restore_checkpoint(tmp_path, 0, placements),
-        "load": lambda: autopar.parallelize(stack_step, method=pipeline(2, pipeline_schedule="gpipe")).get_executable(
-            stack_params(), stack_batch()
-        ),
+        "load": lambda: autopar.parallelize(
+            stack_step, method=pipeline(2, pipeline_schedule="gpipe")
+        ).get_executable(stack_params(), stack_batch()),
     }
     for name, ask in asked.items():
         array = hosts.zeros(home)
@@ -85,18 +87,26 @@ def test_a_state_of_workers_that_have_ended_is_refused_where_it_is_given(hosts, 
         "saving": lambda: autopar.save_checkpoint(tmp_path, params, 0),
     }
     for name, use in uses.items():
-        with pytest.raises(autopar.HostsError, match=r"was in the memory of workers that have ended") as error:
+        with pytest.raises(
+            autopar.HostsError, match=r"was in the memory of workers that have ended"
+        ) as error:
             use()
         assert "\n" not in str(error.value), name
     joined(2, 4)
     uses["the same function on new workers"] = lambda: function(params, stack_batch())
-    uses["one array of many"] = lambda: function({**stack_params(), "w0": params["w0"]}, stack_batch())
+    uses["one array of many"] = lambda: function(
+        {**stack_params(), "w0": params["w0"]}, stack_batch()
+    )
     del uses["another function in this process"]
     for use in uses.values():
-        with pytest.raises(autopar.HostsError, match=r"was in the memory of workers that have ended"):
+        with pytest.raises(
+            autopar.HostsError, match=r"was in the memory of workers that have ended"
+        ):
             use()
     again, _ = function(fetched, stack_batch())  # brought here before
-    assert_allclose(np.array(again["w0"]), jax.jit(stack_step)(*first_step())[0]["w0"], rtol=1e-5, atol=1e-6)
+    assert_allclose(
+        np.array(again["w0"]), jax.jit(stack_step)(*first_step())[0]["w0"], rtol=1e-5, atol=1e-6
+    )
 
 
 def first_step() -> Any:

@@ -27,9 +27,18 @@ def test_a_state_goes_on_under_another_plan_on_another_number_of_hosts(hosts, tm
     autopar.prefetch(params)
     values = jax.tree.map(np.array, params)
     assert saving.wait() == tmp_path / "0"
-    assert {each.name for each in (tmp_path / "0").iterdir()} == {"manifest.json", "host-0", "host-1"}
+    assert {each.name for each in (tmp_path / "0").iterdir()} == {
+        "manifest.json",
+        "host-0",
+        "host-1",
+    }
     del params
-    later = [(4, autopar.ShardParallel((1, 8))), (4, pipeline(4)), (1, pipeline(2)), (0, autopar.ShardParallel(8))]
+    later = [
+        (4, autopar.ShardParallel((1, 8))),
+        (4, pipeline(4)),
+        (1, pipeline(2)),
+        (0, autopar.ShardParallel(8)),
+    ]
     there = 2
     for step, (count, method) in enumerate(later):
         if count == 0:
@@ -37,8 +46,12 @@ def test_a_state_goes_on_under_another_plan_on_another_number_of_hosts(hosts, tm
         elif count != there:
             joined(count, 8 // count)
         there = count
-        executable = autopar.parallelize(stack_step, method=method).get_executable(stack_params(), stack_batch())
-        restored = autopar.restore_checkpoint(tmp_path, step, executable.get_input_placement_specs()[0])
+        executable = autopar.parallelize(stack_step, method=method).get_executable(
+            stack_params(), stack_batch()
+        )
+        restored = autopar.restore_checkpoint(
+            tmp_path, step, executable.get_input_placement_specs()[0]
+        )
         assert jax.tree.structure(restored) == jax.tree.structure(values)
         autopar.save_checkpoint(tmp_path, restored, step + 1)
         written = autopar.restore_checkpoint(tmp_path, step + 1)
@@ -57,14 +70,26 @@ def test_workers_set_a_damaged_checkpoint_aside_and_go_on(hosts, tmp_path):
     for step in (0, 1):
         autopar.save_checkpoint(tmp_path, params, step)
     manifest = Manifest.load(tmp_path, 1)
-    assert {piece.part for array in manifest.arrays for piece in array.pieces} == {"host-0", "host-1"}
+    assert {piece.part for array in manifest.arrays for piece in array.pieces} == {
+        "host-0",
+        "host-1",
+    }
     wrong = [piece.model_copy(update={"checksum": 1}) for piece in manifest.arrays[-1].pieces]
-    arrays = (*manifest.arrays[:-1], manifest.arrays[-1].model_copy(update={"pieces": tuple(wrong)}))
-    (tmp_path / "1" / "manifest.json").write_text(manifest.model_copy(update={"arrays": arrays}).to_json())
+    arrays = (
+        *manifest.arrays[:-1],
+        manifest.arrays[-1].model_copy(update={"pieces": tuple(wrong)}),
+    )
+    (tmp_path / "1" / "manifest.json").write_text(
+        manifest.model_copy(update={"arrays": arrays}).to_json()
+    )
     placements = function.get_last_executable().get_input_placement_specs()[0]
-    with pytest.raises(DamagedCheckpointError, match=r"1/host-1 is damaged: tile .* its checksum is another"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"1/host-1 is damaged: tile .* its checksum is another"
+    ):
         autopar.restore_checkpoint(tmp_path, 1, placements)
-    with pytest.warns(UserWarning, match="of step 1 is set aside as .*, and that of step 0 is restored"):
+    with pytest.warns(
+        UserWarning, match="of step 1 is set aside as .*, and that of step 0 is restored"
+    ):
         restored = autopar.restore_checkpoint(tmp_path, placement_specs=placements)
     assert_close(function(restored, stack_batch())[0], jax.jit(stack_step)(*expected_first())[0])
 
@@ -107,7 +132,9 @@ def test_a_worker_that_never_has_written_keeps_nobody_for_ever(hosts, tmp_path):
     hosts.timeout = 3
     autopar.save_checkpoint(tmp_path, params, 1, wait=False)
     start = time.monotonic()
-    with pytest.raises(HostTimeoutError, match=r"host 1 \(.*\) has been writing a checkpoint for 3 s"):
+    with pytest.raises(
+        HostTimeoutError, match=r"host 1 \(.*\) has been writing a checkpoint for 3 s"
+    ):
         autopar.shutdown()
     assert time.monotonic() - start < 20
     assert until(lambda: not any(map(is_alive, there)))
@@ -118,7 +145,9 @@ def test_a_worker_that_never_has_written_keeps_nobody_for_ever(hosts, tmp_path):
 @pytest.mark.hosts(2, 4)
 def test_placements_of_more_hosts_than_there_are_are_refused(hosts, tmp_path):
     function = autopar.parallelize(stack_step, method=pipeline(2))
-    placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[0]
+    placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[
+        0
+    ]
     joined(1, 4)
     autopar.save_checkpoint(tmp_path, stack_params(), 0)
     with pytest.raises(ValueError, match="needs 8 devices, the 1 hosts have 4"):
@@ -129,7 +158,9 @@ def test_placements_of_more_hosts_than_there_are_are_refused(hosts, tmp_path):
 @pytest.mark.hosts(2, 4)
 def test_numbers_of_numpy_are_restored_as_jax_has_them(hosts, tmp_path):
     state = {"count": np.int64(7), "x": np.arange(8.0)}
-    function = autopar.parallelize(lambda state: state["x"] * state["count"], method=autopar.ShardParallel(4))
+    function = autopar.parallelize(
+        lambda state: state["x"] * state["count"], method=autopar.ShardParallel(4)
+    )
     placements = function.get_executable(state).get_input_placement_specs()[0]
     autopar.save_checkpoint(tmp_path, state, 0)
     restored = autopar.restore_checkpoint(tmp_path, 0, placements)
@@ -150,7 +181,9 @@ def test_a_loop_outlives_its_workers(hosts, tmp_path):
         if told.count(step) == 1 and step in (5, 11):
             threading.Timer(0.05, os.kill, [pids()[step % 2], signal.SIGKILL]).start()
 
-    state = autopar.train(function, stack_params(), batches, 14, tmp_path, save_every=4, on_step=kill_some)
+    state = autopar.train(
+        function, stack_params(), batches, 14, tmp_path, save_every=4, on_step=kill_some
+    )
     autopar.prefetch(state)
     assert_close(state, expected(14))
     assert sorted(set(told)) == list(range(1, 15))
@@ -162,7 +195,9 @@ def test_a_loop_outlives_its_workers(hosts, tmp_path):
 def test_a_step_is_planned_again_for_the_hosts_that_remain(raylets, tmp_path):
     joined(4, 2)
     function = autopar.parallelize(stack_step, method=pipeline(2), donate_argnums=(0,))
-    placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[1]
+    placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[
+        1
+    ]
     loader = autopar.DataLoader(batches, placements)
 
     def lose_two(step: int, results: Any) -> None:
@@ -172,7 +207,9 @@ def test_a_step_is_planned_again_for_the_hosts_that_remain(raylets, tmp_path):
                 raylets.remove_node(node, allow_graceful=False)
 
     try:
-        state = autopar.train(function, stack_params(), loader, 8, tmp_path, save_every=4, on_step=lose_two)
+        state = autopar.train(
+            function, stack_params(), loader, 8, tmp_path, save_every=4, on_step=lose_two
+        )
         autopar.prefetch(state)
         assert len(joined_hosts().numbers) == 2
         executable = function.get_last_executable()

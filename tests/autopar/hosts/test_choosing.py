@@ -12,7 +12,7 @@ from autopar.hosts.driver import RayHosts, check_plan, cluster_of_hosts
 from autopar.hosts.environment import leave_gpus
 from autopar.hosts.errors import HostsError
 from autopar.hosts.workers import _choose
-from simulator.heterogeneous import MixedCluster
+from simulator.hardware.heterogeneous import MixedCluster
 from tests.autopar.hosts.workers import pipeline
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 
@@ -23,7 +23,9 @@ def made(*counts: int, platform: str = "cpu", kinds: tuple[str, ...] | None = No
     """Hosts with so many devices each, of which nobody has started a worker."""
     hosts: Any = object.__new__(RayHosts)
     starts = [sum(counts[:host]) for host in range(len(counts))]
-    hosts.numbers = [tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
+    hosts.numbers = [
+        tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True)
+    ]
     hosts.owner = {device: host for host, devices in enumerate(hosts.numbers) for device in devices}
     hosts.platform, hosts.kinds = platform, list(kinds or ("",) * len(counts))
     return hosts
@@ -38,7 +40,13 @@ def test_hosts_may_give_different_numbers_of_devices():
     ("gpus", "num_nodes", "per_node", "error", "said"),
     [
         ([0, 0, 0], 3, (4, 2), ValueError, r"\(4, 2\) is for 2 hosts, but num_nodes=3"),
-        ([0, 0, 0], None, (), ValueError, r"\(\), expected a number of devices, or one for each host"),
+        (
+            [0, 0, 0],
+            None,
+            (),
+            ValueError,
+            r"\(\), expected a number of devices, or one for each host",
+        ),
         ([0, 0, 0], None, (4, 0), ValueError, r"\(4, 0\), expected a number"),
         (
             [0, 0, 0],
@@ -47,10 +55,18 @@ def test_hosts_may_give_different_numbers_of_devices():
             HostsError,
             r"\[1, 1, 1, 1\] devices asked for, but .* are 3 \(none with GPUs\)",
         ),
-        ([8, 4, 0], None, (5, 8), HostsError, r"\[5, 8\] devices asked for, but .* have \[8, 4, 0\] GPUs"),
+        (
+            [8, 4, 0],
+            None,
+            (5, 8),
+            HostsError,
+            r"\[5, 8\] devices asked for, but .* have \[8, 4, 0\] GPUs",
+        ),
     ],
 )
-def test_numbers_of_devices_that_hosts_do_not_have_are_refused(gpus, num_nodes, per_node, error, said):
+def test_numbers_of_devices_that_hosts_do_not_have_are_refused(
+    gpus, num_nodes, per_node, error, said
+):
     with pytest.raises(error, match=said):
         _choose(CPUS, gpus, num_nodes, per_node)
 
@@ -68,7 +84,7 @@ def test_hosts_that_differ_are_pools_each_of_its_own_kind():
 
 
 def autopar_device(name: str) -> str:
-    from simulator.cluster import Cluster
+    from simulator.hardware.cluster import Cluster
 
     return Cluster.load(name).device.name
 
@@ -82,7 +98,10 @@ def test_the_driver_leaves_gpus_to_the_workers(monkeypatch):
     monkeypatch.setattr(environment, "backends_started", lambda: True)
     leave_gpus()  # on the CPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.warns(UserWarning, match=r"has JAX on a GPU, .* set JAX_PLATFORMS=cpu for it, or call autopar\.init"):
+    with pytest.warns(
+        UserWarning,
+        match=r"has JAX on a GPU, .* set JAX_PLATFORMS=cpu for it, or call autopar\.init",
+    ):
         leave_gpus()
     assert len(told) == 1
 
@@ -105,16 +124,26 @@ def test_a_cluster_with_gpus_has_the_driver_leave_them(gpus, monkeypatch):
 
 def test_a_plan_that_was_made_for_other_hosts_is_told_by_the_stages_that_these_tear_apart():
     args = stack_params(), stack_batch()
-    plan = autopar.plan_step(stack_step, args, method=pipeline(2), cluster="cpu-virtual", mesh_shape=(8,))
+    plan = autopar.plan_step(
+        stack_step, args, method=pipeline(2), cluster="cpu-virtual", mesh_shape=(8,)
+    )
     assert [stage.devices for stage in plan.stages] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    with pytest.warns(UserWarning, match="made for other hosts: on these, stage 0 spans several although one would"):
+    with pytest.warns(
+        UserWarning,
+        match="made for other hosts: on these, stage 0 spans several although one would",
+    ):
         check_plan(made(3, 5), plan, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for hosts in (made(4, 4), made(2, 2, 2, 2), made(8)):  # on the second no host would hold a stage
+        for hosts in (
+            made(4, 4),
+            made(2, 2, 2, 2),
+            made(8),
+        ):  # on the second no host would hold a stage
             check_plan(hosts, plan, None)
         check_plan(made(4, 4, 4), plan, (2, 4))
     with pytest.raises(
-        ValueError, match=r"devices=4, but the plan has 8; leave them out, it runs on the first of the hosts'"
+        ValueError,
+        match=r"devices=4, but the plan has 8; leave them out, it runs on the first of the hosts'",
     ):
         check_plan(made(4, 4), plan, 4)

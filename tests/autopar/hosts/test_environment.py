@@ -17,7 +17,14 @@ from autopar.hosts.environment import check_versions, free_port, variables_of_wo
 from autopar.hosts.errors import HostsError, PortTakenError
 from autopar.hosts.worker import Group, Worker
 
-HERE = {"Python": "3.12", "jax": "0.11.2", "jaxlib": "0.11.2", "numpy": "2.4.0", "flax": "0.12.12", "autopar": "0.1.0"}
+HERE = {
+    "Python": "3.12",
+    "jax": "0.11.2",
+    "jaxlib": "0.11.2",
+    "numpy": "2.4.0",
+    "flax": "0.12.12",
+    "autopar": "0.1.0",
+}
 
 
 @pytest.fixture
@@ -41,10 +48,22 @@ def test_everything_that_programs_and_arrays_depend_on_is_compared():
 @pytest.mark.parametrize(
     ("there", "said"),
     [
-        ({"jaxlib": "0.10.0"}, r"has jaxlib 0\.10\.0 \(the driver: 0\.11\.2\); pip install jaxlib==0\.11\.2 there"),
-        ({"flax": "not installed"}, r"has flax not installed \(the driver: 0\.12\.12\); pip install flax==0\.12\.12"),
-        ({"Python": "3.13"}, r"has Python 3\.13 \(the driver: 3\.12\); run it with Python 3\.12 there"),
-        ({"Python": "3.13", "autopar": "0.2"}, r"; run it with Python 3\.12 and pip install autopar==0\.1\.0 there"),
+        (
+            {"jaxlib": "0.10.0"},
+            r"has jaxlib 0\.10\.0 \(the driver: 0\.11\.2\); pip install jaxlib==0\.11\.2 there",
+        ),
+        (
+            {"flax": "not installed"},
+            r"has flax not installed \(the driver: 0\.12\.12\); pip install flax==0\.12\.12",
+        ),
+        (
+            {"Python": "3.13"},
+            r"has Python 3\.13 \(the driver: 3\.12\); run it with Python 3\.12 there",
+        ),
+        (
+            {"Python": "3.13", "autopar": "0.2"},
+            r"; run it with Python 3\.12 and pip install autopar==0\.1\.0 there",
+        ),
     ],
 )
 def test_another_version_is_told_with_the_host_and_what_to_install(there, said):
@@ -53,7 +72,9 @@ def test_another_version_is_told_with_the_host_and_what_to_install(there, said):
 
 
 def test_too_few_devices_are_told_with_the_host():
-    with pytest.raises(HostsError, match=r"host 0 has 8 cpu devices that JAX can use, but 9 are wanted of it"):
+    with pytest.raises(
+        HostsError, match=r"host 0 has 8 cpu devices that JAX can use, but 9 are wanted of it"
+    ):
         Worker(0, [range(9)], "127.0.0.1").start()
 
 
@@ -63,19 +84,24 @@ def test_no_accelerator_is_told_with_the_host(monkeypatch):
 
     monkeypatch.setattr(jax, "devices", devices)
     with pytest.raises(
-        HostsError, match=r"host 1 \(127\.0\.0\.1\) has no accelerator .*backend 'cuda'; install autopar\["
+        HostsError,
+        match=r"host 1 \(127\.0\.0\.1\) has no accelerator .*backend 'cuda'; install autopar\[",
     ):
         Worker(1, [range(4), range(4, 8)], "127.0.0.1").start()
 
 
 def test_an_address_that_is_none_of_the_host_is_told():
-    with pytest.raises(HostsError, match=r"host 0 can't listen for transfers on its address 203\.0\.113\.9"):
+    with pytest.raises(
+        HostsError, match=r"host 0 can't listen for transfers on its address 203\.0\.113\.9"
+    ):
         Worker(0, [range(8)], "203.0.113.9").start()
 
 
 def test_a_port_in_use_is_found_before_jax_is_told_of_it(taken):
     assert free_port() != taken
-    with pytest.raises(PortTakenError, match=rf"host 0: port {taken}, for JAX's coordinator .* can't be had"):
+    with pytest.raises(
+        PortTakenError, match=rf"host 0: port {taken}, for JAX's coordinator .* can't be had"
+    ):
         Worker(0, [range(4), range(4, 8)], "127.0.0.1").start(Group((0, 1), f"127.0.0.1:{taken}"))
 
 
@@ -84,7 +110,11 @@ def test_ports_that_are_always_in_use_are_an_error_after_some():
     started: list[int] = []
     stub: Any = hosts
     stub.addresses = ["127.0.0.1"] * 2
-    stub._actors, stub._free_port, stub._start_workers = [None] * 2, lambda host: 1, lambda: started.append(1)
+    stub._actors, stub._free_port, stub._start_workers = (
+        [None] * 2,
+        lambda host: 1,
+        lambda: started.append(1),
+    )
 
     def ask(*_: Any) -> None:
         raise PortTakenError("host 0: port 1")
@@ -103,8 +133,12 @@ def test_ports_that_are_always_in_use_are_an_error_after_some():
 def test_a_port_in_use_is_replaced_by_another(hosts, taken, monkeypatch):
     original = RayHosts._free_port
     ports = iter([taken])
-    monkeypatch.setattr(RayHosts, "_free_port", lambda self, host: next(ports, None) or original(self, host))
-    hosts._join(frozenset({(0, 1)}))  # workers that wait for a coordinator are ended and started anew
+    monkeypatch.setattr(
+        RayHosts, "_free_port", lambda self, host: next(ports, None) or original(self, host)
+    )
+    hosts._join(
+        frozenset({(0, 1)})
+    )  # workers that wait for a coordinator are ended and started anew
     assert list(ports) == []
     assert hosts.ask(hosts.owner, "num_arrays") == [0, 0]
 
@@ -118,7 +152,10 @@ def test_a_port_in_use_is_replaced_by_another(hosts, taken, monkeypatch):
         (
             "--xla_a=1 --xla_force_host_platform_device_count=8 --xla_b=2",
             "cpu",
-            {"NPROC": "12", "XLA_FLAGS": "--xla_a=1 --xla_b=2 --xla_force_host_platform_device_count=4"},
+            {
+                "NPROC": "12",
+                "XLA_FLAGS": "--xla_a=1 --xla_b=2 --xla_force_host_platform_device_count=4",
+            },
         ),
         ("--xla_a=1", "cuda", {"XLA_FLAGS": "--xla_a=1"}),
     ],
@@ -145,7 +182,8 @@ def test_flags_of_xla_arrive_at_workers(hosts):
 def test_hosts_with_other_versions_are_not_used(monkeypatch):
     monkeypatch.setattr(workers, "versions", lambda: versions() | {"flax": "0.0.1"})
     with pytest.raises(
-        HostsError, match=r"host 0 \(.*\) has flax .* \(the driver: 0\.0\.1\); pip install flax==0\.0\.1"
+        HostsError,
+        match=r"host 0 \(.*\) has flax .* \(the driver: 0\.0\.1\); pip install flax==0\.0\.1",
     ):
         autopar.init(cluster="ray", num_nodes=1, num_devices_per_node=1)
     assert session.hosts() is None
@@ -155,7 +193,9 @@ def test_hosts_with_other_versions_are_not_used(monkeypatch):
 @pytest.mark.usefixtures("raylets")
 def test_a_host_that_lacks_a_package_is_told(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "lacking.py").write_text("from autopar.hosts import worker\nclass Worker(worker.Worker): pass\n")
+    (tmp_path / "lacking.py").write_text(
+        "from autopar.hosts import worker\nclass Worker(worker.Worker): pass\n"
+    )
     monkeypatch.setattr(workers, "Worker", importlib.import_module("lacking").Worker)
     shutil.rmtree(tmp_path)
     said = r"host 0 \(.*\) can't run a worker: ModuleNotFoundError: No module named 'lacking'; install there what the driver has"

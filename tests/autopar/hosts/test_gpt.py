@@ -15,13 +15,15 @@ import autopar
 from autopar.hosts import session
 from autopar.hosts.driver import RayHosts
 from experiments.models import GPT
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 from tests.autopar.hosts.workers import joined
 from tests.autopar.pipeline.steps import SGD, sgd_args
 
 pytestmark = [pytest.mark.usefixtures("raylets"), pytest.mark.slow]
 
-MODEL = GPT(num_layers=2, hidden_size=16, num_heads=2, sequence_length=8, vocab_size=32, batch_size=8)
+MODEL = GPT(
+    num_layers=2, hidden_size=16, num_heads=2, sequence_length=8, vocab_size=32, batch_size=8
+)
 HOSTS, DEVICES = 3, 2
 
 
@@ -56,8 +58,12 @@ def test_the_plan_of_a_gpt_runs_in_one_process_and_where_a_stage_spans_two_hosts
     autopar.shutdown()
     expected = trained(jax.jit(step), args)
     for each in found:
-        for (path, one), other in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(each), strict=True):
-            np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+        for (path, one), other in zip(
+            jax.tree.leaves_with_path(expected), jax.tree.leaves(each), strict=True
+        ):
+            np.testing.assert_allclose(
+                other, one, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path)
+            )
 
 
 SMALL = ["--dim", "32", "--batch-size", "32", "--cluster", "ray"]
@@ -73,11 +79,16 @@ def test_a_tutorial_runs_as_it_is_written(raylets):
     assert "Automatic assignment: equal to the single device" in run.stdout
 
 
-def on_workers(name: str, hosts: RayHosts, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, Any]:
+def on_workers(
+    name: str, hosts: RayHosts, monkeypatch: pytest.MonkeyPatch, *flags: str
+) -> dict[str, Any]:
     """What is left of a tutorial that ran in this process, on the workers that are there until it ends them."""
     import ray
 
-    init, shape = autopar.init, {"num_nodes": len(hosts.numbers), "num_devices_per_node": len(hosts.numbers[0])}
+    init, shape = (
+        autopar.init,
+        {"num_nodes": len(hosts.numbers), "num_devices_per_node": len(hosts.numbers[0])},
+    )
 
     def join(**_: Any) -> None:
         if session.hosts() is None:
@@ -112,7 +123,10 @@ def test_the_quickstart_trains_as_one_device_does(hosts, count, monkeypatch, cap
     assert "Output parameter type: <class 'autopar.hosts.arrays.DistributedArray'>" in printed
     assert "Alpa execution per GPU memory usage" in printed
     batch = {"x": found["x"], "y": found["y"]}
-    states = [TrainState.create(apply_fn=found["model"].apply, params=found["params"], tx=SGD) for _ in range(2)]
+    states = [
+        TrainState.create(apply_fn=found["model"].apply, params=found["params"], tx=SGD)
+        for _ in range(2)
+    ]
     steps = [jax.jit(found["train_step"]), found["alpa_train_step"]]
     for _ in range(3):
         states = [step(state, batch) for step, state in zip(steps, states, strict=True)]

@@ -17,7 +17,9 @@ WAITS = Doing(1, "recv x<0", 30.0)
         ([None, WAITS, None], [2, 0], 2),
     ],
 )
-def test_who_does_not_answer_comes_before_who_is_busy_and_that_before_who_was_asked(states, asked, host):
+def test_who_does_not_answer_comes_before_who_is_busy_and_that_before_who_was_asked(
+    states, asked, host
+):
     assert culprit(states, asked) == host
 
 
@@ -25,5 +27,7 @@ def test_the_seconds_of_silence_may_be_set():
     assert silence_seconds({}) == 8
     assert silence_seconds({"AUTOPAR_SILENCE_SECONDS": "30"}) == 30
     for wrong in ("soon", "0", "nan"):
-        with pytest.raises(ValueError, match=rf"AUTOPAR_SILENCE_SECONDS='{wrong}', expected a number of seconds"):
+        with pytest.raises(
+            ValueError, match=rf"AUTOPAR_SILENCE_SECONDS='{wrong}', expected a number of seconds"
+        ):
             silence_seconds({"AUTOPAR_SILENCE_SECONDS": wrong})

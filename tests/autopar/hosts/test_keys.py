@@ -82,13 +82,20 @@ def test_stages_on_hosts_draw_what_one_device_draws(hosts):
     assert_as_one_device((state, value))
     executable = function.get_last_executable()
     sent = {name for name, _ in executable.description.job.deliveries}
-    keys = {each.name for call in executable.description.job.calls.values() for each in call.operands if each.impl}
+    keys = {
+        each.name
+        for call in executable.description.job.calls.values()
+        for each in call.operands
+        if each.impl
+    }
     assert sent & keys  # a key goes from stage to stage
     assert executable.profile_with_dummy_inputs(warmup=0, number=1, repeat=1).shape == (1,)
 
     seed = state["seed"]
     assert (seed.shape, seed.dtype, seed.sharding.spec) == ((), jax.random.key(0).dtype, jax.P())
-    with pytest.raises(TypeError, match=r"random keys, which can't be a numpy array; use its method key_data"):
+    with pytest.raises(
+        TypeError, match=r"random keys, which can't be a numpy array; use its method key_data"
+    ):
         np.array(seed)
     with pytest.raises(TypeError, match="has no random keys"):
         value.key_data()

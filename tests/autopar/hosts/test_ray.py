@@ -19,7 +19,15 @@ from autopar import api
 from autopar.hosts import session
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
 from autopar.hosts.health import silence_seconds
-from tests.autopar.hosts.workers import disturbed, is_alive, joined, joined_hosts, pids, pipeline, until
+from tests.autopar.hosts.workers import (
+    disturbed,
+    is_alive,
+    joined,
+    joined_hosts,
+    pids,
+    pipeline,
+    until,
+)
 from tests.autopar.pipeline.steps import stack, stack_batch, stack_params, stack_step
 
 
@@ -36,7 +44,9 @@ def assert_trained(function: Any, count: int = 3) -> tuple[Any, Any]:
     for _ in range(count):
         params, loss = function(params, stack_batch())
     autopar.prefetch((params, loss))
-    for mine, theirs in zip(jax.tree.leaves((params, loss)), jax.tree.leaves(expected(count)), strict=True):
+    for mine, theirs in zip(
+        jax.tree.leaves((params, loss)), jax.tree.leaves(expected(count)), strict=True
+    ):
         assert_allclose(np.array(mine), theirs, rtol=1e-5, atol=1e-6)
     return params, loss
 
@@ -49,7 +59,9 @@ def test_two_hosts_train_as_one_device_does(hosts):
     assert params["w0"].sharding.mesh.size == 4
     executable = function.get_last_executable()
     assert len(executable.get_stage_execution_info()) == 2
-    assert jax.tree.structure(executable.get_input_placement_specs()[0]) == jax.tree.structure(params)
+    assert jax.tree.structure(executable.get_input_placement_specs()[0]) == jax.tree.structure(
+        params
+    )
     assert sum(session.hosts().num_arrays()) == len(jax.tree.leaves(params)) + 1  # pyright: ignore
     assert executable.profile_with_dummy_inputs(warmup=1, number=1, repeat=2).shape == (2,)
 
@@ -57,9 +69,13 @@ def test_two_hosts_train_as_one_device_does(hosts):
 @pytest.mark.hosts(2, 4)
 def test_the_plan_of_one_process_runs_on_hosts(hosts, tmp_path):
     args = stack_params(), stack_batch()
-    plan = autopar.plan_step(stack_step, args, method=pipeline(4), cluster="cpu-virtual", mesh_shape=(8,))
+    plan = autopar.plan_step(
+        stack_step, args, method=pipeline(4), cluster="cpu-virtual", mesh_shape=(8,)
+    )
     plan.save(tmp_path / "plan.json")
-    function = autopar.parallelize(stack_step, method=autopar.PlanMethod(autopar.Plan.load(tmp_path / "plan.json")))
+    function = autopar.parallelize(
+        stack_step, method=autopar.PlanMethod(autopar.Plan.load(tmp_path / "plan.json"))
+    )
     assert_trained(function)
 
 
@@ -94,7 +110,11 @@ def test_stages_that_span_hosts_do_not_wait_for_one_another_for_ever(hosts):
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_hosts_that_share_another_mesh_start_anew(hosts):
-    assert_trained(autopar.parallelize(stack_step, method=autopar.ShardParallel(devices=(2, 4), num_micro_batches=2)))
+    assert_trained(
+        autopar.parallelize(
+            stack_step, method=autopar.ShardParallel(devices=(2, 4), num_micro_batches=2)
+        )
+    )
 
 
 def compiled(hosts: Any, host: int, name: str, disturb: Any) -> tuple[Any, Any]:
@@ -136,7 +156,9 @@ def test_an_instruction_that_fails_is_told_with_where_it_is(hosts):
 
     function, params = compiled(hosts, 1, "1F2", fail)
     start = time.monotonic()
-    with pytest.raises(StepFailedError, match=r"host 1, mesh 1, instruction '1F2': MemoryError: no room") as caught:
+    with pytest.raises(
+        StepFailedError, match=r"host 1, mesh 1, instruction '1F2': MemoryError: no room"
+    ) as caught:
         function(params, stack_batch())[0]["w0"].block_until_ready()  # on the other host
     assert time.monotonic() - start < 10
     assert (caught.value.host, caught.value.mesh, caught.value.instruction) == (1, 1, "1F2")
@@ -161,7 +183,9 @@ def test_a_worker_that_is_stopped_is_told_whatever_the_timeout(hosts):
     hosts.silence = silence_seconds({})
     os.kill(pids()[0], signal.SIGSTOP)
     start = time.monotonic()
-    with pytest.raises(HostTimeoutError, match=r"host 0 .* has not said for \d+ s what it is doing") as caught:
+    with pytest.raises(
+        HostTimeoutError, match=r"host 0 .* has not said for \d+ s what it is doing"
+    ) as caught:
         np.array(function(params, stack_batch())[1])
     assert time.monotonic() - start < 15  # 8, and what a busy machine takes
     assert (caught.value.host, caught.value.meshes) == (0, (0,))
@@ -176,10 +200,16 @@ def test_more_than_there_is_is_refused():
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_more_devices_than_there_are_are_refused(hosts):
-    with pytest.raises(ValueError, match=r"mesh of shape \(16,\) needs 16 devices, the hosts have 8"):
-        autopar.parallelize(stack_step, method=autopar.ShardParallel(devices=16))(stack_params(), stack_batch())
+    with pytest.raises(
+        ValueError, match=r"mesh of shape \(16,\) needs 16 devices, the hosts have 8"
+    ):
+        autopar.parallelize(stack_step, method=autopar.ShardParallel(devices=16))(
+            stack_params(), stack_batch()
+        )
     args = stack_params(), stack_batch()
-    plan = autopar.plan_step(stack_step, args, method=pipeline(2), cluster="dgx_h100", mesh_shape=(8,))
+    plan = autopar.plan_step(
+        stack_step, args, method=pipeline(2), cluster="dgx_h100", mesh_shape=(8,)
+    )
     joined(1, 4)
     with pytest.raises(ValueError, match="the plan needs 8 devices, the 1 hosts have 4"):
         autopar.parallelize(stack_step, method=autopar.PlanMethod(plan))(*args)
@@ -230,7 +260,10 @@ def test_a_pipeline_on_unequal_hosts_trains_as_one_device_does(raylets):
         stack_step, method=autopar.PipeshardParallel(num_micro_batches=4, stage_option=stages)
     )
     params, _ = assert_trained(function)
-    assert [params[name].array.place.mesh.devices for name in ("w2", "w3")] == [(0, 1, 2, 3), (4, 5)]
+    assert [params[name].array.place.mesh.devices for name in ("w2", "w3")] == [
+        (0, 1, 2, 3),
+        (4, 5),
+    ]
 
 
 @pytest.mark.slow
@@ -254,13 +287,19 @@ def loss_of(params: Any, batch: Any) -> jax.Array:
 
 @pytest.mark.hosts(2, 4)
 @pytest.mark.parametrize(
-    ("method", "count"), [(pipeline(2), 4), (autopar.ShardParallel(devices=(4,)), None)], ids=["pipeline", "one mesh"]
+    ("method", "count"),
+    [(pipeline(2), 4), (autopar.ShardParallel(devices=(4,)), None)],
+    ids=["pipeline", "one mesh"],
 )
 def test_an_evaluation_follows_a_step_to_its_hosts(hosts, method, count):
     step = autopar.parallelize(stack_step, method=method)
     params, _ = step(stack_params(), stack_batch())
-    evaluate = autopar.parallelize(loss_of, method=autopar.FollowParallel(step, num_micro_batches=count))
-    assert_allclose(np.array(evaluate(params, stack_batch())), loss_of(expected(1)[0], stack_batch()), rtol=1e-5)
+    evaluate = autopar.parallelize(
+        loss_of, method=autopar.FollowParallel(step, num_micro_batches=count)
+    )
+    assert_allclose(
+        np.array(evaluate(params, stack_batch())), loss_of(expected(1)[0], stack_batch()), rtol=1e-5
+    )
     assert len(evaluate.get_last_executable().plan.stages) == (1 if count is None else 2)
     _, loss = step(params, stack_batch())  # which was not donated
     assert_allclose(np.array(loss), expected(2)[1], rtol=1e-5)

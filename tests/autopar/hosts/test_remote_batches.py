@@ -26,13 +26,17 @@ ROWS = 16
 
 def by_rows(stages: int) -> autopar.PipeshardParallel:
     """Stages that share out the rows of each microbatch."""
-    return pipeline(stages, default_auto_sharding_option=autopar.ShardingOptions(data_parallel=True))
+    return pipeline(
+        stages, default_auto_sharding_option=autopar.ShardingOptions(data_parallel=True)
+    )
 
 
 def compiled(method: Any, step: Any = stack_step) -> tuple[Any, Any]:
     """A step, and where it wants its batches."""
     function = autopar.parallelize(step, method=method)
-    return function, function.get_executable(stack_params(), batch(0, ROWS)).get_input_placement_specs()[1]
+    return function, function.get_executable(
+        stack_params(), batch(0, ROWS)
+    ).get_input_placement_specs()[1]
 
 
 def batch(start: int, end: int) -> dict[str, np.ndarray]:
@@ -62,7 +66,10 @@ def recorded(folder: Path, fails: int | None = None) -> Callable[[int, int, int]
 def calls(folder: Path, hosts: RayHosts) -> dict[int, list[tuple[int, int]]]:
     """For each host the first example and the number of examples of what it has read, in order."""
     of = {str(each["pid"]): host for host, each in enumerate(hosts._ask("environment"))}
-    return {of[file.name]: list(map(ast.literal_eval, file.read_text().splitlines())) for file in folder.iterdir()}
+    return {
+        of[file.name]: list(map(ast.literal_eval, file.read_text().splitlines()))
+        for file in folder.iterdir()
+    }
 
 
 def assert_batches(found: Any, first: int = 0, count: int = 3) -> None:
@@ -71,7 +78,11 @@ def assert_batches(found: Any, first: int = 0, count: int = 3) -> None:
     assert len(found) == count
     for k, each in enumerate(found, first):
         autopar.prefetch(each)
-        jax.tree.map(lambda mine, theirs: assert_array_equal(np.array(mine), theirs), each, batch(16 * k, 16 * k + 16))
+        jax.tree.map(
+            lambda mine, theirs: assert_array_equal(np.array(mine), theirs),
+            each,
+            batch(16 * k, 16 * k + 16),
+        )
 
 
 def loader(specs: Any, read: Any, **options: Any) -> MeshDriverDataLoader:
@@ -104,7 +115,11 @@ def train_scaled() -> None:
         params, _ = step(params, given, args[2])
     for k in range(2):
         reference, _ = jax.jit(scaled_step)(reference, batch(16 * k, 16 * k + 16), args[2])
-    jax.tree.map(lambda mine, one: assert_allclose(np.array(mine), one, rtol=1e-5, atol=1e-6), params, reference)
+    jax.tree.map(
+        lambda mine, one: assert_allclose(np.array(mine), one, rtol=1e-5, atol=1e-6),
+        params,
+        reference,
+    )
 
 
 @pytest.mark.slow
@@ -121,7 +136,9 @@ def test_a_stage_over_two_hosts_reads_on_both(hosts, tmp_path):
     assert_batches(itertools.islice(given.from_step(3), 3))
     found = calls(tmp_path, hosts)
     assert sorted(found) == [0, 1, 2, 3]
-    rows = {host: sorted({(first % 16, count) for first, count in each}) for host, each in found.items()}
+    rows = {
+        host: sorted({(first % 16, count) for first, count in each}) for host, each in found.items()
+    }
     assert rows == {0: [(0, 8)], 1: [(8, 8)], 2: [(0, 8)], 3: [(8, 8)]}
     params, _ = step(stack_params(), next(iter(given)))
     expected, _ = jax.jit(stack_step)(stack_params(), batch(0, 16))
@@ -148,11 +165,19 @@ def test_training_from_loaders_is_training_from_numpy(hosts, tmp_path):
     for k in range(3):
         expected, _ = jax.jit(stack_step)(expected, batch(16 * k, 16 * k + 16))
     batches = [batch(16 * k, 16 * k + 16) for k in range(3)]
-    for given in (loader(specs, recorded(tmp_path), prefetch_size=2), DataLoader(batches, specs), batches):
+    for given in (
+        loader(specs, recorded(tmp_path), prefetch_size=2),
+        DataLoader(batches, specs),
+        batches,
+    ):
         params = stack_params()
         for each in given:
             params, _ = step(params, each)
-        jax.tree.map(lambda mine, one: assert_allclose(np.array(mine), one, rtol=1e-5, atol=1e-6), params, expected)
+        jax.tree.map(
+            lambda mine, one: assert_allclose(np.array(mine), one, rtol=1e-5, atol=1e-6),
+            params,
+            expected,
+        )
 
 
 def only_x(read: Any) -> Any:
@@ -167,7 +192,10 @@ def test_a_worker_reads_only_for_the_stages_that_take_something(hosts, tmp_path)
     assert [leaf.mesh_ids for leaf in jax.tree.leaves(specs)] == [(0,), (1,)]
     assert_batches(loader(specs, recorded(tmp_path / "both")))
     whole = [(0, 16), (16, 16), (32, 16)]
-    assert calls(tmp_path / "both", hosts) == {0: whole, 1: whole}  # x on the first host, y on the other
+    assert calls(tmp_path / "both", hosts) == {
+        0: whole,
+        1: whole,
+    }  # x on the first host, y on the other
     assert len(list(loader((specs["x"],), only_x(recorded(tmp_path / "inputs"))))) == 3
     assert calls(tmp_path / "inputs", hosts) == {0: whole}
 
@@ -176,7 +204,9 @@ def test_a_worker_reads_only_for_the_stages_that_take_something(hosts, tmp_path)
 def test_reading_is_so_far_ahead_and_what_is_dropped_is_freed(hosts, tmp_path):
     _, specs = compiled(by_rows(2))
     before, live = hosts.num_arrays(), set(hosts._live)
-    batches = iter(MeshDriverDataLoader(ROWS, 20 * ROWS, recorded(tmp_path), specs, prefetch_size=2))
+    batches = iter(
+        MeshDriverDataLoader(ROWS, 20 * ROWS, recorded(tmp_path), specs, prefetch_size=2)
+    )
     first = next(batches)
     ahead = {0: [(0, 16), (16, 16), (32, 16)], 1: [(0, 16), (16, 16), (32, 16)]}
     assert until(lambda: calls(tmp_path, hosts) == ahead)
@@ -195,7 +225,8 @@ def test_a_function_that_fails_is_told_by_its_host_and_the_workers_go_on(hosts, 
     params, batches = stack_params(), iter(loader(specs, recorded(tmp_path, fails=16)))
     params, _ = step(params, next(batches))
     with pytest.raises(
-        DataLoaderError, match=r"host 0 \(.*\): batch 1, examples 16 to 31, could not be read: OSError: disk on"
+        DataLoaderError,
+        match=r"host 0 \(.*\): batch 1, examples 16 to 31, could not be read: OSError: disk on",
     ) as caught:
         next(batches)
     assert caught.value.host == 0
@@ -204,7 +235,9 @@ def test_a_function_that_fails_is_told_by_its_host_and_the_workers_go_on(hosts, 
     assert np.isfinite(np.array(params["w0"])).all()
     with pytest.raises(DataLoaderError, match=r"host 0 .*: batch 0, .* is missing"):
         next(iter(loader(specs, lambda *_: iter(()))))
-    with pytest.raises(DataLoaderError, match=r"host 0 .*: batch 0, .* has arrays at \['x'\], expected them at"):
+    with pytest.raises(
+        DataLoaderError, match=r"host 0 .*: batch 0, .* has arrays at \['x'\], expected them at"
+    ):
         next(iter(loader(specs, lambda *_: [{"x": 0}])))
 
 
@@ -228,7 +261,8 @@ def test_what_can_not_be_sent_or_loaded_is_refused(hosts):
         next(iter(loader(specs, lambda *_: [lock])))
 
     with pytest.raises(
-        DataLoaderError, match=r"host 0 .*: input_iter_func can't be loaded here: .*no such module here"
+        DataLoaderError,
+        match=r"host 0 .*: input_iter_func can't be loaded here: .*no such module here",
     ):
         next(iter(loader(specs, Unloadable())))
 
@@ -253,11 +287,16 @@ def test_a_loader_outlives_its_workers_and_an_iteration_does_not(hosts, tmp_path
         next(batches)
     assert until(lambda: not any(map(is_alive, there)))
     joined(2, 4)
-    with pytest.raises(ValueError, match=r"of hosts \[\d\], but no step that has them as a mesh has been compiled"):
+    with pytest.raises(
+        ValueError, match=r"of hosts \[\d\], but no step that has them as a mesh has been compiled"
+    ):
         next(given.from_step(1))
     specs = compiled(by_rows(2))[1]  # whose stages are in a host each
     across = jax.tree.map(lambda spec: replace(spec, devices=((2, 3, 4, 5),)), specs)
-    with pytest.raises(ValueError, match=r"of hosts \[0, 1\], but no step that has them as a mesh has been compiled"):
+    with pytest.raises(
+        ValueError,
+        match=r"of hosts \[0, 1\], but no step that has them as a mesh has been compiled",
+    ):
         next(iter(loader(across, lambda *_: [])))
 
 

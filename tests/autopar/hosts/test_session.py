@@ -36,14 +36,20 @@ def nowhere(monkeypatch) -> Iterator[list[Any]]:
 
 def test_nobody_at_an_address_is_told(nowhere):
     port = free_port()
-    with pytest.raises(HostsError, match=rf"no Ray cluster at 127\.0\.0\.1:{port} \(.*refused\): start one with `ray"):
+    with pytest.raises(
+        HostsError,
+        match=rf"no Ray cluster at 127\.0\.0\.1:{port} \(.*refused\): start one with `ray",
+    ):
         autopar.init(cluster="ray", cluster_address=f"127.0.0.1:{port}")
     assert not nowhere
 
 
 @pytest.mark.parametrize("address", ["6379", "somewhere", "10.0.0.1:", "10.0.0.1:port"])
 def test_what_is_no_address_is_told(nowhere, address):
-    with pytest.raises(HostsError, match=rf"no Ray cluster at {address} \(.* is no address, expected host:port, such"):
+    with pytest.raises(
+        HostsError,
+        match=rf"no Ray cluster at {address} \(.* is no address, expected host:port, such",
+    ):
         autopar.init(cluster="ray", cluster_address=address)
     assert not nowhere
 
@@ -54,7 +60,10 @@ def test_no_cluster_to_be_found_is_told(nowhere, monkeypatch):
     monkeypatch.setattr(services, "find_gcs_addresses", set)
     monkeypatch.setattr(services, "find_bootstrap_address", lambda _: None)
     for address in (None, "auto"):
-        with pytest.raises(HostsError, match=r"no Ray cluster at the default address \(Could not find any running Ray"):
+        with pytest.raises(
+            HostsError,
+            match=r"no Ray cluster at the default address \(Could not find any running Ray",
+        ):
             autopar.init(cluster="ray", cluster_address=address)
     assert not nowhere
 
@@ -121,7 +130,8 @@ def test_ray_is_told_not_to_build_environments_unless_one_wants_it(monkeypatch):
 
 def test_another_cluster_than_the_one_that_was_joined_is_refused(raylets):
     with pytest.raises(
-        ValueError, match=r"cluster_address='127\.0\.0\.1:1', but this process has joined the Ray cluster"
+        ValueError,
+        match=r"cluster_address='127\.0\.0\.1:1', but this process has joined the Ray cluster",
     ):
         autopar.init(cluster="ray", cluster_address="127.0.0.1:1")
     session._check_address(raylets.address)
@@ -129,21 +139,29 @@ def test_another_cluster_than_the_one_that_was_joined_is_refused(raylets):
     session._check_address(f"{socket.getfqdn(host)}:{port}")
 
 
-def run(program: str, folder: Path, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+def run(
+    program: str, folder: Path, **environment: str
+) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
     """A program that `uv run` starts in a folder, and the words of each line that it prints."""
     uv = shutil.which("uv")
     if uv is None:
         pytest.skip("needs uv")
     root = Path(autopar.__file__).parents[1]
     there: Mapping[str, str] = {
-        **{name: value for name, value in os.environ.items() if name != "RAY_ENABLE_UV_RUN_RUNTIME_ENV"},
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if name != "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+        },
         "XLA_FLAGS": "",
         "PYTHONPATH": str(root),
         **environment,
     }
     shutil.copy(root / ".python-version", folder)  # where uv is one of pyenv's, it is that Python's
     command = [uv, "run", "--no-project", sys.executable, "-W", "ignore", "-c", program]
-    found = subprocess.run(command, cwd=folder, env=there, text=True, capture_output=True, timeout=400)
+    found = subprocess.run(
+        command, cwd=folder, env=there, text=True, capture_output=True, timeout=400
+    )
     return found, [line.split() for line in found.stdout.splitlines()]
 
 

@@ -100,7 +100,9 @@ def remote() -> RemoteExecutable:
 def test_each_worker_executes_the_instructions_of_the_program_in_order(hosts):
     notes = remote().recorded()
     for mesh, row in enumerate(remote().program.instructions):
-        (worker,) = (of_worker for of_worker in notes if any(each.mesh == mesh for each in of_worker))
+        (worker,) = (
+            of_worker for of_worker in notes if any(each.mesh == mesh for each in of_worker)
+        )
         assert tuple(each.instruction for each in worker if each.mesh == mesh) == row
     assert all(a.end <= b.start for of_worker in notes for a, b in pairwise(of_worker))
 
@@ -113,7 +115,9 @@ def test_the_timeline_of_the_workers_has_what_the_program_says_on_one_clock(host
     assert timeline.memory == executable.memory
     for mesh, row in enumerate(executable.program.instructions):
         spans = [span for span in timeline.spans if span.mesh == mesh]
-        assert [span.name for span in spans] == [str(each) for each in row if not isinstance(each, Free)]
+        assert [span.name for span in spans] == [
+            str(each) for each in row if not isinstance(each, Free)
+        ]
         assert all(a.end <= b.start for a, b in pairwise(spans))
     sends = sum(isinstance(each, Send) for row in executable.program.instructions for each in row)
     assert len(timeline.arrows) == sends
@@ -149,8 +153,12 @@ def test_a_pipeline_on_hosts_answers_as_one_in_this_process(hosts, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
-def test_a_step_that_is_not_cut_answers_as_one_in_this_process_also_over_several_hosts(hosts, tmp_path):
-    there = autopar.parallelize(stack_step, method=autopar.ShardParallel(devices=(2, 4))).get_executable(*ARGS)
+def test_a_step_that_is_not_cut_answers_as_one_in_this_process_also_over_several_hosts(
+    hosts, tmp_path
+):
+    there = autopar.parallelize(
+        stack_step, method=autopar.ShardParallel(devices=(2, 4))
+    ).get_executable(*ARGS)
     assert isinstance(there, RemoteExecutable)
     here = _in_this_process(there.plan)
     assert there.memory == here.memory
@@ -164,7 +172,16 @@ def test_a_step_that_is_not_cut_answers_as_one_in_this_process_also_over_several
     assert _names(there, tmp_path / "there") == _names(here, tmp_path / "here")
     with pytest.raises(ValueError, match="unknown status 'final'; expected one of traced"):
         there.get_hlo_text("final")  # pyright: ignore[reportArgumentType]
-    assert len([each for each in there.recorded() if [note.instruction for note in each] == [Run(0, "S")]]) == 2
+    assert (
+        len(
+            [
+                each
+                for each in there.recorded()
+                if [note.instruction for note in each] == [Run(0, "S")]
+            ]
+        )
+        == 2
+    )
     (span,) = there.dump_stage_execution_trace(tmp_path / "trace.json").spans
     assert (span.name, span.category, span.start) == ("0S0", "task", 0)
 
@@ -176,13 +193,17 @@ def _in_this_process(plan: autopar.Plan, donated: tuple[int, ...] = ()) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "_hosts", None)
         method = autopar.PlanMethod(plan)
-        return autopar.parallelize(stack_step, method=method, donate_argnums=donated).get_executable(*ARGS)
+        return autopar.parallelize(
+            stack_step, method=method, donate_argnums=donated
+        ).get_executable(*ARGS)
 
 
 def _told(text: str) -> list[str]:
     """What does not depend on how a program came to its compiler: tasks, what it is, products and collectives."""
     return re.findall(
-        r"// task \w+|^HloModule|^module|dot_general|\b(?:dot|all-\w+|reduce-scatter)\(", text, re.MULTILINE
+        r"// task \w+|^HloModule|^module|dot_general|\b(?:dot|all-\w+|reduce-scatter)\(",
+        text,
+        re.MULTILINE,
     )
 
 

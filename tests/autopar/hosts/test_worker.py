@@ -58,7 +58,10 @@ class Driver:
             given = [np.asarray(leaves[i]) for i in batch]
             self.worker.do(None, freed, "run", 0, self._letter, kept, made, batch, *given)
             self._letter += len(self.found.job.deliveries)
-        return [self.whole(key, each) for key, each in zip(made.values(), self.found.outputs, strict=True)]
+        return [
+            self.whole(key, each)
+            for key, each in zip(made.values(), self.found.outputs, strict=True)
+        ]
 
     def whole(self, key: int, array: Any) -> np.ndarray:
         assert isinstance(array, Array)
@@ -77,19 +80,28 @@ def one_device(step: Any, args: Any, count: int) -> list[np.ndarray]:
 
 
 def pipeline(stages: int, **options: Any) -> autopar.PipeshardParallel:
-    return autopar.PipeshardParallel(num_micro_batches=4, stage_option=autopar.UniformStageOption(stages), **options)
+    return autopar.PipeshardParallel(
+        num_micro_batches=4, stage_option=autopar.UniformStageOption(stages), **options
+    )
 
 
 @pytest.mark.parametrize(
     "options",
-    tiers([*({"pipeline_schedule": name} for name in ("1f1b", "gpipe", "zero_bubble_h1")), {"num_chunks": 2}]),
+    tiers(
+        [
+            *({"pipeline_schedule": name} for name in ("1f1b", "gpipe", "zero_bubble_h1")),
+            {"num_chunks": 2},
+        ]
+    ),
     ids=str,
 )
 def test_a_pipeline_computes_what_one_device_does(options):
     if "num_chunks" in options:
         options = options | {"pipeline_schedule": "interleaved_1f1b"}
     args = stack_params(), stack_batch()
-    found = Driver(prepared(pipeline(4 if "num_chunks" in options else 2, **options), stack_step, args)).steps(args, 3)
+    found = Driver(
+        prepared(pipeline(4 if "num_chunks" in options else 2, **options), stack_step, args)
+    ).steps(args, 3)
     for mine, expected in zip(found, one_device(stack_step, args, 3), strict=True):
         assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
 
@@ -123,7 +135,9 @@ def test_a_worker_is_told_of_its_own_meshes_only():
     parts = [job.of(range(start, start + 4)) for start in (0, 4)]
     assert [{mesh for mesh, _ in part.order} for part in parts] == [{0, 1}, {2, 3}]
     assert sum(len(part.order) for part in parts) == len(job.order)
-    assert all(set(part.programs) == {call.program for call in part.calls.values()} for part in parts)
+    assert all(
+        set(part.programs) == {call.program for call in part.calls.values()} for part in parts
+    )
     assert {at for part in parts for at in part.deliveries} == set(job.deliveries)
 
 
@@ -187,5 +201,8 @@ def test_an_instruction_that_fails_says_where_it_stands():
         raise MemoryError("no room")
 
     driver.worker._jobs[0]._carriers[name, to].receive = fails  # pyright: ignore
-    with pytest.raises(InstructionError, match=rf"host 0, mesh {to}, instruction recv {name}.*: MemoryError: no room"):
+    with pytest.raises(
+        InstructionError,
+        match=rf"host 0, mesh {to}, instruction recv {name}.*: MemoryError: no room",
+    ):
         driver.steps(args, 1)

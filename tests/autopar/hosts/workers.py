@@ -29,7 +29,9 @@ def joined_hosts() -> "RayHosts":
 
 def pipeline(stages: int, **options: Any) -> autopar.PipeshardParallel:
     """As many stages, of equal size, and four microbatches."""
-    return autopar.PipeshardParallel(num_micro_batches=4, stage_option=autopar.UniformStageOption(stages), **options)
+    return autopar.PipeshardParallel(
+        num_micro_batches=4, stage_option=autopar.UniformStageOption(stages), **options
+    )
 
 
 def pids() -> list[int]:
@@ -45,7 +47,9 @@ def disturbed(hosts: "RayHosts", host: int, name: str, disturb: Callable[[], Non
         for loaded in worker._jobs.values():
             execute = loaded.execute
 
-            def instead(mesh: int, instruction: Any, values: Any, letter: int, execute: Any = execute) -> None:
+            def instead(
+                mesh: int, instruction: Any, values: Any, letter: int, execute: Any = execute
+            ) -> None:
                 if str(instruction) == name:
                     disturb()
                 execute(mesh, instruction, values, letter)

@@ -12,7 +12,9 @@ MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("i", "j"), axis_types=(AxisT
 def test_every_array_gets_the_sharding_of_its_spec() -> None:
     args = {"x": np.zeros((8, 3)), "y": jax.ShapeDtypeStruct((16,), np.float32), "z": np.zeros(())}
     specs = {"x": P("i"), "y": P(("i", "j")), "z": P()}
-    assert shardings(MESH, specs, args) == {name: NamedSharding(MESH, spec) for name, spec in specs.items()}
+    assert shardings(MESH, specs, args) == {
+        name: NamedSharding(MESH, spec) for name, spec in specs.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -22,7 +24,10 @@ def test_every_array_gets_the_sharding_of_its_spec() -> None:
             P("i"),
             r"argument batch/x: dim 0 of its shape \(6, 4\) can't be split over the 4 devices along i; use a multiple of 4",
         ),
-        (P(None, ("i", "j")), r"dim 1 of .* can't be split over the 8 devices along i, j; use a multiple of 8"),
+        (
+            P(None, ("i", "j")),
+            r"dim 1 of .* can't be split over the 8 devices along i, j; use a multiple of 8",
+        ),
         (P("k"), r"names the axis 'k'; the mesh has i, j"),
         (P(None, None, "i"), r"batch/x: .* is for 3 dims, but its shape \(6, 4\) has 2"),
     ],

@@ -14,7 +14,9 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from autopar import manual
 
 P = PartitionSpec
-MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+MESH = Mesh(
+    np.array(jax.devices()).reshape(4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2
+)
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 W = np.random.default_rng(1).normal(size=(4, 4)).astype(np.float32)
 
@@ -51,7 +53,10 @@ def test_gradients_of_replicated_and_sharded_parameters_are_those_of_one_device(
         axis = "data"  # the other one is taken
     batch, width, out = (8 * size for size in sizes)
     draw = np.random.default_rng(0)
-    x, w, b = (draw.normal(size=shape).astype(np.float32) for shape in ((batch, width), (width, out), (out,)))
+    x, w, b = (
+        draw.normal(size=shape).astype(np.float32)
+        for shape in ((batch, width), (width, out), (out,))
+    )
 
     def serial(params: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(jax.nn.gelu(x @ params["w"] + params["b"]) ** 2)
@@ -70,7 +75,9 @@ def test_gradients_of_replicated_and_sharded_parameters_are_those_of_one_device(
         "gathered": {"w": P(axis), "b": P()},
         "columns": {"w": P(None, "tensor"), "b": P("tensor")},
     }[place]
-    step = mapped(manual.value_and_grad(local, axis=axis), in_specs=(specs, P(axis)), out_specs=(P(), specs))
+    step = mapped(
+        manual.value_and_grad(local, axis=axis), in_specs=(specs, P(axis)), out_specs=(P(), specs)
+    )
     for actual, expected in zip(
         jax.tree.leaves(step({"w": w, "b": b}, x)),
         jax.tree.leaves(jax.value_and_grad(serial)({"w": w, "b": b}, x)),
@@ -92,7 +99,10 @@ def test_auxiliary_values_and_several_arguments_are_as_jax_has_them() -> None:
         return loss(w, x), x.sum(0)
 
     out_specs = ((P(), P("data")), (P(), P("data")))
-    step = mapped(manual.value_and_grad(with_aux, argnums=(0, 1), has_aux=True, axis="data"), out_specs=out_specs)
+    step = mapped(
+        manual.value_and_grad(with_aux, argnums=(0, 1), has_aux=True, axis="data"),
+        out_specs=out_specs,
+    )
     (value, sums), (of_w, of_x) = step(W, X)
     expected_value, expected = jax.value_and_grad(loss, argnums=(0, 1))(W, X)
     np.testing.assert_allclose(value, expected_value, rtol=1e-5)
@@ -107,7 +117,8 @@ def test_a_missing_forward_sync_is_named() -> None:
         in_specs=(P("tensor", None), P("data", "tensor")),
     )
     with pytest.raises(
-        ValueError, match=r"differs along the mesh axis tensor, .* averaged over data only; sum or average"
+        ValueError,
+        match=r"differs along the mesh axis tensor, .* averaged over data only; sum or average",
     ):
         rows(W, X)
 

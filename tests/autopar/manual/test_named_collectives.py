@@ -20,7 +20,11 @@ EVERY = PartitionSpec(("i", "j"))
 def groups(draw: st.DrawFn) -> tuple[Mesh, Any, np.ndarray]:
     """A mesh, an axis of it (or both together), and the groups of devices along that axis, one per row."""
     shape = draw(st.sampled_from([(2, 2), (2, 4), (4, 2), (1, 3), (8, 1)]))
-    mesh = Mesh(np.array(jax.devices()[: prod(shape)]).reshape(shape), ("i", "j"), axis_types=(AxisType.Auto,) * 2)
+    mesh = Mesh(
+        np.array(jax.devices()[: prod(shape)]).reshape(shape),
+        ("i", "j"),
+        axis_types=(AxisType.Auto,) * 2,
+    )
     ids = np.arange(prod(shape)).reshape(shape)
     axis = draw(st.sampled_from(["i", "j", ("i", "j")]))
     return mesh, axis, {"i": ids.T, "j": ids, ("i", "j"): ids.reshape(1, -1)}[axis]
@@ -29,18 +33,28 @@ def groups(draw: st.DrawFn) -> tuple[Mesh, Any, np.ndarray]:
 def parts_of(draw: Callable, mesh: Mesh, multiples: dict[int, int], rank: int) -> np.ndarray:
     """Integers for every device, along a first dim; other dims are small, those in `multiples` of that."""
     shape = [draw(st.integers(1, 3)) * multiples.get(dim, 1) for dim in range(rank)]
-    return np.random.default_rng(draw(st.integers(0, 9))).integers(-99, 99, (mesh.size, *shape), np.int32)
+    return np.random.default_rng(draw(st.integers(0, 9))).integers(
+        -99, 99, (mesh.size, *shape), np.int32
+    )
 
 
 def run(function: Callable[[jax.Array], jax.Array], mesh: Mesh, parts: np.ndarray) -> np.ndarray:
     """What each device gets from `function` of its part."""
-    mapped = jax.shard_map(lambda x: function(x[0])[None], mesh=mesh, in_specs=EVERY, out_specs=EVERY)
+    mapped = jax.shard_map(
+        lambda x: function(x[0])[None], mesh=mesh, in_specs=EVERY, out_specs=EVERY
+    )
     return np.asarray(jax.jit(mapped)(parts))
 
 
-def by_definition(rows: np.ndarray, parts: np.ndarray, define: Callable[[list[np.ndarray], int], np.ndarray]) -> Any:
+def by_definition(
+    rows: np.ndarray, parts: np.ndarray, define: Callable[[list[np.ndarray], int], np.ndarray]
+) -> Any:
     """`define(parts of the group, own place in it)` for every device."""
-    found = {int(device): define(list(parts[row]), place) for row in rows for place, device in enumerate(row)}
+    found = {
+        int(device): define(list(parts[row]), place)
+        for row in rows
+        for place, device in enumerate(row)
+    }
     return np.stack([found[device] for device in range(len(found))])
 
 
@@ -61,7 +75,9 @@ def test_all_gather_concatenates(data: st.DataObject) -> None:
     dim = data.draw(st.integers(0, rank - 1))
     parts = parts_of(data.draw, mesh, {}, rank)
     actual = run(lambda x: manual.all_gather(x, axis, dim), mesh, parts)
-    np.testing.assert_array_equal(actual, by_definition(rows, parts, lambda group, _: np.concatenate(group, dim)))
+    np.testing.assert_array_equal(
+        actual, by_definition(rows, parts, lambda group, _: np.concatenate(group, dim))
+    )
 
 
 @settings(max_examples=6)
@@ -98,10 +114,14 @@ def test_shift_is_what_is_further_back_in_the_ring(data: st.DataObject) -> None:
     n, by = rows.shape[1], data.draw(st.integers(-3, 9))
     parts = parts_of(data.draw, mesh, {}, data.draw(st.integers(0, 3)))
     actual = run(lambda x: manual.shift(x, axis, by), mesh, parts)
-    np.testing.assert_array_equal(actual, by_definition(rows, parts, lambda group, i: group[(i - by) % n]))
+    np.testing.assert_array_equal(
+        actual, by_definition(rows, parts, lambda group, i: group[(i - by) % n])
+    )
 
 
 def test_a_dim_that_the_devices_do_not_divide_is_refused() -> None:
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(4, 1), ("i", "j"), axis_types=(AxisType.Auto,) * 2)
+    mesh = Mesh(
+        np.array(jax.devices()[:4]).reshape(4, 1), ("i", "j"), axis_types=(AxisType.Auto,) * 2
+    )
     with pytest.raises(ValueError, match="6 must be divisible by shard_count 4"):
         run(lambda x: manual.reduce_scatter(x, "i", 0), mesh, np.zeros((4, 6), np.float32))

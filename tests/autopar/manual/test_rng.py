@@ -12,7 +12,9 @@ MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("i", "j"), axis_types=(AxisT
 def keys(axis) -> np.ndarray:
     """The key of every device, by its place in the mesh."""
     fold = partial(fold_rng_over_axis, axis=axis)
-    folded = jax.shard_map(fold, mesh=MESH, in_specs=PartitionSpec(), out_specs=PartitionSpec(("i", "j")))
+    folded = jax.shard_map(
+        fold, mesh=MESH, in_specs=PartitionSpec(), out_specs=PartitionSpec(("i", "j"))
+    )
     return np.asarray(jax.jit(folded)(jax.random.PRNGKey(0))).reshape(4, 2, 2)
 
 
@@ -23,7 +25,9 @@ def test_keys_differ_along_the_axis_and_nowhere_else() -> None:
         (4146024105, 2718843009),
         (2467461003, 3840466878),
     ]
-    np.testing.assert_array_equal(keys("i"), np.repeat(np.array(expected, np.uint32)[:, None], 2, axis=1))
+    np.testing.assert_array_equal(
+        keys("i"), np.repeat(np.array(expected, np.uint32)[:, None], 2, axis=1)
+    )
 
 
 def test_folded_over_all_axes_every_device_has_a_key_of_its_own() -> None:
@@ -35,9 +39,13 @@ def test_dropout_on_shards_has_the_same_mask_everywhere_unless_the_key_is_folded
     def masks(fold: bool) -> np.ndarray:
         def mask(key: jax.Array) -> jax.Array:
             key = fold_rng_over_axis(key, ("i", "j")) if fold else key
-            return jax.lax.pcast(jax.random.bernoulli(key, 0.5, (1, 64)), () if fold else ("i", "j"), to="varying")
+            return jax.lax.pcast(
+                jax.random.bernoulli(key, 0.5, (1, 64)), () if fold else ("i", "j"), to="varying"
+            )
 
-        mapped = jax.shard_map(mask, mesh=MESH, in_specs=PartitionSpec(), out_specs=PartitionSpec(("i", "j")))
+        mapped = jax.shard_map(
+            mask, mesh=MESH, in_specs=PartitionSpec(), out_specs=PartitionSpec(("i", "j"))
+        )
         return np.asarray(jax.jit(mapped)(jax.random.key(0)))
 
     assert len(np.unique(masks(fold=False), axis=0)) == 1

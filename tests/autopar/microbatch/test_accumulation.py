@@ -37,7 +37,10 @@ METHODS = {
 
 
 def batch_of(rows: int) -> dict[str, np.ndarray]:
-    return {"x": RNG.standard_normal((rows, 16), np.float32), "y": RNG.standard_normal((rows, 16), np.float32)}
+    return {
+        "x": RNG.standard_normal((rows, 16), np.float32),
+        "y": RNG.standard_normal((rows, 16), np.float32),
+    }
 
 
 def step_of(reduce, dtype=np.float32):
@@ -46,7 +49,10 @@ def step_of(reduce, dtype=np.float32):
             params = jax.tree.map(lambda p: p.astype(dtype), params)
             hidden = jax.nn.relu(batch["x"].astype(dtype) @ params["up"])
             error = hidden @ params["down"] + params["bias"] - batch["y"]
-            return reduce(error.astype(np.float32) ** 2), {"fixed": jnp.int32(3), "largest weight": params["up"].max()}
+            return reduce(error.astype(np.float32) ** 2), {
+                "fixed": jnp.int32(3),
+                "largest weight": params["up"].max(),
+            }
 
         (value, aux), grads = autopar.value_and_grad(loss, has_aux=True)(state["params"])
         momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], grads)
@@ -63,7 +69,9 @@ def collectives(hlo: str) -> tuple[Counter[str], Counter[str]]:
     for line in hlo.splitlines():
         if header := re.match(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
             here = header[1]
-        if found := re.search(r" (all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", line):
+        if found := re.search(
+            r" (all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", line
+        ):
             (inside if here in bodies else outside)[found[1]] += 1
     return inside, outside
 
@@ -91,7 +99,9 @@ def three_steps(planned, step, rows):
 )
 def test_one_synchronisation_per_step_and_the_result_of_one_device(method, shape, count, reduce):
     step = step_of(reduce)
-    planned = autopar.parallelize(step, method=METHODS[method](devices=shape, num_micro_batches=count))
+    planned = autopar.parallelize(
+        step, method=METHODS[method](devices=shape, num_micro_batches=count)
+    )
     three_steps(planned, step, 32)
     executable = planned.get_executable(STATE, batch_of(32))
     inside, outside = collectives(executable.get_hlo_text())
@@ -116,7 +126,9 @@ def test_one_example_per_device_and_microbatch():
 
 def test_a_loaded_plan_defers_as_the_planned_one():
     step, batch = step_of(jnp.mean), batch_of(32)
-    planned = autopar.parallelize(step, method=METHODS["tensor parallel"](devices=(2, 2), num_micro_batches=2))
+    planned = autopar.parallelize(
+        step, method=METHODS["tensor parallel"](devices=(2, 2), num_micro_batches=2)
+    )
     plan = autopar.Plan.from_json(planned.get_executable(STATE, batch).plan.to_json())
     assert plan.stages[0].deferred == ("x",)
     again = autopar.parallelize(step, method=autopar.PlanMethod(plan))
@@ -134,9 +146,13 @@ def test_a_loaded_plan_defers_as_the_planned_one():
 def test_gathered_parameters_and_every_combination_of_axes_give_the_same_numbers(dtype, close):
     """Whatever shardings a plan has, axes can be deferred: no number depends on it, but for rounding."""
     step, batch = step_of(jnp.mean, dtype), batch_of(32)
-    planned = autopar.parallelize(step, method=autopar.Zero3Parallel(devices=(2, 2), num_micro_batches=2))
+    planned = autopar.parallelize(
+        step, method=autopar.Zero3Parallel(devices=(2, 2), num_micro_batches=2)
+    )
     plan = planned.get_executable(STATE, batch).plan
     for axes in [("x",), ("y",), ("x", "y"), ()]:
         stage = plan.stages[0].model_copy(update={"deferred": axes})
-        other = autopar.parallelize(step, method=autopar.PlanMethod(plan.model_copy(update={"stages": (stage,)})))
+        other = autopar.parallelize(
+            step, method=autopar.PlanMethod(plan.model_copy(update={"stages": (stage,)}))
+        )
         assert_allclose(other(STATE, batch), jax.jit(step)(STATE, batch), **close)

@@ -13,7 +13,10 @@ from autopar.tracing.trace import trace
 from tests.tiers import slow
 
 RNG = np.random.default_rng(0)
-PARAMS = {"w": RNG.standard_normal((6, 3)).astype(np.float32), "b": RNG.standard_normal(3).astype(np.float32)}
+PARAMS = {
+    "w": RNG.standard_normal((6, 3)).astype(np.float32),
+    "b": RNG.standard_normal(3).astype(np.float32),
+}
 BATCH = {
     "x": RNG.standard_normal((8, 6)).astype(np.float32),
     "y": RNG.integers(0, 3, 8),
@@ -26,7 +29,9 @@ def outputs(params, batch):
 
 
 def per_example(params, batch):
-    return -jnp.take_along_axis(jax.nn.log_softmax(outputs(params, batch)), batch["y"][:, None], axis=1)[:, 0]
+    return -jnp.take_along_axis(
+        jax.nn.log_softmax(outputs(params, batch)), batch["y"][:, None], axis=1
+    )[:, 0]
 
 
 def mean_loss(params, batch):
@@ -37,12 +42,16 @@ FITTING = {
     "mean": mean_loss,
     "sum": lambda p, b: per_example(p, b).sum(),
     "masked sum": lambda p, b: (per_example(p, b) * b["mask"]).sum(),
-    "masked, over all examples": lambda p, b: (per_example(p, b) * b["mask"]).sum() / b["mask"].size,
+    "masked, over all examples": lambda p, b: (
+        (per_example(p, b) * b["mask"]).sum() / b["mask"].size
+    ),
     "mean with weight decay": lambda p, b: mean_loss(p, b) + 1e-2 * (p["w"] ** 2).sum(),
     "twice the mean": lambda p, b: 2 * mean_loss(p, b) - 1,
     "mean squared error": lambda p, b: jnp.mean((outputs(p, b) - 1.0) ** 2),
     "sum over outputs, mean over examples": lambda p, b: (outputs(p, b) ** 2).sum(-1).mean(),
-    "weights of examples": lambda p, b: jnp.einsum("b,b->", per_example(p, b), b["mask"]) / 8.0 * 8.0,
+    "weights of examples": lambda p, b: (
+        jnp.einsum("b,b->", per_example(p, b), b["mask"]) / 8.0 * 8.0
+    ),
     "checkpointed": lambda p, b: jax.checkpoint(mean_loss)(p, b),
 }
 
@@ -50,13 +59,17 @@ FITTING = {
 def convolved(params, batch):
     images = batch["x"].reshape(-1, 1, 6)
     hidden = jax.lax.conv_general_dilated(images, params["w"].T[:, None, :], (1,), "SAME")
-    return jax.lax.reduce_window(hidden, -jnp.inf, jax.lax.max, (1, 1, 2), (1, 1, 2), "VALID").mean()
+    return jax.lax.reduce_window(
+        hidden, -jnp.inf, jax.lax.max, (1, 1, 2), (1, 1, 2), "VALID"
+    ).mean()
 
 
 FITTING["convolution and pooling"] = convolved
 FITTING |= {
     "masked mean": lambda p, b: (per_example(p, b) * b["mask"]).sum() / b["mask"].sum(),
-    "masked mean, chosen": lambda p, b: jnp.where(b["mask"] > 0, per_example(p, b), 0).sum() / (b["mask"] > 0).sum(),
+    "masked mean, chosen": lambda p, b: (
+        jnp.where(b["mask"] > 0, per_example(p, b), 0).sum() / (b["mask"] > 0).sum()
+    ),
     "masked mean of jax": lambda p, b: jnp.mean(per_example(p, b), where=b["mask"] > 0),
     "weighted average": lambda p, b: jnp.average(per_example(p, b), weights=b["mask"]),
     "masked mean by shares": lambda p, b: (per_example(p, b) * (b["mask"] / b["mask"].sum())).sum(),
@@ -83,31 +96,57 @@ def scanned(params, batch):
 
 
 FITTING |= {
-    "masked mean of at least one": lambda p, b: (per_example(p, b) * b["mask"]).sum() / jnp.maximum(b["mask"].sum(), 1),
-    "masked mean of more than none": lambda p, b: (per_example(p, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-8),
-    "a constant per example": lambda p, b: (per_example(p, b) * np.ones(len(b["x"]), np.float32) / len(b["x"])).sum(),
-    "constants that shrink": lambda p, b: (per_example(p, b) * np.full(len(b["x"]), 1 / len(b["x"]), np.float32)).sum(),
-    "an imaginary factor": lambda p, b: jnp.imag(per_example(p, b).astype(jnp.complex64) * (1j / len(b["x"]))).sum(),
+    "masked mean of at least one": lambda p, b: (
+        (per_example(p, b) * b["mask"]).sum() / jnp.maximum(b["mask"].sum(), 1)
+    ),
+    "masked mean of more than none": lambda p, b: (
+        (per_example(p, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-8)
+    ),
+    "a constant per example": lambda p, b: (
+        per_example(p, b) * np.ones(len(b["x"]), np.float32) / len(b["x"])
+    ).sum(),
+    "constants that shrink": lambda p, b: (
+        per_example(p, b) * np.full(len(b["x"]), 1 / len(b["x"]), np.float32)
+    ).sum(),
+    "an imaginary factor": lambda p, b: jnp.imag(
+        per_example(p, b).astype(jnp.complex64) * (1j / len(b["x"]))
+    ).sum(),
     "layer normalisation by hand": lambda p, b: jnp.var(outputs(p, b), axis=-1).mean(),
-    "nan as a constant": lambda p, b: jnp.nan_to_num(jnp.where(outputs(p, b) > 9, jnp.nan, outputs(p, b))).mean(),
-    "Fourier transform": lambda p, b: (jnp.fft.irfft(jnp.fft.rfft(outputs(p, b)) * 0.5, 4) ** 2).mean(),
-    "tiled token": lambda p, b: ((jnp.tile(p["b"][None], (len(b["x"]), 1)) + outputs(p, b)) ** 2).mean(),
+    "nan as a constant": lambda p, b: jnp.nan_to_num(
+        jnp.where(outputs(p, b) > 9, jnp.nan, outputs(p, b))
+    ).mean(),
+    "Fourier transform": lambda p, b: (
+        jnp.fft.irfft(jnp.fft.rfft(outputs(p, b)) * 0.5, 4) ** 2
+    ).mean(),
+    "tiled token": lambda p, b: (
+        (jnp.tile(p["b"][None], (len(b["x"]), 1)) + outputs(p, b)) ** 2
+    ).mean(),
 }
 
 REPAIRED = {
     "masked mean with weight decay": lambda p, b: masked_mean(p, b) + 1e-2 * (p["w"] ** 2).sum(),
     "masked mean beside a mean": lambda p, b: masked_mean(p, b) + mean_loss(p, b),
-    "two masked means": lambda p, b: masked_mean(p, b) + per_example(p, b).sum() / (1 - b["mask"]).sum(),
-    "weights scaled by their mean": lambda p, b: (per_example(p, b) * b["mask"] / b["mask"].mean()).mean() ** 1,
-    "normalised weights": lambda p, b: (per_example(p, b) * normalised(b["mask"])).mean() + mean_loss(p, b),
+    "two masked means": lambda p, b: (
+        masked_mean(p, b) + per_example(p, b).sum() / (1 - b["mask"]).sum()
+    ),
+    "weights scaled by their mean": lambda p, b: (
+        (per_example(p, b) * b["mask"] / b["mask"].mean()).mean() ** 1
+    ),
+    "normalised weights": lambda p, b: (
+        (per_example(p, b) * normalised(b["mask"])).mean() + mean_loss(p, b)
+    ),
     "sum with weight decay": lambda p, b: per_example(p, b).sum() + (p["w"] ** 2).sum(),
 }
 
 GROUPED = {
     "preferences of pairs": lambda p, b: preferences(outputs(p, b).sum(1), 2),
     "best of four": lambda p, b: outputs(p, b).sum(1).reshape(-1, 4).max(1).mean(),
-    "tokens in groups over examples": lambda p, b: (outputs(p, b).reshape(-1, 6).max(1) ** 2).mean(),
-    "tiles of several examples": lambda p, b: (outputs(p, b).sum(1) * jnp.tile(p["w"][:2, 0], len(b["x"]) // 2)).mean(),
+    "tokens in groups over examples": lambda p, b: (
+        outputs(p, b).reshape(-1, 6).max(1) ** 2
+    ).mean(),
+    "tiles of several examples": lambda p, b: (
+        outputs(p, b).sum(1) * jnp.tile(p["w"][:2, 0], len(b["x"]) // 2)
+    ).mean(),
 }
 
 
@@ -125,7 +164,9 @@ def normalised(weights):
 REFUSED = {
     "square of a masked mean": lambda p, b: masked_mean(p, b) ** 2,
     "logarithm of a masked mean": lambda p, b: jnp.log(masked_mean(p, b)),
-    "weights that are learned": lambda p, b: (outputs(p, b)[:, 0]).sum() / (outputs(p, b)[:, 1] ** 2).sum(),
+    "weights that are learned": lambda p, b: (
+        (outputs(p, b)[:, 0]).sum() / (outputs(p, b)[:, 1] ** 2).sum()
+    ),
     "masked means in a loop": lambda p, b: masked_in_a_loop(p, b),
     "perplexity": lambda p, b: jnp.exp(mean_loss(p, b)),
     "square of the mean": lambda p, b: mean_loss(p, b) ** 2,
@@ -134,9 +175,13 @@ REFUSED = {
     "contrastive": lambda p, b: jax.nn.logsumexp(outputs(p, b) @ outputs(p, b).T, axis=1).mean(),
     "position in the batch": lambda p, b: (per_example(p, b) * jnp.arange(b["x"].shape[0])).mean(),
     "neighbours": lambda p, b: (per_example(p, b)[1:] * per_example(p, b)[:-1]).mean(),
-    "positions as constants": lambda p, b: (per_example(p, b) * np.arange(len(b["x"]), dtype=np.float32)).mean(),
+    "positions as constants": lambda p, b: (
+        per_example(p, b) * np.arange(len(b["x"]), dtype=np.float32)
+    ).mean(),
     "rows of another number": lambda p, b: (outputs(p, b).reshape(2, -1).max(1) ** 2).mean(),
-    "tiled examples": lambda p, b: (jnp.tile(outputs(p, b), (2, 1)).reshape(2, -1, 3).max(0)).mean(),
+    "tiled examples": lambda p, b: (
+        jnp.tile(outputs(p, b), (2, 1)).reshape(2, -1, 3).max(0)
+    ).mean(),
     "size of the batch": lambda p, b: mean_loss(p, b) * jnp.sqrt(b["x"].shape[0]),
 }
 
@@ -163,22 +208,36 @@ def step_of(loss):
 @pytest.mark.parametrize("count", [2, *slow(8)])
 def test_sums_and_means_over_the_batch_are_exact(loss, count):
     step = step_of(loss)
-    micro = autopar.parallelize(step, method=autopar.DataParallel(devices=1, num_micro_batches=count))
+    micro = autopar.parallelize(
+        step, method=autopar.DataParallel(devices=1, num_micro_batches=count)
+    )
     assert_allclose(micro(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", REPAIRED.values(), ids=REPAIRED.keys())
-@pytest.mark.parametrize("method", [autopar.DataParallel(2, 2), autopar.ShardParallel(1, 4)], ids=["2", "4"])
+@pytest.mark.parametrize(
+    "method", [autopar.DataParallel(2, 2), autopar.ShardParallel(1, 4)], ids=["2", "4"]
+)
 def test_sums_beside_means_and_statistics_of_the_batch_are_exact(loss, method):
     step = step_of(loss)
     assert_allclose(
-        autopar.parallelize(step, method=method)(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH), rtol=1e-5, atol=1e-6
+        autopar.parallelize(step, method=method)(PARAMS, BATCH),
+        jax.jit(step)(PARAMS, BATCH),
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
 def test_a_single_example_per_microbatch_is_told_to_be_the_reason():
-    with pytest.raises(autopar.MicrobatchError, match="has a single example: fewer microbatches may do"):
-        trace(step_of(REPAIRED["masked mean beside a mean"]), (PARAMS, BATCH), (1,), num_micro_batches=8)
+    with pytest.raises(
+        autopar.MicrobatchError, match="has a single example: fewer microbatches may do"
+    ):
+        trace(
+            step_of(REPAIRED["masked mean beside a mean"]),
+            (PARAMS, BATCH),
+            (1,),
+            num_micro_batches=8,
+        )
 
 
 @pytest.mark.parametrize("loss", GROUPED.values(), ids=GROUPED.keys())
@@ -211,7 +270,9 @@ def test_microbatches_equal_the_batch_for_random_losses(rows, parts, width, scal
         return z.mean() if mean else (z**2).sum()
 
     p = np.ones((width, 2), np.float32)
-    micro = autopar.parallelize(step_of(loss), method=autopar.DataParallel(devices=1, num_micro_batches=parts))
+    micro = autopar.parallelize(
+        step_of(loss), method=autopar.DataParallel(devices=1, num_micro_batches=parts)
+    )
     assert_allclose(micro(p, x), step_of(loss)(p, x), rtol=1e-4, atol=1e-4)
 
 
@@ -229,7 +290,10 @@ def test_several_masked_means_are_accumulated_each_with_its_weights():
     def step(params, batch):
         def loss(p, mask):
             total = (per_example(p, batch) * mask).sum()
-            return total / mask.sum(), {"tokens": mask.sum(), "share": total / (2 * batch["mask"] + 1).sum()}
+            return total / mask.sum(), {
+                "tokens": mask.sum(),
+                "share": total / (2 * batch["mask"] + 1).sum(),
+            }
 
         one = autopar.value_and_grad(loss, has_aux=True)(params, batch["mask"])
         two = autopar.value_and_grad(loss, has_aux=True)(params, 1 + batch["mask"])
@@ -261,7 +325,10 @@ def test_other_losses_are_made_of_sums_by_the_user_as_the_refusal_says():
     with pytest.raises(autopar.MicrobatchError, match=says):
         autopar.parallelize(refused, method=method)(PARAMS, BATCH)
     assert_allclose(
-        autopar.parallelize(allowed, method=method)(PARAMS, BATCH), refused(PARAMS, BATCH), rtol=1e-5, atol=1e-6
+        autopar.parallelize(allowed, method=method)(PARAMS, BATCH),
+        refused(PARAMS, BATCH),
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -269,7 +336,9 @@ METHODS = {
     "shards": autopar.ShardParallel(devices=(2, 2), num_micro_batches=2),
     "data parallel": autopar.DataParallel(devices=2, num_micro_batches=2),
     "ZeRO": autopar.Zero3Parallel(devices=2, num_micro_batches=2),
-    "pipeline": autopar.PipeshardParallel(devices=2, num_micro_batches=2, layer_option=autopar.AutoLayerOption(2)),
+    "pipeline": autopar.PipeshardParallel(
+        devices=2, num_micro_batches=2, layer_option=autopar.AutoLayerOption(2)
+    ),
 }
 over_methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 DEEP = {"w": [RNG.standard_normal((6, 6)).astype(np.float32) for _ in range(2)]}
@@ -285,7 +354,10 @@ def test_the_size_of_the_batch_is_that_of_the_whole_batch_outside_of_the_loss(me
 
     def step(params, batch, seen):
         def loss(p):
-            return (deep(p, batch["x"]) ** 2).sum(), (jnp.float32(batch["x"].shape[0]), len(batch["x"]))
+            return (deep(p, batch["x"]) ** 2).sum(), (
+                jnp.float32(batch["x"].shape[0]),
+                len(batch["x"]),
+            )
 
         (total, (examples, number)), gradients = autopar.value_and_grad(loss, has_aux=True)(params)
         updated = jax.tree.map(lambda p, g: p - 0.1 * g / batch["x"].shape[0], params, gradients)
@@ -293,7 +365,9 @@ def test_the_size_of_the_batch_is_that_of_the_whole_batch_outside_of_the_loss(me
         return updated, total / examples, seen + batch["x"].shape[0], positions
 
     args = DEEP, BATCH, jnp.int32(3)
-    assert_allclose(autopar.parallelize(step, method=method)(*args), jax.jit(step)(*args), rtol=1e-5, atol=1e-5)
+    assert_allclose(
+        autopar.parallelize(step, method=method)(*args), jax.jit(step)(*args), rtol=1e-5, atol=1e-5
+    )
 
 
 @over_methods
@@ -306,7 +380,10 @@ def test_neighbouring_examples_stay_together(method):
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value, total
 
     assert_allclose(
-        autopar.parallelize(step, method=method)(DEEP, BATCH), jax.jit(step)(DEEP, BATCH), rtol=1e-5, atol=1e-5
+        autopar.parallelize(step, method=method)(DEEP, BATCH),
+        jax.jit(step)(DEEP, BATCH),
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
@@ -314,22 +391,34 @@ def test_more_neighbours_than_a_microbatch_has_are_refused_with_their_number():
     def step(params, batch):
         return autopar.grad(lambda p: preferences(outputs(p, batch).sum(1), 4))(params)
 
-    with pytest.raises(autopar.MicrobatchError, match="whole batch of 8 examples, but not for a microbatch of 2"):
+    with pytest.raises(
+        autopar.MicrobatchError, match="whole batch of 8 examples, but not for a microbatch of 2"
+    ):
         trace(step, (PARAMS, BATCH), (1,), num_micro_batches=4)
 
 
 def test_rows_come_back_in_order_from_an_evaluation_that_groups_neighbours():
     def train(params, batch):
-        value, gradients = autopar.value_and_grad(lambda p: (deep(p, batch["x"]) ** 2).mean())(params)
+        value, gradients = autopar.value_and_grad(lambda p: (deep(p, batch["x"]) ** 2).mean())(
+            params
+        )
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
 
     def evaluate(params, batch):
         scores = deep(params, batch["x"])
-        return scores, scores.sum(1).reshape(-1, 2).max(1), scores.reshape(-1), jnp.arange(len(scores)), len(scores)
+        return (
+            scores,
+            scores.sum(1).reshape(-1, 2).max(1),
+            scores.reshape(-1),
+            jnp.arange(len(scores)),
+            len(scores),
+        )
 
     trained = autopar.parallelize(train, method=METHODS["pipeline"])
     trained(DEEP, BATCH)
-    evaluated = autopar.parallelize(evaluate, method=autopar.FollowParallel(trained, num_micro_batches=2))
+    evaluated = autopar.parallelize(
+        evaluate, method=autopar.FollowParallel(trained, num_micro_batches=2)
+    )
     assert_allclose(evaluated(DEEP, BATCH), jax.jit(evaluate)(DEEP, BATCH), rtol=1e-5, atol=1e-5)
 
 
@@ -337,10 +426,14 @@ def test_statistics_that_divide_a_loss_are_accumulated_in_loops_before_it():
     """Weights are normalised by their mean and then by their deviation; no loop but the last runs the model."""
 
     def step(params, batch):
-        return autopar.grad(lambda p: (per_example(p, batch) * normalised(batch["mask"])).mean())(params)
+        return autopar.grad(lambda p: (per_example(p, batch) * normalised(batch["mask"])).mean())(
+            params
+        )
 
     found = trace(step, (PARAMS, BATCH), (1,), num_micro_batches=2).microbatching
-    products = [sum(eqn.primitive.name == "dot_general" for _, eqn in loop.body) for loop in found.loops]
+    products = [
+        sum(eqn.primitive.name == "dot_general" for _, eqn in loop.body) for loop in found.loops
+    ]
     assert len(products) == 3
     assert products[:2] == [0, 0]
     assert products[2] > 0
@@ -364,7 +457,9 @@ def test_what_is_printed_in_a_loss_is_printed_per_microbatch_and_after_it_once(m
     jax.effects_barrier()
     lines = capfd.readouterr().out.splitlines()
     assert sum(line.startswith("sum") for line in lines) >= 2
-    assert [float(line.split()[1]) for line in lines if line.startswith("after")] == [pytest.approx(float(value))]
+    assert [float(line.split()[1]) for line in lines if line.startswith("after")] == [
+        pytest.approx(float(value))
+    ]
     assert_allclose((value,), jax.jit(step)(DEEP, BATCH)[1:], rtol=1e-5)
 
 
@@ -372,21 +467,29 @@ def test_a_model_that_knows_the_size_of_the_batch_is_refused_in_words_of_microba
     def step(params, batch):
         return autopar.grad(lambda p: (batch["x"].reshape(8, 6) @ p["w"]).mean())(params)
 
-    with pytest.raises(autopar.MicrobatchError, match=r"not for a microbatch of 4: TypeError: .*\n.*x\.shape\[0\]"):
+    with pytest.raises(
+        autopar.MicrobatchError, match=r"not for a microbatch of 4: TypeError: .*\n.*x\.shape\[0\]"
+    ):
         trace(step, (PARAMS, BATCH), (1,), num_micro_batches=2)
 
 
 def test_a_batch_is_named_by_its_own_shape_where_microbatches_do_not_divide():
     step = step_of(mean_loss)
     with pytest.raises(ValueError, match=r"has shape \(8,.*\): in 2 microbatches of 4 examples"):
-        autopar.parallelize(step, method=autopar.DataParallel(devices=8, num_micro_batches=2))(PARAMS, BATCH)
+        autopar.parallelize(step, method=autopar.DataParallel(devices=8, num_micro_batches=2))(
+            PARAMS, BATCH
+        )
 
 
 def test_auxiliary_values_are_put_together():
     def step(params, batch):
         def loss(p):
             each = per_example(p, batch)
-            return each.mean(), {"count": batch["mask"].sum(), "mean": each.mean(), "fixed": jnp.int32(3)}
+            return each.mean(), {
+                "count": batch["mask"].sum(),
+                "mean": each.mean(),
+                "fixed": jnp.int32(3),
+            }
 
         (value, aux), gradients = autopar.value_and_grad(loss, has_aux=True)(params)
         return gradients, value, aux
@@ -447,7 +550,9 @@ def test_steps_that_compute_otherwise_for_a_microbatch_are_refused(count, words)
 
 def test_rows_per_example_are_refused():
     def step(params, batch):
-        return autopar.grad(lambda p: (mean_loss(p, batch), per_example(p, batch)), has_aux=True)(params)
+        return autopar.grad(lambda p: (mean_loss(p, batch), per_example(p, batch)), has_aux=True)(
+            params
+        )
 
     with pytest.raises(autopar.MicrobatchError, match="one row per example"):
         trace(step, (PARAMS, BATCH), (1,), num_micro_batches=2)
@@ -479,8 +584,14 @@ def test_loops_over_layers_and_time_keep_what_they_carry():
 @pytest.mark.parametrize(
     ("loop", "words"),
     [
-        (lambda w, x: jax.lax.map(lambda row: (row @ w).sum(), x).mean(), "goes through the examples"),
-        (lambda w, x: jax.lax.cond(x.sum() > 0, lambda: (x @ w).mean(), lambda: (x @ w).sum()), "not linear|branch"),
+        (
+            lambda w, x: jax.lax.map(lambda row: (row @ w).sum(), x).mean(),
+            "goes through the examples",
+        ),
+        (
+            lambda w, x: jax.lax.cond(x.sum() > 0, lambda: (x @ w).mean(), lambda: (x @ w).sum()),
+            "not linear|branch",
+        ),
     ],
     ids=["map over examples", "branch on the batch"],
 )

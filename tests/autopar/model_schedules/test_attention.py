@@ -8,15 +8,24 @@ from autopar.model_schedules.attention import attention, causal_attention, flash
 from autopar.testing import assert_allclose
 
 
-@pytest.mark.parametrize(("length", "block", "causal"), [(12, 4, False), (12, 5, True), (1, 8, True)])
-def test_block_by_block_is_softmax_attention_forward_and_backward(length: int, block: int, causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("length", "block", "causal"), [(12, 4, False), (12, 5, True), (1, 8, True)]
+)
+def test_block_by_block_is_softmax_attention_forward_and_backward(
+    length: int, block: int, causal: bool
+) -> None:
     inputs = tuple(3 * jax.random.normal(jax.random.key(0), (3, 2, length, 3, 4)))
     plain = causal_attention if causal else attention
 
     def gradients(attend: Any) -> Any:
-        return jax.jit(jax.value_and_grad(lambda *args: jnp.sum(jnp.sin(attend(*args))), (0, 1, 2)))(*inputs)
+        return jax.jit(
+            jax.value_and_grad(lambda *args: jnp.sum(jnp.sin(attend(*args))), (0, 1, 2))
+        )(*inputs)
 
-    expected, found = gradients(plain), gradients(lambda *args: flash_attention(*args, causal, block))
+    expected, found = (
+        gradients(plain),
+        gradients(lambda *args: flash_attention(*args, causal, block)),
+    )
     assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -24,13 +33,17 @@ def test_block_by_block_is_softmax_attention_forward_and_backward(length: int, b
 def test_no_scores_of_all_pairs_are_kept(causal: bool) -> None:
     """Of (batch, heads, length, length) there is nothing, forward or backward."""
     x = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)
-    jaxpr = jax.make_jaxpr(jax.grad(lambda *a: flash_attention(*a, causal, 16).sum(), (0, 1, 2)))(x, x, x)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda *a: flash_attention(*a, causal, 16).sum(), (0, 1, 2)))(
+        x, x, x
+    )
     assert "64,64" not in str(jaxpr)
     assert "64,16" in str(jaxpr)
 
 
 def test_results_have_the_inputs_type() -> None:
     x = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
-    value, gradient = jax.value_and_grad(lambda x: flash_attention(x, x, x).astype(jnp.float32).sum())(x)
+    value, gradient = jax.value_and_grad(
+        lambda x: flash_attention(x, x, x).astype(jnp.float32).sum()
+    )(x)
     assert flash_attention(x, x, x).dtype == gradient.dtype == jnp.bfloat16
     assert float(value) == x.size

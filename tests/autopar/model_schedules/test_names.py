@@ -26,7 +26,9 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         attend = nn.MultiHeadDotProductAttention(4, attention_fn=attention, name="attn")
         x = x + attend(nn.LayerNorm(name="ln_1")(x))
-        return x + nn.Dense(16, name="c_proj")(nn.gelu(nn.Dense(64, name="c_fc")(nn.LayerNorm(name="ln_2")(x))))
+        return x + nn.Dense(16, name="c_proj")(
+            nn.gelu(nn.Dense(64, name="c_fc")(nn.LayerNorm(name="ln_2")(x)))
+        )
 
 
 class Decoder(nn.Module):
@@ -52,6 +54,8 @@ NAMES = replace(
 def test_a_schedule_takes_the_names_of_the_model() -> None:
     """The feed-forward layer of a block is no module of its own, and attention is Flax's."""
     sch = scheduled(Decoder(), TOKENS)
-    knobs = Knobs(sequence_parallel=True, vocabulary_parallel=True, flash_attention=True, checkpoint_ratio=1.0)
+    knobs = Knobs(
+        sequence_parallel=True, vocabulary_parallel=True, flash_attention=True, checkpoint_ratio=1.0
+    )
     shipped.schedule_gpt(sch, knobs, NAMES)
     Verify(sch, [TOKENS]).check()

@@ -52,7 +52,9 @@ def descend(params: Any, value_and_grad: tuple[Any, Any]) -> tuple[Any, Any]:
     return jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients), value
 
 
-def pipeline(num_micro_batches: int = 4, devices: int | None = 4, **options: Any) -> autopar.PipeshardParallel:
+def pipeline(
+    num_micro_batches: int = 4, devices: int | None = 4, **options: Any
+) -> autopar.PipeshardParallel:
     """A pipeline with as many stages as there are layers."""
     return autopar.PipeshardParallel(devices, num_micro_batches, **options)
 
@@ -69,10 +71,16 @@ def assert_as_serial(
     expected_state = actual_state = args[0]
     for _ in range(steps):
         expected, actual = serial(expected_state, *args[1:]), parallel(actual_state, *args[1:])
-        for (path, one), other in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True):
+        for (path, one), other in zip(
+            jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True
+        ):
             atol = rtol * max(1e-2, float(np.abs(np.asarray(one)).max(initial=0)))
-            np.testing.assert_allclose(other, one, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
-        expected_state, actual_state = (r[0] if isinstance(r, tuple) else r for r in (expected, actual))
+            np.testing.assert_allclose(
+                other, one, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path)
+            )
+        expected_state, actual_state = (
+            r[0] if isinstance(r, tuple) else r for r in (expected, actual)
+        )
     return parallel
 
 
@@ -88,5 +96,7 @@ def sgd_args(model: Model) -> tuple[Any, Any]:
     params = jax.tree_util.tree_map_with_path(parameter, state.params)
     state = state.replace(step=np.int32(0), params=params, tx=SGD, opt_state=SGD.init(params))
     if hasattr(state, "batch_stats"):
-        state = state.replace(batch_stats=jax.tree_util.tree_map_with_path(parameter, state.batch_stats))
+        state = state.replace(
+            batch_stats=jax.tree_util.tree_map_with_path(parameter, state.batch_stats)
+        )
     return state, jax.jit(model.make_batch)(jax.random.key(0))

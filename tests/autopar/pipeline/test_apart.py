@@ -18,7 +18,7 @@ from autopar.runtime.local_executable import LocalExecutable
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.tracing.trace import trace
 from experiments.models.published import SMALL
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
 SGD = optax.sgd(1.0)
 COUNT = 2
@@ -37,13 +37,21 @@ def trained():
     def step(state, batch):
         return model.train_step(state, batch, autopar.value_and_grad)
 
-    return trace(step, args, (1,), COUNT, AutoLayerOption(2), True), args, jax.jit(model.train_step)(*args)
+    return (
+        trace(step, args, (1,), COUNT, AutoLayerOption(2), True),
+        args,
+        jax.jit(model.train_step)(*args),
+    )
 
 
 def planned(step, shapes, options):
-    layers = ManualStageOption([[0], [1]], [(1, int(np.prod(shape))) for shape in shapes], shapes, options)
+    layers = ManualStageOption(
+        [[0], [1]], [(1, int(np.prod(shape))) for shape in shapes], shapes, options
+    )
     cluster = Cluster.load("cpu-virtual")
-    return make_pipeline_plan(step, cluster, layers, AUTO, PipelineSchedule(name="1f1b"), "PipeshardParallel")
+    return make_pipeline_plan(
+        step, cluster, layers, AUTO, PipelineSchedule(name="1f1b"), "PipeshardParallel"
+    )
 
 
 def as_changes(options):
@@ -61,7 +69,9 @@ def as_changes(options):
     ],
     ids=["data", "zero", "first stage only", "second stage only"],
 )
-def test_stages_that_see_parts_of_any_size_compute_what_one_device_does(trained, first, second, ways):
+def test_stages_that_see_parts_of_any_size_compute_what_one_device_does(
+    trained, first, second, ways
+):
     """A stage of one device sees whole microbatches: gradients of a mean are smaller there, and are scaled on their way."""
     step, args, expected = trained
     shapes = [(4,) if options is not None else (1,) for options in (first, second)]
@@ -70,15 +80,22 @@ def test_stages_that_see_parts_of_any_size_compute_what_one_device_does(trained,
     assert [stage.mesh.ways(stage.deferred) for stage in plan.stages] == ways
     executable = LocalExecutable(PlannedStep(step, plan), submeshes(jax.devices(), plan.stages))
     actual = executable(*executable.shard_args(*args))
-    for (path, one), other in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True):
+    for (path, one), other in zip(
+        jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True
+    ):
         atol = 1e-4 * max(1e-2, float(np.abs(one).max()))
-        np.testing.assert_allclose(other, one, rtol=1e-4, atol=atol, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            other, one, rtol=1e-4, atol=atol, err_msg=jax.tree_util.keystr(path)
+        )
 
 
 def test_gradients_are_completed_in_the_update_alone(trained):
     step, *_ = trained
     plan = planned(step, [(4,), (4,)], [as_changes(DATA_PARALLEL)] * 2)
     executable = LocalExecutable(PlannedStep(step, plan), submeshes(jax.devices(), plan.stages))
-    reduces = {task: each.compiled.as_text().count(" all-reduce(") for task, each in executable.tasks.items()}
+    reduces = {
+        task: each.compiled.as_text().count(" all-reduce(")
+        for task, each in executable.tasks.items()
+    }
     assert all(not count for task, count in reduces.items() if task.phase != "U")
     assert sum(reduces.values()) >= 2

@@ -34,7 +34,11 @@ def send(value, source, destination, resharding: Resharding):
         arrived[piece.destination][into] = shard[at(piece.tile, [start for start, _ in tile])]
         filled[piece.destination][into] += 1
     assert all((times == 1).all() for times in filled)  # every element exactly once
-    extra = [axis for axes, final in zip(resharding.landing, spec, strict=True) for axis in axes[len(final) :]]
+    extra = [
+        axis
+        for axes, final in zip(resharding.landing, spec, strict=True)
+        for axis in axes[len(final) :]
+    ]
     groups = {device: group for group in mesh.groups(extra) for device in group}
     gathered = []
     for device, tile in enumerate(tiles(value.shape, mesh, spec)):
@@ -48,7 +52,9 @@ def send(value, source, destination, resharding: Resharding):
 def assert_arrives(shape, source, destination, gather=True) -> Resharding:
     value = np.arange(prod(shape)).reshape(shape)
     resharding = reshard(shape, source, destination, gather)
-    for tile, shard in zip(tiles(shape, *destination), send(value, source, destination, resharding), strict=True):
+    for tile, shard in zip(
+        tiles(shape, *destination), send(value, source, destination, resharding), strict=True
+    ):
         np.testing.assert_array_equal(shard, value[at(tile)])
     return resharding
 
@@ -65,7 +71,9 @@ def test_every_pair_of_specs_arrives_exactly(shape, shapes):
 
 @st.composite
 def transfers(draw):
-    meshes = [mesh_of(tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))) for _ in range(2)]
+    meshes = [
+        mesh_of(tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))) for _ in range(2)
+    ]
     shape = tuple(draw(st.lists(st.sampled_from([1, 2, 4, 6, 9, 12]), min_size=1, max_size=3)))
     return shape, *((mesh, draw(st.sampled_from(all_specs(shape, mesh)))) for mesh in meshes)
 
@@ -75,7 +83,9 @@ def test_any_meshes_and_specs_arrive_exactly(transfer):
     shape, source, destination = transfer
     resharding = assert_arrives(shape, source, destination)
     copies = (
-        prod(shape) * destination[0].num_devices // destination[0].ways(a for axes in resharding.landing for a in axes)
+        prod(shape)
+        * destination[0].num_devices
+        // destination[0].ways(a for axes in resharding.landing for a in axes)
     )
     assert sum(resharding.traffic(1).values()) == copies  # nothing is sent that is not needed
 
@@ -109,7 +119,11 @@ def test_an_axis_that_divides_nothing_stays_replicated():
 
 def test_a_scalar_goes_to_everyone():
     resharding = reshard((), (mesh_of((2,)), ()), (mesh_of((3,)), ()))
-    assert [(piece.destination, piece.size) for piece in resharding.pieces] == [(0, 1), (1, 1), (2, 1)]
+    assert [(piece.destination, piece.size) for piece in resharding.pieces] == [
+        (0, 1),
+        (1, 1),
+        (2, 1),
+    ]
 
 
 def test_a_spec_that_does_not_divide_the_shape_is_refused():

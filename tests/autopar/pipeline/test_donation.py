@@ -13,7 +13,14 @@ from autopar.lowering.target import memory_of
 from autopar.pipeline.partition import Task
 from autopar.runtime.local_executable import LocalExecutable
 from simulator.program import Free, Run
-from tests.autopar.pipeline.steps import WIDTH, pipeline, stack, stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.steps import (
+    WIDTH,
+    pipeline,
+    stack,
+    stack_batch,
+    stack_params,
+    stack_step,
+)
 
 ACTIVATION = 4 * WIDTH * 4  # bytes of 4 rows of a microbatch
 WEIGHT = WIDTH * WIDTH * 4
@@ -57,15 +64,24 @@ def test_an_update_uses_state_and_gradients_up() -> None:
 
 def test_what_a_forward_pass_keeps_is_not_used_up() -> None:
     """Activations are read again in the backward pass, and inputs belong to the caller."""
-    assert all(aliased(compiled(), stage, "F") <= 4 for stage in range(4))  # the last one sums the loss, a float
+    assert all(
+        aliased(compiled(), stage, "F") <= 4 for stage in range(4)
+    )  # the last one sums the loss, a float
 
 
 def test_inference_keeps_nothing() -> None:
     """Every stage writes where the one before it wrote, but the first, which reads an input."""
     method = pipeline(pipeline_schedule="inference", layer_option=autopar.ManualLayerOption())
-    executable = autopar.parallelize(stack, method=method).get_executable(stack_params(), stack_batch()["x"])
+    executable = autopar.parallelize(stack, method=method).get_executable(
+        stack_params(), stack_batch()["x"]
+    )
     assert isinstance(executable, LocalExecutable)
-    assert [aliased(executable, stage, "F") for stage in range(4)] == [0, ACTIVATION, ACTIVATION, ACTIVATION]
+    assert [aliased(executable, stage, "F") for stage in range(4)] == [
+        0,
+        ACTIVATION,
+        ACTIVATION,
+        ACTIVATION,
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble_h1"])

@@ -19,26 +19,49 @@ def planned(step: Callable[..., Any], args: Any, schedule: str, devices: int) ->
     chunks = schedule_kind(schedule).num_chunks or (2 if schedule == "interleaved_1f1b" else 1)
     layers = None if has_backward(schedule) else autopar.ManualLayerOption()
     stages = autopar.UniformStageOption(4 if chunks == 2 else None)
-    options = dict(pipeline_schedule=schedule, num_chunks=chunks, layer_option=layers, stage_option=stages)
-    plan = autopar.plan_step(step, args, method=pipeline(devices=devices, **options), cluster="cpu-virtual")
+    options = dict(
+        pipeline_schedule=schedule, num_chunks=chunks, layer_option=layers, stage_option=stages
+    )
+    plan = autopar.plan_step(
+        step, args, method=pipeline(devices=devices, **options), cluster="cpu-virtual"
+    )
     return PlannedStep(trace_for(plan, step, args, (1,)), plan)
 
 
 def cases() -> list[Any]:
-    stacks = [(stack_step, (stack_params(), stack_batch()), name, 4) for name in schedule_names() if has_backward(name)]
-    infer = [(stack, (stack_params(), stack_batch()["x"]), name, 4) for name in ("inference", "inference_v")]
-    return [*stacks, *infer, (tied_step, tied_args(), "1f1b", 6), (tied_step, tied_args(), "zero_bubble_h1", 3)]
+    stacks = [
+        (stack_step, (stack_params(), stack_batch()), name, 4)
+        for name in schedule_names()
+        if has_backward(name)
+    ]
+    infer = [
+        (stack, (stack_params(), stack_batch()["x"]), name, 4)
+        for name in ("inference", "inference_v")
+    ]
+    return [
+        *stacks,
+        *infer,
+        (tied_step, tied_args(), "1f1b", 6),
+        (tied_step, tied_args(), "zero_bubble_h1", 3),
+    ]
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case[0].__name__}-{case[2]}-{case[3]}")
+@pytest.mark.parametrize(
+    "case", cases(), ids=lambda case: f"{case[0].__name__}-{case[2]}-{case[3]}"
+)
 def test_every_read_finds_its_value_and_nothing_is_left_but_inputs_and_outputs(case: Any) -> None:
     whole = planned(*case)
     cut, names, mesh_of = whole.cut, whole.names, whole.schedule.mesh_of
     numbers = range(whole.step.num_micro_batches)
     inputs = {names.of(var, k) for var in whole.step.jaxpr.invars for k in numbers}
-    sums = {names.of(each.sum, 0): mesh_of(task.stage) for task, totals in cut.totals.items() for each in totals}
+    sums = {
+        names.of(each.sum, 0): mesh_of(task.stage)
+        for task, totals in cut.totals.items()
+        for each in totals
+    }
     has = [
-        inputs | {name for name, where in sums.items() if where == mesh} for mesh in range(len(whole.program.meshes))
+        inputs | {name for name, where in sums.items() if where == mesh}
+        for mesh in range(len(whole.program.meshes))
     ]
     sent: set[tuple[str, int]] = set()
     for mesh, each in walk(whole.program):
@@ -57,7 +80,10 @@ def test_every_read_finds_its_value_and_nothing_is_left_but_inputs_and_outputs(c
                 assert set(values) <= has[mesh]
                 has[mesh] -= set(values)
     outputs = {
-        names.of(part, k) for part in map(cut.part, whole.step.jaxpr.outvars) if part in cut.made_by for k in numbers
+        names.of(part, k)
+        for part in map(cut.part, whole.step.jaxpr.outvars)
+        if part in cut.made_by
+        for k in numbers
     }
     assert all(left <= inputs | outputs for left in has)
     assert outputs <= set().union(*has)

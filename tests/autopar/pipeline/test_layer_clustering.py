@@ -9,20 +9,31 @@ from hypothesis import strategies as st
 
 from autopar.ir.layer_clustering import MOST_HEAVY, NoLayersError, cluster_layers, received_bytes
 
-INSTANCES = json.loads((Path(__file__).parents[2] / "golden" / "layer_clusters.json").read_text())["instances"]
+INSTANCES = json.loads((Path(__file__).parents[2] / "golden" / "layer_clusters.json").read_text())[
+    "instances"
+]
 
 
 def from_rows(rows):
     """The golden file's `received`, [start][stop - start - 1], as columns by stop."""
     return lambda: (
-        np.array([rows[start][stop - start - 1] for start in range(stop)]) for stop in range(1, len(rows) + 1)
+        np.array([rows[start][stop - start - 1] for start in range(stop)])
+        for stop in range(1, len(rows) + 1)
     )
 
 
-@pytest.mark.parametrize("golden", INSTANCES, ids=lambda x: f"{len(x['flops'])}-{x['num_layers']}-{x['eps']}")
+@pytest.mark.parametrize(
+    "golden", INSTANCES, ids=lambda x: f"{len(x['flops'])}-{x['num_layers']}-{x['eps']}"
+)
 def test_the_recorded_optimum_is_found(golden):
     flops, rows = np.array(golden["flops"]), golden["received"]
-    arguments = flops, from_rows(rows), golden["num_layers"], golden["eps"], np.array(golden["heavy"])
+    arguments = (
+        flops,
+        from_rows(rows),
+        golden["num_layers"],
+        golden["eps"],
+        np.array(golden["heavy"]),
+    )
     if golden["bottleneck"] is None:
         with pytest.raises(NoLayersError, match="use a larger eps"):
             cluster_layers(*arguments)
@@ -33,7 +44,11 @@ def test_the_recorded_optimum_is_found(golden):
 
 
 def received_by(values, start: int, stop: int) -> float:
-    return sum(size for maker, size, users in values if maker < start and any(start <= user < stop for user in users))
+    return sum(
+        size
+        for maker, size, users in values
+        if maker < start and any(start <= user < stop for user in users)
+    )
 
 
 @st.composite
@@ -65,8 +80,13 @@ def test_the_cut_is_the_best_of_all(graph, num_layers, eps):
         layers = list(pairwise((0, *cut, len(flops))))
         counts = [heavy[a:b].sum() for a, b in layers]
         work = [flops[a:b].sum() for a, b in layers]
-        if all(n >= least and (w <= share * (1 + 1e-9) or n == least) for n, w in zip(counts, work, strict=True)):
-            found.append((max(received_by(values, a, b) for a, b in layers), sum(w * w for w in work)))
+        if all(
+            n >= least and (w <= share * (1 + 1e-9) or n == least)
+            for n, w in zip(counts, work, strict=True)
+        ):
+            found.append(
+                (max(received_by(values, a, b) for a, b in layers), sum(w * w for w in work))
+            )
     received = received_bytes(len(flops), values)
     if not found:
         with pytest.raises(NoLayersError):
@@ -81,7 +101,9 @@ def test_equal_blocks_are_cut_between_blocks():
     """Inside a block 10 bytes are alive, between blocks 1."""
     blocks, size = 4, 6
     values = [(e, 1.0 if e % size == size - 1 else 10.0, [e + 1]) for e in range(blocks * size - 1)]
-    layers = cluster_layers(np.ones(blocks * size), received_bytes(blocks * size, values), blocks, eps=0.5)
+    layers = cluster_layers(
+        np.ones(blocks * size), received_bytes(blocks * size, values), blocks, eps=0.5
+    )
     assert layers.stops == (6, 12, 18, 24)
     assert layers.bottleneck == 1
 

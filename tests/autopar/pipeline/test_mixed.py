@@ -11,7 +11,14 @@ import pandas as pd
 import pytest
 
 import autopar
-from autopar import AutoLayerOption, AutoStageOption, ManualStageOption, PlanMethod, StageError, UniformStageOption
+from autopar import (
+    AutoLayerOption,
+    AutoStageOption,
+    ManualStageOption,
+    PlanMethod,
+    StageError,
+    UniformStageOption,
+)
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.planned import PlannedStep
 from autopar.lowering.target import compile_for
@@ -24,10 +31,10 @@ from autopar.sharding.planner import MemoryBudgetError
 from autopar.tracing.trace import trace
 from experiments.models import build_model
 from experiments.models.model import Model
-from simulator.cluster import Cluster
-from simulator.costs import ClusterCosts
-from simulator.description import ClusterError
-from simulator.heterogeneous import AnyCluster, MixedCluster, load_cluster
+from simulator.costs.cost_model import ClusterCosts
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.description import ClusterError
+from simulator.hardware.heterogeneous import AnyCluster, MixedCluster, load_cluster
 from tests.autopar.pipeline.steps import (
     assert_as_serial,
     pipeline,
@@ -98,7 +105,8 @@ def test_devices_with_less_memory_get_fewer_layers(mlp):
     small = changed(one, memory_gb=0.8 * equal.predicted_bytes / 1e9, reserve_gb=0.0)
     for cluster in (beside(small, one), beside(one, small)):
         of_small, of_large = (
-            layers_by_pool(planned(mlp, cluster), cluster)[i] for i in map(cluster.pools.index, (small, one))
+            layers_by_pool(planned(mlp, cluster), cluster)[i]
+            for i in map(cluster.pools.index, (small, one))
         )
         assert 0 < of_small < 4 < of_large
     with pytest.raises(MemoryBudgetError):
@@ -116,19 +124,28 @@ def test_hosts_of_unequal_size_all_get_work(mlp):
 def test_equal_pools_are_planned_like_the_hosts_of_one_cluster(mlp):
     """But for stages over both hosts, which the slow network rules out, and even ones, which here may have a size for each pool."""
     two, hosts = beside(V100, V100), V100.with_size(hosts=2)
-    assert planned(mlp, two).predicted_seconds == pytest.approx(planned(mlp, hosts).predicted_seconds, rel=0.02)
+    assert planned(mlp, two).predicted_seconds == pytest.approx(
+        planned(mlp, hosts).predicted_seconds, rel=0.02
+    )
 
 
 def test_costs_of_a_stage_are_those_of_its_pool(mlp):
     planner = PipelinePlanner(mlp, MIXED)
-    problem = stage_problem(planner._stage_costs(AUTO, ONE_F_ONE_B), MIXED, AutoStageOption(), "1f1b")
+    problem = stage_problem(
+        planner._stage_costs(AUTO, ONE_F_ONE_B), MIXED, AutoStageOption(), "1f1b"
+    )
     for pool, cluster in enumerate((V100, A100)):
         alone = stage_problem(
-            PipelinePlanner(mlp, cluster)._stage_costs(AUTO, ONE_F_ONE_B), cluster, AutoStageOption(), "1f1b"
+            PipelinePlanner(mlp, cluster)._stage_costs(AUTO, ONE_F_ONE_B),
+            cluster,
+            AutoStageOption(),
+            "1f1b",
         )
         assert problem.pools[pool] == alone.pools[0]
         assert problem.costs(2, 4, Submesh(pool, 1, 2)) == alone.costs(2, 4, Submesh(0, 1, 2))
-    inside, across = (problem.transfer(4, Submesh(0, 1, 2), Submesh(pool, 1, 2), None) for pool in (0, 1))  # pyright: ignore[reportOptionalCall]
+    inside, across = (
+        problem.transfer(4, Submesh(0, 1, 2), Submesh(pool, 1, 2), None) for pool in (0, 1)
+    )  # pyright: ignore[reportOptionalCall]
     assert inside < across == problem.transfer(4, Submesh(1, 1, 2), Submesh(0, 1, 2), 2)  # pyright: ignore[reportOptionalCall]
 
 
@@ -161,7 +178,13 @@ def test_what_was_found_can_be_given(mlp):
 
 @cache
 def gpt() -> Model:
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "sequence_length": 16, "vocab_size": 64}
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "sequence_length": 16,
+        "vocab_size": 64,
+    }
     return build_model("gpt", sizes | {"batch_size": 16})
 
 
@@ -169,7 +192,9 @@ def gpt_step(state, batch):
     return gpt().train_step(state, batch, autopar.value_and_grad)
 
 
-TWO_STAGES = ManualStageOption([[0], [1]], [(1, 4), (1, 2)], [(4,), (2, 1)], submesh_devices=[range(4, 8), (2, 3)])
+TWO_STAGES = ManualStageOption(
+    [[0], [1]], [(1, 4), (1, 2)], [(4,), (2, 1)], submesh_devices=[range(4, 8), (2, 3)]
+)
 METHOD = autopar.PipeshardParallel(
     num_micro_batches=2, layer_option=AutoLayerOption(2), stage_option=TWO_STAGES, cluster=MIXED
 )
@@ -182,7 +207,10 @@ def gpt_plan() -> Plan:
 
 def test_a_plan_goes_to_json_and_back():
     plan = gpt_plan()
-    assert (plan.cluster, [stage.devices for stage in plan.stages]) == ("mixed", [(4, 5, 6, 7), (2, 3)])
+    assert (plan.cluster, [stage.devices for stage in plan.stages]) == (
+        "mixed",
+        [(4, 5, 6, 7), (2, 3)],
+    )
     assert Plan.from_json(plan.to_json()) == plan
     assert "on devices 4-7" in str(plan)
 
@@ -230,7 +258,9 @@ def test_automatic_stages_run_as_on_one_device_and_so_does_what_follows_them():
 @pytest.mark.slow
 def test_the_reasons_of_a_stage_are_priced_in_its_pool():
     step, cluster = trace_of_gpt(), load_cluster("p3_beside_p4d")
-    option = ManualStageOption([[0], [1]], [(1, 2)] * 2, [(2,)] * 2, submesh_devices=[(0, 1), (8, 9)])
+    option = ManualStageOption(
+        [[0], [1]], [(1, 2)] * 2, [(2,)] * 2, submesh_devices=[(0, 1), (8, 9)]
+    )
     planned_step = PlannedStep(step, planned(step, cluster, option))
     for stage, pool in enumerate(cluster.pools):
         given = autopar.report.decisions(planned_step, stage=stage, costs=ClusterCosts(pool))
@@ -244,20 +274,29 @@ def trace_of_gpt() -> StepGraph:
 # What can't be done
 
 
-@pytest.mark.parametrize("method", [autopar.ShardParallel(), autopar.DataParallel(), autopar.Zero3Parallel()])
+@pytest.mark.parametrize(
+    "method", [autopar.ShardParallel(), autopar.DataParallel(), autopar.Zero3Parallel()]
+)
 def test_one_mesh_over_different_devices_is_refused(method):
     name = type(method).__name__
-    with pytest.raises(ClusterError, match=rf"{name} shards .* 'a2_uneven' has 2 pools .* use PipeshardParallel"):
-        autopar.plan_step(stack_step, (stack_params(), stack_batch()), method=method, cluster="a2_uneven")
+    with pytest.raises(
+        ClusterError, match=rf"{name} shards .* 'a2_uneven' has 2 pools .* use PipeshardParallel"
+    ):
+        autopar.plan_step(
+            stack_step, (stack_params(), stack_batch()), method=method, cluster="a2_uneven"
+        )
     with pytest.raises(ClusterError, match="use PipeshardParallel"):
-        autopar.parallelize(stack_step, method=replace(method, devices=8, cluster=MIXED))(stack_params(), stack_batch())
+        autopar.parallelize(stack_step, method=replace(method, devices=8, cluster=MIXED))(
+            stack_params(), stack_batch()
+        )
 
 
 def test_a_plan_of_one_stage_is_predicted_where_its_devices_lie_in_one_pool():
     args = stack_params(), stack_batch()
     plan = autopar.plan_step(stack_step, args, cluster="p3.16xlarge", mesh_shape=(2,))
     predicted = [
-        autopar.simulate(stack_step, args, plan, cluster, fidelity="analytic") for cluster in (MIXED, MIXED.pools[0])
+        autopar.simulate(stack_step, args, plan, cluster, fidelity="analytic")
+        for cluster in (MIXED, MIXED.pools[0])
     ]
     assert predicted[0].makespan == predicted[1].makespan
     wide = autopar.plan_step(stack_step, args, cluster="p3.16xlarge", mesh_shape=(8,))
@@ -272,10 +311,22 @@ def test_a_plan_of_one_stage_is_predicted_where_its_devices_lie_in_one_pool():
             UniformStageOption(4),
             r"stage 2: devices 6, 7, 8 lie in several pools of cluster 'a2_uneven'.*AutoStageOption",
         ),
-        (ManualStageOption([range(8)], [(1, 2)], [(2,)], submesh_devices=[(7, 8)]), "stage 0: devices 7, 8 lie in"),
-        (ManualStageOption([range(8)], [(1, 2)], [(2,)], submesh_devices=[(11, 12)]), "expected numbers from 0 to 11"),
-        (ManualStageOption([range(8)], [(1, 2)], [(2,)], submesh_devices=[(1, 1)]), "each at most once"),
-        (ManualStageOption([range(8)], [(1, 2)], [(2,)], submesh_devices=[(1,)]), r"but the submeshes have \[2\]"),
+        (
+            ManualStageOption([range(8)], [(1, 2)], [(2,)], submesh_devices=[(7, 8)]),
+            "stage 0: devices 7, 8 lie in",
+        ),
+        (
+            ManualStageOption([range(8)], [(1, 2)], [(2,)], submesh_devices=[(11, 12)]),
+            "expected numbers from 0 to 11",
+        ),
+        (
+            ManualStageOption([range(8)], [(1, 2)], [(2,)], submesh_devices=[(1, 1)]),
+            "each at most once",
+        ),
+        (
+            ManualStageOption([range(8)], [(1, 2)], [(2,)], submesh_devices=[(1,)]),
+            r"but the submeshes have \[2\]",
+        ),
         (AutoStageOption(profile=True), "devices differ in cluster 'a2_uneven'.*profile=False"),
     ],
 )
@@ -292,4 +343,6 @@ def test_a_plan_for_another_cluster_is_refused():
     with pytest.raises(ClusterError, match="lie in several pools of cluster 'toy'"):
         autopar.simulate(gpt_step, args, gpt_plan(), other)
     with pytest.raises(ValueError, match="the plan needs 8 devices, got 4"):
-        autopar.parallelize(gpt_step, method=PlanMethod(gpt_plan(), devices=4)).get_executable(*args)
+        autopar.parallelize(gpt_step, method=PlanMethod(gpt_plan(), devices=4)).get_executable(
+            *args
+        )

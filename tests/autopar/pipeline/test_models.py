@@ -45,7 +45,9 @@ def compiled_in_a_hurry() -> Iterator[None]:
 def boundaries(modules: tuple[str, ...]) -> Iterator[None]:
     """While it lasts, each of the modules begins a layer."""
 
-    def mark(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    def mark(
+        call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+    ) -> Any:
         if context.module.name in modules and context.method_name == "__call__":
             autopar.mark_pipeline_boundary()
         return call(*args, **kwargs)
@@ -79,7 +81,9 @@ def expected(name: str) -> list[Any]:
 
 
 @cache
-def parallelized(name: str, stages: int, layers: str, schedule: str) -> autopar.ParallelizedFunction:
+def parallelized(
+    name: str, stages: int, layers: str, schedule: str
+) -> autopar.ParallelizedFunction:
     chunks = 2 if schedule == "interleaved_1f1b" else 1
     option = ManualLayerOption() if layers == "manual" else AutoLayerOption(4)
     method = pipeline(
@@ -99,9 +103,13 @@ def assert_trains(name: str, stages: int, layers: str, schedule: str) -> None:
     step = parallelized(name, stages, layers, schedule)
     for result in expected(name):
         actual = step(state, batch)
-        for (path, one), other in zip(jax.tree.leaves_with_path(result), jax.tree.leaves(actual), strict=True):
+        for (path, one), other in zip(
+            jax.tree.leaves_with_path(result), jax.tree.leaves(actual), strict=True
+        ):
             atol = 1e-4 * max(1e-2, float(np.abs(np.asarray(one)).max(initial=0)))
-            np.testing.assert_allclose(other, one, rtol=1e-4, atol=atol, err_msg=jax.tree_util.keystr(path))
+            np.testing.assert_allclose(
+                other, one, rtol=1e-4, atol=atol, err_msg=jax.tree_util.keystr(path)
+            )
         state = actual[0]
 
 
@@ -112,21 +120,37 @@ SCHEDULES = ("gpipe", "1f1b", "1f1b_overlap_friendly", "zero_bubble_h1")
     ("name", "stages", "layers", "schedule"),
     pairs(list(MODELS), [2, 4], ["manual", "automatic"], [*SCHEDULES, "interleaved_1f1b"]),
 )
-def test_a_model_trains_as_on_one_device(name: str, stages: int, layers: str, schedule: str) -> None:
+def test_a_model_trains_as_on_one_device(
+    name: str, stages: int, layers: str, schedule: str
+) -> None:
     assert_trains(name, stages, layers, schedule)
 
 
 @pytest.mark.slow
 def test_a_model_with_its_layers_in_a_loop_trains_as_on_one_device() -> None:
     model = SMALL["gpt_scanned"]
-    method = pipeline(2, devices=2, layer_option=AutoLayerOption(2), default_auto_sharding_option=QUICK)
-    assert_as_serial(lambda s, b: model.train_step(s, b, autopar.value_and_grad), method, *sgd_args(model), rtol=1e-4)
+    method = pipeline(
+        2, devices=2, layer_option=AutoLayerOption(2), default_auto_sharding_option=QUICK
+    )
+    assert_as_serial(
+        lambda s, b: model.train_step(s, b, autopar.value_and_grad),
+        method,
+        *sgd_args(model),
+        rtol=1e-4,
+    )
 
 
-@pytest.mark.parametrize("layers", [ManualLayerOption(remat_layer=True), AutoLayerOption(2, remat_layer=True)], ids=str)
+@pytest.mark.parametrize(
+    "layers", [ManualLayerOption(remat_layer=True), AutoLayerOption(2, remat_layer=True)], ids=str
+)
 def test_layers_that_are_recomputed_train_as_on_one_device(layers: Any) -> None:
     step, args = step_of("mlp")
-    assert_as_serial(step, pipeline(devices=8, layer_option=layers, stage_option=UniformStageOption(2)), *args, steps=3)
+    assert_as_serial(
+        step,
+        pipeline(devices=8, layer_option=layers, stage_option=UniformStageOption(2)),
+        *args,
+        steps=3,
+    )
 
 
 def test_schedules_share_the_executables_of_their_stages() -> None:

@@ -11,7 +11,7 @@ from autopar.planning.option_search import CHUNKS, layer_options, micro_batch_co
 from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.plan_step import MEMORY_MARGIN, WORKSPACE_BYTES
 from experiments.models import build_model
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
 CLUSTER = Cluster.load("p3.16xlarge").with_size(devices_per_host=4)
 MODEL = build_model("mlp", {"dim": 64, "num_layers": 4, "batch_size": 16})
@@ -22,7 +22,9 @@ def train_step(state, batch):
 
 
 def planned(**options) -> autopar.Plan:
-    method = autopar.PipeshardParallel(**{"layer_option": AutoLayerOption(4), "stage_option": "auto", **options})
+    method = autopar.PipeshardParallel(
+        **{"layer_option": AutoLayerOption(4), "stage_option": "auto", **options}
+    )
     return autopar.plan_step(train_step, MODEL.abstract_args(), method=method, cluster=CLUSTER)
 
 
@@ -36,14 +38,21 @@ def test_schedules_to_try_come_with_chunks_where_they_interleave():
     tried = schedules("auto", "auto")
     assert {name for name, _ in tried} == set(schedule_names()) - {"inference", "inference_v"}
     assert [chunks for name, chunks in tried if name == "interleaved_1f1b"] == list(CHUNKS[1:])
-    assert {name for name, chunks in tried if chunks == 2} == {"interleaved_1f1b", "zero_bubble_v", "dualpipe_v"}
+    assert {name for name, chunks in tried if chunks == 2} == {
+        "interleaved_1f1b",
+        "zero_bubble_v",
+        "dualpipe_v",
+    }
     assert schedules("zero_bubble_v", "auto") == [("zero_bubble_v", 2)]
     assert schedules("1f1b", "auto") == [("1f1b", 1)]
     assert schedules("interleaved_1f1b", 2) == [("interleaved_1f1b", 2)]
 
 
 def test_remat_is_tried_both_ways():
-    assert [each and each.remat_layer for each in layer_options(AutoLayerOption(2, "auto"))] == [False, True]
+    assert [each and each.remat_layer for each in layer_options(AutoLayerOption(2, "auto"))] == [
+        False,
+        True,
+    ]
     assert layer_options(AutoLayerOption(2, True)) == [AutoLayerOption(2, True)]
     assert layer_options(None) == [None]
 
@@ -66,7 +75,9 @@ def test_a_step_that_is_fastest_as_one_program_is_not_cut():
     options = {"num_micro_batches": 1, "pipeline_schedule": "auto"}
     plan = planned(**options)
     assert plan.schedule == WHOLE_STEP
-    assert plan.stages == autopar.plan_step(train_step, MODEL.abstract_args(), cluster=CLUSTER).stages
+    assert (
+        plan.stages == autopar.plan_step(train_step, MODEL.abstract_args(), cluster=CLUSTER).stages
+    )
     assert planned(**options, stage_option=UniformStageOption(2)).schedule != WHOLE_STEP
 
 
@@ -76,8 +87,14 @@ def test_planning_takes_what_all_that_is_compared_takes(monkeypatch):
         return plan(*args).model_copy(update={"planning_seconds": 1.0})
 
     monkeypatch.setattr(PipelinePlanner, "plan", plan_in_a_second)
-    plan = planned(num_micro_batches="auto", pipeline_schedule="auto", stage_option=UniformStageOption(2))
-    assert plan.planning_seconds == sum(each.seconds is not None for each in autopar.get_last_search_result()) > 1
+    plan = planned(
+        num_micro_batches="auto", pipeline_schedule="auto", stage_option=UniformStageOption(2)
+    )
+    assert (
+        plan.planning_seconds
+        == sum(each.seconds is not None for each in autopar.get_last_search_result())
+        > 1
+    )
 
 
 def test_a_choice_alone_is_planned_as_if_it_was_given():
@@ -110,10 +127,15 @@ def test_what_was_found_runs_and_equals_one_device():
 def test_memory_decides_for_more_microbatches():
     """Fewer need more at once."""
     free = planned(num_micro_batches="auto", stage_option=UniformStageOption(2))
-    used = {n: planned(num_micro_batches=n, stage_option=UniformStageOption(2)).predicted_bytes for n in (1, 16)}
+    used = {
+        n: planned(num_micro_batches=n, stage_option=UniformStageOption(2)).predicted_bytes
+        for n in (1, 16)
+    }
     assert used[16] < used[1]
     budget = WORKSPACE_BYTES + MEMORY_MARGIN * used[16]
-    tight = planned(num_micro_batches="auto", stage_option=UniformStageOption(2), memory_budget=budget)
+    tight = planned(
+        num_micro_batches="auto", stage_option=UniformStageOption(2), memory_budget=budget
+    )
     assert tight.predicted_bytes <= used[16]
     assert tight.predicted_seconds >= free.predicted_seconds
 
@@ -127,7 +149,10 @@ def test_the_first_refusal_is_told_where_nothing_can_be_planned():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_micro_batches": 0}, "num_micro_batches is 0, expected a whole number of at least 1 or 'auto'"),
+        (
+            {"num_micro_batches": 0},
+            "num_micro_batches is 0, expected a whole number of at least 1 or 'auto'",
+        ),
         ({"num_micro_batches": "many"}, "num_micro_batches is 'many', expected"),
         ({"num_chunks": "auto?"}, "num_chunks is 'auto\\?', expected"),
         ({"pipeline_schedule": "automatic"}, "pipeline_schedule is 'automatic', expected one of"),

@@ -51,7 +51,9 @@ def order(cut: Cut) -> list[Task]:
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_every_needed_equation_is_in_one_task_unless_it_is_computed_anywhere(step: Any, split: bool) -> None:
+def test_every_needed_equation_is_in_one_task_unless_it_is_computed_anywhere(
+    step: Any, split: bool
+) -> None:
     graph, stages = step
     cut = cut_step(graph, stages, split)
     micro = graph.microbatching
@@ -98,8 +100,15 @@ def test_splitting_the_backward_pass_keeps_all_of_it(step: Any) -> None:
     for stage in stages:
         halves = [number for phase in ("I", "W") for number, _ in split.eqns[Task(stage, phase)]]
         assert sorted(halves) == [number for number, _ in whole.eqns[Task(stage, "B")]]
-        awaited = {var for task in split.eqns if task.stage < stage and task.phase in "IW" for var in split.reads[task]}
-        assert awaited.isdisjoint(split.results[Task(stage, "W")])  # nobody waits for gradients of weights
+        awaited = {
+            var
+            for task in split.eqns
+            if task.stage < stage and task.phase in "IW"
+            for var in split.reads[task]
+        }
+        assert awaited.isdisjoint(
+            split.results[Task(stage, "W")]
+        )  # nobody waits for gradients of weights
 
 
 def test_a_total_is_kept_where_its_parts_are_made(step: Any) -> None:

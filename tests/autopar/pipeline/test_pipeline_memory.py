@@ -27,7 +27,9 @@ def planned(name: str, stages: int, chunks: int, num_micro_batches: int) -> Plan
         stage_option=autopar.UniformStageOption(stages),
     )
     args = stack_params(), stack_batch()
-    plan = autopar.plan_step(stack_step, args, method=method, cluster="cpu-virtual", mesh_shape=(4,))
+    plan = autopar.plan_step(
+        stack_step, args, method=method, cluster="cpu-virtual", mesh_shape=(4,)
+    )
     return PlannedStep(trace_for(plan, stack_step, args, (1,)), plan)
 
 
@@ -56,13 +58,19 @@ def pipelines(draw: st.DrawFn) -> PlannedStep:
 @given(pipelines(), st.randoms(use_true_random=False))
 def test_memory_is_never_negative_and_returns_to_the_baseline(whole: PlannedStep, random) -> None:
     memory, program, cut = MeshMemory(whole), whole.program, whole.cut
-    for task in sorted({task_of(each) for row in program.instructions for each in row if isinstance(each, Run)}):
+    for task in sorted(
+        {task_of(each) for row in program.instructions for each in row if isinstance(each, Run)}
+    ):
         made = [*cut.results[task], *(each.sum for each in cut.totals.get(task, ()))]
         size = sum(whole.values[task.stage].device_bytes(var) for var in made)
-        memory.add_task(task, MemoryUse(aliased=random.randint(0, size), temporaries=random.randint(0, 5000)))
+        memory.add_task(
+            task, MemoryUse(aliased=random.randint(0, size), temporaries=random.randint(0, 5000))
+        )
     levels = memory.levels(program)
     nothing = replace(program, instructions=tuple((Free(()),) for _ in program.meshes))
-    for row, ((_, before),), use in zip(levels, memory.levels(nothing), memory.peaks(levels), strict=True):
+    for row, ((_, before),), use in zip(
+        levels, memory.levels(nothing), memory.peaks(levels), strict=True
+    ):
         held = [level for each in row for level in each]
         assert min(size for level in held for size in level.values()) >= 0
         totals = [sum(level.values()) for level in held]

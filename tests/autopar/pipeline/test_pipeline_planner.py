@@ -27,8 +27,8 @@ from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import MemoryBudgetError
 from autopar.tracing.trace import trace
 from experiments.models import build_model
-from simulator.cluster import Cluster
-from simulator.costs import BandwidthOnly, ClusterCosts
+from simulator.costs.cost_model import BandwidthOnly, ClusterCosts
+from simulator.hardware.cluster import Cluster
 
 LAYERS, BATCHES = 4, 8
 CLUSTER = Cluster.load("p3.16xlarge").with_size(devices_per_host=4)
@@ -42,7 +42,13 @@ def mlp() -> StepGraph:
 
 @pytest.fixture(scope="module")
 def gpt() -> StepGraph:
-    sizes = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "sequence_length": 32, "vocab_size": 128}
+    sizes = {
+        "num_layers": 4,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "sequence_length": 32,
+        "vocab_size": 128,
+    }
     return traced("gpt", sizes | {"batch_size": 32, "remat": True}, LAYERS)
 
 
@@ -52,17 +58,23 @@ def traced(name: str, sizes: dict, num_layers: int) -> StepGraph:
     def step(state, batch):
         return model.train_step(state, batch, autopar.value_and_grad)
 
-    return trace(step, model.abstract_args(), (1,), BATCHES, AutoLayerOption(num_layers), marked=True)
+    return trace(
+        step, model.abstract_args(), (1,), BATCHES, AutoLayerOption(num_layers), marked=True
+    )
 
 
 def planned(step: StepGraph, option, schedule: str = "1f1b", **more) -> Plan:
-    return make_pipeline_plan(step, CLUSTER, option, AUTO, PipelineSchedule(name=schedule), "PipeshardParallel", **more)
+    return make_pipeline_plan(
+        step, CLUSTER, option, AUTO, PipelineSchedule(name=schedule), "PipeshardParallel", **more
+    )
 
 
 @cache
 def layer_costs(step: StepGraph) -> tuple[LayerRanges, LayerCosts]:
     """The layers of a step, solved once for all tests."""
-    return LayerRanges(step, LAYERS), LayerCosts(ClusterCosts(CLUSTER), replace(AUTO, tolerance=TOLERANCE))
+    return LayerRanges(step, LAYERS), LayerCosts(
+        ClusterCosts(CLUSTER), replace(AUTO, tolerance=TOLERANCE)
+    )
 
 
 def stage_costs(step: StepGraph, budget: float = CLUSTER.device.usable_bytes) -> StageCosts:
@@ -75,7 +87,9 @@ def one_f_one_b(step: StepGraph, option: AutoStageOption) -> StageProblem:
     return stage_problem(ClusterStageCosts((costs,), costs.model), CLUSTER, option, "1f1b")
 
 
-def whole(costs: StageCosts, start: int, stop: int, shape: Shape, in_flight: int = 1) -> SolvedStage:
+def whole(
+    costs: StageCosts, start: int, stop: int, shape: Shape, in_flight: int = 1
+) -> SolvedStage:
     return costs.cheapest(costs.ranges.graph(start, stop), range(start, stop), [shape], in_flight)
 
 
@@ -91,8 +105,12 @@ def test_what_was_found_is_on_the_plan_and_at_hand(gpt):
     assert found is not None
     assert tuple(stage.layers for stage in plan.stages) == found.forward_stage_layer_ids
     assert tuple(stage.mesh_shape for stage in plan.stages) == found.logical_mesh_shapes
-    assert sorted(device for stage in plan.stages for device in stage.devices) == list(range(CLUSTER.num_devices))
-    manual = ManualStageOption(found.forward_stage_layer_ids, found.submesh_shapes, found.logical_mesh_shapes)
+    assert sorted(device for stage in plan.stages for device in stage.devices) == list(
+        range(CLUSTER.num_devices)
+    )
+    manual = ManualStageOption(
+        found.forward_stage_layer_ids, found.submesh_shapes, found.logical_mesh_shapes
+    )
     assert planned(gpt, manual).stages == plan.stages
 
 
@@ -210,7 +228,9 @@ def test_pins_hold_in_the_stages_that_have_what_is_pinned(mlp, option):
     kernel = "0/params/params/Dense_1/kernel"
     options = replace(AUTO, pins={kernel: P(None, "x")})
     plan = make_pipeline_plan(mlp, CLUSTER, option, options, ONE_F_ONE_B, "PipeshardParallel")
-    (owner,) = (stage for stage in plan.stages if any(value.path == kernel for value in stage.inputs))
+    (owner,) = (
+        stage for stage in plan.stages if any(value.path == kernel for value in stage.inputs)
+    )
     pinned = next(value.spec for value in owner.inputs if value.path == kernel)
     assert pinned == ((), ("x",) if owner.mesh_shape[0] > 1 else ())
 
@@ -218,7 +238,9 @@ def test_pins_hold_in_the_stages_that_have_what_is_pinned(mlp, option):
 def test_a_pin_that_matches_nothing_in_any_stage_is_refused(mlp):
     options = replace(AUTO, pins={"0/params/params/Dense_1/kernle": P("x")})
     with pytest.raises(ShardingError, match=r"matches no input.*Dense_1/kernel"):
-        make_pipeline_plan(mlp, CLUSTER, UniformStageOption(2), options, ONE_F_ONE_B, "PipeshardParallel")
+        make_pipeline_plan(
+            mlp, CLUSTER, UniformStageOption(2), options, ONE_F_ONE_B, "PipeshardParallel"
+        )
 
 
 def test_a_stage_receives_what_others_make(gpt):
@@ -239,7 +261,9 @@ def test_phases_of_a_stage_add_up_to_its_seconds(gpt):
     for shape in ((1,), (4,), (2, 2)):
         solved = whole(stage_costs(gpt), 0, 2, shape)
         phases = solved.phases
-        assert BATCHES * (phases["F"] + phases["B"]) + phases["U"] == pytest.approx(solved.shardings.seconds)
+        assert BATCHES * (phases["F"] + phases["B"]) + phases["U"] == pytest.approx(
+            solved.shardings.seconds
+        )
         assert phases["B"] > 1.9 * phases["F"] > 0  # two matrix products for one, and remat
 
 
@@ -300,11 +324,21 @@ def test_the_objective_of_found_stages_is_the_least_of_all(mlp):
         stages = []
         for start, stop in cuts:
             costs = problem.costs(start, stop, mesh)
-            stages.append(Stage(start, stop, mesh, min(costs, key=lambda c: BATCHES * c.seconds + c.once_seconds)))
+            stages.append(
+                Stage(
+                    start,
+                    stop,
+                    mesh,
+                    min(costs, key=lambda c: BATCHES * c.seconds + c.once_seconds),
+                )
+            )
         return step_seconds(problem, stages)
 
     whole, half = Submesh(0, 1, 4), Submesh(0, 1, 2)
-    others = [seconds([(0, LAYERS)], whole), *(seconds([(0, k), (k, LAYERS)], half) for k in range(1, LAYERS))]
+    others = [
+        seconds([(0, LAYERS)], whole),
+        *(seconds([(0, k), (k, LAYERS)], half) for k in range(1, LAYERS)),
+    ]
     assert found.seconds <= min(others) * (1 + 1e-9)
 
 
@@ -315,7 +349,10 @@ def test_the_objective_of_found_stages_is_the_least_of_all(mlp):
             {"submesh_physical_shape_space": "some"},
             "submesh_physical_shape_space is 'some', expected one of 'power_of_two'",
         ),
-        ({"submesh_logical_shape_space": "any"}, "submesh_logical_shape_space is 'any', expected one of"),
+        (
+            {"submesh_logical_shape_space": "any"},
+            "submesh_logical_shape_space is 'any', expected one of",
+        ),
         ({"stage_imbalance_tolerance": -1.0}, "expected a number of at least 0"),
     ],
 )
@@ -328,13 +365,16 @@ def test_several_chunks_want_uniform_stages(mlp):
     schedule = PipelineSchedule(name="interleaved_1f1b", num_chunks=2)
     with pytest.raises(autopar.StageError, match="UniformStageOption"):
         make_pipeline_plan(mlp, CLUSTER, AutoStageOption(), AUTO, schedule, "PipeshardParallel")
-    plan = make_pipeline_plan(mlp, CLUSTER, UniformStageOption(4), AUTO, schedule, "PipeshardParallel")
+    plan = make_pipeline_plan(
+        mlp, CLUSTER, UniformStageOption(4), AUTO, schedule, "PipeshardParallel"
+    )
     assert len({stage.devices for stage in plan.stages}) == 2
 
 
 def test_a_logical_shape_is_of_all_devices_of_a_submesh(mlp):
     with pytest.raises(
-        autopar.StageError, match=r"\(2,\) is of 2 device\(s\), but each of 1 submesh\(es\) has 4; give"
+        autopar.StageError,
+        match=r"\(2,\) is of 2 device\(s\), but each of 1 submesh\(es\) has 4; give",
     ):
         planned(mlp, UniformStageOption(1, submesh_logical_shape=(2,)))
     plan = planned(mlp, UniformStageOption(1, (1, 2), (2,)))

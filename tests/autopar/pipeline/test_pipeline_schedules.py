@@ -20,9 +20,17 @@ from autopar.pipeline.pipeline_schedules import (
     splits_backward,
 )
 from simulator.program import DeadlockError, Free, Phase, Recv, Run, Send, walk
-from tests.autopar.pipeline.steps import assert_as_serial, pipeline, stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.steps import (
+    assert_as_serial,
+    pipeline,
+    stack_batch,
+    stack_params,
+    stack_step,
+)
 
-INSTANCES = json.loads((Path(__file__).parents[2] / "golden" / "schedules.json").read_text())["instances"]
+INSTANCES = json.loads((Path(__file__).parents[2] / "golden" / "schedules.json").read_text())[
+    "instances"
+]
 EQUAL_THIRDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "U": 0.0}
 
 
@@ -54,7 +62,9 @@ def clock(
                 start, clocks[mesh] = clocks[mesh], clocks[mesh] + time(instruction)
                 spans[instruction] = start, clocks[mesh]
             case Send(value, to):
-                sending[mesh] = arrived[value, to] = max(clocks[mesh], sending[mesh]) + transfer(mesh, to)
+                sending[mesh] = arrived[value, to] = max(clocks[mesh], sending[mesh]) + transfer(
+                    mesh, to
+                )
             case Free():
                 pass
             case _:
@@ -89,9 +99,13 @@ def grid(schedule: Schedule, clocks: int) -> list[str]:
     return [" ".join(row) for row in rows]
 
 
-@pytest.mark.parametrize("golden", INSTANCES, ids=lambda x: f"{x['schedule']}-{x['meshes']}-{x['micro_batches']}")
+@pytest.mark.parametrize(
+    "golden", INSTANCES, ids=lambda x: f"{x['schedule']}-{x['meshes']}-{x['micro_batches']}"
+)
 def test_clocks_and_memory_are_the_recorded_ones(golden):
-    schedule = make_schedule(golden["schedule"], Pipeline(golden["meshes"], golden["micro_batches"]))
+    schedule = make_schedule(
+        golden["schedule"], Pipeline(golden["meshes"], golden["micro_batches"])
+    )
     assert (
         schedule.makespan({"F": 1, "B": 1, "U": 0}) + 1 == golden["clocks"]
     )  # one more for the update, idle in inference
@@ -114,7 +128,10 @@ def test_clocks_and_memory_are_the_recorded_ones(golden):
     ],
 )
 def test_the_bubble_is_what_the_papers_say(meshes, micro_batches, name, chunks, makespan, ideal):
-    assert make_schedule(name, Pipeline(meshes, micro_batches, chunks)).makespan(EQUAL_THIRDS) == makespan
+    assert (
+        make_schedule(name, Pipeline(meshes, micro_batches, chunks)).makespan(EQUAL_THIRDS)
+        == makespan
+    )
     assert 3 * micro_batches * chunks == ideal  # forward 1, backward 2
 
 
@@ -123,7 +140,11 @@ pipelines = st.builds(Pipeline, st.integers(1, 8), st.integers(1, 20), st.intege
 
 def schedules_of(pipeline: Pipeline) -> list[Schedule]:
     """All schedules that the pipeline may have."""
-    names = [name for name in schedule_names() if schedule_kind(name).num_chunks in (None, pipeline.num_chunks)]
+    names = [
+        name
+        for name in schedule_names()
+        if schedule_kind(name).num_chunks in (None, pipeline.num_chunks)
+    ]
     if pipeline.num_micro_batches < 2 * pipeline.num_meshes:
         names = [name for name in names if name != "dualpipe_v"]
     return [make_schedule(name, pipeline) for name in names]
@@ -138,10 +159,19 @@ def test_every_task_runs_once_after_what_it_needs(pipeline):
                 assert set(schedule.needs(task)) <= done
                 assert task not in done
                 done.add(task)
-        phases = "FIW" if splits_backward(schedule.name) else "FB" if has_backward(schedule.name) else "F"
+        phases = (
+            "FIW"
+            if splits_backward(schedule.name)
+            else "FB"
+            if has_backward(schedule.name)
+            else "F"
+        )
         batches, stages = range(pipeline.num_micro_batches), range(pipeline.num_stages)
         updates = {Run(stage, "U") for stage in stages} if has_backward(schedule.name) else set()
-        assert done == {Run(s, phase, b) for s in stages for phase in phases for b in batches} | updates
+        assert (
+            done
+            == {Run(s, phase, b) for s in stages for phase in phases for b in batches} | updates
+        )
 
 
 @given(pipelines)
@@ -166,7 +196,12 @@ def test_a_slow_stage_sets_the_pace():
     assert 10 * 8 <= makespan <= 1 + 10 * 8 + 2 + 1
 
 
-@given(pipelines, st.lists(st.integers(0, 9), min_size=8, max_size=8), st.integers(0, 5), st.integers(0, 3))
+@given(
+    pipelines,
+    st.lists(st.integers(0, 9), min_size=8, max_size=8),
+    st.integers(0, 5),
+    st.integers(0, 3),
+)
 def test_the_makespan_is_when_the_last_clock_stops(pipeline, scale, transfer, step):
     """Stages of any speed, transfers that take longer the farther they go."""
 
@@ -176,7 +211,10 @@ def test_the_makespan_is_when_the_last_clock_stops(pipeline, scale, transfer, st
     for schedule in schedules_of(pipeline):
         spans = clock(schedule, seconds, lambda source, to: transfer + step * abs(source - to))
         last = max(end for _, end in spans.values())
-        assert schedule.makespan(seconds, lambda source, to: transfer + step * abs(source - to)) == last
+        assert (
+            schedule.makespan(seconds, lambda source, to: transfer + step * abs(source - to))
+            == last
+        )
 
 
 def test_an_order_that_can_not_run_is_a_deadlock():
@@ -204,7 +242,9 @@ def test_several_chunks_need_the_interleaved_schedule():
     message = "use num_chunks=1, or one of interleaved_1f1b, zero_bubble_v, dualpipe_v"
     with pytest.raises(ScheduleError, match=message):
         make_schedule("1f1b", Pipeline(2, 2, 2))
-    with pytest.raises(ScheduleError, match=r"'zero_bubble_v' runs 2 stage\(s\) per mesh, not 1; use num_chunks=2"):
+    with pytest.raises(
+        ScheduleError, match=r"'zero_bubble_v' runs 2 stage\(s\) per mesh, not 1; use num_chunks=2"
+    ):
         make_schedule("zero_bubble_v", Pipeline(2, 2))
 
 
@@ -217,7 +257,9 @@ mesh 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3I1 3W1 3F2 0I0 0W0 3I2 3W2 3F3 0I1 0W1 
 mesh 1: 1F0 2F0 1F1 2F1 1F2 2I0 2W0 2F2 1I0 1W0 1F3 2I1 2W1 2F3 1I1 1W1 2I2 2W2 1I2 1W2 2I3 1I3 2W3 1W3 1U0 2U0"""
 
 
-@pytest.mark.parametrize(("name", "expected"), [("zero_bubble_v", ZERO_BUBBLE_V), ("dualpipe_v", DUALPIPE_V)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("zero_bubble_v", ZERO_BUBBLE_V), ("dualpipe_v", DUALPIPE_V)]
+)
 def test_the_second_chunk_of_a_v_goes_back(name, expected):
     assert str(make_schedule(name, Pipeline(2, 4, 2))) == expected
 
@@ -243,7 +285,9 @@ def test_dualpipe_v_waits_less_than_a_task_for_each_mesh(meshes, more):
 
 
 def test_dualpipe_v_needs_twice_as_many_microbatches_as_meshes():
-    with pytest.raises(ScheduleError, match="at least twice as many microbatches as meshes: 8 for 4 meshes, not 7"):
+    with pytest.raises(
+        ScheduleError, match="at least twice as many microbatches as meshes: 8 for 4 meshes, not 7"
+    ):
         make_schedule("dualpipe_v", Pipeline(4, 7, 2))
 
 
@@ -256,7 +300,9 @@ def forward_first(mesh, pipeline):
 
 @pytest.fixture
 def registered():
-    autopar.register_schedule("forward_first", forward_first, forward="inference", summary="for a test")
+    autopar.register_schedule(
+        "forward_first", forward_first, forward="inference", summary="for a test"
+    )
     yield "forward_first"
     del pipeline_schedules._KINDS["forward_first"]
 
@@ -264,7 +310,9 @@ def registered():
 def test_a_registered_schedule_is_one_like_the_others(registered):
     assert registered in schedule_names()
     assert schedule_kind(registered).in_flight(0, Pipeline(2, 5)) == 5
-    method = pipeline(pipeline_schedule=registered, devices=2, stage_option=autopar.UniformStageOption(2))
+    method = pipeline(
+        pipeline_schedule=registered, devices=2, stage_option=autopar.UniformStageOption(2)
+    )
     assert_as_serial(stack_step, method, stack_params(), stack_batch())
     with pytest.raises(ScheduleError, match="there is a pipeline schedule 'forward_first' already"):
         autopar.register_schedule(registered, forward_first)
@@ -282,7 +330,10 @@ def never_back(mesh, pipeline):
     [
         (never_back, "task 1B0 comes before 1F0"),
         (lambda mesh, pipeline: [Run(mesh, "F", 0)], "expected 16"),
-        (lambda mesh, pipeline: forward_first(1 - mesh, pipeline), "stage 0 is on mesh 1, expected mesh 0"),
+        (
+            lambda mesh, pipeline: forward_first(1 - mesh, pipeline),
+            "stage 0 is on mesh 1, expected mesh 0",
+        ),
     ],
 )
 def test_a_schedule_that_does_not_run_is_not_registered(row, error):

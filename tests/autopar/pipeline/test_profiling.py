@@ -13,16 +13,26 @@ import autopar
 from autopar import AutoStageOption, StageError
 from autopar.lowering.stage_lowering import TaskFunction
 from autopar.planning import profiling
-from simulator.cluster import Cluster
-from tests.autopar.pipeline.steps import assert_as_serial, pipeline, stack_batch, stack_params, stack_step
+from simulator.hardware.cluster import Cluster
+from tests.autopar.pipeline.steps import (
+    assert_as_serial,
+    pipeline,
+    stack_batch,
+    stack_params,
+    stack_step,
+)
 
 HERE = Cluster.load("cpu-virtual").first_devices(2)
 PROFILE = AutoStageOption(profile=True)
 
 
-def planned(option: AutoStageOption = PROFILE, layers: int = 2, cluster: Cluster | str = HERE) -> autopar.Plan:
+def planned(
+    option: AutoStageOption = PROFILE, layers: int = 2, cluster: Cluster | str = HERE
+) -> autopar.Plan:
     args = stack_params(layers), stack_batch()
-    return autopar.plan_step(stack_step, args, method=pipeline(devices=None, stage_option=option), cluster=cluster)
+    return autopar.plan_step(
+        stack_step, args, method=pipeline(devices=None, stage_option=option), cluster=cluster
+    )
 
 
 def takes(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> list[TaskFunction]:
@@ -50,7 +60,9 @@ def test_a_pipeline_of_measured_stages_trains_as_on_one_device(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("seconds", "stages"), [({1: 1.0, 2: 0.1}, 1), ({1: 1.0, 2: 3.0}, 2)])
-def test_measured_seconds_decide(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], stages: int) -> None:
+def test_measured_seconds_decide(
+    monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], stages: int
+) -> None:
     """Three tasks each: one stage on both devices takes 0.1 or 3 s for each, two stages on one device each 1."""
     takes(monkeypatch, seconds.__getitem__)
     plan = planned()
@@ -66,7 +78,9 @@ def test_layers_that_are_alike_are_measured_once(monkeypatch: pytest.MonkeyPatch
     assert len(asked) == 2 * 15 * len(("F", "B", "U"))
 
 
-def test_what_is_in_the_file_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_in_the_file_is_not_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     option = replace(PROFILE, cached_profile_result=tmp_path / "profile.json")
     with monkeypatch.context() as patch:
         takes(patch, lambda size: 1.0 / size)
@@ -77,7 +91,9 @@ def test_what_is_in_the_file_is_not_measured_again(monkeypatch: pytest.MonkeyPat
     assert again == plan.model_copy(update={"planning_seconds": again.planning_seconds})
 
 
-def test_another_version_of_jax_is_measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_version_of_jax_is_measured_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     option = replace(PROFILE, cached_profile_result=tmp_path / "profile.json")
     asked = takes(monkeypatch, lambda size: 1.0)
     planned(option)
@@ -106,7 +122,9 @@ def test_another_failure_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
         planned()
 
 
-def test_progress_tells_what_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_tells_what_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("AUTOPAR_PROGRESS", "1")
     takes(monkeypatch, lambda size: 0.002)
     planned()
@@ -117,12 +135,21 @@ def test_progress_tells_what_is_measured(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}x", '{"format": "something else", "stages": {}}', '{"stages": {"a": {"seconds": 1}}}', "[]"]
+    "text",
+    [
+        "",
+        "{}x",
+        '{"format": "something else", "stages": {}}',
+        '{"stages": {"a": {"seconds": 1}}}',
+        "[]",
+    ],
 )
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "results.json"
     file.write_text(text)
-    with pytest.raises(StageError, match=r"results\.json, which is not what profile=True writes .*delete it"):
+    with pytest.raises(
+        StageError, match=r"results\.json, which is not what profile=True writes .*delete it"
+    ):
         planned(replace(PROFILE, cached_profile_result=file))
     assert file.read_text() == text
 
@@ -138,14 +165,18 @@ def test_a_file_without_measuring_is_refused() -> None:
 
 
 def test_a_cluster_that_is_not_here_is_refused() -> None:
-    with pytest.raises(StageError, match=r"cluster 'dgx_h100' has NVIDIA H100.*here are 8 x cpu.*profile=False"):
+    with pytest.raises(
+        StageError, match=r"cluster 'dgx_h100' has NVIDIA H100.*here are 8 x cpu.*profile=False"
+    ):
         planned(cluster="dgx_h100")
 
 
 def test_too_few_devices_are_refused() -> None:
     one = Cluster.load("cpu-virtual")
     two = one.model_copy(update={"hosts": 2, "inter_host": one.intra_host})
-    with pytest.raises(StageError, match=r"2 x 8 of cluster 'cpu-virtual' needs 16 devices, but here are 8"):
+    with pytest.raises(
+        StageError, match=r"2 x 8 of cluster 'cpu-virtual' needs 16 devices, but here are 8"
+    ):
         planned(cluster=two)
 
 

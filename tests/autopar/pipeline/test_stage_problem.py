@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from autopar.pipeline.pipeline_schedules import Pipeline, make_schedule
 from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes, fits, place
 from autopar.planning.stage_dp import construct_stages
-from autopar.planning.stage_problem import NoStagesError, Stage, StageCost, StageProblem, in_flight_of, step_seconds
+from autopar.planning.stage_problem import (
+    NoStagesError,
+    Stage,
+    StageCost,
+    StageProblem,
+    in_flight_of,
+    step_seconds,
+)
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 INSTANCES = json.loads((GOLDEN / "stages.json").read_text())["instances"]
@@ -21,13 +28,19 @@ ROOM = 100
 def test_the_recorded_optimum_is_found(golden):
     seconds, later = ARRAYS[f"seconds{golden['case']}"], ARRAYS[f"later{golden['case']}"]
     pool = HostPool(golden["hosts"], golden["devices_per_host"], ROOM)
-    meshes = tuple(Submesh(0, int(hosts), int(devices)) for hosts, devices in ARRAYS[f"submeshes{golden['case']}"])
+    meshes = tuple(
+        Submesh(0, int(hosts), int(devices))
+        for hosts, devices in ARRAYS[f"submeshes{golden['case']}"]
+    )
     assert meshes == enumerate_submeshes([pool], "whole_hosts")
 
     def costs(start, stop, mesh):
         at = start, stop - 1, meshes.index(mesh)
         # one byte per microbatch in flight, `later` + 1 of which fit
-        return [StageCost(t, 0.0, ROOM - (n + 1), 1.0) for t, n in zip(seconds[at], later[at], strict=True)]
+        return [
+            StageCost(t, 0.0, ROOM - (n + 1), 1.0)
+            for t, n in zip(seconds[at], later[at], strict=True)
+        ]
 
     problem = StageProblem(golden["layers"], (pool,), meshes, golden["micro_batches"], costs)
     plan = construct_stages(problem)
@@ -44,20 +57,30 @@ def every_plan(problem: StageProblem):
                 yield ()
             return
         for mesh in problem.submeshes:
-            remaining = tuple(n - (pool == mesh.pool) * mesh.num_devices for pool, n in enumerate(left))
+            remaining = tuple(
+                n - (pool == mesh.pool) * mesh.num_devices for pool, n in enumerate(left)
+            )
             if min(remaining) >= 0:
                 for stop in range(start + 1, problem.num_layers + 1):
                     for cost in problem.costs(start, stop, mesh):
-                        yield from ((Stage(start, stop, mesh, cost), *others) for others in rest(stop, remaining))
+                        yield from (
+                            (Stage(start, stop, mesh, cost), *others)
+                            for others in rest(stop, remaining)
+                        )
 
     for stages in rest(0, tuple(pool.num_devices for pool in problem.pools)):
         fit = all(
-            stage.cost.fixed_bytes + problem.in_flight(len(stages) - 1 - i, len(stages)) * stage.cost.micro_batch_bytes
+            stage.cost.fixed_bytes
+            + problem.in_flight(len(stages) - 1 - i, len(stages)) * stage.cost.micro_batch_bytes
             <= problem.pools[stage.submesh.pool].memory_bytes
             for i, stage in enumerate(stages)
         )
-        per_pool = [[s.submesh for s in stages if s.submesh.pool == i] for i in range(len(problem.pools))]
-        if fit and all(fits(pool, meshes) for pool, meshes in zip(problem.pools, per_pool, strict=True)):
+        per_pool = [
+            [s.submesh for s in stages if s.submesh.pool == i] for i in range(len(problem.pools))
+        ]
+        if fit and all(
+            fits(pool, meshes) for pool, meshes in zip(problem.pools, per_pool, strict=True)
+        ):
             yield stages
 
 
@@ -80,10 +103,14 @@ pools = st.sampled_from(
 def problems(draw):
     """Small problems, with several GPU types, hosts that are no power of two, memory limits and transfers."""
     offered = draw(pools)
-    meshes = enumerate_submeshes(offered, draw(st.sampled_from(["powers_of_two", "whole_hosts", "all"])))
+    meshes = enumerate_submeshes(
+        offered, draw(st.sampled_from(["powers_of_two", "whole_hosts", "all"]))
+    )
     layers = draw(st.integers(1, 4))
     micro_batches = draw(st.sampled_from([1, 2, 16]))
-    kinds = draw(st.one_of(st.none(), st.lists(st.sampled_from("ab"), min_size=layers, max_size=layers)))
+    kinds = draw(
+        st.one_of(st.none(), st.lists(st.sampled_from("ab"), min_size=layers, max_size=layers))
+    )
     seed = draw(st.integers(0, 1 << 16))
 
     def draws(*key) -> np.random.Generator:
@@ -93,11 +120,19 @@ def problems(draw):
         key = [ord(kind) for kind in kinds[start:stop]] if kinds else [start, stop]
         random = draws(mesh.pool, mesh.hosts, mesh.devices_per_host, *key)
         rows = random.integers([1, 0, 0, 0], [20, 9, 9, 5], (random.integers(0, 4), 4))
-        return [StageCost(float(t), float(once), float(fixed), float(each)) for t, once, fixed, each in rows]
+        return [
+            StageCost(float(t), float(once), float(fixed), float(each))
+            for t, once, fixed, each in rows
+        ]
 
     def bounds(start, stop, mesh):
         return [
-            StageCost(cost.seconds * 0.7, cost.once_seconds - 1, cost.fixed_bytes, cost.micro_batch_bytes * 0.9)
+            StageCost(
+                cost.seconds * 0.7,
+                cost.once_seconds - 1,
+                cost.fixed_bytes,
+                cost.micro_batch_bytes * 0.9,
+            )
             for cost in costs(start, stop, mesh)
         ]
 
@@ -114,7 +149,9 @@ def problems(draw):
         submeshes=meshes,
         num_micro_batches=micro_batches,
         costs=costs,
-        in_flight=in_flight_of(draw(st.sampled_from(["gpipe", "1f1b", "zero_bubble_h1"])), micro_batches),
+        in_flight=in_flight_of(
+            draw(st.sampled_from(["gpipe", "1f1b", "zero_bubble_h1"])), micro_batches
+        ),
         lower_bound=draw(st.sampled_from([None, bounds])),
         layer_kinds=kinds,
         transfer=draw(st.sampled_from([None, transfer])),
@@ -163,7 +200,10 @@ def test_faster_devices_get_more_layers():
         return [StageCost((stop - start) / (mesh.num_devices * (1 if mesh.pool else 3)))]
 
     plan = construct_stages(StageProblem(8, pools, enumerate_submeshes(pools), 100, costs))
-    layers = {pool: sum(s.stop - s.start for s in plan.stages if s.submesh.pool == pool) for pool in (0, 1)}
+    layers = {
+        pool: sum(s.stop - s.start for s in plan.stages if s.submesh.pool == pool)
+        for pool in (0, 1)
+    }
     assert layers == {0: 6, 1: 2}
 
 
@@ -180,8 +220,12 @@ def test_devices_with_less_memory_get_fewer_layers():
 
 def test_too_little_memory_is_an_error_that_says_what_helps():
     pool = HostPool(1, 2, 10)
-    problem = StageProblem(2, (pool,), enumerate_submeshes([pool]), 4, lambda *_: [StageCost(1.0, fixed_bytes=11)])
-    with pytest.raises(NoStagesError, match=r"2 layers into stages for 1 x 2 devices with submeshes 1x1, 1x2"):
+    problem = StageProblem(
+        2, (pool,), enumerate_submeshes([pool]), 4, lambda *_: [StageCost(1.0, fixed_bytes=11)]
+    )
+    with pytest.raises(
+        NoStagesError, match=r"2 layers into stages for 1 x 2 devices with submeshes 1x1, 1x2"
+    ):
         construct_stages(problem)
 
 
@@ -202,7 +246,9 @@ def test_transfers_depend_on_both_neighbours():
     def costs(start, stop, mesh):
         return [StageCost(1.0)] if stop == start + 1 and mesh.num_devices < 4 else []
 
-    plan = construct_stages(StageProblem(3, (pool,), enumerate_submeshes([pool]), 1, costs, transfer=transfer))
+    plan = construct_stages(
+        StageProblem(3, (pool,), enumerate_submeshes([pool]), 1, costs, transfer=transfer)
+    )
     # of 1x1 and 1x2, the cheaper order of the last two stages (1x2, 1x1: 0 rather than 3) needs the dearer cut before them
     assert [stage.submesh.num_devices for stage in plan.stages] == [1, 1, 2]
     assert plan.seconds == 3 * 1.0 + 3.0
@@ -220,10 +266,15 @@ def estimate_and_schedule(name, seconds, transfers, once, micro_batches):
         in_flight=in_flight_of(name, micro_batches),
         transfer=lambda cut, *_: transfers[cut - 1],
     )
-    stages = [Stage(i, i + 1, one, StageCost(s, o)) for i, (s, o) in enumerate(zip(seconds, once, strict=True))]
+    stages = [
+        Stage(i, i + 1, one, StageCost(s, o))
+        for i, (s, o) in enumerate(zip(seconds, once, strict=True))
+    ]
     share = {"F": 1 / 3, "B": 2 / 3}
     makespan = make_schedule(name, Pipeline(len(seconds), micro_batches)).makespan(
-        lambda task: once[task.stage] if task.phase == "U" else seconds[task.stage] * share[task.phase],
+        lambda task: (
+            once[task.stage] if task.phase == "U" else seconds[task.stage] * share[task.phase]
+        ),
         lambda source, to: transfers[min(source, to)] / 2,
     )
     return step_seconds(problem, stages), makespan
@@ -234,19 +285,27 @@ def test_neighbours_wait_for_transfers_between_them():
     estimate, makespan = estimate_and_schedule("1f1b", [3, 3, 3], [6, 0], [0, 0, 0], 9)
     assert estimate == (3 + 6 + 3 + 3) + 3 * (3 + 6 + 3)
     assert estimate <= makespan <= 1.2 * estimate
-    assert 0.7 * makespan > (3 + 6 + 3 + 3) + 8 * 3  # what the slowest stage alone would let one expect
+    assert (
+        0.7 * makespan > (3 + 6 + 3 + 3) + 8 * 3
+    )  # what the slowest stage alone would let one expect
     more = estimate_and_schedule("1f1b_overlap_friendly", [3, 3, 3], [4, 0], [0, 0, 0], 9)
     assert more == pytest.approx((13 + 8 * 3, 13 + 8 * 3), rel=0.03)  # hidden
 
 
 def test_a_fast_stage_has_its_update_still_to_do_at_the_end():
     """It waits for the slower one throughout: the time that it has left over does not hide what comes last."""
-    assert estimate_and_schedule("1f1b", [3, 6], [0], [5, 0], 8) == pytest.approx((9 + 7 * 6 + 5,) * 2)
+    assert estimate_and_schedule("1f1b", [3, 6], [0], [5, 0], 8) == pytest.approx(
+        (9 + 7 * 6 + 5,) * 2
+    )
 
 
 @given(
     st.sampled_from(["1f1b", "1f1b_overlap_friendly"]),
-    st.lists(st.tuples(st.integers(4, 8), st.sampled_from([0, 2, 4]), st.sampled_from([0, 5])), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.integers(4, 8), st.sampled_from([0, 2, 4]), st.sampled_from([0, 5])),
+        min_size=1,
+        max_size=5,
+    ),
 )
 def test_the_estimate_is_near_what_the_schedule_takes(name, rows):
     """Where sending takes less than computing."""
@@ -263,5 +322,7 @@ def test_stages_that_leave_gaps_in_the_hosts_are_not_planned():
         return [StageCost(1.0 if mesh.num_devices == 4 else 10.0)]
 
     plan = construct_stages(StageProblem(3, (pool,), meshes, 1, costs))
-    assert plan.seconds == 20.0  # three stages of 4 devices would take 3 s, but no host has room for two of them
+    assert (
+        plan.seconds == 20.0
+    )  # three stages of 4 devices would take 3 s, but no host has room for two of them
     assert place([pool], [stage.submesh for stage in plan.stages])

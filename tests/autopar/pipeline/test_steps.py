@@ -32,14 +32,19 @@ TRAINING = [name for name in schedule_names() if has_backward(name)]
 def test_every_schedule_equals_one_device(schedule: str, stages: int) -> None:
     chunks = schedule_kind(schedule).num_chunks or 2
     method = pipeline(
-        pipeline_schedule=schedule, num_chunks=chunks, stage_option=UniformStageOption(stages), devices=stages // chunks
+        pipeline_schedule=schedule,
+        num_chunks=chunks,
+        stage_option=UniformStageOption(stages),
+        devices=stages // chunks,
     )
     assert_as_serial(stack_step, method, stack_params(), stack_batch())
 
 
 def test_stages_have_meshes_of_different_logical_shape() -> None:
     stages = ManualStageOption([[0], [1, 2], [3]], [(1, 1), (1, 2), (1, 4)], [(1,), (1, 2), (2, 2)])
-    step = assert_as_serial(stack_step, pipeline(stage_option=stages, devices=7), stack_params(), stack_batch())
+    step = assert_as_serial(
+        stack_step, pipeline(stage_option=stages, devices=7), stack_params(), stack_batch()
+    )
     plan = step.get_executable(stack_params(), stack_batch()).plan
     assert [stage.mesh_shape for stage in plan.stages] == [(1,), (1, 2), (2, 2)]
     assert [stage.devices for stage in plan.stages] == [(0,), (1, 2), (3, 4, 5, 6)]
@@ -74,7 +79,9 @@ def test_the_gradient_of_a_tied_embedding_is_added_up_once_per_step() -> None:
         for i in row
         if isinstance(i, Send) and i.num_bytes == 48 * WIDTH * 4
     ]
-    assert len(sizes) == 2  # the embedding goes to the last stage, its gradient comes back; neither per microbatch
+    assert (
+        len(sizes) == 2
+    )  # the embedding goes to the last stage, its gradient comes back; neither per microbatch
 
 
 def test_skip_connections_pass_over_stages() -> None:
@@ -121,8 +128,12 @@ def test_a_dynamic_loss_scale_halves_for_all_stages_when_one_overflows(scale: fl
 
         gradients = autopar.grad(loss)(state["params"])
         gradients = jax.tree.map(lambda g: g / state["scale"], gradients)
-        finite = functools.reduce(jnp.logical_and, [jnp.isfinite(g).all() for g in jax.tree.leaves(gradients)])
-        params = jax.tree.map(lambda p, g: jnp.where(finite, p - 1e-4 * g, p), state["params"], gradients)
+        finite = functools.reduce(
+            jnp.logical_and, [jnp.isfinite(g).all() for g in jax.tree.leaves(gradients)]
+        )
+        params = jax.tree.map(
+            lambda p, g: jnp.where(finite, p - 1e-4 * g, p), state["params"], gradients
+        )
         scale = jnp.where(finite, state["scale"] * 2, state["scale"] / 2)
         return {"params": params, "scale": scale}, finite
 
@@ -156,12 +167,21 @@ def masked_step(params: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
-def test_a_masked_mean_has_the_weights_of_the_whole_batch(schedule: str, num_micro_batches: int) -> None:
+def test_a_masked_mean_has_the_weights_of_the_whole_batch(
+    schedule: str, num_micro_batches: int
+) -> None:
     method = pipeline(num_micro_batches, pipeline_schedule=schedule)
     parallel = assert_as_serial(masked_step, method, stack_params(), stack_batch())
     executable = parallel.get_executable(stack_params(), stack_batch())
-    rounds = [each.micro_batch for row in executable.program.instructions for each in row if str(each)[1:2] == "U"]
-    assert (max(rounds) > 0) == (num_micro_batches > 1)  # the weights go to the other stages, then these divide
+    rounds = [
+        each.micro_batch
+        for row in executable.program.instructions
+        for each in row
+        if str(each)[1:2] == "U"
+    ]
+    assert (max(rounds) > 0) == (
+        num_micro_batches > 1
+    )  # the weights go to the other stages, then these divide
 
 
 def test_ratios_that_are_no_weighted_mean_are_refused() -> None:
@@ -169,7 +189,9 @@ def test_ratios_that_are_no_weighted_mean_are_refused() -> None:
         @autopar.manual_layer_construction
         def loss(params: Any) -> jax.Array:
             mask = batch["x"] > 0
-            return ((stack(params, batch["x"]) - batch["y"]) ** 2 * mask).sum() / jnp.maximum(mask.sum(), 1)
+            return ((stack(params, batch["x"]) - batch["y"]) ** 2 * mask).sum() / jnp.maximum(
+                mask.sum(), 1
+            )
 
         return descend(params, autopar.value_and_grad(loss)(params))
 
@@ -186,7 +208,12 @@ def test_aux_values_keys_integers_and_constants_come_through() -> None:
             autopar.mark_pipeline_boundary()
             x = jnp.where(kept, x, 0) @ params["w2"]
             hits = (batch["label"] == 1).sum()
-            return jnp.mean((x - batch["y"]) ** 2), {"hits": hits, "mean": x.mean(), "three": 3, "kept": kept}
+            return jnp.mean((x - batch["y"]) ** 2), {
+                "hits": hits,
+                "mean": x.mean(),
+                "three": 3,
+                "kept": kept,
+            }
 
         (value, aux), gradients = autopar.value_and_grad(loss, has_aux=True)(state["params"])
         params = jax.tree.map(lambda p, g: p - 0.5 * g, state["params"], gradients)
@@ -215,7 +242,9 @@ def test_two_different_graphs_run_in_one_process() -> None:
     theirs = autopar.parallelize(tied_step, method=pipeline(devices=3))
     losses = [[ours(stack_params(), stack_batch())[1], theirs(*tied_args())[1]] for _ in range(2)]
     assert losses[0] == losses[1]
-    np.testing.assert_allclose(losses[0][0], jax.jit(stack_step)(stack_params(), stack_batch())[1], rtol=1e-5)
+    np.testing.assert_allclose(
+        losses[0][0], jax.jit(stack_step)(stack_params(), stack_batch())[1], rtol=1e-5
+    )
 
 
 def test_inference_returns_rows_scalars_and_constants() -> None:
@@ -270,7 +299,9 @@ SHARED = {
 
 
 @pytest.mark.parametrize(("kind", "count"), pairs(list(SHARED), [4, 1]))
-def test_what_is_computed_before_the_loss_may_be_read_by_it_and_returned(kind: Any, count: int) -> None:
+def test_what_is_computed_before_the_loss_may_be_read_by_it_and_returned(
+    kind: Any, count: int
+) -> None:
     def step(carried: Any, batch: Any) -> tuple[Any, jax.Array]:
         params, state = carried
         scales, factor, after = kind(params, state)
@@ -306,7 +337,9 @@ def test_a_later_round_of_the_update_may_read_what_the_loss_computes(count: int)
     assert_as_serial(step, pipeline(count), stack_params(2), stack_batch())
 
 
-@pytest.mark.parametrize("options", [{"stage_option": UniformStageOption(2)}, {}], ids=["uniform", "auto"])
+@pytest.mark.parametrize(
+    "options", [{"stage_option": UniformStageOption(2)}, {}], ids=["uniform", "auto"]
+)
 def test_a_stage_may_have_nothing_to_do(options: dict[str, Any]) -> None:
     def step(params: Any, batch: Any) -> tuple[Any, jax.Array]:
         @autopar.manual_layer_construction

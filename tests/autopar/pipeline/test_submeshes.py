@@ -29,7 +29,14 @@ def test_hosts_need_not_be_powers_of_two():
 
 
 def test_unequal_hosts_are_pools_of_their_own():
-    assert names([HostPool(2, 2), HostPool(1, 4)], "powers_of_two") == ["1x1", "1x2", "2x2", "1:1x1", "1:1x2", "1:1x4"]
+    assert names([HostPool(2, 2), HostPool(1, 4)], "powers_of_two") == [
+        "1x1",
+        "1x2",
+        "2x2",
+        "1:1x1",
+        "1:1x2",
+        "1:1x4",
+    ]
 
 
 def test_devices_are_seen_as_every_mesh_with_two_axes():
@@ -41,7 +48,9 @@ def fillings(draw):
     """A pool and submeshes that hold all its devices."""
     pool = HostPool(draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 4, 6, 8, 12])))
     submeshes, left = [], pool.num_devices
-    offered = enumerate_submeshes([pool], draw(st.sampled_from(["powers_of_two", "whole_hosts", "all"])))
+    offered = enumerate_submeshes(
+        [pool], draw(st.sampled_from(["powers_of_two", "whole_hosts", "all"]))
+    )
     while left:
         mesh = draw(st.sampled_from([mesh for mesh in offered if mesh.num_devices <= left]))
         submeshes.append(mesh)
@@ -67,7 +76,9 @@ def test_placed_submeshes_share_no_device_and_keep_to_their_hosts(filling):
     assert sorted(d for mine in devices for d in mine) == list(range(pool.num_devices))
     for mesh, mine in zip(submeshes, devices, strict=True):
         hosts = [d // pool.devices_per_host for d in mine]
-        assert [hosts.count(host) for host in sorted(set(hosts))] == [mesh.devices_per_host] * mesh.hosts
+        assert [hosts.count(host) for host in sorted(set(hosts))] == [
+            mesh.devices_per_host
+        ] * mesh.hosts
 
 
 def test_neighbours_are_kept_together():
@@ -77,12 +88,17 @@ def test_neighbours_are_kept_together():
 
 
 def test_pools_follow_one_another():
-    assert place([HostPool(1, 2), HostPool(1, 4)], [Submesh(1, 1, 4), Submesh(0, 1, 2)]) == ((2, 3, 4, 5), (0, 1))
+    assert place([HostPool(1, 2), HostPool(1, 4)], [Submesh(1, 1, 4), Submesh(0, 1, 2)]) == (
+        (2, 3, 4, 5),
+        (0, 1),
+    )
 
 
 def test_an_order_that_leaves_gaps_is_changed():
     pool = HostPool(2, 6)
-    stages = [Submesh(0, 1, size) for size in (2, 3, 2, 3, 2)]  # in order: 2 + 3 | 2 + 3, and no room for 2
+    stages = [
+        Submesh(0, 1, size) for size in (2, 3, 2, 3, 2)
+    ]  # in order: 2 + 3 | 2 + 3, and no room for 2
     assert fits(pool, stages)
     assert sorted(d for mine in place([pool], stages) for d in mine) == list(range(12))
 

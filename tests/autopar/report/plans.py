@@ -16,8 +16,8 @@ from autopar.planning.step_planner import make_plan
 from autopar.report import PlannedStep
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.tracing.trace import trace
-from simulator.cluster import Cluster
-from simulator.costs import BandwidthOnly
+from simulator.costs.cost_model import BandwidthOnly
+from simulator.hardware.cluster import Cluster
 from tests.steps import mlp_args, mlp_step
 
 OPTIONS = {
@@ -81,7 +81,10 @@ def step_graph(name: str) -> StepGraph:
 
 @cache
 def planned(
-    step: str, method: str = "ShardParallel", shape: tuple[int, ...] = (4,), costs: BandwidthOnly | None = SLOW
+    step: str,
+    method: str = "ShardParallel",
+    shape: tuple[int, ...] = (4,),
+    costs: BandwidthOnly | None = SLOW,
 ) -> PlannedStep:
     """The plan of a method for a step, by a cost model or (None) that of the cluster."""
     graph = step_graph(step)
@@ -93,7 +96,10 @@ def planned(
 def respecced(planned: PlannedStep, specs: dict[str, Spec]) -> PlannedStep:
     """The same step with nothing pinned inside, and every input whole but those in `specs`."""
     (stage,) = planned.plan.stages
-    inputs = [v.model_copy(update={"spec": specs.get(v.path, replicated(len(v.shape)))}) for v in stage.inputs]
+    inputs = [
+        v.model_copy(update={"spec": specs.get(v.path, replicated(len(v.shape)))})
+        for v in stage.inputs
+    ]
     bare = stage.model_copy(update={"inputs": tuple(inputs), "constraints": ()})
     plan = planned.plan.model_copy(update={"stages": (bare,)})
     return PlannedStep(planned.step, with_axis_uses(planned.step, plan))

@@ -13,7 +13,7 @@ from autopar.planning.step_planner import make_plan
 from autopar.report import PlannedStep, classify
 from autopar.sharding.options import DATA_PARALLEL
 from autopar.tracing.trace import trace
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 from tests.autopar.report.plans import planned, respecced
 
 ONE_KIND = {"DataParallel": "data parallel", "Zero2Parallel": "ZeRO-2", "Zero3Parallel": "ZeRO-3"}
@@ -25,7 +25,9 @@ ONE_KIND = {"DataParallel": "data parallel", "Zero2Parallel": "ZeRO-2", "Zero3Pa
 def test_methods_of_one_kind_are_that_kind_on_every_axis(step, method, shape):
     found = classify(planned(step, method, shape))
     assert found.label == ONE_KIND[method]
-    assert {found.on(axis) for axis, size in found.mesh.sizes.items() if size > 1} == {ONE_KIND[method]}
+    assert {found.on(axis) for axis, size in found.mesh.sizes.items() if size > 1} == {
+        ONE_KIND[method]
+    }
 
 
 def test_one_device_is_not_parallel():
@@ -45,7 +47,9 @@ def test_kernels_of_a_wide_mlp_alternate_between_column_and_row(devices):
 def test_biases_go_with_the_outputs_of_their_kernels():
     found = classify(planned("wide mlp"))
     assert found["0/params/params/Dense_0/bias"].label == "column on x"
-    assert found["0/params/params/Dense_1/bias"].label == "replicated on x"  # added to a completed sum
+    assert (
+        found["0/params/params/Dense_1/bias"].label == "replicated on x"
+    )  # added to a completed sum
 
 
 def test_two_axes_can_do_different_things():
@@ -61,7 +65,8 @@ def test_two_axes_can_do_different_things():
 
 def test_layers_are_told_apart():
     assert classify(planned("wide mlp")).layers == {
-        f"0/params/params/Dense_{i}": f"operator parallel ({'column' if i % 2 == 0 else 'row'})" for i in range(6)
+        f"0/params/params/Dense_{i}": f"operator parallel ({'column' if i % 2 == 0 else 'row'})"
+        for i in range(6)
     }
 
 
@@ -78,8 +83,12 @@ def test_experts_that_are_split_are_expert_parallel():
         gradients = autopar.grad(loss)(params)
         return {"experts": params["experts"] - gradients["experts"]}
 
-    graph = trace(step, ({"experts": np.zeros((4, 8, 8), np.float32)}, np.zeros((16, 4, 8), np.float32)), (1,))
-    plan = make_plan(graph, LogicalMesh((4,), ("x",)), Cluster.load("dgx_a100_80"), DATA_PARALLEL, "DataParallel")
+    graph = trace(
+        step, ({"experts": np.zeros((4, 8, 8), np.float32)}, np.zeros((16, 4, 8), np.float32)), (1,)
+    )
+    plan = make_plan(
+        graph, LogicalMesh((4,), ("x",)), Cluster.load("dgx_a100_80"), DATA_PARALLEL, "DataParallel"
+    )
     split = respecced(PlannedStep(graph, plan), {"0/experts": (("x",), (), ())})
     assert classify(split)["0/experts"].label == "expert on x"
 
@@ -95,11 +104,17 @@ def test_storing_a_parameter_in_parts_without_splitting_the_batch_is_no_zero():
     (stage,) = base.plan.stages
     kernel = "0/params/params/Dense_0/kernel"
     split = respecced(base, {kernel: (("x",), ())})
-    first = next(n for n, eqn in enumerate(base.step.jaxpr.eqns) if eqn.primitive.name == "dot_general")
+    first = next(
+        n for n, eqn in enumerate(base.step.jaxpr.eqns) if eqn.primitive.name == "dot_general"
+    )
     whole = next(c for c in stage.constraints if c.eqn == first and c.side == "out")
-    gather = whole.model_copy(update={"side": "in", "index": 1, "shape": (64, 64), "spec": ((), ())})
+    gather = whole.model_copy(
+        update={"side": "in", "index": 1, "shape": (64, 64), "spec": ((), ())}
+    )
     (bare,) = split.plan.stages
-    plan = split.plan.model_copy(update={"stages": (bare.model_copy(update={"constraints": (gather,)}),)})
+    plan = split.plan.model_copy(
+        update={"stages": (bare.model_copy(update={"constraints": (gather,)}),)}
+    )
     assert classify(with_axis_uses(base.step, plan))[kernel].label == "stored in parts on x"
 
 
@@ -107,7 +122,10 @@ def test_optimizer_state_in_parts_with_whole_gradients_is_zero_1():
     data = planned("mlp", "DataParallel")
     (stage,) = data.plan.stages
     moments = {f"0/opt_state/0/{m}/params/Dense_0/kernel" for m in ("mu", "nu")}
-    inputs = [v.model_copy(update={"spec": (("x",), ())}) if v.path in moments else v for v in stage.inputs]
+    inputs = [
+        v.model_copy(update={"spec": (("x",), ())}) if v.path in moments else v
+        for v in stage.inputs
+    ]
     stage = stage.model_copy(update={"inputs": tuple(inputs)})
     found = classify(with_axis_uses(data.step, data.plan.model_copy(update={"stages": (stage,)})))
     assert found["0/params/params/Dense_0/kernel"].label == "ZeRO-1 on x"
@@ -120,7 +138,9 @@ def test_a_step_without_optimizer_state_is_data_parallel():
         return optax.apply_updates(params, gradients)
 
     graph = trace(step, ({"w": np.zeros((8, 8), np.float32)}, np.zeros((16, 8), np.float32)), (1,))
-    plan = make_plan(graph, LogicalMesh((4,), ("x",)), Cluster.load("dgx_a100_80"), DATA_PARALLEL, "DataParallel")
+    plan = make_plan(
+        graph, LogicalMesh((4,), ("x",)), Cluster.load("dgx_a100_80"), DATA_PARALLEL, "DataParallel"
+    )
     assert classify(PlannedStep(graph, plan)).label == "data parallel"
 
 
@@ -142,4 +162,7 @@ def test_unknown_names_are_answered_with_known_ones():
 def test_text_has_a_line_for_every_parameter():
     text = str(classify(planned("wide mlp")))
     assert text.splitlines()[0] == "operator parallel (column, row) (mesh x=4)"
-    assert "  0/params/params/Dense_1/kernel float32[256,256] P('x', None): row on x" in text.splitlines()
+    assert (
+        "  0/params/params/Dense_1/kernel float32[256,256] P('x', None): row on x"
+        in text.splitlines()
+    )

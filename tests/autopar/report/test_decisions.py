@@ -9,7 +9,7 @@ from autopar.plan import PlanError
 from autopar.report import PlannedStep, decisions
 from autopar.report.decisions import default_costs
 from autopar.sharding.options import AUTO
-from simulator.costs import BandwidthOnly
+from simulator.costs.cost_model import BandwidthOnly
 from tests.autopar.report.plans import OPTIONS, SLOW, planned, respecced
 from tests.steps import mlp_args, mlp_step
 from tests.tiers import pairs
@@ -33,7 +33,10 @@ def test_no_runner_up_is_better(method, shape):
     table = decisions(planned("decoder", method, shape), costs=SLOW, runners_up=None)
     extra = [other.extra_seconds for others in table["runners_up"] for other in others]
     assert min(extra, default=0) >= -1e-12
-    assert all(list(others) == sorted(others, key=lambda o: o.extra_seconds) for others in table["runners_up"])
+    assert all(
+        list(others) == sorted(others, key=lambda o: o.extra_seconds)
+        for others in table["runners_up"]
+    )
 
 
 def test_every_input_and_equation_has_a_row():
@@ -53,7 +56,9 @@ def test_a_row_product_says_so_and_what_it_costs():
     row = table.loc["jvp(MLP)/Dense_1/dot_general"]
     assert row["choice"].startswith("x on contracted (operand 0 dim 1, operand 1 dim 0), then ")
     reduce = 2 if "all_reduce" in row["choice"] else 1
-    assert row["communication_seconds"] == pytest.approx(reduce * 0.75 * 32 * 64 * 4 / 1e9, rel=0.01)
+    assert row["communication_seconds"] == pytest.approx(
+        reduce * 0.75 * 32 * 64 * 4 / 1e9, rel=0.01
+    )
     assert row["runners_up"]
 
 
@@ -80,14 +85,18 @@ def test_as_many_runners_up_as_asked():
 
 def test_a_plan_that_the_planner_would_not_make_is_refused():
     split = respecced(planned("mlp", "DataParallel"), {"1/x": ((), ("x",))})
-    with pytest.raises(PlanError, match=r"the plan shards 1/x in a way .*options=ShardingOptions\(\)"):
+    with pytest.raises(
+        PlanError, match=r"the plan shards 1/x in a way .*options=ShardingOptions\(\)"
+    ):
         decisions(split, costs=SLOW)
 
 
 def test_a_cluster_that_is_not_shipped_must_be_given():
     each = planned("mlp")
     own = PlannedStep(each.step, each.plan.model_copy(update={"cluster": "ours"}))
-    with pytest.raises(ValueError, match=r"cluster 'ours', which is not a shipped one; give the cost model"):
+    with pytest.raises(
+        ValueError, match=r"cluster 'ours', which is not a shipped one; give the cost model"
+    ):
         decisions(own)
     assert len(decisions(own, costs=SLOW))
 
@@ -116,13 +125,17 @@ def test_plans_are_printed_only_when_asked(monkeypatch, capsys):
 def test_alternatives_that_a_method_forbids_can_be_priced():
     """Given all the freedom there is, data parallelism of a wide MLP has runners-up that are faster."""
     costs = BandwidthOnly(bandwidth=1e9, flop_per_s=1e10)
-    table = decisions(planned("wide mlp", "DataParallel"), costs=costs, options=autopar.ShardParallel.options)
+    table = decisions(
+        planned("wide mlp", "DataParallel"), costs=costs, options=autopar.ShardParallel.options
+    )
     assert len(table)
     own = decisions(planned("wide mlp", "DataParallel"), costs=costs)
     assert sum(map(len, table["runners_up"])) > sum(map(len, own["runners_up"]))
 
 
 def test_an_executable_on_the_devices_here_is_explained_by_default():
-    executable = autopar.parallelize(mlp_step, method=autopar.ShardParallel((2, 2))).get_executable(*mlp_args())
+    executable = autopar.parallelize(mlp_step, method=autopar.ShardParallel((2, 2))).get_executable(
+        *mlp_args()
+    )
     table = decisions(executable)
     assert table[SECONDS].sum().sum() == pytest.approx(executable.plan.predicted_seconds, rel=1e-9)

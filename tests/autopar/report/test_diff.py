@@ -18,15 +18,22 @@ def test_zero_2_differs_from_data_parallelism_in_the_optimizer_state():
     found = diff(planned("mlp", "DataParallel"), planned("mlp", "Zero2Parallel"))
     assert "method: DataParallel -> Zero2Parallel" in found.lines
     assert "parallelism: data parallel -> ZeRO-2" in found.lines
-    assert any(line.startswith("parameters: 4 of 4 data parallel on x -> ZeRO-2 on x: ") for line in found.lines)
+    assert any(
+        line.startswith("parameters: 4 of 4 data parallel on x -> ZeRO-2 on x: ")
+        for line in found.lines
+    )
     state = [line for line in found.lines if line.startswith("optimizer state: ")]
     assert state
     assert "0/opt_state/0/mu/params/Dense_0/" in "".join(state)
-    assert not any(line.startswith("parameters: ") and "P(" in line for line in found.lines)  # they stay whole
+    assert not any(
+        line.startswith("parameters: ") and "P(" in line for line in found.lines
+    )  # they stay whole
     # Adam keeps two moments, each as large as the parameters, (64 * 64 + 64) * 2 floats, on 1 instead of 4 devices; its counter
     # and the step's are whole.
     whole = 2 * (64 * 64 + 64) * 2 * 4
-    assert any(f"optimizer state {whole + 8:,} -> {whole // 4 + 8:,}" in line for line in found.lines)
+    assert any(
+        f"optimizer state {whole + 8:,} -> {whole // 4 + 8:,}" in line for line in found.lines
+    )
 
 
 def test_plans_alone_say_as_much_as_executables():
@@ -47,7 +54,9 @@ def test_plans_alone_say_as_much_as_executables():
 def test_mesh_and_microbatches_are_told():
     found = diff(planned("mlp", "DataParallel", (4,)), planned("mlp", "DataParallel", (2, 2)))
     assert found.lines[0] == "mesh: x=4 -> x=2 x y=2"
-    found = diff(planned("mlp", "DataParallel").plan, planned("mlp in microbatches", "DataParallel").plan)
+    found = diff(
+        planned("mlp", "DataParallel").plan, planned("mlp in microbatches", "DataParallel").plan
+    )
     assert found.lines[0] == "microbatches: 1 -> 2"
     assert any("different steps" in line for line in found.lines)
     assert not any("pinned" in line for line in found.lines)  # equations have other numbers
@@ -55,7 +64,9 @@ def test_mesh_and_microbatches_are_told():
 
 def test_values_that_only_one_plan_has_are_named():
     found = diff(planned("mlp").plan, planned("decoder").plan)
-    assert any(line.startswith("only in the first: 0/params/params/Dense_0/bias") for line in found.lines)
+    assert any(
+        line.startswith("only in the first: 0/params/params/Dense_0/bias") for line in found.lines
+    )
     assert any(line.startswith("only in the second: ") for line in found.lines)
     assert any("[32, 64]" in line or "1/" in line for line in found.lines)
 

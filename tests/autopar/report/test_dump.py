@@ -7,7 +7,7 @@ import pytest
 import autopar
 from autopar.plan import Plan
 from autopar.report import DEBUG_FILES
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 from tests.steps import mlp_args, mlp_step
 
 ARGS = mlp_args((64, 64), 32, 64)
@@ -25,13 +25,20 @@ def executable():
 def test_files_are_named_after_the_step(tmp_path):
     endings = [ending.format(0) for ending in DEBUG_FILES]
     paths = executable().dump_debug_info(tmp_path / "debug" / "run", name="step")
-    assert sorted(p.name for p in (tmp_path / "debug" / "run").iterdir()) == sorted(f"step{e}" for e in endings)
+    assert sorted(p.name for p in (tmp_path / "debug" / "run").iterdir()) == sorted(
+        f"step{e}" for e in endings
+    )
     assert [p.name for p in paths] == [f"step{ending}" for ending in endings]
     text = {ending: path.read_text() for ending, path in zip(endings, paths, strict=True)}
     assert Plan.from_json(text["_plan.json"]) == executable().plan
     assert text["_stage_0.parallelism.txt"].startswith("ZeRO-3 (mesh x=4)\n")
-    assert "1/x: PlacementSpec(float32[32,64], P('x', None) on mesh 0)\n" in text["_input_placement_specs.txt"]
-    assert "result/1: PlacementSpec(float32[], P() on mesh 0)\n" in text["_output_placement_specs.txt"]
+    assert (
+        "1/x: PlacementSpec(float32[32,64], P('x', None) on mesh 0)\n"
+        in text["_input_placement_specs.txt"]
+    )
+    assert (
+        "result/1: PlacementSpec(float32[], P() on mesh 0)\n" in text["_output_placement_specs.txt"]
+    )
     assert "all_gather of 16,384 bytes over x" in text["_stage_0.resharding_tasks.txt"]
     assert "#0 jvp(MLP)/Dense_0/dot_general" in text["_stage_0.strategies.txt"]
     total = executable().get_total_allocation_size()
@@ -50,7 +57,8 @@ def test_a_second_dump_replaces_the_first(tmp_path):
 
 def test_programs_are_those_of_their_stage():
     traced, annotated, partitioned, optimized = (
-        executable().get_hlo_text(status) for status in ("traced", "annotated", "partitioned", "optimized")
+        executable().get_hlo_text(status)
+        for status in ("traced", "annotated", "partitioned", "optimized")
     )
     assert "stablehlo.dot_general" in traced
     assert "sharding_constraint" not in traced
@@ -69,7 +77,8 @@ def test_one_device_has_nothing_to_partition():
 
 def test_an_unknown_status_is_refused():
     with pytest.raises(
-        ValueError, match="unknown status 'final'; expected one of traced, annotated, partitioned, optimized"
+        ValueError,
+        match="unknown status 'final'; expected one of traced, annotated, partitioned, optimized",
     ):
         executable().get_hlo_text("final")  # pyright: ignore[reportArgumentType]
 
@@ -90,4 +99,8 @@ def test_reasons_that_are_not_known_do_not_stop_a_dump(tmp_path):
     own = Cluster.load("dgx_a100_80").model_copy(update={"name": "ours"})
     each = made_by(autopar.DataParallel((4,), cluster=own))
     each.dump_debug_info(tmp_path, name="s")
-    assert (tmp_path / "s_stage_0.strategies.txt").read_text().startswith("not known: the plan is for cluster 'ours'")
+    assert (
+        (tmp_path / "s_stage_0.strategies.txt")
+        .read_text()
+        .startswith("not known: the plan is for cluster 'ours'")
+    )

@@ -38,12 +38,15 @@ def test_specs_are_of_the_whole_batch_when_it_runs_in_parts():
 
 
 @pytest.mark.parametrize(
-    "method", [autopar.DataParallel((4,)), autopar.Zero3Parallel((2, 2)), autopar.ShardParallel((2,))]
+    "method",
+    [autopar.DataParallel((4,)), autopar.Zero3Parallel((2, 2)), autopar.ShardParallel((2,))],
 )
 def test_specs_are_what_the_executable_runs_with(method):
     executable = autopar.parallelize(mlp_step, method=method).get_executable(*ARGS)
     shardings = jax.tree.leaves((executable.in_shardings, executable.out_shardings))
-    specs = specs_of((executable.get_input_placement_specs(), executable.get_output_placement_specs()))
+    specs = specs_of(
+        (executable.get_input_placement_specs(), executable.get_output_placement_specs())
+    )
     assert len(specs) == len(shardings)
     for spec, sharding in zip(specs, shardings, strict=True):
         (own,) = spec.sharding_specs
@@ -59,9 +62,15 @@ def test_specs_are_what_the_executable_runs_with(method):
 
 def test_an_array_can_be_put_where_a_placement_says():
     executable = autopar.parallelize(
-        stack_step, method=autopar.PipeshardParallel(num_micro_batches=2, stage_option=autopar.UniformStageOption(2))
+        stack_step,
+        method=autopar.PipeshardParallel(
+            num_micro_batches=2, stage_option=autopar.UniformStageOption(2)
+        ),
     ).get_executable(stack_params(), stack_batch())
-    specs, homes = specs_of(executable.get_input_placement_specs()), jax.tree.leaves(executable.in_shardings)
+    specs, homes = (
+        specs_of(executable.get_input_placement_specs()),
+        jax.tree.leaves(executable.in_shardings),
+    )
     assert [spec.sharding() for spec in specs] == homes
     assert {spec.devices for spec in specs} == {((0, 1, 2, 3),), ((4, 5, 6, 7),)}
 

@@ -19,7 +19,9 @@ def test_values_are_where_inputs_and_constraints_put_them(step, method, shape):
     each = planned(step, method, shape)
     (stage,) = each.plan.stages
     played = replay(each)
-    assert [played.values[var] for var in each.step.jaxpr.invars] == [value.spec for value in stage.inputs]
+    assert [played.values[var] for var in each.step.jaxpr.invars] == [
+        value.spec for value in stage.inputs
+    ]
     for constraint in stage.constraints:
         equation = played.equations[constraint.eqn]
         specs = equation.operands if constraint.side == "in" else equation.results
@@ -33,7 +35,9 @@ def test_no_mesh_axis_splits_two_dims_of_a_value(shape):
 
 
 def test_the_batch_runs_through_every_product_of_a_forward_and_backward_pass():
-    products = [e for e in replay(planned("wide mlp")).equations if e.eqn.primitive.name == "dot_general"]
+    products = [
+        e for e in replay(planned("wide mlp")).equations if e.eqn.primitive.name == "dot_general"
+    ]
     assert len(products) == 6 + 2 * 6 - 1  # nobody wants the gradient of the batch
     assert all(each.batch for each in products)
 
@@ -52,7 +56,11 @@ def test_a_factor_that_only_a_free_operand_shares_with_the_result_is_read_off_th
     """A scatter-add into zeros: where the vocabulary is sharded shows in the result alone."""
     vocabulary, hidden, tokens = (0,), (1,), (2,)
     factors = OpFactors(
-        (16, 8, 4), ("parallel", "parallel", "sum"), ((vocabulary, hidden), (tokens,)), ((vocabulary, hidden),), True
+        (16, 8, 4),
+        ("parallel", "parallel", "sum"),
+        ((vocabulary, hidden), (tokens,)),
+        ((vocabulary, hidden),),
+        True,
     )
     found = assignment_of(factors, [None, ((),)], [(("y",), ("x",))])
     assert found == (("y",), ("x",), ())

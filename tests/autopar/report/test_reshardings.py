@@ -23,7 +23,9 @@ def test_zero_3_gathers_every_kernel_before_its_products():
 
 def test_zero_2_gathers_new_parameters():
     tasks = resharding_tasks(planned("mlp", "Zero2Parallel"))
-    gathered = [t.reader for t in tasks if t.eqn is None and t.collectives and "/params/params/" in t.reader]
+    gathered = [
+        t.reader for t in tasks if t.eqn is None and t.collectives and "/params/params/" in t.reader
+    ]
     assert "result/0/params/params/Dense_0/kernel" in gathered
 
 

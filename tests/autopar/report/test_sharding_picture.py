@@ -18,7 +18,9 @@ from tests.generators import meshes
 
 def spec_of(shape, mesh_shape, names, *spec) -> PlacementSpec:
     sharding = NamedSharding(AbstractMesh(mesh_shape, names), jax.P(*spec))
-    return PlacementSpec(jax.ShapeDtypeStruct(shape, "float32"), (0,), (sharding,), (tuple(range(prod(mesh_shape))),))
+    return PlacementSpec(
+        jax.ShapeDtypeStruct(shape, "float32"), (0,), (sharding,), (tuple(range(prod(mesh_shape))),)
+    )
 
 
 def test_a_matrix_on_two_axes():
@@ -37,7 +39,10 @@ def test_copies_are_listed_in_one_cell():
     lines = picture(spec_of((4, 8), (2, 4), ("x", "y"), "x")).splitlines()
     assert lines[3] == "│ 0-3 │"
     assert lines[5] == "│ 4-7 │"
-    assert picture(spec_of((8,), (2, 4), ("x", "y"), "y")).splitlines()[3] == "│ 0,4 │ 1,5 │ 2,6 │ 3,7 │"
+    assert (
+        picture(spec_of((8,), (2, 4), ("x", "y"), "y")).splitlines()[3]
+        == "│ 0,4 │ 1,5 │ 2,6 │ 3,7 │"
+    )
     assert "│ 0-7 │" in picture(spec_of((), (2, 4), ("x", "y")))
 
 
@@ -60,9 +65,19 @@ def test_every_device_is_drawn_once(data):
     spec = data.draw(st.sampled_from(all_specs(shape, mesh)))
     sharding = NamedSharding(AbstractMesh(mesh.shape, mesh.axis_names), partition_spec(spec))
     text = picture(
-        PlacementSpec(jax.ShapeDtypeStruct(shape, "int8"), (0,), (sharding,), (tuple(range(mesh.num_devices)),))
+        PlacementSpec(
+            jax.ShapeDtypeStruct(shape, "int8"),
+            (0,),
+            (sharding,),
+            (tuple(range(mesh.num_devices)),),
+        )
     )
-    cells = [cell.strip() for line in text.splitlines() if line.startswith("│") for cell in line.strip("│").split("│")]
+    cells = [
+        cell.strip()
+        for line in text.splitlines()
+        if line.startswith("│")
+        for cell in line.strip("│").split("│")
+    ]
     drawn = []
     for part in ",".join(cells).split(","):
         first, _, last = part.partition("-")
@@ -78,21 +93,27 @@ def test_values_of_a_plan_are_found_by_path_or_given():
     assert picture(path, each) == picture(path, each.plan) == picture(value, each.plan)
     assert picture(path, each).startswith(f"{path} float32[256,256] P(None, 'x') on mesh x=4\n")
     state, _ = input_placement_specs(each)
-    assert picture(state.params["params"]["Dense_0"]["kernel"]) == picture(path, each).removeprefix(f"{path} ")
+    assert picture(state.params["params"]["Dense_0"]["kernel"]) == picture(path, each).removeprefix(
+        f"{path} "
+    )
     constraint = each.plan.stages[0].constraints[0]
     assert picture(constraint, each.plan).startswith(f"#{constraint.eqn} {constraint.name} float32")
 
 
 def test_html_has_a_coloured_cell_per_part():
     text = picture("0/params/params/Dense_0/kernel", planned("wide mlp"), html=True)
-    assert text.startswith("<p>0/params/params/Dense_0/kernel float32[256,256] P(None, &#x27;x&#x27;)")
+    assert text.startswith(
+        "<p>0/params/params/Dense_0/kernel float32[256,256] P(None, &#x27;x&#x27;)"
+    )
     assert text.count("<td") == 4
     assert len(set(re.findall("background:(#[0-9a-f]+)", text))) == 4
 
 
 def test_what_can_not_be_drawn_is_refused():
     plan = planned("mlp").plan
-    with pytest.raises(ValueError, match=r"no input or output 'kernel'; did you mean 0/params/params/Dense_"):
+    with pytest.raises(
+        ValueError, match=r"no input or output 'kernel'; did you mean 0/params/params/Dense_"
+    ):
         picture("kernel", plan)
     with pytest.raises(ValueError, match=r"call picture\(value, plan\)"):
         picture("0/params/params/Dense_0/kernel")

@@ -23,8 +23,8 @@ from autopar import (
 from autopar.report import DEBUG_FILES
 from autopar.runtime.loaded_job import LoadedJob
 from autopar.runtime.local_executable import LocalExecutable
+from simulator.engine.timeline import Timeline
 from simulator.program import Instruction, Run, walk
-from simulator.timeline import Timeline
 from tests.autopar.pipeline.steps import (
     assert_as_serial,
     descend,
@@ -46,7 +46,9 @@ def compiled() -> tuple[autopar.ParallelizedFunction, LocalExecutable]:
     return parallel, executable
 
 
-def test_the_program_is_executed_instruction_by_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_is_executed_instruction_by_instruction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _, executable = compiled()
     ran: list[tuple[int, Instruction]] = []
     original = LoadedJob.execute
@@ -70,8 +72,14 @@ def test_a_state_stays_where_the_step_put_it() -> None:
 
 @pytest.mark.parametrize("donate", [(), (0,)], ids=["kept", "donated"])
 def test_nothing_is_alive_after_steps_that_they_did_not_return(donate: tuple[int, ...]) -> None:
-    method = pipeline(stage_option=UniformStageOption(2), devices=2, pipeline_schedule="zero_bubble_h1")
-    parallel = compiled()[0] if donate else autopar.parallelize(stack_step, method=method, donate_argnums=())
+    method = pipeline(
+        stage_option=UniformStageOption(2), devices=2, pipeline_schedule="zero_bubble_h1"
+    )
+    parallel = (
+        compiled()[0]
+        if donate
+        else autopar.parallelize(stack_step, method=method, donate_argnums=())
+    )
     batch = stack_batch()
     result = parallel(stack_params(), batch)
     before = jax.live_arrays()  # kept, so that no other array gets the identity of one of them
@@ -92,9 +100,15 @@ def test_a_donated_state_is_used_up_and_another_one_stays() -> None:
     assert not any(leaf.is_deleted() for leaf in batch.values())
 
 
-def test_an_exception_in_a_stage_is_raised_as_it_is_and_the_next_step_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_a_stage_is_raised_as_it_is_and_the_next_step_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _, executable = compiled()
-    broken, call = next((run, call) for run, call in executable.job.calls.items() if (run.stage, run.phase) == (1, "B"))
+    broken, call = next(
+        (run, call)
+        for run, call in executable.job.calls.items()
+        if (run.stage, run.phase) == (1, "B")
+    )
 
     def fails(*operands: Any) -> Any:
         raise ZeroDivisionError("in stage 1")
@@ -104,16 +118,22 @@ def test_an_exception_in_a_stage_is_raised_as_it_is_and_the_next_step_works(monk
         with pytest.raises(ZeroDivisionError, match="in stage 1"):
             executable(*executable.shard_args(stack_params(), stack_batch()))
     _, loss = executable(*executable.shard_args(stack_params(), stack_batch()))
-    assert float(loss) == pytest.approx(float(jax.jit(stack_step)(stack_params(), stack_batch())[1]), rel=1e-5)
+    assert float(loss) == pytest.approx(
+        float(jax.jit(stack_step)(stack_params(), stack_batch())[1]), rel=1e-5
+    )
 
 
-def test_a_saved_plan_gives_the_same_places_without_solving(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_plan_gives_the_same_places_without_solving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _, executable = compiled()
     plan = autopar.Plan.from_json(executable.plan.to_json())
     assert plan == executable.plan
     monkeypatch.setattr("autopar.planning.step_planner.plan_shardings", None)
     monkeypatch.setattr("autopar.planning.stage_costs.plan_shardings", None)
-    again = autopar.parallelize(stack_step, method=PlanMethod(plan)).get_executable(stack_params(), stack_batch())
+    again = autopar.parallelize(stack_step, method=PlanMethod(plan)).get_executable(
+        stack_params(), stack_batch()
+    )
     assert again.get_input_placement_specs() == executable.get_input_placement_specs()
     assert again.get_output_placement_specs() == executable.get_output_placement_specs()
 
@@ -121,7 +141,12 @@ def test_a_saved_plan_gives_the_same_places_without_solving(monkeypatch: pytest.
 def test_placements_tell_the_mesh_of_every_array() -> None:
     _, executable = compiled()
     params, batch = executable.get_input_placement_specs()
-    assert {name: spec.mesh_ids for name, spec in params.items()} == {"w0": (0,), "w1": (0,), "w2": (1,), "w3": (1,)}
+    assert {name: spec.mesh_ids for name, spec in params.items()} == {
+        "w0": (0,),
+        "w1": (0,),
+        "w2": (1,),
+        "w3": (1,),
+    }
     assert (batch["x"].mesh_ids, batch["y"].mesh_ids) == ((0,), (1,))
     assert batch["x"].aval.shape == (16, 16)
     updated, loss = executable.get_output_placement_specs()
@@ -133,14 +158,21 @@ def test_a_checkpoint_goes_on_under_another_plan() -> None:
     params, _ = parallel(stack_params(), stack_batch())
     checkpoint = jax.device_get(params)
     _, here = parallel(params, stack_batch())
-    _, there = autopar.parallelize(stack_step, method=autopar.DataParallel(4))(checkpoint, stack_batch())
+    _, there = autopar.parallelize(stack_step, method=autopar.DataParallel(4))(
+        checkpoint, stack_batch()
+    )
     assert float(here) == pytest.approx(float(there), rel=1e-5)
 
 
 def test_stage_execution_info_tells_tasks_devices_and_work() -> None:
     _, executable = compiled()
     first, last = executable.get_stage_execution_info()
-    assert (first.layers, first.devices, last.layers, last.devices) == ((0, 1), (0, 1), (2, 3), (2, 3))
+    assert (first.layers, first.devices, last.layers, last.devices) == (
+        (0, 1),
+        (0, 1),
+        (2, 3),
+        (2, 3),
+    )
     assert [task.name for task in first.tasks] == ["0F", "0B", "0U0"]
     # two products of (4, 16) by (16, 16) for a microbatch, tanh aside; backwards twice that, without the gradient of x
     assert first.tasks[0].flops == pytest.approx(2 * 2 * 4 * 16 * 16, rel=0.1)
@@ -150,7 +182,9 @@ def test_stage_execution_info_tells_tasks_devices_and_work() -> None:
 
 def test_allocation_is_at_least_what_the_state_takes() -> None:
     _, executable = compiled()
-    state = sum(leaf.nbytes for leaf in jax.tree.leaves(stack_params())) // 2  # a stage's half, whole on each device
+    state = (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(stack_params())) // 2
+    )  # a stage's half, whole on each device
     assert executable.get_total_allocation_size() == max(use.total for use in executable.memory)
     assert executable.get_total_allocation_size() >= state // 2
 
@@ -160,7 +194,9 @@ def test_the_executed_timeline_has_every_task_once(tmp_path: Any) -> None:
     timeline = executable.dump_stage_execution_trace(tmp_path / "trace.json")
     assert isinstance(timeline, Timeline)
     tasks = [span.task for span in timeline.spans if span.category == "task"]
-    assert sorted(tasks) == sorted(str(each) for _, each in walk(executable.program) if isinstance(each, Run))
+    assert sorted(tasks) == sorted(
+        str(each) for _, each in walk(executable.program) if isinstance(each, Run)
+    )
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["name"] for event in events} >= {"0F0", "1F0", "1B3"}
 
@@ -174,11 +210,24 @@ def test_the_memory_of_a_predicted_pipeline_grows_and_returns_to_where_it_was() 
         assert max(held) == most.total == sum(most.roles.values())
         assert 0 < min(held) == held[-1]
     of_first = timeline.memory[0].roles
-    assert of_first["parameters"] == of_first["gradients"] == 4 * 256 * 256 // 2  # of one layer, on two devices
+    assert (
+        of_first["parameters"] == of_first["gradients"] == 4 * 256 * 256 // 2
+    )  # of one layer, on two devices
     # the earlier a mesh comes, the more microbatches wait on it for their backward pass
-    in_flight = [max(level.get("activations", 0) for _, level in levels) for levels in timeline.levels]
-    assert in_flight[1:] == sorted(in_flight[1:], reverse=True)  # the first has the batch in their place
-    assert {(arrow.source, arrow.to) for arrow in timeline.arrows} == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)}
+    in_flight = [
+        max(level.get("activations", 0) for _, level in levels) for levels in timeline.levels
+    ]
+    assert in_flight[1:] == sorted(
+        in_flight[1:], reverse=True
+    )  # the first has the batch in their place
+    assert {(arrow.source, arrow.to) for arrow in timeline.arrows} == {
+        (0, 1),
+        (1, 0),
+        (1, 2),
+        (2, 1),
+        (2, 3),
+        (3, 2),
+    }
     assert all(arrow.sent < arrow.received for arrow in timeline.arrows)
 
 
@@ -208,7 +257,9 @@ def test_the_programs_of_a_stage_are_told_by_task() -> None:
 def test_debug_info_has_files_for_each_stage(tmp_path: Any) -> None:
     _, executable = compiled()
     names = {path.name for path in executable.dump_debug_info(tmp_path, "step")}
-    endings = {ending.format(stage) for ending in DEBUG_FILES for stage in range(2)} - {"_traced.mlir"}
+    endings = {ending.format(stage) for ending in DEBUG_FILES for stage in range(2)} - {
+        "_traced.mlir"
+    }
     assert names == {f"step{ending}" for ending in endings}
     assert autopar.Plan.load(tmp_path / "step_plan.json") == executable.plan
 
@@ -238,32 +289,56 @@ def test_pipelined_plans_are_compared() -> None:
     uneven = ManualStageOption([[0], [1, 2, 3]], [(1, 2)] * 2, [(2,)] * 2)
     method = pipeline(pipeline_schedule="gpipe", stage_option=uneven)
     other = autopar.plan_step(
-        stack_step, (stack_params(), stack_batch()), method=method, cluster="cpu-virtual", mesh_shape=(4,)
+        stack_step,
+        (stack_params(), stack_batch()),
+        method=method,
+        cluster="cpu-virtual",
+        mesh_shape=(4,),
     )
     lines = autopar.report.diff(executable, other).lines
     assert "schedule: 1f1b with 1 stage(s) per mesh -> gpipe with 1 stage(s) per mesh" in lines
-    assert "layers of stages: 0-1 on devices 0-1; 2-3 on devices 2-3 -> 0 on devices 0-1; 1-3 on devices 2-3" in lines
+    assert (
+        "layers of stages: 0-1 on devices 0-1; 2-3 on devices 2-3 -> 0 on devices 0-1; 1-3 on devices 2-3"
+        in lines
+    )
 
 
 # --- what can't be done says so
 
 
 def run(step: Any = stack_step, batch: int = 16, **options: Any) -> None:
-    autopar.parallelize(step, method=pipeline(**options)).get_executable(stack_params(), stack_batch(batch))
+    autopar.parallelize(step, method=pipeline(**options)).get_executable(
+        stack_params(), stack_batch(batch)
+    )
 
 
-@pytest.mark.parametrize("layers", [autopar.AutoLayerOption(2), autopar.ManualLayerOption(remat_layer=True)])
+@pytest.mark.parametrize(
+    "layers", [autopar.AutoLayerOption(2), autopar.ManualLayerOption(remat_layer=True)]
+)
 def test_a_loss_may_take_functions_numbers_and_constants(layers: Any) -> None:
     """What is no traced array keeps its value in layers, as it does under `jax.value_and_grad`."""
     constant = np.linspace(0, 1, 16, dtype=np.float32)
 
-    def loss(params: Any, apply: Any, x: jax.Array, power: int, options: dict[str, Any], *, weights: np.ndarray) -> Any:
-        scale = options["scale"] if options["name"] == "scaled" and weights.all() is np.False_ else 1.0
+    def loss(
+        params: Any,
+        apply: Any,
+        x: jax.Array,
+        power: int,
+        options: dict[str, Any],
+        *,
+        weights: np.ndarray,
+    ) -> Any:
+        scale = (
+            options["scale"] if options["name"] == "scaled" and weights.all() is np.False_ else 1.0
+        )
         return jnp.mean((apply(params, x) ** int(power)) * scale * weights)
 
     def step(params: Any, batch: Any) -> Any:
         options = {"name": "scaled", "scale": 3.0, "act": jnp.tanh}
-        return descend(params, autopar.value_and_grad(loss)(params, stack, batch["x"], 2, options, weights=constant))
+        return descend(
+            params,
+            autopar.value_and_grad(loss)(params, stack, batch["x"], 2, options, weights=constant),
+        )
 
     assert_as_serial(step, pipeline(devices=2, layer_option=layers), stack_params(2), stack_batch())
 
@@ -289,7 +364,9 @@ def test_microbatches_that_do_not_divide_the_batch() -> None:
 
 def test_the_gradient_of_jax() -> None:
     def step(params: Any, batch: Any) -> Any:
-        loss = autopar.manual_layer_construction(lambda p: jnp.mean((stack(p, batch["x"]) - batch["y"]) ** 2))
+        loss = autopar.manual_layer_construction(
+            lambda p: jnp.mean((stack(p, batch["x"]) - batch["y"]) ** 2)
+        )
         return descend(params, jax.value_and_grad(loss)(params))
 
     with pytest.raises(MicrobatchError, match=r"use one of them in place of jax's"):

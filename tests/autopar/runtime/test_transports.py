@@ -29,7 +29,9 @@ def logical(mesh: Mesh) -> LogicalMesh:
     return LogicalMesh(mesh.devices.shape, mesh.axis_names)
 
 
-def carried(transport: Transport, value: np.ndarray, source: tuple[Mesh, Spec], to: tuple[Mesh, Spec]) -> jax.Array:
+def carried(
+    transport: Transport, value: np.ndarray, source: tuple[Mesh, Spec], to: tuple[Mesh, Spec]
+) -> jax.Array:
     plan = reshard(value.shape, (logical(source[0]), source[1]), (logical(to[0]), to[1]))
     move = transport(plan, jax.ShapeDtypeStruct(value.shape, value.dtype), source[0], to[0])
     sent = move.send(jax.device_put(value, NamedSharding(source[0], partition_spec(source[1]))))
@@ -40,7 +42,9 @@ def carried(transport: Transport, value: np.ndarray, source: tuple[Mesh, Spec], 
 def transfers(draw):
     meshes = mesh_of(draw(st.sampled_from(SHAPES)), 0), mesh_of(draw(st.sampled_from(SHAPES)), 4)
     shape = tuple(draw(st.lists(st.sampled_from([1, 2, 4, 6, 12]), min_size=0, max_size=3)))
-    return shape, *((mesh, draw(st.sampled_from(all_specs(shape, logical(mesh))))) for mesh in meshes)
+    return shape, *(
+        (mesh, draw(st.sampled_from(all_specs(shape, logical(mesh))))) for mesh in meshes
+    )
 
 
 @pytest.mark.parametrize("transport", [whole, by_tiles, default_transport])
@@ -57,14 +61,18 @@ def test_every_pair_of_meshes_and_specs_arrives_exactly(transport, transfer) -> 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, bool, np.int8])
 def test_any_dtype_arrives_in_tiles(dtype) -> None:
     value = np.random.default_rng(0).integers(0, 2, (6, 4)).astype(dtype)
-    arrived = carried(by_tiles, value, (mesh_of((2,), 0), (("x",), ())), (mesh_of((3,), 4), (("x",), ())))
+    arrived = carried(
+        by_tiles, value, (mesh_of((2,), 0), (("x",), ())), (mesh_of((3,), 4), (("x",), ()))
+    )
     np.testing.assert_array_equal(arrived, value)
 
 
 def test_random_keys_arrive() -> None:
     source, to = mesh_of((2,), 0), mesh_of((2,), 4)
     plan = reshard((4,), (logical(source), (("x",),)), (logical(to), ((),)))
-    keys = jax.device_put(jax.random.split(jax.random.key(0), 4), NamedSharding(source, partition_spec((("x",),))))
+    keys = jax.device_put(
+        jax.random.split(jax.random.key(0), 4), NamedSharding(source, partition_spec((("x",),)))
+    )
     move = default_transport(plan, jax.ShapeDtypeStruct(keys.shape, keys.dtype), source, to)
     np.testing.assert_array_equal(jax.random.key_data(move.send(keys)), jax.random.key_data(keys))
 
@@ -74,23 +82,36 @@ STAGES = ManualStageOption([[0], [1, 2], [3]], [(1, 1), (1, 2), (1, 4)], [(1,), 
 
 def test_a_pipeline_that_sends_tiles_trains_as_one_device() -> None:
     args = stack_params(), stack_batch()
-    parallel = autopar.parallelize(stack_step, method=pipeline(devices=7, stage_option=STAGES), donate_argnums=())
+    parallel = autopar.parallelize(
+        stack_step, method=pipeline(devices=7, stage_option=STAGES), donate_argnums=()
+    )
     usual = parallel.get_executable(*args)
     assert isinstance(usual, LocalExecutable)
     tiled = LocalExecutable(usual.planned, usual.meshes, transport=by_tiles)
     expected = jax.jit(stack_step)(*args)
     for executable in (usual, tiled):
-        autopar.testing.assert_allclose(executable(*executable.shard_args(*args)), expected, rtol=1e-5, atol=1e-6)
+        autopar.testing.assert_allclose(
+            executable(*executable.shard_args(*args)), expected, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_sends_and_receives_count_what_the_resharding_moves() -> None:
     args = stack_params(), stack_batch()
-    executable = autopar.parallelize(stack_step, method=pipeline(devices=7, stage_option=STAGES)).get_executable(*args)
+    executable = autopar.parallelize(
+        stack_step, method=pipeline(devices=7, stage_option=STAGES)
+    ).get_executable(*args)
     assert isinstance(executable, LocalExecutable)
     planned = executable.planned
     rows = planned.program.instructions
-    sends = [(mesh, each) for mesh, row in enumerate(rows) for each in row if isinstance(each, Send)]
-    receives = {(each.value, mesh): each for mesh, row in enumerate(rows) for each in row if isinstance(each, Recv)}
+    sends = [
+        (mesh, each) for mesh, row in enumerate(rows) for each in row if isinstance(each, Send)
+    ]
+    receives = {
+        (each.value, mesh): each
+        for mesh, row in enumerate(rows)
+        for each in row
+        if isinstance(each, Recv)
+    }
     assert len(sends) == len(receives) == len(planned.instructions.crossings)
     for source, send in sends:
         crossing = planned.instructions.crossings[send.value, send.to]
@@ -103,7 +124,9 @@ def test_sends_and_receives_count_what_the_resharding_moves() -> None:
         assert send.num_bytes == 4 * 16 * 4
         if gather is not None:
             assert gather.num_bytes == 4 * np.prod(
-                NamedSharding(executable.meshes[crossing.to], partition_spec(plan.spec)).shard_shape(plan.shape)
+                NamedSharding(
+                    executable.meshes[crossing.to], partition_spec(plan.spec)
+                ).shard_shape(plan.shape)
             )
 
 
@@ -111,4 +134,8 @@ def test_copies_on_the_destination_are_gathered_there() -> None:
     """From one device to whole copies on two: each gets half of the 64 numbers, and the other half from its neighbour."""
     one, two = LogicalMesh((1,), ("x",)), LogicalMesh((2,), ("x",))
     plan = reshard((8, 8), (one, ((), ())), (two, ((), ())))
-    assert (plan.sent_bytes(4), plan.gathered_bytes(4), plan.gather_groups) == (64 * 4, 64 * 4, ((0, 1),))
+    assert (plan.sent_bytes(4), plan.gathered_bytes(4), plan.gather_groups) == (
+        64 * 4,
+        64 * 4,
+        ((0, 1),),
+    )

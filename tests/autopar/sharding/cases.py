@@ -70,11 +70,17 @@ def _ragged_gradient(size: Sizes) -> Built:
     return lambda y, out: jax.vjp(lambda y: fun(x, y), y)[1](out), (y, ints(8, y.shape[-1]))
 
 
-def _conv(groups: int = 1, gradient: int | None = None, channels: int | None = None, **options: Any) -> Case:
+def _conv(
+    groups: int = 1, gradient: int | None = None, channels: int | None = None, **options: Any
+) -> Case:
     """A 2-D convolution of NHWC images by a 3x3 kernel, or its gradient for argument number `gradient`."""
 
     def case(size: Sizes) -> Built:
-        examples, depth, features = size(), channels or size(), size() * (groups if groups > 1 else 1)
+        examples, depth, features = (
+            size(),
+            channels or size(),
+            size() * (groups if groups > 1 else 1),
+        )
         image, kernel = ints(examples, 5, 6, depth), ints(3, 3, depth // groups, features)
 
         def conv(x: Any, w: Any) -> Any:
@@ -83,13 +89,23 @@ def _conv(groups: int = 1, gradient: int | None = None, channels: int | None = N
             numbers = ("NHWC", "HWIO", "NHWC")
             padding = ((2, 1), (1, 2)) if "lhs_dilation" in rest else "SAME"
             return lax.conv_general_dilated(
-                x, w, strides, padding, dimension_numbers=numbers, feature_group_count=groups, **rest
+                x,
+                w,
+                strides,
+                padding,
+                dimension_numbers=numbers,
+                feature_group_count=groups,
+                **rest,
             )
 
         if gradient is None:
             return conv, (image, kernel)
         out = jax.eval_shape(conv, image, kernel)
-        return lambda x, w, g: jax.vjp(conv, x, w)[1](g)[gradient], (image, kernel, ints(*out.shape))
+        return lambda x, w, g: jax.vjp(conv, x, w)[1](g)[gradient], (
+            image,
+            kernel,
+            ints(*out.shape),
+        )
 
     return case
 
@@ -100,7 +116,9 @@ def _batch_groups(groups: int) -> Case:
 
         def conv(x: Any, w: Any) -> Any:
             numbers = ("NHWC", "HWIO", "NHWC")
-            return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, batch_group_count=groups)
+            return lax.conv_general_dilated(
+                x, w, (1, 1), "SAME", dimension_numbers=numbers, batch_group_count=groups
+            )
 
         return conv, (ints(examples * groups, 4, 4, depth), ints(3, 3, depth, features * groups))
 
@@ -112,7 +130,9 @@ def _pool(fun: Callable[[Any], Any]) -> Case:
 
 
 def _window(init: Any, combine: Callable[..., Any], strides: int = 2) -> Callable[[Any], Any]:
-    return lambda x: lax.reduce_window(x, init, combine, (1, 3, 3, 1), (1, strides, strides, 1), "SAME")
+    return lambda x: lax.reduce_window(
+        x, init, combine, (1, 3, 3, 1), (1, strides, strides, 1), "SAME"
+    )
 
 
 _max_pool = _window(-jnp.inf, lax.max)
@@ -127,7 +147,9 @@ def _spread(x: Any) -> Any:
     pool = {"window_dimensions": (1, 2, 2, 1), "window_strides": (1, 2, 2, 1)}
     padding, zero = ((0, 0),) * 4, np.float32(0)
     sums = lax.reduce_window(x, 0.0, lax.add, padding="VALID", **pool)
-    select, scatter = (jax.make_jaxpr(f)(zero, zero) for f in (lambda a, b: a >= b, lambda a, b: a + b))
+    select, scatter = (
+        jax.make_jaxpr(f)(zero, zero) for f in (lambda a, b: a >= b, lambda a, b: a + b)
+    )
     return lax.select_and_scatter_p.bind(
         x, sums, zero, select_jaxpr=select.jaxpr, select_consts=(), scatter_jaxpr=scatter.jaxpr, scatter_consts=(),
         padding=padding, **pool,
@@ -157,7 +179,10 @@ def _update(fun: Callable[..., Any], second: bool = False) -> Case:
 
 def _along_axis(size: Sizes) -> Built:
     rows, columns, count = size(), size(), size()
-    return lambda x, i: jnp.take_along_axis(x, i, 1), (ints(rows, columns), indices(rows, count, below=columns))
+    return lambda x, i: jnp.take_along_axis(x, i, 1), (
+        ints(rows, columns),
+        indices(rows, count, below=columns),
+    )
 
 
 def _along_axis_gradient(size: Sizes) -> Built:
@@ -172,7 +197,11 @@ def _windows_of_rows(x: Any, i: Any) -> Any:
 
 def _dynamic_update(size: Sizes) -> Built:
     rows, columns = size(), size()
-    return lambda x, u, i: lax.dynamic_update_slice(x, u, (i, 0)), (ints(rows, columns), ints(1, columns), 2)
+    return lambda x, u, i: lax.dynamic_update_slice(x, u, (i, 0)), (
+        ints(rows, columns),
+        ints(1, columns),
+        2,
+    )
 
 
 def _concatenate(size: Sizes) -> Built:
@@ -330,7 +359,9 @@ CASES: dict[str, Case] = {
 
 RANDOM: dict[str, Callable[[Any, Any], Any]] = {
     "random_bits": lambda key, _: jax.random.bits(key, (8, 4)),
-    "random_clone": lambda _, rows: jax.random.key_data(jax.random.clone(jax.random.wrap_key_data(rows))),
+    "random_clone": lambda _, rows: jax.random.key_data(
+        jax.random.clone(jax.random.wrap_key_data(rows))
+    ),
     "random_fold_in": lambda _, rows: jax.random.key_data(
         jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(rows), rows[:, 0])
     ),

@@ -31,11 +31,15 @@ FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes"
 def candidates(eqn: JaxprEqn, factors: OpFactors, mesh: LogicalMesh) -> list[Option]:
     """Every assignment of the equation with every way to complete its results that XLA can compile."""
     results = tuple((v.aval.shape, v.aval.dtype.itemsize) for v in eqn.outvars)
-    options = [o for a in factors.assignments(mesh) for o in completions(factors, a, results, True, mesh)]
+    options = [
+        o for a in factors.assignments(mesh) for o in completions(factors, a, results, True, mesh)
+    ]
     return [option for option in options if is_compilable(eqn, factors, option)]
 
 
-def equations(name: str, fun: Callable[..., Any], args: Sequence[Any]) -> list[tuple[JaxprEqn, list[Any]]]:
+def equations(
+    name: str, fun: Callable[..., Any], args: Sequence[Any]
+) -> list[tuple[JaxprEqn, list[Any]]]:
     """The equations of primitive `name` in `fun`, each with the values of its operands."""
     jaxpr = flatten(jax.make_jaxpr(fun)(*args))
     found: list[tuple[JaxprEqn, list[Any]]] = []
@@ -45,7 +49,9 @@ def equations(name: str, fun: Callable[..., Any], args: Sequence[Any]) -> list[t
             found.append((jaxpr.eqns[number], operands))
         return operands
 
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*jaxpr.consts, *jax.tree.leaves(args)), strict=True))
+    env = dict(
+        zip((*jaxpr.constvars, *jaxpr.invars), (*jaxpr.consts, *jax.tree.leaves(args)), strict=True)
+    )
     evaluate(enumerate(jaxpr.eqns), env, keep, lambda _, results: results)
     return found
 
@@ -64,20 +70,31 @@ def check(eqn: JaxprEqn, operands: Sequence[Any], mesh: LogicalMesh) -> int:
         @cache
         def shard(operand: int, spec: Spec) -> Any:
             # XLA merges a slice of a slice as if no index were out of bounds: keep it from doing so.
-            return lax.optimization_barrier(shard_of(values[operand], replicated(values[operand].ndim), spec, mesh))
+            return lax.optimization_barrier(
+                shard_of(values[operand], replicated(values[operand].ndim), spec, mesh)
+            )
 
         @cache
         def partial(assignment: Assignment) -> list[Any]:
             return _partial_results(eqn, factors, assignment, mesh, shard)
 
-        return [[_complete(x, r, factors, o) for r, x in enumerate(partial(o.assignment))] for o in options]
+        return [
+            [_complete(x, r, factors, o) for r, x in enumerate(partial(o.assignment))]
+            for o in options
+        ]
 
     specs = [[partition_spec(spec) for spec in option.results] for option in options]
-    mapped = jax.shard_map(run, mesh=device_mesh(mesh), in_specs=P(), out_specs=specs, check_vma=False)
+    mapped = jax.shard_map(
+        run, mesh=device_mesh(mesh), in_specs=P(), out_specs=specs, check_vma=False
+    )
     expected = _bind(eqn, operands)
-    for option, results in zip(options, jax.jit(mapped, compiler_options=FAST)(*operands), strict=True):
+    for option, results in zip(
+        options, jax.jit(mapped, compiler_options=FAST)(*operands), strict=True
+    ):
         for result, wanted in zip(results, expected, strict=True):
-            message = f"{eqn.primitive.name} {eqn.params} with {factors} on {mesh.shape} under {option}"
+            message = (
+                f"{eqn.primitive.name} {eqn.params} with {factors} on {mesh.shape} under {option}"
+            )
             np.testing.assert_allclose(result, wanted, rtol=1e-5, atol=1e-5, err_msg=message)
     return len(options)
 
@@ -88,23 +105,38 @@ def _bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 
 
 def _partial_results(
-    eqn: JaxprEqn, factors: OpFactors, assignment: Assignment, mesh: LogicalMesh, shard: Callable[[int, Spec], Any]
+    eqn: JaxprEqn,
+    factors: OpFactors,
+    assignment: Assignment,
+    mesh: LogicalMesh,
+    shard: Callable[[int, Spec], Any],
 ) -> list[Any]:
     """What one device computes of its shards under `assignment`."""
     specs = [factors.operand_spec(k, assignment) for k in range(len(eqn.invars))]
     shards = [shard(k, spec) for k, spec in enumerate(specs)]
     if partial := factors.partial_axes(assignment):
         first = lax.axis_index(partial) == 0
-        shards = [jnp.where(first, s, jnp.zeros_like(s)) if k in factors.once else s for k, s in enumerate(shards)]
+        shards = [
+            jnp.where(first, s, jnp.zeros_like(s)) if k in factors.once else s
+            for k, s in enumerate(shards)
+        ]
     result_specs = [factors.result_spec(r, assignment) for r in range(len(eqn.outvars))]
     return bind_shards(eqn, specs, result_specs, shards, mesh)
 
 
 def _complete(result: Any, number: int, factors: OpFactors, option: Option) -> Any:
     """Combine partial results with the claimed collectives and no others."""
-    kind_of = {axis: kind for kind, axes in zip(factors.kinds, option.assignment, strict=True) for axis in axes}
-    reduced = [axis for kind, _, axes in option.collectives if kind == "all_reduce" for axis in axes]
-    scattered = [axis for kind, _, axes in option.collectives if kind == "reduce_scatter" for axis in axes]
+    kind_of = {
+        axis: kind
+        for kind, axes in zip(factors.kinds, option.assignment, strict=True)
+        for axis in axes
+    }
+    reduced = [
+        axis for kind, _, axes in option.collectives if kind == "all_reduce" for axis in axes
+    ]
+    scattered = [
+        axis for kind, _, axes in option.collectives if kind == "reduce_scatter" for axis in axes
+    ]
     dtype = result.dtype
     result = result.astype(np.int32) if dtype == np.bool_ else result
     for axis in dict.fromkeys(scattered):

@@ -40,7 +40,15 @@ def plan_of(step: StepGraph, factors: OpFactors, option: Option, mesh: LogicalMe
     constraints += [Constraint(0, "out", r, spec) for r, spec in enumerate(option.results)]
     none = Seconds(0.0, 0.0, 0.0)
     found = Shardings(
-        tuple(specs), option.results, tuple(constraints), ("other",) * len(specs), 0.0, none, 0.0, None, 0.0
+        tuple(specs),
+        option.results,
+        tuple(constraints),
+        ("other",) * len(specs),
+        0.0,
+        none,
+        0.0,
+        None,
+        0.0,
     )
     return Plan(
         step=step.name,
@@ -72,13 +80,19 @@ def differing(
     (function,) = lower_stage(planned, 0, device_mesh(mesh))
     found = function.jitted(*operands)
     for r, (x, y) in enumerate(zip(map(_plain, found), expected, strict=True)):
-        largest = float(np.abs(y, where=np.isfinite(y), out=np.zeros_like(y, np.float64)).max(initial=1.0))
+        largest = float(
+            np.abs(y, where=np.isfinite(y), out=np.zeros_like(y, np.float64)).max(initial=1.0)
+        )
         if not np.allclose(x, y, rtol=1e-4, atol=1e-4 * largest, equal_nan=True):
-            return f"result {r} is off by {np.abs(x - y).max()} where values reach {np.abs(y).max()}"
+            return (
+                f"result {r} is off by {np.abs(x - y).max()} where values reach {np.abs(y).max()}"
+            )
     return ""
 
 
-def wrong_splits(eqn: JaxprEqn, operands: Sequence[Any], mesh: LogicalMesh) -> Iterator[tuple[Option, str]]:
+def wrong_splits(
+    eqn: JaxprEqn, operands: Sequence[Any], mesh: LogicalMesh
+) -> Iterator[tuple[Option, str]]:
     """Each candidate of an equation on `mesh`, and what `differing` says of it."""
     factors = op_factors(eqn)
     step = step_of(eqn, operands)

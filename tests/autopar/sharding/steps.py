@@ -18,20 +18,33 @@ _images = {"x": _random.normal(size=(16, 8, 8, 8)).astype(np.float32), "y": np.a
 _tokens = {"x": (np.arange(16 * 8).reshape(16, 8) * 7) % 32, "y": np.arange(16) % 8}
 
 
-def _linen(model: nn.Module, batch: Any, optimizer: optax.GradientTransformation, **rngs: int) -> Step:
+def _linen(
+    model: nn.Module, batch: Any, optimizer: optax.GradientTransformation, **rngs: int
+) -> Step:
     """A step of `model` as a classifier: cross-entropy, all variable collections carried, dropout from a key in the state."""
 
     def init() -> Any:
         keys = {name: jax.random.key(seed) for name, seed in {"params": 0, **rngs}.items()}
         variables = model.init(keys, batch["x"])
         params = variables.pop("params")
-        return {"params": params, "rest": variables, "opt": optimizer.init(params), "step": jnp.int32(0)}
+        return {
+            "params": params,
+            "rest": variables,
+            "opt": optimizer.init(params),
+            "step": jnp.int32(0),
+        }
 
     def step(state: Any, batch: Any) -> Any:
         def loss(params: Any) -> Any:
-            drawn = {name: jax.random.fold_in(jax.random.key(seed), state["step"]) for name, seed in rngs.items()}
+            drawn = {
+                name: jax.random.fold_in(jax.random.key(seed), state["step"])
+                for name, seed in rngs.items()
+            }
             logits, rest = model.apply(
-                {"params": params, **state["rest"]}, batch["x"], rngs=drawn, mutable=list(state["rest"])
+                {"params": params, **state["rest"]},
+                batch["x"],
+                rngs=drawn,
+                mutable=list(state["rest"]),
             )
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), rest
 
@@ -170,13 +183,20 @@ def mixed_precision() -> Step:
     def step(state: Any, batch: Any) -> Any:
         def loss(params: Any) -> Any:
             logits = model.apply(params, batch["x"]).astype(jnp.float32)
-            return state["scale"] * optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+            return (
+                state["scale"]
+                * optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+            )
 
         grads = jax.tree.map(lambda g: g / state["scale"], jax.grad(loss)(state["params"]))
         finite = jnp.all(jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]))
         updates, opt = optimizer.update(grads, state["opt"], state["params"])
         scale = jnp.where(finite, state["scale"] * 2, state["scale"] / 2)
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "scale": scale}, finite
+        return {
+            "params": optax.apply_updates(state["params"], updates),
+            "opt": opt,
+            "scale": scale,
+        }, finite
 
     def init() -> Any:
         params = model.init(jax.random.key(0), batch["x"])
@@ -191,7 +211,9 @@ _adamw = optax.chain(
 )
 
 STEPS: dict[str, Callable[[], Step]] = {
-    "Wide-ResNet": lambda: _linen(WideResNet(), _images, optax.sgd(optax.exponential_decay(0.1, 10, 0.9), 0.9)),
+    "Wide-ResNet": lambda: _linen(
+        WideResNet(), _images, optax.sgd(optax.exponential_decay(0.1, 10, 0.9), 0.9)
+    ),
     "ConvNext": lambda: _linen(ConvNext(), _images, optax.adam(1e-2)),
     "ViT": lambda: _linen(VisionTransformer(), _images, _adamw, dropout=1),
     "MoE": lambda: _linen(MixtureOfExperts(), _tokens, optax.adafactor(1e-2)),
@@ -200,6 +222,8 @@ STEPS: dict[str, Callable[[], Step]] = {
     "mixed precision": mixed_precision,
     "lion": lambda: _linen(Attention(), _tokens, optax.lion(1e-3)),
     "muon": lambda: _linen(Attention(), _tokens, optax.contrib.muon(1e-3)),
-    "rmsprop": lambda: _linen(Attention(), _tokens, optax.rmsprop(1e-3, centered=True, momentum=0.9)),
+    "rmsprop": lambda: _linen(
+        Attention(), _tokens, optax.rmsprop(1e-3, centered=True, momentum=0.9)
+    ),
     "noisy sgd": lambda: _linen(Attention(), _tokens, optax.noisy_sgd(1e-3, key=jax.random.key(0))),
 }

@@ -14,8 +14,8 @@ from autopar.planning.step_planner import make_plan
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO3
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
-from simulator.cluster import Cluster
-from simulator.costs import BandwidthOnly
+from simulator.costs.cost_model import BandwidthOnly
+from simulator.hardware.cluster import Cluster
 from tests.tiers import tiers
 
 COSTS = BandwidthOnly(bandwidth=1e9, flop_per_s=1e11)
@@ -39,7 +39,11 @@ def trained(loss):
 
 def layers_in_a_scan():
     """Blocks of two matrices, stacked, each recomputed in the backward pass."""
-    params = {"up": normal(4, 64, 256, scale=0.1), "down": normal(4, 256, 64, scale=0.1), "bias": normal(4, 256)}
+    params = {
+        "up": normal(4, 64, 256, scale=0.1),
+        "down": normal(4, 256, 64, scale=0.1),
+        "bias": normal(4, 256),
+    }
 
     @jax.checkpoint
     def layer(x, p):
@@ -80,13 +84,24 @@ def branch_and_while():
 
         value, grads = jax.value_and_grad(loss)(state["w"])
         norm = optax.tree.norm(grads)
-        w = lax.cond(norm < 1e3, lambda w: jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), lambda w: w, state["w"])
+        w = lax.cond(
+            norm < 1e3,
+            lambda w: jax.tree.map(lambda p, g: p - 0.1 * g, w, grads),
+            lambda w: w,
+            state["w"],
+        )
         scaled, count = lax.while_loop(
-            lambda c: (c[0] ** 2).sum() > 1.0, lambda c: (c[0] * 0.5, c[1] + 1), (w["a"] @ w["b"], 0)
+            lambda c: (c[0] ** 2).sum() > 1.0,
+            lambda c: (c[0] * 0.5, c[1] + 1),
+            (w["a"] @ w["b"], 0),
         )
         return {"w": w, "scaled": scaled, "count": count}, value
 
-    state = {"w": {"a": normal(64, 256), "b": normal(256, 64)}, "scaled": normal(64, 64), "count": np.int32(0)}
+    state = {
+        "w": {"a": normal(64, 256), "b": normal(256, 64)},
+        "scaled": normal(64, 64),
+        "count": np.int32(0),
+    }
     return step, state, normal(16, 64)
 
 
@@ -103,17 +118,31 @@ STEPS = {f.__name__: f for f in (layers_in_a_scan, lstm, branch_and_while, examp
 
 
 OPTIONS = {"auto": AUTO, "data": DATA_PARALLEL, "zero3": ZERO3}
-BATCHED = [(name, kind) for name in STEPS for kind in OPTIONS if name != "examples_in_a_map" or kind == "auto"]
+BATCHED = [
+    (name, kind)
+    for name in STEPS
+    for kind in OPTIONS
+    if name != "examples_in_a_map" or kind == "auto"
+]
 """A loop over examples has no batch dim to shard inside."""
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "mesh"), tiers([(*batched, mesh) for batched in BATCHED for mesh in [(8,), (2, 4)]]), ids=str
+    ("name", "kind", "mesh"),
+    tiers([(*batched, mesh) for batched in BATCHED for mesh in [(8,), (2, 4)]]),
+    ids=str,
 )
 def test_a_planned_loop_equals_one_device(name, kind, mesh):
     step, state, batch = STEPS[name]()
     options = OPTIONS[kind]
-    plan = make_plan(trace(step, (state, batch), (1,)), logical_mesh(mesh), CLUSTER, options, "ShardParallel", COSTS)
+    plan = make_plan(
+        trace(step, (state, batch), (1,)),
+        logical_mesh(mesh),
+        CLUSTER,
+        options,
+        "ShardParallel",
+        COSTS,
+    )
     planned = autopar.parallelize(step, method=autopar.PlanMethod(plan, mesh), donate_argnums=())
     assert_allclose(planned(state, batch), jax.jit(step)(state, batch), rtol=1e-3, atol=1e-4)
 
@@ -142,7 +171,9 @@ def test_zero3_hands_each_layer_to_the_loop_in_shards_also_if_the_stack_could_be
 
     _, plan = plan_of(eight_layers, options=ZERO3)
     assert plan.stages[0].inputs[0].spec[0] == ()
-    assert not [c for c in plan.stages[0].constraints if c.side == "in" and c.name.endswith("loop_slice")]
+    assert not [
+        c for c in plan.stages[0].constraints if c.side == "in" and c.name.endswith("loop_slice")
+    ]
 
 
 def test_what_a_loop_does_counts_as_often_as_it_does_it():
@@ -152,7 +183,9 @@ def test_what_a_loop_does_counts_as_often_as_it_does_it():
 
         return lambda: (trained(loss), normal(length, 64, 64), normal(16, 64))
 
-    seconds = [plan_of(build(length), options=DATA_PARALLEL)[1].predicted_seconds for length in (2, 4, 8)]
+    seconds = [
+        plan_of(build(length), options=DATA_PARALLEL)[1].predicted_seconds for length in (2, 4, 8)
+    ]
     assert seconds[2] - seconds[1] == pytest.approx(2 * (seconds[1] - seconds[0]), rel=0.05)
 
 

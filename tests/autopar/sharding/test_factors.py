@@ -31,7 +31,9 @@ def test_a_factor_that_does_not_divide_is_not_sharded() -> None:
 
 
 @given(st.tuples(*(st.sampled_from([1, 2, 3, 4, 8, 16]),) * 3))
-def test_assignments_divide_every_dim_and_give_back_the_specs_of_operands(sizes: tuple[int, int, int]) -> None:
+def test_assignments_divide_every_dim_and_give_back_the_specs_of_operands(
+    sizes: tuple[int, int, int],
+) -> None:
     factors = _matmul(*sizes)
     m, n, k = sizes
     for assignment in factors.assignments(MESH):
@@ -40,7 +42,10 @@ def test_assignments_divide_every_dim_and_give_back_the_specs_of_operands(sizes:
             factors.operand_spec(1, assignment),
             factors.result_spec(0, assignment),
         )
-        assert all(divides(shape, spec, MESH) for shape, spec in (((m, k), lhs), ((k, n), rhs), ((m, n), out)))
+        assert all(
+            divides(shape, spec, MESH)
+            for shape, spec in (((m, k), lhs), ((k, n), rhs), ((m, n), out))
+        )
         kept = factors.assign(0, lhs, MESH)
         assert kept is not None
         assert factors.operand_spec(0, kept) == lhs

@@ -17,8 +17,8 @@ from autopar.sharding.mesh_costs import COMBINED_BYTES, Combined, MeshCosts
 from autopar.sharding.objective import enumerate_decisions
 from autopar.sharding.options import AUTO, DATA_PARALLEL
 from autopar.tracing.trace import trace
-from simulator.cluster import Cluster
-from simulator.costs import BandwidthOnly, ClusterCosts
+from simulator.costs.cost_model import BandwidthOnly, ClusterCosts
+from simulator.hardware.cluster import Cluster
 from simulator.work import CollectiveKind, Kernel
 
 MATRIX = jax.ShapeDtypeStruct((64, 64), "float32")
@@ -46,7 +46,11 @@ def counted(step: StepGraph, fuses_rows: bool = True) -> tuple[int, int]:
 
 
 def named(step: StepGraph, name: str) -> list:
-    return [m for e, m in zip(step.jaxpr.eqns, traffic(step).moved, strict=True) if e.primitive.name == name]
+    return [
+        m
+        for e, m in zip(step.jaxpr.eqns, traffic(step).moved, strict=True)
+        if e.primitive.name == name
+    ]
 
 
 def test_kernels_that_read_the_same_become_one():
@@ -58,7 +62,9 @@ def test_a_kernel_that_goes_on_with_what_another_makes_is_one_with_it():
 
 
 def test_what_is_not_written_is_read_anew_by_every_kernel_that_computes_it():
-    step = traced(lambda x: ((y := jnp.sin(x)).sum(0), y.sum(1)))  # along rows and columns: two kernels
+    step = traced(
+        lambda x: ((y := jnp.sin(x)).sum(0), y.sum(1))
+    )  # along rows and columns: two kernels
     assert counted(step) == (2, 2 * (SIZE + ROW))
 
 
@@ -95,7 +101,9 @@ def test_a_product_adds_a_bias_and_then_an_array_before_it_writes():
 
 def test_scattering_into_zeros_that_are_added_moves_the_updates_alone():
     updates = jax.ShapeDtypeStruct((8, 64), "float32")
-    step = traced(lambda x, u: jnp.zeros((64, 64)).at[jnp.arange(8)].add(u) + jnp.sin(x), MATRIX, updates)
+    step = traced(
+        lambda x, u: jnp.zeros((64, 64)).at[jnp.arange(8)].add(u) + jnp.sin(x), MATRIX, updates
+    )
     (scatter,) = named(step, "scatter-add")
     assert scatter.reads[2] == 3
     assert scatter.writes == (0,)  # each update is read, and what it is added to read and written
@@ -110,15 +118,21 @@ def test_a_lookup_reads_what_it_returns_and_computes_no_more():
 def test_products_share_a_copy_in_the_layout_that_they_want():
     heads = jax.ShapeDtypeStruct((2, 16, 4, 8), "float32")
     step = traced(
-        lambda q, k: (jnp.einsum("bqhd,bkhd->bhqk", q, k), jnp.einsum("bqhd,bkhd->bhqk", 2 * q, k)), heads, heads
+        lambda q, k: (jnp.einsum("bqhd,bkhd->bhqk", q, k), jnp.einsum("bqhd,bkhd->bhqk", 2 * q, k)),
+        heads,
+        heads,
     )
     first, second = (sorted(moved.copies) for moved in named(step, "dot_general"))
     assert first == [0, 1, 1]
     assert second == [0, 0, 0]  # k is there already, and 2 * q is written as wanted
 
 
-@pytest.mark.parametrize(("dtype", "size", "copies"), [("float16", 60, 2), ("float16", 64, 0), ("float32", 60, 0)])
-def test_products_of_half_precision_are_padded_to_multiples_of_eight(dtype: str, size: int, copies: int):
+@pytest.mark.parametrize(
+    ("dtype", "size", "copies"), [("float16", 60, 2), ("float16", 64, 0), ("float32", 60, 0)]
+)
+def test_products_of_half_precision_are_padded_to_multiples_of_eight(
+    dtype: str, size: int, copies: int
+):
     array = jax.ShapeDtypeStruct((size, size), dtype)
     (product,) = named(traced(lambda a, b: a @ b, array, array), "dot_general")
     assert sum(product.copies) == copies
@@ -136,7 +150,8 @@ def test_nothing_is_merged_across_the_border_of_a_loop():
 
 
 @pytest.mark.parametrize(
-    ("shape", "axis", "expected"), [((8, 8192), 0, False), ((8192, 8), 0, True), ((8, 8192), 1, False)]
+    ("shape", "axis", "expected"),
+    [((8, 8192), 0, False), ((8192, 8), 0, True), ((8, 8192), 1, False)],
 )
 def test_long_columns_are_reduced_in_two_kernels(shape: tuple[int, int], axis: int, expected: bool):
     step = traced(lambda x: x.sum(axis), jax.ShapeDtypeStruct(shape, "float32"))
@@ -149,15 +164,23 @@ def test_combined_collectives_share_the_time_of_a_full_one_and_large_ones_run_al
     combined = Combined(A100)
     wholes: dict[CollectiveKind, float] = {"all_gather": full, "reduce_scatter": 8 * full}
     for kind, whole in wholes.items():
-        assert combined.collective(kind, whole / 10, groups) == pytest.approx(A100.collective(kind, whole, groups) / 10)
-        assert combined.collective(kind, 2 * whole, groups) == A100.collective(kind, 2 * whole, groups)
-    moved = A100.kernel(Kernel("copy", "memory", 0.0, 4 * full / 10))  # into one array with the others, and out of it
+        assert combined.collective(kind, whole / 10, groups) == pytest.approx(
+            A100.collective(kind, whole, groups) / 10
+        )
+        assert combined.collective(kind, 2 * whole, groups) == A100.collective(
+            kind, 2 * whole, groups
+        )
+    moved = A100.kernel(
+        Kernel("copy", "memory", 0.0, 4 * full / 10)
+    )  # into one array with the others, and out of it
     expected = A100.collective("all_reduce", full, groups) / 10 + moved
     assert combined.collective("all_reduce", full / 10, groups) == pytest.approx(expected)
 
 
 def trained(w, x):
-    return jax.tree.map(lambda p, g: p - 0.1 * g, w, autopar.grad(lambda w: jnp.mean(jnp.tanh(x @ w[0]) @ w[1]))(w))
+    return jax.tree.map(
+        lambda p, g: p - 0.1 * g, w, autopar.grad(lambda w: jnp.mean(jnp.tanh(x @ w[0]) @ w[1]))(w)
+    )
 
 
 def test_adding_up_microbatches_reads_two_and_writes_one():
@@ -165,12 +188,15 @@ def test_adding_up_microbatches_reads_two_and_writes_one():
     args = weights, jax.ShapeDtypeStruct((32, 256), "float32")
     mesh = LogicalMesh((1,), ("x",))
     once, four = (
-        enumerate_decisions(trace(trained, args, (1,), count), MeshCosts(mesh, A100), AUTO) for count in (2, 4)
+        enumerate_decisions(trace(trained, args, (1,), count), MeshCosts(mesh, A100), AUTO)
+        for count in (2, 4)
     )
 
     def adding(decisions, step) -> float:
         (mark, _), *_ = step.microbatching.marks
-        return sum(float(cost.sum(axis=0).min()) for number, _, cost in decisions.shares if number == mark)
+        return sum(
+            float(cost.sum(axis=0).min()) for number, _, cost in decisions.shares if number == mark
+        )
 
     copy = MeshCosts(mesh, A100).copy(3 * 256 * 256 * 4)
     for count, decisions in ((2, once), (4, four)):

@@ -9,7 +9,9 @@ import pytest
 from autopar.sharding.selection_problem import CapacityConstraint, InfeasibleError, SelectionProblem
 from autopar.sharding.solver import solve
 
-INSTANCES = json.loads((Path(__file__).parents[2] / "golden" / "ilp_instances.json").read_text())["instances"]
+INSTANCES = json.loads((Path(__file__).parents[2] / "golden" / "ilp_instances.json").read_text())[
+    "instances"
+]
 
 
 def as_problem(instance) -> SelectionProblem:
@@ -35,7 +37,11 @@ def as_problem(instance) -> SelectionProblem:
         edges[key] = edges.get(key, 0) + matrix
 
     for (i, j), costs in zip(instance["edges"], instance["edge_costs"], strict=True):
-        join(i, j, np.reshape(costs, (len(instance["node"][i]), len(instance["node"][j]))).astype(float))
+        join(
+            i,
+            j,
+            np.reshape(costs, (len(instance["node"][i]), len(instance["node"][j]))).astype(float),
+        )
     for (i, j), flags in zip(instance["aliases"], instance["alias_costs"], strict=True):
         forbidden = np.reshape(flags, (len(instance["node"][i]), len(instance["node"][j]))) > 0.5
         join(i, j, np.where(forbidden, np.inf, 0.0))
@@ -48,7 +54,9 @@ def as_problem(instance) -> SelectionProblem:
     return SelectionProblem(nodes, edges, limits)
 
 
-@pytest.mark.parametrize("instance", INSTANCES, ids=lambda x: f"{x['name'].split('.')[-1]}-{x['budget']:.3g}")
+@pytest.mark.parametrize(
+    "instance", INSTANCES, ids=lambda x: f"{x['name'].split('.')[-1]}-{x['budget']:.3g}"
+)
 def test_the_known_optimum_is_found(instance):
     problem = as_problem(instance)
     if instance["optimum"] is None:

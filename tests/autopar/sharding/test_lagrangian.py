@@ -9,8 +9,8 @@ from autopar.sharding.mesh_costs import MeshCosts
 from autopar.sharding.options import AUTO
 from autopar.sharding.planner import plan_shardings
 from autopar.tracing.trace import trace
-from simulator.cluster import Cluster
-from simulator.costs import ClusterCosts
+from simulator.costs.cost_model import ClusterCosts
+from simulator.hardware.cluster import Cluster
 from tests.steps import mlp_args, mlp_step
 
 MESH = LogicalMesh((2, 2), ("x", "y"))
@@ -20,12 +20,16 @@ PRICES = (0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-6)
 
 @pytest.fixture(scope="module")
 def step():
-    return trace(mlp_step, jax.eval_shape(lambda: mlp_args((128,) * 4, batch_size=64, features=128)), (1,))
+    return trace(
+        mlp_step, jax.eval_shape(lambda: mlp_args((128,) * 4, batch_size=64, features=128)), (1,)
+    )
 
 
 @pytest.fixture(scope="module")
 def found(step) -> dict[float, Priced]:
-    moment = next(n for n, eqn in enumerate(step.jaxpr.eqns) if "transpose" in str(eqn.source_info.name_stack))
+    moment = next(
+        n for n, eqn in enumerate(step.jaxpr.eqns) if "transpose" in str(eqn.source_info.name_stack)
+    )
     problem = PricedProblem(step, MeshCosts(MESH, COSTS), AUTO, (), moment)
     return {price: problem.solve(price, 1, 0.0) for price in PRICES}
 

@@ -38,7 +38,9 @@ def test_what_a_late_fusion_computes_again_keeps_what_it_is_computed_from():
     assert lifetimes(step)[y] == (number(step, "dot_general"), number(step, "mul", 1))
 
 
-@pytest.mark.parametrize(("fun", "is_kept"), [(jnp.tanh, True), (jnp.exp, False), (lax.erf, True), (jnp.log, False)])
+@pytest.mark.parametrize(
+    ("fun", "is_kept"), [(jnp.tanh, True), (jnp.exp, False), (lax.erf, True), (jnp.log, False)]
+)
 def test_only_an_expensive_value_is_kept_for_its_second_reader(fun, is_kept):
     def body(x, w):
         y = fun(x @ w)
@@ -98,12 +100,21 @@ def test_a_loop_holds_what_it_reads_and_what_it_collects_throughout():
     assert alive[made_by(step, "dot_general")[0]][1] >= number(step, "loop_result")
 
 
-@pytest.mark.parametrize(("size", "stride", "expected"), [(3, 1, True), (1, 2, True), (1, 1, False)])
-def test_a_convolution_reads_its_kernel_in_a_layout_of_its_own(size: int, stride: int, expected: bool):
+@pytest.mark.parametrize(
+    ("size", "stride", "expected"), [(3, 1, True), (1, 2, True), (1, 1, False)]
+)
+def test_a_convolution_reads_its_kernel_in_a_layout_of_its_own(
+    size: int, stride: int, expected: bool
+):
     def body(x, kernel):
-        return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return lax.conv_general_dilated(
+            x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
 
-    images, kernel = jax.ShapeDtypeStruct((2, 8, 8, 4), "float32"), jax.ShapeDtypeStruct((size, size, 4, 4), "float32")
+    images, kernel = (
+        jax.ShapeDtypeStruct((2, 8, 8, 4), "float32"),
+        jax.ShapeDtypeStruct((size, size, 4, 4), "float32"),
+    )
     (eqn,) = traced(body, images, kernel).jaxpr.eqns
     assert is_relaid(eqn, 1) == expected
     assert not is_relaid(eqn, 0)

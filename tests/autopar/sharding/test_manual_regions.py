@@ -16,8 +16,8 @@ from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import plan_shardings
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
-from simulator.cluster import Cluster
-from simulator.costs import BandwidthOnly
+from simulator.costs.cost_model import BandwidthOnly
+from simulator.hardware.cluster import Cluster
 
 COSTS = BandwidthOnly(bandwidth=1e9, flop_per_s=1e11)
 RANDOM = np.random.default_rng(0)
@@ -32,7 +32,10 @@ def by_hand(shape, axis_names):
         return jax.lax.psum(jnp.tanh(x @ up) @ down, model)
 
     sharded = jax.shard_map(
-        block, mesh=mesh, in_specs=(P(None, model), P(model, None), P(data, None)), out_specs=P(data, None)
+        block,
+        mesh=mesh,
+        in_specs=(P(None, model), P(model, None), P(data, None)),
+        out_specs=P(data, None),
     )
 
     def step(params, x):
@@ -44,21 +47,36 @@ def by_hand(shape, axis_names):
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
     shapes = {"first": (32, 64), "up": (64, 128), "down": (128, 64), "last": (64, 32)}
-    params = {name: (0.1 * RANDOM.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
+    params = {
+        name: (0.1 * RANDOM.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()
+    }
     return step, params, RANDOM.normal(size=(16, 32)).astype(np.float32)
 
 
 @pytest.mark.parametrize(
     ("own", "names", "planned"),
-    [((8,), ("m",), (8,)), ((8,), ("m",), (2, 4)), ((2, 4), ("d", "m"), (2, 4)), ((8,), ("x",), (1, 8))],
+    [
+        ((8,), ("m",), (8,)),
+        ((8,), ("m",), (2, 4)),
+        ((2, 4), ("d", "m"), (2, 4)),
+        ((8,), ("x",), (1, 8)),
+    ],
 )
 def test_a_region_by_hand_keeps_its_specs_and_its_result(own, names, planned):
     step, params, x = by_hand(own, names)
     traced = trace(step, (params, x), (1,))
-    plan = make_plan(traced, logical_mesh(planned), Cluster.load("cpu-virtual"), AUTO, "ShardParallel", COSTS)
-    regions = [number for number, eqn in enumerate(traced.jaxpr.eqns) if eqn.primitive.name == "shard_map"]
+    plan = make_plan(
+        traced, logical_mesh(planned), Cluster.load("cpu-virtual"), AUTO, "ShardParallel", COSTS
+    )
+    regions = [
+        number for number, eqn in enumerate(traced.jaxpr.eqns) if eqn.primitive.name == "shard_map"
+    ]
     assert len(regions) == 2  # forward and backward
-    sharded = tuple(a for a, n in logical_mesh(planned).sizes.items() if n > 1) if len(own) == 1 else ("y",)
+    sharded = (
+        tuple(a for a, n in logical_mesh(planned).sizes.items() if n > 1)
+        if len(own) == 1
+        else ("y",)
+    )
     shapes = {value.path: value.spec for value in plan.stages[0].inputs}
     assert shapes["0/up"] == ((), sharded)
     assert shapes["0/down"] == (sharded, ())
@@ -70,10 +88,14 @@ def test_a_region_by_hand_costs_its_kernels_and_collectives():
     step, params, x = by_hand((8,), ("m",))
     traced = trace(step, (params, x), (1,))
     seconds = [
-        plan_shardings(traced, LogicalMesh((8,), ("x",)), BandwidthOnly(bandwidth, flop_per_s=1e11)).seconds
+        plan_shardings(
+            traced, LogicalMesh((8,), ("x",)), BandwidthOnly(bandwidth, flop_per_s=1e11)
+        ).seconds
         for bandwidth in (1e9, 1e6)
     ]
-    all_reduce = 2 * 7 / 8 * 16 * 64 * 4  # one forward, of the hidden values; bytes that each device sends
+    all_reduce = (
+        2 * 7 / 8 * 16 * 64 * 4
+    )  # one forward, of the hidden values; bytes that each device sends
     assert seconds[1] - seconds[0] > 0.9 * all_reduce / 1e6
 
 

@@ -7,14 +7,16 @@ from jax import lax
 
 import autopar
 from autopar.plan import Plan
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 from simulator.memory import MemoryUse
 
 A100 = Cluster.load("dgx_a100_80")
 
 
 def planned_and_compiled(step, args) -> tuple[Plan, MemoryUse]:
-    plan = autopar.plan_step(step, args, cluster=A100, mesh_shape=(8,), method=autopar.DataParallel())
+    plan = autopar.plan_step(
+        step, args, cluster=A100, mesh_shape=(8,), method=autopar.DataParallel()
+    )
     program = autopar.compile_step(step, args, plan, A100, donate_argnums=(0,))
     return plan, program.memory[0]
 
@@ -25,7 +27,9 @@ def estimated_and_compiled(step, args) -> tuple[float, float]:
 
 
 def descent(loss):
-    return lambda params, batch: jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, batch))
+    return lambda params, batch: jax.tree.map(
+        lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, batch)
+    )
 
 
 @pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu, jax.nn.silu, jnp.exp])
@@ -62,7 +66,9 @@ def test_gradients_that_wait_to_be_reduce_scattered_are_gradients():
 
     array, layers, width = jax.ShapeDtypeStruct, 4, 1024
     args = [array((width, width), "float32")] * layers, array((8 * 16, width), "float32")
-    plan = autopar.plan_step(descent(loss), args, cluster=A100, mesh_shape=(8,), method=autopar.Zero3Parallel())
+    plan = autopar.plan_step(
+        descent(loss), args, cluster=A100, mesh_shape=(8,), method=autopar.Zero3Parallel()
+    )
     roles = plan.predicted_memory.model_dump()
     one = 4 * 16 * width  # what a layer gives, on one device
     assert roles["activations"] <= 2 * layers * one

@@ -14,7 +14,7 @@ from autopar.sharding.planner import plan_shardings
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
-from simulator.costs import BandwidthOnly
+from simulator.costs.cost_model import BandwidthOnly
 from tests.steps import mlp_args, mlp_step, serial
 
 COSTS = BandwidthOnly(1e9, 1e10)
@@ -37,15 +37,17 @@ def test_a_pinned_input_stays_where_it_is_pinned(step):
     free = inputs(step)[KERNEL]
     for spec in [P(), P("x"), P(None, "x")]:
         pinned = inputs(step, pins={KERNEL: spec})[KERNEL]
-        assert pinned == tuple(() if i >= len(spec) or spec[i] is None else (spec[i],) for i in range(2))
+        assert pinned == tuple(
+            () if i >= len(spec) or spec[i] is None else (spec[i],) for i in range(2)
+        )
     assert any(free)
 
 
 def test_patterns_pin_every_match(step):
     found = inputs(step, pins={"0/params/*/kernel": P("x"), "1/*": P()})
-    assert [spec for path, spec in found.items() if path.startswith("0/params") and "kernel" in path] == [
-        (("x",), ())
-    ] * 2
+    assert [
+        spec for path, spec in found.items() if path.startswith("0/params") and "kernel" in path
+    ] == [(("x",), ())] * 2
     assert found["1/x"] == ((), ())
 
 
@@ -53,7 +55,9 @@ def test_outputs_can_be_pinned():
     args = (np.ones((8, 16), np.float32), np.ones((16, 32), np.float32))
     step = trace(lambda a, b: a @ b, args, ())
     for spec, expected in [(P("x"), (("x",), ())), (P(None, "x"), ((), ("x",)))]:
-        assert plan_shardings(step, LINE, COSTS, ShardingOptions(pins={"result": spec})).outputs == (expected,)
+        assert plan_shardings(
+            step, LINE, COSTS, ShardingOptions(pins={"result": spec})
+        ).outputs == (expected,)
 
 
 def test_named_values_are_pinned_where_they_are_named():
@@ -62,7 +66,9 @@ def test_named_values_are_pinned_where_they_are_named():
 
     args = (np.random.default_rng(0).random((8, 16), np.float32), np.ones((16, 32), np.float32))
     options = ShardingOptions(pins={"product": P(("x", "y"))})
-    planned = autopar.parallelize(f, batch_argnums=(), method=autopar.ShardParallel(devices=(2, 2), options=options))
+    planned = autopar.parallelize(
+        f, batch_argnums=(), method=autopar.ShardParallel(devices=(2, 2), options=options)
+    )
     plan = planned.get_executable(*args).plan
     named = [c for c in plan.stages[0].constraints if c.name.endswith("name")]
     assert [c.spec for c in named if c.side == "out"] == [(("x", "y"), ())]
@@ -101,8 +107,14 @@ def test_a_pin_of_the_batch_against_the_axis_it_is_forced_to_is_refused(step):
     ("option", "message"),
     [
         ({"mode": "manul"}, "mode is 'manul', expected one of 'solve', 'heuristic', 'manual'"),
-        ({"parameters": "whole"}, "parameters is 'whole', expected one of 'any', 'replicated', 'sharded'"),
-        ({"optimizer_state": True}, "optimizer_state is True, expected one of 'any', 'replicated', 'sharded'"),
+        (
+            {"parameters": "whole"},
+            "parameters is 'whole', expected one of 'any', 'replicated', 'sharded'",
+        ),
+        (
+            {"optimizer_state": True},
+            "optimizer_state is True, expected one of 'any', 'replicated', 'sharded'",
+        ),
         (
             {"forbidden": frozenset({"allgather"})},
             r"forbidden is .*'allgather'.*, expected a set of some of 'all_reduce', 'all_gather'",
@@ -116,10 +128,14 @@ def test_unknown_values_of_options_are_refused_with_the_known_ones(option, messa
 
 def test_forbidden_collectives_are_not_planned(step):
     def kinds(options):
-        planned = autopar.parallelize(mlp_step, method=autopar.ShardParallel(devices=4, options=options))
+        planned = autopar.parallelize(
+            mlp_step, method=autopar.ShardParallel(devices=4, options=options)
+        )
         return planned.get_executable(*mlp_args()).get_hlo_text()
 
-    text = kinds(ShardingOptions(forbidden=frozenset({"all_gather", "all_to_all", "reduce_scatter"})))
+    text = kinds(
+        ShardingOptions(forbidden=frozenset({"all_gather", "all_to_all", "reduce_scatter"}))
+    )
     assert "all-gather" not in text
     assert "all-to-all" not in text
 
@@ -128,18 +144,26 @@ def test_options_that_leave_no_plan_are_infeasible(step):
     everything = frozenset({"all_gather", "all_to_all", "reduce_scatter", "all_reduce", "permute"})
     with pytest.raises(InfeasibleError):
         plan_shardings(
-            step, LINE, COSTS, ShardingOptions(data_parallel=True, parameters="sharded", forbidden=everything)
+            step,
+            LINE,
+            COSTS,
+            ShardingOptions(data_parallel=True, parameters="sharded", forbidden=everything),
         )
 
 
 def test_reduce_scatter_can_be_preferred(step):
-    found = plan_shardings(step, LINE, COSTS, ShardingOptions(data_parallel=True, parameters="replicated"))
+    found = plan_shardings(
+        step, LINE, COSTS, ShardingOptions(data_parallel=True, parameters="replicated")
+    )
     scattered = plan_shardings(
         step,
         LINE,
         COSTS,
         ShardingOptions(
-            data_parallel=True, parameters="replicated", optimizer_state="sharded", prefer_reduce_scatter=True
+            data_parallel=True,
+            parameters="replicated",
+            optimizer_state="sharded",
+            prefer_reduce_scatter=True,
         ),
     )
     outs = [c.spec for c in scattered.constraints if c.side == "out" and len(c.spec) == 2]
@@ -151,7 +175,10 @@ def test_reduce_scatter_can_be_preferred(step):
     ("pins", "message"),
     [
         ({KERNEL: P("z")}, "names the axis 'z'; the mesh has x"),
-        ({"0/params/params/Dense_0/bias": P(None, "x")}, r"is for 2 dims, but its shape \(64,\) has 1"),
+        (
+            {"0/params/params/Dense_0/bias": P(None, "x")},
+            r"is for 2 dims, but its shape \(64,\) has 1",
+        ),
         ({KERNEL: P("x"), "0/params/*/kernel": P(None, "x")}, "keep one"),
         ({"0/step": P("x")}, r"is for 1 dims, but its shape \(\) has 0"),
     ],
@@ -168,7 +195,9 @@ def test_a_pin_that_matches_nothing_is_refused(step):
 
 def test_a_pin_that_does_not_divide_is_refused():
     step = trace(mlp_step, mlp_args((6,)), (1,))
-    with pytest.raises(ShardingError, match=r"dim 1 of its shape \(32, 6\) can't be split over the 4 devices"):
+    with pytest.raises(
+        ShardingError, match=r"dim 1 of its shape \(32, 6\) can't be split over the 4 devices"
+    ):
         inputs(step, pins={KERNEL: P(None, "x")})
 
 

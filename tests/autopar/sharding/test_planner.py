@@ -12,8 +12,8 @@ from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import MemoryBudgetError, plan_shardings
 from autopar.tracing.trace import trace
-from simulator.cluster import Cluster
-from simulator.costs import BandwidthOnly
+from simulator.costs.cost_model import BandwidthOnly
+from simulator.hardware.cluster import Cluster
 from tests.steps import mlp_args, mlp_step
 
 COSTS = BandwidthOnly(1e9, 1e10)
@@ -76,7 +76,10 @@ def test_carried_outputs_are_where_their_inputs_are(step):
 
 def test_fixing_choices_never_makes_a_plan_cheaper(step):
     best = plan_shardings(step, LINE, COSTS, AUTO).seconds
-    assert all(best <= plan_shardings(step, LINE, COSTS, fixed).seconds for fixed in (DATA_PARALLEL, ZERO2, ZERO3))
+    assert all(
+        best <= plan_shardings(step, LINE, COSTS, fixed).seconds
+        for fixed in (DATA_PARALLEL, ZERO2, ZERO3)
+    )
 
 
 def test_roles_are_found_by_what_depends_on_the_batch():
@@ -98,7 +101,9 @@ def test_a_batch_that_does_not_divide_is_refused_by_name():
 
 def test_the_automatic_plan_finds_a_way_for_a_batch_that_does_not_divide():
     args = mlp_args(batch_size=6)
-    planned = autopar.parallelize(mlp_step, method=autopar.ShardParallel(devices=4), donate_argnums=())
+    planned = autopar.parallelize(
+        mlp_step, method=autopar.ShardParallel(devices=4), donate_argnums=()
+    )
     autopar.testing.assert_allclose(planned(*args), jax.jit(mlp_step)(*args), rtol=1e-3, atol=1e-3)
 
 

@@ -16,7 +16,14 @@ from jax.sharding import PartitionSpec as P
 from autopar.ir.control_flow import MARKERS
 from autopar.ir.flatten import flatten
 from autopar.ir.spec import LogicalMesh
-from autopar.primitives import POINTWISE, REPLICATED, RULES, MissingRuleError, is_replicated_only, op_factors
+from autopar.primitives import (
+    POINTWISE,
+    REPLICATED,
+    RULES,
+    MissingRuleError,
+    is_replicated_only,
+    op_factors,
+)
 from tests.autopar.sharding.cases import CASES, RANDOM, ints
 from tests.autopar.sharding.proof import check, device_mesh, equations
 
@@ -46,7 +53,10 @@ def test_every_case_has_something_to_shard(label: str) -> None:
 def test_every_primitive_with_a_rule_has_a_case() -> None:
     """Markers of loops and branches mean something together only: see test_control_flow.py; for shard_map test_manual.py."""
     covered = (
-        {label.split(":")[0] for label in CASES} | set(RANDOM) | {marker.name for marker in MARKERS} | {"shard_map"}
+        {label.split(":")[0] for label in CASES}
+        | set(RANDOM)
+        | {marker.name for marker in MARKERS}
+        | {"shard_map"}
     )
     assert set(RULES) - POINTWISE - REPLICATED - covered == set()
 
@@ -69,7 +79,9 @@ _SPECIAL = {
     "integer_pow": lambda x: lax.integer_pow(x, 3),
     "name": lambda x: checkpoint_name(x, "x"),
     "reduce_precision": lambda x: lax.reduce_precision(x, 4, 3),
-    "regularized_incomplete_beta": lambda x: lax.betainc(abs(x) + 1, abs(x) + 2, jnp.clip(x / 4 + 0.5, 0, 1)),
+    "regularized_incomplete_beta": lambda x: lax.betainc(
+        abs(x) + 1, abs(x) + 2, jnp.clip(x / 4 + 0.5, 0, 1)
+    ),
     "select_n": lambda x: lax.select_n(x > 0, x, 2 * x),
     "square": lax.square,
     "stop_gradient": lambda x: lax.stop_gradient_p.bind(x),
@@ -84,7 +96,11 @@ def pointwise_case(name: str, size: int) -> tuple[Any, tuple[Any, ...]]:
     """A function of an array of `size` elements that uses the primitive, and the array."""
     x = ints(
         size,
-        dtype=np.int32 if name in _OF_INTEGERS else np.complex64 if name in ("conj", "imag", "real") else np.float32,
+        dtype=np.int32
+        if name in _OF_INTEGERS
+        else np.complex64
+        if name in ("conj", "imag", "real")
+        else np.float32,
     )
     if name in _SPECIAL:
         return _SPECIAL[name], (x,)
@@ -111,9 +127,15 @@ def test_random_numbers_are_made_shard_by_shard(name: str) -> None:
     assert factors.kinds[0] == "parallel"
     sharded = NamedSharding(device_mesh(LogicalMesh((4,), ("x",))), P("x"))
     replicated = NamedSharding(sharded.mesh, P())
-    compiled = jax.jit(fun, in_shardings=(replicated, sharded), out_shardings=sharded).lower(key, rows).compile()
+    compiled = (
+        jax.jit(fun, in_shardings=(replicated, sharded), out_shardings=sharded)
+        .lower(key, rows)
+        .compile()
+    )
     text = compiled.as_text()
-    assert not any(kind in text for kind in ("all-reduce", "all-gather", "all-to-all", "collective-permute"))
+    assert not any(
+        kind in text for kind in ("all-reduce", "all-gather", "all-to-all", "collective-permute")
+    )
     placed = jax.device_put(key, replicated), jax.device_put(rows, sharded)
     np.testing.assert_allclose(compiled(*placed), fun(key, rows), rtol=1e-6)
 

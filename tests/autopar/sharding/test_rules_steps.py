@@ -18,7 +18,9 @@ def test_every_equation_of_a_step_has_a_rule(name: str) -> None:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name not in PASS_THROUGH and eqn.outvars:
             factors = op_factors(eqn)
-            for atom, dims in zip((*eqn.invars, *eqn.outvars), (*factors.operands, *factors.results), strict=True):
+            for atom, dims in zip(
+                (*eqn.invars, *eqn.outvars), (*factors.operands, *factors.results), strict=True
+            ):
                 assert len(dims) == len(atom.aval.shape)
 
 

@@ -68,7 +68,10 @@ def test_what_is_not_allowed_is_the_answer_only_if_nothing_that_is_allowed_is_ch
     if np.isfinite(least):
         solution = solve(problem, allowed=allowed)
         choices = product(*(range(len(cost)) for cost in problem.nodes))
-        assert solution.objective <= min(map(problem.cost, filter(allowed, choices)), default=np.inf) + 1e-6
+        assert (
+            solution.objective
+            <= min(map(problem.cost, filter(allowed, choices)), default=np.inf) + 1e-6
+        )
         assert problem.cost(solution.choice) == solution.objective
         assert solution.bound <= least + 1e-6
 

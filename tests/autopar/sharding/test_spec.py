@@ -39,7 +39,12 @@ def test_specs_survive_jaxs_form(shape, mesh):
 
 
 def test_two_axes_on_a_vector_can_be_placed_four_ways():
-    assert all_specs((8,), LogicalMesh((2, 4), ("x", "y"))) == [((),), (("y",),), (("x",),), (("x", "y"),)]
+    assert all_specs((8,), LogicalMesh((2, 4), ("x", "y"))) == [
+        ((),),
+        (("y",),),
+        (("x",),),
+        (("x", "y"),),
+    ]
 
 
 def test_short_partition_specs_leave_the_other_dims_whole():
@@ -59,7 +64,9 @@ def test_groups_cut_the_devices_into_equal_parts(mesh, data):
             assert len(set(where[:, dim])) == (mesh.sizes[axis] if axis in axes else 1)
 
 
-@pytest.mark.parametrize(("shape", "names"), [((2, 4), ("x",)), ((2, 2), ("x", "x")), ((0,), ("x",))])
+@pytest.mark.parametrize(
+    ("shape", "names"), [((2, 4), ("x",)), ((2, 2), ("x", "x")), ((0,), ("x",))]
+)
 def test_meshes_that_make_no_sense_are_refused(shape, names):
     with pytest.raises(ValueError, match="mesh shape"):
         LogicalMesh(shape, names)
@@ -68,7 +75,9 @@ def test_meshes_that_make_no_sense_are_refused(shape, names):
 @given(meshes(), st.data())
 def test_groups_lie_along_the_axes_that_they_are_made_of(mesh, data):
     axes = data.draw(st.sets(st.sampled_from(mesh.axis_names)))
-    assert mesh.along(mesh.groups(tuple(axes))) == mesh.joined({axis for axis in axes if mesh.sizes[axis] > 1})
+    assert mesh.along(mesh.groups(tuple(axes))) == mesh.joined(
+        {axis for axis in axes if mesh.sizes[axis] > 1}
+    )
 
 
 def test_groups_that_are_part_of_an_axis_lie_along_it_and_pairs_along_what_they_cross():

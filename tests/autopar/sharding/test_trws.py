@@ -19,7 +19,10 @@ def choices(problem):
 
 def priced(problem, prices):
     """What each choice costs with what it uses above limits at a price."""
-    over = {c: np.array([limit.used(c) - limit.bound for limit in problem.limits]) for c in choices(problem)}
+    over = {
+        c: np.array([limit.used(c) - limit.bound for limit in problem.limits])
+        for c in choices(problem)
+    }
     return {c: problem.cost(c) + float(prices @ over[c]) for c in over}
 
 
@@ -39,7 +42,9 @@ def test_sweeps_and_prices_keep_every_cost_and_bound_all(problem, amount):
             assert work.constant <= cost + 1e-6
             if np.isfinite(cost):
                 assert work.constant + excess(work, core) == pytest.approx(cost, abs=1e-6)
-                assert list(used(work, core)) == pytest.approx([limit.used(choice) for limit in problem.limits])
+                assert list(used(work, core)) == pytest.approx(
+                    [limit.used(choice) for limit in problem.limits]
+                )
 
 
 @settings(max_examples=100)
@@ -99,11 +104,15 @@ def test_options_that_an_edge_does_not_tell_apart_are_alike_again_after_sweeps()
     rng = np.random.default_rng(0)
     nodes = [rng.random(6) for _ in range(4)]
     alike = [0, 0, 1, 1, 2, 2]  # two options of each kind
-    edges = {(i, j): rng.random((3, 3))[np.ix_(alike, alike)] for i in range(4) for j in range(i + 1, 4)}
+    edges = {
+        (i, j): rng.random((3, 3))[np.ix_(alike, alike)] for i in range(4) for j in range(i + 1, 4)
+    }
     work = Reduction(SelectionProblem(nodes, edges))
     for _ in range(2):
         sweep(work, range(4), np.inf)
         sweep(work, range(3, -1, -1), np.inf)
     assert len(np.unique(work.edges[0][1], axis=0)) == 6
     tell_alike(work, best=100.0)
-    assert {len(np.unique(cost, axis=0)) for others in work.edges.values() for cost in others.values()} == {3}
+    assert {
+        len(np.unique(cost, axis=0)) for others in work.edges.values() for cost in others.values()
+    } == {3}

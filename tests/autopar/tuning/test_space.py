@@ -13,8 +13,14 @@ DEGREES = Space({
 })  # fmt: skip
 
 
-@given(st.dictionaries(st.sampled_from("abcd"), st.lists(st.integers(), max_size=3, unique=True), min_size=1))
-def test_without_conditions_a_space_is_the_product_of_its_domains(domains: dict[str, list[int]]) -> None:
+@given(
+    st.dictionaries(
+        st.sampled_from("abcd"), st.lists(st.integers(), max_size=3, unique=True), min_size=1
+    )
+)
+def test_without_conditions_a_space_is_the_product_of_its_domains(
+    domains: dict[str, list[int]],
+) -> None:
     expected = [dict(zip(domains, values, strict=True)) for values in product(*domains.values())]
     assert list(Space(domains)) == expected
 
@@ -28,7 +34,10 @@ def test_a_line_changes_one_knob_and_only_what_follows_from_it() -> None:
     at = {"tensor": 2, "stages": 2, "data": 2}
     along = [tuple(candidate.values()) for candidate in DEGREES.line(at, "tensor")]
     assert along == [(1, 2, 4), (2, 2, 2), (4, 2, 1), (8, 1, 1)]
-    assert [tuple(candidate.values()) for candidate in DEGREES.line(at, "stages")] == [(2, 1, 4), (2, 2, 2)]
+    assert [tuple(candidate.values()) for candidate in DEGREES.line(at, "stages")] == [
+        (2, 1, 4),
+        (2, 2, 2),
+    ]
     assert DEGREES.line(at, "data") == [at]
 
 
@@ -44,8 +53,16 @@ def test_a_value_that_leaves_nothing_to_a_later_knob_is_in_no_candidate() -> Non
         ({}, ValueError, r"the space has no knobs"),
         ({"tensor": 4}, TypeError, r"knob 'tensor' is 4, expected a list of values, or a function"),
         ({"kernel": "flash"}, TypeError, r"knob 'kernel' is 'flash', expected a list"),
-        ({"a": [1], "b": lambda chosen: 8}, TypeError, r"knob 'b' may be 8 after \{'a': 1\}, expected a list"),
-        ({"mesh": [[1, 2]]}, TypeError, r"knob 'mesh' has the value \[1, 2\], expected values that can be hashed"),
+        (
+            {"a": [1], "b": lambda chosen: 8},
+            TypeError,
+            r"knob 'b' may be 8 after \{'a': 1\}, expected a list",
+        ),
+        (
+            {"mesh": [[1, 2]]},
+            TypeError,
+            r"knob 'mesh' has the value \[1, 2\], expected values that can be hashed",
+        ),
     ],
 )
 def test_what_is_no_space_is_refused(domains: dict, error: type[Exception], message: str) -> None:

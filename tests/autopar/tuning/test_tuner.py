@@ -11,11 +11,13 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.methods import ManualShardParallel, PlanningMethod
 from autopar.tuning import Candidate, Trial, Tuned, tune
-from simulator.cluster import Cluster
+from simulator.hardware.cluster import Cluster
 
 
 def args(width: int) -> Any:
-    return {"w": jax.ShapeDtypeStruct((width, width), jnp.float32)}, jax.ShapeDtypeStruct((256, width), jnp.float32)
+    return {"w": jax.ShapeDtypeStruct((width, width), jnp.float32)}, jax.ShapeDtypeStruct(
+        (256, width), jnp.float32
+    )
 
 
 ARGS = args(4096)
@@ -47,7 +49,11 @@ def test_the_best_of_a_space_is_that_of_brute_force() -> None:
         method = make({"data": shape[0], "tensor": shape[1]}, lambda shape: shape)[2]
         plan = autopar.plan_step(step, ARGS, method=method, cluster=cluster, mesh_shape=shape)
         seconds[shape] = autopar.simulate(step, ARGS, plan, cluster).makespan
-    found = {tuple(t.candidate.values()): t.predicted_seconds for t in tuned().trials if t.status == "fits"}
+    found = {
+        tuple(t.candidate.values()): t.predicted_seconds
+        for t in tuned().trials
+        if t.status == "fits"
+    }
     assert found == seconds
     assert tuple(tuned().best.values()) == min(seconds, key=lambda shape: seconds[shape])
 
@@ -67,7 +73,9 @@ def test_what_is_larger_than_a_device_does_not_fit(planned: bool) -> None:
         return make(candidate, mesh) if not planned else (step, ARGS, autopar.DataParallel((2,)))
 
     cluster = Cluster.load("dgx_a100_80")
-    small = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory_gb": 0.1, "reserve_gb": 0})})
+    small = cluster.model_copy(
+        update={"device": cluster.device.model_copy(update={"memory_gb": 0.1, "reserve_gb": 0})}
+    )
     (trial,) = tune(made, {"data": [2], "tensor": [1]}, small).trials
     assert trial.status == "does not fit", trial.reason
     assert "0.1 GB" in trial.reason
@@ -80,7 +88,9 @@ def test_the_best_few_are_measured_where_the_devices_are() -> None:
     found = tune(smaller, {"data": [1, 2, 4], "tensor": [1]}, "cpu-virtual", measure=2)
     measured = [trial for trial in found.trials if trial.measured_seconds is not None]
     by_prediction = sorted(found.trials, key=lambda trial: trial.predicted_seconds or 0.0)
-    assert {t.candidate["data"] for t in measured} == {t.candidate["data"] for t in by_prediction[:2]}
+    assert {t.candidate["data"] for t in measured} == {
+        t.candidate["data"] for t in by_prediction[:2]
+    }
     assert found.best in [trial.candidate for trial in measured]
 
 
@@ -93,7 +103,9 @@ def test_the_best_few_are_measured_where_the_devices_are() -> None:
         ({"cluster": "dgx_a1000"}, r"dgx_a1000"),
     ],
 )
-def test_bad_options_are_refused_before_anything_is_tried(options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused_before_anything_is_tried(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         tune(**{"make": make, "space": SPACE, "cluster": "dgx_a100_80", **options})
 
@@ -107,5 +119,8 @@ def test_mistakes_in_the_users_function_stop_the_search() -> None:
 
 
 def test_a_trial_is_a_line() -> None:
-    assert str(Trial({"a": 1}, "fits", 0.25, 2 * 10**9, 0.5)) == "a=1: 250.00 ms, 2.00 GB, measured 500.00 ms"
+    assert (
+        str(Trial({"a": 1}, "fits", 0.25, 2 * 10**9, 0.5))
+        == "a=1: 250.00 ms, 2.00 GB, measured 500.00 ms"
+    )
     assert str(Trial({"a": 1}, "invalid", reason="ValueError: no")) == "a=1: ValueError: no"

@@ -1,0 +1,1 @@
+"""Cost models: seconds of kernels, collectives and transfers on a cluster."""

@@ -1,0 +1,205 @@
+"""Seconds of a matrix product on a device: tiles, waves of tiles, the latency of an inner step, memory, and the clock under load.
+
+A product (m, k) by (k, n) is computed in tiles of the result, one per core at a time. A tile costs a prologue and epilogue, and for each
+element of the inner dimension the slowest of its multiplications, its loads from the second-level cache and the latency of a step. The
+inner dimension may be split over several cores, which then sum partial results in f32. Tiles beyond a whole wave cost a part of another
+wave (all of one on A100, little on H100, whose kernels are persistent). Traffic to memory goes on meanwhile, and long products run at the
+lower clock that the power budget leaves. The library is taken to choose the best tiling.
+"""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import ceil, inf, sqrt
+from typing import Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from simulator.hardware.cluster import Device
+
+_TILES = tuple(
+    (rows, columns)
+    for rows, columns in (
+        (256, 128),
+        (128, 128),
+        (128, 64),
+        (64, 64),
+        (256, 64),
+        (32, 64),
+        (16, 64),
+    )
+    for rows, columns in {(rows, columns): 0, (columns, rows): 0}
+)
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_STEP = 32  # elements of the inner dimension that a core multiplies at once
+_PACE = 4  # exponent of the norm that joins what paces a tile
+_DROOP_SECONDS = 3e-3  # of full load after which half of the clock's droop is seen
+_WIDTHS = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class GemmModel:
+    """Times of products of one dtype on one device, in SI units; `simulator.hardware.kernel_profile` says what its numbers mean.
+
+    Attributes:
+        peak: FLOP/s of the device.
+        core: FLOP/s of one core inside a tile.
+        bandwidth: bytes per second of long transfers.
+        width: bytes of an element of operands and result.
+        hot: whether the device has been under load for long; otherwise products are measured one by one.
+    """
+
+    peak: float
+    core: float
+    cores: int
+    bandwidth: float
+    width: int
+    launch: float
+    tile: float
+    step: float
+    cache: float
+    half_size: float
+    overlap: float
+    whole_waves: float
+    droop: float
+    split: float
+    hot: bool
+    _paces: tuple[tuple[int, int, float], ...] = field(init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, device: Device, dtype: str, hot: bool = False) -> Self:
+        """The products of a device; dtypes that its matrix units don't know run at the speed of elementwise arithmetic."""
+        profile = device.kernels
+        peak = 1e12 * device.peak_tflop_per_s.get(dtype, device.vector_tflop_per_s)
+        launch = device.kernel_launch_us if profile.launch_us is None else profile.launch_us
+        return cls(
+            peak=peak,
+            core=peak * profile.efficiency_by_dtype.get(dtype, profile.efficiency) / device.cores,
+            cores=device.cores,
+            bandwidth=1e9 * device.memory_bandwidth_gb_per_s * profile.memory_efficiency,
+            width=width_of(dtype),
+            launch=1e-6 * launch,
+            tile=1e-6 * profile.tile_us,
+            step=1e-9 * profile.step_ns,
+            cache=1e9 * profile.cache_gb_per_s_per_core if profile.cache_gb_per_s_per_core else inf,
+            half_size=1e6 * profile.half_size_mb,
+            overlap=profile.overlap,
+            whole_waves=profile.whole_waves,
+            droop=profile.droop,
+            split=1e-6 * profile.split_us,
+            hot=hot,
+        )
+
+    def __post_init__(self) -> None:
+        paces = tuple((rows, columns, self._pace(rows, columns)) for rows, columns in _TILES)
+        object.__setattr__(self, "_paces", paces)
+
+    def seconds(self, m: int, n: int, k: int, batch: int = 1, moved: float | None = None) -> float:
+        """Seconds of one product, from the end of the previous kernel; sizes below 1: `ValueError`.
+
+        Args:
+            moved: bytes to and from memory; those of operands and result by default.
+        """
+        if min(m, n, k, batch) < 1:
+            raise ValueError(
+                f"a product of ({m}, {k}) by ({k}, {n}), batch {batch}; expected sizes of at least 1"
+            )
+        return _seconds(self, m, n, k, batch, moved)
+
+    def seconds_of(
+        self, m: ArrayLike, n: ArrayLike, k: ArrayLike, batch: ArrayLike = 1
+    ) -> NDArray[np.float64]:
+        """Seconds of many products at once; the sizes broadcast against each other."""
+        m, n, k, batch = np.broadcast_arrays(
+            *(np.asarray(size, np.float64) for size in (m, n, k, batch))
+        )
+        result = m * n * batch
+        memory = self.transfer(self.width * (batch * (m * k + k * n) + result), np.sqrt)
+        heat = self.heat(2 * result * k)
+        best = np.full(m.shape, np.inf)
+        for rows, columns, pace in self._paces:
+            tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
+            for split in _SPLITS:
+                waves = _waves(tiles * split / self.cores, self.whole_waves, np.ceil, np.maximum)
+                depth = np.ceil(k / split / _STEP) * _STEP
+                busy = joined(
+                    waves * (self.tile + depth * pace) * heat,
+                    memory,
+                    self.overlap,
+                    np.maximum,
+                    np.minimum,
+                )
+                if split > 1:
+                    busy = busy + self.split + (split + 1) * 4 * result / self.bandwidth
+                    busy = np.where(tiles < 2 * self.cores, busy, np.inf)
+                best = np.minimum(best, busy)
+        return self.launch + best
+
+    def transfer(self, num_bytes, root=sqrt):
+        """Seconds to move bytes to and from memory, which takes a while to get going."""
+        return (num_bytes + root(num_bytes * self.half_size)) / self.bandwidth
+
+    def heat(self, flops):
+        """By how much a product of so many FLOP takes longer than on a cool device."""
+        if self.hot:
+            return 1 + self.droop
+        load = flops / self.peak
+        return 1 + self.droop * load / (load + _DROOP_SECONDS)
+
+    def _pace(self, rows: int, columns: int) -> float:
+        """Seconds of one element of the inner dimension of a tile."""
+        loads = self.width * (rows + columns) / self.cache
+        return ((2 * rows * columns / self.core) ** _PACE + loads**_PACE + self.step**_PACE) ** (
+            1 / _PACE
+        )
+
+
+def width_of(dtype: str) -> int:
+    """Bytes of an element, by HLO dtype."""
+    return _WIDTHS.get(dtype, 2)
+
+
+def joined(one, other, power: float, maximum=max, minimum=min):
+    """The norm of two times that overlap: their sum for a power of 1, the longer for an infinite one."""
+    longer = maximum(one, other)
+    return longer * (1 + (minimum(one, other) / longer) ** power) ** (1 / power)
+
+
+def _waves(waves, whole: float, ceiling, maximum):
+    return whole * ceiling(waves) + (1 - whole) * maximum(waves, 1.0)
+
+
+@lru_cache(maxsize=1 << 16)
+def _seconds(model: GemmModel, m: int, n: int, k: int, batch: int, moved: float | None) -> float:
+    """`GemmModel.seconds_of` for one product, without the overhead of arrays."""
+    cores, whole, tile, power = model.cores, model.whole_waves, model.tile, model.overlap
+    result = m * n * batch
+    memory = model.transfer(
+        model.width * (batch * (m * k + k * n) + result) if moved is None else moved
+    )
+    heat = model.heat(2.0 * result * k)
+    unsplit, few = inf, []
+    for rows, columns, pace in model._paces:
+        tiles = -(-m // rows) * -(-n // columns) * batch
+        waves = tiles / cores
+        depth = ceil(k / _STEP) * _STEP
+        unsplit = min(
+            unsplit, (whole * ceil(waves) + (1 - whole) * max(waves, 1.0)) * (tile + depth * pace)
+        )
+        if tiles < 2 * cores:
+            few.append((tiles, pace))
+    best = joined(unsplit * heat, memory, power)
+    for split in _SPLITS[1:]:
+        sums = model.split + (split + 1) * 4 * result / model.bandwidth
+        if not few or sums + memory >= best:  # more parts take longer to sum still
+            break
+        depth = ceil(k / split / _STEP) * _STEP
+        fastest = inf
+        for tiles, pace in few:
+            waves = tiles * split / cores
+            fastest = min(
+                fastest,
+                (whole * ceil(waves) + (1 - whole) * max(waves, 1.0)) * (tile + depth * pace),
+            )
+        best = min(best, sums + joined(fastest * heat, memory, power))
+    return model.launch + best

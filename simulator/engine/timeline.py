@@ -1,0 +1,128 @@
+"""What happened when: the spans of one simulated step, and what they add up to."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from simulator.engine.perfetto import chrome_trace
+from simulator.files import write_text
+from simulator.hardware.heterogeneous import AnyCluster
+from simulator.memory import Level, MemoryUse
+from simulator.spans import STREAMS, Arrow, Category, Span, Stream
+
+_IDLE = ("wait", "bubble", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One step of a program on a cluster.
+
+    Attributes:
+        meshes: for each mesh, the ids of its devices.
+        memory: for each mesh, the memory of one of its devices; empty if the program does not say.
+        arrows: the values that go from mesh to mesh.
+        levels: for each mesh, from when on (seconds) one of its devices holds what; empty if the program does not say.
+        flops: of products and convolutions on all devices, by what they compute in; empty if nobody says.
+        unknown: how many kernels of each sort were priced by their bytes alone, as nobody knows what they cost.
+        model_flops, examples: as of a `Program`.
+    """
+
+    spans: tuple[Span, ...]
+    meshes: tuple[tuple[int, ...], ...]
+    memory: tuple[MemoryUse, ...] = ()
+    arrows: tuple[Arrow, ...] = ()
+    levels: tuple[tuple[tuple[float, Level], ...], ...] = ()
+    flops: Mapping[str, float] = field(default_factory=dict)
+    unknown: Mapping[str, int] = field(default_factory=dict)
+    model_flops: float | None = None
+    examples: int = 0
+
+    @property
+    def makespan(self) -> float:
+        """Seconds of the step."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes on the fullest device; 0 if the program does not say."""
+        return max((use.total for use in self.memory), default=0)
+
+    def busy(self, mesh: int, stream: Stream) -> float:
+        """Seconds in which a stream works; a compute stream that waits does not."""
+        return sum(
+            s.seconds
+            for s in self.spans
+            if (s.mesh, s.stream) == (mesh, stream) and s.category not in _IDLE
+        )
+
+    def exposed_communication(self, mesh: int) -> float:
+        """Seconds in which the devices of a mesh do nothing but communicate."""
+        own = [span for span in self.spans if span.mesh == mesh]
+        last = {
+            stream: max((s.end for s in own if s.stream == stream), default=0.0)
+            for stream in STREAMS
+        }
+        return sum(s.seconds for s in own if s.category == "wait") + max(
+            0.0, last["communication"] - last["compute"]
+        )
+
+    def seconds_by_category(self, mesh: int) -> dict[Category, float]:
+        """Seconds that each kind of kernel, collective and idling takes on a mesh."""
+        total: Counter[Category] = Counter()
+        for span in self.spans:
+            if span.mesh == mesh:
+                total[span.category] += span.seconds  # pyright: ignore[reportArgumentType]
+        return dict(total)
+
+    def tasks(self) -> list[Span]:
+        """One span from the first to the last kernel of each instruction, waiting included."""
+        tasks: dict[tuple[int, str], Span] = {}
+        for span in self.spans:
+            if span.task and span.stream == "compute":
+                first = tasks.get((span.mesh, span.task), span)
+                tasks[span.mesh, span.task] = replace(
+                    span, name=span.task, start=first.start, busy=None
+                )
+        return list(tasks.values())
+
+    def fits(self, cluster: AnyCluster) -> bool:
+        """Whether every mesh has room on its devices of `cluster`."""
+        if not self.memory:
+            raise ValueError(
+                "this timeline knows no memory; give the program `memory`, one MemoryUse per mesh"
+            )
+        return all(
+            use.total <= cluster.pools[cluster.pool_of(devices)].device.usable_bytes
+            for use, devices in zip(self.memory, self.meshes, strict=True)
+        )
+
+    def __str__(self) -> str:
+        rows = [f"{self.makespan * 1e3:.3f} ms, {self.peak_bytes / 1e9:.3f} GB"]
+        for mesh in range(len(self.meshes)):
+            parts = sorted(self.seconds_by_category(mesh).items(), key=lambda part: -part[1])
+            rows.append(
+                f"mesh {mesh}: "
+                + ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in parts)
+            )
+        for mesh, use in enumerate(self.memory):
+            held = sorted(use.parts().items(), key=lambda part: -part[1])
+            rows.append(
+                f"mesh {mesh} holds "
+                + ", ".join(f"{name} {size / 1e9:.3f} GB" for name, size in held if size)
+            )
+        rows += [
+            f"{count} x {name}: cost unknown, priced by its bytes"
+            for name, count in self.unknown.items()
+        ]
+        return "\n".join(rows)
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """The timeline in the Trace Event Format that Perfetto and chrome://tracing open (`simulator.engine.perfetto`)."""
+        return chrome_trace(self.meshes, self.tasks(), self.spans, self.arrows, self.levels)
+
+    def save_chrome_trace(self, path: str | Path) -> None:
+        """Write `chrome_trace` as JSON; open it at ui.perfetto.dev."""
+        write_text(path, json.dumps(self.chrome_trace()))

@@ -1,0 +1,138 @@
+"""Clusters with hosts of several kinds: pools of equal hosts, joined by one network.
+
+A file describes one by `pools`, each of which has the fields of a cluster. What a pool leaves out is as the cluster is that it is
+`like`, and otherwise as the file says for all pools:
+
+    name: v100_beside_a100
+    description: a host with 8 V100s beside one with 8 A100s
+    pools:
+    - like: p3.16xlarge
+    - {like: dgx_a100_40, nics_per_host: 4}
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from simulator.files import brief
+from simulator.hardware.cluster import Cluster, cluster_path
+from simulator.hardware.description import ClusterError, Description, read, validate
+
+
+class MixedCluster(Description):
+    """Pools of equal hosts that differ in their number of devices, or in what their devices are.
+
+    Devices are numbered pool by pool, within a pool as the `Cluster` numbers them. Messages between pools take the network cards
+    of both hosts, of which the slower one sets the pace.
+    """
+
+    name: str
+    description: str
+    pools: tuple[Cluster, ...]
+
+    @model_validator(mode="after")
+    def _pools_are_linked(self) -> Self:
+        if len(self.pools) < 2:
+            raise ValueError(
+                f"pools: given {len(self.pools)}, expected at least 2; hosts that are alike are a cluster"
+            )
+        for i, pool in enumerate(self.pools):
+            if pool.inter_host is None:
+                raise ValueError(
+                    f"pools.{i}.inter_host: missing, but there are other pools; describe the link of its network cards, or one "
+                    "for all pools beside them"
+                )
+        return self
+
+    @property
+    def num_devices(self) -> int:
+        return sum(pool.num_devices for pool in self.pools)
+
+    @property
+    def pool_starts(self) -> tuple[int, ...]:
+        """The number of the first device of each pool."""
+        return tuple(accumulate((pool.num_devices for pool in self.pools[:-1]), initial=0))
+
+    def pool_of(self, devices: Sequence[int]) -> int:
+        """The number of the pool that holds all of the devices. Devices of several pools, or of none: `ClusterError`."""
+        if min(devices) < 0 or max(devices) >= self.num_devices:
+            raise ClusterError(
+                f"devices {min(devices)} to {max(devices)} are not all in cluster {self.name!r}: it has {self.num_devices}"
+            )
+        starts = self.pool_starts
+        found = sorted({bisect_right(starts, device) - 1 for device in devices})
+        if len(found) > 1:
+            pools = " and ".join(
+                f"{starts[i]} to {starts[i] + self.pools[i].num_devices - 1} ({self.pools[i].device.name})"
+                for i in found
+            )
+            raise ClusterError(
+                f"devices {', '.join(map(str, devices))} lie in several pools of cluster {self.name!r}, {pools}, but only devices "
+                "of one pool can work as one mesh"
+            )
+        return found[0]
+
+    def host_of(self, device_id: int) -> int:
+        """The host that device `device_id` sits in, counted over all pools."""
+        pool = self.pool_of((device_id,))
+        before = sum(each.hosts for each in self.pools[:pool])
+        return before + self.pools[pool].host_of(device_id - self.pool_starts[pool])
+
+    def first_devices(self, count: int) -> "AnyCluster":
+        """The cluster of the first `count` devices: whole pools, and of the next one part of one host, or whole hosts."""
+        if not 1 <= count <= self.num_devices:
+            raise ClusterError(
+                f"{count} devices asked of {self.name!r}, which has {self.num_devices}"
+            )
+        parts = [
+            pool.first_devices(min(count - start, pool.num_devices))
+            for pool, start in zip(self.pools, self.pool_starts, strict=True)
+            if start < count
+        ]
+        return parts[0] if len(parts) == 1 else self.model_copy(update={"pools": tuple(parts)})
+
+
+type AnyCluster = Cluster | MixedCluster
+
+
+def load_cluster(name_or_path: str | Path) -> AnyCluster:
+    """The cluster of a shipped file (by its name) or of a YAML file (by its path), with hosts that are all alike or not."""
+    path = cluster_path(name_or_path)
+    fields = read(path)
+    return _mixed(fields, path) if "pools" in fields else Cluster.of_fields(fields, path)
+
+
+def _mixed(fields: Mapping[str, Any], path: Path) -> MixedCluster:
+    given = fields["pools"]
+    if not isinstance(given, list) or not all(isinstance(pool, dict) for pool in given):
+        raise ClusterError(
+            f"{path}: pools: given {brief(given)}; expected a list of sections with the fields of a cluster"
+        )
+    own = {key: fields[key] for key in ("name", "description") if key in fields}
+    common = {key: value for key, value in fields.items() if key != "pools"}
+    pools = [
+        Cluster.of_fields(_pool_fields(common, pool, i, path), path, f": pools.{i}")
+        for i, pool in enumerate(given)
+    ]
+    return validate(MixedCluster, own | {"pools": tuple(pools)}, path)
+
+
+def _pool_fields(
+    common: Mapping[str, Any], given: Mapping[str, Any], number: int, path: Path
+) -> dict[str, Any]:
+    """The fields of a pool: its own, those of the cluster that it is like, and those common to all pools."""
+    like: dict[str, Any] = {}
+    if "like" in given:
+        if not isinstance(given["like"], str):
+            raise ClusterError(
+                f"{path}: pools.{number}.like: given {brief(given['like'])}; expected a shipped cluster or a path to a .yaml file"
+            )
+        known = Cluster.load(cluster_path(given["like"], beside=path))
+        like = {name: getattr(known, name) for name in Cluster.model_fields}
+    named = {"name": f"{common.get('name')}, pool {number}"}
+    own = {key: value for key, value in given.items() if key != "like"}
+    return {**common, **named, **like, **own}

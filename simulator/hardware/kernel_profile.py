@@ -1,0 +1,79 @@
+"""How fast kernels run on one kind of device, as parts of the peaks in its description."""
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+
+from simulator.hardware.description import Description, Fraction
+from simulator.hardware.dtypes import check_dtypes
+
+PROFILES = Path(__file__).parent / "profiles" / "kernels"
+
+
+class Passes(Description):
+    """A number for the forward and one for the backward pass."""
+
+    forward: Fraction
+    backward: Fraction
+
+
+class FusedAttention(Description):
+    """Fractions of the peak that fused attention reaches on long causal sequences, by generation of its kernels.
+
+    Second: Dao, FlashAttention-2 (arXiv 2307.08691), figures for head size 128. First: about 0.6 of that, as in the same paper; the exact
+    values are those of two rows of llm-foundry's table with long sequences, 125m at 32768 tokens on A100 and 1b at 65536 on H100. V100, which
+    is the default, and B200 are guesses in proportion.
+    """
+
+    flash: Passes = Passes(forward=0.25, backward=0.20)
+    flash2: Passes = Passes(forward=0.25, backward=0.20)
+
+
+class KernelProfile(Description):
+    """What `simulator.costs.gemm` and `simulator.costs.kernel_model` know of a device beside its peaks.
+
+    The two efficiencies are enough for a rough description; `simulator.calibration.fit_products` fits the rest to measured products.
+
+    Attributes:
+        source: what was measured, by whom, under which licence; which shapes were fitted, and the errors on the others.
+        launch_us: of an empty product; as the device's `kernel_launch_us` by default.
+        efficiency: fraction of the peak that a core reaches inside a tile of a product while the device is cool.
+        efficiency_by_dtype: the same where it is another one, by HLO dtype.
+        conv_efficiency_by_dtype: fraction of the peak that convolutions reach, where it is not that of products.
+        tile_us: prologue and epilogue of a tile.
+        step_ns: least time of one element of the inner dimension, whatever the tile.
+        cache_gb_per_s_per_core: from the second-level cache to a core; unlimited by default.
+        memory_efficiency: fraction of the memory bandwidth that long transfers reach.
+        half_size_mb: transfer for which the ramp of the memory system costs as much as the transfer.
+        overlap: exponent of the norm that joins arithmetic and traffic: 1 adds them, a large one hides the shorter.
+        whole_waves: 1 where a partial wave of tiles costs a whole one, 0 where only its part.
+        droop: by how much a product takes longer once the device is hot.
+        hot_in_training: whether the clock drops so far in training; otherwise only within long products.
+        split_us: starting the sum of split products.
+        attention: how close to the peak fused attention comes.
+        held_out_error: mean absolute relative error on measured shapes outside the fit.
+    """
+
+    source: str = ""
+    launch_us: NonNegativeFloat | None = None
+    efficiency: Fraction
+    efficiency_by_dtype: dict[str, Fraction] = Field(default_factory=dict)
+    conv_efficiency_by_dtype: dict[str, Fraction] = Field(default_factory=dict)
+    tile_us: NonNegativeFloat = 0.0
+    step_ns: NonNegativeFloat = 0.0
+    cache_gb_per_s_per_core: PositiveFloat | None = None
+    memory_efficiency: Fraction
+    half_size_mb: NonNegativeFloat = 0.0
+    overlap: float = Field(default=2.5, ge=1)
+    whole_waves: float = Field(default=1.0, ge=0, le=1)
+    droop: NonNegativeFloat = 0.0
+    hot_in_training: bool = False
+    split_us: NonNegativeFloat = 0.0
+    attention: FusedAttention = FusedAttention()
+    held_out_error: NonNegativeFloat | None = None
+
+    @model_validator(mode="after")
+    def _types_are_known(self) -> Self:
+        check_dtypes(self.efficiency_by_dtype, "efficiency_by_dtype")
+        return self

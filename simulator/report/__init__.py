@@ -1,0 +1,1 @@
+"""Pictures and tables of timelines and predictions."""

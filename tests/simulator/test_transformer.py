@@ -1,0 +1,361 @@
+import doctest
+import time
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+import simulator.transformer
+from autopar.pipeline.pipeline_schedules import Pipeline, make_schedule
+from simulator.hardware.cluster import Cluster, ClusterError, Link
+from simulator.program import Run
+from simulator.transformer import (
+    EAGER,
+    JITTED,
+    ZERO_2021,
+    Execution,
+    Machine,
+    Transformer,
+    memory_of,
+    predict,
+)
+from simulator.transformer.layer import layer_phases
+from simulator.transformer.step import pipeline_seconds
+from simulator.transformer.training_memory import kept_activations
+
+GPT = Transformer(layers=16, hidden=4096, heads=32, seq=2048, vocab=51200)
+BIG = Transformer(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
+
+
+def a100(hosts: int = 1, **changes: object) -> Machine:
+    return Machine(Cluster.load("dgx_a100_80").with_size(hosts).model_copy(update=changes))
+
+
+def test_the_parameters_of_gpt_175b_are_counted() -> None:
+    # 12 h^2 matrices and 13 h vectors a layer, the embeddings, the last norm
+    h = 12288
+    assert BIG.parameters == 96 * (12 * h**2 + 13 * h) + 51200 * h + 2048 * h + 2 * h
+    assert BIG.parameters == pytest.approx(174.6e9, rel=1e-3)
+
+
+def test_model_flops_are_those_of_narayanan_without_recomputation() -> None:
+    # 72 B s l h^2 (1 + s / 6 h + V / 12 l h), arXiv 2104.04473, equation 3 with 72 for 96
+    batch, s, layers, h = 1536, 2048, 96, 12288
+    expected = 72 * batch * s * layers * h**2 * (1 + s / (6 * h) + 51200 / (12 * layers * h))
+    assert BIG.flops(batch) == pytest.approx(expected)
+
+
+def test_activations_are_34_bytes_and_5_a_s_over_h() -> None:
+    # Korthikanti et al., table 2, per s b h: none (10 + 24 / t + 5 a s / h t), with sequence parallelism all of it over t
+    sbh, scores = 2048 * 12288, 5 * 96 * 2048 / 12288
+    plain = Execution(tensor=8, global_batch=1)
+    assert kept_activations(BIG, plain) == pytest.approx(sbh * (10 + (24 + scores) / 8))
+    divided = plain.model_copy(update={"sequence_parallel": True})
+    assert kept_activations(BIG, divided) == pytest.approx(sbh * (34 + scores) / 8)
+    assert kept_activations(
+        BIG, divided.model_copy(update={"recompute": "selective"})
+    ) == pytest.approx(sbh * 34 / 8)
+    assert kept_activations(BIG, plain.model_copy(update={"recompute": "full"})) == pytest.approx(
+        sbh * 2
+    )
+
+
+def test_zero_divides_one_thing_more_at_each_level() -> None:
+    # 2 bytes of parameters, 4 of gradients, 12 of the optimizer, over 8 devices
+    elements = 16 * (GPT.layer_matrices + GPT.layer_vectors)
+    for zero, sizes in enumerate(
+        [(2, 4, 12), (2, 4, 12 / 8), (2, 4 / 8, 12 / 8), (2 / 8, 4 / 8, 12 / 8)]
+    ):
+        memory = memory_of(
+            GPT, Execution.model_validate({"data": 8, "global_batch": 8, "zero": zero})
+        )
+        assert (memory.parameters, memory.gradients, memory.optimizer) == pytest.approx(
+            tuple(elements * s for s in sizes)
+        )
+
+
+def test_equal_stages_without_communication_have_the_textbook_bubble() -> None:
+    # p - 1 slots of p - 1 + m; a vocabulary of one word makes the ends nearly free; links and hosts nearly so
+    model = GPT.model_copy(update={"vocab": 8, "learned_positions": False})
+    fast = Link(bandwidth_gb_per_s=1e6, latency_us=0.0)
+    update = {"intra_host": fast, "collectives": None, "collective_launch_us": 0.0}
+    cluster = Cluster.load("dgx_a100_80").model_copy(update=update)
+    machine = Machine(cluster, JITTED)
+    for pipeline, interleave in ((2, 1), (4, 1), (8, 1), (4, 2)):
+        plan = Execution(pipeline=pipeline, interleave=interleave, global_batch=16)
+        prediction = predict(model, plan, machine)
+        work = prediction.forward + prediction.backward
+        assert prediction.bubble / work == pytest.approx((pipeline - 1) / interleave / 16, rel=0.05)
+
+
+@given(
+    st.integers(1, 8),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(0, 9),
+    st.integers(0, 6),
+    st.booleans(),
+)
+def test_pipelines_take_what_the_exact_clock_says(
+    meshes: int, rounds: int, chunks: int, loss: int, send: int, gpipe: bool
+) -> None:
+    """Forward 6, backward 12 and a loss on each device; sends are waited for, so they are part of the tasks."""
+    chunks = chunks if meshes > 1 else 1
+    micro_batches = meshes * rounds if chunks > 1 else meshes + rounds
+    name = "interleaved_1f1b" if chunks > 1 else "gpipe" if gpipe else "1f1b"
+    stages, sends = meshes * chunks, send if meshes > 1 else 0
+
+    def seconds(task: Run) -> float:
+        of_loss = loss if task.stage == stages - 1 else 0
+        return {
+            "F": (6 + sends) / chunks + of_loss / 3,
+            "B": (12 + sends) / chunks + of_loss * 2 / 3,
+            "U": 0,
+        }[task.phase]
+
+    exact = make_schedule(name, Pipeline(meshes, micro_batches, chunks)).makespan(seconds)
+    devices = [18.0] * (meshes - 1) + [18.0 + loss]
+    found = sum(pipeline_seconds(devices, micro_batches, chunks, sends, sends))
+    assert found == pytest.approx(exact)
+
+
+def test_the_parts_sum_up_to_the_step() -> None:
+    plan = Execution(
+        tensor=4,
+        pipeline=2,
+        data=2,
+        microbatch=2,
+        global_batch=32,
+        recompute="full",
+    )
+    prediction = predict(GPT, plan, a100(2))
+    parts = (
+        prediction.forward
+        + prediction.backward
+        + prediction.recompute
+        + prediction.update
+        + prediction.bubble
+    )
+    assert parts + prediction.host + sum(prediction.exposed.values()) == pytest.approx(
+        prediction.seconds
+    )
+    assert all(
+        prediction.exposed[axis] <= prediction.communication[axis] * (1 + 1e-9)
+        for axis in prediction.exposed
+    )
+
+
+def test_full_recomputation_costs_the_forward_pass_and_selective_less() -> None:
+    plan = Execution(tensor=8, microbatch=4, global_batch=4)
+    none, selective, full = (
+        layer_phases(GPT, Execution.model_validate(plan.model_dump() | {"recompute": mode}), a100())
+        for mode in ("none", "selective", "full")
+    )
+    assert full.recompute == full.forward == none.forward
+    assert none.recompute.compute == 0 < selective.recompute.compute < 0.3 * full.recompute.compute
+
+
+def test_time_does_not_depend_on_how_many_devices_there_are_to_think_about() -> None:
+    plan = Execution(
+        tensor=8, pipeline=8, data=1500, microbatch=1, global_batch=6000, recompute="full"
+    )
+    machine = a100(12_000)
+    predict(BIG, plan, machine)
+    start = time.perf_counter()
+    for _ in range(20):
+        prediction = predict(BIG, plan, machine)
+    assert (time.perf_counter() - start) / 20 < 5e-3
+    assert prediction.devices == 96_000
+
+
+def test_groups_that_share_network_cards_slow_each_other() -> None:
+    # tensor 2 and data 64 over 16 hosts: the two groups of a host have half of its cards each, and fewer cards if there are fewer
+    plan = Execution(tensor=2, data=64, microbatch=4, global_batch=256)
+    wide, narrow = (predict(GPT, plan, a100(16, nics_per_host=nics)) for nics in (8, 2))
+    assert narrow.exposed["data"] > 3 * wide.exposed["data"]
+
+
+def test_zero_3_collapses_when_devices_grow_and_the_batch_does_not() -> None:
+    model = Transformer(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
+
+    def tflops(devices: int, microbatch: int) -> float:
+        plan = Execution(
+            data=devices, microbatch=microbatch, global_batch=1536, zero=3, recompute="full"
+        )
+        cluster = Cluster.load("dgx_a100_80").with_size(devices // 8)
+        return predict(model, plan, Machine(cluster, ZERO_2021)).tflop_per_s_per_device
+
+    speeds = [tflops(384, 4), tflops(768, 2), tflops(1536, 1)]
+    assert speeds[0] > 1.4 * speeds[1] > 1.4 * 1.4 * speeds[2]
+
+
+degrees = st.sampled_from([1, 2, 4, 8])
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Execution:
+    tensor, pipeline, data = draw(degrees), draw(degrees), draw(degrees)
+    microbatch = draw(st.sampled_from([1, 2, 4]))
+    return Execution(
+        tensor=tensor,
+        pipeline=pipeline,
+        data=data,
+        microbatch=microbatch,
+        global_batch=microbatch * data * draw(st.integers(1, 8)),
+        sequence_parallel=draw(st.booleans()),
+        interleave=draw(st.sampled_from([1, 2])) if pipeline > 1 else 1,
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        zero=draw(st.sampled_from([0, 1, 2])),
+        overlap_gradients=draw(st.booleans()),
+        overlap_tensor=draw(st.sampled_from(["none", "backward", "all"])),
+        overlap_sends=draw(st.booleans()),
+        schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
+    )
+
+
+models = st.sampled_from(
+    [
+        GPT,
+        GPT.model_copy(update={"attention": "flash"}),
+        Transformer(
+            layers=32,
+            hidden=2048,
+            heads=16,
+            kv_heads=8,
+            seq=1024,
+            vocab=32000,
+            ffn=8192,
+            gated=True,
+            tied=False,
+            attention="flash2",
+        ),
+    ]
+)
+
+
+@given(models, plans())
+def test_nothing_is_negative(model: Transformer, plan: Execution) -> None:
+    prediction, memory = predict(model, plan, a100(64)), memory_of(model, plan)
+    parts = (
+        memory.parameters,
+        memory.gradients,
+        memory.optimizer,
+        memory.embedding,
+        memory.activations,
+    )
+    assert min(*parts, memory.temporaries) >= 0
+    assert memory.total == sum(parts) + memory.temporaries
+    times = (
+        prediction.forward,
+        prediction.backward,
+        prediction.recompute,
+        prediction.update,
+        prediction.bubble,
+    )
+    assert min(*times, prediction.host, *prediction.exposed.values()) >= 0
+    assert 0 < prediction.mfu <= prediction.hfu * (1 + 1e-9) < 1
+
+
+@given(models, plans(), st.floats(1, 4), st.floats(1, 4), st.floats(1, 4))
+def test_faster_hardware_is_never_slower(
+    model: Transformer, plan: Execution, compute: float, memory: float, network: float
+) -> None:
+    slow = a100(64)
+    cluster = slow.cluster
+    inter, gpu = cluster.inter_host, cluster.device
+    assert inter is not None
+    wires = Link(bandwidth_gb_per_s=inter.bandwidth_gb_per_s * network, latency_us=inter.latency_us)
+    faster = gpu.model_copy(
+        update={
+            "peak_tflop_per_s": {
+                dtype: peak * compute for dtype, peak in gpu.peak_tflop_per_s.items()
+            },
+            "memory_bandwidth_gb_per_s": gpu.memory_bandwidth_gb_per_s * memory,
+        }
+    )
+    fast = Machine(cluster.model_copy(update={"inter_host": wires, "device": faster}))
+    assert predict(model, plan, fast).seconds <= predict(model, plan, slow).seconds * (1 + 1e-9)
+
+
+@given(models, plans())
+def test_more_recomputation_takes_less_memory_and_more_time(
+    model: Transformer, plan: Execution
+) -> None:
+    assume(plan.recompute == "none")
+    full = plan.model_copy(update={"recompute": "full"})
+    assert memory_of(model, full).activations <= memory_of(model, plan).activations
+    assert predict(model, full, a100(64)).seconds >= predict(model, plan, a100(64)).seconds
+
+
+@given(models, plans(), st.floats(0.01, 0.98))
+def test_quantiles_grow_and_the_median_is_the_prediction(
+    model: Transformer, plan: Execution, probability: float
+) -> None:
+    prediction = predict(model, plan, a100(64))
+    assert prediction.quantile(0.5) == pytest.approx(prediction.seconds)
+    assert prediction.quantile(probability) < prediction.quantile(probability + 0.01)
+
+
+@pytest.mark.parametrize("probability", [0, 1, 1.5])
+def test_a_quantile_is_of_a_probability(probability: float) -> None:
+    with pytest.raises(ValueError, match="expected one between 0 and 1"):
+        predict(GPT, Execution(global_batch=1), a100()).quantile(probability)
+
+
+def test_a_jitted_step_does_not_wait_for_the_host_where_an_eager_one_does() -> None:
+    small = Transformer(layers=12, hidden=768, heads=12, seq=512, vocab=50304)
+    plan = Execution(global_batch=1)
+    cluster = Cluster.load("dgx_a100_80")
+    eager, jitted = (predict(small, plan, Machine(cluster, backend)) for backend in (EAGER, JITTED))
+    assert jitted.host < 0.2 * eager.host
+    assert jitted.seconds < 0.5 * eager.seconds
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"heads": 5}, "heads: given 5, expected a divisor of hidden, which is 4096"),
+        ({"kv_heads": 7}, "kv_heads: given 7, expected a divisor of heads, which is 32"),
+        ({"layers": 0}, "greater than 0"),
+        ({"attention": "fast"}, "naive"),
+        ({"width": 1}, "Extra inputs"),
+    ],
+)
+def test_a_transformer_that_can_not_be_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Transformer.model_validate(GPT.model_dump() | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"microbatch": 3},
+            r"global_batch: given 16, expected a multiple of microbatch \* data, which is 3",
+        ),
+        ({"interleave": 2}, "interleave: given 2, expected 1 where pipeline is 1"),
+        ({"zero": 3, "pipeline": 2}, "zero: given 3, expected at most 2 with a pipeline"),
+    ],
+)
+def test_an_execution_that_can_not_be_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Execution.model_validate({"global_batch": 16} | fields)
+
+
+def test_a_plan_that_does_not_divide_the_model_or_fit_the_cluster_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"16 layers don't divide into 3 stages"):
+        predict(GPT, Execution(pipeline=3, global_batch=3), a100())
+    with pytest.raises(
+        ValueError, match="tensor: given 3, expected a divisor of heads, which is 32"
+    ):
+        predict(GPT, Execution(tensor=3, global_batch=1), a100())
+    with pytest.raises(
+        ClusterError,
+        match=r"needs 16 devices \(tensor 8 \* context 1 \* data 2 \* pipeline 1\), 'dgx_a100_80' has 8",
+    ):
+        predict(GPT, Execution(tensor=8, data=2, global_batch=2), a100())
+
+
+def test_the_example_of_the_package_is_right() -> None:
+    assert doctest.testmod(simulator.transformer).failed == 0
