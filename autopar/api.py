@@ -12,7 +12,17 @@ import jax
 
 from autopar._cpython import builds_graphs
 from autopar.checkpoint.saving import finish_saving
-from autopar.checks import NONE, TEXT, OptionError, checked, items, one_of, real, shown, whole
+from autopar.checks import (
+    NONE,
+    TEXT,
+    OptionError,
+    checked,
+    integer,
+    items,
+    one_of,
+    real,
+    short_repr,
+)
 from autopar.hosts import session
 from autopar.hosts.arrays import DistributedArray
 from autopar.ir.memo import forget_steps
@@ -122,7 +132,7 @@ def parallelize(
     method = ShardParallel() if method is None else method
     if not isinstance(method, get_args(Method.__value__)):
         raise OptionError(
-            f"method is {shown(method)}, expected one of autopar.methods, e.g. autopar.ShardParallel()"
+            f"method is {short_repr(method)}, expected one of autopar.methods, e.g. autopar.ShardParallel()"
         )
     static_argnums = checked("static_argnums", static_argnums, AUTO_ARGNUMS)
     donate_argnums = checked("donate_argnums", donate_argnums, AUTO_ARGNUMS)
@@ -139,7 +149,7 @@ def parallelize(
         )
     if not callable(fun) or isinstance(fun, ParallelizedFunction):
         raise OptionError(
-            f"fun is {shown(fun)}, expected a function of arrays, and not a parallelized one: take its .fun"
+            f"fun is {short_repr(fun)}, expected a function of arrays, and not a parallelized one: take its .fun"
         )
     return ParallelizedFunction(fun, static_argnums, donate_argnums, batch_argnums, method, check)
 
@@ -353,8 +363,8 @@ def init(
     """
     checked("cluster", cluster, one_of("local", "ray"))
     cluster_address = checked("cluster_address", cluster_address, TEXT | NONE)
-    num_nodes = checked("num_nodes", num_nodes, whole() | NONE)
-    counts = whole() | items(whole(), "such a number for each host", least=1) | NONE
+    num_nodes = checked("num_nodes", num_nodes, integer() | NONE)
+    counts = integer() | items(integer(), "such a number for each host", least=1) | NONE
     num_devices_per_node = checked("num_devices_per_node", num_devices_per_node, counts)
     namespace = checked("namespace", namespace, TEXT | NONE)
     timeout = checked("timeout", timeout, real(above=0.0))

@@ -19,7 +19,7 @@ class OptionError(ValueError, TypeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class AllowedValues:
     """The values that an option may have. `a | b` allows those of both.
 
     Attributes:
@@ -30,23 +30,27 @@ class Kind:
     expected: str
     take: Callable[[Any], Any]
 
-    def __or__(self, other: "Kind") -> "Kind":
+    def __or__(self, other: "AllowedValues") -> "AllowedValues":
         def take(value: Any) -> Any:
             try:
                 return self.take(value)
             except (ValueError, TypeError, OverflowError):
                 return other.take(value)
 
-        return Kind(f"{self.expected} or {other.expected}", take)
+        return AllowedValues(f"{self.expected} or {other.expected}", take)
 
 
-def check(options: object, /, error: type[ValueError] = OptionError, **kinds: Kind) -> None:
+def check(
+    options: object, /, error: type[ValueError] = OptionError, **kinds: AllowedValues
+) -> None:
     """Check fields of a frozen dataclass, in its `__post_init__`, and set them to the form that the program uses."""
     for name, kind in kinds.items():
         object.__setattr__(options, name, checked(name, getattr(options, name), kind, error))
 
 
-def checked(name: str, value: Any, kind: Kind, error: type[ValueError] = OptionError) -> Any:
+def checked(
+    name: str, value: Any, kind: AllowedValues, error: type[ValueError] = OptionError
+) -> Any:
     """`value` in the form that the program uses.
 
     Raises:
@@ -55,15 +59,15 @@ def checked(name: str, value: Any, kind: Kind, error: type[ValueError] = OptionE
     try:
         return kind.take(value)
     except (ValueError, TypeError, OverflowError):
-        raise error(f"{name} is {shown(value)}, expected {kind.expected}") from None
+        raise error(f"{name} is {short_repr(value)}, expected {kind.expected}") from None
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """`repr(value)` in one line that is not too long."""
     return one_line(repr(value), _LENGTH)
 
 
-def whole(least: int = 1) -> Kind:
+def integer(least: int = 1) -> AllowedValues:
     """Whole numbers, of Python or NumPy, from `least` on; not bools."""
 
     def take(value: Any) -> int:
@@ -71,10 +75,10 @@ def whole(least: int = 1) -> Kind:
             raise ValueError
         return int(value)
 
-    return Kind(f"a whole number of at least {least}", take)
+    return AllowedValues(f"a whole number of at least {least}", take)
 
 
-def real(least: float = 0.0, above: float = -math.inf, most: float = math.inf) -> Kind:
+def real(least: float = 0.0, above: float = -math.inf, most: float = math.inf) -> AllowedValues:
     """Numbers, of Python or NumPy, from `least` to `most` and above `above`; neither bools nor nan."""
 
     def take(value: Any) -> float:
@@ -85,10 +89,10 @@ def real(least: float = 0.0, above: float = -math.inf, most: float = math.inf) -
         return float(value)
 
     limits = f"above {above:g}" if above >= least else f"of at least {least:g}"
-    return Kind(f"a {'finite ' if most < math.inf else ''}number {limits}", take)
+    return AllowedValues(f"a {'finite ' if most < math.inf else ''}number {limits}", take)
 
 
-def one_of(*known: str) -> Kind:
+def one_of(*known: str) -> AllowedValues:
     """Some texts."""
 
     def take(value: Any) -> str:
@@ -96,7 +100,7 @@ def one_of(*known: str) -> Kind:
             raise ValueError
         return value
 
-    return Kind(
+    return AllowedValues(
         " or ".join(map(repr, known))
         if len(known) < 3
         else f"one of {', '.join(map(repr, known))}",
@@ -104,7 +108,7 @@ def one_of(*known: str) -> Kind:
     )
 
 
-def instance(expected: str, *types: type) -> Kind:
+def instance(expected: str, *types: type) -> AllowedValues:
     """Instances of any of the types."""
 
     def take(value: Any) -> Any:
@@ -112,10 +116,10 @@ def instance(expected: str, *types: type) -> Kind:
             raise TypeError
         return value
 
-    return Kind(expected, take)
+    return AllowedValues(expected, take)
 
 
-def that(expected: str, holds: Callable[[Any], bool]) -> Kind:
+def satisfying(expected: str, holds: Callable[[Any], bool]) -> AllowedValues:
     """Values for which `holds`."""
 
     def take(value: Any) -> Any:
@@ -123,10 +127,12 @@ def that(expected: str, holds: Callable[[Any], bool]) -> Kind:
             raise ValueError
         return value
 
-    return Kind(expected, take)
+    return AllowedValues(expected, take)
 
 
-def items(kind: Kind, expected: str, least: int = 0, most: int | None = None) -> Kind:
+def items(
+    kind: AllowedValues, expected: str, least: int = 0, most: int | None = None
+) -> AllowedValues:
     """Lists, tuples, ranges and arrays of `least` to `most` values of one kind, as tuples."""
 
     def take(value: Any) -> tuple[Any, ...]:
@@ -136,10 +142,10 @@ def items(kind: Kind, expected: str, least: int = 0, most: int | None = None) ->
             raise ValueError
         return tuple(map(kind.take, value))
 
-    return Kind(expected, take)
+    return AllowedValues(expected, take)
 
 
-def by_name(kind: Kind, expected: str) -> Kind:
+def by_name(kind: AllowedValues, expected: str) -> AllowedValues:
     """Mappings from texts that are not empty to values of one kind, as dicts."""
 
     def take(value: Any) -> dict[str, Any]:
@@ -149,15 +155,15 @@ def by_name(kind: Kind, expected: str) -> Kind:
             raise TypeError
         return {name: kind.take(each) for name, each in value.items()}
 
-    return Kind(expected, take)
+    return AllowedValues(expected, take)
 
 
-NONE = that("None", lambda value: value is None)
-FLAG = Kind("True or False", lambda value: bool(instance("", bool, np.bool_).take(value)))
-TEXT = that("a text that is not empty", lambda value: isinstance(value, str) and value != "")
-PATH = that(
+NONE = satisfying("None", lambda value: value is None)
+FLAG = AllowedValues("True or False", lambda value: bool(instance("", bool, np.bool_).take(value)))
+TEXT = satisfying("a text that is not empty", lambda value: isinstance(value, str) and value != "")
+PATH = satisfying(
     "a path", lambda value: isinstance(value, Path) or (isinstance(value, str) and value != "")
 )
-FUNCTION = that("a function", callable)
+FUNCTION = satisfying("a function", callable)
 BYTES = real(above=0.0)
-SHAPE = items(whole(), "a mesh shape such as (2, 4)", least=1, most=4)
+SHAPE = items(integer(), "a mesh shape such as (2, 4)", least=1, most=4)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from autopar.checks import NONE, SHAPE, Kind, checked, instance, items, shown, whole
+from autopar.checks import NONE, SHAPE, AllowedValues, checked, instance, integer, items, short_repr
 from autopar.ir.spec import AnyMesh, LogicalMesh
 from autopar.plan import Plan, Stage
 from simulator.hardware.cluster import Cluster
@@ -30,9 +30,15 @@ def _distinct_devices(value: Any) -> tuple[Device, ...]:
     return devices
 
 
-DEVICES = Kind(
+DEVICES = AllowedValues(
     "a jax.sharding.Mesh, a mesh shape such as (2, 4), a number or a list of devices, each once",
-    (NONE | instance("", Mesh, AbstractMesh) | whole() | SHAPE | Kind("", _distinct_devices)).take,
+    (
+        NONE
+        | instance("", Mesh, AbstractMesh)
+        | integer()
+        | SHAPE
+        | AllowedValues("", _distinct_devices)
+    ).take,
 )
 """`Devices`, with tuples for other sequences."""
 
@@ -115,25 +121,25 @@ def _choose(devices: Devices, count: int | None) -> tuple[list[Device], tuple[in
     return present[:wanted], sizes
 
 
-def mesh_on(cluster: AnyCluster, devices: Devices) -> LogicalMesh:
+def mesh_on_cluster(cluster: AnyCluster, devices: Devices) -> LogicalMesh:
     """The mesh that the user means, of the first devices of a cluster that need not be here.
 
     Raises:
         ValueError: the cluster has fewer devices, or `devices` are some that are here, and another number of them.
     """
-    mesh, there = mesh_meant(devices, cluster.num_devices), cluster.num_devices
+    mesh, there = requested_mesh(devices, cluster.num_devices), cluster.num_devices
     are_here = isinstance(devices, Mesh) or (
         isinstance(devices, tuple) and isinstance(devices[0], jax.Device)
     )
     if mesh.num_devices > there or (are_here and mesh.num_devices != there):
         raise ValueError(
-            f"devices is {shown(devices)}, {mesh.num_devices} of them, but cluster {cluster.name!r} has {there}; give the shape of a"
+            f"devices is {short_repr(devices)}, {mesh.num_devices} of them, but cluster {cluster.name!r} has {there}; give the shape of a"
             f" mesh of its first devices, such as ({there},)"
         )
     return mesh
 
 
-def mesh_meant(devices: Devices, count: int) -> LogicalMesh:
+def requested_mesh(devices: Devices, count: int) -> LogicalMesh:
     """The logical mesh that the user means, where all devices are `count`."""
     match devices:
         case None:
@@ -205,7 +211,7 @@ def cluster_of_kind(device_kind: str) -> str:
     return "dgx_a100_80"
 
 
-def is_here(cluster: Cluster, devices: Sequence[Device]) -> bool:
+def devices_match(cluster: Cluster, devices: Sequence[Device]) -> bool:
     """Whether the devices may be those of `cluster`: a GPU of unknown name may be any GPU."""
     if (devices[0].platform == "cpu") != (cluster.device.kind == "cpu"):
         return False

@@ -17,11 +17,11 @@ from autopar.checks import (
     check,
     checked,
     instance,
+    integer,
     one_of,
-    that,
-    whole,
+    satisfying,
 )
-from autopar.devices import DEVICES, Devices, device_mesh, mesh_meant
+from autopar.devices import DEVICES, Devices, device_mesh, requested_mesh
 from autopar.ir.layers import AutoLayerOption, LayerOption
 from autopar.ir.step_graph import StepGraph
 from autopar.pipeline.pipeline_schedules import Pipeline, schedule_kind, schedule_names
@@ -74,7 +74,7 @@ class PlanningMethod:
         return self.sharding
 
     def __post_init__(self) -> None:
-        check(self, num_micro_batches=whole(), **_COMMON)
+        check(self, num_micro_batches=integer(), **_COMMON)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class PipeshardParallel(PlanningMethod):
     num_chunks: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
-        count = whole() | one_of("auto")
+        count = integer() | one_of("auto")
         check(
             self,
             num_micro_batches=count,
@@ -252,9 +252,9 @@ def get_3d_parallel_method(
     """
     degrees = {"operator_parallel": operator_parallel, "pipeline_parallel": pipeline_parallel}
     operator_parallel, pipeline_parallel = (
-        checked(name, each, whole()) for name, each in degrees.items()
+        checked(name, each, integer()) for name, each in degrees.items()
     )
-    data_parallel = checked("data_parallel", data_parallel, whole(-1))
+    data_parallel = checked("data_parallel", data_parallel, integer(-1))
     degenerates = checked(
         "allow_degenerate_into_shard_parallel", allow_degenerate_into_shard_parallel, FLAG
     )
@@ -298,11 +298,11 @@ def reshaped(devices: Devices, shape: tuple[int, ...]) -> Devices:
 
 def device_count(devices: Devices) -> int:
     """How many devices are meant."""
-    return len(jax.devices()) if devices is None else mesh_meant(devices, 0).num_devices
+    return len(jax.devices()) if devices is None else requested_mesh(devices, 0).num_devices
 
 
 PLAN = instance("an autopar.Plan, such as plan_step returns", Plan)
-_PARALLELIZED = that(
+_PARALLELIZED = satisfying(
     "what autopar.parallelize returns", lambda step: hasattr(step, "get_last_executable")
 )
 
@@ -339,7 +339,7 @@ class FollowParallel:
     num_micro_batches: int | None = None
 
     def __post_init__(self) -> None:
-        check(self, src_func=_PARALLELIZED, num_micro_batches=whole() | NONE)
+        check(self, src_func=_PARALLELIZED, num_micro_batches=integer() | NONE)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class Value(_Array):
     axes: tuple[AxisUse, ...] = ()
 
 
-class Constraint(_Array):
+class ShardingConstraint(_Array):
     """The sharding of a value inside a stage.
 
     Attributes:
@@ -115,7 +115,7 @@ class Stage(_Model):
     axis_names: tuple[str, ...]
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    constraints: tuple[Constraint, ...] = ()
+    constraints: tuple[ShardingConstraint, ...] = ()
     deferred: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
     devices: tuple[int, ...]
@@ -331,7 +331,9 @@ class Plan(_Model):
         return captured.get()
 
 
-def _row(name: str, role: str, value: Value | Constraint, mesh: LogicalMesh) -> Iterable[str]:
+def _row(
+    name: str, role: str, value: Value | ShardingConstraint, mesh: LogicalMesh
+) -> Iterable[str]:
     spec = spec_text(partition_spec(value.spec))
     return name, role, str(value.shape), value.dtype, spec, f"{value.device_bytes(mesh):,}"
 

@@ -11,7 +11,7 @@ from rich.console import Console
 PROGRESS_VARIABLE = "AUTOPAR_PROGRESS"
 
 
-def tell(text: str) -> None:
+def log_progress(text: str) -> None:
     """Show a line of progress, if anybody wants to see it."""
     wanted = os.environ.get(PROGRESS_VARIABLE)
     if wanted == "1" or (wanted != "0" and sys.stderr.isatty()):

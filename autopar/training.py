@@ -14,10 +14,10 @@ from autopar.checkpoint.locks import lock
 from autopar.checkpoint.manifest import check_keep, directory_path
 from autopar.checkpoint.restoring import restore_last
 from autopar.checkpoint.saving import finish_saving, forget_saving
-from autopar.checks import FUNCTION, NONE, checked, instance, that, whole
+from autopar.checks import FUNCTION, NONE, checked, instance, integer, satisfying
 from autopar.hosts import session
 from autopar.hosts.errors import HostsError
-from autopar.progress import tell
+from autopar.progress import log_progress
 from autopar.runtime.data_loader import DataLoader, MeshDriverDataLoader
 from autopar.tracing.trace import abstract
 
@@ -66,7 +66,9 @@ def train(
     checked(
         "step",
         step,
-        that("what autopar.parallelize returns", lambda step: hasattr(step, "get_executable")),
+        satisfying(
+            "what autopar.parallelize returns", lambda step: hasattr(step, "get_executable")
+        ),
     )
     checked(
         "batches",
@@ -75,10 +77,10 @@ def train(
         | FUNCTION,
     )
     num_steps, max_failures = (
-        checked("num_steps", num_steps, whole(0)),
-        checked("max_failures", max_failures, whole(0)),
+        checked("num_steps", num_steps, integer(0)),
+        checked("max_failures", max_failures, integer(0)),
     )
-    save_every = checked("save_every", save_every, whole())
+    save_every = checked("save_every", save_every, integer())
     checked("on_step", on_step, FUNCTION | NONE)
     check_keep(keep)
     directory, avals = directory_path(ckpt_dir), jax.tree.map(abstract, state)
@@ -117,7 +119,7 @@ def _run(loop: "_Loop", state: Any, directory: Path, num_steps: int, max_failure
             if failures > max_failures:
                 raise
             state = None  # it was on these hosts
-            tell(f"{error}; going on from step {last}")
+            log_progress(f"{error}; going on from step {last}")
 
 
 class _Loop:

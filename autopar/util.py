@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from autopar.checks import NONE, checked, real, whole
+from autopar.checks import NONE, checked, integer, real
 from autopar.ir.keys import impl_of, is_key
 
 
@@ -30,7 +30,7 @@ def benchmark_func(
         Array of shape (repeat,).
     """
     warmup, repeat, number = (
-        checked(name, given, whole(least))
+        checked(name, given, integer(least))
         for name, given, least in (
             ("warmup", warmup, 0),
             ("repeat", repeat, 1),

@@ -9,7 +9,7 @@ from typing import Literal as OneOf
 
 from jax.extend.core import Literal, Var
 
-from autopar.analysis.replay import Played, replay
+from autopar.analysis.replay import ShardedEquation, replay
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.planned import PlannedStep
@@ -45,8 +45,8 @@ def with_axis_uses(step: StepGraph, plan: Plan) -> Plan:
 
 
 def _uses(
-    step: StepGraph, stage: Stage, equations: tuple[Played, ...]
-) -> dict[int, list[tuple[Played, int]]]:
+    step: StepGraph, stage: Stage, equations: tuple[ShardedEquation, ...]
+) -> dict[int, list[tuple[ShardedEquation, int]]]:
     """For each parameter the equations, and operands of them, in which it (or what is made of it alone) meets the batch.
 
     The backward pass reads kernels transposed, so it is left out where there is a forward one.
@@ -56,7 +56,7 @@ def _uses(
         for i, (var, value) in enumerate(zip(step.jaxpr.invars, stage.inputs, strict=True))
         if value.role == "parameter"
     }
-    uses: dict[int, list[tuple[Played, int]]] = {
+    uses: dict[int, list[tuple[ShardedEquation, int]]] = {
         i: [] for sources in made_of.values() for i in sources
     }
     for each in equations:
@@ -75,13 +75,13 @@ def _uses(
     }
 
 
-def _is_backward(each: Played) -> bool:
+def _is_backward(each: ShardedEquation) -> bool:
     return "transpose(" in str(
         each.eqn.source_info.name_stack
     )  # JAX's mark of a transposed function
 
 
-def _split(each: Played, operand: int, axis: str) -> Split:
+def _split(each: ShardedEquation, operand: int, axis: str) -> Split:
     """What `axis` splits in an equation that reads a parameter as its operand number `operand`."""
     factors = each.factors
     assert factors is not None, "pass-through equations have no batch factors"
@@ -105,7 +105,7 @@ def _split(each: Played, operand: int, axis: str) -> Split:
 
 
 def _completions(
-    update: Atom | None, value: Value, makers: Mapping[Var, Played]
+    update: Atom | None, value: Value, makers: Mapping[Var, ShardedEquation]
 ) -> dict[str, set[_Completion]]:
     """For each axis the collectives that complete the gradient of a parameter: those that its new value is made with."""
     found: dict[str, set[_Completion]] = {}

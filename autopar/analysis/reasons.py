@@ -9,7 +9,7 @@ import numpy as np
 
 from autopar.analysis.choices import Choices, recover
 from autopar.analysis.descriptions import describe, describe_spec
-from autopar.analysis.replay import Played
+from autopar.analysis.replay import ShardedEquation
 from autopar.analysis.reshardings import value_names
 from autopar.ir.equation_work import array_bytes
 from autopar.ir.graph import Atom, aval_of
@@ -159,7 +159,7 @@ class _Teller:
             self._runners_up(placement.decision, [describe_spec(s) for s in placement.specs]),
         )
 
-    def equation(self, each: Played) -> Reason:
+    def equation(self, each: ShardedEquation) -> Reason:
         placement = self.choices.decisions.placements[each.eqn.outvars[0]]
         seconds, runners_up, follows = _NO_SECONDS, (), ""
         if placement is None:
@@ -205,7 +205,7 @@ class _Teller:
         aval = aval_of(atom)
         return array_bytes(local_shape(aval.shape, spec, self.choices.replay.mesh), aval.dtype)
 
-    def _candidates(self, each: Played, placement: Placement) -> tuple[RunnerUp, ...]:
+    def _candidates(self, each: ShardedEquation, placement: Placement) -> tuple[RunnerUp, ...]:
         factors = each.factors
         assert factors is not None, "pass-through equations decide nothing"
         required = {use.operand: use.required for use in self.choices.reads[each.number]}
@@ -223,7 +223,7 @@ class _Teller:
         order.remove(self.choices.taken[decision])
         return tuple(RunnerUp(texts[k], float(extra[k])) for k in order[: self.count])
 
-    def _followed(self, each: Played, placement: Placement) -> tuple[str, str]:
+    def _followed(self, each: ShardedEquation, placement: Placement) -> tuple[str, str]:
         """What an equation follows (its largest operand that the same decision places and that it reads as it is) and why."""
         moved = {use.operand for use in self.choices.reads[each.number]}
         placed = [(k, a) for k, a in enumerate(each.eqn.invars) if each.sources[k] is not None]
@@ -247,7 +247,7 @@ class _Teller:
         return None if placement is None else placement.decision
 
 
-def _choice(each: Played) -> str:
+def _choice(each: ShardedEquation) -> str:
     if each.factors is None:
         return "as its operand"
     return describe(each.factors, each.assignment, each.results[0], each.batch)

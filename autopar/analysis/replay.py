@@ -17,7 +17,7 @@ from autopar.sharding.dataflow import analyse
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ShardedEquation:
     """One equation as the plan runs it.
 
     Attributes:
@@ -73,7 +73,7 @@ class Replay:
     """
 
     mesh: LogicalMesh
-    equations: tuple[Played, ...]
+    equations: tuple[ShardedEquation, ...]
     values: dict[Var, Spec]
 
 
@@ -130,7 +130,7 @@ def replay(planned: Planned) -> Replay:
             for spec, v in zip(results, eqn.outvars, strict=True)
         )
         equations.append(
-            Played(
+            ShardedEquation(
                 number,
                 eqn,
                 factors,
@@ -157,7 +157,7 @@ def completions(
 
 
 def equation_name(eqn: JaxprEqn) -> str:
-    """Its place in the model and its primitive, as in `autopar.plan.Constraint`."""
+    """Its place in the model and its primitive, as in `autopar.plan.ShardingConstraint`."""
     return f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autopar.checkpoint.manifest import CheckpointError
-from autopar.progress import tell
+from autopar.progress import log_progress
 
 LOCK = "autopar.lock"
 STALE_SECONDS = 120
@@ -154,7 +154,7 @@ class DirectoryLock:
                 f"{self.file.parent} is in use by {named}{seen}: it trains or saves there. Wait until it has ended, or use another"
                 f" directory; remove {self.file} only if you know that the process is gone"
             )
-        tell(f"taking over {self.file} of {named}, which is gone")
+        log_progress(f"taking over {self.file} of {named}, which is gone")
         return True
 
     def _beat(self) -> None:

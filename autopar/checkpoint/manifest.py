@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from autopar.checks import NONE, Kind, checked, whole
+from autopar.checks import NONE, AllowedValues, checked, integer
 from autopar.lowering.cross_mesh_resharding import Tile
 
 _MANIFEST = "manifest.json"
@@ -179,13 +179,15 @@ def directory_path(ckpt_dir: str | os.PathLike[str]) -> Path:
 
 def check_step(step: object) -> None:
     """Raise ValueError unless `step` is the number of a step."""
-    checked("step", step, Kind("a number from 0", whole(0).take))
+    checked("step", step, AllowedValues("a number from 0", integer(0).take))
 
 
 def check_keep(keep: object) -> None:
     """Raise ValueError unless `keep` is a number of checkpoints or None."""
     checked(
-        "keep", keep, Kind("a number of checkpoints, or None to keep all", (whole() | NONE).take)
+        "keep",
+        keep,
+        AllowedValues("a number of checkpoints, or None to keep all", (integer() | NONE).take),
     )
 
 

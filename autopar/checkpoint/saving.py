@@ -29,7 +29,7 @@ from autopar.checkpoint.parts import copied, in_part, tile_of, write
 from autopar.ir.array_handle import ArrayHandle
 from autopar.ir.keys import is_key
 from autopar.lowering.cross_mesh_resharding import Tile
-from autopar.progress import tell
+from autopar.progress import log_progress
 
 _HERE = "driver"
 """The part that this process writes."""
@@ -130,7 +130,7 @@ def forget_saving() -> None:
     try:
         finish_saving()
     except Exception as error:
-        tell(f"a checkpoint could not be written: {error}")
+        log_progress(f"a checkpoint could not be written: {error}")
 
 
 def _write(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autopar.hosts.errors import HostsError
 from autopar.hosts.ray_private import found_address
-from autopar.progress import tell
+from autopar.progress import log_progress
 from autopar.runtime.local_backend import LOCAL, use_backend
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def join(
         leave()
         raise
     _asked = num_nodes, num_devices_per_node, timeout
-    tell(f"joined Ray at {ray.get_runtime_context().gcs_address}")
+    log_progress(f"joined Ray at {ray.get_runtime_context().gcs_address}")
 
 
 def rejoin() -> None:

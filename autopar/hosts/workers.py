@@ -33,7 +33,7 @@ from autopar.hosts.errors import (
 from autopar.hosts.health import Doing, Silent, State, Watch, culprit, silence_seconds
 from autopar.hosts.ray_private import python_of_workers
 from autopar.hosts.worker import Group, InstructionError, Worker
-from autopar.progress import tell
+from autopar.progress import log_progress
 from autopar.runtime.batch_reading import DataLoaderError
 
 _CHANGES = frozenset({"run", "put", "zeros", "copy", "restore", "unload"})
@@ -180,7 +180,7 @@ class Workers:
             ) from None
         for host, each in enumerate(found):
             check_versions(host, self.addresses[host], here, each["versions"])
-        tell(f"{len(self.numbers)} hosts with {self.num_devices} {self.platform} devices")
+        log_progress(f"{len(self.numbers)} hosts with {self.num_devices} {self.platform} devices")
 
     def _join(self, groups: frozenset[tuple[int, ...]]) -> None:
         """Have the workers form groups. A process can do so only once, so others take the place of those that have."""

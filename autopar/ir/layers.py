@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 from jax.extend.core import Literal as JaxLiteral
 from jax.extend.core.primitives import jit_p
 
-from autopar.checks import FLAG, NONE, check, items, one_of, real, that, whole
+from autopar.checks import FLAG, NONE, check, integer, items, one_of, real, satisfying
 from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.equation_work import array_bytes, kernel_of
 from autopar.ir.flatten import flatten
@@ -89,7 +89,7 @@ class AutoLayerOption:
         check(
             self,
             LayerError,
-            layer_num=whole(),
+            layer_num=integer(),
             remat_layer=FLAG | one_of("auto"),
             eps=real(),
             cost_criteria=one_of("flops", "count"),
@@ -119,13 +119,13 @@ class FollowLayerOption:
     remat_layer: Literal[False] = False
 
     def __post_init__(self) -> None:
-        homes = items(whole(0) | NONE, "a sequence of layers, or None, for each input")
+        homes = items(integer(0) | NONE, "a sequence of layers, or None, for each input")
         check(
             self,
             LayerError,
             inputs=homes,
-            num_layers=whole(),
-            remat_layer=that("False", lambda value: value is False),
+            num_layers=integer(),
+            remat_layer=satisfying("False", lambda value: value is False),
         )
 
     @property

@@ -12,13 +12,13 @@ from autopar.checks import (
     NONE,
     PATH,
     SHAPE,
-    Kind,
+    AllowedValues,
     check,
     instance,
+    integer,
     items,
     one_of,
     real,
-    whole,
 )
 from autopar.sharding.options import AUTO, ShardingOptions
 
@@ -44,7 +44,7 @@ class Assignment:
     options: ShardingOptions = AUTO
 
 
-_PHYSICAL = items(whole(), "(hosts, devices per host), such as (1, 4)", least=2, most=2)
+_PHYSICAL = items(integer(), "(hosts, devices per host), such as (1, 4)", least=2, most=2)
 
 
 type Placement = Callable[[int], Sequence[int]]
@@ -69,7 +69,7 @@ class UniformStageOption:
         check(
             self,
             StageError,
-            num_stages=whole() | NONE,
+            num_stages=integer() | NONE,
             submesh_physical_shape=_PHYSICAL | NONE,
             submesh_logical_shape=SHAPE | NONE,
         )
@@ -141,7 +141,7 @@ class ManualStageOption:
     submesh_devices: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
-        numbers = items(whole(0), "whole numbers", least=1)
+        numbers = items(integer(0), "whole numbers", least=1)
         check(
             self,
             StageError,
@@ -235,7 +235,7 @@ def _changes(value: object) -> dict:
     return fields
 
 
-_CHANGES = Kind("", _changes)
+_CHANGES = AllowedValues("", _changes)
 
 PhysicalSpace = Literal["power_of_two", "small_power_of_two", "whole_hosts", "all"]
 """Submeshes that stages may get: powers of two devices of a host and powers of two hosts; the same with at most four hosts; the same

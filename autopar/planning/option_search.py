@@ -28,7 +28,7 @@ from autopar.pipeline.stage_options import (
 from autopar.plan import WHOLE_STEP, PipelineSchedule, Plan
 from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.stage_problem import NoStagesError
-from autopar.progress import tell
+from autopar.progress import log_progress
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
 
@@ -163,7 +163,7 @@ def search(
             spent += sum(each.planning_seconds for each in plans)
             found.append((step, best))
         if several:
-            tell(str(_last[-1]))
+            log_progress(str(_last[-1]))
     if not found:
         raise refused[0]
     step, plan = min(found, key=lambda each: each[1].predicted_seconds)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from autopar._cpython import builds_graphs
-from autopar.checks import SHAPE, OptionError, checked, instance, shown
-from autopar.devices import logical_mesh, mesh_meant, mesh_on
+from autopar.checks import SHAPE, OptionError, checked, instance, short_repr
+from autopar.devices import logical_mesh, mesh_on_cluster, requested_mesh
 from autopar.ir.spec import LogicalMesh
 from autopar.methods import PipeshardParallel, PlanningMethod, ShardParallel
 from autopar.plan import Plan
@@ -53,7 +53,7 @@ def plan_step(
     cluster = any_cluster(cluster)
     if method.cluster is not None and any_cluster(method.cluster) != cluster:
         raise OptionError(
-            f"cluster is {cluster.name!r}, but method.cluster is {shown(method.cluster)}; leave the method's out"
+            f"cluster is {cluster.name!r}, but method.cluster is {short_repr(method.cluster)}; leave the method's out"
         )
     batch_argnums = checked_step(fun, args, batch_argnums)
     mesh = _mesh(method, cluster, mesh_shape)
@@ -95,7 +95,7 @@ def checked_step(
     """The numbers of the batch arguments of a step, which is checked."""
     if not callable(fun) or hasattr(fun, "get_last_executable"):
         raise OptionError(
-            f"fun is {shown(fun)}, expected a function of arrays; of a parallelized one take its .fun"
+            f"fun is {short_repr(fun)}, expected a function of arrays; of a parallelized one take its .fun"
         )
     checked("args", args, _ARGS)
     try:
@@ -111,11 +111,11 @@ def _mesh(
 ) -> LogicalMesh:
     """The logical mesh that a step is planned for."""
     if mesh_shape is None:
-        return mesh_on(cluster, method.devices)
+        return mesh_on_cluster(cluster, method.devices)
     mesh = logical_mesh(checked("mesh_shape", mesh_shape, SHAPE))
     if method.devices is None:
         return mesh
-    own = mesh_meant(method.devices, cluster.num_devices)
+    own = requested_mesh(method.devices, cluster.num_devices)
     agree = (
         own.num_devices == mesh.num_devices
         if isinstance(method, PipeshardParallel)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from autopar.devices import Device, is_here, logical_mesh
+from autopar.devices import Device, devices_match, logical_mesh
 from autopar.lowering.stage_lowering import StageLowering, TaskFunction
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.pipeline.stage_options import StageError
@@ -24,7 +24,7 @@ from autopar.plan import Stage
 from autopar.planning.layer_ranges import graph_key
 from autopar.planning.stage_costs import SolvedStage
 from autopar.planning.step_planner import stage_of
-from autopar.progress import tell
+from autopar.progress import log_progress
 from autopar.util import zeros
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.heterogeneous import AnyCluster
@@ -84,7 +84,7 @@ class StageProfiler:
                 f"profile=True measures stages, but devices differ in cluster {cluster.name!r}, and all stages would be measured on"
                 f" the first ones of {here}; plan with profile=False, or for one of its pools"
             )
-        if not is_here(cluster, self._devices):
+        if not devices_match(cluster, self._devices):
             raise StageError(
                 f"profile=True measures stages, but cluster {cluster.name!r} has {cluster.device.name} and here are {here};"
                 " plan with profile=False, or where that cluster is"
@@ -99,7 +99,7 @@ class StageProfiler:
         self.known = {} if self._file is None else _load(self._file)
         self.num_measured = 0
         if self.known:
-            tell(f"{len(self.known)} stages are known from {file}")
+            log_progress(f"{len(self.known)} stages are known from {file}")
 
     def __call__(self, graph: StageGraph, solved: SolvedStage) -> SolvedStage:
         """The stage with the seconds that it takes on the first devices; with endless memory needs if they have too little."""
@@ -119,7 +119,7 @@ class StageProfiler:
             if self._file is not None:
                 _save(self._file, self.known)
             found = "too little memory" if seconds is None else _milliseconds(seconds)
-            tell(
+            log_progress(
                 f"stage {self.num_measured} measured: {len(graph.step.jaxpr.eqns)} equations on mesh"
                 f" {' x '.join(map(str, solved.shape))}: {found} (predicted {_milliseconds(solved.phases)});"
                 f" that took {time.perf_counter() - start:.2f} s"

@@ -12,7 +12,7 @@ from autopar.ir.control_flow import loop_p
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
-from autopar.plan import Constraint, MemorySplit, Plan, Stage, TimeSplit, Value
+from autopar.plan import MemorySplit, Plan, ShardingConstraint, Stage, TimeSplit, Value
 from autopar.primitives import is_replicated_only
 from autopar.primitives.partitioner_defects import is_shardwise
 from autopar.sharding.options import ShardingOptions
@@ -79,7 +79,7 @@ def _left_to_xla(step: StepGraph, plan: Plan) -> Plan:
     (stage,) = plan.stages
     eqns = step.jaxpr.eqns
 
-    def stays(constraint: Constraint) -> bool:
+    def stays(constraint: ShardingConstraint) -> bool:
         eqn = eqns[constraint.eqn]
         return is_shardwise(eqn) or (eqn.primitive.name == "name" and constraint.side == "out")
 
@@ -117,7 +117,7 @@ def stage_of(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:
             "index": constraint.index,
             "spec": constraint.spec,
         }
-        constraints.append(Constraint(**at, name=name, **_array(aval)))
+        constraints.append(ShardingConstraint(**at, name=name, **_array(aval)))
     return Stage(
         mesh_shape=mesh.shape,
         axis_names=mesh.axis_names,

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Literal
 
 from autopar.analysis.choices import recover
-from autopar.analysis.replay import Played
+from autopar.analysis.replay import ShardedEquation
 from autopar.analysis.reshardings import resharding_in
 from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.equation_work import array_bytes, kernel_of
@@ -149,7 +149,7 @@ class _Told:
                 name, found[0][0] if found else "", axes, communication, part
             )
 
-    def _kernel(self, each: Played) -> Kernel:
+    def _kernel(self, each: ShardedEquation) -> Kernel:
         if each.eqn.primitive in MARKERS or each.factors is None or not each.eqn.outvars:
             return Kernel("", "memory", 0.0, 0.0)
         atoms, specs = (*each.eqn.invars, *each.eqn.outvars), (*each.operands, *each.results)

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from autopar.checks import checked, one_of, whole
+from autopar.checks import checked, integer, one_of
 from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.equation_work import kernel_of
 from autopar.ir.graph import aval_of
@@ -82,7 +82,7 @@ def predict(
     Args:
         tokens: that the step learns from, for the throughput; the others as of `compile_step`.
     """
-    cluster, tokens = any_cluster(cluster), checked("tokens", tokens, whole(0))
+    cluster, tokens = any_cluster(cluster), checked("tokens", tokens, integer(0))
     timeline = simulate(
         fun,
         args,

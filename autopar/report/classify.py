@@ -22,10 +22,10 @@ from autopar.plan import AxisUse, OperatorKind, Plan, Stage, Value, spec_text
 type DataKind = OneOf["data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
 """The axis splits the batch; ZeRO also stores in parts the optimizer state (1), and gradients (2), and parameters (3)."""
 
-type Kind = DataKind | OperatorKind | OneOf["stored in parts", "replicated"]
+type ParallelismKind = DataKind | OperatorKind | OneOf["stored in parts", "replicated"]
 
-_DATA: tuple[Kind, ...] = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-_OPERATOR: tuple[Kind, ...] = ("column", "row", "vocab", "expert", "sequence")
+_DATA: tuple[ParallelismKind, ...] = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+_OPERATOR: tuple[ParallelismKind, ...] = ("column", "row", "vocab", "expert", "sequence")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class ParameterClass:
     array: str
     spec: Spec
     num_bytes: int
-    kinds: tuple[tuple[str, tuple[Kind, ...]], ...]
+    kinds: tuple[tuple[str, tuple[ParallelismKind, ...]], ...]
 
     @property
     def label(self) -> str:
         """E.g. `column on x`, or `data parallel on x, row on y`."""
-        groups: dict[tuple[Kind, ...], list[str]] = {}
+        groups: dict[tuple[ParallelismKind, ...], list[str]] = {}
         for axis, kinds in self.kinds:
             groups.setdefault(kinds, []).append(axis)
         phrases = (
@@ -159,14 +159,14 @@ def _with_uses(planned: Planned, stage: int | None) -> Plan:
     return one.plan if one is planned else with_axis_uses(one.step, one.plan)
 
 
-def _kinds(use: AxisUse, stored: bool, state: bool) -> tuple[Kind, ...]:
+def _kinds(use: AxisUse, stored: bool, state: bool) -> tuple[ParallelismKind, ...]:
     """The kinds of parallelism along an axis, from its use of a parameter and from what is stored in parts."""
-    operator: tuple[Kind, ...] = tuple(kind for kind in _OPERATOR if kind in use.splits)
+    operator: tuple[ParallelismKind, ...] = tuple(kind for kind in _OPERATOR if kind in use.splits)
     if operator == ("column", "vocab"):  # an embedding that also gives the logits
         operator = ("vocab",)
-    data: tuple[Kind, ...] = ()
+    data: tuple[ParallelismKind, ...] = ()
     if "batch" in use.splits:
-        kind: Kind = "data parallel"
+        kind: ParallelismKind = "data parallel"
         if stored and not operator:
             kind = "ZeRO-3"
         elif state and not operator:
@@ -194,20 +194,22 @@ def _state_axes(value: Value, stage: Stage) -> frozenset[str]:
     )
 
 
-def _axis_label(kinds: list[tuple[int, tuple[Kind, ...]]]) -> str:
+def _axis_label(kinds: list[tuple[int, tuple[ParallelismKind, ...]]]) -> str:
     """One phrase for what all parameters, given as (bytes, kinds), do along an axis."""
-    weight: Counter[Kind] = Counter()
+    weight: Counter[ParallelismKind] = Counter()
     for num_bytes, own in kinds:
         weight.update(dict.fromkeys(own, num_bytes))
-    data: list[Kind] = [kind for kind in _DATA if kind in weight]
-    operator: list[Kind] = [kind for kind in _OPERATOR if kind in weight]
+    data: list[ParallelismKind] = [kind for kind in _DATA if kind in weight]
+    operator: list[ParallelismKind] = [kind for kind in _OPERATOR if kind in weight]
     phrases = list(_phrases(weight, data, operator))
     if not phrases:
         return "stored in parts" if "stored in parts" in weight else "replicated"
     return phrases[0] if len(phrases) == 1 else f"mixture of {' and '.join(phrases)}"
 
 
-def _phrases(weight: Counter[Kind], data: list[Kind], operator: list[Kind]) -> Iterator[str]:
+def _phrases(
+    weight: Counter[ParallelismKind], data: list[ParallelismKind], operator: list[ParallelismKind]
+) -> Iterator[str]:
     if data:
         yield max(data, key=lambda kind: weight[kind])
     if operator:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from autopar.ir.spec import Spec, partition_spec
 from autopar.lowering.planned import Planned
-from autopar.plan import Constraint, Plan, TimeSplit, Value, spec_text
+from autopar.plan import Plan, ShardingConstraint, TimeSplit, Value, spec_text
 from autopar.progress import ranges
 from autopar.report.classify import classify
 from autopar.sharding.options import ShardingOptions
@@ -173,7 +173,7 @@ def _constraints(a: Plan, b: Plan) -> Iterator[str]:
             yield f"{len(pins)} values {name} pinned inside: {_names(pins)}"
 
 
-def _by_place(plan: Plan) -> dict[tuple[int, int, str, int], Constraint]:
+def _by_place(plan: Plan) -> dict[tuple[int, int, str, int], ShardingConstraint]:
     return {
         (s, c.eqn, c.side, c.index): c
         for s, stage in enumerate(plan.stages)
@@ -181,7 +181,7 @@ def _by_place(plan: Plan) -> dict[tuple[int, int, str, int], Constraint]:
     }
 
 
-def _place(constraint: Constraint) -> str:
+def _place(constraint: ShardingConstraint) -> str:
     word = "operand" if constraint.side == "in" else "result"
     return f"{word} {constraint.index} of #{constraint.eqn} {constraint.name}"
 

@@ -9,7 +9,7 @@ from autopar.analysis.descriptions import nearest
 from autopar.ir.spec import LogicalMesh, Spec, from_partition_spec, partition_spec
 from autopar.lowering.placement_specs import PlacementSpec, array_text
 from autopar.lowering.planned import Planned
-from autopar.plan import Constraint, Plan, Stage, Value, spec_text
+from autopar.plan import Plan, ShardingConstraint, Stage, Value, spec_text
 
 type Grid = list[list[str]]
 """For each piece of a two-dimensional slice the devices that hold it."""
@@ -18,7 +18,7 @@ _COLOURS = ("#cfe2f3", "#fce5cd", "#d9ead3", "#f4cccc", "#d9d2e9", "#fff2cc", "#
 
 
 def picture(
-    value: PlacementSpec | Value | Constraint | str,
+    value: PlacementSpec | Value | ShardingConstraint | str,
     plan: Plan | Planned | None = None,
     *,
     html: bool = False,
@@ -59,7 +59,7 @@ def picture(
 
 
 def _resolve(
-    value: PlacementSpec | Value | Constraint | str, plan: Plan | Planned | None
+    value: PlacementSpec | Value | ShardingConstraint | str, plan: Plan | Planned | None
 ) -> tuple[str, tuple[int, ...], Spec, LogicalMesh, str]:
     """Name, shape, spec, mesh and type of what is to be drawn."""
     if isinstance(value, PlacementSpec):
@@ -95,7 +95,7 @@ def _find(path: str, stages: Sequence[Stage]) -> tuple[Value, Stage]:
     return found[path]
 
 
-def _name(value: Value | Constraint) -> str:
+def _name(value: Value | ShardingConstraint) -> str:
     return value.path if isinstance(value, Value) else f"#{value.eqn} {value.name}"
 
 

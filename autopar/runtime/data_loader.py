@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import jax
 
-from autopar.checks import FLAG, checked, whole
+from autopar.checks import FLAG, checked, integer
 from autopar.ir.keys import is_key
 from autopar.lowering.placement_specs import PlacementSpec
 from autopar.runtime.batch_reading import Batches, Form, Reads, ahead
@@ -161,8 +161,8 @@ class MeshDriverDataLoader(_Loader):
                 f"input_iter_func is {input_iter_func!r}, expected a function of start, end, batch_size"
             )
         batch_size, num_samples = (
-            checked("batch_size", batch_size, whole()),
-            checked("num_samples", num_samples, whole()),
+            checked("batch_size", batch_size, integer()),
+            checked("num_samples", num_samples, integer()),
         )
         if batch_size > num_samples:
             raise ValueError(f"batch_size={batch_size}, expected 1 to num_samples={num_samples}")
@@ -235,4 +235,4 @@ def _specs(placement_specs: Any) -> list[PlacementSpec]:
 
 
 def _count(value: int, name: str = "prefetch_size") -> int:
-    return checked(name, value, whole(0))
+    return checked(name, value, integer(0))

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from autopar import report
-from autopar.checks import checked, whole
+from autopar.checks import checked, integer
 from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.job import Array
@@ -213,7 +213,7 @@ class Executable(ABC):
         tokens: int = 0,
     ) -> Prediction:
         """Return where the time and the memory of a step go on a cluster that need not be here; see `autopar.predict`."""
-        cluster, tokens = any_cluster(cluster), checked("tokens", tokens, whole(0))
+        cluster, tokens = any_cluster(cluster), checked("tokens", tokens, integer(0))
         timeline = self.simulate(cluster, donate_argnums=donate_argnums, fidelity=fidelity)
         return prediction_of(timeline, cluster, tokens=tokens)
 

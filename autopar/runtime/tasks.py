@@ -13,7 +13,7 @@ from autopar.lowering.compilation import lower_stage
 from autopar.lowering.planned import PlannedStep
 from autopar.lowering.stage_lowering import TaskFunction
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Task
-from autopar.progress import ranges, tell
+from autopar.progress import log_progress, ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def compile_tasks(
         for function in functions:
             found[function.task] = CompiledTask(function, _compiled(function, mesh))
         layers = f"layers {ranges(stage.layers)} on " if stage.layers else ""
-        tell(
+        log_progress(
             f"stage {number}: {layers}devices {ranges(stage.devices)}, mesh"
             f" {' x '.join(map(str, stage.mesh_shape))}; {len(functions)} tasks compiled in {time.perf_counter() - start:.2f} s"
         )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from jax.sharding import PartitionSpec
 from pydantic import PlainSerializer, PlainValidator
 
-from autopar.checks import FLAG, NONE, TEXT, Kind, by_name, check, instance, one_of, real
+from autopar.checks import FLAG, NONE, TEXT, AllowedValues, by_name, check, instance, one_of, real
 from simulator.work import CollectiveKind
 
 Freedom = Literal["any", "replicated", "sharded"]
@@ -33,7 +33,9 @@ PINS = by_name(
     instance("", PartitionSpec),
     "a dict from paths or names to jax.sharding.PartitionSpecs, {'0/w': P('x')} for instance",
 )
-FORBIDDEN = Kind(f"a set of some of {', '.join(map(repr, get_args(CollectiveKind)))}", _collectives)
+FORBIDDEN = AllowedValues(
+    f"a set of some of {', '.join(map(repr, get_args(CollectiveKind)))}", _collectives
+)
 
 type _Pin = Annotated[PartitionSpec, PlainValidator(_partition_spec), PlainSerializer(list)]
 type _Kinds = Annotated[frozenset[CollectiveKind], PlainSerializer(sorted)]

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from autopar.checks import Kind, OptionError, items, one_of, shown, whole
+from autopar.checks import AllowedValues, OptionError, integer, items, one_of, short_repr
 from autopar.ir.array_handle import ArrayHandle
 
 type Argnums = Literal["auto"] | int | Sequence[int]
 
-_NUMBER_OF_ARGUMENT = whole(-(2**31))
-ARGNUMS = Kind(
+_NUMBER_OF_ARGUMENT = integer(-(2**31))
+ARGNUMS = AllowedValues(
     "the number of an argument or a sequence of numbers",
     lambda given: items(_NUMBER_OF_ARGUMENT, "").take(
         (given,) if isinstance(given, int | np.integer) else given
@@ -188,7 +188,7 @@ def _others(arg: Any) -> list[tuple[Any, Any]]:
 def _refuse(i: int, arg: Any, other: tuple[Any, Any]) -> NoReturn:
     path, leaf = other
     raise TypeError(
-        f"argument {i}, a {type(arg).__name__}, holds {shown(leaf)}{' at ' * bool(path)}{jax.tree_util.keystr(path)}, which is no"
+        f"argument {i}, a {type(arg).__name__}, holds {short_repr(leaf)}{' at ' * bool(path)}{jax.tree_util.keystr(path)}, which is no"
         " array: pass the arrays only, and close the step over the rest (with Equinox by eqx.partition(model, eqx.is_array), and"
         " eqx.combine in the step)"
     )

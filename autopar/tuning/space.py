@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from autopar.checks import checked, that
+from autopar.checks import checked, satisfying
 
 type Candidate = dict[str, Any]
 """A value for each knob."""
@@ -24,7 +24,7 @@ class Space:
     domains: Mapping[str, Domain]
 
     def __post_init__(self) -> None:
-        known = that(
+        known = satisfying(
             "a dict of knobs by name, such as {'tensor': [1, 2, 4, 8]}",
             lambda space: isinstance(space, Mapping),
         )

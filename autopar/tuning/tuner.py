@@ -11,13 +11,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from autopar.api import parallelize
-from autopar.checks import FUNCTION, PATH, checked, instance, one_of, whole
-from autopar.devices import AXIS_NAMES, Devices, device_mesh, is_here
+from autopar.checks import FUNCTION, PATH, checked, instance, integer, one_of
+from autopar.devices import AXIS_NAMES, Devices, device_mesh, devices_match
 from autopar.lowering.target import target_mesh
 from autopar.methods import ManualShardParallel, PlanningMethod
 from autopar.planning.plan_step import plan_step
 from autopar.prediction.predicting import simulate
-from autopar.progress import tell
+from autopar.progress import log_progress
 from autopar.sharding.planner import MemoryBudgetError
 from autopar.tuning.search import Search, search
 from autopar.tuning.space import Candidate, Domain, Space
@@ -64,8 +64,8 @@ def tune(
     )
     cluster = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
     checked("search_by", search_by, one_of(*get_args(Search.__value__)))
-    measure = checked("measure", measure, whole(0))
-    if measure and not is_here(cluster, jax.devices()):
+    measure = checked("measure", measure, integer(0))
+    if measure and not devices_match(cluster, jax.devices()):
         raise ValueError(
             f"measure is {measure}, but the devices here are {jax.devices()[0].device_kind}, not those of {cluster.name!r};"
             " leave it out, or tune for the devices that are here"
@@ -73,7 +73,7 @@ def tune(
 
     def evaluate(candidate: Candidate) -> Trial:
         trial = _predicted(make, candidate, cluster)
-        tell(str(trial))
+        log_progress(str(trial))
         return trial
 
     trials = search(Space(space), evaluate, search_by)
@@ -131,7 +131,7 @@ def _measured(make: Make, trial: Trial) -> Trial:
         trial = replace(trial, status="invalid", reason=f"{type(error).__name__}: {error}")
     else:
         trial = replace(trial, measured_seconds=seconds)
-    tell(str(trial))
+    log_progress(str(trial))
     return trial
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jax.extend.core import Var
 
-from autopar.analysis.replay import Played, replay
+from autopar.analysis.replay import ShardedEquation, replay
 from autopar.ir.control_flow import repeats
 from autopar.ir.equation_work import array_bytes
 from autopar.ir.graph import aval_of
@@ -192,7 +192,7 @@ def planned_collectives(planned: PlannedStep) -> Iterator[Step]:
             yield from reshard(atom, played.values[atom], value.spec)
 
 
-def _completing(played: Played, mesh: LogicalMesh) -> Iterator[Step]:
+def _completing(played: ShardedEquation, mesh: LogicalMesh) -> Iterator[Step]:
     """A reduce_scatter onto each dim of the result that an axis with partial results shards afterwards, an all_reduce over the rest."""
     partial = played.factors.partial_axes(played.assignment) if played.factors else ()
     partial = tuple(axis for axis in partial if axis not in played.deferred)

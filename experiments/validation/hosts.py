@@ -27,7 +27,7 @@ from typing import Any, Literal
 import yaml
 
 import autopar
-from autopar.progress import tell
+from autopar.progress import log_progress
 from autopar.runtime.local_executable import LocalExecutable
 from experiments.measurements import hosts as measurements
 from experiments.measurements.hosts import Running, Seconds, Shape, middle
@@ -293,7 +293,9 @@ def measure_steps(cases: Sequence[Compiled], repeat: int) -> Iterator[Measured]:
     for shape, each in product(SHAPES, cases):
         groups[each.case.hosts_per_stage(shape), shape].append(each)
     for (_, shape), group in sorted(groups.items(), key=lambda item: item[0]):
-        tell(f"steps on {shape[0]} x {shape[1]}: {'; '.join(str(each.case) for each in group)}")
+        log_progress(
+            f"steps on {shape[0]} x {shape[1]}: {'; '.join(str(each.case) for each in group)}"
+        )
         yield from measure(group, shape, repeat)
 
 
@@ -322,13 +324,13 @@ def main() -> None:
         "0"  # else Ray's processes build the environment anew
     )
     use_devices_like(Cluster.load("cpu-virtual"), 8)
-    tell("compiling for one process")
+    log_progress("compiling for one process")
     cases = [Compiled(case) for case in CASES]
     with raylets(max(count for count, _ in SHAPES)):
         rows = list(
             measure_start(next(each for each in cases if each.case.role == "held out"), SHAPES[0])
         )
-        tell("transfers")
+        log_progress("transfers")
         transfers = measure_transfers(flags.repeat)
         steps = list(measure_steps(cases, flags.repeat))
     for where, found in transfers.items():
