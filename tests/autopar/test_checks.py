@@ -20,7 +20,7 @@ class Options:
     count: object = 1
 
     def __post_init__(self):
-        checks.check(self, count=checks.whole() | checks.one_of("auto"))
+        checks.check(self, count=checks.integer() | checks.one_of("auto"))
 
 
 def test_an_option_has_the_form_that_the_program_uses():
