@@ -33,9 +33,9 @@ rule all:
         expand("results/figures/{figure}.svg", figure=sweep.figures),
 
 
-include: "experiments/rules/plan.smk"
-include: "experiments/rules/measure.smk"
-include: "experiments/rules/simulate.smk"
-include: "experiments/rules/collectives.smk"
-include: "experiments/rules/tables.smk"
-include: "experiments/rules/figures.smk"
+include: "experiments/rules/plan_cells.smk"
+include: "experiments/rules/measure_cells.smk"
+include: "experiments/rules/simulate_cells.smk"
+include: "experiments/rules/calibrate_collectives.smk"
+include: "experiments/rules/write_tables.smk"
+include: "experiments/rules/draw_figures.smk"

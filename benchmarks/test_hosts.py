@@ -5,7 +5,7 @@ import pytest
 
 import autopar
 from autopar.hosts import session
-from experiments.measurements.hosts import start_hosts, transfer_chain
+from experiments.measurements.host_timing import start_hosts, transfer_chain
 from experiments.raylets import raylets
 from tests.autopar.pipeline.steps import pipeline, stack_batch, stack_params, stack_step
 

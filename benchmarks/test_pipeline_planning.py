@@ -14,7 +14,7 @@ from autopar.pipeline.pipeline_schedules import Pipeline, make_schedule, schedul
 from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes, logical_shapes
 from autopar.planning.stage_dp import construct_stages
 from autopar.planning.stage_problem import StageCost, StageProblem, in_flight_of
-from experiments.models.published import gpt
+from experiments.models.model_sizes import gpt
 from simulator.hardware.cluster import Cluster
 
 SEQUENCE, VOCABULARY = 1024, 51200

@@ -14,7 +14,7 @@ from autopar.planning.step_planner import make_plan
 from autopar.sharding.options import AUTO
 from autopar.tracing.trace import trace
 from experiments.models import build_model
-from experiments.models.published import gpt
+from experiments.models.model_sizes import gpt
 from simulator.hardware.cluster import Cluster
 
 GPT_125M = {

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from experiments.job import Job, mesh_name
+from experiments.sweep_job import Job, mesh_name
 
 Status = Literal["ok", "out_of_memory", "failed"]
 

@@ -2,7 +2,7 @@
 
     python -m experiments.isolate simulate JOB DIRECTORY [ARGUMENT ...]
 
-starts `experiments.scripts.simulate` with the same arguments. When that ends with an error (an exception, a compiler's abort, a
+starts `experiments.scripts.simulate_cells` with the same arguments. When that ends with an error (an exception, a compiler's abort, a
 kill for lack of memory) the first cell without a result gets one with status "failed" and the reason, and the script is
 started again for the rest.
 """
@@ -14,23 +14,30 @@ import sys
 from pathlib import Path
 
 from experiments.cells import Cell, remaining, write_cell, write_job
-from experiments.job import Job
+from experiments.sweep_job import Job
 
 
-def main(script: str, job_json: str, directory: str, *arguments: str) -> None:
+def main(what: str, job_json: str, directory: str, *arguments: str) -> None:
     job, results = Job.from_json(job_json), Path(directory)
     write_job(results, job)
     while left := remaining(job, results):
         code, errors = _run(
-            [sys.executable, "-m", f"experiments.scripts.{script}", job_json, directory, *arguments]
+            [
+                sys.executable,
+                "-m",
+                f"experiments.scripts.{what}_cells",
+                job_json,
+                directory,
+                *arguments,
+            ]
         )
         if code == 0:
-            assert not remaining(job, results), f"{script} ended well but left out {left}"
+            assert not remaining(job, results), f"{what} ended well but left out {left}"
             return
         failed = remaining(job, results)
         if not failed:
-            raise SystemExit(f"{script} computed every cell and then failed:\n{errors}")
-        write_cell(script, job, results, failed[0], Cell("failed", reason_of(code, errors)))
+            raise SystemExit(f"{what} computed every cell and then failed:\n{errors}")
+        write_cell(what, job, results, failed[0], Cell("failed", reason_of(code, errors)))
 
 
 def reason_of(code: int, errors: str) -> str:

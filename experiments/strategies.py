@@ -18,8 +18,8 @@ import autopar
 from autopar.lowering.target import compile_for, memory_of, target_devices, target_mesh
 from experiments.by_hand import BY_HAND
 from experiments.models.model import Model, ValueAndGrad
-from experiments.planned import SCHEDULED, Pipelined, Planned
-from experiments.strategy import Prediction, Runnable, Shape, Strategy, compile_here, simulated
+from experiments.planned_strategies import SCHEDULED, Pipelined, Planned
+from experiments.strategy import Runnable, Shape, SimulatedStep, Strategy, compile_here, simulated
 from simulator.hardware.cluster import Cluster
 
 
@@ -42,7 +42,7 @@ class Serial:
 
     def predict(
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster
-    ) -> Prediction:
+    ) -> SimulatedStep:
         here = NamedSharding(target_mesh(cluster, (1,), ("device",)), PartitionSpec())
         args = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), model.abstract_args()
@@ -76,7 +76,7 @@ class Pmap:
 
     def predict(
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster
-    ) -> Prediction:
+    ) -> SimulatedStep:
         devices = target_devices(cluster, prod(mesh))
         args = jax.eval_shape(
             partial(_replicate_and_split, count=len(devices)), model.abstract_args()

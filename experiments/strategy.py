@@ -36,7 +36,7 @@ class Runnable:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class SimulatedStep:
     """A step on a simulated clock, and the seconds that compiling it took here."""
 
     timeline: Timeline
@@ -62,7 +62,7 @@ class Strategy(Protocol):
 
     def predict(
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster
-    ) -> Prediction:
+    ) -> SimulatedStep:
         """Compile for `cluster` and simulate. Touches no device."""
         ...
 
@@ -73,9 +73,9 @@ def compile_here(step: Any, args: tuple[Any, Any]) -> tuple[Any, float]:
     return step.lower(*args).compile(), time.perf_counter() - start
 
 
-def simulated(executable: TargetExecutable, cluster: Cluster) -> Prediction:
+def simulated(executable: TargetExecutable, cluster: Cluster) -> SimulatedStep:
     """Time a step that every device of one mesh runs alike."""
     program = Program.single(
         parse_hlo(executable.hlo_text), executable.num_devices, executable.memory
     )
-    return Prediction(simulate(program, cluster), executable.compile_seconds)
+    return SimulatedStep(simulate(program, cluster), executable.compile_seconds)

@@ -11,10 +11,10 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 from jsonschema.validators import extend
 
-from experiments.job import Job, Source
 from experiments.models import MODELS, build_model
 from experiments.names import known
 from experiments.strategies import STRATEGIES
+from experiments.sweep_job import Job, Source
 from simulator.files import brief, one_line, read_yaml
 from simulator.hardware.cluster import Cluster
 

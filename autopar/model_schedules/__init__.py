@@ -6,12 +6,16 @@ built = autopar.build(sch, batch_axis="x")
 """
 
 from autopar.model_schedules.attention import causal_flash_attention, flash_attention
-from autopar.model_schedules.bert import BERT, schedule_bert
-from autopar.model_schedules.gpt import GPT, schedule_gpt
+from autopar.model_schedules.bert_schedule import BERT, schedule_bert
+from autopar.model_schedules.gpt_schedule import GPT, schedule_gpt
 from autopar.model_schedules.knobs import Knobs
-from autopar.model_schedules.llama import LLAMA, schedule_llama
-from autopar.model_schedules.transformer import Layer, Names, split_layer
-from autopar.model_schedules.wide_resnet import WIDE_RESNET, ResNetNames, schedule_wide_resnet
+from autopar.model_schedules.llama_schedule import LLAMA, schedule_llama
+from autopar.model_schedules.transformer_schedule import Layer, Names, split_layer
+from autopar.model_schedules.wide_resnet_schedule import (
+    WIDE_RESNET,
+    ResNetNames,
+    schedule_wide_resnet,
+)
 
 __all__ = [
     "BERT",

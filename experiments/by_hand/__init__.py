@@ -3,9 +3,9 @@
 from experiments.by_hand.data_parallel import DataParallel
 from experiments.by_hand.fsdp import Fsdp
 from experiments.by_hand.hand_written import HandWritten
-from experiments.by_hand.megatron import Megatron
 from experiments.by_hand.pipeline import Pipeline
 from experiments.by_hand.tensor_2d import Tensor2D
+from experiments.by_hand.tensor_sequence_parallel import Megatron
 
 BY_HAND: dict[str, HandWritten] = {
     "manual_data": DataParallel(),

@@ -15,7 +15,7 @@ from autopar import manual
 from autopar.lowering.target import compile_for, memory_of, target_mesh
 from experiments.by_hand.networks import Layout, Params, network_of
 from experiments.models import GPT, MLP, Model
-from experiments.strategy import Prediction, Runnable, Shape, compile_here, simulated
+from experiments.strategy import Runnable, Shape, SimulatedStep, compile_here, simulated
 from simulator.hardware.cluster import Cluster
 
 
@@ -77,7 +77,7 @@ class HandWritten(ABC):
 
     def predict(
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster
-    ) -> Prediction:
+    ) -> SimulatedStep:
         there = target_mesh(cluster, mesh, self._axes_of(mesh))
         state, batch = model.abstract_args()
         arranged = (jax.eval_shape(lambda state: self.arrange(model, there, state), state), batch)

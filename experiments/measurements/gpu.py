@@ -32,7 +32,7 @@ from autopar.devices import cluster_of, device_mesh
 from autopar.lowering.target import memory_of
 from autopar.util import benchmark_func
 from experiments.models import GPT, MLP, ViT
-from experiments.scripts.measure import next_state
+from experiments.scripts.measure_cells import next_state
 from simulator.calibration.shipped_profiles import write_profile
 from simulator.engine.simulation import simulate
 from simulator.engine.timeline import Timeline
@@ -66,7 +66,7 @@ SIZES: dict[
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class GpuStep:
     """A step, measured and predicted, in seconds and bytes.
 
     Attributes:
@@ -103,7 +103,7 @@ class Clusters:
     shipped: Cluster
 
 
-def measure(model: Timed, clusters: Clusters, repeat: int, least: float) -> Row:
+def measure(model: Timed, clusters: Clusters, repeat: int, least: float) -> GpuStep:
     """Time a step on the first device, and predict it. Each repeat runs steps one after the other for at least `least` seconds."""
     device = jax.devices()[0]
     init = jax.jit(lambda key: (model.init_state(key), model.make_batch(key)))
@@ -133,7 +133,7 @@ def measure(model: Timed, clusters: Clusters, repeat: int, least: float) -> Row:
         return autopar.simulate(model.train_step, args, plan, cluster, fidelity="analytic")
 
     shipped = analytic(clusters.shipped)
-    return Row(
+    return GpuStep(
         model=type(model).__name__,
         size=_size(model),
         dtype=model.dtype,
@@ -178,7 +178,7 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     device = jax.devices()[0]
     effort = effort or (CPU if device.platform == "cpu" else GPU)
-    rows: list[Row] = []
+    rows: list[GpuStep] = []
     cases = [replace(model, compute_dtype=dtype) for model in sizes for dtype in dtypes]  # pyright: ignore[reportArgumentType]
     with Progress(
         BarColumn(), TextColumn("{task.description}"), console=console, transient=True
@@ -211,9 +211,13 @@ def run(
 
 
 def _write(
-    out: Path, rows: Sequence[Row], left: Sequence[Timed], failed: Mapping[str, str], repeat: int
+    out: Path,
+    rows: Sequence[GpuStep],
+    left: Sequence[Timed],
+    failed: Mapping[str, str],
+    repeat: int,
 ) -> pd.DataFrame:
-    table = pd.DataFrame([asdict(row) for row in rows], columns=list(Row.__dataclass_fields__))
+    table = pd.DataFrame([asdict(row) for row in rows], columns=list(GpuStep.__dataclass_fields__))
     for name in PREDICTED:
         table[f"{name}_error"] = table[name] / table["measured"] - 1
     beside = circumstances(repeat) | {

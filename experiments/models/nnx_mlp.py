@@ -11,7 +11,7 @@ from flax.training.train_state import TrainState
 from experiments.models.model import Batch, Model, ValueAndGrad, adam_state
 
 
-class Block(nnx.Module):
+class NnxBlock(nnx.Module):
     """Normalise, widen to 4 x `dim`, narrow back, and add to the input."""
 
     def __init__(self, dim: int, rngs: nnx.Rngs) -> None:
@@ -34,7 +34,7 @@ class NnxMLP(Model):
     def init_state(self, key: jax.Array) -> TrainState:
         rngs = nnx.Rngs(key)
         graph, params = nnx.split(
-            nnx.Sequential(*(Block(self.dim, rngs) for _ in range(self.num_layers))), nnx.Param
+            nnx.Sequential(*(NnxBlock(self.dim, rngs) for _ in range(self.num_layers))), nnx.Param
         )
 
         def apply(params: Any, x: jax.Array) -> jax.Array:

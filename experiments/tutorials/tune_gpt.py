@@ -14,9 +14,9 @@ import typer
 import autopar
 from autopar.model_schedules import Knobs
 from autopar.tuning import Domain, Make, Space
+from experiments.gpt_directives import scheduled_step
 from experiments.models import GPT
-from experiments.models.published import PUBLISHED
-from experiments.schedules import scheduled_step
+from experiments.models.model_sizes import PUBLISHED
 from simulator.hardware.cluster import Cluster
 
 app = typer.Typer(add_completion=False)

@@ -26,7 +26,7 @@ from autopar.sharding.selection_problem import InfeasibleError
 from autopar.tracing.trace import trace
 from experiments.models.gpt import GPT
 from experiments.models.moe import MoE
-from experiments.validation.pipeline_quality import EPS, GLOBAL_BATCH, PUBLISHED, Published, p3
+from experiments.validation.pipeline_quality import EPS, GLOBAL_BATCH, PUBLISHED, AlpaPlan, p3
 from simulator.validation.sets.published_rows import records
 
 type Which = Literal["alpa", "inter_only"]
@@ -36,7 +36,7 @@ _ANY_SIZE = 1e15
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FigureBar:
     """One bar of the figure.
 
     Attributes:
@@ -69,12 +69,12 @@ class Row:
         return self.fits == (self.published != "OOM")
 
 
-def inter_only(published: Published) -> Published:
+def inter_only(published: AlpaPlan) -> AlpaPlan:
     """The same model with a GPU to a stage; where there are more GPUs than blocks, with a block to a stage."""
     blocks = published.sizes[1]
     count = min(blocks, published.num_devices)
     stages = ((blocks // count, (1, 1), (1, 1)),) * count
-    return Published(published.family, published.sizes, GLOBAL_BATCH // 4, blocks, stages)
+    return AlpaPlan(published.family, published.sizes, GLOBAL_BATCH // 4, blocks, stages)
 
 
 def step_flops(model: GPT | MoE) -> float:
@@ -96,7 +96,7 @@ def step_flops(model: GPT | MoE) -> float:
     return 4 * model.num_layers / 2 * (2 * attention + dense + 2 * dense + gates + moved) + head
 
 
-def compare(published: Published, gpus: int, measured: str, which: Which) -> Row:
+def compare(published: AlpaPlan, gpus: int, measured: str, which: Which) -> FigureBar:
     """Plan the model with the stages given, predict it, and put it beside what was measured on so many GPUs."""
     model = published.model()
     assert isinstance(model, GPT | MoE)
@@ -120,7 +120,7 @@ def compare(published: Published, gpus: int, measured: str, which: Which) -> Row
         found, fits = plan(None), True
     except (NoStagesError, InfeasibleError):
         found, fits = plan(_ANY_SIZE), False
-    return Row(
+    return FigureBar(
         model=published.family,
         gpus=gpus,
         plan=which,
@@ -133,7 +133,7 @@ def compare(published: Published, gpus: int, measured: str, which: Which) -> Row
     )
 
 
-def rows(only: str) -> Iterator[Row]:
+def rows(only: str) -> Iterator[FigureBar]:
     """The digitised bars, small models first; of those with a GPU to a stage the ones of MoE, some of which ran out of memory."""
     bars = {(row.model.lower(), row.gpus): row for row in records("alpa_fig7_digitised_pflops")}
     for published in sorted(PUBLISHED, key=lambda each: each.num_devices):
@@ -155,14 +155,14 @@ def main() -> None:
     args = parser.parse_args()
     with args.output.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*(field.name for field in fields(Row)), "error", "fits"])
+        writer.writerow([*(field.name for field in fields(FigureBar)), "error", "fits"])
         for row in rows(args.only):
             writer.writerow([*asdict(row).values(), row.error, row.fits])
             file.flush()
             print(_text(row), flush=True)
 
 
-def _text(row: Row) -> str:
+def _text(row: FigureBar) -> str:
     rate = "" if row.error is None else f"{row.predicted:6.3f} PFLOP/s {row.error:+7.1%}"
     memory = f"{row.predicted_gb:5.1f} of {row.usable_gb:.1f} GB{'' if row.fits else ', OOM'}"
     return f"{row.model} on {row.gpus:2}, {row.plan:10}: published {row.published:>5}, predicted {memory} {rate}"

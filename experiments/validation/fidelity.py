@@ -28,7 +28,6 @@ from autopar.sharding.mesh_costs import Step, reshard_steps
 from autopar.sharding.reshard_hoisting import moved_bytes
 from autopar.tracing.arguments import leaves_of
 from autopar.tracing.trace import trace
-from experiments.job import mesh_name
 from experiments.models import (
     BERT,
     GPT,
@@ -43,7 +42,9 @@ from experiments.models import (
     build_model,
 )
 from experiments.strategies import STRATEGIES, Planned
+from experiments.strategy import Shape
 from experiments.sweep import make_sweep
+from experiments.sweep_job import mesh_name
 from simulator.engine.simulation import simulate
 from simulator.engine.timeline import Timeline
 from simulator.files import read_yaml
@@ -71,8 +72,6 @@ MODELS: dict[str, Model] = {
     ),
 }
 """A layer or two of each, as wide as in papers."""
-
-type Shape = tuple[int, ...]
 
 SWEEP = Path(__file__).parents[1] / "config" / "default.yaml"
 
@@ -114,7 +113,7 @@ KINDS = "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PlanCase:
     """A model to plan with a strategy of the sweep for a mesh of a cluster."""
 
     name: str
@@ -127,20 +126,20 @@ class Case:
         return f"{self.name} {mesh_name(self.mesh)} {self.cluster} {self.strategy}"
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[PlanCase]:
     """All rows of the table are of one of these."""
     for name, model in MODELS.items():
-        yield from (Case(name, model, mesh) for mesh in ((8,), (2, 4)))
+        yield from (PlanCase(name, model, mesh) for mesh in ((8,), (2, 4)))
     for job in make_sweep(read_yaml(SWEEP)).jobs["simulated"].values():
         model = build_model(job.model, job.sizes)
         for strategy in job.strategies:
             alone = job.num_devices == 1 and strategy != "shard"  # there is nothing to decide
             if isinstance(STRATEGIES[strategy], Planned) and not alone:
-                yield Case(f"{job.model}-{job.size}", model, job.mesh, job.cluster, strategy)
+                yield PlanCase(f"{job.model}-{job.size}", model, job.mesh, job.cluster, strategy)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class QuantityComparison:
     """A quantity (a kind of collective, "memory" or "seconds") as planned and as compiled, and what they differ by."""
 
     model: str
@@ -210,7 +209,7 @@ def _completing(played: ShardedEquation, mesh: LogicalMesh) -> Iterator[Step]:
             yield "all_reduce", local, rest
 
 
-def compare(case: Case) -> Iterator[Row]:
+def compare(case: PlanCase) -> Iterator[QuantityComparison]:
     """Plan, compile and simulate."""
     model, cluster, args = case.model, Cluster.load(case.cluster), case.model.abstract_args()
     plan = STRATEGIES[case.strategy].plan(model, case.mesh, cluster)
@@ -224,7 +223,7 @@ def compare(case: Case) -> Iterator[Row]:
     in_program = work_of(program.bodies["0S"]).collectives
     at = case.name, mesh_name(case.mesh), case.cluster, case.strategy
     for kind in KINDS:
-        row = Row(*at, kind, in_plan[kind], in_program.get(kind, 0.0))
+        row = QuantityComparison(*at, kind, in_plan[kind], in_program.get(kind, 0.0))
         if row.planned or row.compiled:
             yield (
                 replace(row, because=_because(row, in_plan, in_program))
@@ -234,23 +233,27 @@ def compare(case: Case) -> Iterator[Row]:
     inputs = sum(value.device_bytes(plan.stages[0].mesh) for value in plan.stages[0].inputs)
     (memory,) = program.memory
     arguments = f"arguments {inputs / 1e9:.3f} GB planned, {memory.arguments / 1e9:.3f} compiled; the rest is temporary"
-    yield _explained(Row(*at, "memory", plan.predicted_bytes, memory.total, arguments))
+    yield _explained(
+        QuantityComparison(*at, "memory", plan.predicted_bytes, memory.total, arguments)
+    )
     busy = _busy(timeline)
     spent = (
         f"compiled: kernels {busy['kernels'] * 1e3:.2f} ms; collectives {busy['collectives'] * 1e3:.2f} ms, of which"
         f" {busy['wait'] * 1e3:.2f} ms are waited for"
     )
-    yield _explained(Row(*at, "seconds", plan.predicted_seconds, timeline.makespan, spent))
+    yield _explained(
+        QuantityComparison(*at, "seconds", plan.predicted_seconds, timeline.makespan, spent)
+    )
 
 
-def _explained(row: Row) -> Row:
+def _explained(row: QuantityComparison) -> QuantityComparison:
     """The row, with the reason if it is known to be further off than 5 %."""
     if abs(row.error) <= CLOSE:
         return row
     return replace(row, because=f"{_known(row)}; {row.because}")
 
 
-def _known(row: Row) -> str:
+def _known(row: QuantityComparison) -> str:
     at = f"{row.model} {row.mesh} {row.strategy}"
     found = (
         reason
@@ -260,7 +263,9 @@ def _known(row: Row) -> str:
     return next(found, UNEXPLAINED)
 
 
-def _because(row: Row, planned: Mapping[str, float], compiled: Mapping[str, float]) -> str:
+def _because(
+    row: QuantityComparison, planned: Mapping[str, float], compiled: Mapping[str, float]
+) -> str:
     """Why bytes of collectives differ, as far as a count can tell.
 
     A reduce_scatter along several axes counts the whole array for the first and less for each other one: less than twice the array.
@@ -306,7 +311,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("results/tables/fidelity.csv"))
     args = parser.parse_args()
     with args.output.open("w", newline="") as file:
-        names = [field.name for field in fields(Row)]
+        names = [field.name for field in fields(QuantityComparison)]
         writer = csv.DictWriter(file, [*names[:-1], "error", names[-1]], lineterminator="\n")
         writer.writeheader()
         for case in (case for case in cases() if re.search(args.only, str(case))):

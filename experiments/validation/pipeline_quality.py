@@ -25,10 +25,10 @@ from autopar.sharding.options import AUTO
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.tracing.trace import trace
 from experiments.models import Model
-from experiments.models.published import gpt, moe
+from experiments.models.model_sizes import gpt, moe
 from simulator.hardware.cluster import Cluster
 
-type Shape = tuple[int, int]
+type SubmeshShape = tuple[int, int]
 
 GLOBAL_BATCH = 1024
 
@@ -37,7 +37,7 @@ EPS = {"gpt": 0.6, "moe": 1.5}
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class AlpaPlan:
     """A plan that Alpa found.
 
     Attributes:
@@ -50,7 +50,7 @@ class Published:
     sizes: tuple[int, int, int]
     micro_batches: int
     num_layers: int
-    stages: tuple[tuple[int, Shape, Shape], ...]
+    stages: tuple[tuple[int, SubmeshShape, SubmeshShape], ...]
 
     @property
     def num_devices(self) -> int:
@@ -78,17 +78,17 @@ def _even(
     micro: int,
     layers: int,
     count: int,
-    physical: Shape,
-    logical: Shape,
+    physical: SubmeshShape,
+    logical: SubmeshShape,
 ):
-    return Published(family, sizes, micro, layers, ((layers // count, physical, logical),) * count)
+    return AlpaPlan(family, sizes, micro, layers, ((layers // count, physical, logical),) * count)
 
 
 PUBLISHED = (
     _even("gpt", (1024, 24, 16), 512, 1, 1, (1, 1), (1, 1)),
     _even("gpt", (1536, 24, 16), 128, 6, 2, (1, 1), (1, 1)),
     _even("gpt", (2048, 24, 32), 128, 6, 2, (1, 2), (2, 1)),
-    Published(
+    AlpaPlan(
         "gpt",
         (2560, 32, 32),
         128,
@@ -118,7 +118,7 @@ def p3(count: int) -> Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PipelineComparison:
     """Both plans for one model.
 
     Attributes:
@@ -142,7 +142,7 @@ class Row:
     status: str
 
 
-def compare(published: Published) -> Row:
+def compare(published: AlpaPlan) -> PipelineComparison:
     """Plan the model both ways."""
     model = published.model()
 
@@ -164,7 +164,7 @@ def compare(published: Published) -> Row:
         for whose, error in (("found", missing), ("Alpa's stages", unfit))
         if error
     ]
-    return Row(
+    return PipelineComparison(
         model=published.name,
         devices=count,
         micro_batches=published.micro_batches,
@@ -204,7 +204,7 @@ def _stages() -> str:
     )
 
 
-def rows(only: str) -> Iterator[Row]:
+def rows(only: str) -> Iterator[PipelineComparison]:
     """Small models first."""
     for published in sorted(PUBLISHED, key=lambda each: each.num_devices):
         if re.search(only, published.name):
@@ -219,7 +219,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("results/tables/pipeline_quality.csv"))
     args = parser.parse_args()
     with args.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer = csv.DictWriter(
+            file, [field.name for field in fields(PipelineComparison)], lineterminator="\n"
+        )
         writer.writeheader()
         for row in rows(args.only):
             writer.writerow(asdict(row))
@@ -227,7 +229,7 @@ def main() -> None:
             print(_text(row), flush=True)
 
 
-def _text(row: Row) -> str:
+def _text(row: PipelineComparison) -> str:
     def text(seconds: float | None, size: float | None) -> str:
         return "does not fit" if seconds is None else f"{seconds:8.3f} s {size:6.2f} GB"
 

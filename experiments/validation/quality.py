@@ -19,7 +19,8 @@ import autopar
 from autopar.methods import PlanningMethod
 from autopar.sharding.selection_problem import InfeasibleError
 from experiments.models import GPT, Model, MoE
-from experiments.models.published import PUBLISHED
+from experiments.models.model_sizes import PUBLISHED
+from experiments.strategy import Shape
 from experiments.validation.annotations import Annotations
 from simulator.engine.simulation import simulate
 from simulator.engine.timeline import Timeline
@@ -27,7 +28,6 @@ from simulator.hardware.cluster import Cluster
 from simulator.hlo import parse_hlo
 from simulator.program import Program
 
-type Shape = tuple[int, ...]
 type Way = type[PlanningMethod] | Annotations
 
 AUTOMATIC = "automatic"
@@ -48,7 +48,7 @@ ANNOTATED: dict[int, dict[str, Way]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class WayResult:
     """One way to run one model.
 
     Attributes:
@@ -75,13 +75,13 @@ def measure(
     cluster: Cluster,
     mesh: Shape,
     ways: Sequence[str] = (),
-    known: Sequence[Row] = (),
-) -> Iterator[Row]:
+    known: Sequence[WayResult] = (),
+) -> Iterator[WayResult]:
     """Plan, compile and simulate each way (or only those in `ways`); data parallelism as in `known`, if it is there."""
     for way, method in (METHODS | ANNOTATED[len(mesh)]).items():
         if ways and way not in ways:
             continue
-        row = Row(name, cluster.name, "x".join(map(str, mesh)), way, "ok")
+        row = WayResult(name, cluster.name, "x".join(map(str, mesh)), way, "ok")
         same = [r for r in known if (r.model, r.cluster, r.way) == (name, cluster.name, way)]
         if way in DATA_PARALLEL and same:
             yield replace(same[0], mesh=row.mesh)
@@ -104,8 +104,8 @@ def measure(
 
 
 def _planned(
-    row: Row, model: Model, method: type[PlanningMethod], mesh: Shape, cluster: Cluster
-) -> tuple[Row, Timeline]:
+    row: WayResult, model: Model, method: type[PlanningMethod], mesh: Shape, cluster: Cluster
+) -> tuple[WayResult, Timeline]:
     args = model.abstract_args()
     plan = autopar.plan_step(
         model.train_step, args, method=method(), cluster=cluster, mesh_shape=mesh
@@ -119,7 +119,7 @@ def _planned(
     return planned, autopar.simulate(model.train_step, args, plan, cluster)
 
 
-def behind(rows: Sequence[Row]) -> float | None:
+def behind(rows: Sequence[WayResult]) -> float | None:
     """How far the automatic plan is behind the best way that fits (negative: ahead of all others)."""
     fit = {
         row.way: row.step_seconds
@@ -162,11 +162,11 @@ def main() -> None:
     parser.add_argument("--ways", default="", help="only these, with commas between")
     parser.add_argument("--output", type=Path, default=Path("results/tables/quality.csv"))
     args = parser.parse_args()
-    names = [field.name for field in fields(Row)]
+    names = [field.name for field in fields(WayResult)]
     with args.output.open("w", newline="") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
-        known: list[Row] = []
+        known: list[WayResult] = []
         for name, model, cluster, mesh in _cells(args.full):
             if not re.search(args.only, f"{name} {cluster} {'x'.join(map(str, mesh))}"):
                 continue
@@ -184,7 +184,7 @@ def main() -> None:
             )
 
 
-def _text(row: Row) -> str:
+def _text(row: WayResult) -> str:
     times = (
         ""
         if row.step_seconds is None

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.models.published import gpt, moe
-from experiments.validation.alpa_figure7 import Row, compare, inter_only, step_flops
-from experiments.validation.pipeline_quality import Published
+from experiments.models.model_sizes import gpt, moe
+from experiments.validation.alpa_figure7 import FigureBar, compare, inter_only, step_flops
+from experiments.validation.pipeline_quality import AlpaPlan
 
 TABLE = Path(__file__).parents[2] / "results/tables/alpa_figure7.csv"
-SMALL = Published("gpt", (64, 2, 2), 512, 2, ((1, (1, 1), (1, 1)),) * 2)
+SMALL = AlpaPlan("gpt", (64, 2, 2), 512, 2, ((1, (1, 1), (1, 1)),) * 2)
 
 
 def products(jaxpr) -> float:
@@ -37,11 +37,9 @@ def test_a_step_counts_each_product_forward_twice_and_backward_once(model) -> No
 
 
 def test_stages_of_one_gpu_are_as_small_as_blocks_allow() -> None:
-    many = Published("moe", (2048, 16, 48), 128, 8, ((1, (1, 4), (4, 1)),) * 8)
-    assert inter_only(many) == Published(
-        "moe", (2048, 16, 48), 256, 16, ((1, (1, 1), (1, 1)),) * 16
-    )
-    few = Published("moe", (768, 16, 16), 32, 8, ((4, (1, 2), (2, 1)),) * 2)
+    many = AlpaPlan("moe", (2048, 16, 48), 128, 8, ((1, (1, 4), (4, 1)),) * 8)
+    assert inter_only(many) == AlpaPlan("moe", (2048, 16, 48), 256, 16, ((1, (1, 1), (1, 1)),) * 16)
+    few = AlpaPlan("moe", (768, 16, 16), 32, 8, ((4, (1, 2), (2, 1)),) * 2)
     assert inter_only(few).stages == ((4, (1, 1), (1, 1)),) * 4
 
 
@@ -54,7 +52,7 @@ def test_a_plan_is_predicted_beside_the_bar() -> None:
 
 
 def test_what_is_too_large_would_run_out_of_memory() -> None:
-    row = Row("moe", 32, "inter_only", "OOM", None, predicted_gb=20.0, usable_gb=16.0)
+    row = FigureBar("moe", 32, "inter_only", "OOM", None, predicted_gb=20.0, usable_gb=16.0)
     assert (row.fits, row.agrees, row.error) == (False, True, None)
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from experiments.by_hand import BY_HAND
 from experiments.models import GPT, MLP, Model
-from experiments.models.published import SMALL
-from experiments.scripts.measure import initial_args
+from experiments.models.model_sizes import SMALL
+from experiments.scripts.measure_cells import initial_args
 from simulator.hardware.cluster import Cluster
 from tests.tiers import tiers
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from experiments.models.published import SMALL
+from experiments.models.model_sizes import SMALL
 from experiments.validation.fidelity import (
     CLOSE,
     KINDS,
     TOLERANCE,
     UNEXPLAINED,
-    Case,
-    Row,
+    PlanCase,
+    QuantityComparison,
     cases,
     compare,
 )
@@ -23,14 +23,16 @@ TABLE = Path(__file__).parents[2] / "results/tables/fidelity.csv"
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(8,), (2, 4)], ids=str)
 def test_collectives_of_a_small_gpt_are_those_of_its_plan(mesh: tuple[int, ...]) -> None:
-    rows = list(compare(Case("gpt", SMALL["gpt"], mesh)))
+    rows = list(compare(PlanCase("gpt", SMALL["gpt"], mesh)))
     assert {"memory", "seconds"} <= {row.quantity for row in rows}
     assert [row for row in rows if row.because == UNEXPLAINED] == []
 
 
 def test_the_error_is_relative_to_the_program() -> None:
-    assert Row("m", "8", "c", "s", "all_reduce", 110, 100).error == pytest.approx(0.1)
-    assert Row("m", "8", "c", "s", "all_reduce", 1, 0).error == float("inf")
+    assert QuantityComparison("m", "8", "c", "s", "all_reduce", 110, 100).error == pytest.approx(
+        0.1
+    )
+    assert QuantityComparison("m", "8", "c", "s", "all_reduce", 1, 0).error == float("inf")
 
 
 def table() -> list[dict[str, str]]:

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from autopar.calibrate import Effort
-from experiments.measurements import gpu, kernels
-from experiments.measurements.kernels import Launch
+from experiments.measurements import gpu, kernel_profiling
+from experiments.measurements.kernel_profiling import Launch
 from experiments.models import GPT
 from simulator.calibration.fit_cluster import Convolution
 from simulator.hardware.cluster import Cluster
@@ -94,7 +94,7 @@ def test_a_step_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatc
     def measure(model, *_, least):
         if model.dtype == "float32":
             raise ValueError("no room")
-        return gpu.Row("GPT", "1", model.dtype, 1, 1.0, 0.0, 1.1, 1.2, 0.9, 0.8, 10, 10, 0, 1.0)
+        return gpu.GpuStep("GPT", "1", model.dtype, 1, 1.0, 0.0, 1.1, 1.2, 0.9, 0.8, 10, 10, 0, 1.0)
 
     monkeypatch.setattr(gpu, "measure", measure)
     here, dtypes = Cluster.load("cpu-virtual"), ["float32", "float16"]
@@ -135,17 +135,19 @@ def test_what_libraries_launch_beside_a_kernel_counts_for_it():
         [Launch(name, 10.0**place * times) for place, name in enumerate(names)]
         for times in (1, 2, 7)
     ]
-    assert kernels.seconds_of((ADD, PRODUCT, ADD), steps) == pytest.approx([2, 2220, 20000])
+    assert kernel_profiling.seconds_of((ADD, PRODUCT, ADD), steps) == pytest.approx(
+        [2, 2220, 20000]
+    )
     with pytest.raises(
         ValueError, match="3 kernels were launched in a step, and the program has 2"
     ):
-        kernels.seconds_of((ADD, PRODUCT), steps)
+        kernel_profiling.seconds_of((ADD, PRODUCT), steps)
     with pytest.raises(ValueError, match="one after the other; this one has Loop"):
-        kernels.seconds_of((ADD, Loop(3, (PRODUCT,))), steps)
+        kernel_profiling.seconds_of((ADD, Loop(3, (PRODUCT,))), steps)
 
 
 def test_kernels_that_are_alike_share_a_row():
-    table = kernels.table_of(
+    table = kernel_profiling.table_of(
         "a step", (ADD, PRODUCT, ADD), [2e-6, 9e-6, 4e-6], Cluster.load("dgx_h100")
     )
     assert table["kernel"].tolist() == ["loop_add_fusion", "custom-call"]
@@ -156,7 +158,7 @@ def test_kernels_that_are_alike_share_a_row():
 
 
 def test_committed_measurements_of_kernels_add_up_to_those_of_steps():
-    folder = Path(kernels.__file__).parent / "h100"
+    folder = Path(kernel_profiling.__file__).parent / "h100"
     steps, single = (pd.read_csv(folder / name) for name in ("gpu.csv", "kernels.csv"))
     names = steps["model"] + ", " + steps["size"] + ", " + steps["dtype"]
     measured = steps["measured"].groupby(names).median()

@@ -5,7 +5,7 @@ import pytest
 
 from experiments import isolate
 from experiments.cells import Cell, compute_cells, read_cell, write_cell
-from experiments.job import Job
+from experiments.sweep_job import Job
 
 JOB = Job(
     "mlp",

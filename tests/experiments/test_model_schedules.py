@@ -19,9 +19,9 @@ from autopar.directives.build import Backend
 from autopar.directives.definitions import Checkpoint, CutPipelineStage
 from autopar.model_schedules import Knobs, Names
 from autopar.testing import assert_allclose
+from experiments.gpt_directives import NAMES
 from experiments.models import BERT, GPT, Llama, WideResNet
 from experiments.models.transformer import attend
-from experiments.schedules import NAMES
 from tests.autopar.directives.models import collectives
 from tests.tiers import pairs, tiers
 

@@ -13,7 +13,7 @@ from autopar.ir.spec import axes_of
 from autopar.planning.step_planner import make_plan
 from autopar.sharding.options import AUTO
 from autopar.tracing.trace import trace
-from experiments.models.published import SMALL
+from experiments.models.model_sizes import SMALL
 from simulator.costs.cost_model import BandwidthOnly
 from simulator.hardware.cluster import Cluster
 from tests.tiers import slow

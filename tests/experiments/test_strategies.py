@@ -7,12 +7,12 @@ import pytest
 
 from experiments.by_hand import BY_HAND
 from experiments.cells import Cell, read_cell, write_cell, write_job
-from experiments.job import Job
 from experiments.models import GPT, MLP
-from experiments.scripts import simulate
-from experiments.scripts.measure import initial_args, largest_difference, next_state
+from experiments.scripts import simulate_cells
+from experiments.scripts.measure_cells import initial_args, largest_difference, next_state
 from experiments.strategies import STRATEGIES
-from experiments.strategy import Prediction
+from experiments.strategy import SimulatedStep
+from experiments.sweep_job import Job
 from simulator.engine.timeline import Timeline
 from simulator.hardware.cluster import Cluster
 from simulator.memory import MemoryUse
@@ -90,16 +90,16 @@ def test_predictions_donate_the_state_in_serial_but_not_in_pmap() -> None:
 
 def test_a_predicted_step_needs_what_its_fullest_device_needs(tmp_path, monkeypatch) -> None:
     class Staged:
-        def predict(self, *_: Any) -> Prediction:
-            return Prediction(
+        def predict(self, *_: Any) -> SimulatedStep:
+            return SimulatedStep(
                 Timeline((), ((0,), (1,)), (MemoryUse(arguments=1), MemoryUse(arguments=2))), 0.0
             )
 
-    monkeypatch.setitem(simulate.STRATEGIES, "staged", Staged())
+    monkeypatch.setitem(simulate_cells.STRATEGIES, "staged", Staged())
     job = Job("mlp", "tiny", asdict(MODELS["mlp"]), "p3.16xlarge", (2,), ("staged",))
     plans, cells = tmp_path / "plans", tmp_path / "cells"
     for directory in (plans, cells):
         write_job(directory, job)
     write_cell("plan", job, plans, "staged", Cell())
-    simulate.main(job.to_json(), str(cells), str(plans), str(tmp_path))
+    simulate_cells.main(job.to_json(), str(cells), str(plans), str(tmp_path))
     assert read_cell(cells, "staged").memory_bytes_per_device == 2

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from experiments.report.tables import rows_of
+from experiments.report.cell_table import rows_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,7 @@ from autopar.planning.pipeline_planner import make_pipeline_plan
 from autopar.runtime.local_executable import LocalExecutable
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.tracing.trace import trace
-from experiments.models.published import SMALL
+from experiments.models.model_sizes import SMALL
 from simulator.hardware.cluster import Cluster
 
 SGD = optax.sgd(1.0)

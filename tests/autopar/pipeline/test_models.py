@@ -17,7 +17,7 @@ from flax import linen as nn
 import autopar
 from autopar import AutoLayerOption, ManualLayerOption, ShardingOptions, UniformStageOption
 from experiments.models.model import Model
-from experiments.models.published import SMALL
+from experiments.models.model_sizes import SMALL
 from tests.autopar.pipeline.steps import assert_as_serial, pipeline, sgd_args
 from tests.tiers import pairs
 

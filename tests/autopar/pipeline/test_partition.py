@@ -11,7 +11,7 @@ from autopar.ir.step_graph import StepGraph
 from autopar.pipeline.partition import Cut, Task
 from autopar.pipeline.partitioner import cut_step
 from autopar.tracing.trace import trace
-from experiments.models.published import SMALL
+from experiments.models.model_sizes import SMALL
 from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
 from tests.autopar.pipeline.test_steps import tied_args, tied_step
 

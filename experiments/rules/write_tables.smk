@@ -1,7 +1,7 @@
 # Collect all cells into tidy tables, and set predictions beside published numbers.
 
 
-rule tables:
+rule write_tables:
     input:
         published=Path(workflow.basedir) / sweep.published,
         cells=expand("results/cells/{cell}", cell=sweep.cells),
@@ -16,4 +16,4 @@ rule tables:
     message:
         "tables"
     shell:
-        "{PYTHON} experiments.scripts.tables results/tables {input.published} {input.cells} 2> {log}"
+        "{PYTHON} experiments.scripts.write_tables results/tables {input.published} {input.cells} 2> {log}"

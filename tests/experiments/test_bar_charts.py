@@ -5,7 +5,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from experiments.report.figures import Row, draw_cells, save_svg
+from experiments.report.bar_charts import CellRow, draw_cells, save_svg
 
 COMMON = {
     "model": "mlp",
@@ -27,7 +27,7 @@ COLUMNS = [
 
 
 @pytest.fixture
-def cells() -> list[Row]:
+def cells() -> list[CellRow]:
     rows = [
         ["1", "serial", "simulated", 0.100, None, 2**30, "ok"],
         ["2", "data", "simulated", 0.060, None, 2**31, "out_of_memory"],
@@ -42,14 +42,14 @@ def bars(figure: Figure, axes: int) -> list[Rectangle]:
     return [patch for patch in figure.axes[axes].patches if isinstance(patch, Rectangle)]
 
 
-def test_each_cell_of_the_source_is_a_bar_of_its_height(cells: list[Row]) -> None:
+def test_each_cell_of_the_source_is_a_bar_of_its_height(cells: list[CellRow]) -> None:
     figure = draw_cells(cells, "simulated")
     assert [bar.get_height() for bar in bars(figure, 0)] == pytest.approx([100, 60])
     assert [bar.get_height() for bar in bars(figure, 1)] == [1, 2]
 
 
 def test_published_numbers_are_diamonds_on_their_bars_and_failures_crosses(
-    cells: list[Row],
+    cells: list[CellRow],
 ) -> None:
     figure = draw_cells(cells, "simulated")
     marks = {
@@ -62,7 +62,7 @@ def test_published_numbers_are_diamonds_on_their_bars_and_failures_crosses(
     assert labels == ["serial", "data", "shard", "published", "does not fit", "failed"]
 
 
-def test_the_same_table_gives_the_same_file(cells: list[Row], tmp_path: Path) -> None:
+def test_the_same_table_gives_the_same_file(cells: list[CellRow], tmp_path: Path) -> None:
     for name in ("one", "other"):
         save_svg(draw_cells(cells, "simulated"), tmp_path / f"{name}.svg")
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "other.svg").read_bytes()

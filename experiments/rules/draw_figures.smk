@@ -1,7 +1,7 @@
 # Step time and memory of every strategy, a figure for each model on each platform.
 
 
-rule figures:
+rule draw_figures:
     input:
         table="results/tables/cells.parquet",
     output:
@@ -13,4 +13,4 @@ rule figures:
     message:
         "figures"
     shell:
-        "{PYTHON} experiments.scripts.figures {input.table} {output} 2> {log}"
+        "{PYTHON} experiments.scripts.draw_figures {input.table} {output} 2> {log}"

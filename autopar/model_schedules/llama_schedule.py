@@ -3,7 +3,7 @@
 from autopar.directives.scheduled_model import ModelSchedule
 from autopar.model_schedules.attention import causal_attention, causal_flash_attention
 from autopar.model_schedules.knobs import Knobs
-from autopar.model_schedules.transformer import Layer, Names, schedule_transformer
+from autopar.model_schedules.transformer_schedule import Layer, Names, schedule_transformer
 
 LLAMA = Names(
     blocks="block_*",

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from autopar.directives.scheduled_model import ModelSchedule
 from autopar.model_schedules.attention import attention, flash_attention
-from autopar.model_schedules.gpt import GPT
+from autopar.model_schedules.gpt_schedule import GPT
 from autopar.model_schedules.knobs import Knobs
-from autopar.model_schedules.transformer import Names, schedule_transformer
+from autopar.model_schedules.transformer_schedule import Names, schedule_transformer
 
 BERT = replace(GPT, attend=attention, flash=flash_attention, head_bias="bias")
 

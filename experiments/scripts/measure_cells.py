@@ -1,4 +1,4 @@
-"""Run each strategy of a job: `python -m experiments.scripts.measure JOB DIRECTORY PLANS SETTINGS` (through `experiments.isolate`)."""
+"""Run each strategy of a job: `python -m experiments.scripts.measure_cells JOB DIRECTORY PLANS SETTINGS` (through `experiments.isolate`)."""
 
 import json
 import os
@@ -13,9 +13,9 @@ import numpy as np
 import autopar
 from autopar.util import benchmark_func
 from experiments.cells import Cell, compute_cells, plan_path
-from experiments.job import Job
 from experiments.models import Model, build_model
 from experiments.strategies import STRATEGIES
+from experiments.sweep_job import Job
 from simulator.hardware.cluster import Cluster
 
 PATIENT_COLLECTIVES = "--xla_cpu_collective_call_terminate_timeout_seconds=600"

@@ -5,8 +5,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from experiments.measurements.hosts import Seconds, middle
-from experiments.validation.hosts import (
+from experiments.measurements.host_timing import Seconds, middle
+from experiments.validation.ray_steps import (
     CASES,
     SHAPES,
     Compiled,

@@ -1,4 +1,4 @@
-"""Predict each strategy of a job: `python -m experiments.scripts.simulate JOB DIRECTORY PLANS TIMELINES` (through `experiments.isolate`)."""
+"""Predict each strategy of a job: `python -m experiments.scripts.simulate_cells JOB DIRECTORY PLANS TIMELINES` (through `experiments.isolate`)."""
 
 import sys
 from dataclasses import replace
@@ -8,9 +8,9 @@ import jax
 
 import autopar
 from experiments.cells import Cell, compute_cells, plan_path
-from experiments.job import Job
 from experiments.models import build_model
 from experiments.strategies import STRATEGIES
+from experiments.sweep_job import Job
 from simulator.hardware.cluster import Cluster
 
 jax.config.update(

@@ -1,6 +1,6 @@
 """The Alpa quickstart on 8 V100s: predicted step time and memory beside what its tutorial prints.
 
-    python -m experiments.validation.quickstart
+    python -m experiments.validation.alpa_quickstart
 
 Published numbers: Alpa documentation, "Alpa Quickstart" (one AWS p3.16xlarge; GB there is 2**30 bytes). Nothing in the cluster file
 is fitted to them.
@@ -28,7 +28,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class TutorialResult:
     """What the tutorial prints for one way to run the step."""
 
     seconds: float
@@ -36,11 +36,11 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class QuickstartRow:
     """A published result and the prediction of it."""
 
     strategy: str
-    published: Published
+    published: TutorialResult
     seconds: float
     memory_gib: float
 
@@ -55,13 +55,15 @@ class Row:
         return self.memory_gib / self.published.memory_gib - 1
 
 
-def compare(cluster: Cluster) -> Iterator[Row]:
+def compare(cluster: Cluster) -> Iterator[QuickstartRow]:
     """Compile and simulate the tutorial's three ways to run its step."""
-    yield _row("serial", Published(150.57e-3, 2.78), compile_serial(cluster), cluster)
-    yield _row("data parallel (pmap)", Published(33.55e-3, 3.76), compile_pmap(cluster), cluster)
+    yield _row("serial", TutorialResult(150.57e-3, 2.78), compile_serial(cluster), cluster)
+    yield _row(
+        "data parallel (pmap)", TutorialResult(33.55e-3, 3.76), compile_pmap(cluster), cluster
+    )
     yield _row(
         "Alpa (here: column/row by hand)",
-        Published(22.85e-3, 0.50),
+        TutorialResult(22.85e-3, 0.50),
         compile_megatron(cluster),
         cluster,
     )
@@ -126,13 +128,13 @@ def _place(args: Any, mesh: Mesh, spec: Any) -> Any:
 
 
 def _row(
-    strategy: str, published: Published, executable: TargetExecutable, cluster: Cluster
-) -> Row:
+    strategy: str, published: TutorialResult, executable: TargetExecutable, cluster: Cluster
+) -> QuickstartRow:
     program = Program.single(
         parse_hlo(executable.hlo_text), executable.num_devices, executable.memory
     )
     seconds = simulate(program, cluster).makespan
-    return Row(strategy, published, seconds, executable.memory.total / GIB)
+    return QuickstartRow(strategy, published, seconds, executable.memory.total / GIB)
 
 
 def main() -> None:

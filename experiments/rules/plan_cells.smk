@@ -1,7 +1,7 @@
 # Decide how each strategy shards a model on a mesh of a cluster. Needs no device.
 
 
-rule plan:
+rule plan_cells:
     input:
         lambda wildcards: cluster_files(sweep[wildcards.job].cluster),
     output:

@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 
 from experiments.cells import Cell, read_cell, read_job
-from experiments.job import Job, mesh_name
 from experiments.models import Model, build_model
+from experiments.sweep_job import Job, mesh_name
 
 COLUMNS: dict[str, Any] = {
     "model": "string",

@@ -1,4 +1,4 @@
-"""Measure collectives and fit their curves: `python -m experiments.scripts.collectives SETTINGS TABLE ERRORS PROFILE`."""
+"""Measure collectives and fit their curves: `python -m experiments.scripts.calibrate_collectives SETTINGS TABLE ERRORS PROFILE`."""
 
 import json
 import sys
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import jax
 
-from experiments.measurements.collectives import measure_collectives
-from experiments.scripts.measure import use_devices_like
+from experiments.measurements.collective_timing import measure_collectives
+from experiments.scripts.measure_cells import use_devices_like
 from simulator.calibration.fit_profiles import fit_collectives
 from simulator.calibration.shipped_profiles import write_profile
 from simulator.hardware.cluster import Cluster
@@ -23,7 +23,7 @@ def main(settings_json: str, table_path: str, errors_path: str, profile_path: st
     )
     source = (
         f"fitted by simulator.calibration.fit_collectives to collectives of jax {jax.__version__} on {cluster.name}, "
-        "those of experiments/rules/collectives.smk; held_out_error is the mean over the fifth that was not fitted to"
+        "those of experiments/rules/calibrate_collectives.smk; held_out_error is the mean over the fifth that was not fitted to"
     )
     profile, errors = fit_collectives(table, source)
     table.to_csv(table_path, index=False, float_format="%.6g")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from autopar.directives.definitions import ScheduleError
 from autopar.directives.scheduled_model import ModelSchedule
 from autopar.model_schedules.knobs import Knobs
-from autopar.model_schedules.transformer import checkpoint_blocks, cut_stages
+from autopar.model_schedules.transformer_schedule import checkpoint_blocks, cut_stages
 
 
 @dataclass(frozen=True, slots=True)

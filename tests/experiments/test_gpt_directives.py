@@ -14,16 +14,16 @@ from autopar.directives import ScheduleError, build
 from autopar.directives.build import Backend
 from autopar.model_schedules import Knobs
 from autopar.testing import assert_allclose
-from experiments.models import GPT, MLP
-from experiments.planned import SCHEDULED
-from experiments.schedules import (
+from experiments.gpt_directives import (
     megatron,
     schedule_gpt,
     scheduled_step,
     split_attention,
     train_step,
 )
-from experiments.scripts.measure import initial_args, largest_difference
+from experiments.models import GPT, MLP
+from experiments.planned_strategies import SCHEDULED
+from experiments.scripts.measure_cells import initial_args, largest_difference
 from simulator.hardware.cluster import Cluster
 from tests.tiers import slow
 

@@ -1,4 +1,4 @@
-"""Plan each strategy of a job: `python -m experiments.scripts.plan JOB DIRECTORY` (through `experiments.isolate`)."""
+"""Plan each strategy of a job: `python -m experiments.scripts.plan_cells JOB DIRECTORY` (through `experiments.isolate`)."""
 
 import sys
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import jax
 
 from experiments.cells import Cell, compute_cells, plan_path
-from experiments.job import Job
 from experiments.models import build_model
 from experiments.strategies import STRATEGIES
+from experiments.sweep_job import Job
 from simulator.hardware.cluster import Cluster
 
 jax.config.update(

@@ -1,7 +1,7 @@
 # Compile each plan for a cluster that is not here, and time it on a simulated clock.
 
 
-rule simulate:
+rule simulate_cells:
     input:
         plans="results/plans/{job}",
     output:

@@ -15,16 +15,16 @@ from autopar.devices import logical_mesh
 from autopar.directives import ModelSchedule, build
 from autopar.directives.build import Backend
 from autopar.methods import PlanningMethod
+from experiments.gpt_directives import megatron, schedule_gpt, split_attention, train_step
 from experiments.models import GPT, Model
-from experiments.schedules import megatron, schedule_gpt, split_attention, train_step
-from experiments.strategy import Prediction, Runnable, Shape
+from experiments.strategy import Runnable, Shape, SimulatedStep
 from simulator.hardware.cluster import Cluster
 
 type Directives = Callable[[ModelSchedule, str], None]
 """What a schedule says of a model, splitting over the mesh axis of that name."""
 
 
-class ByPlan(ABC):
+class PlanningStrategy(ABC):
     """A step that is planned once, and the same plan run or predicted."""
 
     @abstractmethod
@@ -53,15 +53,15 @@ class ByPlan(ABC):
 
     def predict(
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster
-    ) -> Prediction:
+    ) -> SimulatedStep:
         assert plan is not None
         start = time.perf_counter()
         timeline = autopar.simulate(self.step(model, mesh)[0], model.abstract_args(), plan, cluster)
-        return Prediction(timeline, time.perf_counter() - start)
+        return SimulatedStep(timeline, time.perf_counter() - start)
 
 
 @dataclass(frozen=True, slots=True)
-class Planned(ByPlan):
+class Planned(PlanningStrategy):
     """The model's own step, with a method of autopar."""
 
     method: Callable[[], PlanningMethod]
@@ -74,7 +74,7 @@ class Planned(ByPlan):
 
 
 @dataclass(frozen=True, slots=True)
-class Pipelined(ByPlan):
+class Pipelined(PlanningStrategy):
     """A pipeline (1F1B) of as many stages as the mesh has rows, equal in work: of one device each on (8,), of four on (2, 4).
 
     Stages are planned one by one, and so many microbatches taken as are predicted to be fastest.
@@ -93,7 +93,7 @@ class Pipelined(ByPlan):
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduled(ByPlan):
+class Scheduled(PlanningStrategy):
     """GPT with directives for it, which split over the last mesh axis; the first of two has the batch.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Steps on the hosts of a Ray cluster beside the same steps in one process, and beside what the simulator says of them.
 
-    python -m experiments.validation.hosts [--repeat 5] [--output results/tables/hosts.csv] [--calibrated cpu-hosts.yaml]
+    python -m experiments.validation.ray_steps [--repeat 5] [--output results/tables/hosts.csv] [--calibrated cpu-hosts.yaml]
 
 All hosts are processes of this machine, with 8 virtual CPU devices between them. Measured are starting them, transfers between them by
 size, and steps. What hosts cost (`processes`, `inter_host` and `permute` of a cluster file) is fitted to the transfers and to the steps
@@ -29,23 +29,23 @@ import yaml
 import autopar
 from autopar.progress import log_progress
 from autopar.runtime.local_executable import LocalExecutable
-from experiments.measurements import hosts as measurements
-from experiments.measurements.hosts import Running, Seconds, Shape, middle
+from experiments.measurements import host_timing
+from experiments.measurements.host_timing import HostsShape, Running, Seconds, middle
 from experiments.models import GPT, MLP, Model
 from experiments.raylets import raylets
-from experiments.scripts.measure import initial_args, use_devices_like
+from experiments.scripts.measure_cells import initial_args, use_devices_like
 from simulator.calibration.fit_shared_cpu import MeasuredStep, fit_links, fit_processes
 from simulator.hardware.cluster import Cluster, cluster_path
 from simulator.program import Run
 
-SHAPES: tuple[Shape, ...] = ((2, 4), (4, 2))
+SHAPES: tuple[HostsShape, ...] = ((2, 4), (4, 2))
 SIZES = tuple(4**i for i in range(5, 14))  # 1 KB to 64 MB
 BETWEEN, WITHIN = (0, 4), (0, 1)
 """Devices of 2 x 4 that transfers go between."""
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class RayCase:
     """A model and how it is parallelized; a single stage: `ShardParallel` on all devices.
 
     Attributes:
@@ -87,7 +87,7 @@ class Case:
             plan.save(Path(folder) / "plan.json")
             return autopar.Plan.load(Path(folder) / "plan.json")
 
-    def hosts_per_stage(self, shape: Shape) -> int:
+    def hosts_per_stage(self, shape: HostsShape) -> int:
         """Over how many hosts a stage spans."""
         return max(1, shape[0] // self.stages)
 
@@ -96,18 +96,18 @@ _GPT = GPT(
     num_layers=4, hidden_size=128, num_heads=4, sequence_length=64, vocab_size=512, batch_size=32
 )
 CASES = (
-    Case("MLP 64", MLP(64, 4, 64), 4, 4, "fitted"),
-    Case("MLP 256", MLP(256, 4, 512), 4, 8, "fitted"),
-    Case("MLP 256", MLP(256, 4, 512), 2, 8, "fitted"),
-    Case("GPT", _GPT, 4, 4, "held out"),
-    Case("GPT", _GPT, 2, 4, "held out"),
-    Case("MLP 256", MLP(256, 4, 512), 1, 1),
-    Case("GPT", _GPT, 1, 1),
+    RayCase("MLP 64", MLP(64, 4, 64), 4, 4, "fitted"),
+    RayCase("MLP 256", MLP(256, 4, 512), 4, 8, "fitted"),
+    RayCase("MLP 256", MLP(256, 4, 512), 2, 8, "fitted"),
+    RayCase("GPT", _GPT, 4, 4, "held out"),
+    RayCase("GPT", _GPT, 2, 4, "held out"),
+    RayCase("MLP 256", MLP(256, 4, 512), 1, 1),
+    RayCase("GPT", _GPT, 1, 1),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RayMeasurement:
     """A number; its quantity says the unit, and is of a step, of a transfer or of the start."""
 
     measurement: Literal["step", "transfer", "start"]
@@ -121,7 +121,7 @@ class Row:
 class Compiled:
     """A case, compiled for this process, which remembers what it took there."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: RayCase) -> None:
         self.case, self.args = case, initial_args(case.model)
         self.plan = case.plan(self.args)
         executable = self.function().get_executable(*self.args)
@@ -145,7 +145,7 @@ class Measured:
     """
 
     compiled: Compiled
-    shape: Shape
+    shape: HostsShape
     local: Seconds
     remote: Seconds
     tasks: dict[str, float]
@@ -157,9 +157,9 @@ class Measured:
         )
 
 
-def measure(cases: Sequence[Compiled], shape: Shape, repeat: int) -> Iterator[Measured]:
+def measure(cases: Sequence[Compiled], shape: HostsShape, repeat: int) -> Iterator[Measured]:
     """Cases that hosts of this shape can run one beside the other; everything is measured in turns, so that all see the same machine."""
-    measurements.start_hosts(shape)
+    host_timing.start_hosts(shape)
     remotes = [Running(each.function().get_executable(*each.args), each.args) for each in cases]
     found: list[list[tuple[Seconds, Seconds, dict[str, float]]]] = [[] for _ in cases]
     for turn in range(
@@ -167,7 +167,7 @@ def measure(cases: Sequence[Compiled], shape: Shape, repeat: int) -> Iterator[Me
     ):  # the first, in which much happens for the first time, doesn't count
         for each, remote, results in zip(cases, remotes, found, strict=True):
             local = each.executable
-            tasks = {} if local.plan.schedule.is_whole_step else measurements.task_seconds(local)
+            tasks = {} if local.plan.schedule.is_whole_step else host_timing.task_seconds(local)
             result = each.running.seconds(3), remote.seconds(3), tasks
             if turn:
                 results.append(result)
@@ -177,16 +177,16 @@ def measure(cases: Sequence[Compiled], shape: Shape, repeat: int) -> Iterator[Me
         yield Measured(each, shape, middle(locals_), middle(remotes_), medians)
 
 
-def measure_start(case: Compiled, shape: Shape) -> Iterator[Row]:
+def measure_start(case: Compiled, shape: HostsShape) -> Iterator[RayMeasurement]:
     """From nothing to the second step."""
 
-    def row(quantity: str, value: float) -> Row:
-        return Row("start", str(case.case), *shape, f"{quantity}_seconds", value)
+    def row(quantity: str, value: float) -> RayMeasurement:
+        return RayMeasurement("start", str(case.case), *shape, f"{quantity}_seconds", value)
 
-    yield row("import_in_one_process", measurements.import_seconds("autopar.hosts.worker"))
-    hosts, seconds = measurements.start_hosts(shape)
+    yield row("import_in_one_process", host_timing.import_seconds("autopar.hosts.worker"))
+    hosts, seconds = host_timing.start_hosts(shape)
     yield row("init", seconds)
-    executable, loaded = measurements.load(hosts, case.executable.planned)
+    executable, loaded = host_timing.load(hosts, case.executable.planned)
     yield from (row(name, value) for name, value in asdict(loaded).items())
     remote = Running(executable, case.args)
     yield row("first_step", remote.seconds(1).alone)
@@ -195,12 +195,12 @@ def measure_start(case: Compiled, shape: Shape) -> Iterator[Row]:
 
 def measure_transfers(repeat: int) -> dict[str, list[tuple[float, float]]]:
     """(bytes, seconds) between hosts and within one."""
-    hosts, _ = measurements.start_hosts(SHAPES[0])
+    hosts, _ = host_timing.start_hosts(SHAPES[0])
     return {
         where: [
             (
                 size,
-                measurements.transfer_seconds(
+                host_timing.transfer_seconds(
                     hosts, devices, size, 3 if size > 2**22 else 17, 2 * repeat
                 ),
             )
@@ -226,7 +226,7 @@ def _is_predicted(found: Measured, *roles: str) -> bool:
     )
 
 
-def rows_of(found: Measured, clusters: dict[str, Cluster]) -> Iterator[Row]:
+def rows_of(found: Measured, clusters: dict[str, Cluster]) -> Iterator[RayMeasurement]:
     """The numbers of a case; `clusters` predict it."""
     case = found.compiled.case
     values = {
@@ -243,7 +243,8 @@ def rows_of(found: Measured, clusters: dict[str, Cluster]) -> Iterator[Row]:
             values[f"error_{name}"] = predicted / found.remote.ahead - 1
     label = f"{case} ({case.role})" if case.role else str(case)
     yield from (
-        Row("step", label, *found.shape, quantity, value) for quantity, value in values.items()
+        RayMeasurement("step", label, *found.shape, quantity, value)
+        for quantity, value in values.items()
     )
 
 
@@ -289,7 +290,7 @@ def write_calibrated(path: Path, cluster: Cluster, source: str) -> None:
 
 def measure_steps(cases: Sequence[Compiled], repeat: int) -> Iterator[Measured]:
     """Every case on every shape; stages that span other hosts want other workers."""
-    groups: defaultdict[tuple[int, Shape], list[Compiled]] = defaultdict(list)
+    groups: defaultdict[tuple[int, HostsShape], list[Compiled]] = defaultdict(list)
     for shape, each in product(SHAPES, cases):
         groups[each.case.hosts_per_stage(shape), shape].append(each)
     for (_, shape), group in sorted(groups.items(), key=lambda item: item[0]):
@@ -299,10 +300,12 @@ def measure_steps(cases: Sequence[Compiled], repeat: int) -> Iterator[Measured]:
         yield from measure(group, shape, repeat)
 
 
-def write(path: Path, rows: Sequence[Row]) -> None:
+def write(path: Path, rows: Sequence[RayMeasurement]) -> None:
     """Write the table, and print it."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer = csv.DictWriter(
+            file, [field.name for field in fields(RayMeasurement)], lineterminator="\n"
+        )
         writer.writeheader()
         for row in rows:
             writer.writerow(asdict(row) | {"value": f"{row.value:.4g}"})
@@ -335,7 +338,7 @@ def main() -> None:
         steps = list(measure_steps(cases, flags.repeat))
     for where, found in transfers.items():
         rows += [
-            Row("transfer", f"{size} bytes {where}", *SHAPES[0], "seconds", seconds)
+            RayMeasurement("transfer", f"{size} bytes {where}", *SHAPES[0], "seconds", seconds)
             for size, seconds in found
         ]
     here = calibrated(transfers, steps)
@@ -351,7 +354,7 @@ def main() -> None:
     )
     print(here.processes, here.inter_host, here.curves.permute, sep="\n")
     if flags.calibrated:
-        source = "fitted by python -m experiments.validation.hosts on a machine with"
+        source = "fitted by python -m experiments.validation.ray_steps on a machine with"
         write_calibrated(
             flags.calibrated,
             here,

@@ -1,9 +1,9 @@
-"""Collect cells into tables: `python -m experiments.scripts.tables TABLES PUBLISHED CELLS ...`."""
+"""Collect cells into tables: `python -m experiments.scripts.write_tables TABLES PUBLISHED CELLS ...`."""
 
 import sys
 from pathlib import Path
 
-from experiments.report.tables import cell_table, quickstart_table, rows_of
+from experiments.report.cell_table import cell_table, quickstart_table, rows_of
 from simulator.files import read_yaml
 
 

@@ -1,6 +1,6 @@
 """The same GPT scheduled by hand, by hand in part with the rest planned, and planned alone: simulated on 8 A100s.
 
-    python -m experiments.validation.schedules [--layers 4] [--output results/tables/schedules.csv]
+    python -m experiments.validation.schedule_quality [--layers 4] [--output results/tables/schedules.csv]
 
 By hand is Megatron's tensor parallelism, built on shards (`manual`) or left to XLA's partitioner (`gspmd`); with `auto` the planner
 keeps what is scheduled, all of it or attention alone, and decides about the rest.
@@ -17,9 +17,9 @@ from jax.sharding import AbstractMesh
 import autopar
 from autopar.directives import ModelSchedule, build
 from autopar.directives.build import Backend
+from experiments.gpt_directives import megatron, schedule_gpt, split_attention, train_step
 from experiments.models import GPT
-from experiments.models.published import PUBLISHED
-from experiments.schedules import megatron, schedule_gpt, split_attention, train_step
+from experiments.models.model_sizes import PUBLISHED
 from simulator.hardware.cluster import Cluster
 
 MESH = (8,)
@@ -33,7 +33,7 @@ WAYS: dict[str, tuple[Callable[[ModelSchedule], None], Backend]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ScheduleResult:
     """One way to run the model: simulated time of a step, compiled memory of one device."""
 
     model: str
@@ -44,7 +44,7 @@ class Row:
     planning_seconds: float
 
 
-def measure(name: str, model: GPT, cluster: Cluster) -> Iterator[Row]:
+def measure(name: str, model: GPT, cluster: Cluster) -> Iterator[ScheduleResult]:
     """Plan, compile and simulate each way."""
     for way, (directives, backend) in WAYS.items():
         sch = schedule_gpt(model, AbstractMesh(MESH, ("x",)))
@@ -54,7 +54,9 @@ def measure(name: str, model: GPT, cluster: Cluster) -> Iterator[Row]:
         plan = autopar.plan_step(step, args, method=built.method, cluster=cluster)
         timeline = autopar.simulate(step, args, plan, cluster)
         used = timeline.memory[0].total
-        yield Row(name, cluster.name, way, timeline.makespan, used, plan.planning_seconds)
+        yield ScheduleResult(
+            name, cluster.name, way, timeline.makespan, used, plan.planning_seconds
+        )
 
 
 def main() -> None:
@@ -69,7 +71,9 @@ def main() -> None:
     assert isinstance(model, GPT)
     model, cluster = replace(model, num_layers=flags.layers), Cluster.load("dgx_a100_80")
     with flags.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer = csv.DictWriter(
+            file, [field.name for field in fields(ScheduleResult)], lineterminator="\n"
+        )
         writer.writeheader()
         for row in measure(f"gpt-350M ({flags.layers} layers)", model, cluster.first_devices(8)):
             writer.writerow(asdict(row))

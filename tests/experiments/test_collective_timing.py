@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.measurements.collectives import measure_collectives
+from experiments.measurements.collective_timing import measure_collectives
 from simulator.calibration.fit_profiles import fit_collectives
 from simulator.calibration.shipped_profiles import write_profile
 from simulator.hardware.collective_profile import CollectiveProfile, SizeCurve

@@ -5,9 +5,9 @@ import pytest
 import yaml
 
 from experiments.cells import Cell, write_cell, write_job
-from experiments.job import Job
-from experiments.report.tables import COLUMNS, cell_table, quickstart_table, rows_of
-from experiments.scripts import tables
+from experiments.report.cell_table import COLUMNS, cell_table, quickstart_table, rows_of
+from experiments.scripts import write_tables
+from experiments.sweep_job import Job
 
 SIZES = {"dim": 4, "num_layers": 2, "batch_size": 6}
 PAPER = {"source": "A paper", "model": "mlp", "size": "tiny", "cluster": "p3.16xlarge"} | {
@@ -93,7 +93,7 @@ def test_predictions_stand_beside_published_numbers_with_their_error(
 def test_csv_and_parquet_hold_the_same_table(directories: list[Path], tmp_path: Path) -> None:
     published = tmp_path / "published.yaml"
     published.write_text(yaml.safe_dump([PAPER]))
-    tables.main(str(tmp_path), str(published), *map(str, directories))
+    write_tables.main(str(tmp_path), str(published), *map(str, directories))
     table = rows_of(pd.read_parquet(tmp_path / "cells.parquet"))
     text = pd.read_csv(tmp_path / "cells.csv", keep_default_na=False, na_values=[""]).astype(
         COLUMNS

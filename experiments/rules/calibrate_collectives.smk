@@ -1,7 +1,7 @@
-# Time single collectives on the devices present, and fit the simulator's curves to them: `snakemake collectives` runs this alone.
+# Time single collectives on the devices present, and fit the simulator's curves to them: `snakemake calibrate_collectives` runs this alone.
 
 
-rule collectives:
+rule calibrate_collectives:
     input:
         cluster_files(sweep.collectives["cluster"]),
     output:
@@ -17,4 +17,4 @@ rule collectives:
     message:
         "collectives"
     shell:
-        "{PYTHON} experiments.scripts.collectives {params.settings:q} {output} 2> {log}"
+        "{PYTHON} experiments.scripts.calibrate_collectives {params.settings:q} {output} 2> {log}"

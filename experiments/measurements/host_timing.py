@@ -22,14 +22,14 @@ from autopar.lowering.job import Array, Delivery, Input, Job, Place, StageMesh
 from autopar.lowering.planned import PlannedStep
 from autopar.runtime.local_executable import LocalExecutable
 from autopar.runtime.timing import dummy_inputs, executed_timeline
-from experiments.scripts.measure import next_state
+from experiments.scripts.measure_cells import next_state
 from simulator.program import Instruction, Recv, Run, Send, parse_instruction
 
-type Shape = tuple[int, int]
+type HostsShape = tuple[int, int]
 """Hosts, and devices of each."""
 
 
-def start_hosts(shape: Shape) -> tuple[RayHosts, float]:
+def start_hosts(shape: HostsShape) -> tuple[RayHosts, float]:
     """Hosts of this shape in place of those that there were, and the seconds that took."""
     autopar.shutdown()
     start = time.perf_counter()

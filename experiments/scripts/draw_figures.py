@@ -1,12 +1,12 @@
-"""Draw the table of cells: `python -m experiments.scripts.figures TABLE FIGURE ...`, each `.../source/platform/model-size.svg`."""
+"""Draw the table of cells: `python -m experiments.scripts.draw_figures TABLE FIGURE ...`, each `.../source/platform/model-size.svg`."""
 
 import sys
 from pathlib import Path
 
 import pandas as pd
 
-from experiments.report.figures import draw_cells, save_svg
-from experiments.report.tables import rows_of
+from experiments.report.bar_charts import draw_cells, save_svg
+from experiments.report.cell_table import rows_of
 
 
 def main(table: str, *figures: str) -> None:

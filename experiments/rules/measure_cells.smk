@@ -1,7 +1,7 @@
 # Run each plan on the devices present. Takes all cores, so that nothing else runs during a measurement.
 
 
-rule measure:
+rule measure_cells:
     input:
         plans="results/plans/{job}",
     output:

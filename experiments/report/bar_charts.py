@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-type Row = Mapping[str, Any]
+type CellRow = Mapping[str, Any]
 
 # Told apart by colour-blind readers too (Okabe and Ito, 2008; the last six are Tol's). In the order of the table's strategies.
 COLOURS = ["#4D4D4D", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#F0E442"]
@@ -45,13 +45,13 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def draw_cells(rows: Sequence[Row], source: str) -> Figure:
+def draw_cells(rows: Sequence[CellRow], source: str) -> Figure:
     """Step time over memory of one model on one platform: a group of bars per mesh, a bar per strategy.
 
     A diamond marks what a paper reports for the cell, hatching a cell that does not fit in memory, a cross one that failed.
 
     Args:
-        rows: those of the table of cells (`experiments.report.tables.COLUMNS`) for that model and platform.
+        rows: those of the table of cells (`experiments.report.cell_table.COLUMNS`) for that model and platform.
         source: whose rows become bars, "simulated" or "measured".
     """
     ours = [row for row in rows if row["source"] == source]
@@ -71,7 +71,7 @@ def draw_cells(rows: Sequence[Row], source: str) -> Figure:
 
 
 def _draw_bars(
-    axes: Axes, ours: Sequence[Row], paper: Sequence[Row], column: str, unit: float
+    axes: Axes, ours: Sequence[CellRow], paper: Sequence[CellRow], column: str, unit: float
 ) -> None:
     meshes, colours = list(dict.fromkeys(row["mesh"] for row in ours)), _colours(ours)
     published = {(row["mesh"], row["strategy"]): row[column] / unit for row in paper}
@@ -96,16 +96,16 @@ def _draw_bars(
     axes.set_xticks(range(len(meshes)), meshes)
 
 
-def _memory_unit(ours: Sequence[Row]) -> tuple[int, str]:
+def _memory_unit(ours: Sequence[CellRow]) -> tuple[int, str]:
     largest = max((row["memory_bytes_per_device"] or 0 for row in ours), default=0)
     return (2**20, "MiB") if largest < 2**29 else (2**30, "GiB")
 
 
-def _colours(ours: Sequence[Row]) -> dict[str, str]:
+def _colours(ours: Sequence[CellRow]) -> dict[str, str]:
     return dict(zip(dict.fromkeys(row["strategy"] for row in ours), cycle(COLOURS), strict=False))
 
 
-def _legend(ours: Sequence[Row], paper: Sequence[Row]) -> list[Artist]:
+def _legend(ours: Sequence[CellRow], paper: Sequence[CellRow]) -> list[Artist]:
     handles: list[Artist] = [
         Patch(facecolor=colour, label=name) for name, colour in _colours(ours).items()
     ]
@@ -118,7 +118,7 @@ def _legend(ours: Sequence[Row], paper: Sequence[Row]) -> list[Artist]:
     return handles
 
 
-def _title(row: Row) -> str:
+def _title(row: CellRow) -> str:
     sizes = f"{row['parameters'] / 1e6:.1f} M parameters, batch {row['batch']}, {row['dtype']}"
     return f"{row['model']} {row['size']} ({sizes}), {row['source']} on {row['platform']}"
 

@@ -1,4 +1,4 @@
-"""Single kernels of training steps on one GPU beside what the simulator says of each: `python -m experiments.measurements.kernels --out DIR`.
+"""Single kernels of training steps on one GPU beside what the simulator says of each: `python -m experiments.measurements.kernel_profiling --out DIR`.
 
 Profiles steps of `experiments.measurements.gpu` with `jax.profiler`, finds the kernel of XLA's program that each launch belongs to, and
 writes `kernels.csv`, a row for all kernels of a step that are alike: where predictions of a step go wrong is read from it.
@@ -19,7 +19,7 @@ from jax.profiler import ProfileData
 
 from autopar.devices import cluster_of, device_mesh
 from experiments.measurements.gpu import SIZES, Timed, step_name
-from experiments.scripts.measure import next_state
+from experiments.scripts.measure_cells import next_state
 from simulator.costs.kernel_model import KernelModel
 from simulator.hardware.cluster import Cluster
 from simulator.hlo import parse_hlo

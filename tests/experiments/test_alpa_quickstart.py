@@ -1,6 +1,6 @@
 import pytest
 
-from experiments.validation.quickstart import compare
+from experiments.validation.alpa_quickstart import compare
 from simulator.hardware.cluster import Cluster
 
 
