@@ -1,63 +1,81 @@
-"""What Python does beside the work while large graphs are built, and how to keep it from that."""
+"""CPython workarounds for large graphs: pause the cyclic garbage collector, pre-size stack chunks.
+
+Both act only while autopar traces, plans and compiles a step. When that ends, normally or with an
+exception, the collector is enabled again if it was enabled before. No code object of the user is
+touched. The only trace left in the process is the generation that objects belong to: after more
+than `_MIN_YOUNG_OBJECTS` new objects, all young objects count as old ones, so that the collector
+does not scan the graphs at its first opportunity. They are collected with the oldest generation.
+"""
 
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 
-_SLOTS = 1 << 16
-"""Of a stack frame that CPython takes a chunk of a MiB for, of which half is left over."""
+_FRAME_SLOTS = 1 << 16
+"""Stack slots (8 bytes) of a frame for which CPython allocates a chunk of 1 MiB, half of it free."""
 
-_FEW = 100_000
-"""Objects that are searched for garbage in no time."""
+_MIN_YOUNG_OBJECTS = 100_000
+"""Number of new objects below which a collection takes negligible time."""
 
-_MANY = 10_000_000
-"""Objects, made in all, among which there may be garbage enough to search for."""
+_MAX_DEFERRED_OBJECTS = 10_000_000
+"""Number of objects, over all pauses, after which a full collection runs."""
 
-_FROZEN = 1_000
-"""Objects that CPython has frozen at its start at most; if there are more, somebody has a use for that."""
+_MAX_FROZEN_AT_START = 1_000
+"""Upper bound of the objects that CPython itself freezes at its start. More mean that the user
+called `gc.freeze`, which `gc.unfreeze` would undo."""
 
-_unsearched = 0
+_deferred_objects = 0
 
 
 def builds_graphs[**P, R](fun: Callable[P, R]) -> Callable[P, R]:
-    """A decorator for functions that build large graphs: no search for garbage, and room on the stack for what they call.
+    """Decorate a function that builds large graphs: pause the collector, pre-size the stack.
 
-    CPython keeps frames in chunks of 16 KiB. A call for which there is no room in one takes another from the operating system, and
-    gives it back when it returns; a loop that happens to be that deep traces equations at half the speed. So the function is
-    called from a frame that claims to be large, which brings a large chunk with it.
+    CPython 3.12 keeps frames in chunks of 16 KiB. A call that does not fit allocates a chunk from
+    the operating system and frees it on return, so a loop at such a depth traces equations at half
+    the speed. The wrapper therefore claims a frame of `_FRAME_SLOTS`, which allocates a large chunk
+    for the calls below it. Only the code object of the wrapper changes, never that of `fun`.
     """
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         with paused_gc():
             return fun(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace(co_stacksize=_SLOTS)
+    call.__code__ = call.__code__.replace(co_stacksize=_FRAME_SLOTS)
     return wraps(fun)(call)
 
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """While it lasts, memory is freed by reference counts alone: the search for garbage would go through large graphs again and again."""
+    """Disable the cyclic garbage collector inside the block; reference counts still free memory.
+
+    The collector would scan large graphs again and again. A collector that was disabled before
+    stays disabled; pauses nest.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
-            _put_off(gc.get_count()[0])
+            _skip_first_collection(gc.get_count()[0])
             gc.enable()
 
 
-def _put_off(made: int) -> None:
-    """Spare so many new objects the first search for garbage, which they would survive: they count as old ones, unless it adds up."""
-    global _unsearched
-    if made < _FEW or gc.get_freeze_count() > _FROZEN:
+def _skip_first_collection(new_objects: int) -> None:
+    """Move all young objects to the oldest generation, or collect it if many were moved before.
+
+    Args:
+        new_objects: number of objects allocated since the last collection.
+    """
+    global _deferred_objects
+    if new_objects < _MIN_YOUNG_OBJECTS or gc.get_freeze_count() > _MAX_FROZEN_AT_START:
         return
-    _unsearched += made
-    if _unsearched > _MANY:
-        _unsearched = 0
+    _deferred_objects += new_objects
+    if _deferred_objects > _MAX_DEFERRED_OBJECTS:
+        _deferred_objects = 0
         gc.collect()
     else:
+        # unfreeze moves the frozen objects to the oldest generation
         gc.freeze()
         gc.unfreeze()

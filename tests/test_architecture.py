@@ -148,3 +148,11 @@ def test_a_name_that_autopar_lacks_is_an_attribute_error():
 def test_a_name_of_before_is_refused_with_the_new_one(old, new):
     with pytest.raises(AttributeError, match=rf"autopar\.{old} is called autopar\.{new}"):
         getattr(autopar, old)
+
+
+@pytest.mark.parametrize("name", autopar.__all__)
+def test_every_exported_name_has_a_docstring(name):
+    exported = getattr(autopar, name)
+    text = vars(exported).get("__doc__") if isinstance(exported, type) else exported.__doc__
+    assert text
+    assert not text.startswith(f"{name}(")  # a dataclass without one documents its signature
