@@ -26,7 +26,7 @@ from autopar.checkpoint import (
 from autopar.checks import OptionError
 from autopar.hosts.arrays import DistributedArray, prefetch
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
-from autopar.ir.layers import (
+from autopar.layering.layers import (
     AutoLayerOption,
     FollowLayerOption,
     LayerError,

@@ -22,8 +22,8 @@ from autopar.checks import (
     satisfying,
 )
 from autopar.devices import DEVICES, Devices, device_mesh, requested_mesh
-from autopar.ir.layers import AutoLayerOption, LayerOption
 from autopar.ir.step_graph import StepGraph
+from autopar.layering.layers import AutoLayerOption, LayerOption
 from autopar.pipeline.pipeline_schedules import Pipeline, schedule_kind, schedule_names
 from autopar.pipeline.stage_options import AutoStageOption, StageOption, UniformStageOption
 from autopar.plan import Plan

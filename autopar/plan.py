@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_
 from rich.console import Console
 from rich.table import Table
 
-from autopar.ir.layers import LayerOption
 from autopar.ir.spec import LogicalMesh, Spec, local_shape, partition_spec
+from autopar.layering.layers import LayerOption
 from autopar.progress import ranges
 from autopar.sharding.dataflow import Role
 from autopar.sharding.options import ShardingOptions

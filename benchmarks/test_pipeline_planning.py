@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.ir.layer_clustering import cluster_layers, received_bytes
 from autopar.ir.spec import LogicalMesh
+from autopar.layering.layer_clustering import cluster_layers, received_bytes
 from autopar.lowering.cross_mesh_resharding import reshard
 from autopar.pipeline.pipeline_schedules import Pipeline, make_schedule, schedule_names
 from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes, logical_shapes

@@ -49,6 +49,7 @@ LAYERS = (
     *(
         "autopar.ir",
         "autopar.primitives",
+        "autopar.layering",
         "autopar.microbatch",
         "autopar.tracing",
         "autopar.sharding",

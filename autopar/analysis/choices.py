@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.analysis.replay import Replay, replay
-from autopar.ir.equation_work import array_bytes
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.planned import Planned

@@ -11,7 +11,7 @@ from autopar.analysis.choices import Choices, recover
 from autopar.analysis.descriptions import describe, describe_spec
 from autopar.analysis.replay import ShardedEquation
 from autopar.analysis.reshardings import value_names
-from autopar.ir.equation_work import array_bytes
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import Spec, local_shape
 from autopar.ir.step_graph import StepGraph

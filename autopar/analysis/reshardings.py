@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jax.extend.core import Literal, Var
 
 from autopar.analysis.replay import Replay, equation_name, replay
-from autopar.ir.equation_work import array_bytes
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import LogicalMesh, Spec, partition_spec
 from autopar.ir.step_graph import StepGraph

@@ -20,8 +20,8 @@ from autopar.directives.execution import (
 )
 from autopar.directives.ir import Group, Item, Placed, Synced
 from autopar.directives.scheduled_model import ModelSchedule
-from autopar.ir.layers import ManualLayerOption
 from autopar.ir.spec import AnyMesh, partition_spec
+from autopar.layering.layers import ManualLayerOption
 from autopar.methods import (
     Devices,
     ManualShardParallel,

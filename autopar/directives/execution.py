@@ -24,8 +24,8 @@ from autopar.directives.replacing import Functions, call
 from autopar.directives.syncs import OPS, apply
 from autopar.directives.value_layouts import Layout, LayoutError
 from autopar.ir.graph import read
-from autopar.ir.layers import mark_pipeline_boundary
 from autopar.ir.spec import AnyMesh, LogicalMesh, partition_spec
+from autopar.layering.layers import mark_pipeline_boundary
 
 
 class Machine(Protocol):

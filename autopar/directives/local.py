@@ -22,7 +22,7 @@ from autopar.directives.value_layouts import (
 from autopar.ir.graph import aval_of, read
 from autopar.ir.spec import LogicalMesh, Spec, axes_of, local_shape
 from autopar.manual.rng import fold_rng_over_axis
-from autopar.sharding.binding import bind, bind_shards
+from autopar.primitives.shards import bind, bind_shards
 
 _NO_MESH = AbstractMesh((), ())
 """Where rules of the user are traced: JAX keeps such traces, for other meshes, too."""

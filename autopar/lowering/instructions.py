@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jax.extend.core import Var
 
-from autopar.ir.equation_work import array_bytes
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
 from autopar.lowering.cross_mesh_resharding import Resharding
 from autopar.pipeline.partition import Cut, Task

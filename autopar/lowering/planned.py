@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from autopar.ir.layers import FollowLayerOption
 from autopar.ir.step_graph import StepGraph
+from autopar.layering.layers import FollowLayerOption
 from autopar.lowering.cross_mesh_resharding import Resharding, reshard
 from autopar.lowering.instructions import Crossing, Names, PipelineProgram, pipeline_program
 from autopar.lowering.stage_values import StageValues

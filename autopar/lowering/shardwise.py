@@ -16,7 +16,7 @@ from autopar.plan import Stage
 from autopar.primitives import op_factors
 from autopar.primitives.factors import assignment_of
 from autopar.primitives.partitioner_defects import is_shardwise
-from autopar.sharding.binding import bind_shards
+from autopar.primitives.shards import bind_shards
 
 type Wanted = Mapping[tuple[int, str], Mapping[int, Spec]]
 """The specs that a plan pins, by number and side of the equation, and by position."""

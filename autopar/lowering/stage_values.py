@@ -2,7 +2,7 @@
 
 from jax.extend.core import Var
 
-from autopar.ir.equation_work import array_bytes
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import Spec, local_shape, replicated
 from autopar.pipeline.stage_graph import StageGraph

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 
-from autopar.ir.layers import layered_if_asked
+from autopar.layering.layers import layered_if_asked
 
 accumulate_p = Primitive("accumulate")
 """Identity on values that a microbatch contributes to. Only in traced steps, between `marking` and lowering."""

@@ -1,6 +1,6 @@
 """Partitions a traced step into the tasks of a pipeline: which equation runs in which stage and phase, and which values cross.
 
-Forward and backward equations go where their layer goes (`autopar.ir.layers`), those outside of layers where what they read
+Forward and backward equations go where their layer goes (`autopar.layering.layers`), those outside of layers where what they read
 is. What depends on constants alone, or on small inputs, is computed wherever it is needed, and so is a weight's cast to the dtype
 that several stages compute in. A gradient that several stages
 contribute to (tied weights) is accumulated in each and added up once. The update of a parameter runs where its gradient is;
@@ -14,12 +14,12 @@ from functools import cache
 
 from jax.extend.core import Literal, Var
 
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.equation_groups import Unit, units
-from autopar.ir.equation_work import array_bytes
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom, aval_of
-from autopar.ir.layers import layer_of
 from autopar.ir.step_graph import Combine, StepGraph
+from autopar.layering.layers import layer_of
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Cut, Task, Total
 
 _CASTS = {

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.analysis.axis_uses import with_axis_uses
-from autopar.ir.layers import FollowLayerOption
 from autopar.ir.spec import partition_spec
+from autopar.layering.layers import FollowLayerOption
 from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partitioner import cut_step, uncut_step
 from autopar.pipeline.pipeline_schedules import schedule_kind

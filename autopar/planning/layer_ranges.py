@@ -10,7 +10,7 @@ from functools import cache, cached_property
 
 from jax.extend.core import Var
 
-from autopar.ir.equation_work import array_bytes
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import StepGraph
 from autopar.pipeline.partition import Task, Total

@@ -8,9 +8,9 @@ import jax
 
 from autopar.checks import checked
 from autopar.devices import Device
-from autopar.ir.layers import LayerOption
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
+from autopar.layering.layers import LayerOption
 from autopar.lowering.planned import PlannedStep
 from autopar.methods import CLUSTER, PipeshardParallel, PlanningMethod
 from autopar.pipeline.pipeline_schedules import has_backward

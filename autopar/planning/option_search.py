@@ -11,8 +11,8 @@ from functools import cache, partial
 from itertools import product
 from typing import Literal
 
-from autopar.ir.layers import AutoLayerOption, LayerError, LayerOption, ManualLayerOption
 from autopar.ir.step_graph import MicrobatchError, StepGraph
+from autopar.layering.layers import AutoLayerOption, LayerError, LayerOption, ManualLayerOption
 from autopar.pipeline.pipeline_schedules import (
     ScheduleError,
     has_backward,

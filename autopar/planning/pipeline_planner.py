@@ -10,10 +10,10 @@ from jax.extend.core import Var
 
 from autopar._cpython import builds_graphs
 from autopar.devices import Device, logical_mesh
-from autopar.ir.equation_work import array_bytes
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
-from autopar.ir.layers import num_layers
 from autopar.ir.step_graph import StepGraph
+from autopar.layering.layers import num_layers
 from autopar.pipeline.partition import Cut
 from autopar.pipeline.partitioner import cut_step
 from autopar.pipeline.pipeline_schedules import Pipeline, Schedule, make_schedule, splits_backward

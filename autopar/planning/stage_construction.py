@@ -9,7 +9,7 @@ from math import inf, isfinite, isinf
 
 from jax.extend.core import Var
 
-from autopar.ir.equation_work import array_bytes
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
 from autopar.pipeline.pipeline_schedules import has_backward
 from autopar.pipeline.stage_graph import StageGraph

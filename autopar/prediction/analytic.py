@@ -14,8 +14,8 @@ from typing import Literal
 from autopar.analysis.choices import recover
 from autopar.analysis.replay import ShardedEquation
 from autopar.analysis.reshardings import resharding_in
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.control_flow import MARKERS, repeats
-from autopar.ir.equation_work import array_bytes, kernel_of
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import local_shape
 from autopar.lowering.compilation import lower_stage
@@ -24,6 +24,7 @@ from autopar.lowering.planned import Planned, PlannedStep, single_stage
 from autopar.microbatch.gradients import accumulate_p
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Task
 from autopar.pipeline.stage_graph import StageGraph
+from autopar.primitives.equation_work import kernel_of
 from autopar.sharding.memory_constraint import Memory
 from autopar.sharding.memory_roles import roles_at_peak
 from autopar.sharding.mesh_costs import Step

@@ -9,7 +9,6 @@ import jax
 
 from autopar.checks import checked, integer, one_of
 from autopar.ir.control_flow import MARKERS, repeats
-from autopar.ir.equation_work import kernel_of
 from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.compilation import compile_planned
@@ -19,6 +18,7 @@ from autopar.plan import Plan
 from autopar.planning.method_planning import any_cluster, trace_for
 from autopar.planning.plan_step import checked_step
 from autopar.prediction.analytic import analytic_program
+from autopar.primitives.equation_work import kernel_of
 from autopar.tracing.arguments import (
     AUTO_ARGNUMS,
     DEFAULT_BATCH,

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.control_flow import MARKERS, repeats
-from autopar.ir.equation_work import array_bytes, kernel_of
 from autopar.ir.graph import aval_of
 from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partition import Task
+from autopar.primitives.equation_work import kernel_of
 
 
 @dataclass(frozen=True, slots=True)

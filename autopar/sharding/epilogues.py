@@ -7,8 +7,8 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from autopar.ir import control_flow
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.step_graph import StepGraph
+from autopar.primitives.operand_layouts import PRODUCTS
 from autopar.sharding.lifetimes import is_view
-from autopar.sharding.operand_layouts import PRODUCTS
 
 
 class Values:

@@ -21,14 +21,14 @@ from math import prod
 from jax.extend.core import JaxprEqn, Var
 
 from autopar.ir import control_flow
-from autopar.ir.equation_work import array_bytes
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import PASS_THROUGH
+from autopar.primitives.operand_layouts import GRADIENT, ORDER, PRODUCTS, Layout, layouts
 from autopar.sharding.epilogues import Values, find_epilogues, find_scattered
 from autopar.sharding.lifetimes import EXPENSIVE, FUSIBLE, READING, is_view
-from autopar.sharding.operand_layouts import GRADIENT, ORDER, PRODUCTS, Layout, layouts
 
 _SCATTERS = frozenset(
     {"scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min", "dynamic_update_slice"}

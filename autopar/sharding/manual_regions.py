@@ -4,11 +4,12 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh
 
 from autopar.ir import control_flow
-from autopar.ir.equation_work import array_bytes, kernel_of
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import AnyMesh, LogicalMesh
 from autopar.primitives import op_factors
+from autopar.primitives.equation_work import kernel_of
 from autopar.primitives.factors import Assignment
 from autopar.primitives.shard_map import region_axes
 from autopar.sharding.lifetimes import is_fusible

@@ -14,15 +14,15 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from autopar.ir import control_flow
-from autopar.ir.equation_work import array_bytes
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import LogicalMesh, Spec, Specs, local_shape
 from autopar.ir.step_graph import StepGraph
+from autopar.primitives.operand_layouts import PRODUCTS
 from autopar.sharding.distinct_options import each_once
 from autopar.sharding.lifetimes import is_relaid, is_view, lifetimes, readings
 from autopar.sharding.mesh_costs import COMBINED_BYTES
 from autopar.sharding.objective import Decisions
-from autopar.sharding.operand_layouts import PRODUCTS
 from autopar.sharding.reshard_hoisting import passes_moves
 from autopar.sharding.selection_problem import CapacityConstraint
 from simulator.memory import Role

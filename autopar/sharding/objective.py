@@ -15,12 +15,13 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from autopar.ir import control_flow
-from autopar.ir.equation_work import array_bytes, kernel_of
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import Specs, local_shape, partition_spec, replicated
 from autopar.ir.step_graph import StepGraph
 from autopar.microbatch.gradients import accumulate_p
 from autopar.primitives import POINTWISE
+from autopar.primitives.equation_work import kernel_of
 from autopar.primitives.factors import Assignment, OpFactors
 from autopar.sharding import manual_regions
 from autopar.sharding.candidates import (

@@ -5,7 +5,7 @@ There it is as small as it gets, and a convolution finds the reversed kernel tha
 
 from jax.extend.core import JaxprEqn, Var
 
-from autopar.ir.equation_work import array_bytes
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
 
 

@@ -13,8 +13,8 @@ from autopar._cpython import builds_graphs
 from autopar.ir.array_handle import ArrayHandle
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of
-from autopar.ir.layers import LayerOption, layered, layering
 from autopar.ir.step_graph import MicrobatchError, Microbatching, StepGraph
+from autopar.layering.layers import LayerOption, layered, layering
 from autopar.microbatch.gradients import marking, marking_results, telling_examples
 from autopar.microbatch.splitting import check_computation, split
 

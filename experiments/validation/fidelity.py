@@ -18,8 +18,8 @@ from pathlib import Path
 from jax.extend.core import Var
 
 from autopar.analysis.replay import ShardedEquation, replay
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.control_flow import repeats
-from autopar.ir.equation_work import array_bytes
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh, Spec, local_shape
 from autopar.lowering.compilation import compile_planned

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar.ir.equation_work import array_bytes, hlo_dtype, kernel_of
+from autopar.ir.array_sizes import array_bytes, hlo_dtype
 from autopar.ir.flatten import flatten
+from autopar.primitives.equation_work import kernel_of
 from simulator.work import Kernel
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar.devices import submeshes
-from autopar.ir.layers import AutoLayerOption
+from autopar.layering.layers import AutoLayerOption
 from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.stage_options import ManualStageOption
 from autopar.plan import PipelineSchedule

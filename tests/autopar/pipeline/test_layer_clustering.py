@@ -7,7 +7,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from autopar.ir.layer_clustering import MOST_HEAVY, NoLayersError, cluster_layers, received_bytes
+from autopar.layering.layer_clustering import (
+    MOST_HEAVY,
+    NoLayersError,
+    cluster_layers,
+    received_bytes,
+)
 
 INSTANCES = json.loads((Path(__file__).parents[2] / "golden" / "layer_clusters.json").read_text())[
     "instances"

@@ -1,6 +1,6 @@
 """Runs an equation under every sharding that its rule allows, shard by shard, and compares with the whole.
 
-Each device slices its shards of the operands, binds the primitive to them (`autopar.sharding.binding`) and takes part in the
+Each device slices its shards of the operands, binds the primitive to them (`autopar.primitives.shards`) and takes part in the
 collectives that the candidate claims.
 """
 
@@ -22,7 +22,7 @@ from autopar.ir.flatten import flatten
 from autopar.ir.spec import LogicalMesh, Spec, partition_spec, replicated
 from autopar.primitives import op_factors
 from autopar.primitives.factors import Assignment, OpFactors
-from autopar.sharding.binding import bind_shards
+from autopar.primitives.shards import bind_shards
 from autopar.sharding.candidates import Option, completions, is_compilable
 
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -3,29 +3,11 @@
 from collections.abc import Sequence
 from math import log2, prod
 
-import numpy as np
 from jax.extend.core import JaxprEqn
 
+from autopar.ir.array_sizes import hlo_dtype
 from autopar.ir.graph import aval_of
 from simulator.work import Gemm, Kernel
-
-_HLO_DTYPE = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u", "complex": "c"}
-
-
-def hlo_dtype(dtype: np.dtype) -> str:
-    """HLO's spelling: float32 is f32, bool is pred; random keys are integers."""
-    if not isinstance(dtype, np.dtype):
-        return "u32"
-    name = np.dtype(dtype).name
-    if name == "bool":
-        return "pred"
-    letters = name.rstrip("0123456789")
-    return _HLO_DTYPE.get(letters, letters) + name[len(letters) :]
-
-
-def array_bytes(shape: Sequence[int], dtype: np.dtype) -> int:
-    """Bytes of an array, sub-byte types rounded up to one. JAX's key types know their size, too."""
-    return prod(shape) * dtype.itemsize
 
 
 def kernel_of(eqn: JaxprEqn, operands: Sequence[tuple[int, ...]], moved_bytes: float) -> Kernel:

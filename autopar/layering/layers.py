@@ -21,11 +21,12 @@ from jax.extend.core import Literal as JaxLiteral
 from jax.extend.core.primitives import jit_p
 
 from autopar.checks import FLAG, NONE, check, integer, items, one_of, real, satisfying
+from autopar.ir.array_sizes import array_bytes
 from autopar.ir.control_flow import MARKERS, repeats
-from autopar.ir.equation_work import array_bytes, kernel_of
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import Atom, aval_of, read
-from autopar.ir.layer_clustering import Received, cluster_layers, received_bytes
+from autopar.layering.layer_clustering import Received, cluster_layers, received_bytes
+from autopar.primitives.equation_work import kernel_of
 
 boundary_p = Primitive("pipeline_boundary")
 boundary_p.multiple_results = True
