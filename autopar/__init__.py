@@ -74,7 +74,7 @@ from autopar.sharding.planner import MemoryBudgetError
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.tracing.trace import TraceError
 from autopar.training import train
-from autopar.tuning import Tuned, tune
+from autopar.tuning import TuningResult, tune
 
 if TYPE_CHECKING:
     from autopar import directives, model_schedules
@@ -134,7 +134,7 @@ __all__ = [
     "StageError",
     "StepFailedError",
     "TraceError",
-    "Tuned",
+    "TuningResult",
     "UniformStageOption",
     "Verify",
     "Zero2Parallel",

@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 
 import autopar
 from autopar import model_schedules
-from autopar.directives import Built, ModelSchedule
+from autopar.directives import BuiltModel, ModelSchedule
 from autopar.methods import PlanningMethod
-from autopar.model_schedules import Knobs, Names
+from autopar.model_schedules import Knobs, TransformerNames
 from experiments.models.gpt import GPT
 from experiments.models.model import Batch, Model
 from experiments.models.transformer import attend
@@ -22,7 +22,7 @@ def _attend_before(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Ar
     return attend(query, key, value, causal=True)
 
 
-NAMES: Names = replace(model_schedules.GPT, attend=_attend_before)
+NAMES: TransformerNames = replace(model_schedules.GPT, attend=_attend_before)
 """Those of the sweep's GPT, which writes its attention out."""
 
 
@@ -43,7 +43,7 @@ def megatron(sch: ModelSchedule, mesh_axis: str | None = None) -> None:
 
 
 def train_step(
-    model: Model, built: Built
+    model: Model, built: BuiltModel
 ) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
     """The model's own training step, with the scheduled model in it; gradients are accumulated over microbatches, if there are any."""
 

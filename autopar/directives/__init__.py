@@ -3,18 +3,18 @@
 create_schedule --directives--> ModelSchedule --place--> every value's layout --build--> a model on shards, or pins for the planner
 """
 
-from autopar.directives.build import Built, build
+from autopar.directives.build import BuiltModel, build
 from autopar.directives.compilers import register_compiler
-from autopar.directives.definitions import Schedule, ScheduleError
+from autopar.directives.definitions import DirectiveError, DirectiveSchedule
 from autopar.directives.pattern_matcher import Subgraph
 from autopar.directives.scheduled_model import ModelSchedule, create_schedule
 from autopar.directives.verify import VerificationError, Verify
 
 __all__ = [
-    "Built",
+    "BuiltModel",
+    "DirectiveError",
+    "DirectiveSchedule",
     "ModelSchedule",
-    "Schedule",
-    "ScheduleError",
     "Subgraph",
     "VerificationError",
     "Verify",

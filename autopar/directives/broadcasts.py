@@ -10,7 +10,7 @@ from autopar.ir.graph import Atom, aval_of
 
 
 @dataclass(frozen=True, slots=True)
-class Through:
+class BroadcastView:
     """What an atom is, looked through broadcasts: the source, for each dim the source's (None: repeated), and the nodes between."""
 
     source: Atom
@@ -33,7 +33,7 @@ class Through:
         return tuple(dim if size != 1 else None for dim, size, full in pairs if full != 1)
 
 
-def look_through(graph: ModelGraph, atom: Atom) -> Through:
+def look_through(graph: ModelGraph, atom: Atom) -> BroadcastView:
     dims: tuple[int | None, ...] = tuple(range(aval_of(atom).ndim))
     nodes: list[Node] = []
     while isinstance(atom, Var) and atom in graph.producer:
@@ -43,7 +43,7 @@ def look_through(graph: ModelGraph, atom: Atom) -> Through:
         nodes.append(graph.producer[atom])
         dims = tuple(None if dim is None else inner[dim] for dim in dims)
         atom = nodes[-1].eqn.invars[0]
-    return Through(atom, dims, tuple(nodes))
+    return BroadcastView(atom, dims, tuple(nodes))
 
 
 def source_dims(eqn: JaxprEqn) -> list[int | None] | None:

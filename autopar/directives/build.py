@@ -9,16 +9,16 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.devices import AXIS_NAMES, device_mesh, planned_mesh
-from autopar.directives.definitions import CutPipelineStage, ForkRng, ScheduleError, Shard, Sync
+from autopar.directives.definitions import CutPipelineStage, DirectiveError, ForkRng, Shard, Sync
 from autopar.directives.execution import (
-    Constrained,
-    Machine,
-    Named,
-    Shards,
+    ConstrainedExecutor,
+    Executor,
+    NamedExecutor,
+    ShardExecutor,
     check_functions,
     run_model,
 )
-from autopar.directives.ir import Group, Item, Placed, Synced
+from autopar.directives.placed_model import PlacedItem, PlacedModel, PlacedRegion, PlacedSync
 from autopar.directives.scheduled_model import ModelSchedule
 from autopar.ir.spec import AnyMesh, partition_spec
 from autopar.layering.layers import ManualLayerOption
@@ -37,7 +37,7 @@ type Backend = Literal["manual", "gspmd", "auto"]
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltModel:
     """A scheduled model, ready for a training step.
 
     Attributes:
@@ -77,7 +77,7 @@ def build(
     mesh: AnyMesh | None = None,
     num_micro_batches: int = 1,
     devices: Devices = None,
-) -> Built:
+) -> BuiltModel:
     """The model, scheduled.
 
     Args:
@@ -90,25 +90,25 @@ def build(
             the devices of the mesh.
 
     Raises:
-        ScheduleError: the schedule does not fit together, or can't be built with this backend.
+        DirectiveError: the schedule does not fit together, or can't be built with this backend.
     """
     if backend not in ("manual", "gspmd", "auto"):
-        raise ScheduleError(f"backend {backend!r}, expected 'manual', 'gspmd' or 'auto'")
+        raise DirectiveError(f"backend {backend!r}, expected 'manual', 'gspmd' or 'auto'")
     if batch_axis is not None and batch_axis not in model.mesh.axis_names:
-        raise ScheduleError(
+        raise DirectiveError(
             f"batch_axis {batch_axis!r} is no axis of the mesh, which has {model.mesh.axis_names}"
         )
     model = model if mesh is None else model.on(planned_mesh(mesh))
     cuts = model.of_kind(CutPipelineStage)
     if cuts and backend != "auto":
-        raise ScheduleError("cut_pipeline_stage: pipelines are built with backend='auto'")
+        raise DirectiveError("cut_pipeline_stage: pipelines are built with backend='auto'")
     if devices is not None and not cuts:
-        raise ScheduleError(
+        raise DirectiveError(
             "devices are those of a pipeline, and the schedule has no cut_pipeline_stage; give a mesh"
         )
     used = {each.mesh_axis for each in (*model.of_kind(Shard), *model.of_kind(Sync))}
     if cuts and (unknown := used.difference(AXIS_NAMES)):
-        raise ScheduleError(
+        raise DirectiveError(
             f"cut_pipeline_stage and mesh axis {', '.join(sorted(unknown))}: each stage has a mesh of its own, whose axes are"
             f" called {', '.join(AXIS_NAMES)}; use those names"
         )
@@ -134,7 +134,7 @@ def build(
         method = ManualShardParallel(model.mesh, num_micro_batches, pins=pins)
     specs = dict(zip(model.graph.invars, placed.arguments, strict=True))
     specs = [partition_spec(specs[var].dims) for var in model.graph.params]
-    return Built(
+    return BuiltModel(
         _apply(model, backend, batch_axis),
         jax.tree.unflatten(jax.tree.structure(model.params), specs),
         model.mesh,
@@ -148,7 +148,7 @@ def _apply(model: ModelSchedule, backend: Backend, batch_axis: str | None) -> Ca
 
     def apply(params: Any, *args: Any) -> Any:
         if (tree := jax.tree.structure((params, *args))) != model.graph.in_tree:
-            raise ScheduleError(
+            raise DirectiveError(
                 f"the model was scheduled for {model.graph.in_tree}, and is called with {tree}"
             )
         leaves = jax.tree.leaves((params, *args))
@@ -167,14 +167,14 @@ def _runner(
     """The model as a function of its parameters and arguments as a flat list."""
     placed = model.placed(batch_axis, lenient=backend == "auto")
 
-    def on(machine: Machine) -> Callable[..., list[Any]]:
+    def on(machine: Executor) -> Callable[..., list[Any]]:
         return lambda *leaves: run_model(placed, machine, model.functions, leaves)
 
     match backend:
         case "manual":
             return jax.jit(
                 jax.shard_map(
-                    on(Shards(model.logical_mesh, model.functions)),
+                    on(ShardExecutor(model.logical_mesh, model.functions)),
                     mesh=model.mesh,
                     in_specs=tuple(partition_spec(each.dims) for each in placed.arguments),
                     out_specs=[partition_spec(each.dims) for each in placed.results],
@@ -182,16 +182,16 @@ def _runner(
             )
         case "gspmd":
             run, specs = (
-                on(Constrained(model.mesh)),
+                on(ConstrainedExecutor(model.mesh)),
                 [partition_spec(each.dims) for each in placed.arguments],
             )
             shardings = [NamedSharding(model.mesh, spec) for spec in specs]
             return lambda *leaves: run(*map(jax.lax.with_sharding_constraint, leaves, shardings))
         case "auto":
-            return on(Named())
+            return on(NamedExecutor())
 
 
-def _pins(model: ModelSchedule, placed: Placed, named: bool) -> dict[str, PartitionSpec]:
+def _pins(model: ModelSchedule, placed: PlacedModel, named: bool) -> dict[str, PartitionSpec]:
     """What a plan must keep: parameters that are split, wherever the step has them, and named values that are synchronised."""
     leaves, _ = jax.tree.flatten_with_path(model.params)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
@@ -202,11 +202,11 @@ def _pins(model: ModelSchedule, placed: Placed, named: bool) -> dict[str, Partit
     return pins
 
 
-def _synced(items: tuple[Item, ...]) -> list[Synced]:
-    found: list[Synced] = []
+def _synced(items: tuple[PlacedItem, ...]) -> list[PlacedSync]:
+    found: list[PlacedSync] = []
     for item in items:
-        if isinstance(item, Synced) and item.sync.mode != "bwd_post":
+        if isinstance(item, PlacedSync) and item.sync.mode != "bwd_post":
             found.append(item)
-        elif isinstance(item, Group):
+        elif isinstance(item, PlacedRegion):
             found += _synced(item.items)
     return found

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from autopar.directives.definitions import ScheduleError
+from autopar.directives.definitions import DirectiveError
 
 type Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -21,9 +21,9 @@ def register_compiler(name: str, compile: Compile) -> None:
 
 
 def compiler(name: str) -> Compile:
-    """The compiler of that name. Raises ScheduleError for an unknown one."""
+    """The compiler of that name. Raises DirectiveError for an unknown one."""
     if name not in _COMPILERS:
-        raise ScheduleError(
+        raise DirectiveError(
             f"compiler {name!r} is none of {', '.join(sorted(_COMPILERS))}; autopar.directives.register_compiler adds one"
         )
     return _COMPILERS[name]

@@ -17,7 +17,7 @@ type Mode = Literal["fwd_pre", "fwd_post", "bwd_post"]
 """Where a sync stands: before a module, after it, or on the gradients of its inputs."""
 
 
-class ScheduleError(ValueError):
+class DirectiveError(ValueError):
     """A directive can't hold for this model, or contradicts another."""
 
 
@@ -205,7 +205,7 @@ def _text(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class DirectiveSchedule:
     """An ordered list of directives: how to run a model, apart from the model.
 
     Replay it on a model with `create_schedule(model, params, example_args, schedule=...)`.
@@ -222,11 +222,11 @@ class Schedule:
         return "[" + ",\n ".join(lines) + "]"
 
     @classmethod
-    def from_json(cls, text: str) -> "Schedule":
-        """What `to_json` wrote. Raises ScheduleError for anything else."""
-        given = parse_json(text, "a schedule, which is a JSON list of directives", ScheduleError)
+    def from_json(cls, text: str) -> "DirectiveSchedule":
+        """What `to_json` wrote. Raises DirectiveError for anything else."""
+        given = parse_json(text, "a schedule, which is a JSON list of directives", DirectiveError)
         if not isinstance(given, list):
-            raise ScheduleError(
+            raise DirectiveError(
                 f"a schedule is a JSON list of directives, not {type(given).__name__}"
             )
         return cls(tuple(map(_directive, given)))
@@ -236,7 +236,7 @@ def _directive(given: Any) -> Directive:
     entries = dict(given) if isinstance(given, dict) else {}
     kind = entries.pop("do", None)
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ScheduleError(
+        raise DirectiveError(
             f"{given!r} is no directive: 'do' is {kind!r}, expected one of {', '.join(_KINDS)}"
         )
     cls = _KINDS[kind]
@@ -244,14 +244,14 @@ def _directive(given: Any) -> Directive:
     known = {field.name: field for field in fields(cls)}
     missing = {name for name, field in known.items() if field.default is MISSING} - entries.keys()
     if missing or not entries.keys() <= known.keys():
-        raise ScheduleError(f"{given!r}: {kind} takes {', '.join(known)}")
+        raise DirectiveError(f"{given!r}: {kind} takes {', '.join(known)}")
     values = {key: _frozen(value) for key, value in entries.items()}
     for key, value in values.items():
         try:
             TypeAdapter(types[key]).validate_python(value, strict=True)
         except ValidationError as error:
             why = error.errors()[0]["msg"]
-            raise ScheduleError(
+            raise DirectiveError(
                 f"{key} of {kind} is {entries[key]!r} in {given!r}: {why}"
             ) from error
     return cls(**values)

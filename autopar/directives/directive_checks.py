@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, assert_never
 
+from autopar.directives.checkpoint_policies import policy_of
 from autopar.directives.compilers import compiler
 from autopar.directives.definitions import (
     Annotate,
@@ -10,19 +11,18 @@ from autopar.directives.definitions import (
     CutPipelineStage,
     Decompose,
     Directive,
+    DirectiveError,
     ForkRng,
     Fuse,
     Replace,
-    ScheduleError,
     Shard,
     Sync,
     Trace,
     describe,
 )
-from autopar.directives.forking import draws_of
 from autopar.directives.model_graph import joined
-from autopar.directives.policies import policy_of
-from autopar.directives.replacing import ModuleFunction, check_whole
+from autopar.directives.replacements import ModuleFunction, check_whole
+from autopar.directives.rng_forking import draws_of
 from autopar.directives.syncs import check_sync
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def check(model: "ModelSchedule", directive: Directive) -> None:
-    """Raise ScheduleError unless `directive` can be added to the schedule of `model`."""
+    """Raise DirectiveError unless `directive` can be added to the schedule of `model`."""
     if directive.path not in model.modules.by_path:
         model.modules.find(directive.path)  # which says what is near
     match directive:
@@ -42,7 +42,7 @@ def check(model: "ModelSchedule", directive: Directive) -> None:
             _check_once(model, directive, ("path", "mode", "mesh_axis"))
         case Decompose(path):
             if not model.modules.by_path[path].is_linear:
-                raise ScheduleError(
+                raise DirectiveError(
                     f"{path or 'the model'} has no kernel and bias of its own: only such modules can be decomposed"
                 )
         case Trace(path, _, leaves):
@@ -56,11 +56,11 @@ def check(model: "ModelSchedule", directive: Directive) -> None:
         case CutPipelineStage(path):
             _check_once(model, directive, ("path",))
             if not model.module(path).nodes:
-                raise ScheduleError(f"{path} has no equations, so that no stage can end after it")
+                raise DirectiveError(f"{path} has no equations, so that no stage can end after it")
         case ForkRng(path):
             _check_once(model, directive, ("path",))
             if not draws_of(model.nodes_of(path)):
-                raise ScheduleError(
+                raise DirectiveError(
                     f"{path or 'the model'} draws no random numbers: put fork_rng on what has dropout, that is not deterministic"
                 )
         case Annotate(path, param):
@@ -71,7 +71,7 @@ def check(model: "ModelSchedule", directive: Directive) -> None:
 
 def _check_mesh_axis(model: "ModelSchedule", directive: Shard | Sync) -> None:
     if directive.mesh_axis not in model.mesh.axis_names:
-        raise ScheduleError(
+        raise DirectiveError(
             f"{describe(directive)}: {directive.mesh_axis!r} is no axis of the mesh, which has"
             f" {', '.join(map(repr, model.mesh.axis_names))}"
         )
@@ -82,17 +82,19 @@ def _check_shard(model: "ModelSchedule", directive: Shard) -> None:
     shape = model.modules.param(directive.path, directive.param).shape
     called = joined(directive.path, directive.param)
     if not 0 <= directive.axis < len(shape):
-        raise ScheduleError(f"{called} has shape {shape}: it has no axis {directive.axis} to shard")
+        raise DirectiveError(
+            f"{called} has shape {shape}: it has no axis {directive.axis} to shard"
+        )
     ways = model.mesh.shape[directive.mesh_axis]
     if shape[directive.axis] % ways:
-        raise ScheduleError(
+        raise DirectiveError(
             f"{called} has shape {shape}: axis {directive.axis} can't be split evenly over the {ways} devices of mesh axis"
             f" {directive.mesh_axis!r}; shard another axis, or over fewer devices"
         )
     for each in model.of_kind(Shard):
         same_param = (each.path, each.param) == (directive.path, directive.param)
         if same_param and (each.axis == directive.axis or each.mesh_axis == directive.mesh_axis):
-            raise ScheduleError(
+            raise DirectiveError(
                 f"{called} is sharded twice: {describe(each)} and {describe(directive)}; keep one"
             )
 
@@ -100,12 +102,12 @@ def _check_shard(model: "ModelSchedule", directive: Shard) -> None:
 def _check_region(model: "ModelSchedule", directive: Fuse | Replace) -> None:
     unknown = [name for name in directive.nodes if name not in model.graph.by_name]
     if unknown or not directive.nodes:
-        raise ScheduleError(
+        raise DirectiveError(
             f"{describe(directive)}: the model has no {', '.join(unknown[:3]) or 'equations there'}; find what is to be"
             " fused or replaced in this model"
         )
     if taken := model.claimed().intersection(directive.nodes):
-        raise ScheduleError(
+        raise DirectiveError(
             f"{describe(directive)}: {', '.join(sorted(taken)[:3])} is fused or replaced already; keep one"
         )
     for name, wrote, reads in zip(
@@ -114,7 +116,7 @@ def _check_region(model: "ModelSchedule", directive: Fuse | Replace) -> None:
         if len(wrote) != len(reads) or any(
             set(one).isdisjoint(other) for one, other in zip(wrote, reads, strict=True)
         ):
-            raise ScheduleError(
+            raise DirectiveError(
                 f"{describe(directive)}: {name} reads {_listed(reads)} in this model, and {_listed(wrote)} in the one that the"
                 " schedule was written for; find what is to be fused or replaced in this one"
             )
@@ -122,13 +124,13 @@ def _check_region(model: "ModelSchedule", directive: Fuse | Replace) -> None:
         compiler(directive.compiler)
         return
     if directive.function not in model.functions:
-        raise ScheduleError(
+        raise DirectiveError(
             f"{describe(directive)}: function {directive.function!r} is not known here; give it by functions={{name: function}}"
         )
     nodes = [model.graph.by_name[name] for name in directive.nodes]
     read = {model.graph.value_names[var] for var in model.graph.inputs_of(nodes)}
     if foreign := set(directive.inputs) - read:
-        raise ScheduleError(
+        raise DirectiveError(
             f"{describe(directive)}: what is replaced does not read {', '.join(sorted(foreign))}"
         )
     if isinstance(model.functions[directive.function], ModuleFunction):
@@ -147,6 +149,6 @@ def _check_once(
     """What two directives must not both say of the same thing."""
     for each in model.of_kind(type(directive)):
         if all(getattr(each, key) == getattr(directive, key) for key in keys):
-            raise ScheduleError(
+            raise DirectiveError(
                 f"{directive.path or 'the model'} has {describe(each)} already, now {describe(directive)}; keep one"
             )

@@ -9,11 +9,11 @@ from flax import linen as nn
 from flax import nnx
 
 from autopar.directives import definitions as d
-from autopar.directives.definitions import Directive, ScheduleError, primitives
+from autopar.directives.definitions import Directive, DirectiveError, primitives
 from autopar.directives.model_graph import Node, within
 from autopar.directives.pattern_matcher import Subgraph
 from autopar.directives.pattern_search import find_pattern
-from autopar.directives.replacing import as_function, common_module
+from autopar.directives.replacements import as_function, common_module
 
 if TYPE_CHECKING:
     from autopar.directives.scheduled_model import ModelSchedule
@@ -134,13 +134,13 @@ class Handle:
         if callable(pattern):
             return find_pattern(owner.graph, nodes, pattern, like)
         if like is not None:
-            raise ScheduleError(
+            raise DirectiveError(
                 f"find({pattern!r}, like=...): like= is for a function that is to be found; leave it out"
             )
         try:
             wanted = re.compile(".*" if pattern is None else pattern)
         except re.error as error:
-            raise ScheduleError(f"find({pattern!r}): no regular expression: {error}") from error
+            raise DirectiveError(f"find({pattern!r}): no regular expression: {error}") from error
         found = [[node] for node in nodes if wanted.fullmatch(node.name)]
         if pattern is not None:
             found += self._modules(wanted, {node.name for (node,) in found}, where)
@@ -227,7 +227,7 @@ class Handle:
         if not matched:
             known = sorted({module.type_name for module in modules if module.type_name})
             called = repr(type) if isinstance(type, str) else type.__qualname__
-            raise ScheduleError(
+            raise DirectiveError(
                 f"no module of class {called} inside; there are {', '.join(known) or 'none'}"
             )
         for path in matched:
@@ -279,12 +279,12 @@ def _made(make: Callable[[Handle], Replacement], handle: Handle) -> Replacement:
     try:
         new = make(handle)
     except TypeError as error:
-        raise ScheduleError(
+        raise DirectiveError(
             f"replace_all: {make} fails for {handle!r}: {error}. It is given the handle of each module, and returns what stands in for"
             " it; one function for all is `lambda _: function`"
         ) from error
     if not callable(new):
-        raise ScheduleError(
+        raise DirectiveError(
             f"replace_all: {make} returns {new!r} for {handle!r}, expected a module or a function"
         )
     return new
@@ -292,7 +292,7 @@ def _made(make: Callable[[Handle], Replacement], handle: Handle) -> Replacement:
 
 def _several(found: Found, what: str) -> Sequence[Subgraph]:
     if not isinstance(found, Subgraph) and not found:
-        raise ScheduleError(
+        raise DirectiveError(
             f"{what}: no subgraph was given, as of a find without a match; sch.trace() and print(sch) show what there is to find"
         )
     return [found] if isinstance(found, Subgraph) else found

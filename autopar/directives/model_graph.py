@@ -38,7 +38,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Recomputed:
+class RematRegion:
     """Nodes that the model itself recomputes in the backward pass."""
 
     nodes: frozenset[str]
@@ -66,7 +66,7 @@ class ModelGraph:
     constants: dict[Var, Any]
     in_tree: Any
     out_tree: Any
-    recomputed: tuple[Recomputed, ...] = field(default=())
+    recomputed: tuple[RematRegion, ...] = field(default=())
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
@@ -144,7 +144,7 @@ def trace_model(
         builder.nodes[n] for n, _ in needed(enumerate(node.eqn for node in builder.nodes), outvars)
     )
     keep = {node.name for node in nodes}
-    groups = (Recomputed(frozenset(names) & keep, *rest) for names, *rest in builder.recomputed)
+    groups = (RematRegion(frozenset(names) & keep, *rest) for names, *rest in builder.recomputed)
     return ModelGraph(
         nodes,
         {var: param_path(path[1:]) for var, path in named if path[0].idx == 0},

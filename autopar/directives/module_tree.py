@@ -9,12 +9,12 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from autopar.directives.definitions import Directive, ScheduleError, describe
+from autopar.directives.definitions import Directive, DirectiveError, describe
 from autopar.directives.model_graph import ModelGraph, within
 
 
 @dataclass(frozen=True, slots=True)
-class Module:
+class ModuleInfo:
     """A module, or a named scope: its class, if it has one, and the shapes of its own parameters."""
 
     path: str
@@ -54,15 +54,15 @@ def classes_of(fun: Callable[..., Any], params: Any, args: Sequence[Any]) -> dic
 
 
 @dataclass(frozen=True, slots=True)
-class Modules:
+class ModuleTree:
     """The tree, by path, in the order in which modules are first used; "" is the model."""
 
-    by_path: dict[str, Module]
+    by_path: dict[str, ModuleInfo]
 
     @classmethod
     def of(
         cls, graph: ModelGraph, classes: dict[str, type], shapes: dict[str, jax.ShapeDtypeStruct]
-    ) -> "Modules":
+    ) -> "ModuleTree":
         paths = {"": None}
         for scope in (
             *classes,
@@ -74,10 +74,12 @@ class Modules:
         for name, aval in shapes.items():
             path, _, param = name.rpartition("/")
             own[path][param] = aval
-        return cls({path: Module(path, classes.get(path), own[path]) for path in _nested(paths)})
+        return cls(
+            {path: ModuleInfo(path, classes.get(path), own[path]) for path in _nested(paths)}
+        )
 
     def find(self, pattern: str) -> list[str]:
-        """The paths that `pattern` names: itself, or with `*` all that match. Raises ScheduleError when there is none."""
+        """The paths that `pattern` names: itself, or with `*` all that match. Raises DirectiveError when there is none."""
         path = pattern.replace(".", "/").strip("/")
         if path in self.by_path:
             return [path]
@@ -87,16 +89,16 @@ class Modules:
             if each and fnmatchcase(each, path) and each.count("/") == path.count("/")
         ]
         if not matched:
-            raise ScheduleError(
+            raise DirectiveError(
                 f"no module {pattern!r} in the model; {nearest(path, self.by_path)}"
             )
         return matched
 
     def param(self, path: str, name: str) -> jax.ShapeDtypeStruct:
-        """A parameter of a module. Raises ScheduleError when it has none of that name."""
+        """A parameter of a module. Raises DirectiveError when it has none of that name."""
         params = self.by_path[path].params
         if name not in params:
-            raise ScheduleError(
+            raise DirectiveError(
                 f"no parameter {name!r} in {path or 'the model'}, which has {', '.join(params) or 'none'}; {nearest(name, params)}"
             )
         return params[name]

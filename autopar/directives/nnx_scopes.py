@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jax.extend.core import Jaxpr, Var
 
-from autopar.directives.definitions import ScheduleError
+from autopar.directives.definitions import DirectiveError
 from autopar.directives.value_layouts import INNER
 from autopar.tracing.trace import abstract
 
@@ -19,7 +19,7 @@ def as_function(model: nnx.Module, updates: bool = False) -> Callable[..., Any]:
     """`model(*args)` as a function of (state, *args), where the state is `nnx.state(model)`.
 
     With `updates` it returns the result and, as a State, all of the state that are no parameters as they are then: statistics of batch
-    normalisation, counts of random numbers. Without, ScheduleError where the call changes something.
+    normalisation, counts of random numbers. Without, DirectiveError where the call changes something.
     """
     graphdef, _ = nnx.split(model)
 
@@ -39,7 +39,7 @@ def call_unchanged(
     args: Sequence[Any],
     prepare: Callable[[Any], Any] = lambda merged: merged,
 ) -> Any:
-    """What a module of this state makes of `args`. Raises ScheduleError if that changes its state, which nobody would get."""
+    """What a module of this state makes of `args`. Raises DirectiveError if that changes its state, which nobody would get."""
     merged = prepare(nnx.merge(graphdef, state))
     before = _raw(merged)
     result = merged(*args)
@@ -49,7 +49,7 @@ def call_unchanged(
     if changed := _changed(
         graphdef, state, args
     ):  # nnx.jit and nnx.remat hand back all of the state, as it was
-        raise ScheduleError(
+        raise DirectiveError(
             f"calling the model changes {', '.join(changed)} of its state, which would be lost: the same mask for every dropout,"
             " statistics that never move. Hand out what changes, create_schedule(..., updates=True), or change nothing: keys as an"
             " argument, dropout(x, rngs=key), BatchNorm with use_running_average=True, or model.eval()"

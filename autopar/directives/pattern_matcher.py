@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from autopar.directives.broadcasts import Through, look_through, sizes
-from autopar.directives.definitions import ScheduleError
+from autopar.directives.broadcasts import BroadcastView, look_through, sizes
+from autopar.directives.definitions import DirectiveError
 from autopar.directives.model_graph import ModelGraph, Node
 from autopar.ir.graph import Atom, aval_of
 from autopar.primitives import POINTWISE
@@ -49,11 +49,11 @@ class _State:
     """
 
     nodes: dict[str, tuple[Node, ...]]
-    bound: dict[Var, Through]
+    bound: dict[Var, BroadcastView]
     between: tuple[Node, ...]
 
 
-class Matcher:
+class PatternMatcher:
     def __init__(
         self, graph: ModelGraph, pattern: ModelGraph, allowed: set[str], like: Sequence[Any] | None
     ) -> None:
@@ -103,7 +103,7 @@ class Matcher:
             yield from self._solve_nodes(source, right, rest, state)
 
     def _solve_nodes(
-        self, wanted: Var, given: Through, rest: list[_Pair], state: _State
+        self, wanted: Var, given: BroadcastView, rest: list[_Pair], state: _State
     ) -> Iterator[_State]:
         left = self.pattern.producer[wanted]
         right = self.graph.producer.get(given.source) if isinstance(given.source, Var) else None
@@ -168,7 +168,7 @@ class Matcher:
         inputs = []
         for var in self.pattern.args:
             if var not in state.bound:
-                raise ScheduleError(f"{self.pattern.args[var]} of the pattern is not used in it")
+                raise DirectiveError(f"{self.pattern.args[var]} of the pattern is not used in it")
             inputs.append(self._input(state.bound[var], aval_of(var).shape, own, through))
         nodes = [node for node in self.graph.nodes if node.name in own]
         if any(var is not result for var in self.graph.outputs_of(nodes)):
@@ -177,7 +177,9 @@ class Matcher:
             tuple(node.name for node in nodes), tuple(self.graph.value_names[var] for var in inputs)
         )
 
-    def _input(self, bound: Through, shape: tuple[int, ...], own: set[str], through: bool) -> Var:
+    def _input(
+        self, bound: BroadcastView, shape: tuple[int, ...], own: set[str], through: bool
+    ) -> Var:
         """The value to bind, before broadcasts that NumPy's rules imply and nobody else uses; these join the match.
 
         So do changes of shape after which it has no longer that of the pattern's argument.

@@ -15,9 +15,9 @@ import jax
 from jax.extend.core import Var
 
 from autopar.directives.broadcasts import sizes, source_dims
-from autopar.directives.definitions import ScheduleError
+from autopar.directives.definitions import DirectiveError
 from autopar.directives.model_graph import ModelGraph, Node, trace_model
-from autopar.directives.pattern_matcher import Matcher, Subgraph
+from autopar.directives.pattern_matcher import PatternMatcher, Subgraph
 from autopar.ir.graph import Atom, aval_of
 from autopar.primitives import POINTWISE
 
@@ -37,7 +37,7 @@ def find_pattern(
         like: shapes and dtypes of the pattern's arguments; without them all have that of some value, and what broadcasts to it.
 
     Raises:
-        ScheduleError: the pattern can't be traced, or doesn't return one array that it has computed.
+        DirectiveError: the pattern can't be traced, or doesn't return one array that it has computed.
     """
     found: list[Subgraph] = []
     taken: set[str] = set()
@@ -45,7 +45,9 @@ def find_pattern(
     for node in (each for each in visible if each.eqn.outvars):
         result = node.eqn.outvars[0]
         for way in ways.get(_kind(result), ()):
-            matches = Matcher(graph, way, {n.name for n in visible} - taken, like).matches(result)
+            matches = PatternMatcher(graph, way, {n.name for n in visible} - taken, like).matches(
+                result
+            )
             sound = (each for each in matches if _holds(graph, way, pattern, each, result))
             match = max(
                 islice(sound, _ORDERS), key=lambda each: _agreement(pattern, each), default=None
@@ -90,7 +92,7 @@ def _traced(
             continue
         found.setdefault(_kind(_checked(way).outvars[0]), []).append(way)
     if failures and not found:
-        raise ScheduleError(
+        raise DirectiveError(
             f"the pattern can't be traced with arguments all shaped as one of the model's values: {failures[0]}\n"
             "Give their shapes by like="
         ) from failures[0]
@@ -141,5 +143,5 @@ def _strict(way: ModelGraph) -> list[Any]:
 
 def _checked(pattern: ModelGraph) -> ModelGraph:
     if len(pattern.outvars) != 1 or pattern.outvars[0] not in pattern.producer:
-        raise ScheduleError("a pattern returns one array that it has computed")
+        raise DirectiveError("a pattern returns one array that it has computed")
     return pattern

@@ -14,26 +14,41 @@ from jax.extend.core import Literal, Var
 
 from autopar.directives.definitions import (
     CutPipelineStage,
+    DirectiveError,
     Fuse,
     Replace,
-    ScheduleError,
     Shard,
     Sync,
     describe,
 )
-from autopar.directives.equation_regions import Region, Unit
-from autopar.directives.forking import splits
-from autopar.directives.ir import Boundary, Compute, Group, Item, Placed, Synced, closed
+from autopar.directives.equation_regions import Region, RegionNode
 from autopar.directives.model_graph import ModelGraph, Node, joined, within
+from autopar.directives.placed_model import (
+    PlacedEquation,
+    PlacedItem,
+    PlacedModel,
+    PlacedRegion,
+    PlacedSync,
+    StageBoundary,
+    closed,
+)
+from autopar.directives.rng_forking import splits
 from autopar.directives.syncs import NotApplicable, after
-from autopar.directives.value_layouts import Followed, Layout, LayoutError, follow, layout_of, whole
+from autopar.directives.value_layouts import (
+    EquationLayouts,
+    LayoutError,
+    ValueLayout,
+    follow,
+    layout_of,
+    whole,
+)
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import LogicalMesh, Spec, axes_of
 
 
 def place(
     graph: ModelGraph,
-    units: Sequence[Node | Unit],
+    units: Sequence[Node | RegionNode],
     shards: Sequence[Shard],
     syncs: Sequence[Sync],
     cuts: Sequence[CutPipelineStage],
@@ -41,7 +56,7 @@ def place(
     mesh: LogicalMesh,
     batch_axis: str | None = None,
     lenient: bool = False,
-) -> Placed:
+) -> PlacedModel:
     """Follow every value of a model from its parameters to its results.
 
     Args:
@@ -50,7 +65,7 @@ def place(
         lenient: the schedule may leave things open, for somebody else to decide: no sync is missing.
 
     Raises:
-        ScheduleError: a sync is missing or has nothing to do, or something can't be computed where it is.
+        DirectiveError: a sync is missing or has nothing to do, or something can't be computed where it is.
         SyncInside: a sync is due inside of what a function stands in for.
     """
 
@@ -75,10 +90,10 @@ class _Frame:
     """A region that is being placed."""
 
     opaque: bool
-    items: list[Item] = field(default_factory=list)
+    items: list[PlacedItem] = field(default_factory=list)
     made: set[Var] = field(default_factory=set)
     read: dict[Var, Var] = field(default_factory=dict)
-    wanted: dict[Var, Layout] = field(default_factory=dict)
+    wanted: dict[Var, ValueLayout] = field(default_factory=dict)
 
 
 class _Placer:
@@ -94,7 +109,7 @@ class _Placer:
         lenient: bool,
     ) -> None:
         self.graph, self.forked, self.mesh, self.lenient = graph, forked, mesh, lenient
-        self.followed: dict[str, Followed] = {}
+        self.followed: dict[str, EquationLayouts] = {}
         depth = sorted(
             range(len(syncs)), key=lambda k: syncs[k].path.count("/") + bool(syncs[k].path)
         )
@@ -116,13 +131,13 @@ class _Placer:
         self.frames = [_Frame(opaque=False)]
         self.cut_after = {[n.name for n in graph.nodes if n.within(cut.path)][-1] for cut in cuts}
 
-    def place(self, units: Sequence[Node | Unit]) -> Placed:
+    def place(self, units: Sequence[Node | RegionNode]) -> PlacedModel:
         for unit in units:
             self._unit(unit)
             if self.cut_after.intersection(
-                node.name for node in (unit.nodes if isinstance(unit, Unit) else (unit,))
+                node.name for node in (unit.nodes if isinstance(unit, RegionNode) else (unit,))
             ):
-                self.frames[0].items.append(Boundary())
+                self.frames[0].items.append(StageBoundary())
         outvars = tuple(self._read(atom, None) for atom in self.graph.outvars)
         results = tuple(layout_of(atom, self.layouts) for atom in outvars)
         for atom, layout in zip(outvars, results, strict=True):
@@ -131,11 +146,11 @@ class _Placer:
         for k, sync in self.syncs.items():
             if k not in self.done:
                 why = self.passed.get(k, "no value passes there")
-                raise ScheduleError(
+                raise DirectiveError(
                     f"{describe(sync)} of {sync.path or 'the model'} has nothing to do: {why}"
                 )
         items = closed(self.frames[0].items, {atom for atom in outvars if isinstance(atom, Var)})
-        return Placed(
+        return PlacedModel(
             self.graph,
             items,
             tuple(self.layouts[var] for var in self.graph.invars),
@@ -145,11 +160,11 @@ class _Placer:
 
     # -- what runs
 
-    def _unit(self, unit: Node | Unit) -> None:
+    def _unit(self, unit: Node | RegionNode) -> None:
         match unit:
             case Node():
                 self._compute(unit)
-            case Unit(region, inside):
+            case RegionNode(region, inside):
                 frame = _Frame(opaque=isinstance(region, Fuse | Replace))
                 self.frames.append(frame)
                 for each in inside:
@@ -159,16 +174,16 @@ class _Placer:
             case _:
                 assert_never(unit)
 
-    def _group(self, region: Region, frame: _Frame) -> Group:
+    def _group(self, region: Region, frame: _Frame) -> PlacedRegion:
         """The region; what it reads and makes for others is told when everything is placed."""
         if not isinstance(region, Replace):
-            return Group(region, tuple(frame.items), (), ())
-        if any(isinstance(item, Synced) for item in frame.items):
+            return PlacedRegion(region, tuple(frame.items), (), ())
+        if any(isinstance(item, PlacedSync) for item in frame.items):
             raise SyncInside(region)
         inputs = [frame.read[self.graph.values[name]] for name in region.inputs]
         wanted = tuple((self.layouts[var], frame.wanted[var]) for var in inputs)
         outputs = self.graph.outputs_of([self.graph.by_name[name] for name in region.nodes])
-        return Group(region, tuple(frame.items), tuple(inputs), tuple(outputs), wanted)
+        return PlacedRegion(region, tuple(frame.items), tuple(inputs), tuple(outputs), wanted)
 
     def _compute(self, node: Node) -> None:
         atoms = [self._read(atom, node.scope) for atom in node.eqn.invars]
@@ -199,9 +214,9 @@ class _Placer:
         self.layouts.update(zip(node.eqn.outvars, followed.results, strict=True))
         forked = self.forked.get(node.eqn.outvars[0]) if node.eqn.outvars else None
         if forked is not None:
-            self.layouts[node.eqn.outvars[0]] = Layout(forked, varying=axes_of(forked))
+            self.layouts[node.eqn.outvars[0]] = ValueLayout(forked, varying=axes_of(forked))
         self.frames[-1].items.append(
-            Compute(node.scope, node.eqn.replace(invars=atoms), tuple(layouts), forked)
+            PlacedEquation(node.scope, node.eqn.replace(invars=atoms), tuple(layouts), forked)
         )
 
     # -- syncs
@@ -276,34 +291,34 @@ class _Placer:
             level -= 1
         for frame in self.frames[: level + 1]:
             frame.made.add(result)
-        self.frames[level].items.append(Synced(sync, name, var, result, layout, made))
+        self.frames[level].items.append(PlacedSync(sync, name, var, result, layout, made))
         return result
 
     # -- what can go wrong
 
-    def _check_divides(self, sync: Sync, var: Var, layout: Layout) -> None:
+    def _check_divides(self, sync: Sync, var: Var, layout: ValueLayout) -> None:
         for dim, (size, axes) in enumerate(zip(aval_of(var).shape, layout.dims, strict=True)):
             if size % self.mesh.ways(axes):
-                raise ScheduleError(
+                raise DirectiveError(
                     f"{describe(sync)} of {sync.path or 'the model'}: dim {dim} of {self.names[var]} has size {size}, which"
                     f" {self.mesh.ways(axes)} devices can't split evenly"
                 )
 
-    def _check_result(self, atom: Atom, layout: Layout) -> None:
+    def _check_result(self, atom: Atom, layout: ValueLayout) -> None:
         if incomplete := layout.partial or layout.largest:
-            raise ScheduleError(self._missing(atom, incomplete, "is handed out by the model"))
+            raise DirectiveError(self._missing(atom, incomplete, "is handed out by the model"))
         if extra := layout.varying - layout.split:
-            raise ScheduleError(
+            raise DirectiveError(
                 f"{self._called(atom)}, a result of the model, is whole, but its gradients are split over {', '.join(sorted(extra))}: "
                 "the all_gather before it wants backward='scatter', or a bwd_post sync stands where nothing is split"
             )
 
-    def _unplaceable(self, node: Node, atom: Var, error: LayoutError) -> ScheduleError:
+    def _unplaceable(self, node: Node, atom: Var, error: LayoutError) -> DirectiveError:
         if error.partial:
-            return ScheduleError(
+            return DirectiveError(
                 self._missing(atom, error.partial, f"goes into {node.name}, which needs it whole")
             )
-        return ScheduleError(
+        return DirectiveError(
             f"{self._called(atom)}, which is {self.layouts[atom]}, goes into {node.name}: it {error.reason}.\n"
             f"Gather it before ({_example(node.scope, 'fwd_pre', 'all_gather')}), or shard other parameters"
         )
@@ -333,7 +348,7 @@ def _inside(scope: str | None, path: str) -> bool:
 
 def _initial(
     graph: ModelGraph, var: Var, shards: Sequence[Shard], mesh: LogicalMesh, batch_axis: str | None
-) -> Layout:
+) -> ValueLayout:
     """Where a parameter or argument is (of anything else it is told later)."""
     shape = aval_of(var).shape
     dims: list[tuple[str, ...]] = [()] * len(shape)
@@ -346,9 +361,9 @@ def _initial(
                 dims[each.axis] = (each.mesh_axis,)
     elif var in graph.args and batch_axis is not None and shape and mesh.sizes[batch_axis] > 1:
         if shape[0] % mesh.sizes[batch_axis]:
-            raise ScheduleError(
+            raise DirectiveError(
                 f"{graph.args[var]} has shape {shape}: its first dim can't be split evenly over the"
                 f" {mesh.sizes[batch_axis]} devices of {batch_axis!r}"
             )
         dims[0] = (batch_axis,)
-    return Layout(tuple(dims), varying=frozenset(axis for axes in dims for axis in axes))
+    return ValueLayout(tuple(dims), varying=frozenset(axis for axes in dims for axis in axes))

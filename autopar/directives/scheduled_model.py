@@ -12,17 +12,17 @@ from autopar.devices import Devices, planned_mesh
 from autopar.directives import definitions as d
 from autopar.directives import nnx_scopes
 from autopar.directives.broadcasts import look_through
-from autopar.directives.definitions import Directive, Schedule, ScheduleError
+from autopar.directives.definitions import Directive, DirectiveError, DirectiveSchedule
 from autopar.directives.directive_checks import check
-from autopar.directives.equation_regions import Region, Unit, arrange
-from autopar.directives.forking import draws_of
+from autopar.directives.equation_regions import Region, RegionNode, arrange
 from autopar.directives.handle import Handle
-from autopar.directives.ir import Placed
 from autopar.directives.model_graph import Node, joined, trace_model, within
-from autopar.directives.module_tree import Modules, classes_of
+from autopar.directives.module_tree import ModuleTree, classes_of
 from autopar.directives.pattern_matcher import Subgraph
+from autopar.directives.placed_model import PlacedModel
 from autopar.directives.propagation import SyncInside, place
-from autopar.directives.replacing import ModuleFunction, as_function, unfolded, unfolded_for_sync
+from autopar.directives.replacements import ModuleFunction, as_function, unfolded, unfolded_for_sync
+from autopar.directives.rng_forking import draws_of
 from autopar.ir.graph import Atom
 from autopar.ir.spec import AnyMesh, LogicalMesh
 from autopar.tracing.trace import abstract
@@ -33,7 +33,7 @@ def create_schedule(
     params: Any,
     example_args: Sequence[Any],
     mesh: Devices = None,
-    schedule: Schedule | None = None,
+    schedule: DirectiveSchedule | None = None,
     functions: dict[str, Callable[..., Any]] | None = None,
     updates: bool = False,
 ) -> "ModelSchedule":
@@ -49,10 +49,10 @@ def create_schedule(
         updates: of an nnx module that changes its state when called: return what is no parameter as it is then beside the result.
 
     Raises:
-        ScheduleError: a directive of `schedule` is not for this model; or an nnx module changes its state, and the change would be lost.
+        DirectiveError: a directive of `schedule` is not for this model; or an nnx module changes its state, and the change would be lost.
     """
     if updates and not isinstance(model, nnx.Module):
-        raise ScheduleError(
+        raise DirectiveError(
             "updates=True is for nnx modules; others return what they change, linen's by apply(mutable=...)"
         )
     params, args = jax.tree.map(abstract, (params, tuple(example_args)))
@@ -99,7 +99,7 @@ class ModelSchedule(Handle):
             self._param_path,
         )
         leaves = jax.tree.leaves(self.params)
-        self.modules = Modules.of(
+        self.modules = ModuleTree.of(
             self.graph, classes, dict(zip(self.graph.params.values(), leaves, strict=True))
         )
 
@@ -112,9 +112,9 @@ class ModelSchedule(Handle):
         return jax.tree_util.keystr(path, simple=True, separator="/")
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> DirectiveSchedule:
         """The directives so far, as a value."""
-        return Schedule(tuple(self._directives))
+        return DirectiveSchedule(tuple(self._directives))
 
     @property
     def logical_mesh(self) -> LogicalMesh:
@@ -123,7 +123,7 @@ class ModelSchedule(Handle):
     # -- for handles
 
     def append(self, directive: Directive) -> None:
-        """Add a directive. Raises ScheduleError when it is not for this model or contradicts another."""
+        """Add a directive. Raises DirectiveError when it is not for this model or contradicts another."""
         check(self, directive)
         self._directives.append(directive)
 
@@ -210,7 +210,7 @@ class ModelSchedule(Handle):
 
     # -- what runs
 
-    def units(self) -> tuple[Node | Unit, ...]:
+    def units(self) -> tuple[Node | RegionNode, ...]:
         """The equations, in regions."""
         regions: list[tuple[Region, frozenset[str]]] = [
             (each, each.nodes) for each in self.graph.recomputed
@@ -224,8 +224,8 @@ class ModelSchedule(Handle):
         ]
         return arrange(self.graph, regions)
 
-    def placed(self, batch_axis: str | None = None, lenient: bool = False) -> Placed:
-        """Every value where the directives put it; see `place`. Raises ScheduleError where they don't fit together."""
+    def placed(self, batch_axis: str | None = None, lenient: bool = False) -> PlacedModel:
+        """Every value where the directives put it; see `place`. Raises DirectiveError where they don't fit together."""
         graph, units = self.graph, self.units()
         for region in self.of_kind(d.Replace):
             if isinstance(self.functions[region.function], ModuleFunction):
@@ -258,15 +258,15 @@ class ModelSchedule(Handle):
         return self.replayed(self.schedule, avals)
 
     def on(self, mesh: AnyMesh) -> "ModelSchedule":
-        """The same schedule on other devices. Raises ScheduleError unless the mesh has the axes that the schedule is for."""
+        """The same schedule on other devices. Raises DirectiveError unless the mesh has the axes that the schedule is for."""
         if dict(mesh.shape) != dict(self.mesh.shape):
-            raise ScheduleError(
+            raise DirectiveError(
                 f"the schedule is for a mesh of axes {dict(self.mesh.shape)}, not {dict(mesh.shape)}"
             )
         return self.replayed(self.schedule, self.args, mesh)
 
     def replayed(
-        self, schedule: Schedule, args: tuple[Any, ...], mesh: AnyMesh | None = None
+        self, schedule: DirectiveSchedule, args: tuple[Any, ...], mesh: AnyMesh | None = None
     ) -> "ModelSchedule":
         """Another schedule for the same model, for arguments of the given shapes, on the same mesh unless another is given."""
         made = ModelSchedule(self.fun, self.classes, self.params, args, mesh or self.mesh)
@@ -280,10 +280,10 @@ class ModelSchedule(Handle):
         seen = {node.name for node in self.visible(("",))}
         names, shown = self.graph.value_names, set[str]()
         for unit in self._fused_or_not(self.units()):
-            nodes = unit.nodes if isinstance(unit, Unit) else (unit,)
+            nodes = unit.nodes if isinstance(unit, RegionNode) else (unit,)
             if not any(node.within(path) for node in nodes for path in paths):
                 continue
-            if isinstance(unit, Unit) and isinstance(unit.region, d.Fuse | d.Replace):
+            if isinstance(unit, RegionNode) and isinstance(unit.region, d.Fuse | d.Replace):
                 inputs = [names[var] for var in self.graph.inputs_of(nodes)]
                 yield f"{names[self.graph.outputs_of(nodes)[0]]} = {unit.region.name}({', '.join(inputs)})"
                 continue
@@ -294,10 +294,10 @@ class ModelSchedule(Handle):
                     shown.add(node.scope)
                     yield f"{node.scope or 'model'}(...)"
 
-    def _fused_or_not(self, units: Sequence[Node | Unit]) -> Iterator[Node | Unit]:
+    def _fused_or_not(self, units: Sequence[Node | RegionNode]) -> Iterator[Node | RegionNode]:
         """Equations, and those that run as one function, also where they are recomputed."""
         for unit in units:
-            if isinstance(unit, Unit) and not isinstance(unit.region, d.Fuse | d.Replace):
+            if isinstance(unit, RegionNode) and not isinstance(unit.region, d.Fuse | d.Replace):
                 yield from self._fused_or_not(unit.inside)
             else:
                 yield unit

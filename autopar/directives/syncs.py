@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax import lax
 
-from autopar.directives.definitions import ScheduleError, Sync
-from autopar.directives.local import shard
-from autopar.directives.value_layouts import Layout
+from autopar.directives.definitions import DirectiveError, Sync
+from autopar.directives.shard_execution import shard
+from autopar.directives.value_layouts import ValueLayout
 from autopar.ir.spec import LogicalMesh
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
@@ -23,24 +23,24 @@ class NotApplicable(Exception):
 
 
 def check_sync(sync: Sync, functions: Mapping[str, Any]) -> None:
-    """Raise ScheduleError for a sync that can't be meant."""
+    """Raise DirectiveError for a sync that can't be meant."""
     if sync.mode not in ("fwd_pre", "fwd_post", "bwd_post"):
-        raise ScheduleError(
+        raise DirectiveError(
             f"sync mode {sync.mode!r}, expected 'fwd_pre', 'fwd_post' or 'bwd_post'"
         )
     if sync.mode == "bwd_post" and sync.op != "all_reduce" and sync.op not in functions:
-        raise ScheduleError(
+        raise DirectiveError(
             f"sync {sync.op!r} of gradients: expected 'all_reduce', or a function; how gradients of what is gathered or scattered go is"
             " said where that is done (backward=)"
         )
     if sync.mode == "fwd_pre" and sync.op in ("all_reduce", "reduce_scatter"):
-        raise ScheduleError(
+        raise DirectiveError(
             f"sync {sync.op!r} before a module: put it after the module that makes the partial sum"
         )
     if sync.op in ("reduce_scatter", "scatter") and sync.axis is None:
-        raise ScheduleError(f"sync {sync.op!r} needs axis=, the array dim to scatter along")
+        raise DirectiveError(f"sync {sync.op!r} needs axis=, the array dim to scatter along")
     if sync.op not in OPS and not _RESHARD.fullmatch(sync.op) and sync.op not in functions:
-        raise ScheduleError(
+        raise DirectiveError(
             f"sync op {sync.op!r}: expected one of {', '.join(OPS)}, a change of layout such as 'RS->SR', or a function"
             " (one that is replayed is given by functions=)"
         )
@@ -48,7 +48,7 @@ def check_sync(sync: Sync, functions: Mapping[str, Any]) -> None:
         _resharded(sync.op)
 
 
-def after(sync: Sync, layout: Layout) -> Layout:
+def after(sync: Sync, layout: ValueLayout) -> ValueLayout:
     """Where a value is after the sync. Raises NotApplicable."""
     axis, dims, varying = sync.mesh_axis, list(layout.dims), layout.varying
     found = next((dim for dim, axes in enumerate(dims) if axis in axes), None)
@@ -68,7 +68,7 @@ def after(sync: Sync, layout: Layout) -> Layout:
                 raise NotApplicable(f"it is {layout}, not a partial sum over {axis!r}")
             if sync.op == "all_reduce":
                 return replace(layout, partial=layout.partial - {axis}, varying=varying - {axis})
-            return Layout(_split(layout, sync), layout.partial - {axis}, varying)
+            return ValueLayout(_split(layout, sync), layout.partial - {axis}, varying)
         case "all_gather":
             if found is None or sync.axis not in (None, found, found - len(dims)):
                 raise NotApplicable(
@@ -76,7 +76,7 @@ def after(sync: Sync, layout: Layout) -> Layout:
                     + ("" if found is None else f" along dim {sync.axis}")
                 )
             dims[found] = ()
-            return Layout(
+            return ValueLayout(
                 tuple(dims),
                 layout.partial,
                 varying - {axis} if _gradients_are_whole(sync) else varying,
@@ -84,7 +84,7 @@ def after(sync: Sync, layout: Layout) -> Layout:
         case "scatter":
             if found is not None or axis in layout.partial:
                 raise NotApplicable(f"it is {layout}, not whole over {axis!r}")
-            return Layout(_split(layout, sync), layout.partial, varying | {axis})
+            return ValueLayout(_split(layout, sync), layout.partial, varying | {axis})
         case op if _RESHARD.fullmatch(op):
             return _after_reshard(sync, layout, found)
         case _:
@@ -93,12 +93,12 @@ def after(sync: Sync, layout: Layout) -> Layout:
                     f"it is {layout}: there is nothing to put together over {axis!r}"
                 )
             whole = tuple(() if dim == found else axes for dim, axes in enumerate(dims))
-            return Layout(whole, layout.partial - {axis}, varying - {axis})
+            return ValueLayout(whole, layout.partial - {axis}, varying - {axis})
 
 
 def apply(
     sync: Sync,
-    before: Layout,
+    before: ValueLayout,
     value: Any,
     mesh: LogicalMesh,
     functions: Mapping[str, Callable[..., Any]],
@@ -142,7 +142,7 @@ def apply(
 
 def _check_whole(sync: Sync, made: Any, allowed: frozenset[str]) -> None:
     if not jax.typeof(made).manual_axis_type.varying <= allowed:
-        raise ScheduleError(
+        raise DirectiveError(
             f"{sync.op}, the sync function of {sync.path!r}, returns values that still differ between the devices of {sync.mesh_axis!r}"
         )
 
@@ -158,7 +158,7 @@ def _with_gradient(value: Any, sync: Sync, function: Callable[..., Any]) -> Any:
     def backward(_: None, gradient: Any) -> tuple[Any]:
         made = function(gradient)
         if (made.shape, made.dtype) != (gradient.shape, gradient.dtype):
-            raise ScheduleError(
+            raise DirectiveError(
                 f"{sync.op}, the sync function of {sync.path!r}, makes {made.dtype}{list(made.shape)} of a gradient that is"
                 f" {gradient.dtype}{list(gradient.shape)}"
             )
@@ -208,7 +208,7 @@ def _gradients_are_whole(sync: Sync) -> bool:
     ) == "scatter"
 
 
-def _split(layout: Layout, sync: Sync) -> tuple[tuple[str, ...], ...]:
+def _split(layout: ValueLayout, sync: Sync) -> tuple[tuple[str, ...], ...]:
     """The dims of `layout`, with the sync's split over its mesh axis, too."""
     rank, axis = len(layout.dims), sync.axis or 0
     if not -rank <= axis < rank or layout.dims[axis]:
@@ -221,10 +221,10 @@ def _split(layout: Layout, sync: Sync) -> tuple[tuple[str, ...], ...]:
 
 
 def _resharded(op: str) -> tuple[int | None, int | None]:
-    """The dims, counted from the last, that are gathered and scattered. Raises ScheduleError."""
+    """The dims, counted from the last, that are gathered and scattered. Raises DirectiveError."""
     left, right = op.split("->")
     if len(left) != len(right) or max(left.count("S"), right.count("S")) > 1 or left == right:
-        raise ScheduleError(
+        raise DirectiveError(
             f"sync op {op!r}: expected the same dims on both sides, at most one of them S, as in 'RS->SR'"
         )
     gathered = next((d - len(left) for d, letter in enumerate(left) if letter == "S"), None)
@@ -232,7 +232,7 @@ def _resharded(op: str) -> tuple[int | None, int | None]:
     return gathered, scattered
 
 
-def _after_reshard(sync: Sync, layout: Layout, found: int | None) -> Layout:
+def _after_reshard(sync: Sync, layout: ValueLayout, found: int | None) -> ValueLayout:
     gathered, scattered = _resharded(sync.op)
     rank = len(layout.dims)
     if sync.mesh_axis in layout.partial or found != (None if gathered is None else gathered + rank):
@@ -240,12 +240,12 @@ def _after_reshard(sync: Sync, layout: Layout, found: int | None) -> Layout:
     dims = [() if dim == found else axes for dim, axes in enumerate(layout.dims)]
     varying = layout.varying | {sync.mesh_axis}
     if scattered is None:
-        return Layout(
+        return ValueLayout(
             tuple(dims),
             layout.partial,
             varying - {sync.mesh_axis} if _gradients_are_whole(sync) else varying,
         )
-    return Layout(
+    return ValueLayout(
         _split(replace(layout, dims=tuple(dims)), replace(sync, axis=scattered)),
         layout.partial,
         varying,

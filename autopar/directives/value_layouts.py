@@ -36,7 +36,7 @@ _SUMS = frozenset({"add", "add_any", "sub"})
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ValueLayout:
     """Where a value is.
 
     Attributes:
@@ -65,8 +65,8 @@ class Layout:
         return " and ".join(words if self.split or len(words) == 1 else words[1:])
 
 
-def whole(rank: int) -> Layout:
-    return Layout(((),) * rank)
+def whole(rank: int) -> ValueLayout:
+    return ValueLayout(((),) * rank)
 
 
 @dataclass
@@ -84,14 +84,14 @@ class LayoutError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
+class EquationLayouts:
     """An equation on shards: how it takes its operands, and where its results are then."""
 
-    operands: tuple[Layout, ...]
-    results: tuple[Layout, ...]
+    operands: tuple[ValueLayout, ...]
+    results: tuple[ValueLayout, ...]
 
 
-def follow(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> Followed:
+def follow(eqn: JaxprEqn, layouts: Sequence[ValueLayout], mesh: LogicalMesh) -> EquationLayouts:
     """Where the results of `eqn` are when its operands are as `layouts` say.
 
     An operand that is whole is sliced by each device where the others are split. Raises LayoutError.
@@ -102,7 +102,7 @@ def follow(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> Follo
                 k, f"is a partial maximum, and {eqn.primitive.name} needs it whole", each.largest
             )
     if eqn.primitive in INNER:
-        return Followed(tuple(layouts), tuple(_follow_inside(eqn, layouts, mesh)))
+        return EquationLayouts(tuple(layouts), tuple(_follow_inside(eqn, layouts, mesh)))
     summed = _carried_partial(eqn, layouts)
     factors = op_factors(eqn)
     assignment = _assignment(factors, layouts, mesh)
@@ -119,39 +119,43 @@ def follow(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> Follo
             largest = largest.union(axes)
     partial -= largest
     operands = (
-        Layout(spec, each.partial, varying) for spec, each in zip(specs, layouts, strict=True)
+        ValueLayout(spec, each.partial, varying) for spec, each in zip(specs, layouts, strict=True)
     )
     results = (
-        Layout(factors.result_spec(r, assignment), partial, varying, largest)
+        ValueLayout(factors.result_spec(r, assignment), partial, varying, largest)
         for r in range(len(eqn.outvars))
     )
-    return Followed(tuple(operands), tuple(results))
+    return EquationLayouts(tuple(operands), tuple(results))
 
 
-def follow_jaxpr(jaxpr: Jaxpr, layouts: Sequence[Layout], mesh: LogicalMesh) -> list[Layout]:
+def follow_jaxpr(
+    jaxpr: Jaxpr, layouts: Sequence[ValueLayout], mesh: LogicalMesh
+) -> list[ValueLayout]:
     """Where the results of `jaxpr` are; partial sums inside must not arise."""
     return steps_of(jaxpr, layouts, mesh)[1]
 
 
 def steps_of(
-    jaxpr: Jaxpr, layouts: Sequence[Layout], mesh: LogicalMesh
-) -> tuple[list[tuple[JaxprEqn, Followed]], list[Layout]]:
+    jaxpr: Jaxpr, layouts: Sequence[ValueLayout], mesh: LogicalMesh
+) -> tuple[list[tuple[JaxprEqn, EquationLayouts]], list[ValueLayout]]:
     """The equations of `jaxpr` on shards, and where its results are."""
     env = dict(zip(jaxpr.invars, layouts, strict=True))
     env.update((var, whole(aval_of(var).ndim)) for var in jaxpr.constvars)
-    steps: list[tuple[JaxprEqn, Followed]] = []
+    steps: list[tuple[JaxprEqn, EquationLayouts]] = []
     for eqn in jaxpr.eqns:
         steps.append((eqn, follow(eqn, [layout_of(a, env) for a in eqn.invars], mesh)))
         env.update(zip(eqn.outvars, steps[-1][1].results, strict=True))
     return steps, [layout_of(atom, env) for atom in jaxpr.outvars]
 
 
-def layout_of(atom: Atom, env: dict[Var, Layout]) -> Layout:
+def layout_of(atom: Atom, env: dict[Var, ValueLayout]) -> ValueLayout:
     """The layout of `atom`; literals are whole."""
     return whole(aval_of(atom).ndim) if isinstance(atom, Literal) else env[atom]
 
 
-def _follow_inside(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) -> list[Layout]:
+def _follow_inside(
+    eqn: JaxprEqn, layouts: Sequence[ValueLayout], mesh: LogicalMesh
+) -> list[ValueLayout]:
     """The results of a function that is called; what is partial must be completed before."""
     for k, each in enumerate(layouts):
         if each.partial:
@@ -167,7 +171,7 @@ def _follow_inside(eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh) 
         ) from error
 
 
-def _carried_partial(eqn: JaxprEqn, layouts: Sequence[Layout]) -> frozenset[str]:
+def _carried_partial(eqn: JaxprEqn, layouts: Sequence[ValueLayout]) -> frozenset[str]:
     """The mesh axes over which results are partial sums because operands are; refused where that isn't linear."""
     axes = {k: each.partial for k, each in enumerate(layouts) if each.partial}
     if not axes:
@@ -186,7 +190,7 @@ def _carried_partial(eqn: JaxprEqn, layouts: Sequence[Layout]) -> frozenset[str]
 
 
 def _assignment(
-    factors: OpFactors, layouts: Sequence[Layout], mesh: LogicalMesh
+    factors: OpFactors, layouts: Sequence[ValueLayout], mesh: LogicalMesh
 ) -> tuple[tuple[str, ...], ...]:
     """The mesh axes of each factor, as the operands have them."""
     chosen: dict[int, tuple[str, ...]] = {}

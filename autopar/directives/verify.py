@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.api import parallelize
-from autopar.directives.build import Backend, Built, build
+from autopar.directives.build import Backend, BuiltModel, build
 from autopar.directives.definitions import (
     CutPipelineStage,
     Directive,
+    DirectiveError,
+    DirectiveSchedule,
     ForkRng,
     Replace,
-    Schedule,
-    ScheduleError,
     Sync,
     describe,
 )
@@ -57,7 +57,7 @@ class Verify:
 
     Raises:
         VerificationError: at the end, naming what differs and the directive at fault.
-        ScheduleError: the schedule can't be built.
+        DirectiveError: the schedule can't be built.
     """
 
     model: ModelSchedule
@@ -79,13 +79,13 @@ class Verify:
     def check(self) -> None:
         """Compare the schedule as it is now."""
         given = self.model.schedule.directives
-        schedule = Schedule(
+        schedule = DirectiveSchedule(
             tuple(each for each in given if not isinstance(each, CutPipelineStage | ForkRng))
         )
         params = _random(self.model.params) if self.params is None else self.params
         wanted, self._size = self._values(self.model.fun, params, _compiled)
         if strange := [name for name, value in wanted.items() if not np.isfinite(value).all()]:
-            raise ScheduleError(
+            raise DirectiveError(
                 f"{strange[0]} of the model itself, without the schedule, is not finite: nothing can be compared with it. Give params= "
                 "(those drawn at random may be negative where variances are meant), or other example_inputs"
             )
@@ -133,8 +133,10 @@ class Verify:
             else f"argument {path[0].idx - 1}" + (f", {inner}" if inner else "")
         )
 
-    def _worst(self, schedule: Schedule, params: Any, wanted: dict[str, np.ndarray]) -> str | None:
-        """What a schedule gets most wrong, in words; None when all is well. Raises ScheduleError if it can't be built."""
+    def _worst(
+        self, schedule: DirectiveSchedule, params: Any, wanted: dict[str, np.ndarray]
+    ) -> str | None:
+        """What a schedule gets most wrong, in words; None when all is well. Raises DirectiveError if it can't be built."""
         model = self.model.replayed(schedule, jax.tree.map(abstract, tuple(self.example_inputs)))
         built = build(model, self.backend, self.batch_axis)
         found, _ = self._values(
@@ -152,14 +154,14 @@ class Verify:
         return f"{name} differs by {differences[name]:.2g} of its largest value"
 
     def _culprit(
-        self, schedule: Schedule, params: Any, wanted: dict[str, np.ndarray]
+        self, schedule: DirectiveSchedule, params: Any, wanted: dict[str, np.ndarray]
     ) -> Directive | None:
         """The directive without which, or with a plain all_reduce instead of which, all would be well."""
         for directive, others in _alternatives(schedule):
             try:
                 if self._worst(others, params, wanted) is None:
                     return directive
-            except ScheduleError:
+            except DirectiveError:
                 continue  # what is left does not fit together: no answer
         return None
 
@@ -168,24 +170,24 @@ def _compiled(step: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(step, compiler_options=_FAST)
 
 
-def _planned(built: Built, step: Callable[..., Any]) -> Callable[..., Any]:
+def _planned(built: BuiltModel, step: Callable[..., Any]) -> Callable[..., Any]:
     return parallelize(
         step, method=built.method, static_argnums=(), donate_argnums=(), batch_argnums=()
     )
 
 
-def _alternatives(schedule: Schedule) -> Iterator[tuple[Directive, Schedule]]:
+def _alternatives(schedule: DirectiveSchedule) -> Iterator[tuple[Directive, DirectiveSchedule]]:
     given = schedule.directives
     # What runs functions of the user is tried first.
     for k, directive in sorted(enumerate(given), key=lambda each: not _has_function(each[1])):
         if isinstance(directive, Sync) and directive.op != "all_reduce":
             yield (
                 directive,
-                Schedule(
+                DirectiveSchedule(
                     (*given[:k], replace(directive, op="all_reduce", axis=None), *given[k + 1 :])
                 ),
             )
-        yield directive, Schedule((*given[:k], *given[k + 1 :]))
+        yield directive, DirectiveSchedule((*given[:k], *given[k + 1 :]))
 
 
 def _has_function(directive: Directive) -> bool:

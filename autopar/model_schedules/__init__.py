@@ -10,7 +10,11 @@ from autopar.model_schedules.bert_schedule import BERT, schedule_bert
 from autopar.model_schedules.gpt_schedule import GPT, schedule_gpt
 from autopar.model_schedules.knobs import Knobs
 from autopar.model_schedules.llama_schedule import LLAMA, schedule_llama
-from autopar.model_schedules.transformer_schedule import Layer, Names, split_layer
+from autopar.model_schedules.transformer_schedule import (
+    ColumnRowLayer,
+    TransformerNames,
+    split_layer,
+)
 from autopar.model_schedules.wide_resnet_schedule import (
     WIDE_RESNET,
     ResNetNames,
@@ -22,10 +26,10 @@ __all__ = [
     "GPT",
     "LLAMA",
     "WIDE_RESNET",
+    "ColumnRowLayer",
     "Knobs",
-    "Layer",
-    "Names",
     "ResNetNames",
+    "TransformerNames",
     "causal_flash_attention",
     "flash_attention",
     "schedule_bert",

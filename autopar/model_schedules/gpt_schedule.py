@@ -3,12 +3,16 @@
 from autopar.directives.scheduled_model import ModelSchedule
 from autopar.model_schedules.attention import causal_attention, causal_flash_attention
 from autopar.model_schedules.knobs import Knobs
-from autopar.model_schedules.transformer_schedule import Layer, Names, schedule_transformer
+from autopar.model_schedules.transformer_schedule import (
+    ColumnRowLayer,
+    TransformerNames,
+    schedule_transformer,
+)
 
-GPT = Names(
+GPT = TransformerNames(
     blocks="block_*",
-    attention=Layer("attention", ("qkv",), "out"),
-    feed_forward=Layer("feed_forward", ("up",), "down"),
+    attention=ColumnRowLayer("attention", ("qkv",), "out"),
+    feed_forward=ColumnRowLayer("feed_forward", ("up",), "down"),
     embedding="tokens",
     head="tokens",
     attend=causal_attention,
@@ -16,6 +20,8 @@ GPT = Names(
 )
 
 
-def schedule_gpt(sch: ModelSchedule, knobs: Knobs | None = None, names: Names = GPT) -> None:
+def schedule_gpt(
+    sch: ModelSchedule, knobs: Knobs | None = None, names: TransformerNames = GPT
+) -> None:
     """Add the directives for a GPT. Columns of `qkv` are by head: of each head first the query, then key and value."""
     schedule_transformer(sch, knobs or Knobs(), names)

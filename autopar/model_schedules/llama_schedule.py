@@ -3,12 +3,16 @@
 from autopar.directives.scheduled_model import ModelSchedule
 from autopar.model_schedules.attention import causal_attention, causal_flash_attention
 from autopar.model_schedules.knobs import Knobs
-from autopar.model_schedules.transformer_schedule import Layer, Names, schedule_transformer
+from autopar.model_schedules.transformer_schedule import (
+    ColumnRowLayer,
+    TransformerNames,
+    schedule_transformer,
+)
 
-LLAMA = Names(
+LLAMA = TransformerNames(
     blocks="block_*",
-    attention=Layer("attention", ("query", "key", "value"), "out"),
-    feed_forward=Layer("feed_forward", ("gate", "up"), "down"),
+    attention=ColumnRowLayer("attention", ("query", "key", "value"), "out"),
+    feed_forward=ColumnRowLayer("feed_forward", ("gate", "up"), "down"),
     embedding="tokens",
     head="head",
     attend=causal_attention,
@@ -16,6 +20,8 @@ LLAMA = Names(
 )
 
 
-def schedule_llama(sch: ModelSchedule, knobs: Knobs | None = None, names: Names = LLAMA) -> None:
+def schedule_llama(
+    sch: ModelSchedule, knobs: Knobs | None = None, names: TransformerNames = LLAMA
+) -> None:
     """Add the directives for a decoder like LLaMA. Heads that share keys stay together: no more devices than keys."""
     schedule_transformer(sch, knobs or Knobs(), names)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax
 
-from autopar.directives.definitions import ScheduleError
+from autopar.directives.definitions import DirectiveError
 from autopar.directives.model_graph import joined
 from autopar.directives.scheduled_model import ModelSchedule
 from autopar.model_schedules.knobs import Knobs
@@ -15,7 +15,7 @@ type Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ColumnRowLayer:
     """A module in which products by column meet in one by row: attention or feed-forward.
 
     Attributes:
@@ -29,7 +29,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class TransformerNames:
     """Where a transformer has what. For a model of other names: `dataclasses.replace(LLAMA, blocks="layers_*")`.
 
     Attributes:
@@ -43,8 +43,8 @@ class Names:
     """
 
     blocks: str
-    attention: Layer
-    feed_forward: Layer
+    attention: ColumnRowLayer
+    feed_forward: ColumnRowLayer
     embedding: str
     head: str
     attend: Attend
@@ -53,7 +53,7 @@ class Names:
     loss: str | None = None
 
 
-def schedule_transformer(sch: ModelSchedule, knobs: Knobs, names: Names) -> None:
+def schedule_transformer(sch: ModelSchedule, knobs: Knobs, names: TransformerNames) -> None:
     """All parts, as the knobs say."""
     for layer in (names.attention, names.feed_forward):
         split_layer(sch, knobs, names, layer)
@@ -69,7 +69,9 @@ def schedule_transformer(sch: ModelSchedule, knobs: Knobs, names: Names) -> None
     cut_stages(sch, knobs, names.blocks)
 
 
-def split_layer(sch: ModelSchedule, knobs: Knobs, names: Names, layer: Layer) -> None:
+def split_layer(
+    sch: ModelSchedule, knobs: Knobs, names: TransformerNames, layer: ColumnRowLayer
+) -> None:
     """Megatron-LM's tensor parallelism (Shoeybi et al., arXiv 1909.08053): in by column, out by row, one collective at either end.
 
     With sequence parallelism that gathers tokens before and scatters sums after, which takes as long as two all_reduces.
@@ -90,7 +92,7 @@ def split_layer(sch: ModelSchedule, knobs: Knobs, names: Names, layer: Layer) ->
         row.sync("fwd_post", "all_reduce", mesh_axis=axis)
 
 
-def split_vocabulary(sch: ModelSchedule, knobs: Knobs, names: Names) -> None:
+def split_vocabulary(sch: ModelSchedule, knobs: Knobs, names: TransformerNames) -> None:
     """Embedding and logits by tokens (as above): what is looked up in parts is added up, logits stay in parts.
 
     So they do in the loss, if that is scheduled: of each position the largest logit, the sum of exponentials and the logit of the label
@@ -111,7 +113,7 @@ def split_vocabulary(sch: ModelSchedule, knobs: Knobs, names: Names) -> None:
         sch[names.loss].sync("fwd_post", "all_reduce", mesh_axis=axis)
 
 
-def split_sequence(sch: ModelSchedule, knobs: Knobs, names: Names) -> None:
+def split_sequence(sch: ModelSchedule, knobs: Knobs, names: TransformerNames) -> None:
     """What is between split layers, by tokens: from the embedding, or where that is whole the first block, to the logits."""
     axis = knobs.tensor_axis
     if knobs.vocabulary_parallel:
@@ -121,11 +123,11 @@ def split_sequence(sch: ModelSchedule, knobs: Knobs, names: Names) -> None:
     sch[names.head].sync("fwd_pre", "all_gather", axis=1, mesh_axis=axis, backward="scatter")
 
 
-def replace_attention(sch: ModelSchedule, names: Names) -> None:
-    """Queries, keys and values go into `names.flash`. Raises ScheduleError where the model does not attend as `names.attend` says."""
+def replace_attention(sch: ModelSchedule, names: TransformerNames) -> None:
+    """Queries, keys and values go into `names.flash`. Raises DirectiveError where the model does not attend as `names.attend` says."""
     found = sch[joined(names.blocks, names.attention.path)].find(names.attend)
     if not found:
-        raise ScheduleError(
+        raise DirectiveError(
             "flash_attention: the model's attention is not what names.attend computes; give a function of query, key and value,"
             " (batch, length, heads, features), that computes what the model does between its projections, and as it does"
         )
@@ -140,10 +142,10 @@ def checkpoint_blocks(sch: ModelSchedule, knobs: Knobs, blocks: str) -> None:
 
 
 def cut_stages(sch: ModelSchedule, knobs: Knobs, blocks: str) -> None:
-    """Stages with as many blocks each, as far as possible. Raises ScheduleError for more stages than blocks."""
+    """Stages with as many blocks each, as far as possible. Raises DirectiveError for more stages than blocks."""
     paths, stages = sch[blocks].paths, knobs.pipeline_stages
     if stages > len(paths):
-        raise ScheduleError(
+        raise DirectiveError(
             f"pipeline_stages is {stages}, but the model has {len(paths)} blocks, at {blocks!r}"
         )
     for stage in range(1, stages):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from autopar.directives.definitions import ScheduleError
+from autopar.directives.definitions import DirectiveError
 from autopar.directives.scheduled_model import ModelSchedule
 from autopar.model_schedules.knobs import Knobs
 from autopar.model_schedules.transformer_schedule import checkpoint_blocks, cut_stages
@@ -40,11 +40,11 @@ def schedule_wide_resnet(
 
     The first two convolutions of a block are split by the channels that they make, with the norms after them, the last by those that
     it takes: in between the few channels of the first are gathered, at the end sums are added up. With `knobs.batch_axis` means and
-    variances are those of the whole batch. Raises ScheduleError for knobs of transformers.
+    variances are those of the whole batch. Raises DirectiveError for knobs of transformers.
     """
     knobs = knobs or Knobs()
     if knobs.sequence_parallel or knobs.vocabulary_parallel or knobs.flash_attention:
-        raise ScheduleError(
+        raise DirectiveError(
             f"{knobs}: a residual network has no tokens and no attention; leave sequence_parallel, vocabulary_parallel and"
             " flash_attention out"
         )

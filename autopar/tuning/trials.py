@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
-from autopar.tuning.space import Candidate
+from autopar.tuning.search_space import Candidate
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,7 +58,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class TuningResult:
     """Everything that was tried, in that order."""
 
     trials: tuple[Trial, ...]

@@ -19,9 +19,9 @@ from autopar.planning.plan_step import plan_step
 from autopar.prediction.predicting import simulate
 from autopar.progress import log_progress
 from autopar.sharding.planner import MemoryBudgetError
-from autopar.tuning.search import Search, search
-from autopar.tuning.space import Candidate, Domain, Space
-from autopar.tuning.trials import Trial, Tuned
+from autopar.tuning.candidate_search import Search, search
+from autopar.tuning.search_space import Candidate, Domain, SearchSpace
+from autopar.tuning.trials import Trial, TuningResult
 from autopar.util import benchmark_func, zeros
 from simulator.hardware.cluster import Cluster
 
@@ -40,7 +40,7 @@ def tune(
     cluster: Cluster | str | Path,
     search_by: Search = "exhaustive",
     measure: int = 0,
-) -> Tuned:
+) -> TuningResult:
     """Try candidates by prediction, and the best few by running them.
 
     Args:
@@ -76,7 +76,7 @@ def tune(
         log_progress(str(trial))
         return trial
 
-    trials = search(Space(space), evaluate, search_by)
+    trials = search(SearchSpace(space), evaluate, search_by)
     if not trials:
         raise ValueError(
             f"the space has no candidate: whatever the first knobs of {', '.join(space)} are, none is left for another"
@@ -85,7 +85,7 @@ def tune(
         (trial for trial in trials if trial.status == "fits"), key=lambda trial: trial.rank
     )[:measure]
     measured = {id(trial): _measured(make, trial) for trial in chosen}
-    return Tuned(tuple(measured.get(id(trial), trial) for trial in trials))
+    return TuningResult(tuple(measured.get(id(trial), trial) for trial in trials))
 
 
 def _predicted(make: Make, candidate: Candidate, cluster: Cluster) -> Trial:

@@ -13,7 +13,7 @@ import typer
 
 import autopar
 from autopar.model_schedules import Knobs
-from autopar.tuning import Domain, Make, Space
+from autopar.tuning import Domain, Make, SearchSpace
 from experiments.gpt_directives import scheduled_step
 from experiments.models import GPT
 from experiments.models.model_sizes import PUBLISHED
@@ -81,7 +81,7 @@ def main(
     )
     print(
         f"{name}, {layers} layers, batch of {batch_size}, on {devices} devices of {cluster}:"
-        f" {len(table)} of {len(list(Space(space)))} candidates tried"
+        f" {len(table)} of {len(list(SearchSpace(space)))} candidates tried"
     )
     print(table[[*space, "status", "ms", "gb"]].round(2).to_string(index=False))
     print("best:", tuned.best)

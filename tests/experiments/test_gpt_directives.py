@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 
 import autopar
 from autopar.devices import device_mesh
-from autopar.directives import ScheduleError, build
+from autopar.directives import DirectiveError, build
 from autopar.directives.build import Backend
 from autopar.model_schedules import Knobs
 from autopar.testing import assert_allclose
@@ -93,7 +93,7 @@ def test_parameters_of_stacked_layers_are_pinned_for_the_planner_and_not_split_b
     specs = {value.path: value.spec for value in plan.stages[0].inputs}
     assert specs["0/params/params/blocks/attention/qkv/kernel"] == ((), (), ("x",))
     with pytest.raises(
-        ScheduleError, match=r"blocks/attention/qkv/kernel, which is split .*, goes into scan"
+        DirectiveError, match=r"blocks/attention/qkv/kernel, which is split .*, goes into scan"
     ):
         build(sch)
 

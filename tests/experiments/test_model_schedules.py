@@ -14,10 +14,10 @@ import pytest
 
 import autopar
 from autopar import model_schedules as shipped
-from autopar.directives import ModelSchedule, ScheduleError, Verify, build, create_schedule
+from autopar.directives import DirectiveError, ModelSchedule, Verify, build, create_schedule
 from autopar.directives.build import Backend
 from autopar.directives.definitions import Checkpoint, CutPipelineStage
-from autopar.model_schedules import Knobs, Names
+from autopar.model_schedules import Knobs, TransformerNames
 from autopar.testing import assert_allclose
 from experiments.gpt_directives import NAMES
 from experiments.models import BERT, GPT, Llama, WideResNet
@@ -51,7 +51,9 @@ class Family:
         return sch
 
 
-def transformer(model: type, schedule: Callable[..., None], names: Names, **more: int) -> Family:
+def transformer(
+    model: type, schedule: Callable[..., None], names: TransformerNames, **more: int
+) -> Family:
     sizes = {
         "hidden_size": 32,
         "num_heads": 8,
@@ -265,6 +267,6 @@ def test_knobs_that_a_model_can_not_have(name: str, knobs: dict[str, Any], messa
 def test_attention_that_is_written_otherwise_is_not_replaced() -> None:
     family = transformer(GPT, shipped.schedule_gpt, shipped.GPT)
     with pytest.raises(
-        ScheduleError, match=r"the model's attention is not what names.attend computes"
+        DirectiveError, match=r"the model's attention is not what names.attend computes"
     ):
         family.scheduled(Knobs(flash_attention=True))

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 import autopar
-from autopar.tuning import Space
+from autopar.tuning import SearchSpace
 from experiments.models import GPT
 from experiments.tutorials.tune_gpt import app, candidate_of, knobs_of
 
@@ -16,7 +16,7 @@ MODEL = GPT(
 
 
 def test_knobs_share_out_the_devices_and_the_batch() -> None:
-    space = Space(knobs_of(MODEL, 4))
+    space = SearchSpace(knobs_of(MODEL, 4))
     candidates = list(space)
     assert {c["tensor"] * c["stages"] * c["data"] for c in candidates} == {4}
     assert {(c["tensor"], c["stages"]) for c in candidates} == {

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.directives import (
-    Built,
+    BuiltModel,
+    DirectiveError,
+    DirectiveSchedule,
     ModelSchedule,
-    Schedule,
-    ScheduleError,
     Verify,
     build,
     create_schedule,
@@ -42,7 +42,7 @@ from tests.tiers import tiers
 TOKENS = np.arange(32).reshape(4, 8) * 7 % 32
 
 
-def abstract(sch: ModelSchedule, built: Built) -> Any:
+def abstract(sch: ModelSchedule, built: BuiltModel) -> Any:
     """The parameters where they go, without values."""
     return jax.tree.map(
         lambda p, sharding: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding),
@@ -199,7 +199,7 @@ def test_two_axes_split_the_batch_and_the_layers() -> None:
     Verify(sch, [TOKENS], batch_axis="x").check()
     sch = scheduled(Transformer(layers=1), TOKENS[:3], mesh=(2, 4))
     with pytest.raises(
-        ScheduleError,
+        DirectiveError,
         match=r"arg0 has shape \(3, 8\): its first dim can't be split evenly over the 2",
     ):
         build(sch, batch_axis="x")
@@ -246,7 +246,7 @@ def test_a_model_runs_with_other_batch_sizes_than_the_examples() -> None:
     tensor_parallel(sch)
     built = build(sch)
     assert_allclose(built.apply(params, x), model.apply(params, x), atol=1e-5)
-    with pytest.raises(ScheduleError, match="is called with"):
+    with pytest.raises(DirectiveError, match="is called with"):
         built.apply(params, x, x)
 
 
@@ -306,7 +306,7 @@ def test_checkpoint_policies_are_named_made_by_name_or_functions(
         params,
         [x],
         2,
-        Schedule.from_json(sch.schedule.to_json()),
+        DirectiveSchedule.from_json(sch.schedule.to_json()),
         functions=sch.functions,
     )
     assert again.schedule == sch.schedule
@@ -331,7 +331,7 @@ def test_checkpoint_policies_are_named_made_by_name_or_functions(
     ],
 )  # fmt: skip
 def test_what_is_no_checkpoint_policy_is_refused_at_once(policy: Any, message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises(DirectiveError, match=message):
         mlp_schedule()["linear1"].checkpoint(policy)
 
 
@@ -550,7 +550,7 @@ def test_on_shards_gradients_are_accumulated_over_microbatches(
 
 
 def test_devices_of_a_pipeline_need_one() -> None:
-    with pytest.raises(ScheduleError, match="the schedule has no cut_pipeline_stage; give a mesh"):
+    with pytest.raises(DirectiveError, match="the schedule has no cut_pipeline_stage; give a mesh"):
         build(mlp_schedule(), "auto", devices=8)
 
 
@@ -558,7 +558,7 @@ def test_stages_have_meshes_of_their_own_with_names_of_their_own() -> None:
     sch = mlp_schedule(jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,)))
     sch["linear1"].shard("kernel", axis=1).sync("fwd_post", "all_gather").cut_pipeline_stage()
     with pytest.raises(
-        ScheduleError,
+        DirectiveError,
         match=r"axis tp: each stage has a mesh of its own, whose axes are called x, y",
     ):
         build(sch, "auto")
@@ -567,11 +567,11 @@ def test_stages_have_meshes_of_their_own_with_names_of_their_own() -> None:
 def test_pipelines_and_functions_on_shards_need_their_backend() -> None:
     sch = mlp_schedule()
     sch["linear1"].cut_pipeline_stage()
-    with pytest.raises(ScheduleError, match="backend='auto'"):
+    with pytest.raises(DirectiveError, match="backend='auto'"):
         build(sch)
     sch = mlp_schedule()
     tensor_parallel_with_function(sch)
-    with pytest.raises(ScheduleError, match="backend='manual'"):
+    with pytest.raises(DirectiveError, match="backend='manual'"):
         build(sch, "gspmd")
     Verify(sch, [jnp.ones((2, 8, 32))]).check()
 
@@ -599,7 +599,7 @@ def test_a_schedule_on_an_abstract_mesh_is_planned_once_for_all_devices() -> Non
         ValueError, match=r"has no devices to run on; give a jax\.sharding\.Mesh of its axes"
     ):
         nowhere.init(model.init, jax.random.key(0), x)
-    with pytest.raises(ScheduleError, match=r"for a mesh of axes \{'tp': 4\}, not \{'x': 2\}"):
+    with pytest.raises(DirectiveError, match=r"for a mesh of axes \{'tp': 4\}, not \{'x': 2\}"):
         build(sch, mesh=jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]))
 
 

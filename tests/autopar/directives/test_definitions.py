@@ -5,23 +5,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.extend.core import Var
 
-from autopar.directives import Schedule
+from autopar.directives import DirectiveSchedule
 from autopar.directives.definitions import (
     Annotate,
     Checkpoint,
     CutPipelineStage,
     Decompose,
+    DirectiveError,
     ForkRng,
     Fuse,
     Replace,
-    ScheduleError,
     Shard,
     Sync,
     Trace,
     describe,
     primitives,
 )
-from autopar.directives.equation_regions import Unit, arrange
+from autopar.directives.equation_regions import RegionNode, arrange
 from tests.autopar.directives.models import Transformer, scheduled
 
 TEXT = st.text(max_size=5)
@@ -47,9 +47,9 @@ DIRECTIVE = st.one_of(
 
 @given(st.lists(DIRECTIVE, max_size=4))
 def test_schedules_go_to_json_and_back(directives: list) -> None:
-    schedule = Schedule(tuple(directives))
-    assert Schedule.from_json(schedule.to_json()) == schedule
-    assert hash(Schedule.from_json(schedule.to_json())) == hash(schedule)
+    schedule = DirectiveSchedule(tuple(directives))
+    assert DirectiveSchedule.from_json(schedule.to_json()) == schedule
+    assert hash(DirectiveSchedule.from_json(schedule.to_json())) == hash(schedule)
     assert all(
         describe(each).startswith(each.kind) and each.kind in primitives() for each in directives
     )
@@ -64,10 +64,12 @@ def test_every_value_is_made_before_it_is_read(names: set[str]) -> None:
     region = Fuse("", tuple(names), "xla", "fused")
     try:
         units = arrange(GRAPH, [(region, frozenset(names))])
-    except ScheduleError:
+    except DirectiveError:
         return
     known: set[Var] = {*GRAPH.params, *GRAPH.args, *GRAPH.constants}
-    order = [node for unit in units for node in (unit.nodes if isinstance(unit, Unit) else (unit,))]
+    order = [
+        node for unit in units for node in (unit.nodes if isinstance(unit, RegionNode) else (unit,))
+    ]
     assert sorted(node.name for node in order) == sorted(GRAPH.by_name)
     for node in order:
         assert {atom for atom in node.eqn.invars if isinstance(atom, Var)} <= known

@@ -9,8 +9,8 @@ import pytest
 from flax import linen as nn
 
 from autopar.directives import (
-    Schedule,
-    ScheduleError,
+    DirectiveError,
+    DirectiveSchedule,
     VerificationError,
     Verify,
     build,
@@ -32,12 +32,12 @@ def test_a_missing_sync_is_named_with_the_directive_to_add() -> None:
     sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
     sch["linear2"].shard("kernel", axis=0)
     with pytest.raises(
-        ScheduleError,
+        DirectiveError,
         match=r"linear2/dot_general is a partial sum over 'x' and goes into linear2/add",
     ):
         build(sch)
     with pytest.raises(
-        ScheduleError, match=r"sch\['linear2'\].sync\('fwd_post', 'all_reduce', mesh_axis='x'\)"
+        DirectiveError, match=r"sch\['linear2'\].sync\('fwd_post', 'all_reduce', mesh_axis='x'\)"
     ):
         build(sch)
 
@@ -47,7 +47,7 @@ def test_a_value_that_is_split_where_it_must_be_whole_is_named() -> None:
     sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
     sch["linear2"].shard("kernel", axis=1)
     with pytest.raises(
-        ScheduleError,
+        DirectiveError,
         match=r"which is split as .*\n.*sch\['linear2'\].sync\('fwd_pre', 'all_gather'\)",
     ):
         build(sch)
@@ -56,7 +56,7 @@ def test_a_value_that_is_split_where_it_must_be_whole_is_named() -> None:
 def test_a_parameter_is_not_sharded_twice() -> None:
     sch = mlp_schedule()
     sch["linear1"].shard("kernel", axis=1)
-    with pytest.raises(ScheduleError, match="linear1/kernel is sharded twice"):
+    with pytest.raises(DirectiveError, match="linear1/kernel is sharded twice"):
         sch["linear1"].shard("kernel", axis=0)
 
 
@@ -64,7 +64,8 @@ def test_a_dim_is_split_over_one_mesh_axis_and_two_dims_over_two() -> None:
     sch = mlp_schedule(mesh=(2, 2))
     sch["linear1"].shard("kernel", axis=1, mesh_axis="y")
     with pytest.raises(
-        ScheduleError, match=r"linear1/kernel is sharded twice: .*mesh_axis=y\) and .*mesh_axis=x\)"
+        DirectiveError,
+        match=r"linear1/kernel is sharded twice: .*mesh_axis=y\) and .*mesh_axis=x\)",
     ):
         sch["linear1"].shard("kernel", axis=1, mesh_axis="x")
     sch["linear1"].shard("kernel", axis=0, mesh_axis="x").shard("bias", axis=0, mesh_axis="y")
@@ -96,7 +97,7 @@ def test_a_sync_with_nothing_to_do_says_what_passes_there(module: str, op: str, 
     else:
         sch["linear1"].sync("fwd_post", op)
         sch["linear2"].sync("fwd_post", "all_reduce")
-    with pytest.raises(ScheduleError, match=f"has nothing to do: {told}"):
+    with pytest.raises(DirectiveError, match=f"has nothing to do: {told}"):
         build(sch)
 
 
@@ -104,14 +105,14 @@ def test_gradients_that_are_not_partial_are_not_added_up() -> None:
     sch = mlp_schedule()
     tensor_parallel(sch)
     sch["linear2"].sync("bwd_post", "all_reduce")
-    with pytest.raises(ScheduleError, match="its gradients are no partial sums"):
+    with pytest.raises(DirectiveError, match="its gradients are no partial sums"):
         build(sch)
 
 
 def test_an_axis_that_does_not_divide_is_refused() -> None:
     sch = mlp_schedule(mesh=4, hidden=30)
     with pytest.raises(
-        ScheduleError,
+        DirectiveError,
         match=r"linear1/kernel has shape \(30, 30\): axis 1 can't be split .* 4 devices",
     ):
         sch["linear1"].shard("kernel", axis=1)
@@ -119,28 +120,28 @@ def test_an_axis_that_does_not_divide_is_refused() -> None:
 
 def test_wrong_names_come_with_the_nearest() -> None:
     sch = mlp_schedule()
-    with pytest.raises(ScheduleError, match="no module 'linaer1' in the model; near it: linear1"):
+    with pytest.raises(DirectiveError, match="no module 'linaer1' in the model; near it: linear1"):
         sch["linaer1"]
     with pytest.raises(
-        ScheduleError, match="no parameter 'weight' in linear1, which has bias, kernel"
+        DirectiveError, match="no parameter 'weight' in linear1, which has bias, kernel"
     ):
         sch["linear1"].shard("weight", axis=0)
-    with pytest.raises(ScheduleError, match="'tp' is no axis of the mesh, which has 'x'"):
+    with pytest.raises(DirectiveError, match="'tp' is no axis of the mesh, which has 'x'"):
         sch["linear1"].shard("kernel", axis=0, mesh_axis="tp")
-    with pytest.raises(ScheduleError, match="it has no axis 2"):
+    with pytest.raises(DirectiveError, match="it has no axis 2"):
         sch["linear1"].shard("kernel", axis=2)
-    with pytest.raises(ScheduleError, match="expected one of all_reduce"):
+    with pytest.raises(DirectiveError, match="expected one of all_reduce"):
         sch["linear1"].sync("fwd_post", "psum")
-    with pytest.raises(ScheduleError, match="compiler 'TorchScript' is none of"):
+    with pytest.raises(DirectiveError, match="compiler 'TorchScript' is none of"):
         sch.fuse(sch.find("mul"), compiler="TorchScript")
-    with pytest.raises(ScheduleError, match=r"none of jax\.checkpoint_policies"):
+    with pytest.raises(DirectiveError, match=r"none of jax\.checkpoint_policies"):
         sch["linear1"].checkpoint("everything")
 
 
 def test_contradicting_syncs_are_refused() -> None:
     sch = mlp_schedule()
     sch["linear2"].sync("fwd_post", "all_reduce")
-    with pytest.raises(ScheduleError, match=r"linear2 has sync.*already"):
+    with pytest.raises(DirectiveError, match=r"linear2 has sync.*already"):
         sch["linear2"].sync("fwd_post", "reduce_scatter", axis=1)
 
 
@@ -174,12 +175,12 @@ def test_a_function_of_shards_in_which_a_sync_is_due_is_told_what_to_replace_ins
     tensor_parallel(sch)
     sch["linear2"].replace(on_shards)
     with pytest.raises(
-        ScheduleError,
+        DirectiveError,
         match=r"a sync is due inside of what is replaced, so that the function must be one of whole",
     ):
         build(sch)
     with pytest.raises(
-        ScheduleError, match=r"unbound axis name: x(.|\n)*find\('linear2/dot_general'\)"
+        DirectiveError, match=r"unbound axis name: x(.|\n)*find\('linear2/dot_general'\)"
     ):
         build(sch)
     sch = mlp_schedule()  # what it says works
@@ -192,7 +193,7 @@ def test_a_function_of_shards_in_which_a_sync_is_due_is_told_what_to_replace_ins
 def test_a_schedule_for_another_model_is_refused_where_it_does_not_fit() -> None:
     sch = mlp_schedule()
     tensor_parallel(sch)
-    with pytest.raises(ScheduleError, match="no module 'linear1'"):
+    with pytest.raises(DirectiveError, match="no module 'linear1'"):
         create_schedule(
             Transformer(),
             jax.eval_shape(Transformer().init, jax.random.key(0), np.zeros((2, 8), int)),
@@ -237,20 +238,20 @@ def test_equations_of_the_same_name_that_are_others_are_not_taken_for_them(how: 
     sch = made(True, 4)
     (found,) = sch.find("mul")
     (sch.fuse(found) if how == "fuse" else sch.replace(lambda x, scale: x * scale, found))
-    schedule = Schedule.from_json(sch.schedule.to_json())
+    schedule = DirectiveSchedule.from_json(sch.schedule.to_json())
     for rows in (4, 1):  # a batch of one needs no broadcast
         Verify(
             made(True, rows, schedule=schedule, functions=sch.functions), [jnp.ones((rows, 16))]
         ).check()
     with pytest.raises(
-        ScheduleError,
+        DirectiveError,
         match="mul reads layer/add and tanh in this model, and layer/add and scale in the",
     ):
         made(False, 4, schedule=schedule, functions=sch.functions)
 
 
 def test_schedules_are_values_that_go_to_json_and_back() -> None:
-    def made() -> Schedule:
+    def made() -> DirectiveSchedule:
         sch = mlp_schedule()
         tensor_parallel(sch)
         sch["linear1"].decompose()
@@ -262,7 +263,7 @@ def test_schedules_are_values_that_go_to_json_and_back() -> None:
         return sch.schedule
 
     schedule = made()
-    assert Schedule.from_json(schedule.to_json()) == schedule == made()
+    assert DirectiveSchedule.from_json(schedule.to_json()) == schedule == made()
     assert hash(schedule) == hash(made())
     assert "linear1: shard(param=kernel, axis=1, mesh_axis=x)" in str(schedule)
     replayed = create_schedule(
@@ -273,10 +274,10 @@ def test_schedules_are_values_that_go_to_json_and_back() -> None:
         schedule=schedule,
     )
     assert replayed.schedule == schedule
-    with pytest.raises(ScheduleError, match="'do' is 'shrad', expected one of shard"):
-        Schedule.from_json('[{"do": "shrad", "path": ""}]')
-    with pytest.raises(ScheduleError, match="shard takes path, param, axis, mesh_axis"):
-        Schedule.from_json('[{"do": "shard", "path": ""}]')
+    with pytest.raises(DirectiveError, match="'do' is 'shrad', expected one of shard"):
+        DirectiveSchedule.from_json('[{"do": "shrad", "path": ""}]')
+    with pytest.raises(DirectiveError, match="shard takes path, param, axis, mesh_axis"):
+        DirectiveSchedule.from_json('[{"do": "shard", "path": ""}]')
 
 
 def test_a_replayed_replacement_needs_its_function() -> None:
@@ -287,7 +288,7 @@ def test_a_replayed_replacement_needs_its_function() -> None:
 
     sch["linear1"].replace(double)
     params = jax.eval_shape(MLP(32).init, jax.random.key(0), X)
-    with pytest.raises(ScheduleError, match="is not known here"):
+    with pytest.raises(DirectiveError, match="is not known here"):
         create_schedule(MLP(32), params, [X], mesh=1, schedule=sch.schedule)
     again = create_schedule(
         MLP(32), params, [X], mesh=1, schedule=sch.schedule, functions=sch.functions
@@ -300,7 +301,7 @@ def test_regions_must_nest_and_be_runnable_as_one() -> None:
     sch.fuse(
         sch.region([sch.graph.by_name[f"block_0/{norm}/rsqrt"] for norm in ("norm1", "norm2")])
     )
-    with pytest.raises(ScheduleError, match="can't run as one"):
+    with pytest.raises(DirectiveError, match="can't run as one"):
         build(sch)
     sch = scheduled(Transformer(layers=1), np.zeros((2, 8), int), mesh=1)
     sch.fuse(
@@ -309,7 +310,7 @@ def test_regions_must_nest_and_be_runnable_as_one() -> None:
         )
     )
     sch["block_0/norm1"].checkpoint()
-    with pytest.raises(ScheduleError, match="both claim block_0/norm1/rsqrt"):
+    with pytest.raises(DirectiveError, match="both claim block_0/norm1/rsqrt"):
         build(sch)
 
 
@@ -330,5 +331,5 @@ def test_regions_must_nest_and_be_runnable_as_one() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_schedule_in_json_is_told_where_and_why(text: str, message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
-        Schedule.from_json(text)
+    with pytest.raises(DirectiveError, match=message):
+        DirectiveSchedule.from_json(text)

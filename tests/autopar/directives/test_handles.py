@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from autopar.directives import ScheduleError
+from autopar.directives import DirectiveError
 from autopar.directives.definitions import primitives
 from autopar.directives.handle import Handle
 from tests.autopar.directives.models import Transformer, mlp_schedule, scheduled, tensor_parallel
@@ -63,7 +63,7 @@ def test_every_primitive_is_listed_and_can_be_called() -> None:
 
 def test_a_wrong_parameter_comes_with_the_nearest() -> None:
     with pytest.raises(
-        ScheduleError,
+        DirectiveError,
         match="no parameter 'kernal' in linear1, which has bias, kernel; near it: kernel",
     ):
         mlp_schedule()["linear1"].shard("kernal", axis=0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.directives import ModelSchedule, ScheduleError, build, create_schedule
+from autopar.directives import DirectiveError, ModelSchedule, build, create_schedule
 from autopar.testing import assert_allclose
 
 
@@ -59,6 +59,6 @@ def test_without_an_all_reduce_it_is_told_what_is_missing(op: str | None) -> Non
     if op is not None:
         sch["top"].sync("fwd_post", op, axis=0)
     with pytest.raises(
-        ScheduleError, match=r"top/reduce_max is a partial maximum over 'x' and goes into top/tanh"
+        DirectiveError, match=r"top/reduce_max is a partial maximum over 'x' and goes into top/tanh"
     ):
         build(sch)

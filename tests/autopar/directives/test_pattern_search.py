@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from autopar.directives import ScheduleError, Verify, build, create_schedule, register_compiler
+from autopar.directives import DirectiveError, Verify, build, create_schedule, register_compiler
 from autopar.testing import assert_allclose
 from tests.autopar.directives.models import (
     Attention,
@@ -214,7 +214,7 @@ def test_arguments_of_other_shapes_are_given_by_like() -> None:
 
     w = jnp.ones((16, 4))
     sch = create_schedule(lambda w, x: jnp.tanh(x @ w), w, [X], mesh=1)
-    with pytest.raises(ScheduleError, match="like="):
+    with pytest.raises(DirectiveError, match="like="):
         sch.find(product)
     (found,) = sch.find(product, like=[X, w])
     assert found.inputs == ("arg0", "")
@@ -229,7 +229,7 @@ def test_a_module_is_replaced_by_a_function_of_its_parameters_and_inputs() -> No
         sch["out"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
         sch["q"].replace(lambda params, x: x @ params["kernel"] + params["bias"])
     with pytest.raises(
-        ScheduleError, match="no module of class 'Conv' inside; there are Attention, Dense"
+        DirectiveError, match="no module of class 'Conv' inside; there are Attention, Dense"
     ):
         sch.replace_all("Conv", nn.Conv(3, (1,)))
 
@@ -296,17 +296,18 @@ def test_one_module_stands_in_for_all_of_a_class() -> None:
     Verify(sch, [X]).check()
     assert "replace" in sch["layers_0"].mod
     with pytest.raises(
-        ScheduleError,
+        DirectiveError,
         match="no module of class Conv inside; there are Dense, LayerNorm, Sequential",
     ):
         sch.replace_all(nn.Conv, nn.Conv(3, (1,)))
     with pytest.raises(
-        ScheduleError,
+        DirectiveError,
         match=r"given the handle of each module.*; one function for all is `lambda _: f",
     ):
         sch.replace_all("Dense", lambda params, x: x @ params["kernel"])
     with pytest.raises(
-        ScheduleError, match=r"returns None for Handle\(layers_1\), expected a module or a function"
+        DirectiveError,
+        match=r"returns None for Handle\(layers_1\), expected a module or a function",
     ):
         sch.replace_all("Dense", lambda _: None)  # type: ignore[arg-type, return-value]
 
@@ -338,9 +339,9 @@ def test_what_is_found_is_limited_by_where() -> None:
     assert len(sch.find(layer_norm)) == 5
     assert len(sch.find(layer_norm, where=lambda node: node.within("block_1"))) == 2
     assert len(sch.find("block_./up", where=lambda node: node.within("block_1"))) == 1
-    with pytest.raises(ScheduleError, match="like= is for a function that is to be found"):
+    with pytest.raises(DirectiveError, match="like= is for a function that is to be found"):
         sch.find(".*add", like=[X])
-    with pytest.raises(ScheduleError, match="no regular expression"):
+    with pytest.raises(DirectiveError, match="no regular expression"):
         sch.find("(")
 
 
@@ -349,11 +350,11 @@ def test_nothing_found_is_no_error_and_nothing_to_fuse_is() -> None:
     found = sch.find("tanh")
     assert found == []
     with pytest.raises(
-        ScheduleError, match="fuse: no subgraph was given, as of a find without a match"
+        DirectiveError, match="fuse: no subgraph was given, as of a find without a match"
     ):
         sch.fuse(found)
     with pytest.raises(
-        ScheduleError, match="replace: no subgraph was given, as of a find without a match"
+        DirectiveError, match="replace: no subgraph was given, as of a find without a match"
     ):
         sch.replace(jnp.tanh, found)
     assert sch.schedule.directives == ()
@@ -369,7 +370,7 @@ def test_a_fused_region_is_a_function_of_its_own_in_the_program() -> None:
     text = jax.jit(built.apply).lower(params, jnp.zeros((2, 8, 32))).as_text()
     assert "@BiasGeLU_0" in text
     assert_allclose(built.apply(params, jnp.ones((2, 8, 32))), jnp.zeros((2, 8, 32)))
-    with pytest.raises(ScheduleError, match="fused or replaced already"):
+    with pytest.raises(DirectiveError, match="fused or replaced already"):
         sch.fuse(
             sch["linear1"].find("linear1/add") or [sch.region([sch.graph.by_name["linear1/add"]])]
         )

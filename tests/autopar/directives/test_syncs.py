@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.directives import (
+    DirectiveError,
     ModelSchedule,
-    ScheduleError,
     VerificationError,
     Verify,
     build,
@@ -139,7 +139,7 @@ def test_an_all_gather_hands_back_gradients_as_it_is_told(backward: Any) -> None
 def test_a_sync_that_can_not_be_meant_is_refused_at_once(
     mode: Any, op: str, options: Any, message: str
 ) -> None:
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises(DirectiveError, match=message):
         mlp_schedule()["linear1"].sync(mode, op, **options)
 
 
@@ -160,7 +160,7 @@ def test_a_sync_that_does_not_fit_the_value_says_what_it_is(
 ) -> None:
     sch, _ = layers_schedule(6, 16, 8, 4)
     sch["first"].sync("fwd_post", op, **options)
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises(DirectiveError, match=message):
         build(sch)
 
 
@@ -169,7 +169,7 @@ def test_a_function_that_leaves_values_different_is_refused() -> None:
     sch.shard("first", axis=1).shard("second", axis=0)
     sch["second"].sync("fwd_post", lambda value: value * 2)
     with pytest.raises(
-        ScheduleError, match="returns values that still differ between the devices of 'x'"
+        DirectiveError, match="returns values that still differ between the devices of 'x'"
     ):
         build(sch).apply(sch.params, np.asarray(x))
 
@@ -200,16 +200,16 @@ def test_a_function_makes_gradients_whole(mesh: Any) -> None:
         Verify(sch, [x]).check()
     sch, x = made(lambda gradient: gradient)
     with pytest.raises(
-        ScheduleError, match=f"returns values that still differ between the devices of '{name}'"
+        DirectiveError, match=f"returns values that still differ between the devices of '{name}'"
     ):
         Verify(sch, [x]).check()
     sch, x = made(lambda gradient: jax.lax.psum(gradient.sum(), name))
     with pytest.raises(
-        ScheduleError, match=r"makes float32\[\] of a gradient that is float32\[8, 8\]"
+        DirectiveError, match=r"makes float32\[\] of a gradient that is float32\[8, 8\]"
     ):
         Verify(sch, [x]).check()
     with pytest.raises(
-        ScheduleError, match="a sync function, runs on shards: build with backend='manual'"
+        DirectiveError, match="a sync function, runs on shards: build with backend='manual'"
     ):
         build(sch, "gspmd")
 
@@ -220,5 +220,5 @@ def test_a_function_of_gradients_is_refused_where_they_are_no_sums() -> None:
     sch["second"].sync("fwd_post", "all_reduce").sync(
         "bwd_post", lambda gradient: jax.lax.psum(gradient, "x")
     )
-    with pytest.raises(ScheduleError, match="its gradients are no partial sums over 'x'"):
+    with pytest.raises(DirectiveError, match="its gradients are no partial sums over 'x'"):
         build(sch)

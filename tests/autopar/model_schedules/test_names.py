@@ -9,7 +9,7 @@ from flax import linen as nn
 
 from autopar import model_schedules as shipped
 from autopar.directives import Verify
-from autopar.model_schedules import Knobs, Layer
+from autopar.model_schedules import ColumnRowLayer, Knobs
 from tests.autopar.directives.models import scheduled
 
 TOKENS = np.arange(32).reshape(4, 8) * 7 % 32
@@ -43,8 +43,8 @@ class Decoder(nn.Module):
 NAMES = replace(
     shipped.GPT,
     blocks="h_*",
-    attention=Layer("attn", ("query", "key", "value"), "out"),
-    feed_forward=Layer("", ("c_fc",), "c_proj"),
+    attention=ColumnRowLayer("attn", ("query", "key", "value"), "out"),
+    feed_forward=ColumnRowLayer("", ("c_fc",), "c_proj"),
     embedding="wte",
     head="lm_head",
 )

@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from autopar.directives.local import shard as shard_of
+from autopar.directives.shard_execution import shard as shard_of
 from autopar.ir.evaluate import evaluate
 from autopar.ir.flatten import flatten
 from autopar.ir.spec import LogicalMesh, Spec, partition_spec, replicated

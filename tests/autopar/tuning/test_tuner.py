@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.methods import ManualShardParallel, PlanningMethod
-from autopar.tuning import Candidate, Trial, Tuned, tune
+from autopar.tuning import Candidate, Trial, TuningResult, tune
 from simulator.hardware.cluster import Cluster
 
 
@@ -38,7 +38,7 @@ def make(candidate: Candidate, mesh: Any) -> tuple[Any, Any, PlanningMethod]:
 
 
 @cache
-def tuned() -> Tuned:
+def tuned() -> TuningResult:
     return tune(make, SPACE, Cluster.load("dgx_a100_80"))
 
 

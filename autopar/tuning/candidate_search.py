@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 from typing import Literal, assert_never
 
-from autopar.tuning.space import Candidate, Space
+from autopar.tuning.search_space import Candidate, SearchSpace
 from autopar.tuning.trials import Trial
 
 type Search = Literal["exhaustive", "coordinate"]
 
 
-def search(space: Space, evaluate: Callable[[Candidate], Trial], how: Search) -> list[Trial]:
+def search(space: SearchSpace, evaluate: Callable[[Candidate], Trial], how: Search) -> list[Trial]:
     """What was tried, in that order, each candidate once.
 
     Args:
@@ -35,7 +35,7 @@ def search(space: Space, evaluate: Callable[[Candidate], Trial], how: Search) ->
     return list(known.values())
 
 
-def _descend(space: Space, tried: Callable[[Candidate], Trial]) -> None:
+def _descend(space: SearchSpace, tried: Callable[[Candidate], Trial]) -> None:
     best = next(_valid(space, tried), None)
     while best is not None:
         before = best
@@ -46,5 +46,5 @@ def _descend(space: Space, tried: Callable[[Candidate], Trial]) -> None:
             return
 
 
-def _valid(space: Space, tried: Callable[[Candidate], Trial]) -> Iterator[Trial]:
+def _valid(space: SearchSpace, tried: Callable[[Candidate], Trial]) -> Iterator[Trial]:
     return (trial for trial in map(tried, space) if trial.status != "invalid")

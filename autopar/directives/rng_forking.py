@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jax.extend.core import JaxprEqn, Var
 
 from autopar.directives.model_graph import ModelGraph, Node
-from autopar.directives.value_layouts import INNER, Followed, steps_of
+from autopar.directives.value_layouts import INNER, EquationLayouts, steps_of
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh, Spec, axes_of, replicated
 from autopar.primitives import op_factors
@@ -27,7 +27,10 @@ def draws_of(nodes: Iterable[Node]) -> list[Node]:
 
 
 def splits(
-    graph: ModelGraph, draws: Iterable[Node], followed: Mapping[str, Followed], mesh: LogicalMesh
+    graph: ModelGraph,
+    draws: Iterable[Node],
+    followed: Mapping[str, EquationLayouts],
+    mesh: LogicalMesh,
 ) -> dict[Var, Spec]:
     """How what reads the draws wants them split; left out are those that are wanted whole, or in more than one way.
 
@@ -41,7 +44,9 @@ def splits(
 
 
 def _wanted_before(
-    equations: Sequence[tuple[JaxprEqn, Followed]], wanted: dict[Var, Spec], mesh: LogicalMesh
+    equations: Sequence[tuple[JaxprEqn, EquationLayouts]],
+    wanted: dict[Var, Spec],
+    mesh: LogicalMesh,
 ) -> None:
     """Add how equations want what they read, given how their results are wanted: whole where they disagree."""
     for eqn, followed in reversed(equations):
@@ -52,7 +57,7 @@ def _wanted_before(
 
 
 def _wanted_operands(
-    eqn: JaxprEqn, followed: Followed, wanted: Mapping[Var, Spec], mesh: LogicalMesh
+    eqn: JaxprEqn, followed: EquationLayouts, wanted: Mapping[Var, Spec], mesh: LogicalMesh
 ) -> Iterable[Spec]:
     """How an equation would take its operands if its results were split as they are wanted."""
     results = [
@@ -76,7 +81,7 @@ def _wanted_operands(
 
 
 def _wanted_inside(
-    eqn: JaxprEqn, followed: Followed, results: Sequence[Spec], mesh: LogicalMesh
+    eqn: JaxprEqn, followed: EquationLayouts, results: Sequence[Spec], mesh: LogicalMesh
 ) -> list[Spec]:
     """The same for what has a derivative of its own, or is called: through the equations inside."""
     jaxpr = eqn.params[INNER[eqn.primitive]]

@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh
 
 from autopar.directives.value_layouts import (
     INNER,
-    Layout,
     LayoutError,
+    ValueLayout,
     follow,
     follow_jaxpr,
     layout_of,
@@ -29,7 +29,7 @@ _NO_MESH = AbstractMesh((), ())
 
 
 def run_eqn(
-    eqn: JaxprEqn, layouts: Sequence[Layout], values: Sequence[Any], mesh: LogicalMesh
+    eqn: JaxprEqn, layouts: Sequence[ValueLayout], values: Sequence[Any], mesh: LogicalMesh
 ) -> list[Any]:
     """The shards of the results of `eqn`, from the shards that `layouts` describe."""
     if eqn.primitive is custom_jvp_call_p:
@@ -47,7 +47,7 @@ def run_eqn(
 
 
 def run_jaxpr(
-    jaxpr: Jaxpr, layouts: Sequence[Layout], values: Sequence[Any], mesh: LogicalMesh
+    jaxpr: Jaxpr, layouts: Sequence[ValueLayout], values: Sequence[Any], mesh: LogicalMesh
 ) -> list[Any]:
     """The shards of the results of `jaxpr`."""
     env: dict[Var, Any] = dict(zip(jaxpr.invars, values, strict=True))
@@ -71,7 +71,7 @@ def shard(value: Any, have: Spec, want: Spec, mesh: LogicalMesh) -> Any:
     return value
 
 
-def _vary(value: Any, layout: Layout) -> Any:
+def _vary(value: Any, layout: ValueLayout) -> Any:
     """`value`, typed as varying along every mesh axis along which another operand is: JAX mixes no others."""
     missing = tuple(sorted(layout.varying - jax.typeof(value).manual_axis_type.varying))
     return lax.pcast(value, missing, to="varying") if missing else value
@@ -91,7 +91,7 @@ def draw_shards(eqn: JaxprEqn, spec: Spec, operands: Sequence[Any], mesh: Logica
 
 
 def _custom_jvp(
-    eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh
+    eqn: JaxprEqn, layouts: Sequence[ValueLayout], mesh: LogicalMesh
 ) -> Callable[..., list[Any]]:
     """The function and its own derivative, both on shards: the derivative is traced as a function of the whole arrays."""
     avals = [jax.ShapeDtypeStruct(aval_of(atom).shape, aval_of(atom).dtype) for atom in eqn.invars]
@@ -119,7 +119,7 @@ def _custom_jvp(
 
 
 def _custom_vjp(
-    eqn: JaxprEqn, layouts: Sequence[Layout], mesh: LogicalMesh
+    eqn: JaxprEqn, layouts: Sequence[ValueLayout], mesh: LogicalMesh
 ) -> Callable[..., list[Any]]:
     """The function and its own rule, both on shards: what the rule keeps, and what it makes of that, are traced for whole arrays."""
     if not any(layout.split for layout in layouts):
@@ -179,7 +179,7 @@ def _custom_vjp(
     return local
 
 
-def _as_operand(gradient: Any, have: Layout, operand: Layout, mesh: LogicalMesh) -> Any:
+def _as_operand(gradient: Any, have: ValueLayout, operand: ValueLayout, mesh: LogicalMesh) -> Any:
     """A gradient as JAX wants that of an operand: added up where the operand is the same on all devices, split as it is."""
     partial = tuple(sorted(have.partial - operand.varying))
     gradient = lax.psum(gradient, partial) if partial else gradient

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from autopar.directives import ModelSchedule, ScheduleError, Verify, build, create_schedule
+from autopar.directives import DirectiveError, ModelSchedule, Verify, build, create_schedule
 from tests.autopar.directives.models import mlp_schedule
 
 WAYS, RATE = 4, 0.25
@@ -184,10 +184,10 @@ def test_verify_checks_the_rest_of_the_schedule() -> None:
 
 def test_what_draws_nothing_is_not_forked() -> None:
     with pytest.raises(
-        ScheduleError, match="linear1 draws no random numbers: put fork_rng on what has dropout"
+        DirectiveError, match="linear1 draws no random numbers: put fork_rng on what has dropout"
     ):
         mlp_schedule()["linear1"].fork_rng()
     sch = tensor_parallel()
     sch["inner"].fork_rng()
-    with pytest.raises(ScheduleError, match=r"inner has fork_rng.* already"):
+    with pytest.raises(DirectiveError, match=r"inner has fork_rng.* already"):
         sch["inner"].fork_rng()

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.tuning.search import search
-from autopar.tuning.space import Candidate, Space
-from autopar.tuning.trials import Trial, Tuned
+from autopar.tuning.candidate_search import search
+from autopar.tuning.search_space import Candidate, SearchSpace
+from autopar.tuning.trials import Trial, TuningResult
 
 costs = st.dictionaries(
     st.sampled_from("abc"),
@@ -23,9 +23,11 @@ def fits(seconds: Callable[[Candidate], float]) -> Callable[[Candidate], Trial]:
 def test_all_are_tried_and_the_best_of_them_found(
     knobs: dict[str, list[int]], random: object
 ) -> None:
-    space = Space(knobs)
+    space = SearchSpace(knobs)
     times = {tuple(c.values()): random.random() for c in space}  # pyright: ignore[reportAttributeAccessIssue]
-    found = Tuned(tuple(search(space, fits(lambda c: times[tuple(c.values())]), "exhaustive")))
+    found = TuningResult(
+        tuple(search(space, fits(lambda c: times[tuple(c.values())]), "exhaustive"))
+    )
     assert [trial.candidate for trial in found.trials] == list(space)
     assert times[tuple(found.best.values())] == min(times.values())
 
@@ -34,8 +36,8 @@ def test_all_are_tried_and_the_best_of_them_found(
 def test_where_knobs_do_not_interfere_one_after_the_other_is_enough(
     knobs: dict[str, list[int]],
 ) -> None:
-    trials = search(Space(knobs), fits(lambda c: sum(c.values())), "coordinate")
-    assert Tuned(tuple(trials)).best == {name: min(values) for name, values in knobs.items()}
+    trials = search(SearchSpace(knobs), fits(lambda c: sum(c.values())), "coordinate")
+    assert TuningResult(tuple(trials)).best == {name: min(values) for name, values in knobs.items()}
     assert len(trials) <= 1 + 2 * sum(
         len(values) - 1 for values in knobs.values()
     )  # there, and to see that it is the best
@@ -53,8 +55,8 @@ def test_a_search_goes_from_what_is_invalid_over_what_does_not_fit_to_what_does(
             candidate, status, None if a == 0 else a + b, None if a == 0 else used, reason="no"
         )
 
-    space = Space({"a": [0, 1, 2], "b": [0, 1, 2]})
-    found = Tuned(tuple(search(space, evaluate, "coordinate")))
+    space = SearchSpace({"a": [0, 1, 2], "b": [0, 1, 2]})
+    found = TuningResult(tuple(search(space, evaluate, "coordinate")))
     assert found.best == {"a": 2, "b": 0}
     assert [trial.status for trial in found.trials[:4]] == [
         "invalid",
@@ -69,7 +71,7 @@ def test_a_search_goes_from_what_is_invalid_over_what_does_not_fit_to_what_does(
 
 def test_measured_is_better_than_predicted() -> None:
     trials = Trial({"a": 1}, "fits", 1.0, 8), Trial({"a": 2}, "fits", 2.0, 8, measured_seconds=5.0)
-    assert Tuned(trials).best == {"a": 2}
+    assert TuningResult(trials).best == {"a": 2}
     row = {
         "a": 2,
         "status": "fits",
@@ -77,7 +79,7 @@ def test_measured_is_better_than_predicted() -> None:
         "predicted_bytes": 8,
         "measured_seconds": 5.0,
     }
-    assert Tuned(trials).table.iloc[0].to_dict() == {**row, "reason": ""}
+    assert TuningResult(trials).table.iloc[0].to_dict() == {**row, "reason": ""}
 
 
 def test_when_nothing_fits_the_nearest_to_it_is_named() -> None:
@@ -88,4 +90,4 @@ def test_when_nothing_fits_the_nearest_to_it_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"none of 2 candidates fits; the nearest to it: a=1: 1000.00 ms, 9.00 GB"
     ):
-        _ = Tuned(trials).best
+        _ = TuningResult(trials).best

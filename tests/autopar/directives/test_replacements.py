@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import autopar
-from autopar.directives import ModelSchedule, ScheduleError, Verify, build, create_schedule
+from autopar.directives import DirectiveError, ModelSchedule, Verify, build, create_schedule
 from tests.autopar.directives.models import (
     Transformer,
     collectives,
@@ -141,7 +141,7 @@ def test_a_module_stands_in_for_several() -> None:
 )  # fmt: skip
 def test_a_module_that_does_not_fit_is_refused_at_once(new: Any, message: str) -> None:
     sch = mlp_schedule()
-    with pytest.raises(ScheduleError, match=f"(?s){message}"):
+    with pytest.raises(DirectiveError, match=f"(?s){message}"):
         sch["linear1"].replace(new())
 
 
@@ -182,13 +182,13 @@ def shard_layers(sch: ModelSchedule) -> None:
 
 def test_state_that_a_call_changes_is_not_lost_in_silence() -> None:
     with pytest.raises(
-        ScheduleError,
+        DirectiveError,
         match=r"changes .*norm/mean, norm/var of its state, which would be lost.*updates=True",
     ):
         nnx_schedule(X)
-    with pytest.raises(ScheduleError, match=r"changes drop/rngs/count of its state"):
+    with pytest.raises(DirectiveError, match=r"changes drop/rngs/count of its state"):
         nnx_schedule(X, use_running_average=True)
-    with pytest.raises(ScheduleError, match="updates=True is for nnx modules"):
+    with pytest.raises(DirectiveError, match="updates=True is for nnx modules"):
         create_schedule(nn.Dense(3), {}, [X], updates=True)
 
 
@@ -236,7 +236,7 @@ def test_nnx_models_run_on_every_backend(backend: Any) -> None:
     found = jax.jit(build(sch, backend).apply)(nnx.state(model), X, key)
     np.testing.assert_allclose(found, model(X, key), atol=1e-5)
     with pytest.raises(
-        ScheduleError,
+        DirectiveError,
         match=r"of the model itself, without the schedule, is not finite: .* Give params=",
     ):
         Verify(sch, [X, key], backend=backend).check()

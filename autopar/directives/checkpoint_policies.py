@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from autopar.directives.definitions import Policy, ScheduleError
+from autopar.directives.definitions import DirectiveError, Policy
 
 _NAMED = ("save_only_these_names", "save_anything_except_these_names", "save_any_names_but_these")
 _OFFLOADING = "offload_dot_with_no_batch_dims"
@@ -26,7 +26,7 @@ _POLICIES = (
 def policy_of(
     policy: Policy | None, functions: Mapping[str, Callable[..., Any]]
 ) -> Callable[..., Any] | None:
-    """What `jax.checkpoint` takes. Raises ScheduleError for what is no policy."""
+    """What `jax.checkpoint` takes. Raises DirectiveError for what is no policy."""
     match policy:
         case None:
             return None
@@ -38,25 +38,25 @@ def policy_of(
             if name == _BOTH:
                 given = [policy_of(each, functions) for each in given]
             elif not all(isinstance(each, str) for each in given):
-                raise ScheduleError(
+                raise DirectiveError(
                     f"checkpoint policy {policy!r}: {name} takes {_MADE[name]}, as strings"
                 )
             try:
                 return getattr(jax.checkpoint_policies, name)(*given)
             except TypeError as error:
-                raise ScheduleError(
+                raise DirectiveError(
                     f"checkpoint policy {policy!r}: {name} takes {_MADE[name]}"
                 ) from error
     name = policy[0] if isinstance(policy, tuple) and policy else policy
     if name in _MADE:
-        raise ScheduleError(
+        raise DirectiveError(
             f"checkpoint policy {name!r} is made from {_MADE[name]}: give it as a tuple with them, ({name!r}, ...)"
         )
     if isinstance(policy, str) and ":" in policy:
-        raise ScheduleError(
+        raise DirectiveError(
             f"checkpoint policy {policy!r} is a function that is not known here; give it by functions={{name: function}}"
         )
-    raise ScheduleError(
+    raise DirectiveError(
         f"checkpoint policy {policy!r} is none of jax.checkpoint_policies: expected {', '.join(_POLICIES)};"
         f" a tuple of {', '.join(_MADE)} and what it takes; or a function"
     )

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.tuning.space import Space
+from autopar.tuning.search_space import SearchSpace
 
-DEGREES = Space({
+DEGREES = SearchSpace({
     "tensor": [1, 2, 4, 8],
     "stages": lambda chosen: [s for s in (1, 2) if chosen["tensor"] * s <= 8],
     "data": lambda chosen: [8 // chosen["tensor"] // chosen["stages"]],
@@ -22,7 +22,7 @@ def test_without_conditions_a_space_is_the_product_of_its_domains(
     domains: dict[str, list[int]],
 ) -> None:
     expected = [dict(zip(domains, values, strict=True)) for values in product(*domains.values())]
-    assert list(Space(domains)) == expected
+    assert list(SearchSpace(domains)) == expected
 
 
 def test_what_a_knob_may_be_depends_on_those_before_it() -> None:
@@ -42,7 +42,7 @@ def test_a_line_changes_one_knob_and_only_what_follows_from_it() -> None:
 
 
 def test_a_value_that_leaves_nothing_to_a_later_knob_is_in_no_candidate() -> None:
-    space = Space({"a": [1, 2], "b": lambda chosen: [5] if chosen["a"] == 2 else []})
+    space = SearchSpace({"a": [1, 2], "b": lambda chosen: [5] if chosen["a"] == 2 else []})
     assert list(space) == [{"a": 2, "b": 5}]
     assert space.line({"a": 2, "b": 5}, "a") == [{"a": 2, "b": 5}]
 
@@ -67,4 +67,4 @@ def test_a_value_that_leaves_nothing_to_a_later_knob_is_in_no_candidate() -> Non
 )
 def test_what_is_no_space_is_refused(domains: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        list(Space(domains))
+        list(SearchSpace(domains))

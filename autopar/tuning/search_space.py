@@ -15,7 +15,7 @@ type Domain = Sequence[Any] | Callable[[Candidate], Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class SearchSpace:
     """Knobs in an order; what one may be can depend on those before it.
 
     Raises TypeError for a domain that is neither values nor a function, ValueError for a space without knobs.

@@ -13,8 +13,8 @@ from flax import errors, nnx
 from flax import linen as nn
 from jax.extend.core import Var
 
-from autopar.directives.definitions import Replace, ScheduleError, describe
-from autopar.directives.equation_regions import Unit
+from autopar.directives.definitions import DirectiveError, Replace, describe
+from autopar.directives.equation_regions import RegionNode
 from autopar.directives.model_graph import ModelGraph, Node, joined, trace_at, within
 from autopar.directives.nnx_scopes import call_unchanged
 from autopar.ir.graph import aval_of
@@ -48,7 +48,7 @@ def as_function(new: Any) -> Callable[..., Any]:
 def call(
     graph: ModelGraph, region: Replace, functions: Functions, values: Sequence[Any]
 ) -> list[Any]:
-    """What the user's function makes of the values called `region.inputs`. Raises ScheduleError where it fails.
+    """What the user's function makes of the values called `region.inputs`. Raises DirectiveError where it fails.
 
     A function that is given the parameters of `region.path` gets them first, as a dict.
     """
@@ -66,13 +66,13 @@ def call(
         results = jax.tree.leaves(functions[region.function](*given))
     except (TypeError, ValueError, NameError, errors.FlaxError) as error:
         shapes = ", ".join(_shapes(value) for value in given)
-        raise ScheduleError(
+        raise DirectiveError(
             f"{region.function}, in place of {region.name}, fails for ({shapes}): {error}\n"
             "A replacement brings no parameters of its own: it is given those of what it replaces"
         ) from error
     outputs = _outputs(graph, region)
     if len(results) != len(outputs):
-        raise ScheduleError(
+        raise DirectiveError(
             f"{region.function} returns {len(results)} arrays in place of {region.name}, which makes {len(outputs)}:"
             f" {', '.join(graph.value_names[var] for var in outputs)}"
         )
@@ -80,23 +80,23 @@ def call(
 
 
 def check_whole(graph: ModelGraph, region: Replace, functions: Functions) -> None:
-    """Raise ScheduleError unless a replacement makes of whole arrays what it replaces does."""
+    """Raise DirectiveError unless a replacement makes of whole arrays what it replaces does."""
     made = jax.eval_shape(
         lambda *values: call(graph, region, functions, values), *map(_aval, _inputs(graph, region))
     )
     for var, result in zip(_outputs(graph, region), made, strict=True):
         wanted = aval_of(var)
         if (result.shape, result.dtype) != (wanted.shape, wanted.dtype):
-            raise ScheduleError(
+            raise DirectiveError(
                 f"{region.function}, in place of {region.name}, returns {result.dtype}{list(result.shape)} for"
                 f" {graph.value_names[var]}, which is {wanted.dtype}{list(wanted.shape)}"
             )
 
 
 def unfolded(
-    graph: ModelGraph, units: Sequence[Node | Unit], region: Replace, functions: Functions
-) -> tuple[ModelGraph, tuple[Node | Unit, ...]]:
-    """The model with the equations of a replacement in the place of those that it stands in for. Raises ScheduleError."""
+    graph: ModelGraph, units: Sequence[Node | RegionNode], region: Replace, functions: Functions
+) -> tuple[ModelGraph, tuple[Node | RegionNode, ...]]:
+    """The model with the equations of a replacement in the place of those that it stands in for. Raises DirectiveError."""
     check_whole(graph, region, functions)
     scope = _common([graph.by_name[name].scope for name in region.nodes])
     taken = [node.name for node in graph.nodes]
@@ -115,16 +115,18 @@ def unfolded(
             node = Node(graph.value_names[var], scope, node.eqn.replace(outvars=[var]))
         nodes.append(node)
 
-    def swapped(unit: Node | Unit) -> list[Node | Unit]:
-        if not isinstance(unit, Unit):
+    def swapped(unit: Node | RegionNode) -> list[Node | RegionNode]:
+        if not isinstance(unit, RegionNode):
             return [unit]
         if unit.region is region:
             return list(nodes)
-        return [Unit(unit.region, tuple(new for each in unit.inside for new in swapped(each)))]
+        return [
+            RegionNode(unit.region, tuple(new for each in unit.inside for new in swapped(each)))
+        ]
 
     after = tuple(new for unit in units for new in swapped(unit))
     order = tuple(
-        node for unit in after for node in (unit.nodes if isinstance(unit, Unit) else (unit,))
+        node for unit in after for node in (unit.nodes if isinstance(unit, RegionNode) else (unit,))
     )
     return dataclasses.replace(
         graph, nodes=order, constants={**graph.constants, **constants}
@@ -132,14 +134,14 @@ def unfolded(
 
 
 def unfolded_for_sync(
-    graph: ModelGraph, units: Sequence[Node | Unit], region: Replace, functions: Functions
-) -> tuple[ModelGraph, tuple[Node | Unit, ...]]:
+    graph: ModelGraph, units: Sequence[Node | RegionNode], region: Replace, functions: Functions
+) -> tuple[ModelGraph, tuple[Node | RegionNode, ...]]:
     """The same, for a function in which a sync is due."""
     try:
         return unfolded(graph, units, region, functions)
-    except ScheduleError as error:
+    except DirectiveError as error:
         at = f"sch[{region.path!r}]" if region.path else "sch"
-        raise ScheduleError(
+        raise DirectiveError(
             f"{describe(region)}: a sync is due inside of what is replaced, so that the function must be one of whole arrays, and it is"
             f" not: {error}\nReplace what is before or after the sync only: {at}.decompose(), and then"
             f" {at}.replace(function, {at}.find({region.nodes[0]!r}))"
