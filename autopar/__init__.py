@@ -1,8 +1,18 @@
 """autopar plans, runs and predicts parallel training of unmodified JAX steps.
 
-    step --trace--> StepGraph --plan--> Plan --lower--> Program --run or simulate--> result or Timeline
+    step --trace--> StepGraph --plan--> Plan --lower--> Program --run----------> results
+                                                           |
+                                                           +------simulate-----> Timeline
 
-`parallelize` does all of it for the devices that are here; `plan_step` and `predict` for a cluster that is not.
+`parallelize` plans and runs a step on the devices of this process, or, after `init("ray")`, on
+the hosts of a Ray cluster. `plan_step` and `predict` need no devices: they take a description of
+a cluster.
+
+    @autopar.parallelize(method=autopar.ShardParallel())
+    def train_step(state, batch): ...
+
+The import keeps JAX from starting XLA's CUDA 12 plugin where it cannot run, and sets
+RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 unless it is set, so that Ray workers share this environment.
 """
 
 from importlib import import_module
@@ -82,7 +92,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Schedules, once they are asked for: they want all of Flax, whose import takes almost as long as JAX's."""
+    """Import directives on first use: they need Flax, whose import is nearly as slow as JAX's."""
     if name in ("directives", "model_schedules"):
         return import_module(f"autopar.{name}")
     if name in ("Verify", "build", "create_schedule"):
@@ -93,6 +103,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Return the public names, including those that `__getattr__` imports."""
     return sorted({*globals(), *__all__})
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import wraps
 
 _FRAME_SLOTS = 1 << 16
-"""Stack slots (8 bytes) of a frame for which CPython allocates a chunk of 1 MiB, half of it free."""
+"""Stack slots of 8 bytes each; CPython allocates a chunk of 1 MiB for them, half of it free."""
 
 _MIN_YOUNG_OBJECTS = 100_000
 """Number of new objects below which a collection takes negligible time."""

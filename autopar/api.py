@@ -1,4 +1,4 @@
-"""`parallelize` and what belongs to it: trace the step, plan it, compile it, run it."""
+"""`parallelize` traces, plans, compiles and runs a step; `init` selects the backend it runs on."""
 
 import gc
 import time
@@ -64,13 +64,13 @@ if TYPE_CHECKING:
     from autopar.hosts.remote_create_state import RemoteCreateState
 
 type StateExecutable = "CreateStateExecutable | RemoteCreateState"
-"""What makes a state, here or on other hosts."""
+"""An executable that creates a state, in this process or on other hosts."""
 
 type AnyExecutable = "Executable | StateExecutable"
 
 
 class _Options(TypedDict, total=False):
-    """Options of `parallelize` beside the method."""
+    """The options of `parallelize` other than the method."""
 
     static_argnums: Argnums
     donate_argnums: Argnums
@@ -112,27 +112,39 @@ def parallelize(
     """Parallelize a training step over devices; also a decorator, with or without arguments.
 
     Args:
-        fun: a function of arrays (in pytrees), as one would give it to `jax.jit`.
-        static_argnums: arguments that are constants of the compiled step. "auto": those with something in them that is not an
-            array, and plain Python numbers and strings; never a flax TrainState. A step is planned and compiled for each value of
-            them; a number that changes, a learning rate for instance, is better given as an array: `jnp.float32(0.1)`.
-        donate_argnums: arguments whose memory the step may reuse. "auto": flax TrainStates.
-        batch_argnums: arguments whose arrays have the batch as their first dim.
-        method: how to parallelize (`autopar.methods`); ShardParallel() by default.
-        check: "first step" compares the first step of each plan with the same step on one device, which has to have room for it, and
-            raises `FirstStepError` if a result differs by more than rounding explains.
+        fun: a function of pytrees of arrays, as `jax.jit` takes it.
+        static_argnums: numbers of the arguments that are constants of the compiled step. "auto"
+            selects arguments that contain something other than arrays, and plain Python numbers
+            and strings, but never a flax TrainState. A step is planned and compiled for each value
+            of its static arguments: pass a number that changes, such as a learning rate, as an
+            array, `jnp.float32(0.1)`.
+        donate_argnums: numbers of the arguments whose memory the step may reuse. "auto" selects
+            flax TrainStates.
+        batch_argnums: numbers of the arguments whose arrays have the batch as their first dim.
+        method: how to parallelize (see `autopar.methods`); `ShardParallel()` by default.
+        check: "first step" compares the first step of each plan with the same step on one device,
+            whose memory has to suffice for it.
 
     Returns:
-        A `ParallelizedFunction`. It compiles once for each structure, shapes and dtypes of its arguments, and keeps the
-        `MOST_PROGRAMS` programs that were used last.
+        A `ParallelizedFunction`. It compiles once for each combination of structure, shapes and
+        dtypes of its arguments, and keeps the `MOST_PROGRAMS` executables used last. With
+        `check="first step"` its first call raises `FirstStepError` if a result differs by more
+        than rounding explains.
 
     Raises:
-        OptionError: an option has a type or a value that it can't have.
+        OptionError: an option has a type or a value that is not allowed.
+
+    Example:
+        >>> @autopar.parallelize(method=autopar.ShardParallel(devices=(2, 4)))
+        ... def train_step(state, batch):
+        ...     loss, grads = autopar.value_and_grad(loss_fn)(state.params, batch)
+        ...     return state.apply_gradients(grads=grads), loss
     """
     method = ShardParallel() if method is None else method
     if not isinstance(method, get_args(Method.__value__)):
         raise OptionError(
-            f"method is {short_repr(method)}, expected one of autopar.methods, e.g. autopar.ShardParallel()"
+            f"method is {short_repr(method)}, expected one of autopar.methods,"
+            " e.g. autopar.ShardParallel()"
         )
     static_argnums = checked("static_argnums", static_argnums, AUTO_ARGNUMS)
     donate_argnums = checked("donate_argnums", donate_argnums, AUTO_ARGNUMS)
@@ -149,19 +161,27 @@ def parallelize(
         )
     if not callable(fun) or isinstance(fun, ParallelizedFunction):
         raise OptionError(
-            f"fun is {short_repr(fun)}, expected a function of arrays, and not a parallelized one: take its .fun"
+            f"fun is {short_repr(fun)}, expected a function of arrays, and not a parallelized one:"
+            " take its .fun"
         )
     return ParallelizedFunction(fun, static_argnums, donate_argnums, batch_argnums, method, check)
 
 
 MOST_PROGRAMS = 32
-"""How many compiled programs a parallelized function keeps, one for each combination of shapes and static values."""
+"""Number of executables that a parallelized function keeps, one per combination of shapes and
+static values."""
 
 
 class ParallelizedFunction[E: AnyExecutable]:
-    """What `parallelize` returns: called like the function it was given.
+    """A training step that runs in parallel: the result of `parallelize`.
 
-    It takes numpy and jax arrays, distributes them over the devices, and returns distributed arrays.
+    It is called like the function it wraps. Numpy and JAX arrays are distributed over the devices,
+    and the results are distributed arrays: `jax.Array` in one process, `DistributedArray` on the
+    hosts of a Ray cluster.
+
+    Attributes:
+        fun: the function that was parallelized.
+        method: how it is parallelized.
     """
 
     def __init__(
@@ -180,13 +200,26 @@ class ParallelizedFunction[E: AnyExecutable]:
         self._donate_argnums: Argnums = donate_argnums
         self._batch_argnums = batch_argnums
         self._numbers = NumberWatch(fun)
-        self._executables: OrderedDict[Any, E] = OrderedDict()  # that was used last comes last
+        # in order of use, the last one used at the end
+        self._executables: OrderedDict[Any, E] = OrderedDict()
+        # numbers and keys of the static arguments of the last call, and its executable
         self._last: tuple[tuple[int, ...], tuple[Any, ...], E] | None = None
-        self._backend: Backend = backend()  # that the executables are for
+        # the backend that the executables were compiled for
+        self._backend: Backend = backend()
         self._check = check
-        self._unchecked: set[E] = set()  # whose first step is still to be compared
+        # the executables whose first step has not been compared yet
+        self._unchecked: set[E] = set()
 
     def __call__(self, *args: Any) -> Any:
+        """Run the step; plan and compile it first if no executable fits the arguments.
+
+        Raises:
+            TypeError: an argument is neither an array nor static and hashable, or the call is under
+                a JAX transformation.
+            TraceError: the step cannot be traced.
+            MemoryBudgetError: no allowed plan fits in the memory of a device.
+            FirstStepError: `check="first step"` was set, and the results differ.
+        """
         if (
             self._last is not None
             and self._backend is backend()
@@ -199,33 +232,45 @@ class ParallelizedFunction[E: AnyExecutable]:
                 try:
                     return executable(*without(args, static))
                 except (TypeError, ValueError):
-                    pass  # of other shapes or structure, or not in place yet; found out below
+                    # other shapes or structure, or arrays not distributed yet: handled below
+                    pass
         executable, dynamic = self._prepare(args)
         if executable in self._unchecked:
             return self._first_step(executable, args, dynamic)
         return executable(*executable.shard_args(*dynamic))
 
     def _first_step(self, executable: E, args: Sequence[Any], dynamic: Sequence[Any]) -> Any:
-        """Run the first step of an executable beside one on one device."""
+        """Run the first step of an executable, and compare it with the step on one device."""
         static = static_arguments(self._static_argnums, args)
         results = checked_first_step(self._with_static(args, static), executable, dynamic)
         self._unchecked.discard(executable)
         return results
 
     def get_executable(self, *args: Any) -> E:
-        """The executable for arguments like these, compiled if need be; ShapeDtypeStructs will do."""
+        """Return the executable for arguments like these; plan and compile it if there is none.
+
+        Args:
+            args: arrays or `jax.ShapeDtypeStruct`s.
+
+        Raises:
+            TypeError, TraceError, MemoryBudgetError: as `__call__`.
+        """
         return self._prepare(args)[0]
 
     def get_last_executable(self) -> E | None:
-        """The executable of the last call."""
+        """Return the executable of the last call, or None before the first one."""
         return self._last[2] if self._last else None
 
     def preshard_dynamic_args(self, *args: Any) -> tuple[Any, ...]:
-        """The arguments that are not static, distributed as the step wants them."""
+        """Return the arguments that are not static, distributed as the step reads them.
+
+        A training loop that passes them back saves the distribution of each call.
+        """
         executable, dynamic = self._prepare(args)
         return executable.shard_args(*dynamic)
 
     def _prepare(self, args: Sequence[Any]) -> tuple[E, tuple[Any, ...]]:
+        """Return the executable for `args`, compiled if need be, and the non-static arguments."""
         if self._backend is not backend():
             self._executables, self._last, self._backend = OrderedDict(), None, backend()
             self._unchecked.clear()
@@ -265,29 +310,31 @@ class ParallelizedFunction[E: AnyExecutable]:
     @builds_graphs
     def _compile(self, args: Sequence[Any], static: tuple[int, ...]) -> E:
         start = time.perf_counter()
-        kept = [i for i in range(len(args)) if i not in static]
+        dynamic_argnums = [i for i in range(len(args)) if i not in static]
 
         def positions(argnums: Collection[int]) -> tuple[int, ...]:
-            """Numbers of arguments among those that are not static."""
-            return tuple(kept.index(i) for i in argnums if i in kept)
+            """Return the positions of arguments among those that are not static."""
+            return tuple(dynamic_argnums.index(i) for i in argnums if i in dynamic_argnums)
 
-        dynamic = [args[i] for i in kept]
+        dynamic = [args[i] for i in dynamic_argnums]
         batch = positions(batch_arguments(self._batch_argnums, args))
         donated = positions(donated_arguments(self._donate_argnums, args))
-        # `parallelize` has E belong to the method.
+        # the overloads of `parallelize` tie E to the method
         executable: Any = self._executable(
             self._with_static(args, static), dynamic, batch, donated, start
         )
         return executable
 
     def _with_static(self, args: Sequence[Any], static: Sequence[int]) -> Callable[..., Any]:
-        """The function of the arguments that are not static."""
-        count, static_args, function = len(args), {i: args[i] for i in static}, self.fun
+        """Return the function of the non-static arguments alone."""
+        count = len(args)
+        static_args = {i: args[i] for i in static}
+        function = self.fun
 
         def fun(*dynamic: Any) -> Any:
-            given = iter(dynamic)
+            remaining = iter(dynamic)
             return function(
-                *(static_args[i] if i in static_args else next(given) for i in range(count))
+                *(static_args[i] if i in static_args else next(remaining) for i in range(count))
             )
 
         return wraps(self.fun)(fun)
@@ -300,20 +347,30 @@ class ParallelizedFunction[E: AnyExecutable]:
         donated: tuple[int, ...],
         start: float,
     ) -> AnyExecutable:
-        here, leaves = backend(), leaves_of(args, donated)
+        """Trace, plan and load a step as the method says.
+
+        Args:
+            fun: the step as a function of its non-static arguments.
+            args: these arguments.
+            batch: positions of the arguments with the batch as their first dim.
+            donated: positions of the donated arguments.
+            start: value of `time.perf_counter` when planning began.
+        """
+        target_backend = backend()
+        donated_leaves = leaves_of(args, donated)
         match self.method:
             case PlanMethod(plan, devices):
-                present = here.devices_of_plan(plan, devices)
+                present = target_backend.devices_of_plan(plan, devices)
                 planned = PlannedStep(trace_for(plan, fun, args, batch), plan)
-                return here.load(planned, present, leaves, _since(start))
+                return target_backend.load(planned, present, donated_leaves, _since(start))
             case FollowParallel(src_func, num_micro_batches):
                 followed = _compiled(src_func)
-                present = here.devices_of(followed)
-                cluster = here.cluster(src_func.method, present)
+                present = target_backend.devices_of(followed)
+                cluster = target_backend.cluster(src_func.method, present)
                 planned = follow(
                     fun, args, batch, num_micro_batches or 1, followed.planned, cluster
                 )
-                return here.load(planned, present, plan_seconds=_since(start))
+                return target_backend.load(planned, present, plan_seconds=_since(start))
             case CreateStateParallel(train_step, other_args):
                 others = (
                     tuple(other_args) if isinstance(other_args, tuple | list) else (other_args,)
@@ -323,16 +380,18 @@ class ParallelizedFunction[E: AnyExecutable]:
                     state_avals(step), *others
                 )
                 assert isinstance(executable, Executable)
-                return here.load_state(step, executable)
+                return target_backend.load_state(step, executable)
             case PlanningMethod() as method:
-                target = here.target(method)
+                target = target_backend.target(method)
                 present = target.devices or {}
                 return compiled_within(
                     budget_of(method.memory_budget, target.cluster, target.platform),
-                    lambda within: plan_by_method(
-                        _within(method, within), fun, args, batch, target
+                    lambda budget: plan_by_method(
+                        _with_budget(method, budget), fun, args, batch, target
                     ),
-                    lambda planned: here.load(planned, present, leaves, _since(start)),
+                    lambda planned: target_backend.load(
+                        planned, present, donated_leaves, _since(start)
+                    ),
                 )
             case _:
                 assert_never(self.method)
@@ -346,20 +405,26 @@ def init(
     namespace: str | None = None,
     timeout: float = 600.0,
 ) -> None:
-    """Get ready to run steps: "local", on the devices of this process, or "ray", on the hosts of a Ray cluster.
+    """Select the devices on which steps run that are compiled from now on.
 
-    What is compiled afterwards runs there. For "local" there is nothing to do, so that steps run without `init`, too.
+    Without `init`, steps run on the devices of this process, as after `init("local")`.
 
     Args:
-        cluster_address: of the Ray cluster, unless `ray.init` has been called; by default the one that Ray finds.
-        num_nodes: hosts to take; all by default.
-        num_devices_per_node: GPUs to take of each host, all by default; on hosts without GPUs, virtual CPU devices, by default as many
-            as XLA_FLAGS asks for here. A sequence such as (4, 2) has a number for each host.
-        namespace: of the driver in the Ray cluster, if it is joined here.
-        timeout: seconds that a host may take for what it is asked, to compile for instance, before it is taken for hung.
+        cluster: "local" for the devices of this process, "ray" for the hosts of a Ray cluster.
+        cluster_address: address of the Ray cluster; by default the one that Ray finds. Unused if
+            `ray.init` has been called.
+        num_nodes: number of hosts to use; all by default.
+        num_devices_per_node: number of GPUs to use on each host, all by default. On hosts without
+            GPUs the number of virtual CPU devices, by default the number in this process's
+            XLA_FLAGS. A sequence such as (4, 2) has a number for each host.
+        namespace: Ray namespace of the driver. Unused if `ray.init` has been called.
+        timeout: seconds after which a host that does not answer a request, such as to compile a
+            program, counts as hung.
 
     Raises:
-        HostsError: there is no such Ray cluster, or it has fewer hosts or devices, or other versions of JAX.
+        HostsError: there is no such Ray cluster, or it has fewer hosts or devices, or other
+            versions of JAX.
+        OptionError: an option has a type or a value that is not allowed.
     """
     checked("cluster", cluster, one_of("local", "ray"))
     cluster_address = checked("cluster_address", cluster_address, TEXT | NONE)
@@ -377,9 +442,12 @@ def init(
 
 
 def shutdown() -> None:
-    """Forget compiled programs and free what they hold on the devices; end the workers on other hosts.
+    """End the workers on other hosts, drop all compiled programs and free their device memory.
 
     A checkpoint that is being written is finished first.
+
+    Raises:
+        Exception: the error of the checkpoint that could not be written. The rest is done before.
     """
     try:
         finish_saving()
@@ -387,7 +455,7 @@ def shutdown() -> None:
         session.leave()
         jax.clear_caches()
         forget_steps()
-        gc.collect()  # steps and what was compiled for them refer to one another
+        gc.collect()  # steps and their executables refer to one another
 
 
 def _parallelized(function: Any, name: str) -> ParallelizedFunction:
@@ -397,7 +465,7 @@ def _parallelized(function: Any, name: str) -> ParallelizedFunction:
 
 
 def _compiled(followed: Any) -> Executable:
-    """Return the executable of a step that is followed."""
+    """Return the executable of the last call of a parallelized step that another step follows."""
     executable = _parallelized(followed, "src_func").get_last_executable()
     if not isinstance(executable, Executable):
         raise ValueError(
@@ -406,8 +474,8 @@ def _compiled(followed: Any) -> Executable:
     return executable
 
 
-def _within[M: PlanningMethod](method: M, memory_budget: float | None) -> M:
-    """Return the method with that budget; None leaves its own."""
+def _with_budget[M: PlanningMethod](method: M, memory_budget: float | None) -> M:
+    """Return the method with another memory budget; None keeps its own."""
     return method if memory_budget is None else replace(method, memory_budget=memory_budget)
 
 

@@ -1,4 +1,8 @@
-"""Methods: what a plan may choose, and on which devices. The value of `parallelize(method=...)`."""
+"""Methods of parallelization, the values of `parallelize(method=...)`.
+
+A `PlanningMethod` says what a plan may choose and on which devices it runs. `PlanMethod` runs a
+plan that exists, `FollowParallel` and `CreateStateParallel` derive one from another step.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -48,15 +52,18 @@ _SHARDING = instance("an autopar.ShardingOptions", ShardingOptions)
 
 @dataclass(frozen=True)
 class PlanningMethod:
-    """What the methods that make a plan have in common.
+    """Base class of the methods that make a plan.
 
     Attributes:
-        devices: where to run: a `jax.sharding.Mesh`, a mesh shape such as (2, 4), a number or a list of devices; all by default.
-        num_micro_batches: parts to cut the batch into; gradients from `autopar.grad` are accumulated over them.
-        cluster: the hardware that the cost model describes (a `simulator.Cluster`, for pipelines also a `simulator.MixedCluster`, a
-            name or a path); the devices' own by default.
-        memory_budget: bytes of one device that the step may use; by default its memory less the reserve that its cluster
-            file states.
+        devices: the devices to run on: a `jax.sharding.Mesh`, a mesh shape such as (2, 4), a number
+            or a list of devices; all by default.
+        num_micro_batches: number of slices of the batch, over which gradients from `autopar.grad`
+            or `autopar.value_and_grad` are accumulated.
+        cluster: the hardware that the cost model describes: a `simulator.Cluster`, the name of a
+            shipped one or the path of a cluster file, and for pipelines also a
+            `simulator.MixedCluster`. By default the shipped description of the devices' kind.
+        memory_budget: bytes of one device's memory that the step may use; by default its memory
+            less the reserve in its cluster file.
     """
 
     devices: Devices = None
@@ -66,11 +73,11 @@ class PlanningMethod:
 
     @property
     def sharding(self) -> ShardingOptions:
-        """What plans may choose, for any step."""
+        """The limits on the shardings that a plan may choose, for any step."""
         raise NotImplementedError
 
     def sharding_of(self, step: StepGraph) -> ShardingOptions:
-        """What plans of `step` may choose."""
+        """Return the limits on the shardings that a plan of `step` may choose."""
         return self.sharding
 
     def __post_init__(self) -> None:
@@ -79,10 +86,15 @@ class PlanningMethod:
 
 @dataclass(frozen=True)
 class ShardParallel(PlanningMethod):
-    """Finds the cheapest sharding of every value: data, operator and ZeRO parallelism in any mixture.
+    """Finds the fastest sharding of every value that fits in memory (Alpa, OSDI'22, section 4).
+
+    Data parallelism, operator parallelism and the sharded storage of ZeRO may be mixed freely.
 
     Attributes:
-        options: limits on what it may choose, and specs that it must keep.
+        options: limits on what the planner may choose, and specs that it must keep.
+
+    Example:
+        >>> method = autopar.ShardParallel(devices=(2, 4), num_micro_batches=4)
     """
 
     options: ShardingOptions = AUTO
@@ -93,46 +105,56 @@ class ShardParallel(PlanningMethod):
 
     @property
     def sharding(self) -> ShardingOptions:
+        """The limits given as `options`."""
         return self.options
 
 
 class DataParallel(PlanningMethod):
-    """Shards the batch; parameters and optimizer state are whole on every device."""
+    """Shards the batch; parameters and optimizer state are replicated on every device."""
 
     @property
     def sharding(self) -> ShardingOptions:
+        """The batch over all devices, parameters and optimizer state replicated."""
         return DATA_PARALLEL
 
 
 class Zero2Parallel(PlanningMethod):
-    """Data parallelism with sharded gradients and optimizer state (ZeRO stage 2, arXiv 1910.02054)."""
+    """Data parallelism with sharded gradients and optimizer state (ZeRO-2, arXiv 1910.02054)."""
 
     @property
     def sharding(self) -> ShardingOptions:
+        """The batch, gradients and optimizer state over all devices, parameters replicated."""
         return ZERO2
 
 
 class Zero3Parallel(PlanningMethod):
-    """Data parallelism with sharded gradients, optimizer state and parameters (ZeRO stage 3, or FSDP)."""
+    """Data parallelism with sharded gradients, optimizer state and parameters (ZeRO-3, or FSDP)."""
 
     @property
     def sharding(self) -> ShardingOptions:
+        """The batch, gradients, optimizer state and parameters over all devices."""
         return ZERO3
 
 
 @dataclass(frozen=True)
 class ManualShardParallel(PlanningMethod):
-    """Keeps the shardings that the user gives and leaves everything else to XLA; nothing is solved.
+    """Keeps the shardings that the user gives and leaves all others to XLA; nothing is solved.
 
-    Inputs without a spec are whole on every device, outputs that are the next value of an input are where that input is, and the
-    rest is wherever XLA's propagation puts it. (Alpa's `ManualShardingOption`; give `devices` as a `jax.sharding.Mesh` for axis
-    names of your own.)
+    Inputs without a spec are replicated. An output that is the next value of an input, such as the
+    updated parameters, has the sharding of that input. XLA's propagation decides everything else.
+    This is Alpa's `ManualShardingOption`. Give `devices` as a `jax.sharding.Mesh` to name the mesh
+    axes yourself; otherwise they are "x", "y", "z", "w".
 
     Attributes:
-        in_specs: a tuple with an entry for each argument that is not static, as `jax.jit` takes `in_shardings`: a pytree of
-            PartitionSpecs that is a prefix of the argument, None where nothing is given.
+        in_specs: a tuple with an entry for each argument that is not static, as `jax.jit` takes
+            `in_shardings`: a pytree of PartitionSpecs that is a prefix of the argument, with None
+            for the leaves without a spec.
         out_specs: the same for the result.
         pins: specs by path or name, as in `ShardingOptions`, instead or in addition.
+
+    Example:
+        >>> P = jax.sharding.PartitionSpec
+        >>> method = autopar.ManualShardParallel((2, 4), pins={"1/*": P("x")})
     """
 
     in_specs: Any = None
@@ -145,10 +167,15 @@ class ManualShardParallel(PlanningMethod):
 
     @property
     def sharding(self) -> ShardingOptions:
+        """The pins alone: the paths of `in_specs` and `out_specs` depend on the step."""
         return ShardingOptions(mode="manual", pins=self.pins)
 
     def sharding_of(self, step: StepGraph) -> ShardingOptions:
-        """Raises ShardingError when the specs don't have the structure of the arguments or the result."""
+        """Return all specs as pins by path.
+
+        Raises:
+            ShardingError: the specs do not have the structure of the arguments or of the result.
+        """
         inputs = specs_by_path(self.in_specs, step.in_tree, step.in_paths, "in_specs")
         results = [f"result/{path}".removesuffix("/") for path in step.out_paths]
         outputs = specs_by_path(self.out_specs, step.out_tree, results, "out_specs")
@@ -168,23 +195,37 @@ _STAGES = one_of(*_STAGE_OPTIONS) | instance(
 
 @dataclass(frozen=True)
 class PipeshardParallel(PlanningMethod):
-    """Pipeline (inter-operator) parallelism between submeshes, with every stage sharded (intra-operator) over its own.
+    """Pipeline parallelism between submeshes; each stage is sharded over its own submesh.
 
-    What is "auto" is chosen: every combination is planned, and the one with the least predicted time is taken
-    (`autopar.get_last_search_result` tells of all). That takes as many times as long.
+    In Alpa's terms: inter-operator parallelism between the stages, intra-operator parallelism
+    within each. Options that are "auto" are searched: every combination is planned, and the one
+    with the least predicted time is chosen. Planning time is multiplied by the number of
+    combinations; `autopar.get_last_search_result` returns all of them.
 
     Attributes:
-        num_micro_batches: a number, or "auto".
+        devices: as in the other methods; only their number and order matter, not the mesh shape.
+        num_micro_batches: the number of microbatches, or "auto".
         default_auto_sharding_option: limits on the shardings of stages.
-        pipeline_schedule: one of `autopar.pipeline.pipeline_schedules.schedule_names()`, or "auto".
-        layer_option: how the loss function is cut into layers, if no decorator says so; its `remat_layer` may be "auto".
-        stage_option: which layers form a stage, on which devices; "uniform" and "auto" are a `UniformStageOption()` and an
-            `AutoStageOption()`. stage_mode: the same, in the words of Alpa's tutorial.
-        num_chunks: stages on each submesh, for the interleaved schedule; or "auto". By default as many as the schedule runs: two of
-            "zero_bubble_v" and "dualpipe_v", one of the others. With an `AutoStageOption`, several are even stages.
+        pipeline_schedule: the name of a schedule, such as "gpipe" or "1f1b" (see
+            `autopar.pipeline.pipeline_schedules.schedule_names`), or "auto".
+        layer_option: how to cut the loss function into layers if no decorator does so; its
+            `remat_layer` may be "auto".
+        stage_option: which layers form a stage, and on which devices. "uniform" stands for
+            `UniformStageOption()` and "auto" for `AutoStageOption()`.
+        stage_mode: "uniform" or "auto", the name of the same option in Alpa's tutorial. It takes
+            precedence over `stage_option`.
+        num_chunks: number of stages on each submesh, for the interleaved schedules, or "auto". By
+            default the number that the schedule needs: two for "zero_bubble_v" and "dualpipe_v",
+            one for the others. With an `AutoStageOption`, stages of a number above one are uniform.
+
+    Example:
+        >>> method = autopar.PipeshardParallel(
+        ...     num_micro_batches=16, layer_option=autopar.AutoLayerOption(8), stage_option="auto"
+        ... )
     """
 
-    num_micro_batches: int | Literal["auto"] = 1  # pyright: ignore[reportIncompatibleVariableOverride]  # only here it may be left open
+    # "auto" is allowed for pipelines only
+    num_micro_batches: int | Literal["auto"] = 1  # pyright: ignore[reportIncompatibleVariableOverride]
     default_auto_sharding_option: ShardingOptions = AUTO
     pipeline_schedule: str = "1f1b"
     layer_option: LayerOption | None = None
@@ -210,24 +251,23 @@ class PipeshardParallel(PlanningMethod):
 
     @property
     def chunks(self) -> int | Literal["auto"]:
-        """The stages on each submesh, spelled out."""
+        """The number of stages on each submesh: `num_chunks`, or what the schedule needs."""
         if self.num_chunks is not None:
             return self.num_chunks
-        return (
-            1
-            if self.pipeline_schedule == "auto"
-            else schedule_kind(self.pipeline_schedule).num_chunks or 1
-        )
+        if self.pipeline_schedule == "auto":
+            return 1
+        return schedule_kind(self.pipeline_schedule).num_chunks or 1
 
     @property
     def sharding(self) -> ShardingOptions:
+        """The limits given as `default_auto_sharding_option`."""
         return self.default_auto_sharding_option
 
     @property
     def stages(self) -> StageOption:
-        """The stage option, spelled out."""
-        given = self.stage_mode or self.stage_option
-        return _STAGE_OPTIONS[given]() if isinstance(given, str) else given
+        """The stage option, with "uniform" and "auto" replaced by the options they stand for."""
+        option = self.stage_mode or self.stage_option
+        return _STAGE_OPTIONS[option]() if isinstance(option, str) else option
 
 
 def get_3d_parallel_method(
@@ -239,21 +279,37 @@ def get_3d_parallel_method(
     allow_degenerate_into_shard_parallel: bool = True,
     **options: Any,
 ) -> PlanningMethod:
-    """Data, operator and pipeline parallelism in given degrees, as Megatron-LM users think of it.
+    """Return a method with given degrees of data, operator and pipeline parallelism.
+
+    This is the configuration of Megatron-LM: dp x tp x pp. The stages are uniform; within a stage,
+    the planner still chooses the sharding of each value on a (data_parallel, operator_parallel)
+    mesh.
 
     Args:
-        data_parallel: ways of data parallelism within a stage; -1: what the other two leave.
+        num_micro_batches: number of microbatches.
+        data_parallel: degree of data parallelism within a stage; -1 for the number of devices
+            divided by the other two degrees.
+        operator_parallel: degree of operator (tensor) parallelism within a stage.
+        pipeline_parallel: number of stages.
         devices: a number or a list of devices; all by default.
-        allow_degenerate_into_shard_parallel: without pipeline parallelism, shard the step as a whole.
-        options: for `PipeshardParallel`; layers come from decorators, or are found, one for each stage.
+        allow_degenerate_into_shard_parallel: return a `ShardParallel`, which shards the step as a
+            whole, if `pipeline_parallel` is 1.
+        options: further options of `PipeshardParallel`. By default layers come from decorators, or
+            are found automatically, one for each stage.
+
+    Returns:
+        A `PipeshardParallel` or a `ShardParallel`.
 
     Raises:
-        ValueError: the degrees don't multiply to the number of devices.
+        OptionError: the product of the degrees is not the number of devices, or an option has a
+            type or a value that is not allowed. An `OptionError` is a `ValueError`.
+
+    Example:
+        >>> autopar.get_3d_parallel_method(8, data_parallel=2, operator_parallel=2,
+        ...                                pipeline_parallel=2, devices=8)
     """
-    degrees = {"operator_parallel": operator_parallel, "pipeline_parallel": pipeline_parallel}
-    operator_parallel, pipeline_parallel = (
-        checked(name, each, integer()) for name, each in degrees.items()
-    )
+    operator_parallel = checked("operator_parallel", operator_parallel, integer())
+    pipeline_parallel = checked("pipeline_parallel", pipeline_parallel, integer())
     data_parallel = checked("data_parallel", data_parallel, integer(-1))
     degenerates = checked(
         "allow_degenerate_into_shard_parallel", allow_degenerate_into_shard_parallel, FLAG
@@ -264,8 +320,8 @@ def get_3d_parallel_method(
         data_parallel = max(1, count // (operator_parallel * pipeline_parallel))
     if data_parallel * operator_parallel * pipeline_parallel != count:
         raise OptionError(
-            f"data_parallel={data_parallel} x operator_parallel={operator_parallel} x pipeline_parallel={pipeline_parallel} is not"
-            f" the number of devices, {count}"
+            f"data_parallel={data_parallel} x operator_parallel={operator_parallel}"
+            f" x pipeline_parallel={pipeline_parallel} is not the number of devices, {count}"
         )
     shape = (data_parallel, operator_parallel)
     sharding = ShardingOptions(batch_axis="x") if data_parallel > 1 else AUTO
@@ -286,7 +342,7 @@ def get_3d_parallel_method(
 
 
 def reshaped(devices: Devices, shape: tuple[int, ...]) -> Devices:
-    """The same devices as a mesh of another shape, with the default axis names."""
+    """Return the same devices as a mesh of another shape, with the default axis names."""
     match devices:
         case Mesh():
             return device_mesh(list(devices.devices.flat), shape)
@@ -297,7 +353,7 @@ def reshaped(devices: Devices, shape: tuple[int, ...]) -> Devices:
 
 
 def device_count(devices: Devices) -> int:
-    """How many devices are meant."""
+    """Return the number of devices that `devices` stands for."""
     return len(jax.devices()) if devices is None else requested_mesh(devices, 0).num_devices
 
 
@@ -309,11 +365,15 @@ _PARALLELIZED = satisfying(
 
 @dataclass(frozen=True)
 class PlanMethod:
-    """Runs a plan that is there already, without solving.
+    """Runs an existing plan without solving.
 
     Attributes:
-        devices: where to run; must be as many as the plan's mesh has, by default the first ones that are there. On other hosts it is
-            always the first ones, and only their number may be given.
+        plan: the plan, such as `plan_step` returns or `Plan.load` reads.
+        devices: the devices to run on, as many as the plan's mesh has; by default the first ones
+            of the backend. On a Ray cluster only their number may be given.
+
+    Example:
+        >>> method = autopar.PlanMethod(autopar.Plan.load("train_step.json"))
     """
 
     plan: Plan
@@ -325,14 +385,20 @@ class PlanMethod:
 
 @dataclass(frozen=True)
 class FollowParallel:
-    """Runs a step where another one has put what both read: an evaluation of the parameters of a training step.
+    """Runs a step with the placements of another one, e.g. an evaluation of the parameters.
 
-    Inputs are found by name, shape and dtype. After a pipeline the step runs in the same stages, forward only; results with a
-    row per example are put together from the microbatches.
+    The step reads the inputs that both steps share where the followed step keeps them, without
+    resharding. Inputs are matched by name, shape and dtype. If the followed step is a pipeline, the
+    step runs in the same stages, forward only, and results with a row per example are concatenated
+    from the microbatches.
 
     Attributes:
-        src_func: the parallelized step to follow; it must have been compiled (called once, say).
-        num_micro_batches: parts to cut the batch into, in a pipeline.
+        src_func: the parallelized step to follow. It must have been compiled, e.g. by a call.
+        num_micro_batches: number of microbatches in a pipeline; 1 by default.
+
+    Example:
+        >>> @autopar.parallelize(method=autopar.FollowParallel(train_step))
+        ... def eval_step(state, batch): ...
     """
 
     src_func: Any
@@ -344,11 +410,18 @@ class FollowParallel:
 
 @dataclass(frozen=True)
 class CreateStateParallel:
-    """Makes a state right where a training step wants it, so that it is never whole on one device.
+    """Creates a state with the placements that a training step reads it with.
+
+    Each device computes its own shards, so that the state is never whole on one device.
 
     Attributes:
         train_step: the parallelized step; the state is its first argument.
-        other_args: its other arguments, a sequence; ShapeDtypeStructs will do. A single one may be given as it is.
+        other_args: the other arguments of the step, arrays or ShapeDtypeStructs, as a sequence; a
+            single one that is neither list nor tuple may be given as it is.
+
+    Example:
+        >>> @autopar.parallelize(method=autopar.CreateStateParallel(train_step, batch))
+        ... def create_state(rng): ...
     """
 
     train_step: Any

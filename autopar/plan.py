@@ -1,7 +1,7 @@
-"""The plan: everything that was decided about a step, as a value that is saved, printed, executed and simulated.
+"""The plan: every decision about a step, as a value that is saved, printed, executed and simulated.
 
-A plan holds no program. It says where each input, output and constrained value of a stage lives, and which traced step it was
-made for (`fingerprint`).
+A plan contains no program. It stores the PartitionSpec of each input, output and constrained value
+of a stage, and the `fingerprint` of the traced step that it was made for.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,13 +26,13 @@ from simulator.memory import apportioned
 VERSION = 3
 
 OperatorKind = Literal["column", "row", "vocab", "expert", "sequence"]
-"""What of an operator a mesh axis splits, seen from a parameter: see `AxisUse`."""
+"""The part of an operator that a mesh axis splits, seen from a parameter: see `AxisUse`."""
 
 Split = Literal["batch", "none"] | OperatorKind
 
 
 class PlanError(ValueError):
-    """A plan that can't be read, or that belongs to another step or mesh."""
+    """A plan cannot be read, or belongs to another step or mesh."""
 
 
 class _Model(BaseModel):
@@ -40,10 +40,13 @@ class _Model(BaseModel):
 
 
 class _Array(_Model):
-    """An array and where it lives.
+    """An array and its placement.
 
     Attributes:
+        shape: its global shape.
+        dtype: its dtype by name, e.g. "float32".
         itemsize: bytes of an element.
+        spec: for each dim the mesh axes that shard it.
     """
 
     shape: tuple[int, ...]
@@ -52,17 +55,20 @@ class _Array(_Model):
     spec: Spec
 
     def device_bytes(self, mesh: LogicalMesh) -> int:
-        """Bytes of one device's shard."""
+        """Return the bytes of one device's shard."""
         return prod(local_shape(self.shape, self.spec, mesh)) * self.itemsize
 
 
 class AxisUse(_Model):
-    """What one mesh axis does with a parameter.
+    """How one mesh axis parallelizes the computation with a parameter.
 
     Attributes:
-        splits: what the axis splits where the parameter meets the activations of the forward pass: the "batch"; the kernel's output
-            dim ("column") or contracted dim ("row"), the rows of an embedding ("vocab"), experts, a dim of the activations that
-            is neither batch nor feature ("sequence"); or nothing ("none"). Uses may differ.
+        axis: name of the mesh axis.
+        splits: what the axis splits in the equations of the forward pass that combine the parameter
+            with activations: the batch ("batch"), the kernel's output dim ("column") or contracted
+            dim ("row"), the rows of an embedding ("vocab"), experts ("expert"), a dim of the
+            activations that is neither batch nor feature ("sequence"), or nothing ("none"). There
+            are several entries if the equations differ.
         completions: the collectives along the axis that complete the gradient.
     """
 
@@ -75,9 +81,10 @@ class Value(_Array):
     """An input or output of a stage.
 
     Attributes:
-        path: what the user calls it, e.g. `0/params/Dense_0/kernel`.
-        role: "batch", "parameter", "state" (carried, but no parameter), "received" from another stage, "other", or "output".
-        axes: for a parameter, what each mesh axis of more than one device does with it.
+        path: its place in the pytree of arguments or results, e.g. `0/params/Dense_0/kernel`.
+        role: "batch", "parameter", "state" (carried to the next step, but no parameter), "received"
+            from another stage, "other", or "output".
+        axes: for a parameter, the use of each mesh axis of more than one device.
     """
 
     path: str
@@ -86,12 +93,13 @@ class Value(_Array):
 
 
 class ShardingConstraint(_Array):
-    """The sharding of a value inside a stage.
+    """The sharding of a value inside a stage, as `jax.lax.with_sharding_constraint` imposes it.
 
     Attributes:
         eqn: number of the equation in the flat jaxpr.
-        side: "in" to reshard operand `index` before the equation reads it, "out" for result `index`.
-        name: the equation for a reader: its place in the model and its primitive.
+        side: "in" to reshard an operand before the equation reads it, "out" to shard a result.
+        index: number of that operand or result.
+        name: the equation's scope in the model and its primitive, for a reader.
     """
 
     eqn: int
@@ -101,14 +109,18 @@ class ShardingConstraint(_Array):
 
 
 class Stage(_Model):
-    """A run of layers on one submesh.
+    """A run of layers on one submesh, or a whole step on one mesh.
 
     Attributes:
-        mesh_shape, axis_names: the logical mesh.
-        constraints: what the step's values inside are pinned to.
-        deferred: mesh axes along which devices accumulate gradients apart, and complete them once, after the last microbatch.
-        layers: the layers that it consists of; none if it is the whole step.
-        devices: the numbers of its devices in the cluster.
+        mesh_shape: the shape of the logical mesh.
+        axis_names: the names of its axes.
+        inputs: the inputs of the stage with their placements.
+        outputs: its outputs with theirs.
+        constraints: the shardings of values inside the stage.
+        deferred: mesh axes along which each device accumulates its partial gradients locally; one
+            collective after the last microbatch completes them.
+        layers: numbers of its layers; empty if the stage is the whole step.
+        devices: numbers of its devices in the cluster, in the order of the mesh, row by row.
     """
 
     mesh_shape: tuple[int, ...]
@@ -122,7 +134,7 @@ class Stage(_Model):
 
     @model_validator(mode="after")
     def _check_mesh(self) -> Self:
-        """Specs name axes of the mesh, and there are as many devices as it has."""
+        """Check that specs name axes of the mesh, and that devices and mesh have the same size."""
         if len(self.mesh_shape) != len(self.axis_names) or min(self.mesh_shape, default=1) < 1:
             raise ValueError(
                 f"mesh_shape {brief(self.mesh_shape)} with axis_names {brief(self.axis_names)}"
@@ -137,18 +149,19 @@ class Stage(_Model):
             unknown = {axis for axes in array.spec for axis in axes}.difference(self.axis_names)
             if unknown or len(array.spec) != len(array.shape):
                 raise ValueError(
-                    f"spec {brief(array.spec)} of shape {brief(array.shape)} on axes {brief(self.axis_names)}"
+                    f"spec {brief(array.spec)} of shape {brief(array.shape)}"
+                    f" on axes {brief(self.axis_names)}"
                 )
         return self
 
     @property
     def mesh(self) -> LogicalMesh:
-        """The logical mesh of its devices."""
+        """The logical mesh."""
         return LogicalMesh(self.mesh_shape, self.axis_names)
 
 
 WHOLE_STEP_SCHEDULE = "whole_step"
-"""The name of the schedule that runs a step as one program: one stage, whose only phase is S."""
+"""Name of the schedule that runs a step as one program: a single stage with the single phase S."""
 
 
 class PipelineSchedule(_Model):
@@ -156,8 +169,8 @@ class PipelineSchedule(_Model):
 
     Attributes:
         name: "whole_step", or one of `autopar.pipeline.pipeline_schedules.schedule_names`.
-        num_chunks: stages on each submesh; which ones they are the schedule says.
-        layer_option: how the loss function is cut into layers, unless it says so itself.
+        num_chunks: number of stages on each submesh; the schedule maps stages to submeshes.
+        layer_option: how the loss function is cut into layers; None if a decorator of it says so.
     """
 
     name: str
@@ -166,7 +179,7 @@ class PipelineSchedule(_Model):
 
     @property
     def is_whole_step(self) -> bool:
-        """Whether the step is one program, not cut into stages and phases."""
+        """Whether the step runs as one program instead of in stages and phases."""
         return self.name == WHOLE_STEP_SCHEDULE
 
 
@@ -174,7 +187,13 @@ WHOLE_STEP = PipelineSchedule(name=WHOLE_STEP_SCHEDULE)
 
 
 class TimeSplit(_Model):
-    """Seconds of kernels, of completing partial results, and of bringing values where they are wanted."""
+    """Seconds of one step by cause.
+
+    Attributes:
+        compute: seconds of kernels.
+        communication: seconds of the collectives that complete partial results.
+        resharding: seconds of the collectives that change the sharding of values.
+    """
 
     compute: float
     communication: float
@@ -182,7 +201,7 @@ class TimeSplit(_Model):
 
 
 class MemorySplit(_Model):
-    """Bytes on one device when it is fullest; `simulator.memory.Role` says what the parts are."""
+    """Bytes on one device at its peak, by `simulator.memory.Role`."""
 
     parameters: int = 0
     optimizer: int = 0
@@ -195,11 +214,11 @@ class MemorySplit(_Model):
 
     @classmethod
     def of(cls, roles: Mapping[MemoryRole, float], total: int) -> Self:
-        """The parts of `total` bytes."""
+        """Return the split of `total` bytes into `roles`; the remainder counts as temporaries."""
         return cls(**apportioned(roles, total, "temporaries"))
 
     def __str__(self) -> str:
-        """The parts from one percent on, largest first."""
+        """Return the parts of at least one percent, largest first."""
         total = sum(self.model_dump().values())
         parts = sorted(self.model_dump().items(), key=lambda part: -part[1])
         return ", ".join(
@@ -210,19 +229,33 @@ class MemorySplit(_Model):
 class Plan(_Model):
     """How to run one step on one cluster.
 
+    A plan is frozen. It is saved as JSON (`save`, `load`) and prints as a table.
+
     Attributes:
+        version: version of the JSON format.
         step: name of the function that the plan is for.
-        fingerprint: hash of that function as traced.
-        method: name of the method that made it.
-        options: limits that it was made within.
-        cluster: name of the cluster it was made for.
-        num_micro_batches: parts that the batch is cut into, gradients being accumulated over them.
-        schedule: the order in which stages run; `WHOLE_STEP` for a step that is not cut into stages.
-        predicted_seconds: the planner's estimate of one step; predicted_split: what that time goes to.
-        predicted_bytes: its estimate of the memory that one device needs; predicted_memory: what that is for.
-        gap: proven relative distance of that estimate from the best one; None where nothing was proven.
-        planning_seconds: what planning took, tracing aside; where several were compared, all of them.
-        warnings: what a reader should know, e.g. primitives that every device computes whole for want of a better rule.
+        fingerprint: hash of the traced function.
+        method: name of the method that made the plan.
+        options: limits on the shardings that the planner respected.
+        cluster: name of the cluster that the plan was made for.
+        num_micro_batches: number of microbatches, over which gradients are accumulated.
+        stages: the stages; a single one for a step that is not cut into stages.
+        schedule: the order in which the stages run; `WHOLE_STEP` for a single program.
+        predicted_seconds: predicted seconds of one step.
+        predicted_split: these seconds by cause.
+        predicted_bytes: predicted peak memory of the fullest device, in bytes.
+        predicted_memory: these bytes by role.
+        gap: proven bound on the relative distance of `predicted_seconds` from the optimum of the
+            planner's model; None where nothing was proven.
+        planning_seconds: seconds that planning took, without tracing. If several plans were
+            compared, the sum over all of them.
+        warnings: notes for a reader, e.g. primitives that every device computes whole because no
+            rule splits them.
+
+    Example:
+        >>> plan = autopar.plan_step(train_step, (state, batch), cluster="dgx_a100_80")
+        >>> plan.save("plan.json")
+        >>> print(autopar.Plan.load("plan.json"))
     """
 
     version: Literal[3] = VERSION
@@ -243,11 +276,16 @@ class Plan(_Model):
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> str:
+        """Return the plan as JSON; `from_json` reads it back to an equal plan."""
         return self.model_dump_json(indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The plan that `to_json` wrote. Raises PlanError for anything else."""
+        """Return the plan that `to_json` wrote.
+
+        Raises:
+            PlanError: `text` is not the JSON of a plan of this version.
+        """
         data = parse_json(text, "not a plan", PlanError)
         if not isinstance(data, dict):
             raise PlanError(f"not a plan: {brief(data)}; expected the JSON that Plan.save writes")
@@ -265,11 +303,20 @@ class Plan(_Model):
             ) from error
 
     def save(self, path: str | Path) -> None:
+        """Write the plan to a JSON file.
+
+        Raises:
+            FileError: the file cannot be written.
+        """
         write_text(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """The plan saved at `path`. Raises PlanError when the file holds none."""
+        """Return the plan that `save` wrote to `path`.
+
+        Raises:
+            PlanError: the file cannot be read, or contains no plan of this version.
+        """
         text = read_text(path, "a plan that Plan.save wrote", PlanError)
         try:
             return cls.from_json(text)
@@ -277,15 +324,19 @@ class Plan(_Model):
             raise PlanError(f"{path}: {error}") from error
 
     def check(self, fingerprint: str) -> None:
-        """Raise PlanError unless the plan is for the step of that fingerprint."""
+        """Raise PlanError unless the plan is for the step with this fingerprint."""
         if fingerprint != self.fingerprint:
             raise PlanError(
-                f"this plan is for {self.step} with fingerprint {self.fingerprint}, but this step has {fingerprint}: its"
-                " code, shapes, dtypes or number of microbatches differ; plan the step again"
+                f"this plan is for {self.step} with fingerprint {self.fingerprint}, but this step"
+                f" has {fingerprint}: its code, shapes, dtypes or number of microbatches differ;"
+                " plan the step again"
             )
 
     def table(self) -> Table:
-        """Every input, output and constrained value: shape, dtype, PartitionSpec, bytes per device."""
+        """Return a `rich` table with a row for every input, output and constrained value.
+
+        Its columns are role, shape, dtype, PartitionSpec and bytes per device.
+        """
         mesh = ", ".join(
             " x ".join(f"{a}={n}" for a, n in stage.mesh.sizes.items()) for stage in self.stages
         )
@@ -293,8 +344,9 @@ class Plan(_Model):
         once = f" (gradients completed once along {deferred})" if deferred else ""
         schedule = "" if self.schedule.is_whole_step else f"schedule {self.schedule.name}, "
         title = (
-            f"{self.method} on {self.cluster}, mesh {mesh}, {schedule}{self.num_micro_batches} microbatch(es){once},"
-            f" {self.predicted_seconds * 1e3:.3g} ms and {self.predicted_bytes / 1e9:.3g} GB per device predicted"
+            f"{self.method} on {self.cluster}, mesh {mesh}, {schedule}{self.num_micro_batches}"
+            f" microbatch(es){once}, {self.predicted_seconds * 1e3:.3g} ms and"
+            f" {self.predicted_bytes / 1e9:.3g} GB per device predicted"
         )
         if split := str(self.predicted_memory):
             title += f": {split}"
@@ -339,5 +391,5 @@ def _row(
 
 
 def spec_text(spec: PartitionSpec) -> str:
-    """`P('x', None)`, as one writes it."""
+    """Return a PartitionSpec as source text, e.g. `P('x', None)`."""
     return f"P({', '.join(map(repr, spec))})"

@@ -7,10 +7,18 @@ import numpy as np
 
 
 def assert_allclose(x: Any, y: Any, rtol: float = 1e-4, atol: float = 1e-4) -> None:
-    """Assert that two pytrees have the same structure and close values, wherever their arrays are.
+    """Assert that two pytrees have the same structure and close values.
+
+    The arrays may be on any devices; they are copied to this process.
+
+    Args:
+        x: a pytree of arrays.
+        y: the pytree that is expected; `rtol` is relative to its values.
+        rtol: relative tolerance.
+        atol: absolute tolerance.
 
     Raises:
-        AssertionError: naming the leaf that differs.
+        AssertionError: structures or values differ; the message names the leaf.
     """
     left, left_tree = jax.tree.flatten_with_path(x)
     right, right_tree = jax.tree.flatten_with_path(y)

@@ -1,4 +1,4 @@
-"""Timing, and what is timed when nothing else is at hand."""
+"""Timing of functions, and arrays of zeros as dummy inputs for it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,23 +20,26 @@ def benchmark_func(
     number: int = 5,
     min_repeat_second: float | None = None,
 ) -> np.ndarray:
-    """Seconds of one call of `run_func`, measured `repeat` times as the mean over `number` calls.
+    """Return the seconds of one call of `run_func`, measured several times.
 
     Args:
-        sync_func: waits until the device has finished; called before and after each measurement.
-        min_repeat_second: raises `number` until one measurement takes at least this long.
+        run_func: the function to time.
+        sync_func: a function that blocks until the device has finished; called before and after
+            each measurement.
+        warmup: number of calls before the first measurement.
+        repeat: number of measurements.
+        number: number of calls in a measurement.
+        min_repeat_second: seconds that a measurement takes at least; `number` is raised to suit.
 
     Returns:
-        Array of shape (repeat,).
+        Array of shape (repeat,): for each measurement the mean seconds of a call.
+
+    Raises:
+        OptionError: an option has a type or a value that is not allowed.
     """
-    warmup, repeat, number = (
-        checked(name, given, integer(least))
-        for name, given, least in (
-            ("warmup", warmup, 0),
-            ("repeat", repeat, 1),
-            ("number", number, 1),
-        )
-    )
+    warmup = checked("warmup", warmup, integer(0))
+    repeat = checked("repeat", repeat, integer())
+    number = checked("number", number, integer())
     min_repeat_second = checked("min_repeat_second", min_repeat_second, real() | NONE)
     sync = sync_func or (lambda: None)
     for _ in range(warmup):
@@ -56,7 +59,7 @@ def _seconds(run_func: Callable[[], object], sync: Callable[[], object], number:
 
 
 def zeros(avals: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]) -> list[jax.Array]:
-    """Zeros of these shapes and dtypes, made where they go; random keys are all the same key."""
+    """Return zeros of the given shapes and dtypes, created on their devices; keys are `key(0)`."""
 
     def make(aval: jax.ShapeDtypeStruct) -> jax.Array:
         if is_key(aval.dtype):
