@@ -7,8 +7,8 @@ record the minimum of several runs, and delete an entry that is to grow.
     uv run pytest benchmarks --benchmark-compare
 
 The reference is timed right before and after each benchmark, on the machine as busy as it is then.
-Recorded times are divided by the reference's. Baselines are multiplied by it before pytest-benchmark
-compares, which therefore prints both in seconds of this machine.
+Recorded times are divided by the reference's. Baselines are multiplied by it before
+pytest-benchmark compares, which therefore prints both in seconds of this machine.
 """
 
 import json

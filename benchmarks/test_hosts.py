@@ -1,4 +1,4 @@
-"""What a step over Ray costs beside the same plan in one process, and what a value costs from host to host."""
+"""Seconds of a step over Ray and in one process, and of transfers between hosts."""
 
 import jax
 import pytest
@@ -9,9 +9,8 @@ from experiments.measurements.host_timing import start_hosts, transfer_chain
 from experiments.raylets import raylets
 from tests.autopar.pipeline.steps import pipeline, stack_batch, stack_params, stack_step
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:os.fork"
-)  # raylets are started so; they execute another program at once
+# Raylets are started by a fork, which executes another program immediately.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork")
 
 ARGS = stack_params(width=256), stack_batch(256, 256)
 MEGABYTE = 2**20
@@ -24,7 +23,8 @@ def hosts():
         yield start_hosts((2, 4))[0]
 
 
-def function() -> autopar.ParallelizedFunction:
+def planned_step() -> autopar.ParallelizedFunction:
+    """Return a step of four stages on eight virtual devices."""
     plan = autopar.plan_step(
         stack_step, ARGS, method=pipeline(devices=8), cluster="cpu-virtual", mesh_shape=(8,)
     )
@@ -34,14 +34,14 @@ def function() -> autopar.ParallelizedFunction:
 @pytest.mark.benchmark(group="step of four stages")
 def test_a_step_in_one_process(benchmark):
     assert session.hosts() is None
-    step = function()
+    step = planned_step()
     args = step.preshard_dynamic_args(*ARGS)
     benchmark(lambda: jax.block_until_ready(step(*args)))
 
 
 @pytest.mark.benchmark(group="step of four stages")
 def test_a_step_over_ray(benchmark, hosts):
-    step = function()
+    step = planned_step()
     args = step.preshard_dynamic_args(*ARGS)
 
     def run() -> None:
@@ -53,7 +53,7 @@ def test_a_step_over_ray(benchmark, hosts):
 
 @pytest.mark.benchmark(group="transfers between hosts")
 def test_a_megabyte_there_and_back_eight_times(benchmark, hosts):
-    """`gb_per_s` is the bandwidth that comes of it."""
+    """Report the bandwidth of the transfers as `gb_per_s`."""
     chain = transfer_chain(hosts, (0, 4), MEGABYTE, 8)
     benchmark(chain)
     benchmark.extra_info["gb_per_s"] = 16 * MEGABYTE / benchmark.stats.stats.median / 1e9

@@ -1,4 +1,4 @@
-"""What running a pipeline costs beside the programs of its stages, in one process."""
+"""Seconds of running a pipeline in one process, beside those of the programs of its stages."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from tests.autopar.pipeline.steps import pipeline, stack_batch, stack_params, st
 
 
 def executable_and_args(width: int, rows: int):
-    """A pipeline of four stages on a device each, and arguments in their places."""
+    """Return a pipeline of four stages on a device each, and its sharded arguments."""
     parallel = autopar.parallelize(stack_step, method=pipeline(devices=4), donate_argnums=())
     args = stack_params(width=width), stack_batch(rows, width)
     executable = parallel.get_executable(*args)
@@ -26,7 +26,10 @@ def executable_and_args(width: int, rows: int):
 
 @pytest.mark.benchmark(group="pipeline dispatch")
 def test_instructions(benchmark):
-    """Tiny tasks, so that dispatch is all there is to measure: `microseconds_per_instruction` of the step."""
+    """Time tiny tasks, whose step takes little more than its dispatch.
+
+    `microseconds_per_instruction` is the step's time over its instructions.
+    """
     executable, args = executable_and_args(16, 16)
     benchmark(lambda: jax.block_until_ready(executable(*args)))
     count = sum(1 for _ in walk(executable.program))
@@ -38,14 +41,18 @@ def test_instructions(benchmark):
 
 @pytest.mark.benchmark(group="pipeline of four stages")
 def test_a_step_beside_its_stages(benchmark):
-    """`over_the_sum_of_its_tasks` is the time of a step over that of its tasks, each run by itself; below 1 where they overlap."""
+    """Report the step's time over that of its tasks, each run by itself.
+
+    `over_the_sum_of_its_tasks` is below 1 where tasks overlap.
+    """
     executable, args = executable_and_args(512, 2048)
     benchmark(lambda: jax.block_until_ready(executable(*args)))
-    seconds = {task: task_seconds(each.function) for task, each in executable.tasks.items()}
-    seconds = sum(
-        seconds[task_of(each)] for _, each in walk(executable.program) if isinstance(each, Run)
-    )
-    benchmark.extra_info["over_the_sum_of_its_tasks"] = benchmark.stats.stats.median / seconds
+    seconds = {name: task_seconds(task.function) for name, task in executable.tasks.items()}
+    runs = [
+        instruction for _, instruction in walk(executable.program) if isinstance(instruction, Run)
+    ]
+    sum_of_tasks = sum(seconds[task_of(run)] for run in runs)
+    benchmark.extra_info["over_the_sum_of_its_tasks"] = benchmark.stats.stats.median / sum_of_tasks
 
 
 @pytest.mark.benchmark(group="pipeline dispatch")
@@ -72,16 +79,20 @@ TRANSFERS = {
 @pytest.mark.parametrize("width", [64, 1024])
 @pytest.mark.parametrize("transfer", TRANSFERS)
 def test_a_transfer(benchmark, transfer, width, transport):
-    """A matrix of `width` x `width` floats from mesh to mesh, new each time: JAX keeps what it copied to the host."""
+    """Send a matrix of `width` x `width` floats from mesh to mesh.
+
+    Each round sends a new array, because JAX keeps what it copied to the host.
+    """
     (source_size, source_spec), (size, spec) = TRANSFERS[transfer]
     devices = np.array(jax.devices())
-    source, to = Mesh(devices[:source_size], ("x",)), Mesh(devices[4 : 4 + size], ("x",))
+    source = Mesh(devices[:source_size], ("x",))
+    destination = Mesh(devices[4 : 4 + size], ("x",))
     meshes = (
         (LogicalMesh((source_size,), ("x",)), source_spec),
         (LogicalMesh((size,), ("x",)), spec),
     )
     plan = reshard((width, width), *meshes)
-    move = transport(plan, jax.ShapeDtypeStruct((width, width), jnp.float32), source, to)
+    move = transport(plan, jax.ShapeDtypeStruct((width, width), jnp.float32), source, destination)
     value = jax.device_put(
         np.ones((width, width), np.float32), NamedSharding(source, partition_spec(source_spec))
     )

@@ -1,4 +1,4 @@
-"""Seconds for the algorithms of inter-operator planning, on made-up models of the sizes that matter, and from real steps to plans."""
+"""Seconds of the algorithms of inter-operator planning, and of planning pipelines of real steps."""
 
 from functools import cache
 from itertools import pairwise
@@ -23,11 +23,16 @@ SEQUENCE, VOCABULARY = 1024, 51200
 def gpt_problem(
     layers: int, hidden: int, pool: HostPool, micro_batches: int, flop_per_s: float
 ) -> StageProblem:
-    """A GPT with remat, by the formulas of Megatron-LM (Narayanan et al., SC'21): one sequence per microbatch, Adam, tensor
-    parallelism at 100 GB/s in a host and 3 GB/s between hosts, an eighth more time than single layers would take."""
+    """Return the stage problem of a GPT with remat, by the formulas of Megatron-LM.
+
+    A microbatch has one sequence and the optimizer is Adam (Narayanan et al., SC'21). Tensor
+    parallelism has 100 GB/s within a host and 3 GB/s between hosts. A stage takes an eighth longer
+    than the sum of its layers, which is its lower bound.
+    """
 
     @cache
     def layer(kind: str, mesh: Submesh, data: int, model: int) -> tuple[float, float, float, float]:
+        """Return seconds per microbatch and per step, and bytes per device and per microbatch."""
         bandwidth = 100e9 if mesh.num_devices <= pool.devices_per_host else 3e9
         params = 12 * hidden**2 + (VOCABULARY * hidden if kind != "inner" else 0)
         flop = 8 * SEQUENCE * params + 16 * SEQUENCE**2 * hidden
@@ -41,23 +46,24 @@ def gpt_problem(
 
     kinds = ["first", *["inner"] * (layers - 2), "last"]
 
-    def of(start: int, stop: int, mesh: Submesh, slower: float) -> list[StageCost]:
+    def costs(start: int, stop: int, mesh: Submesh, slowdown: float) -> list[StageCost]:
+        """Return the costs of layers start to stop, one for each logical shape of the submesh."""
         counts = {kind: kinds[start:stop].count(kind) for kind in set(kinds[start:stop])}
-        found = []
+        shapes = []
         for data, model in logical_shapes(mesh.num_devices):
             parts = [[n * x for x in layer(kind, mesh, data, model)] for kind, n in counts.items()]
             seconds, once, fixed, per_batch = map(sum, zip(*parts, strict=True))
-            found.append(StageCost(slower * seconds, once, fixed, per_batch, (data, model)))
-        return found
+            shapes.append(StageCost(slowdown * seconds, once, fixed, per_batch, (data, model)))
+        return shapes
 
     return StageProblem(
         num_layers=layers,
         pools=(pool,),
         submeshes=enumerate_submeshes([pool]),
         num_micro_batches=micro_batches,
-        costs=lambda start, stop, mesh: of(start, stop, mesh, 1.125),
+        costs=lambda start, stop, mesh: costs(start, stop, mesh, 1.125),
         in_flight=in_flight_of("1f1b", micro_batches),
-        lower_bound=lambda start, stop, mesh: of(start, stop, mesh, 1.0),
+        lower_bound=lambda start, stop, mesh: costs(start, stop, mesh, 1.0),
         layer_kinds=kinds,
         transfer=lambda cut, source, destination, before: 4 * SEQUENCE * hidden / 3e9,
     )
@@ -95,13 +101,13 @@ STEPS = {
         Cluster.load("dgx_a100_80").with_size(hosts=384),
     ),
 }
-"""Model, microbatches, layers that stages are made of, cluster."""
+"""Model, number of microbatches, number of layers, cluster."""
 
 
 @pytest.mark.benchmark(group="trace and plan")
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_becomes_a_pipeline(benchmark, name):
-    """Every layer unrolled, from the train step to the complete plan."""
+    """Plan the train step with every layer unrolled, from the function to the complete plan."""
     model, micro_batches, layers, cluster = STEPS[name]
 
     def train_step(state, batch):

@@ -1,7 +1,7 @@
-"""Seconds from a training step to its jaxpr, and from there to a plan.
+"""Seconds of tracing a training step, and of planning it on one mesh.
 
-Targets on two cores, from trace to plan with a gap proven to be under 1 %: GPT-2.6B on (2, 4) 10 s, GPT-39B 15 s, GPT-2.6B
-with its layers in one scan 3 s.
+Targets for trace and plan on two cores, with a proven gap under 1 %: GPT-2.6B on (2, 4) 10 s,
+GPT-39B 15 s, GPT-2.6B with its layers in one scan 3 s.
 """
 
 from dataclasses import replace
@@ -66,7 +66,7 @@ PUBLISHED = {
         Cluster.load("dgx_a100_80").with_size(hosts=8),
     ),
 }
-"""Models of Alpa's suite (OSDI'22, section 8), with every layer unrolled unless they are scanned, and where they are planned."""
+"""Models of Alpa's suite (OSDI'22, section 8), unrolled unless scanned; mesh shapes; clusters."""
 
 
 @pytest.mark.benchmark(group="trace and plan")
