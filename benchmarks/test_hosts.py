@@ -7,7 +7,7 @@ import autopar
 from autopar.hosts import session
 from experiments.measurements.host_timing import start_hosts, transfer_chain
 from experiments.raylets import raylets
-from tests.autopar.pipeline.steps import pipeline, stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.stack_steps import pipeline, stack_batch, stack_params, stack_step
 
 # Raylets are started by a fork, which executes another program immediately.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork")

@@ -13,7 +13,7 @@ from autopar.lowering.instructions import task_of
 from autopar.planning.profiling import task_seconds
 from autopar.runtime.transports import by_tiles, whole
 from simulator.program import Run, walk
-from tests.autopar.pipeline.steps import pipeline, stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.stack_steps import pipeline, stack_batch, stack_params, stack_step
 
 
 def executable_and_args(width: int, rows: int):

@@ -1,6 +1,6 @@
 """A primitive on shards: those whose parameters speak of shapes or positions get the shard's.
 
-The property tests of the rule table (tests/autopar/sharding/proof.py) run every sharding of every primitive through `bind_shards`.
+The property tests of the rule table (tests/autopar/sharding/shard_by_shard.py) run every sharding of every primitive through `bind_shards`.
 """
 
 from collections.abc import Callable, Sequence

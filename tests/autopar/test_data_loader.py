@@ -20,7 +20,7 @@ import autopar
 from autopar import DataLoader, DataLoaderError, MeshDriverDataLoader
 from autopar.lowering.placement_specs import PlacementSpec
 from autopar.runtime.batch_reading import Batches, Form, Reader
-from tests.autopar.pipeline.steps import WIDTH, stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.stack_steps import WIDTH, stack_batch, stack_params, stack_step
 
 ROWS = 16
 

@@ -96,7 +96,7 @@ def test_a_plan_with_numbers_that_are_not_finite_is_refused(plan):
 
 @pytest.mark.slow
 def test_plans_that_are_gone_leave_nothing_behind():
-    from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+    from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
 
     def objects() -> int:
         method = autopar.PipeshardParallel(

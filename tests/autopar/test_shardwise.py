@@ -11,9 +11,9 @@ from autopar.ir.spec import LogicalMesh
 from autopar.primitives.partitioner_defects import is_shardwise
 from autopar.sharding.options import ShardingOptions
 from autopar.testing import assert_allclose
-from tests.autopar.sharding.cases import CASES
-from tests.autopar.sharding.proof import equations
-from tests.autopar.sharding.splits import wrong_splits
+from tests.autopar.sharding.equation_cases import CASES
+from tests.autopar.sharding.shard_by_shard import equations
+from tests.autopar.sharding.split_by_xla import wrong_splits
 
 RNG = np.random.default_rng(0)
 NUMBERS = ("NHWC", "HWIO", "NHWC")

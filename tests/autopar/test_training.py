@@ -11,7 +11,7 @@ import pytest
 import autopar
 from autopar.checkpoint import saved_steps
 from autopar.hosts import session
-from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
 
 
 def batches(first: int) -> Iterator[Any]:

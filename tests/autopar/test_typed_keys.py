@@ -8,7 +8,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import autopar
-from tests.autopar.pipeline.steps import descend, stack_batch, stack_params
+from tests.autopar.pipeline.stack_steps import descend, stack_batch, stack_params
 
 
 def noisy_step(state: Any, batch: Any) -> Any:

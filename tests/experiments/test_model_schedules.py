@@ -22,7 +22,7 @@ from autopar.testing import assert_allclose
 from experiments.gpt_directives import NAMES
 from experiments.models import BERT, GPT, Llama, WideResNet
 from experiments.models.transformer import attend
-from tests.autopar.directives.models import collectives
+from tests.autopar.directives.scheduled_models import collectives
 from tests.tiers import pairs, tiers
 
 TOKENS = np.arange(32).reshape(4, 8) * 7 % 64

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 import autopar
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.heterogeneous import load_cluster
-from tests.autopar.pipeline.steps import stack, stack_batch, stack_params
+from tests.autopar.pipeline.stack_steps import stack, stack_batch, stack_params
 from tests.fuzz.outcomes import Outcomes
 
 pytestmark = pytest.mark.fuzz

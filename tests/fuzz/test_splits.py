@@ -19,9 +19,9 @@ from autopar.primitives import (
     reduce,
     shape,
 )
-from tests.autopar.sharding.cases import CASES, RANDOM, ints
-from tests.autopar.sharding.proof import candidates, equations
-from tests.autopar.sharding.splits import wrong_splits
+from tests.autopar.sharding.equation_cases import CASES, RANDOM, ints
+from tests.autopar.sharding.shard_by_shard import candidates, equations
+from tests.autopar.sharding.split_by_xla import wrong_splits
 from tests.autopar.sharding.test_rules import pointwise_case
 from tests.fuzz.outcomes import Outcomes
 

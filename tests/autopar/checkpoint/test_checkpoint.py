@@ -26,7 +26,7 @@ from autopar.checkpoint.manifest import SavedArray, SavedPiece
 from autopar.checkpoint.parts import Wanted, copied, restore, write
 from autopar.checkpoint.saving import _tiles
 from autopar.ir.spec import all_specs, partition_spec
-from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
 from tests.generators import meshes
 
 

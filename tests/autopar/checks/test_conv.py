@@ -10,7 +10,7 @@ import pytest
 
 from autopar.sharding.options import DATA_PARALLEL
 from autopar.tracing.trace import trace
-from tests.autopar.checks.compiled import collectives, kinds, planned
+from tests.autopar.checks.compiled_plans import collectives, kinds, planned
 
 LAYERS = 3
 

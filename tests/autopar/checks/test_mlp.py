@@ -8,7 +8,14 @@ import pytest
 from autopar.ir.spec import axes_of
 from autopar.sharding.options import DATA_PARALLEL, ZERO2, ZERO3, ShardingOptions
 from autopar.tracing.trace import trace
-from tests.autopar.checks.compiled import collectives, in_plan, inputs, kinds, on_gpus, planned
+from tests.autopar.checks.compiled_plans import (
+    collectives,
+    in_plan,
+    inputs,
+    kinds,
+    on_gpus,
+    planned,
+)
 from tests.steps import mlp_args, mlp_step
 
 LAYERS = 6

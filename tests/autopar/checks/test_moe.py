@@ -10,7 +10,7 @@ import autopar
 from autopar.report import classify
 from autopar.tracing.trace import trace
 from experiments.models.moe import ExpertBlock
-from tests.autopar.checks.compiled import in_plan, on_gpus, planned
+from tests.autopar.checks.compiled_plans import in_plan, on_gpus, planned
 
 
 def step(state, batch):

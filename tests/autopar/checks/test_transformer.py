@@ -13,7 +13,7 @@ from autopar.sharding.options import DATA_PARALLEL, ShardingOptions
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
 from experiments.models.transformer import Block
-from tests.autopar.checks.compiled import collectives, kinds, planned
+from tests.autopar.checks.compiled_plans import collectives, kinds, planned
 from tests.steps import mlp_step
 
 LAYERS = 2

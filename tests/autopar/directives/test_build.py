@@ -28,7 +28,7 @@ from autopar.pipeline.partition import Task
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
 from simulator.hardware.cluster import Cluster
-from tests.autopar.directives.models import (
+from tests.autopar.directives.scheduled_models import (
     MLP,
     Transformer,
     collectives,

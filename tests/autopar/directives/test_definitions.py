@@ -22,7 +22,7 @@ from autopar.directives.definitions import (
     primitives,
 )
 from autopar.directives.equation_regions import RegionNode, arrange
-from tests.autopar.directives.models import Transformer, scheduled
+from tests.autopar.directives.scheduled_models import Transformer, scheduled
 
 TEXT = st.text(max_size=5)
 SYNC = st.builds(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.directives import ModelSchedule, Verify, build, create_schedule
-from tests.autopar.directives.models import collectives
+from tests.autopar.directives.scheduled_models import collectives
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
 PARAMS = {

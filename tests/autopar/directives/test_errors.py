@@ -16,7 +16,7 @@ from autopar.directives import (
     build,
     create_schedule,
 )
-from tests.autopar.directives.models import (
+from tests.autopar.directives.scheduled_models import (
     MLP,
     Transformer,
     mlp_schedule,

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from autopar.directives import DirectiveError, Verify, build, create_schedule, register_compiler
 from autopar.testing import assert_allclose
-from tests.autopar.directives.models import (
+from tests.autopar.directives.scheduled_models import (
     Attention,
     Transformer,
     mlp_schedule,

@@ -11,7 +11,7 @@ from flax import nnx
 
 import autopar
 from autopar.directives import DirectiveError, ModelSchedule, Verify, build, create_schedule
-from tests.autopar.directives.models import (
+from tests.autopar.directives.scheduled_models import (
     Transformer,
     collectives,
     mlp_schedule,

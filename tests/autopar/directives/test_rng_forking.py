@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn
 
 from autopar.directives import DirectiveError, ModelSchedule, Verify, build, create_schedule
-from tests.autopar.directives.models import mlp_schedule
+from tests.autopar.directives.scheduled_models import mlp_schedule
 
 WAYS, RATE = 4, 0.25
 X, KEY = jnp.ones((128, 8)), jax.random.key(1)

@@ -17,7 +17,7 @@ from autopar.directives import (
     build,
     create_schedule,
 )
-from tests.autopar.directives.models import collectives, mlp_schedule
+from tests.autopar.directives.scheduled_models import collectives, mlp_schedule
 
 FIRST = {  # how what the first layer hands out, split by features, is put together; the second layer's kernel is split or not
     ("all_gather", None, "scatter"): False,

@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose
 
 import autopar
 from tests.autopar.hosts.workers import disturbed, joined, pipeline
-from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
 
 
 def kept(hosts: Any) -> list[set[int]]:

@@ -15,7 +15,7 @@ from autopar.checkpoint import DamagedCheckpointError, saved_steps
 from autopar.checkpoint.manifest import Manifest
 from autopar.hosts.errors import HostsError, HostTimeoutError
 from tests.autopar.hosts.workers import is_alive, joined, joined_hosts, pids, pipeline, until
-from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
 from tests.autopar.test_training import assert_close, batches, expected
 
 

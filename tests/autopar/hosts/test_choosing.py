@@ -14,7 +14,7 @@ from autopar.hosts.errors import HostsError
 from autopar.hosts.workers import _choose
 from simulator.hardware.heterogeneous import MixedCluster
 from tests.autopar.hosts.workers import pipeline
-from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
 
 CPUS = [{}, {}, {}]
 

@@ -17,7 +17,7 @@ from autopar.hosts.driver import RayHosts
 from experiments.models import GPT
 from simulator.hardware.cluster import Cluster
 from tests.autopar.hosts.workers import joined
-from tests.autopar.pipeline.steps import SGD, sgd_args
+from tests.autopar.pipeline.stack_steps import SGD, sgd_args
 
 pytestmark = [pytest.mark.usefixtures("raylets"), pytest.mark.slow]
 

@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 import autopar
 from autopar.ir.keys import data_aval, impl_of, key_dtype, on_data
 from tests.autopar.hosts.workers import pipeline
-from tests.autopar.pipeline.steps import descend, stack_batch, stack_params
+from tests.autopar.pipeline.stack_steps import descend, stack_batch, stack_params
 
 # --- without Ray
 

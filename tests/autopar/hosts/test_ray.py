@@ -28,7 +28,7 @@ from tests.autopar.hosts.workers import (
     pipeline,
     until,
 )
-from tests.autopar.pipeline.steps import stack, stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.stack_steps import stack, stack_batch, stack_params, stack_step
 
 
 def expected(count: int) -> tuple[Any, Any]:

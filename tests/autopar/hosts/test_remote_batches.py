@@ -19,7 +19,7 @@ from autopar import DataLoader, DataLoaderError, MeshDriverDataLoader
 from autopar.hosts.driver import RayHosts
 from autopar.hosts.errors import HostsError
 from tests.autopar.hosts.workers import is_alive, joined, pids, pipeline, until
-from tests.autopar.pipeline.steps import WIDTH, stack_params, stack_step
+from tests.autopar.pipeline.stack_steps import WIDTH, stack_params, stack_step
 
 ROWS = 16
 

@@ -18,7 +18,7 @@ from autopar.hosts.timelines import Note, aligned, merged
 from autopar.report import Status
 from simulator.program import Free, Recv, Run, Send
 from tests.autopar.hosts.workers import pipeline
-from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
 
 # --- clocks and notes, without Ray
 

@@ -21,7 +21,7 @@ from autopar.planning.method_planning import trace_for
 from autopar.runtime.loaded_job import LoadedJob
 from experiments.models import MLP
 from experiments.scripts.measure_cells import initial_args
-from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
 from tests.steps import mlp_args, mlp_step, serial
 from tests.tiers import tiers
 

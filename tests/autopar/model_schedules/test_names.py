@@ -10,7 +10,7 @@ from flax import linen as nn
 from autopar import model_schedules as shipped
 from autopar.directives import Verify
 from autopar.model_schedules import ColumnRowLayer, Knobs
-from tests.autopar.directives.models import scheduled
+from tests.autopar.directives.scheduled_models import scheduled
 
 TOKENS = np.arange(32).reshape(4, 8) * 7 % 32
 

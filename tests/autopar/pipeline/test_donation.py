@@ -13,7 +13,7 @@ from autopar.lowering.target import memory_of
 from autopar.pipeline.partition import Task
 from autopar.runtime.local_executable import LocalExecutable
 from simulator.program import Free, Run
-from tests.autopar.pipeline.steps import (
+from tests.autopar.pipeline.stack_steps import (
     WIDTH,
     pipeline,
     stack,

@@ -11,8 +11,14 @@ from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.pipeline_schedules import has_backward, schedule_kind, schedule_names
 from autopar.planning.method_planning import trace_for
 from simulator.program import Free, Recv, Run, Send, walk
-from tests.autopar.pipeline.steps import pipeline, stack, stack_batch, stack_params, stack_step
-from tests.autopar.pipeline.test_steps import tied_args, tied_step
+from tests.autopar.pipeline.stack_steps import (
+    pipeline,
+    stack,
+    stack_batch,
+    stack_params,
+    stack_step,
+)
+from tests.autopar.pipeline.test_pipelined_steps import tied_args, tied_step
 
 
 def planned(step: Callable[..., Any], args: Any, schedule: str, devices: int) -> PlannedStep:

@@ -12,8 +12,8 @@ from autopar.pipeline.partition import Cut, Task
 from autopar.pipeline.partitioner import cut_step
 from autopar.tracing.trace import trace
 from experiments.models.model_sizes import SMALL
-from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
-from tests.autopar.pipeline.test_steps import tied_args, tied_step
+from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.test_pipelined_steps import tied_args, tied_step
 
 
 @cache

@@ -15,7 +15,7 @@ from autopar.pipeline.pipeline_schedules import Schedule
 from autopar.planning.method_planning import trace_for
 from simulator.memory import MemoryUse
 from simulator.program import Free, Run
-from tests.autopar.pipeline.steps import pipeline, stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.stack_steps import pipeline, stack_batch, stack_params, stack_step
 
 
 @cache

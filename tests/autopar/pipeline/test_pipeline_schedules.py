@@ -20,7 +20,7 @@ from autopar.pipeline.pipeline_schedules import (
     splits_backward,
 )
 from simulator.program import DeadlockError, Free, Phase, Recv, Run, Send, walk
-from tests.autopar.pipeline.steps import (
+from tests.autopar.pipeline.stack_steps import (
     assert_as_serial,
     pipeline,
     stack_batch,

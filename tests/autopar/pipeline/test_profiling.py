@@ -14,7 +14,7 @@ from autopar import AutoStageOption, StageError
 from autopar.lowering.stage_lowering import TaskFunction
 from autopar.planning import profiling
 from simulator.hardware.cluster import Cluster
-from tests.autopar.pipeline.steps import (
+from tests.autopar.pipeline.stack_steps import (
     assert_as_serial,
     pipeline,
     stack_batch,

@@ -14,7 +14,7 @@ from autopar.report import PlannedStep, classify
 from autopar.sharding.options import DATA_PARALLEL
 from autopar.tracing.trace import trace
 from simulator.hardware.cluster import Cluster
-from tests.autopar.report.plans import planned, respecced
+from tests.autopar.report.planned_steps import planned, respecced
 
 ONE_KIND = {"DataParallel": "data parallel", "Zero2Parallel": "ZeRO-2", "Zero3Parallel": "ZeRO-3"}
 

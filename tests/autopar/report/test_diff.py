@@ -3,7 +3,7 @@
 import autopar
 from autopar.plan import Plan
 from autopar.report import diff
-from tests.autopar.report.plans import planned
+from tests.autopar.report.planned_steps import planned
 
 
 def test_a_plan_does_not_differ_from_itself():

@@ -6,8 +6,8 @@ import pytest
 
 import autopar
 from autopar.report import PlacementSpec, input_placement_specs, output_placement_specs
-from tests.autopar.pipeline.steps import stack_batch, stack_params, stack_step
-from tests.autopar.report.plans import planned
+from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
+from tests.autopar.report.planned_steps import planned
 from tests.steps import mlp_args, mlp_step
 
 ARGS = mlp_args((64, 64), 32, 64)

@@ -9,7 +9,7 @@ from autopar.ir.spec import axes_of
 from autopar.plan import PlanError
 from autopar.primitives.factors import OpFactors, assignment_of
 from autopar.report import PlannedStep
-from tests.autopar.report.plans import OPTIONS, planned, step_graph
+from tests.autopar.report.planned_steps import OPTIONS, planned, step_graph
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])

@@ -3,7 +3,7 @@
 import pytest
 
 from autopar.report import decisions, resharding_tasks
-from tests.autopar.report.plans import OPTIONS, SLOW, planned
+from tests.autopar.report.planned_steps import OPTIONS, SLOW, planned
 
 
 def test_data_parallelism_reshards_nothing():

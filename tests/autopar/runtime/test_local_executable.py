@@ -25,7 +25,7 @@ from autopar.runtime.loaded_job import LoadedJob
 from autopar.runtime.local_executable import LocalExecutable
 from simulator.engine.timeline import Timeline
 from simulator.program import Instruction, Run, walk
-from tests.autopar.pipeline.steps import (
+from tests.autopar.pipeline.stack_steps import (
     assert_as_serial,
     descend,
     pipeline,

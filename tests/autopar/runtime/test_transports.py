@@ -15,7 +15,7 @@ from autopar.lowering.cross_mesh_resharding import reshard
 from autopar.runtime.local_executable import LocalExecutable
 from autopar.runtime.transports import Transport, by_tiles, default_transport, whole
 from simulator.program import Recv, Send
-from tests.autopar.pipeline.steps import pipeline, stack_batch, stack_params, stack_step
+from tests.autopar.pipeline.stack_steps import pipeline, stack_batch, stack_params, stack_step
 
 SHAPES = [(1,), (2,), (3,), (4,), (2, 2), (1, 2), (4, 1)]
 

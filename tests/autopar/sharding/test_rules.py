@@ -24,8 +24,8 @@ from autopar.primitives import (
     is_replicated_only,
     op_factors,
 )
-from tests.autopar.sharding.cases import CASES, RANDOM, ints
-from tests.autopar.sharding.proof import check, device_mesh, equations
+from tests.autopar.sharding.equation_cases import CASES, RANDOM, ints
+from tests.autopar.sharding.shard_by_shard import check, device_mesh, equations
 
 # The first of each is what Hypothesis tries first: the most candidates on the largest mesh.
 MESHES = [LogicalMesh(shape, ("x", "y")[: len(shape)]) for shape in ((2, 4), (2, 2), (4,), (2,))]

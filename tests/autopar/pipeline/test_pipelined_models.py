@@ -18,7 +18,7 @@ import autopar
 from autopar import AutoLayerOption, ManualLayerOption, ShardingOptions, UniformStageOption
 from experiments.models.model import Model
 from experiments.models.model_sizes import SMALL
-from tests.autopar.pipeline.steps import assert_as_serial, pipeline, sgd_args
+from tests.autopar.pipeline.stack_steps import assert_as_serial, pipeline, sgd_args
 from tests.tiers import pairs
 
 QUICK = ShardingOptions(mode="heuristic")  # a sharding like any other, without a solver

@@ -7,7 +7,7 @@ import autopar
 from autopar.ir.flatten import flatten
 from autopar.primitives import PASS_THROUGH, op_factors
 from autopar.testing import assert_allclose
-from tests.autopar.sharding.steps import STEPS
+from tests.autopar.sharding.flax_steps import STEPS
 from tests.tiers import tiers
 
 

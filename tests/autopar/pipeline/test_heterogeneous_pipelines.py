@@ -35,7 +35,7 @@ from simulator.costs.cost_model import ClusterCosts
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import AnyCluster, MixedCluster, load_cluster
-from tests.autopar.pipeline.steps import (
+from tests.autopar.pipeline.stack_steps import (
     assert_as_serial,
     pipeline,
     sgd_args,

@@ -6,7 +6,12 @@ import pytest
 from autopar.directives import DirectiveError
 from autopar.directives.definitions import primitives
 from autopar.directives.handle import Handle
-from tests.autopar.directives.models import Transformer, mlp_schedule, scheduled, tensor_parallel
+from tests.autopar.directives.scheduled_models import (
+    Transformer,
+    mlp_schedule,
+    scheduled,
+    tensor_parallel,
+)
 
 TOKENS = np.zeros((2, 8), int)
 

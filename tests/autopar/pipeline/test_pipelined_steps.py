@@ -13,7 +13,7 @@ import autopar
 from autopar import ManualStageOption, MicrobatchError, UniformStageOption
 from autopar.pipeline.pipeline_schedules import has_backward, schedule_kind, schedule_names
 from simulator.program import Send
-from tests.autopar.pipeline.steps import (
+from tests.autopar.pipeline.stack_steps import (
     WIDTH,
     assert_as_serial,
     descend,

@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 from autopar.directives import ModelSchedule, Verify, build, create_schedule
-from tests.autopar.directives.models import MLP, collectives, scheduled, tensor_parallel
+from tests.autopar.directives.scheduled_models import MLP, collectives, scheduled, tensor_parallel
 
 WIDTH = 32
 X = jax.random.normal(jax.random.key(0), (4, WIDTH))

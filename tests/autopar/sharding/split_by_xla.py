@@ -21,7 +21,7 @@ from autopar.sharding.mesh_costs import Seconds
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.planner import Constraint, Shardings
 from autopar.tracing.trace import trace
-from tests.autopar.sharding.proof import candidates, device_mesh
+from tests.autopar.sharding.shard_by_shard import candidates, device_mesh
 
 
 def step_of(eqn: JaxprEqn, operands: Sequence[Any]) -> StepGraph:
