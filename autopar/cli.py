@@ -10,7 +10,7 @@ from rich.table import Table
 
 from autopar.plan import Plan, PlanError
 from simulator.files import FileError, check_writable
-from simulator.hardware.cluster import Cluster, cluster_names, mixed_cluster_names
+from simulator.hardware.cluster import Cluster, cluster_names, heterogeneous_cluster_names
 from simulator.hardware.heterogeneous import load_cluster
 
 app = typer.Typer(
@@ -35,7 +35,7 @@ def show(
 def clusters() -> None:
     """List the clusters that come with the package."""
     table = Table("name", "devices", "description")
-    for name in cluster_names() + mixed_cluster_names():
+    for name in cluster_names() + heterogeneous_cluster_names():
         cluster = load_cluster(name)
         pools = [
             f"{pool.hosts} x {pool.devices_per_host} {pool.device.name}" for pool in cluster.pools

@@ -34,11 +34,13 @@ from autopar.plan import Plan
 from autopar.sharding.options import AUTO, DATA_PARALLEL, PINS, ZERO2, ZERO3, ShardingOptions
 from autopar.sharding.pins import specs_by_path
 from simulator.hardware.cluster import Cluster
-from simulator.hardware.heterogeneous import AnyCluster, MixedCluster
+from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster
 
 CLUSTER = (
     instance(
-        "a simulator.Cluster or MixedCluster, the name of one or a path", Cluster, MixedCluster
+        "a simulator.Cluster or HeterogeneousCluster, the name of one or a path",
+        Cluster,
+        HeterogeneousCluster,
     )
     | PATH
 )
@@ -61,7 +63,7 @@ class PlanningMethod:
             or `autopar.value_and_grad` are accumulated.
         cluster: the hardware that the cost model describes: a `simulator.Cluster`, the name of a
             shipped one or the path of a cluster file, and for pipelines also a
-            `simulator.MixedCluster`. By default the shipped description of the devices' kind.
+            `simulator.HeterogeneousCluster`. By default the shipped description of the devices' kind.
         memory_budget: bytes of one device's memory that the step may use; by default its memory
             less the reserve in its cluster file.
     """

@@ -214,5 +214,5 @@ _ONCE: dict[CollectiveKind, Kernel] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": partial(manual.all_to_all, axis=AXIS, split_dim=0, concat_dim=0),
-    "permute": partial(manual.shift, axis=AXIS),
+    "collective_permute": partial(manual.shift, axis=AXIS),
 }

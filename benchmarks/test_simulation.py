@@ -1,7 +1,7 @@
-"""Seconds of predictions: compiled programs, clocks of pipelines, formulas for transformers.
+"""Seconds of predictions: compiled programs, clocks of pipelines, scenarios of transformers.
 
 Targets on one core: 2 ms for a pipeline of 64 stages and 512 microbatches at known costs, 5 ms for
-GPT-175B on 1024 GPUs whatever the data parallelism, 1000 formula predictions a second.
+GPT-175B on 1024 GPUs whatever the data parallelism, 1000 predictions of scenarios a second.
 """
 
 import timeit
@@ -22,7 +22,7 @@ from simulator.hardware.cluster import Cluster
 from simulator.hlo import parse_hlo
 from simulator.program import Program, Run, Send
 from simulator.transformer import Execution, Machine, Transformer, predict
-from simulator.work import Body, Collective, Done, Gemm, Kernel, Start
+from simulator.work import Collective, Done, Gemm, Kernel, OpList, Start
 
 CLUSTER = Cluster.load("p3.16xlarge")
 DGX = Cluster.load("dgx_a100_80").with_size(64)
@@ -58,10 +58,10 @@ def pipeline_on_hosts(name: str, stages: int, micro_batches: int) -> Program:
     return Program(meshes, rows, bodies)
 
 
-def task_body(times: int) -> Body:
+def task_body(times: int) -> OpList:
     """Return 20 products and two all_reduces, each of which overlaps with two of the products."""
     sizes = Gemm(2048 * times, 1024, 4096)
-    products: Body = tuple(
+    products: OpList = tuple(
         Kernel(f"k{n}", "gemm", sizes.flops, 4e7, "bf16", sizes) for n in range(10)
     )
     reduce = Collective("sum", "all_reduce", 2 * 2048 * 4096, (tuple(range(8)),))
@@ -80,7 +80,7 @@ def test_a_pipeline_of_64_stages_and_512_microbatches(
     """
     clock = Clock.of(pipeline_on_hosts(name, 64, 512))
     known = ClusterCosts(DGX)
-    assert known.slowdown(((0, 1),)) > 1
+    assert known.contention_factor(((0, 1),)) > 1
     expected = clock.makespan(known, shared=False)  # compiles
     if costs == "known":
         makespan = benchmark.pedantic(
@@ -94,7 +94,7 @@ def test_a_pipeline_of_64_stages_and_512_microbatches(
     assert clock.known[0].table is not None  # the clock computed it, not the engine
 
 
-@pytest.mark.benchmark(group="formula")
+@pytest.mark.benchmark(group="scenario")
 @pytest.mark.parametrize("gpus", [64, 1024, 100_000])
 def test_gpt_175b(benchmark: BenchmarkFixture, gpus: int) -> None:
     """Predict 1, 16 and 1562 replicas, which take equally long."""
@@ -105,7 +105,7 @@ def test_gpt_175b(benchmark: BenchmarkFixture, gpus: int) -> None:
         assert benchmark.stats["min"] < 1.5 * one_replica
 
 
-@pytest.mark.benchmark(group="formula")
+@pytest.mark.benchmark(group="scenario")
 def test_a_search_of_plans(benchmark: BenchmarkFixture) -> None:
     """Predict 96 plans of GPT-175B on 512 GPUs, with the caches of the machine empty."""
     degrees = [(t, p, 512 // (t * p)) for t, p in product((1, 2, 4, 8), (2, 4, 8, 16))]

@@ -14,7 +14,13 @@ transformers by their sizes, `python -m simulator` does so from files and compar
 """
 
 from simulator.backend import BACKENDS, Backend
-from simulator.costs.cost_model import BandwidthOnly, ClusterCosts, CostModel, MixedCosts, costs_of
+from simulator.costs.cost_model import (
+    BandwidthOnly,
+    ClusterCosts,
+    CostModel,
+    HeterogeneousCosts,
+    costs_of,
+)
 from simulator.engine.breakdown import predict, prediction_of
 from simulator.engine.clock import Clock
 from simulator.engine.prediction import Prediction
@@ -22,7 +28,7 @@ from simulator.engine.simulation import simulate
 from simulator.engine.timeline import Timeline
 from simulator.hardware.cluster import Cluster, Device, Link, cluster_names
 from simulator.hardware.description import ClusterError
-from simulator.hardware.heterogeneous import MixedCluster, load_cluster
+from simulator.hardware.heterogeneous import HeterogeneousCluster, load_cluster
 from simulator.memory import Footprint, MemoryUse
 from simulator.program import DeadlockError, Free, Program, Recv, Run, Send, parse_instruction, walk
 from simulator.program_file import ProgramError, load_program, save_program
@@ -45,12 +51,12 @@ __all__ = [
     "Footprint",
     "Free",
     "Gemm",
+    "HeterogeneousCluster",
+    "HeterogeneousCosts",
     "Kernel",
     "Link",
     "Loop",
     "MemoryUse",
-    "MixedCluster",
-    "MixedCosts",
     "Prediction",
     "Program",
     "ProgramError",

@@ -1,4 +1,4 @@
-"""The software that drives devices: what it costs the host, for formulas and for programs."""
+"""The software that drives devices: what it costs the host, for scenarios and for programs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,8 +12,9 @@ class Backend:
         kernel_us: of the host for a kernel; a device that computes faster than that waits for the host.
         step_us: of the host for a step, beside its kernels.
         update_bytes: read and written per parameter by the optimizer, clipping and unscaling included; a program has its own kernels.
-        cards: network cards of a host that a group spreads over, at most; None for as many as there are. Of formulas only.
-        regathers: whether parameters divided over the data axis are gathered once more to recompute activations. Of formulas only.
+        max_nics: NICs of a host that a group spreads over, at most; None for all of them. Only scenarios read it.
+        regathers: whether parameters divided over the data axis are gathered once more to recompute activations. Only scenarios
+            read it.
         instruction_us: of the host for an instruction of a program: handing over a task, a send or a receive.
     """
 
@@ -21,7 +22,7 @@ class Backend:
     kernel_us: float
     step_us: float
     update_bytes: float
-    cards: int | None = None
+    max_nics: int | None = None
     regathers: bool = False
     instruction_us: float = 0.0
 
@@ -30,8 +31,8 @@ EAGER = Backend("eager", kernel_us=54.4, step_us=5.1e3, update_bytes=60.0, instr
 """PyTorch as Megatron-LM uses it, kernel by kernel. Both times of the host are fitted to 40 rows of vTrain's single-node table; a send is
 taken to be a launch like any other."""
 
-ZERO_2021 = replace(EAGER, name="zero-2021", cards=1, regathers=True)
-"""The first ZeRO-3 of DeepSpeed: a gather is one ring, through one card of each host."""
+ZERO_2021 = replace(EAGER, name="zero-2021", max_nics=1, regathers=True)
+"""The first ZeRO-3 of DeepSpeed: a gather is one ring, through one NIC of each host."""
 
 JITTED = Backend("jitted", kernel_us=1.0, step_us=200.0, update_bytes=32.0, instruction_us=20.0)
 """A compiled step: launches are cheap, the update is one fusion. Estimates: nothing was fitted to them."""

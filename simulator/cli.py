@@ -20,7 +20,7 @@ from simulator.program_file import load_program
 from simulator.report.gantt import save_gantt
 from simulator.report.prediction_table import prediction_json, prediction_table
 from simulator.transformer import predict
-from simulator.transformer.scenario_files import Formula, load_for_program, load_machine
+from simulator.transformer.scenario_files import Scenario, load_for_program, load_machine
 from simulator.transformer.what_if import Change
 from simulator.validation.published import published_sets
 from simulator.validation.report import (
@@ -48,7 +48,7 @@ def predict_file(
     file: Annotated[
         Path,
         typer.Argument(
-            help="A program, .json, as simulator.save_program writes it; or a formula: YAML with the sections `model` and `execution`.",
+            help="A program, .json, as simulator.save_program writes it; or a scenario: YAML with the sections `model` and `execution`.",
             exists=True,
             dir_okay=False,
         ),
@@ -59,7 +59,7 @@ def predict_file(
     backend: Annotated[
         str | None,
         typer.Option(
-            help=f"The software that runs it: {', '.join(BACKENDS)}. Formulas: eager by default; programs: devices alone by default."
+            help=f"The software that runs it: {', '.join(BACKENDS)}. Scenarios: eager by default; programs: devices alone by default."
         ),
     ] = None,
     change: Annotated[
@@ -67,7 +67,7 @@ def predict_file(
         typer.Option(
             "--set",
             "--what-if",
-            help="section.field=value of cluster, or of a formula's model or execution; or a factor, e.g. cluster.inter_host.bandwidth_gb_per_s=2x.",
+            help="section.field=value of cluster, or of a scenario's model or execution; or a factor, e.g. cluster.inter_host.bandwidth_gb_per_s=2x.",
         ),
     ] = None,
     gantt: Annotated[
@@ -90,9 +90,9 @@ def predict_file(
         else:
             if gantt is not None or trace is not None:
                 raise ValueError(
-                    "a formula has no timeline; --gantt and --trace are for programs (.json)"
+                    "a scenario has no timeline; --gantt and --trace are for programs (.json)"
                 )
-            predictions = _of_formula(file, names, changes, backend or "eager")
+            predictions = _of_scenario(file, names, changes, backend or "eager")
     except (ValueError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None
     if as_text:
@@ -103,15 +103,15 @@ def predict_file(
         console.print(prediction_table(predictions))
 
 
-def _of_formula(
+def _of_scenario(
     file: Path, names: list[str], changes: list[Change], backend: str
 ) -> dict[str, Prediction]:
     of_cluster = [each for each in changes if each.path[0] == "cluster"]
-    described = Formula.load(file, [each for each in changes if each.path[0] != "cluster"])
-    devices = described.execution.devices
+    scenario = Scenario.load(file, [each for each in changes if each.path[0] != "cluster"])
+    devices = scenario.execution.devices
     machines = {name: load_machine(name, devices, backend, of_cluster) for name in names}
     return {
-        name: predict(described.model, described.execution, machine)
+        name: predict(scenario.model, scenario.execution, machine)
         for name, machine in machines.items()
     }
 

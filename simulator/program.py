@@ -11,7 +11,7 @@ from typing import Literal, Self, assert_never, get_args
 
 from simulator.files import one_line
 from simulator.memory import Level, MemoryUse
-from simulator.work import Body, Collective, Groups, matrix_flops, unknown_kernels
+from simulator.work import Collective, Groups, OpList, matrix_flops, unmodelled_kernels
 
 Phase = Literal["F", "B", "I", "W", "U", "S"]
 """Forward, backward (or its input- and weight-gradient halves), update; S is a whole step that is not cut into phases."""
@@ -108,7 +108,7 @@ class Program:
 
     meshes: tuple[tuple[int, ...], ...]
     instructions: tuple[tuple[Instruction, ...], ...]
-    bodies: Mapping[str, Body] = field(default_factory=dict)
+    bodies: Mapping[str, OpList] = field(default_factory=dict)
     memory: tuple[MemoryUse, ...] = ()
     levels: tuple[tuple[tuple[Level, Level], ...], ...] = ()
     model_flops: float | None = None
@@ -116,7 +116,7 @@ class Program:
     costed_for: str = ""
 
     @classmethod
-    def single(cls, body: Body, num_devices: int = 1, memory: MemoryUse | None = None) -> Self:
+    def single(cls, body: OpList, num_devices: int = 1, memory: MemoryUse | None = None) -> Self:
         """Return the program of a step that is one task on the first devices of a cluster.
 
         Args:
@@ -147,7 +147,7 @@ class Program:
                 f"meshes with {counts[0]} instructions but {counts[1]} levels of memory; one each, or none"
             )
 
-    def body(self, run: Run) -> Body:
+    def body(self, run: Run) -> OpList:
         """What one device launches for a task; one that has no body: `ValueError`."""
         if run.task not in self.bodies:
             known = one_line(", ".join(sorted(self.bodies)) or "none")
@@ -166,9 +166,9 @@ class Program:
                     done[dtype] += len(devices) * count * flops  # pyright: ignore[reportArgumentType]
         return dict(done)
 
-    def unknown_kernels(self) -> dict[str, int]:
+    def unmodelled_kernels(self) -> dict[str, int]:
         """How many kernels of the step one device of each mesh launches whose cost is not known, by what they are."""
-        of_body = {task: unknown_kernels(body) for task, body in self.bodies.items()}
+        of_body = {task: unmodelled_kernels(body) for task, body in self.bodies.items()}
         found: Counter[str] = Counter()
         for each in (each for row in self.instructions for each in row if isinstance(each, Run)):
             found.update(of_body[each.task])

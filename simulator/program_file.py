@@ -5,8 +5,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from simulator.files import one_line, parse_json, read_text, write_text
+from simulator.files import brief, one_line, parse_json, read_text, write_text
 from simulator.program import Program
+
+VERSION = 2
+"""Format of the files: 2 since collectives are called `collective_permute` and fields of kernels `unmodelled` and `phase`."""
 
 
 class ProgramError(ValueError):
@@ -16,7 +19,7 @@ class ProgramError(ValueError):
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    version: Literal[1] = 1
+    version: Literal[2] = VERSION
     program: Program
 
 
@@ -35,13 +38,31 @@ def load_program(path: str | Path) -> Program:
             f"{path}: is nested too deeply; expected a program that save_program wrote"
         ) from None
     except ValidationError as error:
-        if plan := _of_plan(text, path):
-            raise ProgramError(f"{path}: {plan}") from None
+        if problem := _of_plan(text, path) or _of_other_version(text, path):
+            raise ProgramError(f"{path}: {problem}") from None
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ProgramError(
             f"{path}: {one_line(f'{where}: {first["msg"]}')}; expected a program that save_program wrote"
         ) from None
+
+
+def _of_other_version(text: str, path: str | Path) -> str:
+    """Return how to renew a program of another version of the format; empty for any other text."""
+    try:
+        data = parse_json(text, path)
+    except ValueError:
+        return ""
+    if (
+        not isinstance(data, dict)
+        or "program" not in data
+        or data.get("version", VERSION) == VERSION
+    ):
+        return ""
+    return (
+        f"is a program of version {brief(data.get('version'))}, expected {VERSION}; compile it again "
+        "(autopar.compile_step) and write it with simulator.save_program"
+    )
 
 
 def _of_plan(text: str, path: str | Path) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from simulator.work import Part
+from simulator.work import TrainingPhase
 
 Stream = Literal["compute", "communication", "host"]
 STREAMS: tuple[Stream, ...] = ("compute", "communication", "host")
@@ -18,7 +18,7 @@ Category = Literal[
     "all_gather",
     "reduce_scatter",
     "all_to_all",
-    "permute",
+    "collective_permute",
     "task",
     "send",
     "dispatch",
@@ -58,7 +58,7 @@ class Span:
     busy: float | None = None
     awaited: Category | None = None
     link: Link | None = None
-    part: Part = ""
+    phase: TrainingPhase = ""
     axis: str = ""
 
     @property

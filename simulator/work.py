@@ -13,13 +13,15 @@ KernelKind = Literal["gemm", "conv", "attention", "attention backward", "memory"
 """What bounds a kernel: matrix units fed by a GEMM, by a convolution, by fused attention, or memory (fusions, copies, gathers,
 reductions)."""
 
-Part = Literal["", "forward", "recompute", "backward", "update"]
+TrainingPhase = Literal["", "forward", "recompute", "backward", "update"]
 """What a kernel is for in a training step; nothing where nobody says."""
 
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
+CollectiveKind = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
+]
 
 Groups = tuple[tuple[int, ...], ...]
-"""Device ids that communicate with one another; all groups do so at the same time. For `permute`: (source, target) pairs."""
+"""Device ids that communicate with one another; all groups do so at the same time. For `collective_permute`: (source, target) pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Kernel:
         bytes: bytes read from and written to device memory.
         dtype: what it computes in, in HLO's spelling ("f32", "bf16", ...).
         gemm: the sizes, when `kind` is "gemm" and they are known.
-        unknown: what it is, where nobody knows what that costs: it is priced by the bytes that it must move.
+        unmodelled: what it is, where nobody knows what that costs: it is priced by the bytes that it must move.
         seconds: what it takes, if that is known, and not for a cost model to say.
         part: of the training step.
     """
@@ -56,9 +58,9 @@ class Kernel:
     bytes: float
     dtype: str = "f32"
     gemm: Gemm | None = None
-    unknown: str = ""
+    unmodelled: str = ""
     seconds: float | None = None
-    part: Part = ""
+    phase: TrainingPhase = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Collective:
 
     Attributes:
         num_bytes: bytes per device of the *whole* array of the group: operand of an all_reduce, result of an all_gather,
-            operand of a reduce_scatter, operand of an all_to_all, message of a permute.
+            operand of a reduce_scatter, operand of an all_to_all, message of a collective_permute.
         seconds: what it takes, if that is known, and not for a cost model to say.
         axis: the mesh axes that its groups lie along, `x` or `x,y`; nothing where nobody says.
     """
@@ -99,11 +101,11 @@ class Loop:
     """`body` repeated `count` times."""
 
     count: int
-    body: "Body"
+    body: "OpList"
 
 
 Op = Kernel | Start | Done | Loop
-Body = tuple[Op, ...]
+OpList = tuple[Op, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class Work:
         return Work(scaled, self.bytes * times, moved)
 
 
-def with_axes(body: Body, along: Callable[[Groups], str]) -> Body:
+def with_axes(body: OpList, along: Callable[[Groups], str]) -> OpList:
     """The same body, whose collectives say which mesh axes they lie `along`."""
     found: list[Op] = []
     for op in body:
@@ -153,7 +155,7 @@ def on_devices(collective: Collective, devices: tuple[int, ...]) -> Groups:
         ) from None
 
 
-def work_of(body: Body) -> Work:
+def work_of(body: OpList) -> Work:
     """The work of everything in `body`, loops multiplied out."""
     total = Work()
     for op in body:
@@ -177,7 +179,7 @@ def _add(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, flo
     return dict(total)
 
 
-def matrix_flops(body: Body) -> dict[str, float]:
+def matrix_flops(body: OpList) -> dict[str, float]:
     """FLOP of the products and convolutions in `body` by what they compute in, loops multiplied out."""
     done: Counter[str] = Counter()
     for op in body:
@@ -191,15 +193,17 @@ def matrix_flops(body: Body) -> dict[str, float]:
     return dict(done)
 
 
-def unknown_kernels(body: Body) -> Counter[str]:
+def unmodelled_kernels(body: OpList) -> Counter[str]:
     """How many kernels there are in `body` whose cost is not known, by what they are, loops multiplied out."""
     found: Counter[str] = Counter()
     for op in body:
         match op:
-            case Kernel() if op.unknown:
-                found[op.unknown] += 1
+            case Kernel() if op.unmodelled:
+                found[op.unmodelled] += 1
             case Loop(count, inner):
-                found.update({name: count * each for name, each in unknown_kernels(inner).items()})
+                found.update(
+                    {name: count * each for name, each in unmodelled_kernels(inner).items()}
+                )
             case _:
                 pass
     return found

@@ -27,7 +27,7 @@ from autopar.lowering.cross_mesh_resharding import tiles
 from autopar.lowering.job import Array, Job, Place, groups_of
 from autopar.plan import Plan
 from simulator.hardware.cluster import Cluster
-from simulator.hardware.heterogeneous import AnyCluster, MixedCluster
+from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster
 
 _MOST_AHEAD = 16
 """How many steps workers may have been asked for that they have not done: what they are given waits in memory."""
@@ -369,7 +369,7 @@ def cluster_of_hosts(hosts: RayHosts) -> AnyCluster:
         pools.append(Cluster.load(name).with_size(len(list(same)), count))
     if len(pools) == 1:
         return pools[0]
-    return MixedCluster(
+    return HeterogeneousCluster(
         name=f"{len(hosts.numbers)} hosts", description="hosts of a Ray cluster", pools=tuple(pools)
     )
 

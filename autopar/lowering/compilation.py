@@ -12,10 +12,10 @@ from autopar.lowering.planned import PlannedStep
 from autopar.lowering.stage_lowering import StageLowering, TaskFunction
 from autopar.lowering.target import compile_for, target_mesh
 from simulator.hardware.heterogeneous import AnyCluster
-from simulator.hlo import held_at_peak, parse_hlo
+from simulator.hlo import memory_roles_at_peak, parse_hlo
 from simulator.memory import MemoryUse, Role
 from simulator.program import Program
-from simulator.work import Body, with_axes
+from simulator.work import OpList, with_axes
 
 
 def lower_stage(
@@ -41,8 +41,8 @@ def compile_planned(
         ClusterError: a stage has devices that the cluster lacks, or of several pools.
     """
     start = time.perf_counter()
-    compiled: dict[tuple[str, Mesh], tuple[Body, MemoryUse, Mapping[Role, float]]] = {}
-    bodies: dict[str, Body] = {}
+    compiled: dict[tuple[str, Mesh], tuple[OpList, MemoryUse, Mapping[Role, float]]] = {}
+    bodies: dict[str, OpList] = {}
     memory = MeshMemory(planned)
     for number, stage in enumerate(planned.plan.stages):
         pool = cluster.pools[cluster.pool_of(stage.devices)]
@@ -52,7 +52,7 @@ def compile_planned(
             if key not in compiled:
                 target = compile_for(function.jitted, function.in_avals, pool)
                 found = with_axes(parse_hlo(target.hlo_text), stage.mesh.along)
-                compiled[key] = found, target.memory, held_at_peak(target.hlo_text)
+                compiled[key] = found, target.memory, memory_roles_at_peak(target.hlo_text)
             body, used, temporaries = compiled[key]
             bodies[function.task.name] = body
             memory.add_task(function.task, used, temporaries)

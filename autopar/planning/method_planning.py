@@ -22,7 +22,7 @@ from autopar.planning.step_planner import make_plan
 from autopar.tracing.trace import trace
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
-from simulator.hardware.heterogeneous import AnyCluster, MixedCluster, load_cluster
+from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster, load_cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def trace_for(
 def any_cluster(cluster: Any) -> AnyCluster:
     """Return the cluster that the user means, given itself, by its name or by the path of its file."""
     cluster = checked("cluster", cluster, CLUSTER)
-    return cluster if isinstance(cluster, Cluster | MixedCluster) else load_cluster(cluster)
+    return cluster if isinstance(cluster, Cluster | HeterogeneousCluster) else load_cluster(cluster)
 
 
 def single_pool(cluster: AnyCluster, what: str) -> Cluster:

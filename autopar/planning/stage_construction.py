@@ -270,7 +270,9 @@ def transfer_seconds(
     """Seconds to move bytes from some devices to others, each sending its share to one of them (what then is missing on other devices
     they gather from one another, which is not counted)."""
     pairs = tuple((a, b) for a, b in zip(source, destination, strict=False))
-    return costs.collective("permute", num_bytes / len(pairs), pairs) if num_bytes else 0.0
+    return (
+        costs.collective("collective_permute", num_bytes / len(pairs), pairs) if num_bytes else 0.0
+    )
 
 
 def submesh_shapes(mesh: Submesh, space: LogicalSpace) -> tuple[Shape, ...]:

@@ -30,10 +30,19 @@ from autopar.sharding.memory_roles import roles_at_peak
 from autopar.sharding.mesh_costs import Step
 from simulator.costs.cost_model import ClusterCosts
 from simulator.hardware.heterogeneous import AnyCluster
-from simulator.hlo.provenance import part_of
+from simulator.hlo.provenance import phase_of
 from simulator.memory import MemoryUse, Role
 from simulator.program import Program
-from simulator.work import Body, Collective, CollectiveKind, Done, Kernel, Op, Part, Start
+from simulator.work import (
+    Collective,
+    CollectiveKind,
+    Done,
+    Kernel,
+    Op,
+    OpList,
+    Start,
+    TrainingPhase,
+)
 
 _ARGUMENTS: tuple[Role, ...] = ("parameters", "optimizer", "inputs")
 """What a device holds before the step begins."""
@@ -46,7 +55,7 @@ def analytic_program(planned: PlannedStep, cluster: AnyCluster) -> Program:
         PlanError: the plan leaves choices to XLA.
         ClusterError: a stage has devices that the cluster lacks, or of several pools.
     """
-    bodies: dict[str, Body] = dict.fromkeys(planned.tasks, ())
+    bodies: dict[str, OpList] = dict.fromkeys(planned.tasks, ())
     memory, program = MeshMemory(planned), planned.program
     for number, stage in enumerate(planned.plan.stages):
         pool = cluster.pools[cluster.pool_of(stage.devices)]
@@ -99,7 +108,7 @@ class _Told:
         self._in_microbatches = {number for number, _ in micro.body} if micro else set()
         self._marks = [number for number, _ in micro.marks] if micro else []
 
-    def body(self, numbers: Iterable[int], runs: int = 1, adds: bool = False) -> Body:
+    def body(self, numbers: Iterable[int], runs: int = 1, adds: bool = False) -> OpList:
         """These equations, of which those of microbatches run so many times in a step; it may add up what microbatches make, too."""
         ops = [
             op for n in numbers for op in self._ops(n, runs if n in self._in_microbatches else 1)
@@ -107,7 +116,7 @@ class _Told:
         for number in self._marks if adds else ():
             seconds = self._seconds[number].compute / runs
             ops.append(
-                Kernel(f"accumulate #{number}", "memory", 0.0, 0.0, seconds=seconds, part="update")
+                Kernel(f"accumulate #{number}", "memory", 0.0, 0.0, seconds=seconds, phase="update")
             )
         return tuple(ops)
 
@@ -132,22 +141,22 @@ class _Told:
 
     def _ops(self, number: int, runs: int) -> Iterator[Op]:
         each = self._choices.replay.equations[number]
-        name, part = f"{each.name} #{number}", part_of(str(each.eqn.source_info.name_stack))
+        name, phase = f"{each.name} #{number}", phase_of(str(each.eqn.source_info.name_stack))
         compute, communication, resharding = (seconds / runs for seconds in self._seconds[number])
         if resharding:
             kind, _, axes = next(iter(self._moves[number]), ("", 0.0, ()))
-            yield from self._collective(f"operands of {name}", kind, axes, resharding, part)
+            yield from self._collective(f"operands of {name}", kind, axes, resharding, phase)
         kernel = self._kernel(each)
         if (compute or kernel.flops) and each.eqn.primitive is not accumulate_p:
             count = self._step.num_micro_batches if number in self._in_microbatches else 1
             flops = kernel.flops * self._times[number] * count / runs
-            yield replace(kernel, name=name, flops=flops, seconds=compute, part=part)
+            yield replace(kernel, name=name, flops=flops, seconds=compute, phase=phase)
         if communication:
             synchronised = each.synchronised(0) if each.eqn.primitive is accumulate_p else {}
             found = each.completions or tuple((kind, axis) for axis, kind in synchronised.items())
             axes = tuple(axis for _, axis in found)
             yield from self._collective(
-                name, found[0][0] if found else "", axes, communication, part
+                name, found[0][0] if found else "", axes, communication, phase
             )
 
     def _kernel(self, each: ShardedEquation) -> Kernel:
@@ -169,11 +178,11 @@ class _Told:
         kind: CollectiveKind | Literal[""],
         axes: tuple[str, ...],
         seconds: float,
-        part: Part,
+        phase: TrainingPhase,
     ) -> Iterator[Op]:
         """What communication takes, under the name of its first kind; a kernel, if all that there is to do is to copy."""
         if not kind:
-            yield Kernel(name, "memory", 0.0, 0.0, seconds=seconds, part=part)
+            yield Kernel(name, "memory", 0.0, 0.0, seconds=seconds, phase=phase)
             return
         yield Start(
             Collective(

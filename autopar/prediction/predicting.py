@@ -32,7 +32,7 @@ from simulator.engine.prediction import Prediction
 from simulator.engine.simulation import simulate as simulate_program
 from simulator.engine.timeline import Timeline
 from simulator.hardware.heterogeneous import AnyCluster
-from simulator.hlo.provenance import part_of
+from simulator.hlo.provenance import phase_of
 from simulator.program import Program
 
 Fidelity = Literal["compiled", "analytic"]
@@ -147,7 +147,7 @@ def _needed_flops(step: StepGraph) -> float:
         if (
             eqn.primitive in MARKERS
             or not eqn.outvars
-            or part_of(str(eqn.source_info.name_stack)) == "recompute"
+            or phase_of(str(eqn.source_info.name_stack)) == "recompute"
         ):
             continue
         kernel = kernel_of(eqn, [aval_of(atom).shape for atom in eqn.invars], 0.0)

@@ -10,7 +10,7 @@ from autopar.lowering.planned import Planned, single_stage
 from autopar.plan import Plan
 from autopar.sharding.options import ShardingOptions
 from simulator.costs.cost_model import ClusterCosts, CostModel
-from simulator.hardware.heterogeneous import MixedCluster, load_cluster
+from simulator.hardware.heterogeneous import HeterogeneousCluster, load_cluster
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,7 +64,7 @@ def default_costs(plan: Plan) -> CostModel:
             f"the plan is for cluster {plan.cluster!r}, which is not a shipped one; give the cost model it was made with,"
             " e.g. costs=ClusterCosts(cluster)"
         ) from error
-    if isinstance(cluster, MixedCluster):
+    if isinstance(cluster, HeterogeneousCluster):
         cluster = cluster.pools[cluster.pool_of(plan.stages[0].devices)]
     count = plan.stages[0].mesh.num_devices
     if count > cluster.num_devices:

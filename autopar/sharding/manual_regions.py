@@ -24,7 +24,7 @@ _COLLECTIVES: dict[str, CollectiveKind] = {
     **dict.fromkeys(("all_gather", "all_gather_invariant"), "all_gather"),
     "reduce_scatter": "reduce_scatter",
     "all_to_all": "all_to_all",
-    "ppermute": "permute",
+    "ppermute": "collective_permute",
 }
 
 

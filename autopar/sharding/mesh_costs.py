@@ -121,8 +121,8 @@ class Combined:
             seconds += self.model.kernel(Kernel("copy", "memory", 0.0, 4 * num_bytes))
         return seconds
 
-    def slowdown(self, groups: Groups) -> float:
-        return self.model.slowdown(groups)
+    def contention_factor(self, groups: Groups) -> float:
+        return self.model.contention_factor(groups)
 
     def link(self, groups: Groups) -> Link:
         return self.model.link(groups)

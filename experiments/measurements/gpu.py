@@ -39,7 +39,7 @@ from simulator.engine.timeline import Timeline
 from simulator.hardware.cluster import Cluster
 from simulator.hlo import parse_hlo
 from simulator.program import Program
-from simulator.work import unknown_kernels
+from simulator.work import unmodelled_kernels
 
 type Timed = MLP | GPT | ViT
 
@@ -73,7 +73,7 @@ class GpuStep:
         measured, spread: median of the repeats, and their standard deviation.
         compiled_*: predictions from XLA's program, analytic_* from the planner's work; with the calibrated device or the shipped one.
         memory_bytes: by XLA's buffer assignment.
-        unknown_kernels: of XLA's program, whose cost nobody knows.
+        unmodelled_kernels: of XLA's program, whose cost nobody knows.
     """
 
     model: str
@@ -88,7 +88,7 @@ class GpuStep:
     analytic_shipped: float
     memory_bytes: int
     analytic_memory_bytes: int
-    unknown_kernels: int
+    unmodelled_kernels: int
     compile_seconds: float
 
 
@@ -146,7 +146,7 @@ def measure(model: Timed, clusters: Clusters, repeat: int, least: float) -> GpuS
         analytic_shipped=shipped.makespan,
         memory_bytes=memory.total,
         analytic_memory_bytes=shipped.memory[0].total,
-        unknown_kernels=sum(unknown_kernels(body).values()),
+        unmodelled_kernels=sum(unmodelled_kernels(body).values()),
         compile_seconds=compile_seconds,
     )
 

@@ -23,7 +23,7 @@ from experiments.scripts.measure_cells import next_state
 from simulator.costs.kernel_model import KernelModel
 from simulator.hardware.cluster import Cluster
 from simulator.hlo import parse_hlo
-from simulator.work import Body, Kernel
+from simulator.work import Kernel, OpList
 
 STEPS = (
     (0, "bfloat16"),
@@ -82,7 +82,7 @@ def launches_of(profile: Any) -> list[Launch]:
     return [Launch(name, 1e-9 * duration) for _, duration, name in events]
 
 
-def seconds_of(body: Body, steps: Sequence[Sequence[Launch]]) -> list[float]:
+def seconds_of(body: OpList, steps: Sequence[Sequence[Launch]]) -> list[float]:
     """Seconds of each kernel of a program, the median of the steps.
 
     What libraries launch beside a kernel (they clear memory, sum partial products, pad and convert images) counts for that kernel.
@@ -116,9 +116,9 @@ def _together(launches: Sequence[Launch]) -> list[float]:
     return seconds
 
 
-def table_of(step: str, body: Body, seconds: Sequence[float], cluster: Cluster) -> pd.DataFrame:
+def table_of(step: str, body: OpList, seconds: Sequence[float], cluster: Cluster) -> pd.DataFrame:
     """A row for all kernels of a step that are alike: how many there are, and the mean of their microseconds, measured and predicted."""
-    model = KernelModel(cluster.device, hot=cluster.device.kernels.hot_in_training)
+    model = KernelModel(cluster.device, hot=cluster.device.kernels.throttles_in_training)
     rows = [
         {
             "step": step,

@@ -109,7 +109,7 @@ SMALL = 1e6
 
 UNEXPLAINED = "unexplained"
 
-KINDS = "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"
+KINDS = "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
 
 
 @dataclass(frozen=True, slots=True)

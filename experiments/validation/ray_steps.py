@@ -3,7 +3,7 @@
     python -m experiments.validation.ray_steps [--repeat 5] [--output results/tables/hosts.csv] [--calibrated cpu-hosts.yaml]
 
 All hosts are processes of this machine, with 8 virtual CPU devices between them. Measured are starting them, transfers between them by
-size, and steps. What hosts cost (`processes`, `inter_host` and `permute` of a cluster file) is fitted to the transfers and to the steps
+size, and steps. What hosts cost (`processes`, `inter_host` and `collective_permute` of a cluster file) is fitted to the transfers and to the steps
 of MLPs; it predicts the steps of GPTs, with which nothing was fitted. Of each task the simulator is told what it takes by itself, in one
 process; what it takes where all stages want the cores is its own affair.
 """
@@ -352,7 +352,7 @@ def main() -> None:
     flags.output.with_suffix(".json").write_text(
         json.dumps(circumstances(flags.repeat, before), indent=1) + "\n"
     )
-    print(here.processes, here.inter_host, here.curves.permute, sep="\n")
+    print(here.processes, here.inter_host, here.curves.collective_permute, sep="\n")
     if flags.calibrated:
         source = "fitted by python -m experiments.validation.ray_steps on a machine with"
         write_calibrated(

@@ -32,7 +32,7 @@ class Overlap:
     both: float
 
     @property
-    def slowdown(self) -> float:
+    def contention_factor(self) -> float:
         """How many times longer each takes while both go on (`simulator.hardware.cluster.Link`): all is shared that the shorter one takes."""
         longer, shorter = max(self.computed, self.moved), min(self.computed, self.moved)
         return min(2.0, max(1.0, 1 + (self.both - longer) / shorter))
@@ -188,9 +188,9 @@ def fit_cluster(
     if measured.collectives:
         curves = {kind: fit_curve(rows) for kind, rows in measured.collectives.items()}
         curve = curves["all_reduce"]
-        slowdown = base.intra_host.slowdown
+        contention = base.intra_host.contention_factor
         if measured.overlaps:
-            slowdown = mean(overlap.slowdown for overlap in measured.overlaps)
+            contention = mean(overlap.contention_factor for overlap in measured.overlaps)
         profile = CollectiveProfile(
             gpu=device.name,
             source=device.source,
@@ -199,7 +199,7 @@ def fit_cluster(
         )
         numbers = profile.link.model_dump()
         launch = numbers.pop("collective_launch_us")
-        link = Link(**numbers, slowdown=slowdown)
+        link = Link(**numbers, contention_factor=contention)
         fields |= {"intra_host": link, "collective_launch_us": launch, "collectives": profile}
     cluster = validate(Cluster, fields, device.name)
     if provenance is None:

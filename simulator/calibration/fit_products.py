@@ -24,9 +24,9 @@ _PARAMETERS = {
     "memory_efficiency": (0.85, 0.5, 1.0),
     "half_size_mb": (1.0, 1e-3, 100.0),
     "overlap": (2.5, 1.2, 8.0),
-    "whole_waves": (0.5, 1e-3, 1.0),
-    "droop": (0.1, 1e-3, 0.5),
-    "split_us": (2.0, 0.1, 10.0),
+    "wave_quantization": (0.5, 1e-3, 1.0),
+    "throttling": (0.1, 1e-3, 0.5),
+    "split_k_us": (2.0, 0.1, 10.0),
 }
 _OUTLIER = 0.05  # relative errors above this count linearly, not squared
 

@@ -8,6 +8,7 @@ import pandas as pd
 from simulator.calibration.fit_collectives import MeasuredCollectives, fit_curve
 from simulator.files import brief, one_line
 from simulator.hardware.collective_profile import CollectiveProfile, MeasuredLink, SizeCurve
+from simulator.hardware.description import RENAMED
 from simulator.work import CollectiveKind
 
 COLUMNS = ("gpu", "kind", "size", "bytes", "us")
@@ -47,7 +48,11 @@ def fit_collectives(table: pd.DataFrame, source: str) -> tuple[CollectiveProfile
         )
     kinds = get_args(CollectiveKind)
     if unknown := [kind for kind in table["kind"].unique() if kind not in kinds]:
-        raise ValueError(f"unknown kind {brief(unknown[0])}; expected some of {', '.join(kinds)}")
+        renamed = RENAMED.get(unknown[0])
+        hint = f"it is called {renamed!r} now; " if renamed in kinds else ""
+        raise ValueError(
+            f"unknown kind {brief(unknown[0])}; {hint}expected some of {', '.join(kinds)}"
+        )
     curves: dict[str, SizeCurve] = {}
     rows = []
     for kind, group in table.groupby("kind", sort=False):

@@ -64,7 +64,7 @@ def fit_links(
             "bandwidth_gb_per_s": bandwidth / 1e9,
         }
     )
-    collectives = base.curves.model_copy(update={"permute": permute})
+    collectives = base.curves.model_copy(update={"collective_permute": permute})
     return base.model_copy(update={"collectives": collectives, "inter_host": inter})
 
 
@@ -81,7 +81,9 @@ def fit_processes(base: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
     def cluster(values: NDArray) -> Cluster:
         step, task, more = (each if each > 10 * _LEAST else 0.0 for each in np.exp(values).tolist())
         return base.model_copy(
-            update={"processes": Processes(step_us=step, task_us=task, at_once=1 + more)}
+            update={
+                "processes": Processes(step_us=step, task_us=task, concurrent_instructions=1 + more)
+            }
         )
 
     def error(values: NDArray) -> float:

@@ -100,9 +100,9 @@ class Network:
         return self._permute_seconds(num_bytes, Flows(0, slower * local / cluster.nics_per_host))
 
     def _permute_seconds(self, num_bytes: float, flows: Flows) -> float:
-        curve = self.curves.curve("permute")
+        curve = self.curves.curve("collective_permute")
         within = (
-            curve.seconds("permute", num_bytes * flows.within, flows.members)
+            curve.seconds("collective_permute", num_bytes * flows.within, flows.members)
             if flows.within
             else 0.0
         )

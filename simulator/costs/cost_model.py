@@ -11,7 +11,7 @@ from simulator.costs.collective_model import Network
 from simulator.costs.kernel_model import KernelModel
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.collective_profile import sent_fraction
-from simulator.hardware.heterogeneous import AnyCluster, MixedCluster
+from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster
 from simulator.hardware.topology import Flows, find_routes
 from simulator.spans import Link
 from simulator.work import Collective, CollectiveKind, Groups, Kernel
@@ -31,7 +31,7 @@ class CostModel(Protocol):
         """
         ...
 
-    def slowdown(self, groups: Groups) -> float:
+    def contention_factor(self, groups: Groups) -> float:
         """How many times longer a collective of these groups, and computation beside it, take while both go on."""
         ...
 
@@ -104,8 +104,8 @@ class ClusterCosts:
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         return self._collective(kind, num_bytes, groups)
 
-    def slowdown(self, groups: Groups) -> float:
-        return self.network.link(self._link(groups) == "between hosts").slowdown
+    def contention_factor(self, groups: Groups) -> float:
+        return self.network.link(self._link(groups) == "between hosts").contention_factor
 
     def link(self, groups: Groups) -> Link:
         return self._link(groups)
@@ -114,7 +114,7 @@ class ClusterCosts:
         return self._cards(pairs)
 
 
-class MixedCosts:
+class HeterogeneousCosts:
     """Costs on a cluster of several pools: what happens within one costs what it does there.
 
     Only messages cross from pool to pool. Each passes a network card of either; the card that is busy longest sets the pace.
@@ -123,7 +123,7 @@ class MixedCosts:
         pools: costs of each pool by itself, its devices counted from 0.
     """
 
-    def __init__(self, cluster: MixedCluster) -> None:
+    def __init__(self, cluster: HeterogeneousCluster) -> None:
         self.cluster = cluster
         self.pools = tuple(map(ClusterCosts, cluster.pools))
         self._collective = lru_cache(maxsize=1 << 16)(self._collective_anew)
@@ -132,15 +132,15 @@ class MixedCosts:
         return self.pools[self.cluster.pool_of((device,))].kernel(kernel)
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
-        """As `CostModel.collective`. Groups over several pools, other than the pairs of a permute: `ClusterError`."""
+        """As `CostModel.collective`. Groups over several pools, other than the pairs of a collective_permute: `ClusterError`."""
         return self._collective(kind, num_bytes, groups)
 
-    def slowdown(self, groups: Groups) -> float:
-        """As `CostModel.slowdown`. Groups over several pools: `ClusterError`."""
+    def contention_factor(self, groups: Groups) -> float:
+        """As `CostModel.contention_factor`. Groups over several pools: `ClusterError`."""
         devices = [device for group in groups for device in group]
         pool = self.cluster.pool_of(devices)
         start = self.cluster.pool_starts[pool]
-        return self.pools[pool].slowdown(
+        return self.pools[pool].contention_factor(
             tuple(tuple(device - start for device in group) for group in groups)
         )
 
@@ -161,7 +161,7 @@ class MixedCosts:
                 device - self.cluster.pool_starts[pool]
                 for device, pool in zip(group, of_members, strict=True)
             ]
-            if kind != "permute" or len(set(of_members)) == 1:
+            if kind != "collective_permute" or len(set(of_members)) == 1:
                 inside[self.cluster.pool_of(group)].append(tuple(local))
             else:
                 for pool, device, way in zip(of_members, local, ("out", "in"), strict=True):
@@ -171,7 +171,7 @@ class MixedCosts:
             for pool, each in inside.items()
         ]
         for (pool, *_), messages in cards.items():
-            of_card = Flows(0, messages / self.cluster.pools[pool].cards_per_device)
+            of_card = Flows(0, messages / self.cluster.pools[pool].nics_per_device)
             seconds.append(self.pools[pool].network.collective_seconds(kind, num_bytes, of_card))
         return max(seconds)
 
@@ -191,7 +191,7 @@ def _cards(cluster: AnyCluster, pairs: Groups) -> Mapping[Hashable, float]:
                 pool = cluster.pools[number]
                 nic = pool.nic_of(device - cluster.pool_starts[number])
                 assert pool.inter_host is not None  # else there were no other hosts
-                seconds = 1 / (pool.inter_host.bandwidth_gb_per_s * pool.cards_per_device)
+                seconds = 1 / (pool.inter_host.bandwidth_gb_per_s * pool.nics_per_device)
                 busy[number, way, nic] += seconds
                 if upward:
                     busy[number, f"{way} of the switch", nic] += pool.oversubscription * seconds
@@ -210,9 +210,9 @@ def _goes_up(cluster: AnyCluster, source: int, target: int) -> bool:
     )
 
 
-def costs_of(cluster: AnyCluster) -> ClusterCosts | MixedCosts:
+def costs_of(cluster: AnyCluster) -> ClusterCosts | HeterogeneousCosts:
     """The costs that a described cluster implies."""
-    return ClusterCosts(cluster) if isinstance(cluster, Cluster) else MixedCosts(cluster)
+    return ClusterCosts(cluster) if isinstance(cluster, Cluster) else HeterogeneousCosts(cluster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ class BandwidthOnly:
         size = max(len(set(group)) for group in groups)  # a device that sends to itself is alone
         return sent_fraction(kind, size) * num_bytes / self.bandwidth if size > 1 else 0.0
 
-    def slowdown(self, groups: Groups) -> float:
+    def contention_factor(self, groups: Groups) -> float:
         return 1.0
 
     def link(self, groups: Groups) -> Link:

@@ -33,7 +33,7 @@ _TILES = tuple(
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _STEP = 32  # elements of the inner dimension that a core multiplies at once
 _PACE = 4  # exponent of the norm that joins what paces a tile
-_DROOP_SECONDS = 3e-3  # of full load after which half of the clock's droop is seen
+_THROTTLING_SECONDS = 3e-3  # of full load after which half of the clock's throttling is seen
 _WIDTHS = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1}
 
 
@@ -60,8 +60,8 @@ class GemmModel:
     cache: float
     half_size: float
     overlap: float
-    whole_waves: float
-    droop: float
+    wave_quantization: float
+    throttling: float
     split: float
     hot: bool
     _paces: tuple[tuple[int, int, float], ...] = field(init=False, repr=False, compare=False)
@@ -84,9 +84,9 @@ class GemmModel:
             cache=1e9 * profile.cache_gb_per_s_per_core if profile.cache_gb_per_s_per_core else inf,
             half_size=1e6 * profile.half_size_mb,
             overlap=profile.overlap,
-            whole_waves=profile.whole_waves,
-            droop=profile.droop,
-            split=1e-6 * profile.split_us,
+            wave_quantization=profile.wave_quantization,
+            throttling=profile.throttling,
+            split=1e-6 * profile.split_k_us,
             hot=hot,
         )
 
@@ -120,7 +120,9 @@ class GemmModel:
         for rows, columns, pace in self._paces:
             tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
             for split in _SPLITS:
-                waves = _waves(tiles * split / self.cores, self.whole_waves, np.ceil, np.maximum)
+                waves = _waves(
+                    tiles * split / self.cores, self.wave_quantization, np.ceil, np.maximum
+                )
                 depth = np.ceil(k / split / _STEP) * _STEP
                 busy = joined(
                     waves * (self.tile + depth * pace) * heat,
@@ -142,9 +144,9 @@ class GemmModel:
     def heat(self, flops):
         """By how much a product of so many FLOP takes longer than on a cool device."""
         if self.hot:
-            return 1 + self.droop
+            return 1 + self.throttling
         load = flops / self.peak
-        return 1 + self.droop * load / (load + _DROOP_SECONDS)
+        return 1 + self.throttling * load / (load + _THROTTLING_SECONDS)
 
     def _pace(self, rows: int, columns: int) -> float:
         """Seconds of one element of the inner dimension of a tile."""
@@ -172,7 +174,7 @@ def _waves(waves, whole: float, ceiling, maximum):
 @lru_cache(maxsize=1 << 16)
 def _seconds(model: GemmModel, m: int, n: int, k: int, batch: int, moved: float | None) -> float:
     """`GemmModel.seconds_of` for one product, without the overhead of arrays."""
-    cores, whole, tile, power = model.cores, model.whole_waves, model.tile, model.overlap
+    cores, whole, tile, power = model.cores, model.wave_quantization, model.tile, model.overlap
     result = m * n * batch
     memory = model.transfer(
         model.width * (batch * (m * k + k * n) + result) if moved is None else moved

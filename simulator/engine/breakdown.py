@@ -22,7 +22,7 @@ _PARTS: dict[Phase, str] = {
     "I": "backward",
     "W": "backward",
     "U": "update",
-    "S": "whole",
+    "S": "unattributed",
 }
 
 
@@ -102,8 +102,8 @@ def prediction_of(
         devices=sum(sizes),
         tokens=tokens,
         examples=timeline.examples,
-        whole=parts["whole"],
-        unknown=timeline.unknown,
+        unattributed=parts["unattributed"],
+        unmodelled_kernels=timeline.unmodelled_kernels,
         timeline=timeline,
     )
 
@@ -112,7 +112,7 @@ def _compute_seconds(own: list[Span]) -> tuple[defaultdict[str, float], defaultd
     """What the compute stream of a mesh does, and what collectives it waits for."""
     parts: defaultdict[str, float] = defaultdict(float)
     exposed: defaultdict[str, float] = defaultdict(float)
-    trains = any(span.part == "backward" for span in own)
+    trains = any(span.phase == "backward" for span in own)
     for span in own:
         if span.stream != "compute":
             continue
@@ -123,11 +123,11 @@ def _compute_seconds(own: list[Span]) -> tuple[defaultdict[str, float], defaultd
                 parts[span.category] += span.seconds
             case _:
                 part = _part(span.task)
-                if span.part and (
-                    (part == "whole" and trains)
-                    or (part == "backward" and span.part == "recompute")
+                if span.phase and (
+                    (part == "unattributed" and trains)
+                    or (part == "backward" and span.phase == "recompute")
                 ):
-                    part = span.part
+                    part = span.phase
                 parts[part] += span.seconds
     return parts, exposed
 
@@ -141,7 +141,7 @@ def _axis(span: Span) -> str:
 @cache
 def _part(task: str) -> str:
     instruction = parse_instruction(task)
-    return _PARTS[instruction.phase] if isinstance(instruction, Run) else "whole"
+    return _PARTS[instruction.phase] if isinstance(instruction, Run) else "unattributed"
 
 
 def _peak(done: Mapping[str, float], device: Device) -> float:

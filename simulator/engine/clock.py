@@ -159,7 +159,8 @@ class Clock:
             case Send(_, to, num_bytes):
                 pairs = self.program.pairs(mesh, to)
                 return MaxPlusMap.transfer(
-                    costs.collective("permute", num_bytes / len(pairs), pairs), costs.link(pairs)
+                    costs.collective("collective_permute", num_bytes / len(pairs), pairs),
+                    costs.link(pairs),
                 )
             case Recv(_, _, gather) if gather is not None:
                 return max_plus_map_of((Start(gather), Done(gather.name)), costs, devices)

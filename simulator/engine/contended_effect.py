@@ -16,7 +16,7 @@ from typing import NamedTuple, assert_never
 
 from simulator.costs.cost_model import CostModel, collective_seconds, kernel_seconds
 from simulator.spans import Link
-from simulator.work import Body, Done, Kernel, Loop, Start, on_devices
+from simulator.work import Done, Kernel, Loop, OpList, Start, on_devices
 
 _MAX_PIECES = 256  # of a task that has more of them, the engine finds the time sooner
 
@@ -41,7 +41,7 @@ class PiecewiseEffect:
 
 
 def piecewise_effect_of(
-    body: Body, costs: CostModel, devices: tuple[int, ...]
+    body: OpList, costs: CostModel, devices: tuple[int, ...]
 ) -> PiecewiseEffect | None:
     """The effect of a body on the mesh of `devices`, as `simulator.engine.simulation.simulate` plays it where nothing else is under way but
     what was sent. None if it leaves a collective that nobody waited for, uses several classes of links, or has more pieces than are worth it.
@@ -52,7 +52,7 @@ def piecewise_effect_of(
     return PiecewiseEffect(pieces, *links)
 
 
-def _links(body: Body, costs: CostModel, devices: tuple[int, ...]) -> Iterator[Link]:
+def _links(body: OpList, costs: CostModel, devices: tuple[int, ...]) -> Iterator[Link]:
     for op in body:
         match op:
             case Start(each):
@@ -86,7 +86,7 @@ type _Op = _Compute | _Begin | _End | _Repeat
 type _Ops = tuple[_Op, ...]
 
 
-def _priced(body: Body, costs: CostModel, devices: tuple[int, ...]) -> Iterator[_Op]:
+def _priced(body: OpList, costs: CostModel, devices: tuple[int, ...]) -> Iterator[_Op]:
     """The seconds of a body; kernels that follow one another are one."""
     seconds = 0.0
     for op in body:
@@ -105,7 +105,9 @@ def _priced(body: Body, costs: CostModel, devices: tuple[int, ...]) -> Iterator[
             case Start(each):
                 groups = on_devices(each, devices)
                 priced = _Begin(
-                    each.name, collective_seconds(costs, each, groups), costs.slowdown(groups)
+                    each.name,
+                    collective_seconds(costs, each, groups),
+                    costs.contention_factor(groups),
                 )
             case Done(name):
                 priced = _End(name)

@@ -15,7 +15,7 @@ from typing import assert_never
 
 from simulator.costs.cost_model import CostModel, collective_seconds, kernel_seconds
 from simulator.spans import Link
-from simulator.work import Body, Done, Kernel, Loop, Start, on_devices
+from simulator.work import Done, Kernel, Loop, OpList, Start, on_devices
 
 Row = tuple[float, float, float]
 """Seconds after c, k and l, the latest of which is meant; -inf where one of them doesn't matter."""
@@ -57,7 +57,7 @@ class MaxPlusMap:
         return done
 
 
-def contends(body: Body, costs: CostModel, devices: tuple[int, ...]) -> bool:
+def contends(body: OpList, costs: CostModel, devices: tuple[int, ...]) -> bool:
     """Whether something is computed beside a collective that slows it: how much depends on what else is under way, so a body like this
     has no `MaxPlusMap`, but maybe a `simulator.engine.contended_effect.PiecewiseEffect`.
     """
@@ -68,7 +68,7 @@ def contends(body: Body, costs: CostModel, devices: tuple[int, ...]) -> bool:
                 if running:
                     return True
             case Start(each):
-                if costs.slowdown(on_devices(each, devices)) > 1:
+                if costs.contention_factor(on_devices(each, devices)) > 1:
                     running.add(each.name)
             case Done(name):
                 running.discard(name)
@@ -80,7 +80,7 @@ def contends(body: Body, costs: CostModel, devices: tuple[int, ...]) -> bool:
     return bool(running)
 
 
-def max_plus_map_of(body: Body, costs: CostModel, devices: tuple[int, ...]) -> MaxPlusMap:
+def max_plus_map_of(body: OpList, costs: CostModel, devices: tuple[int, ...]) -> MaxPlusMap:
     """The effect of a body that doesn't contend on the mesh of `devices`, as `simulator.engine.simulation.simulate` plays it.
 
     Raises:

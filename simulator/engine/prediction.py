@@ -8,7 +8,7 @@ from statistics import NormalDist
 from simulator.engine.timeline import Timeline
 from simulator.memory import Footprint
 
-PARTS = ("forward", "backward", "recompute", "update", "whole", "bubble", "host")
+PARTS = ("forward", "backward", "recompute", "update", "unattributed", "bubble", "host")
 """Where the time goes, beside exposed communication."""
 
 # Standard deviations of the relative error of each kind of time. Products and collectives that were measured one by one are off by 6 to 7 % and
@@ -26,10 +26,10 @@ class Prediction:
         forward, backward, recompute: computation of all microbatches on the busiest device. A compiled program tells what it computes again
             by the names that JAX gives operations (`jax.checkpoint`); without them it is part of `backward`.
         update: the optimizer.
-        whole: computation of a program that is not cut into phases.
+        unattributed: computation of a program that is not cut into phases.
         bubble: waiting for other stages.
         host: waiting for the host to launch kernels or to hand over instructions.
-        exposed: communication that nothing hides, by axis: "tensor", "pipeline" and "data" of a formula; the axes of the mesh of a program
+        exposed: communication that nothing hides, by axis: "tensor", "pipeline" and "data" of a scenario; the axes of the mesh of a program
             ("x", or "x,y" along both; the kind of a collective that doesn't say), and "pipeline" for sends between stages.
         communication: all of it, likewise.
         memory: bytes on the device that needs most; without parts if the program does not say.
@@ -37,8 +37,8 @@ class Prediction:
         peak_flop_per_s: of all devices, in the precisions that are used.
         devices: how many.
         tokens, examples: of the step; 0 if the program does not say.
-        unknown: how many kernels of each sort were priced by the bytes they must move, as nobody knows what they cost.
-        timeline: what happens when; None of a formula.
+        unmodelled_kernels: how many kernels of each sort were priced by the bytes they must move, as nobody knows what they cost.
+        timeline: what happens when; None for a scenario.
     """
 
     seconds: float
@@ -57,8 +57,8 @@ class Prediction:
     devices: int
     tokens: int
     examples: int = 0
-    whole: float = 0.0
-    unknown: Mapping[str, int] = field(default_factory=dict)
+    unattributed: float = 0.0
+    unmodelled_kernels: Mapping[str, int] = field(default_factory=dict)
     timeline: Timeline | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class Prediction:
             self.update,
             self.bubble,
             self.host,
-            self.whole,
+            self.unattributed,
         )
         if isfinite(self.seconds + sum(parts) + sum(self.exposed.values()) + self.memory.total):
             return
@@ -157,5 +157,5 @@ class Prediction:
             "mfu",
             "hfu",
         )
-        row |= {f"unknown {name}": count for name, count in self.unknown.items()}
+        row |= {f"unmodelled {name}": count for name, count in self.unmodelled_kernels.items()}
         return row | {name: getattr(self, name) for name in rates}

@@ -1,7 +1,7 @@
 """Clock of hosts that are processes on one machine and share its cores: virtual CPU devices that stand in for a cluster.
 
 Such a process carries out one instruction after the other, those of all its meshes in the order of `walk`, and waits for each to end.
-What is under way at the same time shares the cores of the machine, whichever host it is of: up to `Processes.at_once` instructions go
+What is under way at the same time shares the cores of the machine, whichever host it is of: up to `Processes.concurrent_instructions` instructions go
 on at full speed, more of them each at an equal part of it (processor sharing; Kleinrock, Queueing Systems II, 1976, chapter 4).
 """
 
@@ -96,7 +96,7 @@ class _Clock:
                 process.todo for process in self._processes.values()
             )  # else `walk` had found a deadlock
             return False
-        rate = min(1.0, self._host.at_once / len(busy))
+        rate = min(1.0, self._host.concurrent_instructions / len(busy))
         least = min(process.left for process in busy if process.left is not None)
         self._time += least / rate
         for process in busy:
@@ -126,7 +126,7 @@ class _Clock:
             case Recv(value, source, gather):
                 pairs = self._program.pairs(source, mesh)
                 num_bytes = self._num_bytes[value, source, mesh]
-                found = self._costs.collective("permute", num_bytes / len(pairs), pairs)
+                found = self._costs.collective("collective_permute", num_bytes / len(pairs), pairs)
                 if gather is not None:
                     groups = on_devices(gather, self._program.meshes[mesh])
                     found += self._costs.collective(gather.kind, gather.num_bytes, groups)

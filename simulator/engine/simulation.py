@@ -19,7 +19,7 @@ from simulator.engine.timeline import Timeline
 from simulator.hardware.heterogeneous import AnyCluster
 from simulator.program import Free, Instruction, Program, Recv, Run, Send, walk
 from simulator.spans import LINKS, Arrow, Span
-from simulator.work import Body, Done, Start
+from simulator.work import Done, OpList, Start
 
 
 def simulate(
@@ -69,7 +69,7 @@ def simulate(
         tuple(arrows),
         levels,
         program.matrix_flops(),
-        program.unknown_kernels(),
+        program.unmodelled_kernels(),
         program.model_flops,
         program.examples,
     )
@@ -185,7 +185,7 @@ class _Engine:
             case Recv(value, source, gather):
                 if (value, source, mesh) not in self._sent:
                     return False
-                body: Body = () if gather is None else (Start(gather),)
+                body: OpList = () if gather is None else (Start(gather),)
             case Run():
                 body = self._program.body(instruction)
             case _:
@@ -196,7 +196,7 @@ class _Engine:
         pairs = self._program.pairs(streams.mesh, send.to)
         num_bytes, link = send.num_bytes / len(pairs), streams.link(pairs)
         seconds, value = (
-            self._costs.collective("permute", num_bytes, pairs),
+            self._costs.collective("collective_permute", num_bytes, pairs),
             (send.value, streams.mesh, send.to),
         )
         cards = self.meetings.get((streams.mesh, send.to), {})
@@ -204,7 +204,7 @@ class _Engine:
             self._sent[value] = streams.communicate(str(send), seconds, "send", link)
             return
         streams.settle(link)
-        latency = self._costs.collective("permute", 0.0, pairs)
+        latency = self._costs.collective("collective_permute", 0.0, pairs)
         ready = max(streams.compute, streams.free[link])
         self._cards.send(Message(str(send), value, ready, latency, seconds - latency, cards))
 

@@ -4,7 +4,7 @@ Each class of links takes one thing after the other, in the order in which the c
 classes goes on at the same time. (XLA:GPU issues collectives on streams of their own; what it does on one of them is in order, and NCCL
 gives two that share a link no more than one after the other. A ring over several hosts is taken to leave links within them free.)
 
-Where computation and collectives slow each other (`Link.slowdown`), both go on at a part of their speed while they share a device, so
+Where computation and collectives slow each other (`Link.contention_factor`), both go on at a part of their speed while they share a device, so
 when a collective ends depends on what is computed beside it; computation is as slow as the worst of what goes on beside it. It is known when the compute stream has come so far, or waits; once a
 value is sent to another mesh, what is still under way goes on at full speed.
 
@@ -21,7 +21,17 @@ from typing import Literal, assert_never
 from simulator.costs.cost_model import CostModel, collective_seconds, kernel_seconds
 from simulator.memory import Level
 from simulator.spans import LINKS, Category, Link, Span, Stream
-from simulator.work import Body, Collective, Done, Groups, Kernel, Loop, Part, Start, on_devices
+from simulator.work import (
+    Collective,
+    Done,
+    Groups,
+    Kernel,
+    Loop,
+    OpList,
+    Start,
+    TrainingPhase,
+    on_devices,
+)
 
 
 @dataclass(slots=True)
@@ -91,14 +101,14 @@ class Streams:
         if self.host > since:
             self._record(name, "host", since, self.host, "dispatch")
 
-    def play(self, body: Body) -> None:
+    def play(self, body: OpList) -> None:
         for op in body:
             match op:
                 case Kernel():
                     self._launch(op.name)
                     start = self.compute
                     self._compute(kernel_seconds(self.costs, op, self.devices[0]))
-                    self._record(op.name, "compute", start, self.compute, op.kind, part=op.part)
+                    self._record(op.name, "compute", start, self.compute, op.kind, phase=op.phase)
                 case Start(collective):
                     self._launch(collective.name)
                     self._start(collective)
@@ -143,7 +153,7 @@ class Streams:
             self.links[groups] = self.costs.link(groups)
         return self.links[groups]
 
-    def uses(self, link: Link, body: Body) -> bool:
+    def uses(self, link: Link, body: OpList) -> bool:
         """Whether a body communicates over a link."""
         for op in body:
             match op:
@@ -185,7 +195,7 @@ class Streams:
         """Hand a collective to its link now."""
         groups = self._global(collective)
         seconds = collective_seconds(self.costs, collective, groups)
-        slowdown, link = self.costs.slowdown(groups), self.link(groups)
+        slowdown, link = self.costs.contention_factor(groups), self.link(groups)
         if slowdown == 1 and not self.under_way[link]:
             span = self.communicate(
                 collective.name, seconds, collective.kind, link, collective.axis
@@ -286,10 +296,10 @@ class Streams:
             return
         begins = self._clocks()
         busy: defaultdict[
-            tuple[Stream, Category, Category | None, Link | None, Part, str], float
+            tuple[Stream, Category, Category | None, Link | None, TrainingPhase, str], float
         ] = defaultdict(float)
         for span in pattern:
-            busy[span.stream, span.category, span.awaited, span.link, span.part, span.axis] += (
+            busy[span.stream, span.category, span.awaited, span.link, span.phase, span.axis] += (
                 count * span.seconds
             )
         for (stream, category, awaited, link, part, axis), seconds in busy.items():
@@ -336,7 +346,7 @@ class Streams:
         end: float,
         category: Category,
         awaited: Category | None = None,
-        part: Part = "",
+        phase: TrainingPhase = "",
         axis: str = "",
     ) -> None:
         self.spans.append(
@@ -349,7 +359,7 @@ class Streams:
                 category,
                 self.task,
                 awaited=awaited,
-                part=part,
+                phase=phase,
                 axis=axis,
             )
         )

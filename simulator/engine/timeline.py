@@ -26,7 +26,7 @@ class Timeline:
         arrows: the values that go from mesh to mesh.
         levels: for each mesh, from when on (seconds) one of its devices holds what; empty if the program does not say.
         flops: of products and convolutions on all devices, by what they compute in; empty if nobody says.
-        unknown: how many kernels of each sort were priced by their bytes alone, as nobody knows what they cost.
+        unmodelled_kernels: how many kernels of each sort were priced by their bytes alone, as nobody knows what they cost.
         model_flops, examples: as of a `Program`.
     """
 
@@ -36,7 +36,7 @@ class Timeline:
     arrows: tuple[Arrow, ...] = ()
     levels: tuple[tuple[tuple[float, Level], ...], ...] = ()
     flops: Mapping[str, float] = field(default_factory=dict)
-    unknown: Mapping[str, int] = field(default_factory=dict)
+    unmodelled_kernels: Mapping[str, int] = field(default_factory=dict)
     model_flops: float | None = None
     examples: int = 0
 
@@ -115,7 +115,7 @@ class Timeline:
             )
         rows += [
             f"{count} x {name}: cost unknown, priced by its bytes"
-            for name, count in self.unknown.items()
+            for name, count in self.unmodelled_kernels.items()
         ]
         return "\n".join(rows)
 

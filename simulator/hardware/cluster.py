@@ -20,7 +20,7 @@ from simulator.hardware.kernel_profile import PROFILES as KERNELS
 from simulator.hardware.kernel_profile import KernelProfile
 
 _CLUSTERS = Path(__file__).parent / "clusters"
-_MIXED = _CLUSTERS / "mixed"
+_HETEROGENEOUS = _CLUSTERS / "heterogeneous"
 _DEVICES = Path(__file__).parent / "devices"
 
 _MEASURED = {
@@ -98,14 +98,14 @@ class Link(Description):
         bandwidth_gb_per_s: bytes that one sender gets to one receiver per second, large messages, one direction.
         latency_us: time of one hop of an empty message.
         half_size_mb: message at which half of the bandwidth is reached (`simulator.costs.collective_model`).
-        slowdown: how many times longer computation and a collective over this link take while a device does both: 1 where they don't
+        contention_factor: how many times longer computation and a collective over this link take while a device does both: 1 where they don't
             disturb each other, 2 where one after the other is as fast.
     """
 
     bandwidth_gb_per_s: PositiveFloat
     latency_us: NonNegativeFloat
     half_size_mb: NonNegativeFloat = 0.0
-    slowdown: float = Field(default=1.0, ge=1, le=2)
+    contention_factor: float = Field(default=1.0, ge=1, le=2)
 
 
 class Processes(Description):
@@ -114,12 +114,12 @@ class Processes(Description):
     Attributes:
         step_us: what a step costs a host beside its instructions: being told of it, and telling that it is done.
         task_us: what a task costs a host beside what it takes by itself.
-        at_once: how many instructions the machine carries out at full speed at the same time; 1 where each keeps all cores busy.
+        concurrent_instructions: how many instructions the machine carries out at full speed at the same time; 1 where each keeps all cores busy.
     """
 
     step_us: NonNegativeFloat = 0.0
     task_us: NonNegativeFloat = 0.0
-    at_once: float = Field(default=1.0, ge=1)
+    concurrent_instructions: float = Field(default=1.0, ge=1)
 
 
 class Provenance(Description):
@@ -250,7 +250,7 @@ class Cluster(Description):
         """Collectives within a host: `collectives` at the bandwidth of `intra_host`, with what wasn't measured as that implies."""
         link = self.link
         measured = None if self.collectives is None else self.collectives.over(link)
-        if measured is not None and measured.permute is not None:
+        if measured is not None and measured.collective_permute is not None:
             return measured
         implied = SizeCurve(
             launch_us=link.collective_launch_us,
@@ -262,11 +262,11 @@ class Cluster(Description):
             return CollectiveProfile(
                 gpu=self.device.name, source=self.source, link=link, all_reduce=implied
             )
-        return measured.model_copy(update={"permute": implied})
+        return measured.model_copy(update={"collective_permute": implied})
 
     @property
     def pools(self) -> "tuple[Cluster, ...]":
-        """The cluster itself: its hosts are one pool (`MixedCluster` has several)."""
+        """The cluster itself: its hosts are one pool (`HeterogeneousCluster` has several)."""
         return (self,)
 
     @property
@@ -310,7 +310,7 @@ class Cluster(Description):
         return host * self.bridges_per_host + local * self.bridges_per_host // self.devices_per_host
 
     @property
-    def cards_per_device(self) -> float:
+    def nics_per_device(self) -> float:
         """Network cards that a device has for itself, each message in equal parts over them; 1 where devices share cards."""
         return max(1.0, self.nics_per_host / self.devices_per_host)
 
@@ -383,20 +383,23 @@ def cluster_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _CLUSTERS.glob("*.yaml")))
 
 
-def mixed_cluster_names() -> tuple[str, ...]:
+def heterogeneous_cluster_names() -> tuple[str, ...]:
     """Names of the clusters of unequal hosts that come with the package."""
-    return tuple(sorted(path.stem for path in _MIXED.glob("*.yaml")))
+    return tuple(sorted(path.stem for path in _HETEROGENEOUS.glob("*.yaml")))
 
 
 def cluster_path(name_or_path: str | Path, beside: Path | None = None) -> Path:
     """The file of a shipped cluster, or a path to another; relative to the folder of the file `beside` where one is given."""
-    for names, folder in ((cluster_names(), _CLUSTERS), (mixed_cluster_names(), _MIXED)):
+    for names, folder in (
+        (cluster_names(), _CLUSTERS),
+        (heterogeneous_cluster_names(), _HETEROGENEOUS),
+    ):
         if str(name_or_path) in names:
             return folder / f"{name_or_path}.yaml"
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         raise ClusterError(
-            f"unknown cluster {brief(str(name_or_path))}; expected one of {', '.join(cluster_names() + mixed_cluster_names())}, "
+            f"unknown cluster {brief(str(name_or_path))}; expected one of {', '.join(cluster_names() + heterogeneous_cluster_names())}, "
             "or a path to a .yaml file"
         )
     return path if beside is None else beside.parent / path

@@ -123,7 +123,7 @@ class CollectiveProfile(Description):
         gpu: the device's name.
         source: what was measured, by whom, under which licence, and what was held out.
         link: what they were measured over. On a link of another bandwidth, bandwidths are others in proportion.
-        permute: messages between two devices.
+        collective_permute: messages between two devices.
         nvls: all_reduces whose sums the switch makes (NVLink SHARP), where that was told from rings.
     """
 
@@ -134,7 +134,7 @@ class CollectiveProfile(Description):
     all_gather: SizeCurve | None = None
     reduce_scatter: SizeCurve | None = None
     all_to_all: SizeCurve | None = None
-    permute: SizeCurve | None = None
+    collective_permute: SizeCurve | None = None
     nvls: SwitchCurve | None = None
 
     def curve(self, kind: CollectiveKind) -> SizeCurve:
@@ -147,8 +147,8 @@ class CollectiveProfile(Description):
                 return self.reduce_scatter or self.all_gather or self.all_reduce
             case "all_to_all":
                 return self.all_to_all or self.all_reduce
-            case "permute":
-                return self.permute or self.all_to_all or self.all_reduce
+            case "collective_permute":
+                return self.collective_permute or self.all_to_all or self.all_reduce
 
     def over(self, link: MeasuredLink) -> Self:
         """The same over a link of another bandwidth."""
@@ -176,7 +176,7 @@ def sent_fraction(kind: CollectiveKind, size: int) -> float:
             return 2 * (size - 1) / size
         case "all_gather" | "reduce_scatter" | "all_to_all":
             return (size - 1) / size
-        case "permute":
+        case "collective_permute":
             return 1.0
         case _:
             assert_never(kind)
@@ -189,7 +189,7 @@ def hops(kind: CollectiveKind, size: int) -> int:
             return 2 * (size - 1)
         case "all_gather" | "reduce_scatter":
             return size - 1
-        case "all_to_all" | "permute":
+        case "all_to_all" | "collective_permute":
             return 1
         case _:
             assert_never(kind)

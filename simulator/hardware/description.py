@@ -2,7 +2,7 @@
 
 import difflib
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
@@ -15,6 +15,17 @@ from simulator.files import brief, one_line, read_yaml
 
 _LEAST, _MOST = 1e-15, 1e15
 _SHOWN = 10  # errors of one description
+
+RENAMED: Mapping[str, str] = {
+    "at_once": "concurrent_instructions",
+    "droop": "throttling",
+    "hot_in_training": "throttles_in_training",
+    "permute": "collective_permute",
+    "slowdown": "contention_factor",
+    "split_us": "split_k_us",
+    "whole_waves": "wave_quantization",
+}
+"""New names of fields that had other names in earlier versions, by the old name. Errors about an unknown field name the new one."""
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
@@ -122,14 +133,21 @@ def _explain(kind: type[Description], error: ErrorDetails) -> str:
             return f"{field}: missing; expected {_describe(annotation)}"
         case "extra_forbidden":
             valid = list(_section(kind, error["loc"][:-1]).model_fields)
-            close = difflib.get_close_matches(str(error["loc"][-1]), valid, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
+            hint = _hint(str(error["loc"][-1]), valid)
             return f"{field}: unknown field (given {brief(error['input'])}); {hint}valid: {', '.join(valid)}"
         case "value_error":  # from a check over several fields, which says everything itself
             problem = error["msg"].removeprefix("Value error, ")
             return f"{field}.{problem}" if field else problem
         case _:
             return f"{field}: given {brief(error['input'])}; {error['msg'].replace('Input should be', 'expected')}"
+
+
+def _hint(field: str, valid: Sequence[str]) -> str:
+    """Return what to write instead of an unknown field; empty if no valid one is like it."""
+    if (new := RENAMED.get(field)) in valid:
+        return f"it is called {new!r} now; "
+    close = difflib.get_close_matches(field, valid, n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def _section(kind: type[Description], path: tuple[int | str, ...]) -> type[Description]:

@@ -23,7 +23,7 @@ from simulator.hardware.cluster import Cluster, cluster_path
 from simulator.hardware.description import ClusterError, Description, read, validate
 
 
-class MixedCluster(Description):
+class HeterogeneousCluster(Description):
     """Pools of equal hosts that differ in their number of devices, or in what their devices are.
 
     Devices are numbered pool by pool, within a pool as the `Cluster` numbers them. Messages between pools take the network cards
@@ -96,7 +96,7 @@ class MixedCluster(Description):
         return parts[0] if len(parts) == 1 else self.model_copy(update={"pools": tuple(parts)})
 
 
-type AnyCluster = Cluster | MixedCluster
+type AnyCluster = Cluster | HeterogeneousCluster
 
 
 def load_cluster(name_or_path: str | Path) -> AnyCluster:
@@ -106,7 +106,7 @@ def load_cluster(name_or_path: str | Path) -> AnyCluster:
     return _mixed(fields, path) if "pools" in fields else Cluster.of_fields(fields, path)
 
 
-def _mixed(fields: Mapping[str, Any], path: Path) -> MixedCluster:
+def _mixed(fields: Mapping[str, Any], path: Path) -> HeterogeneousCluster:
     given = fields["pools"]
     if not isinstance(given, list) or not all(isinstance(pool, dict) for pool in given):
         raise ClusterError(
@@ -118,7 +118,7 @@ def _mixed(fields: Mapping[str, Any], path: Path) -> MixedCluster:
         Cluster.of_fields(_pool_fields(common, pool, i, path), path, f": pools.{i}")
         for i, pool in enumerate(given)
     ]
-    return validate(MixedCluster, own | {"pools": tuple(pools)}, path)
+    return validate(HeterogeneousCluster, own | {"pools": tuple(pools)}, path)
 
 
 def _pool_fields(

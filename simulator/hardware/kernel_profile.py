@@ -47,10 +47,10 @@ class KernelProfile(Description):
         memory_efficiency: fraction of the memory bandwidth that long transfers reach.
         half_size_mb: transfer for which the ramp of the memory system costs as much as the transfer.
         overlap: exponent of the norm that joins arithmetic and traffic: 1 adds them, a large one hides the shorter.
-        whole_waves: 1 where a partial wave of tiles costs a whole one, 0 where only its part.
-        droop: by how much a product takes longer once the device is hot.
-        hot_in_training: whether the clock drops so far in training; otherwise only within long products.
-        split_us: starting the sum of split products.
+        wave_quantization: 1 where a partial wave of tiles costs a whole one, 0 where only its part.
+        throttling: by how much a product takes longer once the device is hot.
+        throttles_in_training: whether the clock drops so far in training; otherwise only within long products.
+        split_k_us: starting the sum of split products.
         attention: how close to the peak fused attention comes.
         held_out_error: mean absolute relative error on measured shapes outside the fit.
     """
@@ -66,10 +66,10 @@ class KernelProfile(Description):
     memory_efficiency: Fraction
     half_size_mb: NonNegativeFloat = 0.0
     overlap: float = Field(default=2.5, ge=1)
-    whole_waves: float = Field(default=1.0, ge=0, le=1)
-    droop: NonNegativeFloat = 0.0
-    hot_in_training: bool = False
-    split_us: NonNegativeFloat = 0.0
+    wave_quantization: float = Field(default=1.0, ge=0, le=1)
+    throttling: NonNegativeFloat = 0.0
+    throttles_in_training: bool = False
+    split_k_us: NonNegativeFloat = 0.0
     attention: FusedAttention = FusedAttention()
     held_out_error: NonNegativeFloat | None = None
 

@@ -57,7 +57,7 @@ def device_schema() -> dict[str, Any]:
     return _schema(Device)
 
 
-def mixed_schema() -> dict[str, Any]:
+def heterogeneous_schema() -> dict[str, Any]:
     """Of a cluster with pools of unlike hosts; a pool has what it shares with no other pool, and with no cluster that it is like."""
     schema = _cluster()
     fields = schema.pop("properties")
@@ -77,7 +77,7 @@ def mixed_schema() -> dict[str, Any]:
 SCHEMAS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "cluster": cluster_schema,
     "device": device_schema,
-    "mixed": mixed_schema,
+    "heterogeneous": heterogeneous_schema,
 }
 """By the kind of file."""
 

@@ -40,7 +40,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Flows:
-    """Messages of a permute that meet.
+    """Messages of a collective_permute that meet.
 
     Attributes:
         within: most of them into or out of one device within a host.
@@ -57,12 +57,12 @@ Routes = frozenset[Ring] | Flows
 
 
 def find_routes(cluster: Cluster, kind: CollectiveKind, groups: Groups) -> Routes:
-    """The different rings (or the flows of a permute) that `groups` form on `cluster`, all at the same time."""
+    """The different rings (or the flows of a collective_permute) that `groups` form on `cluster`, all at the same time."""
     if not groups:
         raise ValueError(
             f"{kind} without groups; expected the device ids that communicate, e.g. ((0, 1), (2, 3))"
         )
-    return _flows(cluster, groups) if kind == "permute" else _rings(cluster, groups)
+    return _flows(cluster, groups) if kind == "collective_permute" else _rings(cluster, groups)
 
 
 def strided_ring(cluster: Cluster, size: int, stride: int) -> Ring:
@@ -116,7 +116,7 @@ def _ring(
     members = Counter(cluster.host_of(device) for device in group)
     nics = dict.fromkeys(members, 0.0)
     for nic in {cluster.nic_of(device) for device in group}:
-        nics[nic // cluster.nics_per_host] += cluster.cards_per_device / users[nic]
+        nics[nic // cluster.nics_per_host] += cluster.nics_per_device / users[nic]
     ring = Ring(sum(members.values()), len(members), max(members.values()), min(nics.values()))
     if cluster.oversubscription > 1 and (per_pod := _per_pod(cluster, group)):
         ring = replace(ring, slower=cluster.oversubscription, per_pod=per_pod)
@@ -185,4 +185,4 @@ def _flows(cluster: Cluster, pairs: Groups) -> Flows:
     far = max(
         max(across.values(), default=0), cluster.oversubscription * max(upward.values(), default=0)
     )
-    return Flows(near, far / cluster.cards_per_device, most)
+    return Flows(near, far / cluster.nics_per_device, most)

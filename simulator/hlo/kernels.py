@@ -114,7 +114,7 @@ def _memory(instruction: Instruction, moved: float) -> Kernel:
 
 def _unknown(computation: Computation, instruction: Instruction, kind: str) -> Kernel:
     """At least it moves its operands and results; predictions tell of it. Its cost goes into this module."""
-    return replace(_memory(instruction, kernel_bytes(computation, instruction)), unknown=kind)
+    return replace(_memory(instruction, kernel_bytes(computation, instruction)), unmodelled=kind)
 
 
 def _passes(computation: Computation, sort: Instruction) -> float:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from simulator.hlo.body import branches
+from simulator.hlo.op_list import branches
 from simulator.hlo.provenance import Pass, instruction_pass
 from simulator.hlo.text import Array, Computation, Instruction, Module, blamed, read_module
 from simulator.memory import Role, added
@@ -60,7 +60,7 @@ class _Buffer:
         return "temporaries"
 
 
-def held_at_peak(text: str) -> dict[Role, float]:
+def memory_roles_at_peak(text: str) -> dict[Role, float]:
     """Bytes beside arguments and results, at the moment when they are most; `HloError` for text that is no module."""
     module = read_module(text)
     return _held(module, module.entry)

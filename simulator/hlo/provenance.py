@@ -4,7 +4,7 @@ import re
 from typing import Literal
 
 from simulator.hlo.text import Instruction, Module
-from simulator.work import Part
+from simulator.work import TrainingPhase
 
 Pass = Literal["forward", "backward", "other"]
 """Where an instruction comes from: `jvp(...)` is forward, `transpose(jvp(...))` backward, all else the update."""
@@ -15,7 +15,7 @@ def pass_of(name: str) -> Pass:
     return "backward" if "transpose(" in name else "forward" if "jvp(" in name else "other"
 
 
-def part_of(name: str) -> Part:
+def phase_of(name: str) -> TrainingPhase:
     """The part of a training step, where what the backward pass computes again counts by itself."""
     if "rematted_computation" in name:
         return "recompute"

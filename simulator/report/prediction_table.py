@@ -48,8 +48,11 @@ def prediction_table(predictions: Mapping[str, Prediction]) -> Table:
     )
     row("MFU", lambda one: f"{one.mfu:.1%}", lambda one: not isnan(one.mfu))
     row("HFU", lambda one: f"{one.hfu:.1%}", lambda one: not isnan(one.hfu))
-    for name in _keys(one.unknown for one in several):
-        row(f"cost unknown: {name}", lambda one, name=name: f"{one.unknown.get(name, 0)} x")
+    for name in _keys(one.unmodelled_kernels for one in several):
+        row(
+            f"cost unknown: {name}",
+            lambda one, name=name: f"{one.unmodelled_kernels.get(name, 0)} x",
+        )
     return table
 
 

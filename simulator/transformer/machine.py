@@ -1,4 +1,4 @@
-"""What the formulas know of the hardware, driven by a backend."""
+"""What work costs on a cluster that a backend drives."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,7 +29,9 @@ class Machine:
     @cached_property
     def kernels(self) -> KernelModel:
         """What kernels cost on a device in training."""
-        return KernelModel(self.cluster.device, hot=self.cluster.device.kernels.hot_in_training)
+        return KernelModel(
+            self.cluster.device, hot=self.cluster.device.kernels.throttles_in_training
+        )
 
     @cached_property
     def network(self) -> Network:
@@ -42,14 +44,14 @@ class Machine:
 
     def beside(self, moved: float, compute: float, far: bool) -> float:
         """Seconds that communication adds to computation beside it, within a host or far; both are slower meanwhile."""
-        slowdown = self.network.link(far).slowdown
-        return max(0.0, moved - compute) + (slowdown - 1) * min(moved, compute)
+        contention = self.network.link(far).contention_factor
+        return max(0.0, moved - compute) + (contention - 1) * min(moved, compute)
 
     def data_ring(self, size: int, stride: int) -> Ring:
         """The ring of a data group, through as many network cards as the backend uses."""
         ring = self.network.ring(size, stride)
-        cards = self.backend.cards
-        return ring if cards is None else replace(ring, nics=min(ring.nics, cards))
+        max_nics = self.backend.max_nics
+        return ring if max_nics is None else replace(ring, nics=min(ring.nics, max_nics))
 
     @cached_property
     def linear_f8(self) -> GemmModel:

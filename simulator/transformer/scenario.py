@@ -1,4 +1,4 @@
-"""What is trained, and how it is spread: the two descriptions that the formulas take."""
+"""The two sections of a scenario: the model that is trained, and its execution, how the step is divided over devices."""
 
 from typing import Literal, Self
 

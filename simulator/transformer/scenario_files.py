@@ -1,4 +1,4 @@
-"""Formula files: a model and how it is run, in YAML, with changes from the command line."""
+"""Scenarios: YAML files with a model and how it runs, and clusters for them, with changes from the command line."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -9,21 +9,21 @@ from typing import Self
 from simulator.backend import backend_named
 from simulator.hardware.cluster import Cluster, load_device
 from simulator.hardware.description import ClusterError, Description, read, validate
-from simulator.hardware.heterogeneous import AnyCluster, MixedCluster, load_cluster
+from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster, load_cluster
 from simulator.transformer.machine import Machine
 from simulator.transformer.scenario import Execution, Transformer
-from simulator.transformer.what_if import READ_BY_FORMULAS, READ_BY_PROGRAMS, Change, changed
+from simulator.transformer.what_if import READ_BY_PROGRAMS, READ_BY_SCENARIOS, Change, changed
 
 
-class Formula(Description):
-    """A model and its execution, as a file holds them."""
+class Scenario(Description):
+    """A model and its execution."""
 
     model: Transformer
     execution: Execution
 
     @classmethod
     def load(cls, path: Path, changes: Iterable[Change] = ()) -> Self:
-        """The formula in a file, with changes; wrong fields or values: `ClusterError`, which names them."""
+        """Return the scenario in a file, with changes; a wrong field or value raises a `ClusterError` that names it."""
         data = read(path)
         for change in changes:
             data = change.apply(data)
@@ -35,7 +35,7 @@ def load_machine(
 ) -> Machine:
     """A shipped cluster or a cluster file with changes, and with as many hosts as `devices` need; another device comes first."""
     driver, changes = backend_named(backend), tuple(changes)
-    where = _changed(Cluster.load(cluster), changes, cluster, READ_BY_FORMULAS)
+    where = _changed(Cluster.load(cluster), changes, cluster, READ_BY_SCENARIOS)
     return Machine(_grown(where, devices, changes), driver)
 
 
@@ -54,13 +54,13 @@ def load_for_program(cluster: str, devices: int, changes: Iterable[Change] = ())
         for number, pool in enumerate(where.pools)
     ]
     return validate(
-        MixedCluster,
+        HeterogeneousCluster,
         {name: getattr(where, name) for name in ("name", "description")} | {"pools": tuple(pools)},
         cluster,
     )
 
 
-def _pool_change(change: Change, where: MixedCluster) -> tuple[int, Change]:
+def _pool_change(change: Change, where: HeterogeneousCluster) -> tuple[int, Change]:
     """The pool that a change is of, and the change as it is seen from there."""
     numbers = range(len(where.pools))
     match change.path:
@@ -113,5 +113,5 @@ def _with_collectives(cluster: Cluster, change: Change, path: Path) -> Cluster:
     """The cluster with another profile of collectives, by its name or its file, and with the link that they were measured over."""
     fields = change.apply(cluster.model_dump(), 1)
     del fields["collective_launch_us"]
-    fields["intra_host"] = {"slowdown": cluster.intra_host.slowdown}
+    fields["intra_host"] = {"contention_factor": cluster.intra_host.contention_factor}
     return Cluster.of_fields(fields, path)

@@ -36,21 +36,21 @@ _READ = (
     "device.kernels.memory_efficiency",
     "device.kernels.half_size_mb",
     "device.kernels.overlap",
-    "device.kernels.whole_waves",
-    "device.kernels.droop",
-    "device.kernels.split_us",
+    "device.kernels.wave_quantization",
+    "device.kernels.throttling",
+    "device.kernels.split_k_us",
 )
 
-READ_BY_FORMULAS = (
+READ_BY_SCENARIOS = (
     *_READ,
-    "device.kernels.hot_in_training",
+    "device.kernels.throttles_in_training",
     *(
         f"device.{field}.{dtype}"
         for field in ("peak_tflop_per_s", "kernels.efficiency_by_dtype")
         for dtype in ("bf16", "f16", "f8e4m3fn")
     ),
 )
-"""Fields of a cluster that change what a formula takes, or sections of them; the rest is refused, as it would do nothing."""
+"""Fields of a cluster that change what a scenario takes, or sections of them; the rest is refused, as it would do nothing."""
 
 READ_BY_PROGRAMS = (
     *_READ,
@@ -126,7 +126,7 @@ def changed(
 
     Args:
         source: what errors call the cluster.
-        read: fields that something reads, `READ_BY_FORMULAS` or `READ_BY_PROGRAMS`.
+        read: fields that something reads, `READ_BY_SCENARIOS` or `READ_BY_PROGRAMS`.
 
     Raises:
         ClusterError: a change of what isn't there, of what nobody reads, or to what can't be.

@@ -4,7 +4,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app
-from simulator.hardware.cluster import cluster_names, mixed_cluster_names
+from simulator.hardware.cluster import cluster_names, heterogeneous_cluster_names
 from tests.steps import mlp_args, mlp_step
 
 
@@ -30,5 +30,5 @@ def test_what_is_no_plan_is_a_usage_error(tmp_path):
 def test_clusters_are_listed():
     result = run("clusters")
     assert result.exit_code == 0
-    assert all(name in result.output for name in cluster_names() + mixed_cluster_names())
+    assert all(name in result.output for name in cluster_names() + heterogeneous_cluster_names())
     assert "1 x 8 Tesla V100-SXM2-16GB + 1 x 8 NVIDIA A100-SXM4-40GB" in result.output

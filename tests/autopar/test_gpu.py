@@ -92,6 +92,6 @@ def test_a_device_is_calibrated_as_what_it_is_and_its_steps_are_predicted(device
     clusters = gpu.Clusters(calibrate([device], tiny, budget=30), shipped)
     assert clusters.calibrated.device.kind == device.platform
     row = gpu.measure(GPT_, clusters, repeat=2, least=1e-3)
-    assert row.unknown_kernels == 0
+    assert row.unmodelled_kernels == 0
     assert row.analytic_memory_bytes == pytest.approx(row.memory_bytes, rel=0.5)
     assert min(getattr(row, name) for name in gpu.PREDICTED) > 0

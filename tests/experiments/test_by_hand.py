@@ -37,7 +37,7 @@ COLLECTIVES = {
     "manual_fsdp": {"all_gather", "reduce_scatter"},
     "manual_tensor_2d": {"all_reduce"},
     "manual_megatron": {"all_gather", "reduce_scatter", "all_reduce"},
-    "manual_pipeline": {"permute", "reduce_scatter", "all_gather"},
+    "manual_pipeline": {"collective_permute", "reduce_scatter", "all_gather"},
 }
 """What is written, and its transpose."""
 SPLIT_OVER = {"manual_fsdp": 8, "manual_tensor_2d": 8, "manual_megatron": 2, "manual_pipeline": 2}

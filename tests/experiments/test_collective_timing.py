@@ -62,5 +62,7 @@ def test_curves_are_found_again_and_the_profile_can_be_read(tmp_path: Path) -> N
     write_profile(tmp_path / "gpu.yaml", profile)
     again = validate(CollectiveProfile, read(tmp_path / "gpu.yaml"), "gpu.yaml")
     np.testing.assert_allclose(
-        again.curve("permute").launch_us, profile.curve("permute").launch_us, rtol=1e-3
+        again.curve("collective_permute").launch_us,
+        profile.curve("collective_permute").launch_us,
+        rtol=1e-3,
     )

@@ -82,7 +82,7 @@ def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(
         "all_gather",
         "reduce_scatter",
         "all_to_all",
-        "permute",
+        "collective_permute",
     ]
     assert (fit["held_out_rows"] > 0).all()
 

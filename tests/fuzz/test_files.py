@@ -22,12 +22,12 @@ from simulator.hardware.cluster import load_device
 from simulator.hardware.collective_profile import CollectiveProfile
 from simulator.hardware.description import read, validate
 from simulator.hardware.kernel_profile import KernelProfile
-from simulator.hlo import held_at_peak, parse_hlo
+from simulator.hlo import memory_roles_at_peak, parse_hlo
 from simulator.program import Program, Run
 from simulator.program_file import save_program
 from simulator.transformer import Machine
-from simulator.transformer import predict as predict_formula
-from simulator.transformer.scenario_files import Formula
+from simulator.transformer import predict as predict_scenario
+from simulator.transformer.scenario_files import Scenario
 from tests.fuzz.outcomes import Outcomes
 from tests.simulator.test_program_file import PROGRAM
 from tests.steps import mlp_args, mlp_step
@@ -221,17 +221,17 @@ def use_kernels(path: Path) -> str:
 
 def use_collectives(path: Path) -> str:
     profile = validate(CollectiveProfile, read(path), path)
-    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
     return outcome_of(
         {kind: profile.curve(kind).seconds(kind, 1e9, size) for kind in kinds for size in (2, 8)}
     )
 
 
-def use_formula(path: Path) -> str:
-    found = Formula.load(path)
+def use_scenario(path: Path) -> str:
+    found = Scenario.load(path)
     hosts = -(-found.execution.devices // 8)
     machine = Machine(Cluster.load("dgx_a100_80").with_size(hosts))
-    return outcome_of(predict_formula(found.model, found.execution, machine).row())
+    return outcome_of(predict_scenario(found.model, found.execution, machine).row())
 
 
 def use_program(path: Path) -> str:
@@ -252,7 +252,7 @@ def use_plan(path: Path) -> str:
 
 def use_hlo(path: Path) -> str:
     text = read_text(path)
-    held_at_peak(text)
+    memory_roles_at_peak(text)
     program = Program((tuple(range(8)),), ((Run(0, "S"),),), {"0S": parse_hlo(text)})
     return outcome_of(predict(program, Cluster.load("dgx_a100_80")).row())
 
@@ -309,7 +309,11 @@ def shipped(pattern: str) -> list[str]:
 
 KINDS: dict[str, tuple[str, list[str] | str, Callable[[Path], str]]] = {
     "clusters": ("yaml", shipped("hardware/clusters/*.yaml"), use_cluster),
-    "mixed clusters": ("yaml", shipped("hardware/clusters/mixed/*.yaml"), use_cluster),
+    "heterogeneous clusters": (
+        "yaml",
+        shipped("hardware/clusters/heterogeneous/*.yaml"),
+        use_cluster,
+    ),
     "devices": ("yaml", shipped("hardware/devices/*.yaml"), use_device),
     "kernel profiles": ("yaml", shipped("hardware/profiles/kernels/*.yaml"), use_kernels),
     "collective profiles": (
@@ -317,7 +321,7 @@ KINDS: dict[str, tuple[str, list[str] | str, Callable[[Path], str]]] = {
         shipped("hardware/profiles/collectives/*.yaml"),
         use_collectives,
     ),
-    "formulas": ("yaml", shipped("transformer/examples/*.yaml"), use_formula),
+    "scenarios": ("yaml", shipped("transformer/examples/*.yaml"), use_scenario),
     "sweeps": ("yaml", [dump_yaml(SWEEP)], use_sweep),
     "programs": ("json", "program", use_program),
     "plans": ("json", "plan", use_plan),

@@ -18,7 +18,7 @@ class Slowed(BandwidthOnly):
         super().__init__(bandwidth=1.0, flop_per_s=1.0)
         object.__setattr__(self, "factor", factor)
 
-    def slowdown(self, groups: Groups) -> float:
+    def contention_factor(self, groups: Groups) -> float:
         return self.factor  # pyright: ignore[reportAttributeAccessIssue]
 
 

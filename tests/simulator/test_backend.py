@@ -13,7 +13,7 @@ from simulator import BACKENDS, Backend, Cluster, predict, save_program, simulat
 from simulator.backend import CUDA_GRAPH, EAGER, JITTED
 from simulator.cli import app
 from simulator.program import Program, Run
-from simulator.work import Body, Done, Gemm, Kernel, Loop
+from simulator.work import Done, Gemm, Kernel, Loop, OpList
 from tests.simulator.bodies import COSTS, bodies, compute, programs, start
 
 CLUSTER = Cluster.load("cpu-virtual")
@@ -27,7 +27,7 @@ def one_task(*body) -> Program:
     return Program(((0, 1),), ((Run(0, "S"),),), {"0S": body})
 
 
-def unrolled(body: Body) -> Body:
+def unrolled(body: OpList) -> OpList:
     return tuple(
         each
         for op in body
@@ -59,7 +59,7 @@ def test_no_kernel_starts_before_the_host_has_launched_it() -> None:
 def test_short_kernels_go_at_the_pace_of_the_host() -> None:
     prediction = predict(one_task(*[compute(0.25)] * 100), CLUSTER, COSTS, backend=SLOW)
     assert prediction.seconds == pytest.approx(5 + 100 + 0.25)
-    assert (prediction.host, prediction.whole) == (
+    assert (prediction.host, prediction.unattributed) == (
         pytest.approx(5 + 100 - 99 * 0.25),
         pytest.approx(25),
     )
@@ -93,7 +93,7 @@ hosts = st.builds(
 
 
 @given(bodies, hosts)
-def test_loops_take_what_their_turns_do(body: Body, backend: Backend) -> None:
+def test_loops_take_what_their_turns_do(body: OpList, backend: Backend) -> None:
     looped, plain = (
         simulate(one_task(*each), CLUSTER, COSTS, backend=backend)
         for each in (body, unrolled(body))

@@ -14,7 +14,7 @@ from simulator.hardware.cluster import Cluster
 from simulator.memory import MemoryUse
 from simulator.program import Program, Recv, Run, Send
 from simulator.report.prediction_table import prediction_json
-from simulator.work import Body, Done, Kernel, Loop, Op, Part, Start
+from simulator.work import Done, Kernel, Loop, Op, OpList, Start, TrainingPhase
 from tests.simulator.bodies import COSTS, Slowed, TwoLinks, compute, far, programs, start
 
 CLUSTER = Cluster.load("cpu-virtual")
@@ -42,7 +42,12 @@ def test_the_seconds_of_the_busiest_mesh_by_hand() -> None:
     # 15-17; U 11-12. Mesh 0: B 17-19, U 19-20. So mesh 1 is at 12 with computing, at 17 with communication, and the step ends at 20
     prediction = predict(PIPELINE, CLUSTER, COSTS, model_flops=40, tokens=10)
     assert prediction.seconds == 20
-    assert (prediction.forward, prediction.backward, prediction.update, prediction.whole) == (
+    assert (
+        prediction.forward,
+        prediction.backward,
+        prediction.update,
+        prediction.unattributed,
+    ) == (
         3,
         5,
         1,
@@ -65,7 +70,7 @@ def test_waiting_is_told_by_what_is_waited_for_in_loops_too() -> None:
         Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, COSTS, dispatch=4
     )
     assert prediction.exposed == {"all_gather": pytest.approx(2000)}
-    assert (prediction.whole, prediction.host) == (pytest.approx(1001), 4)
+    assert (prediction.unattributed, prediction.host) == (pytest.approx(1001), 4)
 
 
 def test_communication_counts_for_the_axes_it_lies_along_and_otherwise_for_its_kind() -> None:
@@ -91,16 +96,16 @@ def test_collectives_that_are_slowed_keep_their_axes() -> None:
     )  # 3 s beside the product's 2, and 2 more
 
 
-def _waited(one: Start, axis: str, *meanwhile: Op) -> Body:
+def _waited(one: Start, axis: str, *meanwhile: Op) -> OpList:
     return Start(replace(one.collective, axis=axis)), *meanwhile, Done(one.collective.name)
 
 
 def test_kernels_of_a_whole_step_count_for_the_part_that_they_say_they_are_of() -> None:
-    parts: list[Part] = ["forward", "recompute", "backward", "update", ""]
-    body = tuple(replace(compute(2**k), part=part) for k, part in enumerate(parts))
+    parts: list[TrainingPhase] = ["forward", "recompute", "backward", "update", ""]
+    body = tuple(replace(compute(2**k), phase=part) for k, part in enumerate(parts))
     looped = (*body, Loop(10, body))
     found = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": looped}), CLUSTER, COSTS)
-    assert (found.forward, found.recompute, found.backward, found.update, found.whole) == (
+    assert (found.forward, found.recompute, found.backward, found.update, found.unattributed) == (
         11,
         22,
         44,
@@ -110,7 +115,7 @@ def test_kernels_of_a_whole_step_count_for_the_part_that_they_say_they_are_of() 
     inference = predict(
         Program(((0, 1),), ((Run(0, "S"),),), {"0S": (*body[:2], *body[3:])}), CLUSTER, COSTS
     )
-    assert (inference.whole, inference.forward, inference.update) == (27, 0, 0)
+    assert (inference.unattributed, inference.forward, inference.update) == (27, 0, 0)
     task = predict(Program(((0, 1),), ((Run(0, "B"),),), {"0B": body}), CLUSTER, COSTS)
     assert (task.backward, task.recompute) == (29, 2)
 
@@ -158,12 +163,12 @@ def test_a_program_without_meshes_is_refused() -> None:
 
 
 def test_kernels_of_unknown_cost_are_named_and_counted() -> None:
-    mystery = Kernel("r", "memory", 0, 32, unknown="frobnicate")
+    mystery = Kernel("r", "memory", 0, 32, unmodelled="frobnicate")
     body = (mystery, Loop(5, (mystery,)), Kernel("s", "memory", 0, 32))
     program = Program(((0,),), ((Run(0, "F"), Run(0, "F", 1)),), {"0F": body})
     prediction = predict(program, CLUSTER)
-    assert prediction.unknown == {"frobnicate": 2 * 6}
-    assert prediction.row()["unknown frobnicate"] == 12
+    assert prediction.unmodelled_kernels == {"frobnicate": 2 * 6}
+    assert prediction.row()["unmodelled frobnicate"] == 12
     assert "12 x frobnicate: cost unknown" in str(simulate(program, CLUSTER, COSTS))
 
 
@@ -176,7 +181,7 @@ def test_what_is_late_on_two_links_at_the_same_time_counts_once() -> None:
         ),
     )
     found = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, TwoLinks(1.0))
-    assert (found.seconds, found.whole, found.bubble) == (7, 1, pytest.approx(0))
+    assert (found.seconds, found.unattributed, found.bubble) == (7, 1, pytest.approx(0))
     assert found.communication == {"x": 6, "y": 2}
     assert found.exposed == pytest.approx({"x": 6 * 6 / 8, "y": 2 * 6 / 8})
 

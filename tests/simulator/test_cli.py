@@ -1,4 +1,4 @@
-"""The command line: programs, and fits to tables. Formulas are in test_what_if, published numbers in test_validation."""
+"""The command line: programs, and fits to tables. Scenarios are in test_what_if, published numbers in test_validation."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from simulator.program_file import save_program
 from simulator.work import Kernel
 from tests.simulator.test_breakdown import PIPELINE
 
-FORMULA = Path(simulator.transformer.__file__).parent / "examples" / "gpt3_175b.yaml"
+SCENARIO = Path(simulator.transformer.__file__).parent / "examples" / "gpt3_175b.yaml"
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_the_table_tells_what_is_known(program: Path) -> None:
 
 
 def test_kernels_of_unknown_cost_are_in_the_table(tmp_path: Path) -> None:
-    body = (Kernel("r", "memory", 0, 32, unknown="custom-call mystery"),)
+    body = (Kernel("r", "memory", 0, 32, unmodelled="custom-call mystery"),)
     save_program(Program(((0,),), ((Run(0, "S"),),), {"0S": body}), tmp_path / "program.json")
     table = run("predict", tmp_path / "program.json")
     assert "cost unknown: custom-call mystery" in table
@@ -113,8 +113,8 @@ def test_what_a_program_can_not_have_is_explained(
     assert message in run("predict", program, *options, code=2)
 
 
-def test_a_formula_has_no_timeline() -> None:
-    assert "a formula has no timeline" in run("predict", FORMULA, "--gantt", "g.svg", code=2)
+def test_a_scenario_has_no_timeline() -> None:
+    assert "a scenario has no timeline" in run("predict", SCENARIO, "--gantt", "g.svg", code=2)
 
 
 def test_what_is_no_program_is_a_usage_error(tmp_path: Path) -> None:
@@ -149,6 +149,10 @@ def test_a_table_of_measurements_becomes_a_profile(tmp_path: Path) -> None:
         (
             "gpu,kind,size,bytes,us\nA,broadcast,2,8,3",
             "unknown kind 'broadcast'; expected some of all_reduce",
+        ),
+        (
+            "gpu,kind,size,bytes,us\nA,permute,2,8,3",
+            "unknown kind 'permute'; it is called 'collective_permute' now; expected some of all_reduce",
         ),
         ("gpu,kind,size,bytes,us\nA,all_reduce,2,8,3", "1 collectives to fit; expected at least 5"),
     ],

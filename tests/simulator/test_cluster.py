@@ -128,7 +128,7 @@ def test_links_say_what_was_not_measured(tmp_path: Path) -> None:
     profile = {"gpu": "toy", "source": "made up", "all_reduce": curve.model_dump()}
     measured = load(tmp_path, collectives=profile | {"link": load(tmp_path).link.model_dump()})
     assert measured.curves.curve("all_gather") == curve
-    implied = measured.curves.curve("permute")
+    implied = measured.curves.curve("collective_permute")
     assert (
         implied.bandwidth_gb_per_s
         == measured.intra_host.bandwidth_gb_per_s
@@ -136,7 +136,7 @@ def test_links_say_what_was_not_measured(tmp_path: Path) -> None:
     )
     assert load(tmp_path).curves.curve("all_reduce") == implied
     assert (
-        Cluster.load("dgx_a100_80").curves.curve("permute").bandwidth_gb_per_s
+        Cluster.load("dgx_a100_80").curves.curve("collective_permute").bandwidth_gb_per_s
         == link.bandwidth_gb_per_s
     )
 
@@ -201,6 +201,14 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
                 | {"kernels": DEVICE["kernels"] | {"efficiency_by_dtype": {"Float32": 0.5}}}
             },
             "device.kernels.efficiency_by_dtype: unknown type 'Float32'; did you mean 'f32'?",
+        ),
+        (  # names of earlier versions
+            {"intra_host": {"slowdown": 1.2, "bandwidth_gb_per_s": 5, "latency_us": 0}},
+            "intra_host.slowdown: unknown field (given 1.2); it is called 'contention_factor' now; valid: ",
+        ),
+        (
+            {"processes": {"at_once": 2.0}},
+            "processes.at_once: unknown field (given 2.0); it is called 'concurrent_instructions' now; ",
         ),
         (  # wrong units
             {"intra_host": {"bandwidth_gbit_per_s": 200, "latency_us": 0}},

@@ -36,7 +36,7 @@ def test_members_that_share_cores_and_memory_slow_each_other() -> None:
         bandwidth_gb_per_s=8.0,
         sharing=1.0,
     )
-    assert curve.seconds("permute", 0.0, 8) == pytest.approx(
+    assert curve.seconds("collective_permute", 0.0, 8) == pytest.approx(
         75e-6
     )  # seven members beside the first
     assert [curve.bandwidth(size) for size in (2, 4, 8)] == [8e9, 4e9, 2e9]
@@ -202,7 +202,7 @@ def test_planted_alpha_and_beta_are_recovered(
 
 
 @pytest.mark.parametrize(
-    "kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
+    "kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"]
 )
 def test_planted_sharing_is_found_where_a_switch_does_not_explain_the_times(
     kind: CollectiveKind,
@@ -259,7 +259,7 @@ def test_faster_networks_are_never_slower(
 
 def test_nothing_is_held_out_where_the_rest_would_be_too_little() -> None:
     moved = 2.0 ** np.arange(10, 30)
-    rows = MeasuredCollectives.of("permute", np.full(len(moved), 2), moved, moved * 1e-9)
+    rows = MeasuredCollectives.of("collective_permute", np.full(len(moved), 2), moved, moved * 1e-9)
     held = rows.held_out()
     assert 0 < held.sum() < len(moved) - 5
     few = rows[np.concatenate([np.flatnonzero(~held)[:4], np.flatnonzero(held)[:1]])]

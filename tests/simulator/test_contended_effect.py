@@ -6,7 +6,7 @@ from simulator.engine.clock import Clock
 from simulator.engine.contended_effect import PiecewiseEffect, piecewise_effect_of
 from simulator.engine.simulation import play
 from simulator.program import Program, Recv, Run, Send
-from simulator.work import Body, Collective, Done, Kernel, Loop, Start
+from simulator.work import Collective, Done, Kernel, Loop, OpList, Start
 from tests.simulator.bodies import compute, start
 from tests.simulator.test_laws import FAR, NEAR, Hardware, makespan, overlapping
 
@@ -24,7 +24,7 @@ def test_a_gather_beside_a_product_by_hand() -> None:
 
 
 @st.composite
-def waiting(draw: st.DrawFn) -> Body:
+def waiting(draw: st.DrawFn) -> OpList:
     """Collectives beside kernels, all waited for, some in loops."""
     body = draw(overlapping())
     running = {op.collective.name for op in body if isinstance(op, Start)} - {
@@ -46,7 +46,7 @@ factors = st.fixed_dictionaries(dict.fromkeys((NEAR, FAR), st.floats(1, 2)))
 
 @given(waiting(), factors, st.integers(0, 40))
 def test_it_is_what_the_engine_finds_behind_something_that_was_sent(
-    body: Body, factor: dict, lag: int
+    body: OpList, factor: dict, lag: int
 ) -> None:
     costs = Hardware(factor=factor)
     rows = ((Send("x", 1, 2 * lag), Run(0, "F")), (Recv("x", 0),))
@@ -59,7 +59,7 @@ def test_it_is_what_the_engine_finds_behind_something_that_was_sent(
 
 @given(st.lists(waiting(), min_size=3, max_size=3), factors, st.sampled_from([0.0, 0.5]), st.data())
 def test_programs_of_such_tasks_need_no_engine(
-    bodies: list[Body], factor: dict, dispatch: float, data: st.DataObject
+    bodies: list[OpList], factor: dict, dispatch: float, data: st.DataObject
 ) -> None:
     rows = [[], []]
     for n, (mesh, size) in enumerate(
@@ -97,7 +97,7 @@ def test_a_loop_is_turned_only_until_all_turns_are_alike() -> None:
     ],
     ids=["not waited for", "in a loop", "twice", "of many pieces"],
 )
-def test_what_is_not_waited_for_or_has_too_many_pieces_is_left_to_the_engine(body: Body) -> None:
+def test_what_is_not_waited_for_or_has_too_many_pieces_is_left_to_the_engine(body: OpList) -> None:
     costs = Hardware(factor={NEAR: 1.2, FAR: 1.5})
     assert piecewise_effect_of(body, costs, (0, 1)) is None
 

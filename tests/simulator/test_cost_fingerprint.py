@@ -6,14 +6,14 @@ from simulator.costs.cost_fingerprint import cost_fingerprint
 from simulator.engine.simulation import simulate
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
-from simulator.hardware.heterogeneous import MixedCluster
+from simulator.hardware.heterogeneous import HeterogeneousCluster
 from simulator.program import Program, Run
 from simulator.work import Kernel
 
 A100 = Cluster.load("dgx_a100_80")
 
 
-def costed(cluster: Cluster | MixedCluster, *devices: int) -> Program:
+def costed(cluster: Cluster | HeterogeneousCluster, *devices: int) -> Program:
     """A program of one kernel that says what it takes on `cluster`."""
     program = Program(
         (devices,), ((Run(0, "S"),),), {"0S": (Kernel("dot", "memory", 0, 0, seconds=3.0),)}
@@ -74,7 +74,7 @@ def test_between_hosts_the_network_counts_and_the_number_of_hosts_does_not() -> 
 def test_of_unlike_hosts_those_count_that_it_uses() -> None:
     v100, h100 = Cluster.load("p3.16xlarge"), Cluster.load("dgx_h100")
     first, second = (
-        MixedCluster(name="both", description="", pools=(A100.with_size(1), each))
+        HeterogeneousCluster(name="both", description="", pools=(A100.with_size(1), each))
         for each in (v100, h100)
     )
     assert simulate(costed(first, 0, 1), second).makespan == 3

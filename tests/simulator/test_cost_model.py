@@ -43,9 +43,11 @@ def test_bandwidth_only_charges_bytes_and_nothing_else(size: int, num_bytes: flo
     assert costs.collective("all_reduce", num_bytes, groups) == pytest.approx(
         2 * costs.collective("all_gather", num_bytes, groups)
     )
-    assert costs.collective("permute", num_bytes, ((0, 1), (1, 0))) == pytest.approx(num_bytes / 2)
+    assert costs.collective("collective_permute", num_bytes, ((0, 1), (1, 0))) == pytest.approx(
+        num_bytes / 2
+    )
     assert (
-        costs.collective("permute", num_bytes, ((0, 0),))
+        costs.collective("collective_permute", num_bytes, ((0, 0),))
         == costs.collective("all_reduce", num_bytes, ((0,),))
         == 0
     )

@@ -19,12 +19,12 @@ from simulator.files import (
     read_yaml,
     write_text,
 )
-from simulator.transformer.scenario_files import Formula
+from simulator.transformer.scenario_files import Scenario
 from tests.simulator.test_program_file import PROGRAM
 
 READERS: dict[str, tuple[Any, type[ValueError]]] = {
     "cluster.yaml": (load_cluster, ClusterError),
-    "formula.yaml": (Formula.load, ClusterError),
+    "scenario.yaml": (Scenario.load, ClusterError),
     "program.json": (load_program, ProgramError),
     "plan.json": (Plan.load, PlanError),
     "table.csv": (read_table, FileError),
@@ -66,7 +66,7 @@ def test_deep_nesting_is_refused_in_one_line(name: str, text: str, tmp_path: Pat
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
 
 
-@pytest.mark.parametrize("name", ["cluster.yaml", "formula.yaml", "published.yaml"])
+@pytest.mark.parametrize("name", ["cluster.yaml", "scenario.yaml", "published.yaml"])
 def test_aliases_that_expand_without_bound_are_refused(name: str, tmp_path: Path) -> None:
     read, error = READERS[name]
     (tmp_path / name).write_text(BOMB)

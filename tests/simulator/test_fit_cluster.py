@@ -109,7 +109,7 @@ def test_a_calibrated_cluster_is_one_host_with_the_links_that_were_measured(tmp_
     assert cluster.intra_host.latency_us == pytest.approx(2, rel=0.05)
     assert cluster.intra_host.half_size_mb == pytest.approx(3, rel=0.1)
     assert cluster.intra_host.bandwidth_gb_per_s == pytest.approx(80, rel=0.05)
-    assert cluster.intra_host.slowdown == 1.5  # 2 s shared took 3
+    assert cluster.intra_host.contention_factor == 1.5  # 2 s shared took 3
     write_profile(tmp_path / "mine.yaml", cluster)
     loaded = Cluster.load(tmp_path / "mine.yaml")
     assert loaded.intra_host.bandwidth_gb_per_s == pytest.approx(
@@ -158,7 +158,7 @@ def test_a_convolution_is_as_much_work_as_its_sizes_say() -> None:
 def test_a_description_says_how_many_rows_there_were_and_the_errors_on_them() -> None:
     curve = SizeCurve(launch_us=20, hop_us=2, half_size_mb=3, bandwidth_gb_per_s=80)
     rows = [(n, 4.0 * 4**i) for n in (2, 4, 8) for i in range(4, 14)]
-    seconds = [curve.seconds("permute", num_bytes, n) for n, num_bytes in rows]
+    seconds = [curve.seconds("collective_permute", num_bytes, n) for n, num_bytes in rows]
     reduces = [curve.seconds("all_reduce", num_bytes, n) for n, num_bytes in rows]
     device = measured_on(H100)
     measured = MeasuredDevice(
@@ -167,7 +167,9 @@ def test_a_description_says_how_many_rows_there_were_and_the_errors_on_them() ->
         convolutions_on(H100.device, ("bf16",)),
         {
             "all_reduce": MeasuredCollectives.of("all_reduce", *zip(*rows, strict=True), reduces),
-            "permute": MeasuredCollectives.of("permute", *zip(*rows, strict=True), seconds),
+            "collective_permute": MeasuredCollectives.of(
+                "collective_permute", *zip(*rows, strict=True), seconds
+            ),
         },
         launch=25e-6,
     )
@@ -183,22 +185,26 @@ def test_a_description_says_how_many_rows_there_were_and_the_errors_on_them() ->
         "products bf16": 12,
         "convolutions bf16": 6,
         "all_reduce": 30,
-        "permute": 30,
+        "collective_permute": 30,
     }
-    assert cluster.provenance.held_out_error["permute"] < 0.02
+    assert cluster.provenance.held_out_error["collective_permute"] < 0.02
     assert set(cluster.provenance.fitted_error) == set(cluster.provenance.rows)
-    assert cluster.curves.curve("permute").seconds("permute", 1e6, 2) == pytest.approx(
-        curve.seconds("permute", 1e6, 2), rel=0.05
-    )
+    assert cluster.curves.curve("collective_permute").seconds(
+        "collective_permute", 1e6, 2
+    ) == pytest.approx(curve.seconds("collective_permute", 1e6, 2), rel=0.05)
 
 
 @pytest.mark.parametrize(
-    ("both", "slowdown"), [(2.9, 1.0), (3.0, 1.0), (4.0, 1.5), (5.0, 2.0), (9.0, 2.0)]
+    ("both", "contention_factor"), [(2.9, 1.0), (3.0, 1.0), (4.0, 1.5), (5.0, 2.0), (9.0, 2.0)]
 )
 def test_the_slowdown_is_between_that_of_parallel_and_of_serial_work(
-    both: float, slowdown: float
+    both: float, contention_factor: float
 ) -> None:
-    assert Overlap(2.0, 3.0, both).slowdown == Overlap(3.0, 2.0, both).slowdown == slowdown
+    assert (
+        Overlap(2.0, 3.0, both).contention_factor
+        == Overlap(3.0, 2.0, both).contention_factor
+        == contention_factor
+    )
 
 
 def test_a_device_alone_keeps_the_links_of_its_kind() -> None:

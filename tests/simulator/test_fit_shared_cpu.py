@@ -8,7 +8,7 @@ from simulator.hardware.cluster import Cluster, Processes
 from simulator.program import Program, Recv, Run, Send
 
 BASE = Cluster.load("cpu-hosts")
-TRUE = Processes(step_us=2000, task_us=300, at_once=1.4)
+TRUE = Processes(step_us=2000, task_us=300, concurrent_instructions=1.4)
 
 
 def step(micro_batches: int, seconds: float) -> MeasuredStep:
@@ -37,8 +37,8 @@ def test_links_are_found_again():
 
     cluster = fit_links(BASE, took(1e-4, 4e9), took(1e-3, 5e8)).with_size(2, 2)
     costs = costs_of(cluster)
-    assert costs.collective("permute", 1e6, ((0, 1),)) == pytest.approx(1e-4 + 1e6 / 4e9)
-    assert costs.collective("permute", 1e6, ((0, 2),)) == pytest.approx(1e-3 + 1e6 / 5e8)
+    assert costs.collective("collective_permute", 1e6, ((0, 1),)) == pytest.approx(1e-4 + 1e6 / 4e9)
+    assert costs.collective("collective_permute", 1e6, ((0, 2),)) == pytest.approx(1e-3 + 1e6 / 5e8)
     before = costs_of(BASE.with_size(2, 2))
     assert costs.collective("all_reduce", 1e6, ((0, 1),)) == before.collective(
         "all_reduce", 1e6, ((0, 1),)

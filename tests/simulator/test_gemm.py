@@ -17,7 +17,7 @@ ONE = KernelProfile(
     tile_us=2,
     memory_efficiency=1,
     overlap=100,
-    split_us=1e3,
+    split_k_us=1e3,
 )
 
 
@@ -35,7 +35,7 @@ def toy(memory_gb_per_s: float = 1000, **changes: object) -> GemmModel:
         kernel_launch_us=3,
         kernels=ONE.model_copy(update=changes),
     )
-    return GemmModel.of(device, "bf16", hot=bool(changes.get("droop")))
+    return GemmModel.of(device, "bf16", hot=bool(changes.get("throttling")))
 
 
 dims = st.integers(1, 20_000)
@@ -48,7 +48,7 @@ def test_a_product_takes_whole_waves_of_tiles() -> None:
     # kernels are persistent
     wave = 2e-6 + 2 * 256 * 128 * 2**20 / 8e12
     assert toy().seconds(2560, 128, 2**20) == pytest.approx(1e-6 + wave, rel=1e-6)
-    assert toy(whole_waves=0.0).seconds(2560 + 256, 128, 2**20) == pytest.approx(
+    assert toy(wave_quantization=0.0).seconds(2560 + 256, 128, 2**20) == pytest.approx(
         1e-6 + 1.1 * wave, rel=1e-3
     )
 
@@ -65,7 +65,7 @@ def test_a_tile_waits_for_the_slowest_of_arithmetic_cache_and_the_step() -> None
 
 
 def test_a_hot_gpu_is_slower_by_its_droop() -> None:
-    cold, hot = toy(launch_us=0.0), toy(launch_us=0.0, droop=0.25)
+    cold, hot = toy(launch_us=0.0), toy(launch_us=0.0, throttling=0.25)
     assert hot.seconds(4096, 4096, 4096) == pytest.approx(
         1.25 * cold.seconds(4096, 4096, 4096), rel=0.01
     )

@@ -8,20 +8,20 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.costs.cost_model import ClusterCosts, MixedCosts, costs_of
+from simulator.costs.cost_model import ClusterCosts, HeterogeneousCosts, costs_of
 from simulator.engine.breakdown import predict
 from simulator.engine.clock import Clock
 from simulator.engine.simulation import simulate
 from simulator.engine.timeline import Timeline
-from simulator.hardware.cluster import Cluster, Link, cluster_names, mixed_cluster_names
+from simulator.hardware.cluster import Cluster, Link, cluster_names, heterogeneous_cluster_names
 from simulator.hardware.description import ClusterError
-from simulator.hardware.heterogeneous import MixedCluster, load_cluster
+from simulator.hardware.heterogeneous import HeterogeneousCluster, load_cluster
 from simulator.memory import MemoryUse
 from simulator.program import Program, Recv, Run, Send
 from simulator.work import CollectiveKind, Gemm, Groups, Kernel
 
 V100, A100 = Cluster.load("p3.16xlarge"), Cluster.load("dgx_a100_40")
-MIXED = MixedCluster(name="both", description="one host of each", pools=(V100, A100))
+MIXED = HeterogeneousCluster(name="both", description="one host of each", pools=(V100, A100))
 PRODUCT = Kernel(
     "matmul",
     "gemm",
@@ -46,7 +46,7 @@ FILE = {
 }
 
 
-def load(folder: Path, **changes: object) -> MixedCluster:
+def load(folder: Path, **changes: object) -> HeterogeneousCluster:
     path = folder / "toy.yaml"
     path.write_text(
         yaml.safe_dump(
@@ -54,17 +54,17 @@ def load(folder: Path, **changes: object) -> MixedCluster:
         )
     )
     cluster = load_cluster(path)
-    assert isinstance(cluster, MixedCluster)
+    assert isinstance(cluster, HeterogeneousCluster)
     return cluster
 
 
 # Files
 
 
-@pytest.mark.parametrize("name", mixed_cluster_names())
+@pytest.mark.parametrize("name", heterogeneous_cluster_names())
 def test_every_shipped_mixed_cluster_loads_and_is_called_like_its_file(name: str) -> None:
     cluster = load_cluster(name)
-    assert isinstance(cluster, MixedCluster)
+    assert isinstance(cluster, HeterogeneousCluster)
     assert cluster.name == name
     assert len({pool.name for pool in cluster.pools}) == len(cluster.pools)
     assert name not in cluster_names()
@@ -73,7 +73,7 @@ def test_every_shipped_mixed_cluster_loads_and_is_called_like_its_file(name: str
 def test_the_shipped_ones_differ_in_their_gpus_or_in_the_size_of_their_hosts() -> None:
     pools = {
         name: [(pool.device.name, pool.num_devices) for pool in load_cluster(name).pools]
-        for name in mixed_cluster_names()
+        for name in heterogeneous_cluster_names()
     }
     a100 = "NVIDIA A100-SXM4-40GB"
     assert pools == {
@@ -176,7 +176,7 @@ def test_the_first_devices_are_whole_pools_and_a_part_of_the_next(tmp_path: Path
     assert cluster.first_devices(8) == cluster.pools[0]
     assert cluster.first_devices(3) == cluster.pools[0].with_size(1, 3)
     nine = cluster.first_devices(9)
-    assert isinstance(nine, MixedCluster)
+    assert isinstance(nine, HeterogeneousCluster)
     assert nine.pools == (cluster.pools[0], cluster.pools[1].with_size(1, 1))
     for count in (0, 11):
         with pytest.raises(ClusterError, match=f"{count} devices asked of 'toy', which has 10"):
@@ -209,21 +209,21 @@ def test_a_message_between_pools_takes_the_slower_card(tmp_path: Path) -> None:
         "inter_host": {"bandwidth_gb_per_s": 40, "latency_us": 7},
     }
     slow = {"hosts": 1, "devices_per_host": 4, "nics_per_host": 1}  # 10 GB/s, no latency
-    costs = MixedCosts(load(tmp_path, pools=[fast, slow]))
-    assert costs.collective("permute", 1e9, ((0, 4),)) == pytest.approx(0.1)
-    assert costs.collective("permute", 1e9, ((4, 0),)) == pytest.approx(0.1)
+    costs = HeterogeneousCosts(load(tmp_path, pools=[fast, slow]))
+    assert costs.collective("collective_permute", 1e9, ((0, 4),)) == pytest.approx(0.1)
+    assert costs.collective("collective_permute", 1e9, ((4, 0),)) == pytest.approx(0.1)
     # four messages leave by four cards and meet at one
-    assert costs.collective("permute", 1e9, tuple((i, 4 + i) for i in range(4))) == pytest.approx(
-        0.4
-    )
+    assert costs.collective(
+        "collective_permute", 1e9, tuple((i, 4 + i) for i in range(4))
+    ) == pytest.approx(0.4)
     # four messages to one device of the fast host meet at its card: 4 x 1 GB at 40 GB/s, but leave by the slow one
-    assert costs.collective("permute", 1e9, tuple((4 + i, 0) for i in range(4))) == pytest.approx(
-        0.4
-    )
+    assert costs.collective(
+        "collective_permute", 1e9, tuple((4 + i, 0) for i in range(4))
+    ) == pytest.approx(0.4)
     both_ways = ((0, 4), (5, 1))  # links are full duplex
-    assert costs.collective("permute", 1e9, both_ways) == pytest.approx(0.1)
+    assert costs.collective("collective_permute", 1e9, both_ways) == pytest.approx(0.1)
     # beside one that stays in the fast host, which is done first
-    assert costs.collective("permute", 1e9, ((0, 4), (1, 2))) == pytest.approx(0.1)
+    assert costs.collective("collective_permute", 1e9, ((0, 4), (1, 2))) == pytest.approx(0.1)
 
 
 def test_only_messages_cross_between_pools() -> None:
@@ -253,10 +253,10 @@ def test_messages_between_equal_pools_are_those_between_hosts(
     """As long as none stays in its host: what is within and what is across is limited by one latency or the other."""
     pairs = tuple((a, b) for a, b in zip(range(16), order, strict=True) if (a < 8) != (b < 8))
     if pairs:
-        equal = MixedCluster(name="two", description="", pools=(V100, V100))
+        equal = HeterogeneousCluster(name="two", description="", pools=(V100, V100))
         together = ClusterCosts(V100.with_size(hosts=2))
-        assert costs_of(equal).collective("permute", num_bytes, pairs) == pytest.approx(
-            together.collective("permute", num_bytes, pairs)
+        assert costs_of(equal).collective("collective_permute", num_bytes, pairs) == pytest.approx(
+            together.collective("collective_permute", num_bytes, pairs)
         )
 
 

@@ -105,7 +105,7 @@ def test_a_permute_keeps_its_pairs():
         "%p = f32[4]{0} parameter(0)",
         "ROOT %r = f32[4]{0} collective-permute(%p), channel_id=1, source_target_pairs={{0,1},{1,0}}",
     )
-    assert start.collective == Collective("r", "permute", 16, ((0, 1), (1, 0)))
+    assert start.collective == Collective("r", "collective_permute", 16, ((0, 1), (1, 0)))
 
 
 def test_work_between_start_and_done_stays_between_them():
@@ -379,7 +379,7 @@ def test_a_ragged_product_in_a_fusion_or_by_cublas_is_the_same() -> None:
 def test_a_kernel_written_in_triton_tells_nothing_but_its_bytes() -> None:
     line = 'ROOT %r = f32[4]{0} custom-call(%p), custom_call_target="__gpu$xla.gpu.triton", backend_config="{grid_x = 1}"'
     assert parse("%p = f32[4]{0} parameter(0)", line) == (
-        Kernel("r", "memory", 0.0, 32, unknown="custom-call __gpu$xla.gpu.triton"),
+        Kernel("r", "memory", 0.0, 32, unmodelled="custom-call __gpu$xla.gpu.triton"),
     )
 
 
@@ -426,7 +426,7 @@ def test_a_loop_repeats_its_body_and_overlaps_inside_it():
     assert loop.count == 7
     kinds = [type(op).__name__ if not isinstance(op, Kernel) else op.kind for op in loop.body]
     assert kinds == ["memory", "memory", "Start", "gemm", "memory", "Done"]
-    assert work_of((loop,)).collectives == {"permute": 7 * 64 * 64 * 4}
+    assert work_of((loop,)).collectives == {"collective_permute": 7 * 64 * 64 * 4}
 
 
 def test_products_fused_with_slices_in_a_scan_are_counted():
@@ -467,13 +467,13 @@ def test_zero2_scatters_the_gradients_and_gathers_the_parameters():
 
 def test_an_unknown_opcode_is_named_and_priced_by_its_bytes():
     parsed = parse("%p = f32[4]{0} parameter(0)", "ROOT %r = f32[4]{0} frobnicate(%p)")
-    assert parsed == (Kernel("r", "memory", 0.0, 16 + 16, "f32", unknown="frobnicate"),)
+    assert parsed == (Kernel("r", "memory", 0.0, 16 + 16, "f32", unmodelled="frobnicate"),)
 
 
 def test_an_unknown_custom_call_is_named_and_priced_by_its_bytes():
     line = 'ROOT %r = f32[4]{0} custom-call(%p), custom_call_target="mystery"'
     (kernel,) = parse("%p = f32[4]{0} parameter(0)", line)
-    assert (kernel.unknown, kernel.bytes) == ("custom-call mystery", 32)
+    assert (kernel.unmodelled, kernel.bytes) == ("custom-call mystery", 32)
 
 
 def test_an_unknown_element_type_is_named():
@@ -514,4 +514,4 @@ def test_kernels_are_of_the_part_that_their_names_tell() -> None:
     ]
     lines.insert(2, "%copy = f32[4]{0} copy(%k1)")
     found = parse("%p = f32[4]{0} parameter(0)", *lines)
-    assert [op.part for op in found] == ["forward", "recompute", "recompute", "backward", "update"]
+    assert [op.phase for op in found] == ["forward", "recompute", "recompute", "backward", "update"]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.hlo import HloError, held_at_peak, parse_hlo
-from simulator.work import unknown_kernels
+from simulator.hlo import HloError, memory_roles_at_peak, parse_hlo
+from simulator.work import unmodelled_kernels
 from tests.simulator.test_hlo import ADD, DATA, DIMENSIONS, module, parse
 
 P, Q = "%p = f32[4]{0} parameter(0)", "%q = f32[4,4]{1,0} parameter(1)"
@@ -36,7 +36,7 @@ P, Q = "%p = f32[4]{0} parameter(0)", "%q = f32[4,4]{1,0} parameter(1)"
     ],
 )
 def test_a_module_that_is_none_is_refused(text: str, message: str) -> None:
-    for read in (parse_hlo, held_at_peak):
+    for read in (parse_hlo, memory_roles_at_peak):
         with pytest.raises(HloError, match=message):
             read(text)
 
@@ -132,7 +132,7 @@ def test_what_is_sent_is_counted_as_unknown_once() -> None:
         "%u = f32[4]{0} frobnicate-start(%p)",
         "%v = f32[4]{0} frobnicate-done(%u)",
     )
-    assert unknown_kernels(parse(*sent)) == {"send": 1, "recv": 1, "frobnicate-start": 1}
+    assert unmodelled_kernels(parse(*sent)) == {"send": 1, "recv": 1, "frobnicate-start": 1}
 
 
 def test_an_element_of_no_number_is_shown() -> None:
@@ -140,7 +140,7 @@ def test_an_element_of_no_number_is_shown() -> None:
     with pytest.raises(
         HloError, match=r"line 12, %g = .*does not say which element; expected e\.g\. index=0"
     ):
-        held_at_peak(text)
+        memory_roles_at_peak(text)
 
 
 # Anything at all
@@ -165,7 +165,7 @@ def damaged(draw: st.DrawFn) -> str:
 @given(damaged())
 @settings(max_examples=300, deadline=None)
 def test_damaged_text_is_read_or_refused(text: str) -> None:
-    for read in (parse_hlo, held_at_peak):
+    for read in (parse_hlo, memory_roles_at_peak):
         with suppress(HloError):
             read(text)
 

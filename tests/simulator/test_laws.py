@@ -13,7 +13,7 @@ from simulator.engine.simulation import simulate
 from simulator.hardware.cluster import Cluster, Link
 from simulator.program import Program, Recv, Run, Send
 from simulator.spans import Link as LinkClass
-from simulator.work import Body, Collective, Done, Groups, Kernel, KernelKind, Op, Start
+from simulator.work import Collective, Done, Groups, Kernel, KernelKind, Op, OpList, Start
 from tests.simulator.bodies import compute, programs, start
 
 CLUSTER = Cluster.load("cpu-virtual")
@@ -35,7 +35,7 @@ class Hardware:
     def collective(self, kind: str, num_bytes: float, groups: Groups) -> float:
         return num_bytes * self.byte.get(groups, self.byte.get(NEAR, 1.0))
 
-    def slowdown(self, groups: Groups) -> float:
+    def contention_factor(self, groups: Groups) -> float:
         return self.factor.get(groups, self.factor.get(NEAR, 1.0))
 
     def link(self, groups: Groups) -> LinkClass:
@@ -61,7 +61,7 @@ def upgrades(draw: st.DrawFn) -> tuple[Hardware, Hardware]:
 
 
 @st.composite
-def overlapping(draw: st.DrawFn) -> Body:
+def overlapping(draw: st.DrawFn) -> OpList:
     """Kernels, and collectives that are waited for at any time after their start, in any order, or never."""
     body: list[Op] = []
     running: list[str] = []
@@ -91,7 +91,7 @@ def makespan(program: Program, costs: CostModel, dispatch: float = 0.0) -> float
 
 @given(st.lists(overlapping(), min_size=1, max_size=4), upgrades())
 def test_a_mesh_is_never_slower_for_faster_hardware(
-    tasks: list[Body], hardware: tuple[Hardware, Hardware]
+    tasks: list[OpList], hardware: tuple[Hardware, Hardware]
 ) -> None:
     named = {f"{i}F": body for i, body in enumerate(tasks)}
     program = Program(((0, 1),), (tuple(Run(i, "F") for i in range(len(tasks))),), named)
@@ -109,7 +109,7 @@ def test_pipelines_of_tasks_that_wait_for_what_they_start_are_never_slower_for_f
 
 @given(programs(), st.lists(overlapping(), min_size=3, max_size=3), upgrades())
 def test_other_pipelines_are_slower_by_the_slowdown_at_most(
-    program: Program, tasks: list[Body], hardware: tuple[Hardware, Hardware]
+    program: Program, tasks: list[OpList], hardware: tuple[Hardware, Hardware]
 ) -> None:
     program = replace(program, bodies={f"{i}F": body for i, body in enumerate(tasks)})
     slow, fast = (makespan(program, costs) for costs in hardware)
@@ -143,4 +143,4 @@ def test_beyond_a_slowdown_of_two_no_law_holds_so_cluster_files_have_none() -> N
     assert makespan(program, slow) == 10
     assert makespan(program, replace(slow, byte={NEAR: 0.0, FAR: 1.0})) == 15
     with pytest.raises(ValidationError, match="less than or equal to 2"):
-        Link.model_validate(CLUSTER.intra_host.model_dump() | {"slowdown": 2.5})
+        Link.model_validate(CLUSTER.intra_host.model_dump() | {"contention_factor": 2.5})

@@ -1,6 +1,6 @@
 """What a program holds at its peak; bytes are counted by hand: an `f32[4]` has 16."""
 
-from simulator.hlo import held_at_peak
+from simulator.hlo import memory_roles_at_peak
 from simulator.memory import Role
 from tests.simulator.test_hlo import ADD, DATA, module
 
@@ -13,7 +13,9 @@ FORWARD, BACKWARD, UPDATE = map(named, ("jvp(f)", "transpose(jvp(f))", "sgd"))
 
 
 def held(*lines: str, computations: str = ADD) -> dict[Role, float]:
-    return held_at_peak(module("%p = f32[4]{0} parameter(0)", *lines, computations=computations))
+    return memory_roles_at_peak(
+        module("%p = f32[4]{0} parameter(0)", *lines, computations=computations)
+    )
 
 
 def test_what_the_backward_pass_reads_of_the_forward_pass_is_an_activation() -> None:
@@ -98,4 +100,4 @@ def test_what_a_loop_adds_up_is_carried_and_what_an_iteration_needs_comes_on_top
 
 def test_compiled_programs_are_read() -> None:
     for path in DATA.glob("*.hlo.txt"):
-        assert sum(held_at_peak(path.read_text()).values()) > 0
+        assert sum(memory_roles_at_peak(path.read_text()).values()) > 0

@@ -14,11 +14,11 @@ from simulator.engine.nic_sharing import Message, NicSharing, meetings
 from simulator.engine.simulation import meetings_of, simulate
 from simulator.engine.timeline import Timeline
 from simulator.hardware.cluster import Cluster, Link
-from simulator.hardware.heterogeneous import MixedCluster
+from simulator.hardware.heterogeneous import HeterogeneousCluster
 from simulator.program import DeadlockError, Instruction, Program, Recv, Run, Send
 from simulator.spans import STREAMS
 from simulator.spans import Link as LinkClass
-from simulator.work import Body, Collective, Done, Groups, Kernel, Start
+from simulator.work import Collective, Done, Groups, Kernel, OpList, Start
 from tests.simulator.bodies import programs
 
 BASE = Cluster.load("p3.16xlarge")
@@ -106,7 +106,7 @@ def test_what_a_mesh_sends_goes_one_after_the_other_and_then_meets_others() -> N
 
 def test_a_collective_between_hosts_follows_what_its_mesh_sent_before() -> None:
     # y, of two devices into one card, takes 2 s alone, x 1 s: x has arrived at 2, y at 3. Then two devices exchange a billion bytes each
-    far: Body = (wait(0.5), Start(Collective("far", "all_gather", 2e9, ((0, 1),))), Done("far"))
+    far: OpList = (wait(0.5), Start(Collective("far", "all_gather", 2e9, ((0, 1),))), Done("far"))
     rows: tuple[tuple[Instruction, ...], ...] = (
         (Send("y", 1, 2 * 10**9), Run(0, "F")),
         (Recv("y", 0),),
@@ -125,7 +125,7 @@ def test_a_collective_between_hosts_follows_what_its_mesh_sent_before() -> None:
 
 def test_messages_between_pools_take_a_part_of_the_faster_card() -> None:
     fast = toy(1).model_copy(update={"inter_host": Link(bandwidth_gb_per_s=2, latency_us=0)})
-    both = MixedCluster(name="both", description="", pools=(toy(2), fast))
+    both = HeterogeneousCluster(name="both", description="", pools=(toy(2), fast))
     costs = costs_of(both)
     assert costs.cards(((0, 4),)) == {(0, "out", 0): 1, (1, "in", 0): 0.5}
     # two slow cards into one that is twice as fast: nobody waits

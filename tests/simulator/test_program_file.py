@@ -22,7 +22,7 @@ PROGRAM = Program(
         "0F": (
             KERNEL,
             Start(GATHER),
-            Loop(3, (Loop(2, ()), Kernel("r", "memory", 0, 1, unknown="mystery"))),
+            Loop(3, (Loop(2, ()), Kernel("r", "memory", 0, 1, unmodelled="mystery"))),
             Done("gather"),
         ),
         "1F": (),
@@ -62,7 +62,10 @@ def changed(path: Path, change) -> Path:
         ),
         (lambda data: data["program"].pop("meshes"), r"program\.meshes: Field required"),
         (lambda data: data["program"]["meshes"].pop(), "1 meshes but 2 instruction lists"),
-        (lambda data: data.update(version=2), "version: Input should be 1"),
+        (
+            lambda data: data.update(version=1),
+            r"a program of version 1, expected 2; compile it again .* simulator\.save_program",
+        ),
         (lambda data: data.update(plan={}), "plan: Extra inputs are not permitted"),
     ],
 )

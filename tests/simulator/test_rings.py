@@ -66,7 +66,7 @@ def test_a_device_with_several_cards_sends_over_all_of_them() -> None:
     # 8 cards of 10 GB/s a host, two of each device: 20 GB/s for a pair, however many pairs there are
     costs = toy(nics_per_host=8)
     assert costs.collective("all_gather", 1e9, ((0, 4),)) == pytest.approx(1 / 2 / 20)
-    assert costs.collective("permute", 1e9, ((0, 4), (1, 5))) == pytest.approx(1 / 20)
+    assert costs.collective("collective_permute", 1e9, ((0, 4), (1, 5))) == pytest.approx(1 / 20)
     assert costs.network.send_seconds(1e9, 4) == pytest.approx(1 / 20)
     for size, stride in ((2, 4), (4, 2), (8, 1)):
         groups = tuple(
@@ -116,11 +116,13 @@ def test_the_half_size_halves_the_bandwidth() -> None:
 
 def test_a_permute_is_as_slow_as_its_fullest_link() -> None:
     ring = tuple((i, (i + 1) % 8) for i in range(8))
-    assert find_routes(toy().cluster, "permute", ring) == Flows(within=1, across=1, members=4)
-    assert toy().collective("permute", 1e9, ring) == pytest.approx(1 / 10)
-    assert toy().collective("permute", 1e9, ((0, 1), (1, 2))) == pytest.approx(1 / 100)
+    assert find_routes(toy().cluster, "collective_permute", ring) == Flows(
+        within=1, across=1, members=4
+    )
+    assert toy().collective("collective_permute", 1e9, ring) == pytest.approx(1 / 10)
+    assert toy().collective("collective_permute", 1e9, ((0, 1), (1, 2))) == pytest.approx(1 / 100)
     swap = tuple((i, (i + 4) % 8) for i in range(8))  # two devices send through each card
-    assert toy().collective("permute", 1e9, swap) == pytest.approx(2 / 10)
+    assert toy().collective("collective_permute", 1e9, swap) == pytest.approx(2 / 10)
 
 
 def test_a_permute_costs_what_all_who_share_memory_cost() -> None:
@@ -134,12 +136,18 @@ def test_a_permute_costs_what_all_who_share_memory_cost() -> None:
     )
     costs = toy(
         collectives=CollectiveProfile(
-            gpu="toy", source="", link=toy().cluster.link, all_reduce=shared, permute=shared
+            gpu="toy",
+            source="",
+            link=toy().cluster.link,
+            all_reduce=shared,
+            collective_permute=shared,
         )
     )
-    assert costs.collective("permute", 1e9, ((0, 1), (1, 0))) == pytest.approx(10e-6 + 1 / 8)
+    assert costs.collective("collective_permute", 1e9, ((0, 1), (1, 0))) == pytest.approx(
+        10e-6 + 1 / 8
+    )
     assert costs.collective(
-        "permute", 1e9, tuple((i, (i + 1) % 4) for i in range(4))
+        "collective_permute", 1e9, tuple((i, (i + 1) % 4) for i in range(4))
     ) == pytest.approx(30e-6 + 1 / 4)
 
 
@@ -148,13 +156,17 @@ def test_a_message_between_two_devices_has_their_links_whoever_else_sends() -> N
         Cluster.load("p3.16xlarge")
     )  # more links between neighbours in rings of more
     ring = tuple((i, (i + 1) % 8) for i in range(8))
-    assert v100.collective("permute", 1e9, ring) == v100.collective("permute", 1e9, ring[:1])
-    assert v100.collective("permute", 1e12, ring) == pytest.approx(1e12 / 22.5e9, rel=1e-3)
+    assert v100.collective("collective_permute", 1e9, ring) == v100.collective(
+        "collective_permute", 1e9, ring[:1]
+    )
+    assert v100.collective("collective_permute", 1e12, ring) == pytest.approx(
+        1e12 / 22.5e9, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_has_no_partner_waits_for_nobody(kind: CollectiveKind) -> None:
-    alone: Groups = ((0, 0), (1, 1)) if kind == "permute" else ((0,), (1,))
+    alone: Groups = ((0, 0), (1, 1)) if kind == "collective_permute" else ((0,), (1,))
     assert toy().collective(kind, 1e9, alone) == 0
 
 
@@ -201,7 +213,7 @@ def test_more_bytes_take_at_least_as_long(
     cluster: Cluster, kind: CollectiveKind, one: float, other: float
 ) -> None:
     everyone = tuple(range(cluster.num_devices))
-    groups = tuple(pairwise(everyone)) or ((0, 0),) if kind == "permute" else (everyone,)
+    groups = tuple(pairwise(everyone)) or ((0, 0),) if kind == "collective_permute" else (everyone,)
     less, more = sorted((one, other))
     costs = ClusterCosts(cluster)
     assert 0 <= costs.collective(kind, less, groups) <= costs.collective(kind, more, groups)

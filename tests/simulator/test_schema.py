@@ -17,7 +17,7 @@ from simulator.hardware.kernel_profile import KernelProfile
 from simulator.hardware.schema import SCHEMAS
 
 SHIPPED = Path(simulator.__file__).parent / "hardware"
-README = SHIPPED.parent / "README.md"
+README = Path(simulator.__file__).parent.parent / "README.md"
 
 
 def fields_of(path: Path) -> Any:
@@ -34,7 +34,10 @@ def errors(kind: str, fields: Any) -> list[str]:
     ("kind", "path"),
     [
         *(("cluster", path) for path in sorted(SHIPPED.glob("clusters/*.yaml"))),
-        *(("mixed", path) for path in sorted(SHIPPED.glob("clusters/mixed/*.yaml"))),
+        *(
+            ("heterogeneous", path)
+            for path in sorted(SHIPPED.glob("clusters/heterogeneous/*.yaml"))
+        ),
         *(("device", path) for path in sorted(SHIPPED.glob("devices/*.yaml"))),
     ],
     ids=lambda value: getattr(value, "stem", value),
@@ -56,7 +59,7 @@ LINK = {"bandwidth_gb_per_s": 100, "latency_us": 1}
         {"device": 5},
         {"intra_host": LINK | {"bandwith_gb_per_s": 1}},
         {"intra_host": LINK | {"bandwidth_gb_per_s": "25 GB/s"}},
-        {"intra_host": LINK | {"slowdown": 3}},
+        {"intra_host": LINK | {"contention_factor": 3}},
         {"wires": 4},
         {
             "device": fields_of(SHIPPED / "devices/v100_sxm2_16gb.yaml")
@@ -94,8 +97,9 @@ def test_it_is_printed() -> None:
     assert json.loads(result.stdout) == SCHEMAS["device"]()
     unknown = CliRunner().invoke(app, ["schema", "rack"], env={"COLUMNS": "300"})
     assert unknown.exit_code == 2
-    assert "unknown kind of file 'rack'; expected one of cluster, device, mixed" in " ".join(
-        unknown.output.split()
+    assert (
+        "unknown kind of file 'rack'; expected one of cluster, device, heterogeneous"
+        in " ".join(unknown.output.split())
     )
 
 

@@ -29,13 +29,13 @@ def makespan(program: Program, seconds: dict[str, float], cluster: Cluster) -> f
 
 
 @pytest.mark.parametrize(
-    ("at_once", "expected"), [(1, 5), (1.25, 4.2), (1.5, 11 / 3), (2, 3), (9, 3)]
+    ("concurrent_instructions", "expected"), [(1, 5), (1.25, 4.2), (1.5, 11 / 3), (2, 3), (9, 3)]
 )
-def test_tasks_of_two_hosts_share_the_cores(at_once, expected):
-    # of 2 s and 3 s, each at half of `at_once` until the first has ended after 4 / at_once, then 1 s by itself
-    assert makespan(BOTH, {"0F": 2, "1F": 3}, with_processes(at_once=at_once)) == pytest.approx(
-        expected
-    )
+def test_tasks_of_two_hosts_share_the_cores(concurrent_instructions, expected):
+    # of 2 s and 3 s, each at half of `concurrent_instructions` until the first has ended after 4 / concurrent_instructions, then 1 s by itself
+    assert makespan(
+        BOTH, {"0F": 2, "1F": 3}, with_processes(concurrent_instructions=concurrent_instructions)
+    ) == pytest.approx(expected)
 
 
 def test_meshes_of_one_host_take_turns():
@@ -43,7 +43,7 @@ def test_meshes_of_one_host_take_turns():
         makespan(
             BOTH,
             {"0F": 2, "1F": 3},
-            with_processes(Cluster.load("cpu-hosts").with_size(2, 2), at_once=2),
+            with_processes(Cluster.load("cpu-hosts").with_size(2, 2), concurrent_instructions=2),
         )
         == 5
     )
@@ -52,7 +52,7 @@ def test_meshes_of_one_host_take_turns():
 def test_a_value_is_fetched_by_its_receiver_while_its_sender_goes_on():
     # 0F to 2; then 0B (4 s) beside the transfer (3 s) and 1F (1 s): at full speed both are done at 6
     timeline = simulate_processes(
-        CHAIN, with_processes(at_once=2), {"0F": 2, "0B": 4, "1F": 1}, COSTS
+        CHAIN, with_processes(concurrent_instructions=2), {"0F": 2, "0B": 4, "1F": 1}, COSTS
     )
     assert timeline.makespan == 6
     assert [span for span in timeline.spans if span.mesh == 1] == [
@@ -61,21 +61,24 @@ def test_a_value_is_fetched_by_its_receiver_while_its_sender_goes_on():
         Span("1F0", 1, "compute", 5, 6, "task", "1F0"),
     ]
     assert [(arrow.sent, arrow.received) for arrow in timeline.arrows] == [(2, 5)]
-    assert makespan(CHAIN, {"0F": 2, "0B": 4, "1F": 1}, with_processes(at_once=1)) == 10
+    assert (
+        makespan(CHAIN, {"0F": 2, "0B": 4, "1F": 1}, with_processes(concurrent_instructions=1))
+        == 10
+    )
 
 
 def test_steps_and_tasks_cost_hosts_something():
     # 1 s for the step; then both tasks, of 2 + 0.5 and 3 + 0.5 s, one after the other
     seconds = {"0F": 2, "1F": 3}
     assert makespan(
-        BOTH, seconds, with_processes(step_us=1e6, task_us=5e5, at_once=1)
+        BOTH, seconds, with_processes(step_us=1e6, task_us=5e5, concurrent_instructions=1)
     ) == pytest.approx(7)
 
 
 def test_hosts_of_one_mesh_do_equal_parts():
     wide = Program(((0, 1), (2, 3)), CHAIN.instructions)
     timeline = simulate_processes(
-        wide, with_processes(at_once=4), {"0F": 4, "0B": 4, "1F": 2}, COSTS
+        wide, with_processes(concurrent_instructions=4), {"0F": 4, "0B": 4, "1F": 2}, COSTS
     )
     # 0F ends at 2 on both hosts; two pairs send 1.5 bytes each, which their two receivers share; 1F takes them 1 s
     assert timeline.makespan == pytest.approx(max(4, 2 + 0.75 + 1))
@@ -83,7 +86,7 @@ def test_hosts_of_one_mesh_do_equal_parts():
 
 @given(programs(), st.floats(1, 4), st.sampled_from((2, 4)))
 def test_the_machine_does_not_more_than_it_can_and_idles_only_where_all_wait(
-    program, at_once, per_host
+    program, concurrent_instructions, per_host
 ):
     names = {each.task for row in program.instructions for each in row if isinstance(each, Run)}
     seconds = {name: 1.0 + number for number, name in enumerate(sorted(names))}
@@ -91,10 +94,17 @@ def test_the_machine_does_not_more_than_it_can_and_idles_only_where_all_wait(
     hosts = Cluster.load("cpu-hosts").with_size(
         -(-size // per_host), per_host
     )  # meshes have two devices
-    timeline = simulate_processes(program, with_processes(hosts, at_once=at_once), seconds, COSTS)
-    alone = simulate_processes(program, with_processes(hosts, at_once=1), seconds, COSTS)
+    timeline = simulate_processes(
+        program,
+        with_processes(hosts, concurrent_instructions=concurrent_instructions),
+        seconds,
+        COSTS,
+    )
+    alone = simulate_processes(
+        program, with_processes(hosts, concurrent_instructions=1), seconds, COSTS
+    )
     work = alone.makespan  # one after the other, and there is always one
-    assert work / at_once - 1e-6 <= timeline.makespan <= work + 1e-6
+    assert work / concurrent_instructions - 1e-6 <= timeline.makespan <= work + 1e-6
     tasks = sum(
         seconds[each.task] for row in program.instructions for each in row if isinstance(each, Run)
     )
@@ -102,7 +112,9 @@ def test_the_machine_does_not_more_than_it_can_and_idles_only_where_all_wait(
 
 
 def test_what_is_missing_is_told():
-    with pytest.raises(ValueError, match="section processes with step_us, task_us, at_once"):
+    with pytest.raises(
+        ValueError, match="section processes with step_us, task_us, concurrent_instructions"
+    ):
         simulate_processes(BOTH, ONE_EACH.model_copy(update={"processes": None}), {})
     with pytest.raises(ValueError, match="task 1F has no seconds; they are given of: 0F"):
         simulate_processes(BOTH, with_processes(), {"0F": 1})

@@ -12,7 +12,7 @@ from simulator.hardware.cluster import Cluster
 from simulator.memory import MemoryUse
 from simulator.program import DeadlockError, Instruction, Program, Recv, Run, Send
 from simulator.spans import STREAMS, Span
-from simulator.work import Body, Collective, Done, Loop, Op, Start
+from simulator.work import Collective, Done, Loop, Op, OpList, Start
 from tests.simulator.bodies import COSTS, bodies, compute, programs, seconds, start
 
 CLUSTER = Cluster.load("cpu-virtual")
@@ -162,7 +162,7 @@ def test_groups_count_the_devices_of_their_mesh() -> None:
             asked.append(groups)
             return 0.0
 
-    body: Body = (Start(Collective("sum", "all_reduce", 1, ((0, 1), (2, 3)))), Done("sum"))
+    body: OpList = (Start(Collective("sum", "all_reduce", 1, ((0, 1), (2, 3)))), Done("sum"))
     simulate(Program(((4, 6, 5, 7),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, Spy())
     assert asked == [((4, 6), (5, 7))]
 
@@ -195,20 +195,20 @@ def test_a_deadlock_is_shown() -> None:
         simulate(Program(((0,), (1,)), rows), CLUSTER)
 
 
-def unrolled(body: Body) -> Body:
+def unrolled(body: OpList) -> OpList:
     parts = (unrolled(op.body) * op.count if isinstance(op, Loop) else (op,) for op in body)
     return tuple(op for part in parts for op in part)
 
 
 @given(bodies)
-def test_a_loop_takes_as_long_as_its_iterations_written_out(body: Body) -> None:
+def test_a_loop_takes_as_long_as_its_iterations_written_out(body: OpList) -> None:
     short, long = step(*body), step(*unrolled(body))
     assert short.makespan == pytest.approx(long.makespan)
     assert short.seconds_by_category(0) == pytest.approx(long.seconds_by_category(0))
 
 
 @given(bodies)
-def test_a_step_is_as_long_as_its_busier_stream_and_no_longer_than_both(body: Body) -> None:
+def test_a_step_is_as_long_as_its_busier_stream_and_no_longer_than_both(body: OpList) -> None:
     timeline = step(*body)
     busy = timeline.busy(0, "compute"), timeline.busy(0, "communication")
     assert max(busy) <= timeline.makespan + 1e-9
@@ -217,7 +217,7 @@ def test_a_step_is_as_long_as_its_busier_stream_and_no_longer_than_both(body: Bo
 
 
 @given(bodies)
-def test_spans_of_a_stream_follow_one_another(body: Body) -> None:
+def test_spans_of_a_stream_follow_one_another(body: OpList) -> None:
     timeline = step(*unrolled(body))
     for stream in ("compute", "communication"):
         own = [span for span in timeline.spans if span.stream == stream]

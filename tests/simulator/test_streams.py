@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.costs.cost_model import ClusterCosts, MixedCosts
+from simulator.costs.cost_model import ClusterCosts, HeterogeneousCosts
 from simulator.engine.clock import Clock
 from simulator.engine.simulation import simulate
 from simulator.engine.timeline import Timeline
 from simulator.hardware.cluster import Cluster
-from simulator.hardware.heterogeneous import MixedCluster
+from simulator.hardware.heterogeneous import HeterogeneousCluster
 from simulator.program import Program, Recv, Run, Send
-from simulator.work import Body, Collective, Done, Groups, Loop, Start
+from simulator.work import Collective, Done, Groups, Loop, OpList, Start
 from tests.simulator.bodies import (
     COSTS,
     Slowed,
@@ -93,7 +93,7 @@ def test_the_clock_agrees_with_the_engine(program: Program, factor: float, dispa
 
 @given(bodies, st.floats(1, 2))
 def test_nothing_is_faster_for_sharing_nor_slower_than_one_after_the_other(
-    body: Body, factor: float
+    body: OpList, factor: float
 ) -> None:
     free, slowed = simulate(one_task(*body), CLUSTER, COSTS), played(*body, factor=factor)
     serial = sum(free.busy(0, stream) for stream in ("compute", "communication"))
@@ -111,7 +111,7 @@ def test_pipelines_are_not_faster_for_sharing_nor_slower_than_if_everything_were
 
 
 @given(flat, st.integers(1, 12), st.floats(1, 2))
-def test_a_loop_is_its_iterations_one_by_one(body: Body, count: int, factor: float) -> None:
+def test_a_loop_is_its_iterations_one_by_one(body: OpList, count: int, factor: float) -> None:
     looped = simulate(one_task(Loop(count, body)), CLUSTER, Slowed(factor))
     unrolled = simulate(one_task(*body * count), CLUSTER, Slowed(factor))
     assert looped.makespan == pytest.approx(unrolled.makespan)
@@ -154,7 +154,7 @@ def test_computation_is_as_slow_as_the_worst_beside_it_each_collective_as_its_ow
     None
 ):
     class Uneven(TwoLinks):
-        def slowdown(self, groups: Groups) -> float:
+        def contention_factor(self, groups: Groups) -> float:
             return 2.0 if self.link(groups) == "between hosts" else 1.25
 
     # until 4 the far one does its 2 s, the near one 3.2 and the product 2; until 5 the near one its last 0.8, the product 0.8; 0.2 are left
@@ -196,14 +196,14 @@ def test_the_clock_agrees_with_the_engine_on_two_links(
 
 
 @given(bodies, st.floats(1, 2))
-def test_a_second_link_makes_nothing_slower_than_one(body: Body, factor: float) -> None:
+def test_a_second_link_makes_nothing_slower_than_one(body: OpList, factor: float) -> None:
     two, one = both(*body, factor=factor), played(*body, factor=factor)
     assert two.makespan <= one.makespan * (1 + 1e-9)
 
 
 @given(flat, st.integers(1, 12), st.floats(1, 2))
 def test_a_loop_over_two_links_is_its_iterations_one_by_one(
-    body: Body, count: int, factor: float
+    body: OpList, count: int, factor: float
 ) -> None:
     looped, unrolled = both(Loop(count, body), factor=factor), both(*body * count, factor=factor)
     assert looped.makespan == pytest.approx(unrolled.makespan)
@@ -215,9 +215,14 @@ def test_the_link_says_how_much() -> None:
     inter = a100.inter_host
     assert inter is not None
     costs = ClusterCosts(
-        a100.model_copy(update={"inter_host": inter.model_copy(update={"slowdown": 1.2})})
+        a100.model_copy(update={"inter_host": inter.model_copy(update={"contention_factor": 1.2})})
     )
-    assert costs.slowdown(((0, 1), (8, 9))) == a100.intra_host.slowdown > 1.2
-    assert costs.slowdown(((0, 1, 8, 9),)) == 1.2
-    both = MixedCosts(MixedCluster(name="both", description="", pools=(v100, a100)))
-    assert both.slowdown(((0, 1),)) == 1 < both.slowdown(((16, 17),)) == a100.intra_host.slowdown
+    assert costs.contention_factor(((0, 1), (8, 9))) == a100.intra_host.contention_factor > 1.2
+    assert costs.contention_factor(((0, 1, 8, 9),)) == 1.2
+    both = HeterogeneousCosts(HeterogeneousCluster(name="both", description="", pools=(v100, a100)))
+    assert (
+        both.contention_factor(((0, 1),))
+        == 1
+        < both.contention_factor(((16, 17),))
+        == a100.intra_host.contention_factor
+    )

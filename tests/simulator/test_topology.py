@@ -48,8 +48,8 @@ RAILS = toy(rails=True, oversubscription=4)
         ("all_reduce", ((0, 2, 4, 6),), 2 * 3 / 4 / 2.5),
         ("all_gather", ((0, 1, 2, 3),), 3 / 4 / 20),  # over both cards
         ("all_gather", ((0, 1, 4, 5),), 3 / 4 / 5),
-        ("permute", ((0, 2),), 1 / 10),
-        ("permute", ((0, 4),), 1 / 2.5),
+        ("collective_permute", ((0, 2),), 1 / 10),
+        ("collective_permute", ((0, 4),), 1 / 2.5),
         # each has 3/4 GB for the others, which takes 0.075 s, and 1/2 GB for those of the other switch, which takes longer
         ("all_to_all", ((0, 2, 4, 6),), 1 / 2 / 2.5),
     ],
@@ -72,9 +72,9 @@ def test_an_all_to_all_mostly_on_one_switch_is_as_slow_as_its_cards() -> None:
 
 def test_messages_that_leave_count_beside_those_that_share_a_card() -> None:
     costs = ClusterCosts(LEAVES.model_copy(update={"nics_per_host": 1}))
-    assert costs.collective("permute", 1e9, ((0, 2), (1, 3))) == pytest.approx(2 / 10)
-    assert costs.collective("permute", 1e9, ((0, 2), (1, 4))) == pytest.approx(4 / 10)
-    assert costs.collective("permute", 1e9, ((0, 5), (1, 4))) == pytest.approx(8 / 10)
+    assert costs.collective("collective_permute", 1e9, ((0, 2), (1, 3))) == pytest.approx(2 / 10)
+    assert costs.collective("collective_permute", 1e9, ((0, 2), (1, 4))) == pytest.approx(4 / 10)
+    assert costs.collective("collective_permute", 1e9, ((0, 5), (1, 4))) == pytest.approx(8 / 10)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_messages_that_leave_count_beside_those_that_share_a_card() -> None:
             ((0, 3),),
             1 / 2 / 2.5,
         ),  # the first card of one host, the second one of the other
-        ("permute", ((0, 2),), 1 / 10),
-        ("permute", ((0, 3),), 1 / 2.5),
+        ("collective_permute", ((0, 2),), 1 / 10),
+        ("collective_permute", ((0, 3),), 1 / 2.5),
         (
             "all_to_all",
             ((0, 1, 2, 3),),
@@ -112,8 +112,8 @@ def test_what_goes_along_a_rail_stays_on_its_switch(
 
 def test_rails_end_where_their_switches_do() -> None:
     costs = ClusterCosts(toy(rails=True, hosts_per_switch=2, oversubscription=4))
-    assert costs.collective("permute", 1e9, ((0, 2),)) == pytest.approx(1 / 10)
-    assert costs.collective("permute", 1e9, ((0, 4),)) == pytest.approx(1 / 2.5)
+    assert costs.collective("collective_permute", 1e9, ((0, 2),)) == pytest.approx(1 / 10)
+    assert costs.collective("collective_permute", 1e9, ((0, 4),)) == pytest.approx(1 / 2.5)
 
 
 PORTS = toy(hosts=1, devices_per_host=4, nics_per_host=1, bridges_per_host=2)
@@ -128,9 +128,9 @@ CROSSING, APART = ((0, 2), (1, 3)), ((0, 1), (2, 3))
         ("all_gather", CROSSING, 2 * 1 / 2 / 100),  # two rings through each
         ("all_gather", CROSSING[:1], 1 / 2 / 100),
         ("all_reduce", CROSSING, 2 * 1 / 100),
-        ("permute", APART, 1 / 100),
-        ("permute", CROSSING, 2 / 100),
-        ("permute", ((0, 2), (2, 0)), 1 / 100),  # in and out
+        ("collective_permute", APART, 1 / 100),
+        ("collective_permute", CROSSING, 2 / 100),
+        ("collective_permute", ((0, 2), (2, 0)), 1 / 100),  # in and out
         (
             "all_to_all",
             ((0, 1, 2, 3),),
@@ -199,7 +199,7 @@ def test_strided_rings_are_those_of_the_groups_one_by_one(
     assert {strided_ring(cluster, size, stride)} == find_routes(cluster, "all_reduce", groups)
 
 
-def test_formulas_and_programs_see_the_same_network() -> None:
+def test_scenarios_and_programs_see_the_same_network() -> None:
     message = 10**9
     for cluster, stride, alone in (
         (LEAVES, 2, 0.4),
@@ -211,10 +211,12 @@ def test_formulas_and_programs_see_the_same_network() -> None:
         assert Network(cluster).send_seconds(message, stride) == pytest.approx(alone)
         count = cluster.num_devices
         pairs = tuple((i, i + stride) for i in range(count - stride))
-        assert ClusterCosts(cluster).collective("permute", message, pairs) == pytest.approx(alone)
+        assert ClusterCosts(cluster).collective(
+            "collective_permute", message, pairs
+        ) == pytest.approx(alone)
 
 
-def test_formulas_are_slower_for_data_that_leaves_switches() -> None:
+def test_scenarios_are_slower_for_data_that_leaves_switches() -> None:
     model = Transformer(layers=4, hidden=1024, heads=16, seq=1024, vocab=32000)
     plan = Execution(tensor=8, data=8, global_batch=64)
     fabric = {"hosts_per_switch": 4}
@@ -297,12 +299,14 @@ def test_what_ifs_reach_the_network() -> None:
     st.integers(1, 4),
     st.floats(1, 8),
     st.booleans(),
-    st.sampled_from(["all_reduce", "all_gather", "all_to_all", "permute"]),
+    st.sampled_from(["all_reduce", "all_gather", "all_to_all", "collective_permute"]),
 )
 def test_oversubscription_never_makes_anything_faster(
     per_switch: int, factor: float, rails: bool, kind: CollectiveKind
 ) -> None:
-    groups: Groups = ((0, 3), (1, 6), (2, 5)) if kind == "permute" else ((0, 2, 4), (1, 3, 6, 7))
+    groups: Groups = (
+        ((0, 3), (1, 6), (2, 5)) if kind == "collective_permute" else ((0, 2, 4), (1, 3, 6, 7))
+    )
     plain, slower = (
         ClusterCosts(
             toy(hosts_per_switch=per_switch, rails=rails, oversubscription=each)

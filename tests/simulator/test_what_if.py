@@ -12,7 +12,7 @@ from simulator.cli import app
 from simulator.engine.breakdown import predict as predict_program
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
-from simulator.hardware.heterogeneous import MixedCluster, load_cluster
+from simulator.hardware.heterogeneous import HeterogeneousCluster, load_cluster
 from simulator.memory import MemoryUse
 from simulator.program import Program, Run
 from simulator.transformer import EAGER, Execution, Machine, Transformer, predict
@@ -88,14 +88,14 @@ def other(field: str, value: Any) -> Any:
         return not value
     if field == "hosts":
         return 1
-    if field == "device.kernels.whole_waves" or "efficiency" in field:
+    if field == "device.kernels.wave_quantization" or "efficiency" in field:
         return value / 2
     if field.startswith("device.peak"):
         return 10 * value  # the faster 16-bit format is used
-    return 1.2 * value if field.endswith("slowdown") else 2 * value if value else 1.0
+    return 1.2 * value if field.endswith("contention_factor") else 2 * value if value else 1.0
 
 
-FORMULAS = {
+SCENARIOS = {
     "naive": (GPT, PLAN),
     "divided": (GPT, Execution(tensor=4, pipeline=2, data=4, sequence_parallel=True, global_batch=64, zero=1, overlap_gradients=True)),
     "context": (GPT, Execution(tensor=4, context=2, data=2, pipeline=2, global_batch=64)),
@@ -112,7 +112,7 @@ KINDS: tuple[CollectiveKind, ...] = (
     "all_gather",
     "reduce_scatter",
     "all_to_all",
-    "permute",
+    "collective_permute",
 )
 
 
@@ -131,7 +131,7 @@ def a_bit_of_everything() -> Program:
     for kind in KINDS:
         pairs: list[Groups] = (
             [((0, 1),), ((0, 8), (1, 9))]
-            if kind == "permute"
+            if kind == "collective_permute"
             else [
                 NEAR,
                 (tuple(range(16)),),
@@ -146,17 +146,17 @@ def a_bit_of_everything() -> Program:
     return Program((tuple(range(16)),), ((Run(0, "S"),),), {"0S": tuple(body)}, (use,))
 
 
-UNUSED = {  # by these formulas on V100s, whose f16 is faster, whose clock doesn't drop, and which form no such groups
+UNUSED = {  # by these scenarios on V100s, whose f16 is faster, whose clock doesn't drop, and which form no such groups
     "device.kernels.efficiency_by_dtype.bf16",
-    "device.kernels.hot_in_training",
-    "device.kernels.split_us",
+    "device.kernels.throttles_in_training",
+    "device.kernels.split_k_us",
     *(f"collectives.all_reduce.group_bandwidth_gb_per_s.{size}" for size in (3, 5, 6, 7)),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "front_end"),
-    tiers([(name, end) for end in ("formula", "program") for name in ("p3.16xlarge", "dgx_h100")]),
+    tiers([(name, end) for end in ("scenario", "program") for name in ("p3.16xlarge", "dgx_h100")]),
 )
 def test_no_change_of_a_number_is_ignored(front_end: str, name: str) -> None:
     program = a_bit_of_everything()
@@ -167,8 +167,8 @@ def test_no_change_of_a_number_is_ignored(front_end: str, name: str) -> None:
             return [predict_program(program, where)]
         machine = load_machine(name, 32, "eager", changes)
         return [
-            predict(*formula, machine)
-            for key, formula in FORMULAS.items()
+            predict(*scenario, machine)
+            for key, scenario in SCENARIOS.items()
             if key != "8 bits" or name == "dgx_h100"
         ]
 
@@ -187,7 +187,7 @@ def test_no_change_of_a_number_is_ignored(front_end: str, name: str) -> None:
     # the first counts only where something leaves a leaf switch, the second for groups of three or more without a number of their own
     depends = {"rails", *(["collectives.all_reduce.sharing"] if name == "p3.16xlarge" else [])}
     assert set(ignored) - depends == (
-        UNUSED if (front_end, name) == ("formula", "p3.16xlarge") else set()
+        UNUSED if (front_end, name) == ("scenario", "p3.16xlarge") else set()
     )
     links = {"intra_host.latency_us", "intra_host.half_size_mb", "collective_launch_us"}
     assert links <= set(refused)  # as their collectives are measured
@@ -250,7 +250,14 @@ def test_collectives_that_are_measured_follow_the_bandwidth_of_the_link_in_the_f
     fields["intra_host"]["bandwidth_gb_per_s"] /= 4
     (tmp_path / "slow.yaml").write_text(yaml.safe_dump(fields))
     fast, slow = Cluster.load("dgx_h100").curves, Cluster.load(tmp_path / "slow.yaml").curves
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "nvls"):
+    for name in (
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "collective_permute",
+        "nvls",
+    ):
         assert getattr(slow, name) == getattr(fast, name).faster(1 / 4)
 
 
@@ -329,7 +336,7 @@ def test_each_pool_is_changed_by_itself() -> None:
         for given in ((), changes)
     )
     assert before == load_cluster("p3_beside_p4d")
-    assert isinstance(after, MixedCluster)
+    assert isinstance(after, HeterogeneousCluster)
     first, second = after.pools
     assert first.inter_host is not None
     assert first.inter_host.bandwidth_gb_per_s == pytest.approx(5.6)
@@ -369,7 +376,7 @@ def test_a_change_of_a_pool_that_can_not_be_made_is_explained(change: str, messa
     assert message in str(caught.value)
 
 
-def test_formulas_are_for_hosts_that_are_alike() -> None:
+def test_scenarios_are_for_hosts_that_are_alike() -> None:
     with pytest.raises(
         ClusterError, match="has pools, so its hosts are not all alike, as is needed here"
     ):
@@ -397,7 +404,7 @@ def test_another_device_comes_with_its_own_measurements() -> None:
 EXAMPLE = Path(simulator.transformer.__file__).parent / "examples" / "gpt3_175b.yaml"
 
 
-def test_a_formula_file_is_predicted_on_several_clusters_with_changes() -> None:
+def test_a_scenario_is_predicted_on_several_clusters_with_changes() -> None:
     result = CliRunner().invoke(
         app,
         ["predict", str(EXAMPLE), "--cluster", "dgx_a100_80", "--cluster", "dgx_h100", "--json"],

@@ -36,7 +36,7 @@ works = st.builds(
     Work,
     st.dictionaries(st.sampled_from(["f32", "bf16"]), st.integers(0, 10**9)),
     st.integers(0, 10**9),
-    st.dictionaries(st.sampled_from(["all_reduce", "permute"]), st.integers(0, 10**9)),
+    st.dictionaries(st.sampled_from(["all_reduce", "collective_permute"]), st.integers(0, 10**9)),
 )
 
 

@@ -81,7 +81,7 @@ def _simumax(
         if name != "llama3" or size not in _LLAMA:
             yield Unpredicted(
                 row.case,
-                "as formulas know no experts, nor sizes of Llama 3 other than 70b and 405b",
+                "as scenarios have no experts, nor sizes of Llama 3 other than 70b and 405b",
             )
             continue
         hidden, heads, kv_heads, ffn = _LLAMA[size]

@@ -12,7 +12,7 @@ from autopar.hosts.driver import RayHosts, check_plan, cluster_of_hosts
 from autopar.hosts.environment import leave_gpus
 from autopar.hosts.errors import HostsError
 from autopar.hosts.workers import _choose
-from simulator.hardware.heterogeneous import MixedCluster
+from simulator.hardware.heterogeneous import HeterogeneousCluster
 from tests.autopar.hosts.workers import pipeline
 from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
 
@@ -73,7 +73,7 @@ def test_numbers_of_devices_that_hosts_do_not_have_are_refused(
 
 def test_hosts_that_differ_are_pools_each_of_its_own_kind():
     found = cluster_of_hosts(made(8, 8, 4, platform="cuda", kinds=("V100", "A100", "A100")))
-    assert isinstance(found, MixedCluster)
+    assert isinstance(found, HeterogeneousCluster)
     assert [(pool.device.name, pool.hosts, pool.devices_per_host) for pool in found.pools] == [
         (autopar_device("p3.16xlarge"), 1, 8),
         (autopar_device("dgx_a100_80"), 1, 8),

@@ -34,7 +34,7 @@ from experiments.models.model import Model
 from simulator.costs.cost_model import ClusterCosts
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
-from simulator.hardware.heterogeneous import AnyCluster, MixedCluster, load_cluster
+from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster, load_cluster
 from tests.autopar.pipeline.stack_steps import (
     assert_as_serial,
     pipeline,
@@ -49,7 +49,9 @@ LAYERS = 8
 ONE_F_ONE_B = PipelineSchedule(name="1f1b")
 V100 = Cluster.load("p3.16xlarge").with_size(devices_per_host=4)
 A100 = Cluster.load("dgx_a100_40").with_size(devices_per_host=4)
-MIXED = MixedCluster(name="mixed", description="four V100s, and four A100s", pools=(V100, A100))
+MIXED = HeterogeneousCluster(
+    name="mixed", description="four V100s, and four A100s", pools=(V100, A100)
+)
 UNEVEN = load_cluster("a2_uneven")
 
 
@@ -77,8 +79,8 @@ def layers_by_pool(plan: Plan, cluster: AnyCluster) -> list[int]:
     return layers
 
 
-def beside(*pools: Cluster) -> MixedCluster:
-    return MixedCluster(name="toy", description="", pools=pools)
+def beside(*pools: Cluster) -> HeterogeneousCluster:
+    return HeterogeneousCluster(name="toy", description="", pools=pools)
 
 
 def changed(cluster: Cluster, **device) -> Cluster:

@@ -141,7 +141,9 @@ def test_forbidden_collectives_are_not_planned(step):
 
 
 def test_options_that_leave_no_plan_are_infeasible(step):
-    everything = frozenset({"all_gather", "all_to_all", "reduce_scatter", "all_reduce", "permute"})
+    everything = frozenset(
+        {"all_gather", "all_to_all", "reduce_scatter", "all_reduce", "collective_permute"}
+    )
     with pytest.raises(InfeasibleError):
         plan_shardings(
             step,

@@ -26,7 +26,7 @@ _AXIS = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?'?")
 
 
 def groups_of(instruction: Instruction, num_devices: int) -> Groups:
-    """The groups of devices (or, for a permute, the pairs) that `instruction` names.
+    """The groups of devices (or, for a collective_permute, the pairs) that `instruction` names.
 
     Raises:
         HloError: they can't be read, or are not of different devices from 0 to `num_devices` - 1.
@@ -43,7 +43,7 @@ def groups_of(instruction: Instruction, num_devices: int) -> Groups:
     except (LookupError, ValueError) as error:
         raise instruction.error(
             f"device groups {text[:80]!r} can't be read: {error}; expected e.g. {_EXAMPLES} (further notations go into"
-            " simulator/hlo/groups.py)"
+            " simulator/hlo/replica_groups.py)"
         ) from None
     for group in groups:
         different = len(group) == 2 if pairs else len(set(group)) == len(group)

@@ -4,11 +4,21 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from simulator.hlo.groups import groups_of
 from simulator.hlo.kernels import kernel_of
-from simulator.hlo.provenance import name_of, part_of
+from simulator.hlo.provenance import name_of, phase_of
+from simulator.hlo.replica_groups import groups_of
 from simulator.hlo.text import Computation, Instruction, Module, blamed, read_module
-from simulator.work import Body, Collective, CollectiveKind, Done, Loop, Op, Part, Start, work_of
+from simulator.work import (
+    Collective,
+    CollectiveKind,
+    Done,
+    Loop,
+    Op,
+    OpList,
+    Start,
+    TrainingPhase,
+    work_of,
+)
 
 _COLLECTIVES: Mapping[str, CollectiveKind] = {
     "all-reduce": "all_reduce",
@@ -16,7 +26,7 @@ _COLLECTIVES: Mapping[str, CollectiveKind] = {
     "reduce-scatter": "reduce_scatter",
     "all-to-all": "all_to_all",
     "ragged-all-to-all": "all_to_all",
-    "collective-permute": "permute",
+    "collective-permute": "collective_permute",
     "collective-broadcast": "all_gather",  # each device receives the array once, as in an all_gather of it
 }
 
@@ -29,7 +39,7 @@ _FLOP_PER_BYTE = 50
 """What a GPU computes while it moves a byte, roughly; only compares the branches of a conditional."""
 
 
-def parse_hlo(text: str) -> Body:
+def parse_hlo(text: str) -> OpList:
     """The kernels, collectives and loops that one device launches to run the entry computation of scheduled HLO, in order.
 
     FLOP count matrix products and convolutions only (the rest is bound by memory); bytes are what each kernel reads and writes of
@@ -42,12 +52,11 @@ def parse_hlo(text: str) -> Body:
 
 def _ops(module: Module, computation: Computation) -> Iterator[Op]:
     waited: set[str] = set()  # collectives that were waited for where they started
-    part: Part = ""
+    phase: TrainingPhase = ""
     for instruction in computation.instructions:
         name = name_of(instruction)
-        part = (
-            part if name is None else part_of(name)
-        )  # copies that the compiler adds go with what was before
+        if name is not None:  # copies that the compiler adds belong to the phase before them
+            phase = phase_of(name)
         opcode, moment = _split_async(instruction.opcode)
         if instruction.opcode in _FREE or moment == "update":
             continue
@@ -77,7 +86,7 @@ def _ops(module: Module, computation: Computation) -> Iterator[Op]:
             elif opcode == "call":
                 yield from _ops(module, module.called(instruction, "to_apply"))
             else:
-                yield replace(kernel_of(module, computation, instruction), part=part)
+                yield replace(kernel_of(module, computation, instruction), phase=phase)
 
 
 def _collective(
@@ -135,7 +144,7 @@ def branches(module: Module, conditional: Instruction) -> Iterator[Computation]:
         yield module.called(conditional, "false_computation")
 
 
-def _length(body: Body) -> float:
+def _length(body: OpList) -> float:
     work = work_of(body)
     return sum(work.flops.values()) / _FLOP_PER_BYTE + work.bytes + sum(work.collectives.values())
 
