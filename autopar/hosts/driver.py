@@ -24,7 +24,7 @@ from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError
 from autopar.hosts.timelines import Note, aligned
 from autopar.hosts.workers import Workers, reason
 from autopar.lowering.cross_mesh_resharding import tiles
-from autopar.lowering.job import Array, Job, Place, groups_of
+from autopar.lowering.job import Array, Job, Place, worker_groups
 from autopar.plan import Plan
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster
@@ -80,7 +80,7 @@ class RayHosts(Workers):
         self._check_devices(job.meshes)
         self.check()
         self._unload()
-        self._join(groups_of(job.meshes, self.owner))
+        self._join(worker_groups(job.meshes, self.owner))
         number = next(self._jobs)
         parts = [job.of(devices) for devices in self.numbers]
         inputs = tuple(frozenset(each.number for each in part.inputs) for part in parts)
@@ -268,7 +268,7 @@ class RayHosts(Workers):
         """
         self.check()
         self._check_devices(place.mesh.devices for _, place in wanted)
-        self._join(groups_of({place.mesh.devices for _, place in wanted}, self.owner))
+        self._join(worker_groups({place.mesh.devices for _, place in wanted}, self.owner))
         handles = [
             DistributedArray(
                 self,

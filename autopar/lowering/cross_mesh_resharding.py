@@ -164,5 +164,6 @@ def _overlaps(tile: Tile, block: Sequence[int]) -> list[tuple[Tile, Tile]]:
             cuts.append(((max(start, whole[0]), min(stop, whole[1])), whole))
         dims.append(cuts)
     return [
-        (tuple(part for part, _ in cut), tuple(whole for _, whole in cut)) for cut in product(*dims)
+        (tuple(part for part, _ in partition), tuple(whole for _, whole in partition))
+        for partition in product(*dims)
     ]

@@ -10,15 +10,15 @@ from jax.extend.core import Var
 from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
 from autopar.lowering.cross_mesh_resharding import Resharding
-from autopar.pipeline.partition import Cut, Task
+from autopar.pipeline.partition import Partition, Task
 from autopar.pipeline.pipeline_schedules import Schedule
 from simulator.program import Free, Instruction, Program, Recv, Run, Send
 from simulator.work import Collective
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """What the values of a pipeline are called; `Names.of_cut` makes them.
+class ValueNames:
+    """What the values of a pipeline are called; `ValueNames.of_cut` makes them.
 
     A value of a microbatch has the microbatch's number after a dot: `in3.0`, `v17.0`. `in4` is an input that is whole, `t5` what
     microbatches have added up to so far, `v18` a value of the update.
@@ -32,16 +32,24 @@ class Names:
     per_microbatch: frozenset[Var]
 
     @classmethod
-    def of_cut(cls, cut: Cut) -> "Names":
-        values = dict.fromkeys(var for reads in cut.reads.values() for var in reads)
-        values.update(dict.fromkeys(var for results in cut.results.values() for var in results))
-        sums = [each.sum for totals in cut.totals.values() for each in totals]
+    def of_cut(cls, partition: Partition) -> "ValueNames":
+        values = dict.fromkeys(var for reads in partition.reads.values() for var in reads)
+        values.update(
+            dict.fromkeys(var for results in partition.results.values() for var in results)
+        )
+        sums = [each.sum for totals in partition.totals.values() for each in totals]
         base = {var: f"v{k}" for k, var in enumerate(values)}
         base.update((var, f"t{k}") for k, var in enumerate(sums))
-        base.update((var, f"in{i}") for i, var in enumerate(cut.step.jaxpr.invars))
-        batch = {cut.step.jaxpr.invars[i] for i in cut.step.batch if not cut.is_whole_step}
+        base.update((var, f"in{i}") for i, var in enumerate(partition.step.jaxpr.invars))
+        batch = {
+            partition.step.jaxpr.invars[i]
+            for i in partition.step.batch
+            if not partition.is_whole_step
+        }
         body = {
-            var for var in values if (task := cut.made_by.get(var)) and task.phase not in ("U", "S")
+            var
+            for var in values
+            if (task := partition.producers.get(var)) and task.phase not in ("U", "S")
         }
         return cls(base, frozenset(batch | body).difference(sums))
 
@@ -89,21 +97,28 @@ class PipelineProgram:
 
 
 def pipeline_program(
-    cut: Cut,
+    partition: Partition,
     schedule: Schedule,
     meshes: tuple[tuple[int, ...], ...],
-    names: Names,
+    names: ValueNames,
     transfers: Transfers,
 ) -> PipelineProgram:
     """The program of a cut step on `meshes`, the devices of each mesh."""
-    builder = _Builder(cut, schedule, names, transfers)
+    builder = _Builder(partition, schedule, names, transfers)
     program = Program(meshes, tuple(map(tuple, builder.rows())))
     return PipelineProgram(program, builder.readers, builder.crossings, builder.last_reads())
 
 
 class _Builder:
-    def __init__(self, cut: Cut, schedule: Schedule, names: Names, transfers: Transfers) -> None:
-        self._cut, self._schedule, self._names, self._transfers = cut, schedule, names, transfers
+    def __init__(
+        self, partition: Partition, schedule: Schedule, names: ValueNames, transfers: Transfers
+    ) -> None:
+        self._partition, self._schedule, self._names, self._transfers = (
+            partition,
+            schedule,
+            names,
+            transfers,
+        )
         mesh_of = schedule.mesh_of
         self._all_runs = [list(self._runs(row)) for row in schedule.rows]
         self.readers: dict[tuple[int, str], tuple[int, Var]] = {}
@@ -111,26 +126,28 @@ class _Builder:
         self._source: dict[
             str, int
         ] = {}  # the stage that has a value which others may have to be sent
-        inputs = set(cut.step.jaxpr.invars)
+        inputs = set(partition.step.jaxpr.invars)
         for mesh, row in enumerate(self._all_runs):
             for run in row:
-                for var in cut.reads[task_of(run)]:
+                for var in partition.reads[task_of(run)]:
                     name = names.of(var, micro_batch_of(run))
                     self.readers.setdefault((mesh, name), (run.stage, var))
                     self._meshes[name].append(mesh)
                     if var not in inputs:
-                        self._source[name] = cut.made_by[var].stage
-        for i, stages in cut.input_stages.items():
-            if i not in cut.step.batch and i in cut.step.carried.values():
+                        self._source[name] = partition.producers[var].stage
+        for i, stages in partition.input_stages.items():
+            if i not in partition.step.batch and i in partition.step.carried.values():
                 self._source[f"in{i}"] = stages[0]
         self._outputs = {
             names.of(a, 0)
-            for a in cut.step.jaxpr.outvars
-            if isinstance(a, Var) and a in cut.made_by
+            for a in partition.step.jaxpr.outvars
+            if isinstance(a, Var) and a in partition.producers
         }
         batches = range(schedule.pipeline.num_micro_batches)
-        self._outputs |= {names.of(part, b) for part in cut.joined.values() for b in batches}
-        self._outputs |= {f"in{i}" for i in range(len(cut.step.jaxpr.invars))}
+        self._outputs |= {
+            names.of(part, b) for part in partition.concatenated.values() for b in batches
+        }
+        self._outputs |= {f"in{i}" for i in range(len(partition.step.jaxpr.invars))}
         self.crossings = {
             (name, mesh): Crossing(self.readers[mesh, name][1], source, self.readers[mesh, name][0])
             for name, source in self._source.items()
@@ -147,7 +164,9 @@ class _Builder:
             dict.fromkeys(run.stage for run in row)
         )
         yield from (run for run in row if run.phase != "U" and self._does_something(task_of(run)))
-        rounds = max((task.round for task in self._cut.eqns if task.phase == "U"), default=-1) + 1
+        rounds = (
+            max((task.round for task in self._partition.eqns if task.phase == "U"), default=-1) + 1
+        )
         for turn in range(rounds):
             yield from (
                 Run(stage, "U", turn)
@@ -157,7 +176,8 @@ class _Builder:
 
     def _does_something(self, task: Task) -> bool:
         return any(
-            found.get(task) for found in (self._cut.eqns, self._cut.totals, self._cut.completed)
+            found.get(task)
+            for found in (self._partition.eqns, self._partition.totals, self._partition.completed)
         )
 
     def rows(self) -> Iterator[Iterator[Instruction]]:
@@ -171,12 +191,15 @@ class _Builder:
             for run in runs:
                 task = task_of(run)
                 names = {
-                    var: self._names.of(var, micro_batch_of(run)) for var in self._cut.reads[task]
+                    var: self._names.of(var, micro_batch_of(run))
+                    for var in self._partition.reads[task]
                 }
                 mine = frozenset(
                     var
                     for var, name in names.items()
-                    if last[name] == run and name not in self._outputs and var in self._cut.made_by
+                    if last[name] == run
+                    and name not in self._outputs
+                    and var in self._partition.producers
                 )
                 found[task] = found.get(task, mine) & mine
         return found
@@ -185,11 +208,11 @@ class _Builder:
         return {
             self._names.of(var, micro_batch_of(run)): run
             for run in runs
-            for var in self._cut.reads[task_of(run)]
+            for var in self._partition.reads[task_of(run)]
         }
 
     def _row(self, mesh: int, runs: list[Run]) -> Iterator[Instruction]:
-        cut, names = self._cut, self._names
+        partition, names = self._partition, self._names
         last = self._last_reader(runs)
         here: set[str] = set()
         for name, source in self._source.items():
@@ -197,13 +220,13 @@ class _Builder:
                 yield from self._sends(name)
         for run in runs:
             task = task_of(run)
-            for var in cut.reads[task]:
+            for var in partition.reads[task]:
                 name = names.of(var, micro_batch_of(run))
                 if (name, mesh) in self.crossings and name not in here:
                     here.add(name)
                     yield self._recv(name, mesh)
             yield run
-            made = [names.of(var, micro_batch_of(run)) for var in cut.results[task]]
+            made = [names.of(var, micro_batch_of(run)) for var in partition.results[task]]
             for name in made:
                 yield from self._sends(name)
             done = [

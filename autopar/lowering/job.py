@@ -238,7 +238,7 @@ class Job:
         )
 
 
-def groups_of(
+def worker_groups(
     meshes: Iterable[Sequence[int]], owner: Mapping[int, int]
 ) -> frozenset[tuple[int, ...]]:
     """The workers that form one distributed JAX with others, to share `meshes`, by the worker of each device.

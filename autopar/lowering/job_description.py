@@ -74,7 +74,7 @@ class _Describer:
             donated,
             keys_as_data,
         )
-        self._step, self._cut, self._names = planned.step, planned.cut, planned.names
+        self._step, self._partition, self._names = planned.step, planned.partition, planned.names
         self._meshes = [mesh_of(stage) for stage in planned.plan.stages]
         self._count = self._step.num_micro_batches
 
@@ -134,16 +134,16 @@ class _Describer:
     def _home(self, i: int) -> Array:
         """Input `i` before the step."""
         aval = jax.tree.leaves(self._step.in_avals)[i]
-        stage, var = self._cut.input_stages[i][0], self._step.jaxpr.invars[i]
+        stage, var = self._partition.input_stages[i][0], self._step.jaxpr.invars[i]
         spec = self._planned.values[stage].spec(var)
         return Array.of(f"in{i}", aval, self._meshes[stage], spec, self._keys_as_data)
 
     def _inputs(self, i: int, home: Array) -> list[Input]:
         """Input `i` for every mesh that reads it and is not sent it."""
-        var, stages = self._step.jaxpr.invars[i], self._cut.input_stages[i]
+        var, stages = self._step.jaxpr.invars[i], self._partition.input_stages[i]
         is_sent = i in self._step.carried.values()  # by an instruction, to all but the first
-        count = self._cut.micro_batches(i)
-        is_cut = i in self._step.batch and not self._cut.is_whole_step
+        count = self._partition.input_microbatches(i)
+        is_cut = i in self._step.batch and not self._partition.is_whole_step
         found = []
         for mesh in dict.fromkeys(map(self._mesh_of, stages[:1] if is_sent else stages)):
             names = [f"in{i}.{k}" for k in range(count)] if is_cut else [f"in{i}"]
@@ -156,7 +156,7 @@ class _Describer:
 
     def _zeros(self) -> tuple[tuple[Array, ...], ...]:
         found: list[list[Array]] = [[] for _ in self._planned.program.meshes]
-        for task, totals in self._cut.totals.items():
+        for task, totals in self._partition.totals.items():
             for each in totals:
                 found[self._mesh_of(task.stage)].append(
                     self._array(task.stage, each.sum, self._names.of(each.sum, 0))
@@ -180,7 +180,7 @@ class _Describer:
         return outputs
 
     def _output(self, o: int, atom: Atom) -> Output | Constant:
-        step, cut = self._step, self._cut
+        step, partition = self._step, self._partition
         if isinstance(atom, Literal) or atom in step.jaxpr.constvars:
             value = (
                 atom.val
@@ -188,9 +188,9 @@ class _Describer:
                 else step.jaxpr.consts[step.jaxpr.constvars.index(atom)]
             )
             return value if is_key(aval_of(atom).dtype) else np.asarray(value, aval_of(atom).dtype)
-        if atom in cut.joined:
-            part = cut.joined[atom]
-            stage = cut.made_by[part].stage
+        if atom in partition.concatenated:
+            part = partition.concatenated[atom]
+            stage = partition.producers[part].stage
             parts = tuple(
                 self._array(stage, part, self._names.of(part, k)) for k in range(self._count)
             )
@@ -198,12 +198,12 @@ class _Describer:
             return Output(
                 o, self._mesh_of(stage), parts, replace(parts[0], name=f"out{o}", shape=shape)
             )
-        if atom in cut.made_by:
-            stage = cut.made_by[atom].stage
+        if atom in partition.producers:
+            stage = partition.producers[atom].stage
             made = self._array(stage, atom, self._names.of(atom, 0))
         else:  # an input as it is
             i = step.jaxpr.invars.index(atom)
-            stage, made = cut.input_stages[i][0], self._home(i)
+            stage, made = partition.input_stages[i][0], self._home(i)
         return Output(o, self._mesh_of(stage), (made,), made)
 
 

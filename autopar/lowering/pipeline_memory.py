@@ -40,7 +40,7 @@ class MeshMemory:
 
         The memory of a step that is one program is that program's.
         """
-        if self.planned.cut.is_whole_step:
+        if self.planned.partition.is_whole_step:
             return (self._whole_step(),)
         return tuple(
             self._peak(mesh, [during for during, _ in each]) for mesh, each in enumerate(levels)
@@ -62,13 +62,13 @@ class MeshMemory:
         return MemoryUse(arguments, temporaries=sum(most.values()) - arguments, roles=most)
 
     def _arguments(self, mesh: int) -> Level:
-        cut, mesh_of = self.planned.cut, self.planned.schedule.mesh_of
+        partition, mesh_of = self.planned.partition, self.planned.schedule.mesh_of
         arguments: dict[Role, int] = {}
-        for i, stages in cut.input_stages.items():
+        for i, stages in partition.input_stages.items():
             here = [stage for stage in stages if mesh_of(stage) == mesh]
             if here:
-                var = cut.step.jaxpr.invars[i]
-                size = self._bytes(here[0], var) * cut.micro_batches(i)
+                var = partition.step.jaxpr.invars[i]
+                size = self._bytes(here[0], var) * partition.input_microbatches(i)
                 arguments = added(arguments, {self._role(here[0], var): size})
         return arguments
 
@@ -108,7 +108,8 @@ class MeshMemory:
         """What lives after a task has run, and what it needs on top of that while it runs."""
         used, temporaries = self._tasks.get(task, (MemoryUse(), {}))
         sums = sum(
-            self._bytes(task.stage, each.sum) for each in self.planned.cut.totals.get(task, ())
+            self._bytes(task.stage, each.sum)
+            for each in self.planned.partition.totals.get(task, ())
         )
         written_over = max(0, used.aliased - sums)  # sums grow where they are
         new = sum(value.num_bytes for value in made.values()) - written_over
@@ -121,7 +122,7 @@ class MeshMemory:
             self.planned.names.of(each.sum, 0): _Value(
                 "gradients", self._bytes(task.stage, each.sum)
             )
-            for task, totals in self.planned.cut.totals.items()
+            for task, totals in self.planned.partition.totals.items()
             if mesh_of(task.stage) == mesh
             for each in totals
         }
@@ -132,7 +133,7 @@ class MeshMemory:
             self.planned.names.of(var, micro_batch_of(run)): _Value(
                 _role_of(task_of(run)), self._bytes(run.stage, var)
             )
-            for var in self.planned.cut.results[task_of(run)]
+            for var in self.planned.partition.results[task_of(run)]
         }
 
     def _read(self, mesh: int, program: Program) -> dict[str, _Value]:
@@ -143,11 +144,11 @@ class MeshMemory:
             )
             for run in program.instructions[mesh]
             if isinstance(run, Run)
-            for var in self.planned.cut.reads[task_of(run)]
+            for var in self.planned.partition.reads[task_of(run)]
         }
 
     def _role(self, stage: int, var: Var) -> Role:
-        maker = self.planned.cut.made_by.get(var)
+        maker = self.planned.partition.producers.get(var)
         return _role_of(maker) if maker else self.planned.values[stage].roles.get(var, "inputs")
 
     def _bytes(self, stage: int, var: Var) -> int:

@@ -7,10 +7,10 @@ from typing import Protocol
 from autopar.ir.step_graph import StepGraph
 from autopar.layering.layers import FollowLayerOption
 from autopar.lowering.cross_mesh_resharding import Resharding, reshard
-from autopar.lowering.instructions import Crossing, Names, PipelineProgram, pipeline_program
+from autopar.lowering.instructions import Crossing, PipelineProgram, ValueNames, pipeline_program
 from autopar.lowering.stage_values import StageValues
-from autopar.pipeline.partition import Cut
-from autopar.pipeline.partitioner import cut_step, uncut_step
+from autopar.pipeline.partition import Partition
+from autopar.pipeline.partitioner import partition_step, whole_step_partition
 from autopar.pipeline.pipeline_schedules import Pipeline, Schedule, make_schedule
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.plan import WHOLE_STEP, Plan
@@ -54,25 +54,25 @@ class PlannedStep:
         return make_schedule(name, Pipeline(meshes, self.plan.num_micro_batches, num_chunks))
 
     @cached_property
-    def cut(self) -> Cut:
+    def partition(self) -> Partition:
         """The step as tasks."""
         if self.plan.schedule.is_whole_step:
-            return uncut_step(self.step)
+            return whole_step_partition(self.step)
         stage_of = {layer: s for s, stage in enumerate(self.plan.stages) for layer in stage.layers}
         option = self.plan.schedule.layer_option
         homes = option.homes if isinstance(option, FollowLayerOption) else {}
         stages = [stage_of[layer] for layer in sorted(stage_of)]
-        return cut_step(self.step, stages, "W" in self.schedule.phases, homes)
+        return partition_step(self.step, stages, "W" in self.schedule.phases, homes)
 
     @cached_property
     def graphs(self) -> list[StageGraph]:
         """Each stage as a step of its own."""
-        return stage_graphs(self.cut)
+        return stage_graphs(self.partition)
 
     @cached_property
-    def names(self) -> Names:
+    def names(self) -> ValueNames:
         """What the program calls the values."""
-        return Names.of_cut(self.cut)
+        return ValueNames.of_cut(self.partition)
 
     @cached_property
     def values(self) -> list[StageValues]:
@@ -91,7 +91,7 @@ class PlannedStep:
         meshes = tuple(
             stage.devices for stage in self.plan.stages[: self.schedule.pipeline.num_meshes]
         )
-        return pipeline_program(self.cut, self.schedule, meshes, self.names, self.transfer)
+        return pipeline_program(self.partition, self.schedule, meshes, self.names, self.transfer)
 
     @property
     def program(self) -> Program:

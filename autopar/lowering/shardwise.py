@@ -18,11 +18,11 @@ from autopar.primitives.factors import assignment_of
 from autopar.primitives.partitioner_defects import is_shardwise
 from autopar.primitives.shards import bind_shards
 
-type Wanted = Mapping[tuple[int, str], Mapping[int, Spec]]
+type PinnedSpecs = Mapping[tuple[int, str], Mapping[int, Spec]]
 """The specs that a plan pins, by number and side of the equation, and by position."""
 
 
-def wanted_by(stage: Stage) -> Wanted:
+def pinned_specs(stage: Stage) -> PinnedSpecs:
     """Return the specs of a stage's constraints."""
     wanted: dict[tuple[int, str], dict[int, Spec]] = defaultdict(dict)
     for constraint in stage.constraints:
@@ -30,7 +30,7 @@ def wanted_by(stage: Stage) -> Wanted:
     return wanted
 
 
-def shardwise(mesh: AnyMesh, wanted: Wanted | None = None) -> Apply:
+def shardwise(mesh: AnyMesh, wanted: PinnedSpecs | None = None) -> Apply:
     """How equations run on `mesh`: the partitioner divides them, but for those that run on shards.
 
     Args:

@@ -15,7 +15,7 @@ from autopar.ir import graph
 from autopar.ir.evaluate import Numbered, compiler_options, evaluate
 from autopar.ir.spec import AnyMesh, Spec, partition_spec, replicated
 from autopar.ir.step_graph import Combine
-from autopar.lowering.shardwise import shardwise, wanted_by
+from autopar.lowering.shardwise import pinned_specs, shardwise
 from autopar.lowering.stage_values import StageValues
 from autopar.microbatch.accumulation import (
     Apart,
@@ -85,36 +85,36 @@ class StageLowering:
             last_reads: for each task, the values whose memory it may reuse because nobody reads them after it.
         """
         stage = stages[found.stage]
-        self.cut, self.graph, self.stage, self.mesh = found.cut, found, stage, mesh
+        self.partition, self.graph, self.stage, self.mesh = found.partition, found, stage, mesh
         self.values = StageValues(found, stage)
         self.donated = {
-            self.cut.step.jaxpr.invars[i]
+            self.partition.step.jaxpr.invars[i]
             for i in donated
-            if self.cut.input_stages[i][0] == found.stage
+            if self.partition.input_stages[i][0] == found.stage
         }
         self.last_reads = last_reads or {}
         self._local = (
-            found.parts(self.values.ways)
-            if stage.deferred and not self.cut.is_whole_step
+            found.divided(self.values.ways)
+            if stage.deferred and not self.partition.is_whole_step
             else found
         )
         self._scales = self._scales_of([each.mesh.ways(each.deferred) for each in stages])
-        self._wanted = wanted_by(stage)
+        self._wanted = pinned_specs(stage)
 
     def _scales_of(self, ways: Sequence[int]) -> dict[Var, float]:
         """The factor of what comes from stages that see larger or smaller parts of a microbatch."""
         found: dict[Var, float] = {}
-        made = numbers_of(self.cut.step)
+        made = numbers_of(self.partition.step)
         for var in self.graph.received:
-            maker = self.cut.made_by.get(var)
+            maker = self.partition.producers.get(var)
             if (
                 maker is None
                 or maker.phase == "U"
-                or var not in self.cut.facts.rows
+                or var not in self.partition.batch_facts.rows
                 or ways[maker.stage] == self.values.ways
             ):
                 continue
-            micro = self.cut.step.cut(max(self.values.ways, ways[maker.stage])).microbatching
+            micro = self.partition.step.cut(max(self.values.ways, ways[maker.stage])).microbatching
             assert micro is not None
             if power := micro.powers[made[var]]:
                 found[var] = (self.values.ways / ways[maker.stage]) ** -power
@@ -129,8 +129,8 @@ class StageLowering:
         return [self._function(task) for task in self.graph.tasks]
 
     def _function(self, task: Task) -> TaskFunction:
-        reads, results = self.cut.reads[task], self.cut.results[task]
-        sums = tuple(each.sum for each in self.cut.totals.get(task, ()))
+        reads, results = self.partition.reads[task], self.partition.results[task]
+        sums = tuple(each.sum for each in self.partition.totals.get(task, ()))
         if task.phase == "S":
             run = partial(self._whole_step, task)
         elif task.phase == "U":
@@ -162,23 +162,25 @@ class StageLowering:
 
     def _run(self, found: StageGraph, place: Place, task: Task, *operands: Any) -> list[Any]:
         """A forward or backward task; `found` is the stage's graph or that of a device's part."""
-        accumulated = found.cut.totals.get(task, ())
-        read = (*found.cut.reads[task], *(each.sum for each in accumulated))
+        accumulated = found.partition.totals.get(task, ())
+        read = (*found.partition.reads[task], *(each.sum for each in accumulated))
         env = self._constants(found) | dict(zip(read, operands, strict=True))
-        for mine, var in zip(self.cut.reads[task], found.cut.reads[task], strict=True):
+        for mine, var in zip(self.partition.reads[task], found.partition.reads[task], strict=True):
             if mine in self._scales:
                 env[var] = (env[var] * self._scales[mine]).astype(env[var].dtype)
         self.run_eqns(found.tasks[task], env, place)
         totals = []
         for each in accumulated:
             part, total = jnp.asarray(graph.read(each.part, env)), env[each.sum]
-            totals.append(added(each.combine, total, part, self.cut.step.num_micro_batches))
-        return [*(env[var] for var in found.cut.results[task]), *totals]
+            totals.append(added(each.combine, total, part, self.partition.step.num_micro_batches))
+        return [*(env[var] for var in found.partition.results[task]), *totals]
 
     def _whole_step(self, task: Task, *operands: Any) -> list[Any]:
         """The whole step, microbatches one after the other."""
-        step = self.cut.step
-        env = self._constants(self.graph) | dict(zip(self.cut.reads[task], operands, strict=True))
+        step = self.partition.step
+        env = self._constants(self.graph) | dict(
+            zip(self.partition.reads[task], operands, strict=True)
+        )
         if step.microbatching is None:
             self.run_eqns(enumerate(step.jaxpr.eqns), env)
         else:
@@ -192,11 +194,11 @@ class StageLowering:
                 pin = partial(self._constrain, self._placed, "out")
                 accumulate(step, env, self.run_eqns, pin)
             self.run_eqns(step.microbatching.tail, env)
-        return [env[var] for var in self.cut.results[task]]
+        return [env[var] for var in self.partition.results[task]]
 
     def _local_accumulation(self) -> Apart:
         """How devices accumulate gradients of the whole step for themselves, along the deferred axes."""
-        step, stage = self.cut.step, self.stage
+        step, stage = self.partition.step, self.stage
         assert step.microbatching is not None
         results = tuple(
             self._wanted.get((number, "out"), {}).get(r, replicated(graph.aval_of(var).ndim))
@@ -208,21 +210,31 @@ class StageLowering:
 
     def _update(self, task: Task, *operands: Any) -> list[Any]:
         """A round of the update; the first completes what was accumulated."""
-        env = self._constants(self.graph) | dict(zip(self.cut.reads[task], operands, strict=True))
-        count, parts = self.cut.step.num_micro_batches, self._local.step.num_micro_batches
-        kinds: list[Combine] = [each.combine for each in self._local.cut.completed.get(task, ())]
-        for each, combine in zip(self.cut.completed.get(task, ()), kinds, strict=True):
+        env = self._constants(self.graph) | dict(
+            zip(self.partition.reads[task], operands, strict=True)
+        )
+        count, parts = self.partition.step.num_micro_batches, self._local.step.num_micro_batches
+        kinds: list[Combine] = [
+            each.combine for each in self._local.partition.completed.get(task, ())
+        ]
+        for each, combine in zip(self.partition.completed.get(task, ()), kinds, strict=True):
             value = scaled(combine, env[each.sum], count, parts)
             if self.stage.deferred:
                 value = value[0] if combine == "same" else value.sum(0)
             env[each.total] = jax.lax.with_sharding_constraint(value, self.sharding(each.total))
         self.run_eqns(self.graph.tasks[task], env)
-        return [env[var] for var in self.cut.results[task]]
+        return [env[var] for var in self.partition.results[task]]
 
     def _run_apart(self, task: Task) -> Callable[..., list[Any]]:
         """A forward or backward task in which each device along the deferred axes has examples of its own."""
-        deferred, sums = self.stage.deferred, [each.sum for each in self.cut.totals.get(task, ())]
-        operands, results = (*self.cut.reads[task], *sums), (*self.cut.results[task], *sums)
+        deferred, sums = (
+            self.stage.deferred,
+            [each.sum for each in self.partition.totals.get(task, ())],
+        )
+        operands, results = (
+            (*self.partition.reads[task], *sums),
+            (*self.partition.results[task], *sums),
+        )
 
         def along(var: Var) -> Spec:
             return tuple(
@@ -236,7 +248,9 @@ class StageLowering:
                     given.append(shard[0])
                 else:  # a parameter may be in parts; examples stay where they are
                     given.append(
-                        shard if var in self.cut.facts.rows else gathered(shard, along(var))
+                        shard
+                        if var in self.partition.batch_facts.rows
+                        else gathered(shard, along(var))
                     )
             made = self._run(self._local, self._placed_apart, task, *given)
             return [
@@ -302,11 +316,11 @@ class StageLowering:
 
         A state that is updated comes first, then what nobody reads any more.
         """
-        reads, results = self.cut.reads[task], self.cut.results[task]
+        reads, results = self.partition.reads[task], self.partition.results[task]
         if task.phase == "S":  # XLA pairs them, and uses the memory of the others for temporaries
-            kept = {var for var in self.cut.step.jaxpr.outvars if isinstance(var, Var)}.difference(
-                results
-            )
+            kept = {
+                var for var in self.partition.step.jaxpr.outvars if isinstance(var, Var)
+            }.difference(results)
             return [k for k, var in enumerate(reads) if var in self.donated - kept]
 
         def kind(var: Var) -> tuple[tuple[int, ...], Any]:
@@ -333,13 +347,13 @@ class StageLowering:
 
     def _updated(self, task: Task) -> set[Var]:
         """The donated inputs that an update reads last, and whose next values it makes."""
-        step = self.cut.step
+        step = self.partition.step
         later = [t for t in self.graph.tasks if t.phase == "U" and t.round > task.round]
-        after = {var for other in later for var in self.cut.reads[other]}
+        after = {var for other in later for var in self.partition.reads[other]}
         next_of = {step.jaxpr.invars[i]: step.jaxpr.outvars[o] for o, i in step.carried.items()}
-        made = set(self.cut.results[task]) if task.phase == "U" else set()
+        made = set(self.partition.results[task]) if task.phase == "U" else set()
         return {
             var
-            for var in self.cut.reads[task]
+            for var in self.partition.reads[task]
             if var in self.donated - after and next_of.get(var) in made
         }

@@ -28,7 +28,7 @@ class StageValues:
         self.ways = self.mesh.ways(stage.deferred)
         jaxpr = found.step.jaxpr
         # A program of the whole step takes whole batches and cuts them itself; its equations are those of a microbatch.
-        whole = found.cut.is_whole_step
+        whole = found.partition.is_whole_step
         self._shapes: dict[Var, tuple[int, ...]] = {}
         if whole:
             self._shapes = {
@@ -48,14 +48,18 @@ class StageValues:
         for atom, value in zip(jaxpr.outvars, stage.outputs, strict=True):
             if isinstance(atom, Var) and atom not in jaxpr.invars:
                 self._specs[atom] = value.spec
-        totals = [each for task in found.tasks for each in found.cut.totals.get(task, ())]
+        totals = [each for task in found.tasks for each in found.partition.totals.get(task, ())]
         for each in totals:
             spec = self._specs.get(each.total, replicated(aval_of(each.total).ndim))
             self._specs[each.sum] = tuple(
                 tuple(a for a in axes if a not in stage.deferred) for axes in spec
             )
         apart = stage.deferred and not whole
-        self.apart = {each.sum for each in totals} | found.cut.facts.mixed if apart else frozenset()
+        self.apart = (
+            {each.sum for each in totals} | found.partition.batch_facts.mixed
+            if apart
+            else frozenset()
+        )
 
     def shape(self, var: Var) -> tuple[int, ...]:
         """Return the shape of a value as tasks get and give it."""

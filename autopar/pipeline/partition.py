@@ -1,10 +1,13 @@
-"""Partition of a traced step into the tasks of a pipeline: what each runs, reads and makes. `autopar.pipeline.partitioner` builds it."""
+"""The partition of a traced step into the tasks of a pipeline, with the data dependences between tasks.
+
+`autopar.pipeline.partitioner` builds it.
+"""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from jax.extend.core import Var
 
@@ -19,12 +22,13 @@ from simulator.program import Phase, Run
 
 
 class Task(NamedTuple):
-    """What one instruction runs, whatever the microbatch.
+    """The computation of one stage in one phase, whatever the microbatch.
 
     Attributes:
         stage: number of the stage.
         phase: F, B (or I and W), U; or S, the whole step.
-        round: of the update: a round uses what other stages made in the ones before. 0 for other phases.
+        round: round of the update, 0 for other phases. A round reads what other stages computed in
+            earlier rounds.
     """
 
     stage: int
@@ -33,12 +37,12 @@ class Task(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the program calls it, whatever the microbatch."""
+        """The task's name in the program, without a microbatch."""
         return Run(self.stage, self.phase, self.round).task
 
 
 WHOLE_STEP_TASK = Task(0, "S")
-"""The one task of a step that is not cut."""
+"""The one task of a step that is not partitioned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +50,10 @@ class Total:
     """A value accumulated over microbatches.
 
     Attributes:
-        part: what one microbatch contributes.
-        sum: what they have added up to so far.
-        total: what it is for the whole batch; the stage's update makes it, first of all.
-        combine: how the parts are put together.
+        part: contribution of one microbatch.
+        sum: running sum of the contributions.
+        total: value for the whole batch, which the stage's update computes from the sum.
+        combine: how the contributions are combined.
     """
 
     part: Atom
@@ -60,12 +64,12 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
-    """What depends on the batch in a step, up to what is accumulated.
+    """The values of a step that depend on the batch, up to the values that are accumulated.
 
     Attributes:
-        dims: the dims of values that count examples.
-        rows: for values with one such dim, that one.
-        mixed: values without exactly one that depend on the batch all the same.
+        dims: dims of a value that count examples, for the values that have such dims.
+        rows: the dim of each value with exactly one such dim.
+        mixed: values that depend on the batch and have no such dim, or several.
     """
 
     dims: dict[Var, frozenset[int]]
@@ -75,12 +79,12 @@ class BatchFacts:
 
 @memoized_on_step
 def batch_facts(step: StepGraph) -> BatchFacts:
-    """Return what depends on the batch in `step`."""
+    """Return the values of `step` that depend on the batch."""
     _, dims = batch_factors(step, step_factors(step))
-    rows = {var: min(each) for var, each in dims.items() if len(each) == 1}
+    rows = {var: min(var_dims) for var, var_dims in dims.items() if len(var_dims) == 1}
     reached = {step.jaxpr.invars[i] for i in step.batch}
-    while True:  # more than once for what loops carry
-        known = len(reached)
+    while True:  # the carries of loops take more than one pass
+        num_reached = len(reached)
         for eqn in step.jaxpr.eqns:
             if eqn.primitive is accumulate_p or reached.isdisjoint(
                 a for a in eqn.invars if isinstance(a, Var)
@@ -89,36 +93,58 @@ def batch_facts(step: StepGraph) -> BatchFacts:
             reached.update(eqn.outvars)
             if eqn.primitive is control_flow.loop_result_p:
                 reached.update(a for a in eqn.invars[:1] if isinstance(a, Var))
-        if len(reached) == known:
+        if len(reached) == num_reached:
             return BatchFacts(dims, rows, frozenset(reached.difference(rows)))
 
 
+class Partitioner(Protocol):
+    """A rule that partitions a step, as a value: it partitions any trace of that step alike."""
+
+    def partition(self, step: StepGraph) -> "Partition":
+        """Return the tasks of `step`."""
+        ...
+
+
 @dataclass(frozen=True)
-class Cut:
-    """A step as tasks.
+class Partition:
+    """A step as the tasks of a pipeline.
 
     Attributes:
-        eqns: the numbered equations of each task, in order; those that several tasks need are in each of them.
-        totals: for each forward or backward task what it accumulates.
-        num_stages: stages.
-        parts: the same tasks for microbatches that are cut into so many parts.
-        wanted: values that are read outside of these tasks.
-        joined: for each result with a row per example, what one microbatch makes of it.
-        homes: for inputs whose place is given, the stage where they are.
+        num_stages: number of stages.
+        eqns: numbered equations of each task, in order. Equations that several tasks compute for
+            themselves are in each of these tasks.
+        totals: values that each forward or backward task accumulates.
+        partitioner: the rule that made this partition.
+        external_reads: values that are read outside of these tasks.
+        concatenated: for each result with a row per example, its value for one microbatch.
+        input_homes: stage of each input whose stage is given.
     """
 
     step: StepGraph
     num_stages: int
     eqns: dict[Task, tuple[Numbered, ...]]
     totals: dict[Task, tuple[Total, ...]]
-    parts: "Callable[[int], Cut]"
-    wanted: tuple[Var, ...] = ()
-    joined: dict[Var, Var] = field(default_factory=dict)
-    homes: Mapping[int, int] = field(default_factory=dict)
+    partitioner: Partitioner
+    external_reads: tuple[Var, ...] = ()
+    concatenated: dict[Var, Var] = field(default_factory=dict)
+    input_homes: Mapping[int, int] = field(default_factory=dict)
+    _divided: dict[int, "Partition"] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def divided(self, parts: int) -> "Partition":
+        """Return the same tasks for microbatches that are divided into `parts` parts.
+
+        Raises:
+            MicrobatchError: microbatches cannot be divided that way; see `StepGraph.cut`.
+        """
+        if parts not in self._divided:
+            self._divided[parts] = self.partitioner.partition(self.step.cut(parts))
+        return self._divided[parts]
 
     @cached_property
-    def facts(self) -> BatchFacts:
-        """What depends on the batch in the step, and how."""
+    def batch_facts(self) -> BatchFacts:
+        """The values of the step that depend on the batch."""
         return batch_facts(self.step)
 
     @property
@@ -126,84 +152,91 @@ class Cut:
         """Whether one task runs the whole step, microbatches included."""
         return WHOLE_STEP_TASK in self.eqns
 
-    def micro_batches(self, i: int) -> int:
-        """Return the number of parts that tasks read input `i` in: its microbatches, if it is a batch that is cut outside of tasks."""
+    def input_microbatches(self, i: int) -> int:
+        """Return the number of values that input `i` enters the tasks as.
+
+        A batch that is divided outside of tasks enters as one value per microbatch, any other input
+        as one value.
+        """
         return self.step.num_micro_batches if i in self.step.batch and not self.is_whole_step else 1
 
-    def part(self, atom: Atom) -> Atom:
-        """What makes an output: the value of one microbatch, if it is joined from all of them."""
-        return self.joined.get(atom, atom) if isinstance(atom, Var) else atom
+    def microbatch_value(self, atom: Atom) -> Atom:
+        """Return the microbatch's value of a concatenated output, and any other output itself."""
+        return self.concatenated.get(atom, atom) if isinstance(atom, Var) else atom
 
     @cached_property
     def completed(self) -> dict[Task, tuple[Total, ...]]:
-        """For the first round of each stage's update, the totals that it makes of sums."""
-        found: dict[Task, tuple[Total, ...]] = {}
+        """The totals that the first round of each stage's update computes from sums."""
+        completed: dict[Task, tuple[Total, ...]] = {}
         for task, totals in self.totals.items():
-            first = Task(task.stage, "U")
-            found[first] = (*found.get(first, ()), *totals)
-        return found
+            first_round = Task(task.stage, "U")
+            completed[first_round] = (*completed.get(first_round, ()), *totals)
+        return completed
 
     @cached_property
-    def made_by(self) -> dict[Var, Task]:
-        """The task that makes a value for others: values that several make are not handed on."""
-        found: dict[Var, list[Task]] = defaultdict(list)
+    def producers(self) -> dict[Var, Task]:
+        """The task that produces each value: the first of several that compute it."""
+        producers: dict[Var, Task] = {}
         for task, eqns in self.eqns.items():
             for _, eqn in eqns:
                 for var in eqn.outvars:
-                    found[var].append(task)
-        made = {var: tasks[0] for var, tasks in found.items()}
-        made.update((each.sum, task) for task, totals in self.totals.items() for each in totals)
-        made.update(
-            (each.total, task) for task, totals in self.completed.items() for each in totals
-        )
-        return made
+                    producers.setdefault(var, task)
+        for task, totals in self.totals.items():
+            producers.update((total.sum, task) for total in totals)
+        for task, totals in self.completed.items():
+            producers.update((total.total, task) for total in totals)
+        return producers
 
     @cached_property
     def reads(self) -> dict[Task, tuple[Var, ...]]:
-        """Values that a task uses and does not make: inputs of the step, and what other tasks made."""
+        """The values that each task uses without computing them: inputs and other tasks' results."""
         if self.is_whole_step:
             return {WHOLE_STEP_TASK: tuple(self.step.jaxpr.invars)}
         return {task: self._reads(task) for task in self.eqns}
 
-    @cached_property
-    def results(self) -> dict[Task, tuple[Var, ...]]:
-        """Values that a task makes for other tasks or as outputs of the step, its sums aside."""
-        wanted: dict[Task, dict[Var, None]] = {task: {} for task in self.eqns}
-        outputs = (
-            part for atom in self.step.jaxpr.outvars if isinstance(part := self.part(atom), Var)
-        )
-        for var in (
-            *(var for reads in self.reads.values() for var in reads),
-            *outputs,
-            *self.wanted,
-        ):
-            task = self.made_by.get(var)
-            if task is not None and all(var is not each.sum for each in self.totals.get(task, ())):
-                wanted[task][var] = None
-        return {task: tuple(found) for task, found in wanted.items()}
-
     def _reads(self, task: Task) -> tuple[Var, ...]:
         eqns = self.eqns[task]
-        made = {var for _, eqn in eqns for var in eqn.outvars}
-        made.update(each.total for each in self.completed.get(task, ()))
-        read: list[Atom] = [each.sum for each in self.completed.get(task, ())]
+        completed = self.completed.get(task, ())
+        computed = {var for _, eqn in eqns for var in eqn.outvars}
+        computed.update(total.total for total in completed)
+        read: list[Atom] = [total.sum for total in completed]
         read += [atom for _, eqn in eqns for atom in eqn.invars]
-        read += [each.part for each in self.totals.get(task, ())]
-        constants = set(self.step.jaxpr.constvars)
-        found = (a for a in read if isinstance(a, Var) and a not in made and a not in constants)
-        return tuple(dict.fromkeys(found))
+        read += [total.part for total in self.totals.get(task, ())]
+        local = computed.union(self.step.jaxpr.constvars)
+        return tuple(dict.fromkeys(a for a in read if isinstance(a, Var) and a not in local))
+
+    @cached_property
+    def results(self) -> dict[Task, tuple[Var, ...]]:
+        """The values that each task computes for other tasks or for the step, without its sums."""
+        results: dict[Task, dict[Var, None]] = {task: {} for task in self.eqns}
+        outputs = map(self.microbatch_value, self.step.jaxpr.outvars)
+        used = [var for reads in self.reads.values() for var in reads]
+        used += [atom for atom in outputs if isinstance(atom, Var)]
+        used += self.external_reads
+        for var in used:
+            task = self.producers.get(var)
+            if task is None or any(var is total.sum for total in self.totals.get(task, ())):
+                continue
+            results[task][var] = None
+        return {task: tuple(variables) for task, variables in results.items()}
 
     @cached_property
     def input_stages(self) -> dict[int, tuple[int, ...]]:
-        """For each input of the step the stages that read it; the first is where its next value is made, if it is carried."""
+        """The stages that read each input of the step.
+
+        The first one is the input's home: for a carried input, the stage that computes its next
+        value.
+        """
         number = {var: i for i, var in enumerate(self.step.jaxpr.invars)}
-        found = {i: [self.homes[i]] if i in self.homes else [] for i in number.values()}
+        stages: dict[int, list[int]] = defaultdict(list)
+        for i, home in self.input_homes.items():
+            stages[i].append(home)
         for o, i in self.step.carried.items():
             atom = self.step.jaxpr.outvars[o]
-            if isinstance(atom, Var) and atom in self.made_by:
-                found[i].append(self.made_by[atom].stage)
+            if isinstance(atom, Var) and atom in self.producers:
+                stages[i].append(self.producers[atom].stage)
         for task, reads in self.reads.items():
             for var in reads:
                 if var in number:
-                    found[number[var]].append(task.stage)
-        return {i: tuple(dict.fromkeys(stages)) or (0,) for i, stages in found.items()}
+                    stages[number[var]].append(task.stage)
+        return {i: tuple(dict.fromkeys(stages[i])) or (0,) for i in number.values()}

@@ -1,16 +1,21 @@
-"""Partitions a traced step into the tasks of a pipeline: which equation runs in which stage and phase, and which values cross.
+"""Partition a traced step into the tasks of a pipeline.
 
-Forward and backward equations go where their layer goes (`autopar.layering.layers`), those outside of layers where what they read
-is. What depends on constants alone, or on small inputs, is computed wherever it is needed, and so is a weight's cast to the dtype
-that several stages compute in. A gradient that several stages
-contribute to (tied weights) is accumulated in each and added up once. The update of a parameter runs where its gradient is;
-where stages need one another's results for it (a global norm) it takes several rounds.
+The data dependences of the step decide which stage and phase each equation belongs to, and so which
+values cross between stages:
+
+- Forward and backward equations belong to the stage of their layer (`autopar.layering.layers`). Equations
+  outside of layers belong to the last stage that computes one of their operands.
+- Each stage computes for itself what depends only on constants or small inputs, and casts for itself
+  a weight that several stages read.
+- A gradient that several stages contribute to (tied weights) is accumulated in each of them; the
+  update adds up these sums.
+- A parameter is updated where its gradient is. An update whose stages need one another's results
+  (a global norm) takes several rounds.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from jax.extend.core import Literal, Var
 
@@ -20,7 +25,7 @@ from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.step_graph import Combine, StepGraph
 from autopar.layering.layers import layer_of
-from autopar.pipeline.partition import WHOLE_STEP_TASK, Cut, Task, Total
+from autopar.pipeline.partition import WHOLE_STEP_TASK, Partition, Task, Total
 
 _CASTS = {
     "convert_element_type",
@@ -33,69 +38,116 @@ _CASTS = {
 }
 
 
-def uncut_step(step: StepGraph) -> Cut:
+@dataclass(frozen=True, slots=True)
+class WholeStep:
+    """The partition of a step into one task of one stage."""
+
+    def partition(self, step: StepGraph) -> Partition:
+        """Return `step` as one task."""
+        eqns = {WHOLE_STEP_TASK: tuple(enumerate(step.jaxpr.eqns))}
+        return Partition(step, 1, eqns, {}, self)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStages:
+    """The partition of a step into stages of layers.
+
+    Attributes:
+        stage_of_layer: stage of each layer; stages are numbered in the order of layers.
+        split_backward: whether each B is split into I, which other stages depend on, and W, the rest.
+        input_homes: stage of each input whose stage is given.
+    """
+
+    stage_of_layer: tuple[int, ...]
+    split_backward: bool = False
+    input_homes: Mapping[int, int] = field(default_factory=dict)
+
+    def partition(self, step: StepGraph) -> Partition:
+        """Return the tasks of `step`."""
+        builder = _PartitionBuilder(step, self)
+        builder.place_body()
+        builder.spread_casts()
+        builder.place_totals()
+        builder.place_tail()
+        partition = builder.partition()
+        return _split_backward(partition) if self.split_backward else partition
+
+
+def whole_step_partition(step: StepGraph) -> Partition:
     """Return `step` as the one task of one stage."""
-    eqns = {WHOLE_STEP_TASK: tuple(enumerate(step.jaxpr.eqns))}
-    return Cut(step, 1, eqns, {}, lambda ways: uncut_step(step.cut(ways)))
+    return WholeStep().partition(step)
 
 
-def cut_step(
+def partition_step(
     step: StepGraph,
     stage_of_layer: Sequence[int],
     split_backward: bool = False,
-    homes: Mapping[int, int] | None = None,
-) -> Cut:
-    """Cut `step` into tasks.
+    input_homes: Mapping[int, int] | None = None,
+) -> Partition:
+    """Partition `step` into the tasks of a pipeline.
 
     Args:
-        stage_of_layer: the stage of each layer; stages are numbered in the order of layers.
-        split_backward: make tasks I, of what other stages wait for, and W of the rest, out of each B.
-        homes: the stage at which an input is, if it is given.
+        step: the step, traced in layers and with its accumulated values marked.
+        stage_of_layer: stage of each layer; stages are numbered in the order of layers.
+        split_backward: whether to split each B into I, which other stages depend on, and W, the rest.
+        input_homes: stage of each input whose stage is given.
+    """
+    return LayerStages(tuple(stage_of_layer), split_backward, input_homes or {}).partition(step)
+
+
+class _PartitionBuilder:
+    """Assigns units of equations to tasks.
+
+    A unit is one equation, or all equations of a loop or branch. It is identified by the number of
+    its first equation.
+
+    Attributes:
+        body: units that run for each microbatch.
+        tail: units of the update.
+        producer: unit that computes each value.
+        num_readers: number of units that read each value.
+        task_of: task of each unit that belongs to one, by unit number.
+        anywhere: numbers of the units that every task computes for itself where it needs them.
+        totals: values that each task accumulates.
+        total_stage: stage that accumulates each total.
+        concatenated: for each result with a row per example, its value for one microbatch.
     """
 
-    @cache
-    def parts(ways: int) -> Cut:
-        return cut_step(step.cut(ways), stage_of_layer, split_backward, homes)
-
-    builder = _Builder(step, stage_of_layer)
-    builder.place_body()
-    builder.spread_casts()
-    builder.place_totals()
-    builder.place_tail()
-    found = builder.cut(parts, homes or {})
-    return _split_backward(found) if split_backward else found
-
-
-class _Builder:
-    def __init__(self, step: StepGraph, stage_of_layer: Sequence[int]) -> None:
+    def __init__(self, step: StepGraph, rule: LayerStages) -> None:
         self.step = step
-        self.num_stages = max(stage_of_layer) + 1
-        self.stage_of_layer = tuple(stage_of_layer)
+        self.rule = rule
+        self.num_stages = max(rule.stage_of_layer) + 1
         micro = step.microbatching
         self.body = units(micro.body if micro else enumerate(step.jaxpr.eqns))
         shared = {unit.number for unit in self.body}
         self.tail = [
             unit for unit in units(micro.tail if micro else ()) if unit.number not in shared
         ]
-        self.maker = {var: unit for unit in (*self.body, *self.tail) for var in unit.makes}
-        self.readers = Counter(var for unit in (*self.body, *self.tail) for var in unit.reads)
+        self.producer = {var: unit for unit in (*self.body, *self.tail) for var in unit.makes}
+        self.num_readers = Counter(var for unit in (*self.body, *self.tail) for var in unit.reads)
         self.inputs = set(step.jaxpr.invars)
         self.constants = set(step.jaxpr.constvars)
-        self.task_of: dict[int, Task] = {}  # by the number of a unit's first equation
-        self.anywhere: set[int] = set()  # units that are computed wherever they are needed
+        self.task_of: dict[int, Task] = {}
+        self.anywhere: set[int] = set()
         self.totals: dict[Task, list[Total]] = defaultdict(list)
         self.total_stage: dict[Var, int] = {}
-        self.joined: dict[Var, Var] = {}
+        self.concatenated: dict[Var, Var] = {}
 
     # -- forward and backward
 
     def place_body(self) -> None:
-        """Tasks of the body, numbered in the order in which a microbatch goes through them: 0F 1F ... 1B 0B."""
-        position: dict[Var, int] = {}
+        """Assign the units of the body to tasks.
+
+        A unit's position counts the tasks that a microbatch passes through before it:
+        0F 1F ... 1B 0B. It is the position of the unit's layer, or the last one among the units that
+        it depends on if that is later.
+        """
+        last = self.num_stages - 1
+        position_of: dict[Var, int] = {}
         for unit in self.body:
-            before = [position[var] for var in unit.reads if var in position]
             label = self._label(unit)
-            if label is None and not before:
+            positions = [position_of[var] for var in unit.reads if var in position_of]
+            if label is None and not positions:
                 self.anywhere.add(unit.number)
                 continue
             if label is not None and not unit.reads:
@@ -104,179 +156,221 @@ class _Builder:
             if self._is_constant(unit):
                 self.anywhere.add(unit.number)
                 continue
-            place = max([*before, *(() if label is None else (label,))])
-            position.update(dict.fromkeys(unit.makes, place))
-            last = self.num_stages - 1
+            position = max([*positions, *(() if label is None else (label,))])
+            position_of.update(dict.fromkeys(unit.makes, position))
             self.task_of[unit.number] = (
-                Task(place, "F") if place <= last else Task(2 * last + 1 - place, "B")
+                Task(position, "F") if position <= last else Task(2 * last + 1 - position, "B")
             )
 
     def spread_casts(self) -> None:
-        """Let stages cast and view for themselves a weight that several read: sent as an input, it goes to them once per step."""
-        reading: dict[Var, list[Unit]] = defaultdict(list)
+        """Let each stage cast and reshape for itself a weight that several stages read.
+
+        The weight itself is then sent as an input, once per step instead of once per microbatch.
+        """
+        readers: dict[Var, list[Unit]] = defaultdict(list)
         for unit in self.body:
             for var in unit.reads:
-                reading[var].append(unit)
+                readers[var].append(unit)
+        batch = {self.step.jaxpr.invars[i] for i in self.step.batch}
         for unit in self.body:
             task = self.task_of.get(unit.number)
             if task is None or len(unit.eqns) != 1 or unit.eqns[0][1].primitive.name not in _CASTS:
                 continue
-            batch = {self.step.jaxpr.invars[i] for i in self.step.batch}
-            given = all(
+            is_weight = all(
                 (var in self.inputs and var not in batch) or self._is_anywhere(var)
                 for var in unit.reads
             )
-            tasks = (
-                self.task_of.get(reader.number) for var in unit.makes for reader in reading[var]
+            reading = (
+                self.task_of.get(reader.number) for var in unit.makes for reader in readers[var]
             )
-            if given and any(each is not None and each.stage != task.stage for each in tasks):
+            if is_weight and any(
+                other is not None and other.stage != task.stage for other in reading
+            ):
                 del self.task_of[unit.number]
                 self.anywhere.add(unit.number)
 
     def _is_anywhere(self, var: Var) -> bool:
-        return var in self.maker and self.maker[var].number in self.anywhere
+        return var in self.producer and self.producer[var].number in self.anywhere
 
     def _is_constant(self, unit: Unit) -> bool:
-        """Whether it depends on nothing but constants, and on what is computed anywhere."""
+        """Whether the unit depends on nothing but constants and units that are computed anywhere."""
         return all(var in self.constants or self._is_anywhere(var) for var in unit.reads)
 
     def _label(self, unit: Unit) -> int | None:
-        found = layer_of(unit.eqns[0][1])
-        if found is None:
+        """Return the position of the unit's layer in a microbatch's way; None outside of layers."""
+        label = layer_of(unit.eqns[0][1])
+        if label is None:
             return None
-        layer, backward = found
-        stage = self.stage_of_layer[layer]
-        return 2 * self.num_stages - 1 - stage if backward else stage
+        layer, is_backward = label
+        stage = self.rule.stage_of_layer[layer]
+        return 2 * self.num_stages - 1 - stage if is_backward else stage
 
     # -- what is accumulated
 
     def place_totals(self) -> None:
+        """Assign each accumulated value to the task that computes its contributions."""
         micro = self.step.microbatching
         if micro is None:
             return
-        self.moved: list[Unit] = []
-        combine = iter(micro.combine)
+        combines = iter(micro.combine)
+        sums: list[Unit] = []
         for _, mark in micro.marks:
             for atom, total in zip(mark.invars, mark.outvars, strict=True):
-                self._accumulate(atom, total, next(combine))
-        self.tail = [*self.moved, *self.tail]
-        self.maker.update((var, unit) for unit in self.moved for var in unit.makes)
+                sums += self._accumulate(atom, total, next(combines))
+        self.tail = [*sums, *self.tail]
+        self.producer.update((var, unit) for unit in sums for var in unit.makes)
 
-    def _accumulate(self, atom: Atom, total: Var, combine: Combine) -> None:
+    def _accumulate(self, atom: Atom, total: Var, combine: Combine) -> list[Unit]:
+        """Accumulate `atom` over microbatches into `total`.
+
+        Returns:
+            The units that move to the update: sums of what several stages contribute, where each
+            stage now accumulates its own contribution.
+        """
         if isinstance(atom, Literal):
-            self.totals[Task(0, "F")].append(Total(atom, Var(total.aval), total, combine))
-            self.total_stage[total] = 0
-            return
+            self._add_total(Task(0, "F"), Total(atom, Var(total.aval), total, combine))
+            return []
         if combine == "rows":
-            unit = self.maker[atom]
+            unit = self.producer[atom]
             if unit.number in self.anywhere:
                 self.anywhere.remove(unit.number)
                 self.task_of[unit.number] = Task(0, "F")
-            self.joined[total] = atom
-            return
-        unit = self.maker.get(atom)
-        if (
-            unit is not None
-            and (combine != "same" or self.step.num_micro_batches == 1)
-            and self._adds_stages(unit, atom)
-        ):
+            self.concatenated[total] = atom
+            return []
+        unit = self.producer.get(atom)
+        if unit is None:
+            self._add_total(Task(0, "F"), Total(atom, Var(atom.aval), total, combine))
+            return []
+        is_linear = combine != "same" or self.step.num_micro_batches == 1
+        if is_linear and self._adds_stages(unit, atom):
             ((number, eqn),) = unit.eqns
-            parts = [Var(var.aval) for var in unit.reads]
             del self.task_of[unit.number]
             self.body.remove(unit)
-            for part, each in zip(unit.reads, parts, strict=True):
-                self._accumulate(part, each, combine)
-            after = eqn.replace(invars=list(parts), outvars=[total])
-            self.moved.append(Unit(((number, after),), tuple(parts), (total,)))
-            return
-        task = self.task_of.get(unit.number, Task(0, "F")) if unit is not None else Task(0, "F")
-        self.totals[task].append(Total(atom, Var(atom.aval), total, combine))
-        self.total_stage[total] = task.stage
+            terms = [Var(var.aval) for var in unit.reads]
+            moved: list[Unit] = []
+            for part, term in zip(unit.reads, terms, strict=True):
+                moved += self._accumulate(part, term, combine)
+            addition = eqn.replace(invars=list(terms), outvars=[total])
+            return [*moved, Unit(((number, addition),), tuple(terms), (total,))]
+        task = self.task_of.get(unit.number, Task(0, "F"))
+        self._add_total(task, Total(atom, Var(atom.aval), total, combine))
+        return []
+
+    def _add_total(self, task: Task, total: Total) -> None:
+        self.totals[task].append(total)
+        self.total_stage[total.total] = task.stage
 
     def _adds_stages(self, unit: Unit, var: Var) -> bool:
-        """Whether the unit adds up what several stages made, for nobody but the accumulation."""
-        if (
-            unit.eqns[0][1].primitive.name not in ("add", "add_any")
-            or self.readers[var] > 0
-            or len(unit.reads) != 2
-        ):
+        """Whether the unit adds results of different stages, and only the accumulation reads `var`."""
+        eqn = unit.eqns[0][1]
+        if eqn.primitive.name not in ("add", "add_any") or self.num_readers[var] > 0:
             return False
-        if len(unit.eqns[0][1].invars) != len(unit.reads):
+        if len(unit.reads) != 2 or len(eqn.invars) != 2:
             return False
-        makers = [self.maker.get(var) for var in unit.reads]
-        stages = {
-            self.task_of[m.number].stage
-            for m in makers
-            if m is not None and m.number in self.task_of
-        }
-        return len(stages) > 1
+        producers = (self.producer.get(var) for var in unit.reads)
+        numbers = [producer.number for producer in producers if producer is not None]
+        return len({self.task_of[n].stage for n in numbers if n in self.task_of}) > 1
 
     # -- the update
 
     def place_tail(self) -> None:
+        """Assign the units of the update to stages and rounds.
+
+        A unit that reads a result of another stage is in a later round than that result.
+        """
         stages = self._tail_stages()
-        rounds: dict[Var, tuple[int, int]] = {
+        produced_in: dict[Var, tuple[int, int]] = {
             var: (stage, 0) for var, stage in self.total_stage.items()
         }
         for unit in self.tail:
             if unit.number in self.anywhere:
                 continue
             stage = stages[unit.number]
-            read = [rounds[var] for var in unit.reads if var in rounds]
-            turn = max((turn + (where != stage) for where, turn in read), default=0)
-            self.task_of[unit.number] = Task(stage, "U", turn)
-            rounds.update(dict.fromkeys(unit.makes, (stage, turn)))
+            sources = [produced_in[var] for var in unit.reads if var in produced_in]
+            round_ = max((turn + (source != stage) for source, turn in sources), default=0)
+            self.task_of[unit.number] = Task(stage, "U", round_)
+            produced_in.update(dict.fromkeys(unit.makes, (stage, round_)))
 
     def _tail_stages(self) -> dict[int, int]:
-        """The stage of each unit of the update: that of the largest value it reads; of its first reader, if it reads inputs only."""
-        where: dict[Var, int] = dict(self.total_stage)
+        """Return the stage of each unit of the update.
+
+        It is the stage of the largest value that the unit reads, or the stage of the unit's first
+        reader if it reads only inputs that no stage has.
+        """
+        self._spread_small_updates()
+        stage_with = self.total_stage | self._first_readers()
+        pending = [unit for unit in self.tail if unit.number not in self.anywhere]
+        stage_of: dict[int, int] = {}
+        while True:
+            num_placed = len(stage_of)
+            self._place_by_operands(pending, stage_of, stage_with)
+            self._place_by_readers(pending, stage_of, stage_with)
+            if len(stage_of) == num_placed:
+                return stage_of | {
+                    unit.number: 0 for unit in pending if unit.number not in stage_of
+                }
+
+    def _first_readers(self) -> dict[Var, int]:
+        """Return the first stage whose body reads each input that is not small."""
         first: dict[Var, int] = {}
         for unit in self.body:
             task = self.task_of.get(unit.number)
-            for var in unit.reads if task is not None else ():
+            if task is None:
+                continue
+            for var in unit.reads:
                 if var in self.inputs and not _is_small(var):
-                    first[var] = min(task.stage, first.get(var, task.stage))  # pyright: ignore[reportOptionalMemberAccess]
-        where.update(first)
+                    first[var] = min(task.stage, first.get(var, task.stage))
+        return first
+
+    def _spread_small_updates(self) -> None:
+        """Let every stage compute for itself small values that depend only on small inputs."""
         for unit in self.tail:
-            inside = all(
+            is_local = all(
                 var in self.constants
                 or (var in self.inputs and _is_small(var))
                 or self._is_anywhere(var)
                 for var in unit.reads
             )
-            if inside and all(map(_is_small, unit.makes)):
+            if is_local and all(map(_is_small, unit.makes)):
                 self.anywhere.add(unit.number)
-        found: dict[int, int] = {}
-        pending = [unit for unit in self.tail if unit.number not in self.anywhere]
-        while True:
-            known = len(found)
-            for unit in pending:
-                placed = [var for var in unit.reads if var in where]
-                if unit.number not in found and placed:
-                    found[unit.number] = where[
-                        max(placed, key=lambda var: (_size(var), -where[var]))
-                    ]
-                if unit.number in found:
-                    where.update((var, found[unit.number]) for var in unit.makes)
-            for unit in reversed(pending):
-                for var in unit.reads if unit.number in found else ():
-                    maker = self.maker.get(var)
-                    if (
-                        maker is not None
-                        and maker.number not in found
-                        and maker.number not in self.anywhere
-                    ):
-                        found[maker.number] = found[unit.number]
-                    elif var in self.inputs and not _is_small(var):
-                        where.setdefault(var, found[unit.number])
-            if len(found) == known:
-                return found | {unit.number: 0 for unit in pending if unit.number not in found}
 
-    # -- put together
+    def _place_by_operands(
+        self, pending: Sequence[Unit], stage_of: dict[int, int], stage_with: dict[Var, int]
+    ) -> None:
+        """Place units where their largest operand is, and what they compute with them."""
+        for unit in pending:
+            placed = [var for var in unit.reads if var in stage_with]
+            if unit.number not in stage_of and placed:
+                largest = max(placed, key=lambda var: (_size(var), -stage_with[var]))
+                stage_of[unit.number] = stage_with[largest]
+            if unit.number in stage_of:
+                stage_with.update((var, stage_of[unit.number]) for var in unit.makes)
 
-    def cut(self, parts: Callable[[int], Cut], homes: Mapping[int, int]) -> Cut:
+    def _place_by_readers(
+        self, pending: Sequence[Unit], stage_of: dict[int, int], stage_with: dict[Var, int]
+    ) -> None:
+        """Place the producers and the inputs that a placed unit reads where that unit is."""
+        for unit in reversed(pending):
+            if unit.number not in stage_of:
+                continue
+            stage = stage_of[unit.number]
+            for var in unit.reads:
+                producer = self.producer.get(var)
+                if (
+                    producer is not None
+                    and producer.number not in stage_of
+                    and producer.number not in self.anywhere
+                ):
+                    stage_of[producer.number] = stage
+                elif var in self.inputs and not _is_small(var):
+                    stage_with.setdefault(var, stage)
+
+    # -- assembly
+
+    def partition(self) -> Partition:
+        """Return the partition; every stage has an F and, in a training step, a B and a U."""
         tasks: dict[Task, list[Unit]] = defaultdict(list)
-        for stage in range(self.num_stages):  # a stage has a forward, whatever it does
+        for stage in range(self.num_stages):
             tasks[Task(stage, "F")] = []
         for unit in (*self.body, *self.tail):
             if unit.number in self.task_of:
@@ -285,77 +379,95 @@ class _Builder:
             for stage in range(self.num_stages):
                 tasks.setdefault(Task(stage, "B"), [])
                 tasks.setdefault(Task(stage, "U"), [])
-        self._compute_anywhere(tasks)
-        ordered = {task: tasks[task] for task in sorted(tasks, key=self._order)}
-        eqns = {
-            task: tuple(each for unit in mine for each in unit.eqns)
-            for task, mine in ordered.items()
-        }
-        totals = {task: tuple(each) for task, each in self.totals.items()}
-        return Cut(self.step, self.num_stages, eqns, totals, parts, joined=self.joined, homes=homes)
+        self._add_anywhere(tasks)
+        return Partition(
+            self.step,
+            self.num_stages,
+            {
+                task: tuple(eqn for unit in tasks[task] for eqn in unit.eqns)
+                for task in sorted(tasks, key=self._position)
+            },
+            {task: tuple(totals) for task, totals in self.totals.items()},
+            self.rule,
+            concatenated=self.concatenated,
+            input_homes=self.rule.input_homes,
+        )
 
-    def _order(self, task: Task) -> tuple[int, int, int]:
+    def _position(self, task: Task) -> tuple[int, int, int]:
+        """The task's place in the order 0F 1F ... 1B 0B, followed by the rounds of the update."""
         if task.phase == "U":
             return 2 * self.num_stages, task.round, task.stage
         return (task.stage if task.phase == "F" else 2 * self.num_stages - 1 - task.stage), 0, 0
 
-    def _compute_anywhere(self, tasks: dict[Task, list[Unit]]) -> None:
-        """Give each task what is computed anywhere and needed there; what only the step's outputs need goes to the first."""
+    def _add_anywhere(self, tasks: dict[Task, list[Unit]]) -> None:
+        """Add to each task the units that it computes for itself.
+
+        Units that only the step's outputs need go to the first stage.
+        """
         order = {unit.number: position for position, unit in enumerate((*self.body, *self.tail))}
         needed = {
-            task: self._needed_anywhere(self._read_by(task, mine)) for task, mine in tasks.items()
+            task: self._needed_anywhere(self._read_by(task, task_units))
+            for task, task_units in tasks.items()
         }
-        made = {var for found in needed.values() for unit in found.values() for var in unit.makes}
+        computed = {
+            var for added in needed.values() for unit in added.values() for var in unit.makes
+        }
         first = Task(0, "F" if self.step.microbatching is None else "U")
-        outputs = (
-            atom for atom in self.step.jaxpr.outvars if isinstance(atom, Var) and atom not in made
+        needed[first] |= self._needed_anywhere(
+            atom
+            for atom in self.step.jaxpr.outvars
+            if isinstance(atom, Var) and atom not in computed
         )
-        needed[first] |= self._needed_anywhere(outputs)
-        for task, mine in tasks.items():
-            mine[:] = sorted([*needed[task].values(), *mine], key=lambda unit: order[unit.number])
+        for task, task_units in tasks.items():
+            task_units += needed[task].values()
+            task_units.sort(key=lambda unit: order[unit.number])
 
-    def _read_by(self, task: Task, mine: Sequence[Unit]) -> Iterator[Var]:
-        yield from (var for unit in mine for var in unit.reads)
-        yield from (each.part for each in self.totals.get(task, ()) if isinstance(each.part, Var))
+    def _read_by(self, task: Task, task_units: Sequence[Unit]) -> Iterator[Var]:
+        yield from (var for unit in task_units for var in unit.reads)
+        yield from (
+            total.part for total in self.totals.get(task, ()) if isinstance(total.part, Var)
+        )
 
-    def _needed_anywhere(self, read: Iterable[Var]) -> dict[int, Unit]:
-        """The units computed anywhere on which the values depend, by number."""
-        pending, found = list(read), {}
+    def _needed_anywhere(self, variables: Iterable[Var]) -> dict[int, Unit]:
+        """Return by number the units computed anywhere that the values depend on."""
+        pending = list(variables)
+        needed: dict[int, Unit] = {}
         while pending:
-            unit = self.maker.get(pending.pop())
-            if unit is not None and unit.number in self.anywhere and unit.number not in found:
-                found[unit.number] = unit
+            unit = self.producer.get(pending.pop())
+            if unit is not None and unit.number in self.anywhere and unit.number not in needed:
+                needed[unit.number] = unit
                 pending.extend(unit.reads)
-        return found
+        return needed
 
 
-def _split_backward(cut: Cut) -> Cut:
-    """Each B as I, what other stages wait for, and W, the rest."""
+def _split_backward(partition: Partition) -> Partition:
+    """Split each B into I, which other stages depend on, and W, the rest."""
     eqns: dict[Task, tuple[Numbered, ...]] = {}
-    totals = {task: each for task, each in cut.totals.items() if task.phase != "B"}
-    for task, mine in cut.eqns.items():
+    totals = {task: sums for task, sums in partition.totals.items() if task.phase != "B"}
+    for task, task_eqns in partition.eqns.items():
         if task.phase != "B":
-            eqns[task] = mine
+            eqns[task] = task_eqns
             continue
-        awaited = {
+        needed = {
             var
-            for other, reads in cut.reads.items()
+            for other, reads in partition.reads.items()
             if other.phase == "B" and other != task
             for var in reads
-        }.intersection(cut.results[task])
-        parts = units(mine)
-        first: list[Unit] = []
-        for unit in reversed(parts):
-            if not awaited.isdisjoint(unit.makes):
-                first.append(unit)
-                awaited.update(unit.reads)
-        early = {unit.number for unit in first}
-        eqns[Task(task.stage, "I")] = tuple(e for unit in first[::-1] for e in unit.eqns)
-        eqns[Task(task.stage, "W")] = tuple(
-            e for unit in parts if unit.number not in early for e in unit.eqns
-        )
-        totals[Task(task.stage, "W")] = cut.totals.get(task, ())
-    return replace(cut, eqns=eqns, totals=totals)
+        }.intersection(partition.results[task])
+        task_units = units(task_eqns)
+        early: set[int] = set()
+        for unit in reversed(task_units):
+            if not needed.isdisjoint(unit.makes):
+                early.add(unit.number)
+                needed.update(unit.reads)
+        eqns[Task(task.stage, "I")] = _eqns_of(u for u in task_units if u.number in early)
+        eqns[Task(task.stage, "W")] = _eqns_of(u for u in task_units if u.number not in early)
+        totals[Task(task.stage, "W")] = partition.totals.get(task, ())
+    return replace(partition, eqns=eqns, totals=totals)
+
+
+def _eqns_of(task_units: Iterable[Unit]) -> tuple[Numbered, ...]:
+    return tuple(eqn for unit in task_units for eqn in unit.eqns)
 
 
 def _size(var: Var) -> int:
@@ -363,5 +475,5 @@ def _size(var: Var) -> int:
 
 
 def _is_small(var: Var) -> bool:
-    """Whether a value may as well be computed twice: scalars and random keys."""
+    """Whether a value may be computed twice: scalars and random keys."""
     return _size(var) <= 16

@@ -1,22 +1,23 @@
-"""One stage of a plan as a step of its own: what the intra-operator planner is asked to shard.
+"""One stage of a plan as a step of its own, which the intra-operator planner can shard.
 
-A step that is not cut is its own stage. Of a stage of a pipeline, the inputs, sums, update and outputs are in the order in which the stage comes to them: the order of the whole
-step follows the names of parameters, which tell stages apart that do the same.
+A step that is not partitioned is its own stage. In the graph of a pipeline stage, the inputs, sums,
+update and outputs are in the order in which the stage uses them: the order of the whole step follows
+the names of parameters, by which stages that compute the same would differ.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 
 import jax
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir import graph
 from autopar.ir.equation_groups import units
 from autopar.ir.evaluate import Numbered
 from autopar.ir.step_graph import MicrobatchError, Microbatching, StepGraph
-from autopar.pipeline.partition import Cut, Task
+from autopar.pipeline.partition import Partition, Task, Total
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,19 @@ class StageGraph:
     """The tasks of a stage, one after the other, as one step that ends in the update.
 
     Attributes:
-        step: its inputs are those of the whole step that the stage reads, then what it receives from other stages; its outputs are
-            those of the whole step that it makes, then what it sends.
-        inputs: for each of the first inputs, its number in the whole step.
-        received, sent: values from and for other stages.
-        outputs: for each of the first outputs, its number in the whole step.
-        tasks: for each task its equations, numbered as in `step`.
-        parts: the graph of the same stage for microbatches cut into more parts.
+        partition: the whole step as tasks.
+        stage: number of the stage.
+        step: the stage as a step. Its inputs are the inputs of the whole step that the stage reads,
+            then the values that it receives from other stages; its outputs are the outputs of the
+            whole step that it computes, then the values that it sends.
+        inputs: number in the whole step of each of the first inputs.
+        received: values that other stages send to this one.
+        outputs: number in the whole step of each of the first outputs.
+        sent: values that this stage sends to others.
+        tasks: equations of each task, numbered as in `step`.
     """
 
-    cut: Cut
-
+    partition: Partition
     stage: int
     step: StepGraph
     inputs: tuple[int, ...]
@@ -42,158 +45,322 @@ class StageGraph:
     outputs: tuple[int, ...]
     sent: tuple[Var, ...]
     tasks: dict[Task, tuple[Numbered, ...]]
-    parts: "Callable[[int], StageGraph]"
 
     @cached_property
     def task_of(self) -> dict[int, Task]:
-        """The task in which each equation counts: the first that computes it. Those of none bring results where the next step wants them."""
-        found: dict[int, Task] = {}
+        """The task that each equation is charged to: the first that computes it.
+
+        Equations that bring results to where the next step reads them belong to no task.
+        """
+        task_of: dict[int, Task] = {}
         for task, eqns in self.tasks.items():
             for number, _ in eqns:
-                found.setdefault(number, task)
-        return found
+                task_of.setdefault(number, task)
+        return task_of
+
+    def divided(self, parts: int) -> "StageGraph":
+        """Return the graph of this stage for microbatches that are divided into `parts` parts.
+
+        Raises:
+            MicrobatchError: microbatches cannot be divided that way; see `StepGraph.cut`.
+        """
+        return stage_graph(self.partition.divided(parts), self.stage)
 
 
-def stage_graphs(cut: Cut) -> list[StageGraph]:
-    """A graph for every stage."""
-    return [stage_graph(cut, stage) for stage in range(cut.num_stages)]
+def stage_graphs(partition: Partition) -> list[StageGraph]:
+    """Return the graph of every stage."""
+    return [stage_graph(partition, stage) for stage in range(partition.num_stages)]
 
 
-def stage_graph(cut: Cut, stage: int) -> StageGraph:
+def stage_graph(partition: Partition, stage: int) -> StageGraph:
     """Return the graph of one stage."""
-    if cut.is_whole_step:
-        return _whole_step_graph(cut)
-    step, micro = cut.step, cut.step.microbatching
-    assert micro is not None
-    mine = [task for task in cut.eqns if task.stage == stage]
-    numbers: dict[int, int] = {}
-    eqns, marks, combine = [], [], []
-    awaited: dict[Var, int] = {}
-
-    def add(wanted: Iterable[Numbered]) -> list[Numbered]:
-        first = len(eqns)
-        for number, eqn in wanted:
-            if number not in numbers:
-                numbers[number] = len(eqns)
-                eqns.append(eqn)
-        return list(enumerate(eqns))[first:]
-
-    body = add(each for task in mine if task.phase != "U" for each in cut.eqns[task])
-    order = {var: place for place, var in enumerate(var for eqn in eqns for var in eqn.outvars)}
-    summed = [each for task in mine for each in cut.totals.get(task, ())]
-    for place, each in enumerate(sorted(summed, key=lambda each: _place(each.part, order))):
-        mark = micro.marks[0][1].replace(invars=[each.part], outvars=[each.total])
-        marks.append((len(eqns), mark))
-        combine.append(each.combine)
-        eqns.append(mark)
-        awaited[each.total] = place
-    tail = add(
-        each for task in mine if task.phase == "U" for each in _in_order(cut.eqns[task], awaited)
-    )
-
-    made = {var: place for place, var in enumerate(var for eqn in eqns for var in eqn.outvars)}
-    first_use = dict.fromkeys(atom for eqn in eqns for atom in eqn.invars if isinstance(atom, Var))
-    order = {var: place for place, var in enumerate(first_use)}
-    inputs = (i for i, stages in cut.input_stages.items() if stage in stages)
-    inputs = tuple(sorted(inputs, key=lambda i: order.get(step.jaxpr.invars[i], len(order))))
-    own = {step.jaxpr.invars[i] for i in inputs}
-    read = dict.fromkeys(var for task in mine for var in cut.reads[task])
-    sums = {each.sum for each in summed}
-    received = tuple(var for var in read if var not in made and var not in own and var not in sums)
-    elsewhere = {
-        var for task, reads in cut.reads.items() if task.stage != stage for var in reads
-    }.union(cut.wanted)
-    wanted = elsewhere.intersection(v for task in mine for v in cut.results[task])
-    sent = tuple(var for eqn in eqns for var in eqn.outvars if var in wanted)
-    outputs = (o for o, atom in enumerate(step.jaxpr.outvars) if _makes(cut, stage, cut.part(atom)))
-    outputs = tuple(sorted(outputs, key=lambda o: _place(cut.part(step.jaxpr.outvars[o]), made)))
-    constants = dict(zip(step.jaxpr.constvars, step.jaxpr.consts, strict=True))
-    invars = [*(step.jaxpr.invars[i] for i in inputs), *received]
-    outvars = [*(cut.part(step.jaxpr.outvars[o]) for o in outputs), *sent]
-    jaxpr = Jaxpr(
-        constvars=list(constants),
-        invars=invars,
-        outvars=outvars,
-        eqns=eqns,
-        consts=list(constants.values()),
-        debug_info=step.jaxpr.debug_info.with_unknown_names(),
-    )
-    names = [*(step.in_paths[i] for i in inputs), *(f"received/{k}" for k in range(len(received)))]
-    out_names = [*(step.out_paths[o] for o in outputs), *(f"sent/{k}" for k in range(len(sent)))]
-    place = {i: position for position, i in enumerate(inputs)}
-    totals = {each.total for each in summed}
-
-    @cache
-    def parts(ways: int) -> StageGraph:
-        return stage_graph(cut.parts(ways), stage)
-
-    def retrace(count: int) -> StepGraph:
-        if any(var in cut.facts.mixed for var in (*received, *sent)):
-            raise MicrobatchError(
-                "a stage sends a statistic of the batch, of which a device would have a part"
-            )
-        ways = count // micro.count
-        found = parts(ways)
-        made = numbers_of(step)
-        known = found.cut.step.microbatching
-        if known is None or any(
-            made[var] not in known.powers for var in (*received, *sent) if var in cut.facts.rows
-        ):
-            raise MicrobatchError(
-                "a stage sends examples of which it is not known how they depend on the size of the batch"
-            )
-        if not _alike(cut, found.cut, mine, ways):
-            raise MicrobatchError(
-                "the step does different things for the few examples that a device has of a microbatch"
-            )
-        return found.step
-
-    whole = StepGraph(
-        jaxpr=jaxpr,
-        in_paths=tuple(names),
-        out_paths=tuple(out_names),
-        batch=frozenset(place[i] for i in inputs if i in step.batch),
+    if partition.is_whole_step:
+        return _whole_step_graph(partition)
+    whole = partition.step
+    tasks = [task for task in partition.eqns if task.stage == stage]
+    stage_eqns = _StageEquations(partition, tasks)
+    inputs = _inputs(partition, stage, stage_eqns.eqns)
+    received = _received(partition, tasks, inputs, stage_eqns)
+    outputs = _outputs(partition, stage, stage_eqns.positions)
+    sent = _sent(partition, tasks, stage_eqns.eqns)
+    consts = dict(zip(whole.jaxpr.constvars, whole.jaxpr.consts, strict=True))
+    invars = [*(whole.jaxpr.invars[i] for i in inputs), *received]
+    outvars = [*(partition.microbatch_value(whole.jaxpr.outvars[o]) for o in outputs), *sent]
+    position = {i: k for k, i in enumerate(inputs)}
+    dims = partition.batch_facts.dims
+    step = StepGraph(
+        jaxpr=Jaxpr(
+            constvars=list(consts),
+            invars=invars,
+            outvars=outvars,
+            eqns=stage_eqns.eqns,
+            consts=list(consts.values()),
+            debug_info=whole.jaxpr.debug_info.with_unknown_names(),
+        ),
+        in_paths=(
+            *(whole.in_paths[i] for i in inputs),
+            *(f"received/{k}" for k in range(len(received))),
+        ),
+        out_paths=(
+            *(whole.out_paths[o] for o in outputs),
+            *(f"sent/{k}" for k in range(len(sent))),
+        ),
+        batch=frozenset(position[i] for i in inputs if i in whole.batch),
         carried={
-            o: place[step.carried[output]]
-            for o, output in enumerate(outputs)
-            if step.carried.get(output) in place
+            k: position[whole.carried[o]]
+            for k, o in enumerate(outputs)
+            if whole.carried.get(o) in position
         },
         in_tree=jax.tree.structure(invars),
         out_tree=jax.tree.structure(outvars),
-        microbatching=Microbatching(
-            micro.count, tuple(body), tuple(tail), tuple(marks), tuple(combine)
-        ),
-        name=f"{step.name}, stage {stage}",
-        handed_on=tuple(var for var in read if var in made and var not in totals),
-        held=_held(cut, mine, received),
-        retrace=retrace,
-        received={
-            len(inputs) + k: cut.facts.dims.get(var, frozenset()) for k, var in enumerate(received)
-        },
+        microbatching=stage_eqns.microbatching,
+        name=f"{whole.name}, stage {stage}",
+        handed_on=_passed_between(partition, tasks, stage_eqns),
+        held=_saved_for_backward(partition, tasks, received),
+        retrace=_DividedSteps(partition, stage, tuple(tasks), (*received, *sent)),
+        received={len(inputs) + k: dims.get(var, frozenset()) for k, var in enumerate(received)},
     )
-    tasks = {task: tuple((numbers[number], eqn) for number, eqn in cut.eqns[task]) for task in mine}
-    return StageGraph(cut, stage, whole, inputs, received, outputs, sent, tasks, parts)
-
-
-def _whole_step_graph(cut: Cut) -> StageGraph:
-    """Return the graph of the only stage of a step that is not cut: the step itself."""
-    jaxpr = cut.step.jaxpr
-    inputs, outputs = tuple(range(len(jaxpr.invars))), tuple(range(len(jaxpr.outvars)))
     return StageGraph(
-        cut,
-        0,
-        cut.step,
+        partition,
+        stage,
+        step,
         inputs,
-        (),
+        received,
         outputs,
-        (),
-        cut.eqns,
-        lambda ways: _whole_step_graph(cut.parts(ways)),
+        sent,
+        {task: stage_eqns.renumbered(partition.eqns[task]) for task in tasks},
     )
+
+
+def _whole_step_graph(partition: Partition) -> StageGraph:
+    """Return the graph of the only stage of a step that is not partitioned: the step itself."""
+    jaxpr = partition.step.jaxpr
+    return StageGraph(
+        partition,
+        0,
+        partition.step,
+        inputs=tuple(range(len(jaxpr.invars))),
+        received=(),
+        outputs=tuple(range(len(jaxpr.outvars))),
+        sent=(),
+        tasks=partition.eqns,
+    )
+
+
+class _StageEquations:
+    """The equations of a stage in the order in which it runs them, each once.
+
+    Attributes:
+        eqns: the body of a microbatch, the equations that accumulate, the update.
+        totals: values that the stage accumulates.
+        positions: place of each value in the order in which the stage computes values.
+        microbatching: how the stage runs in microbatches.
+    """
+
+    def __init__(self, partition: Partition, tasks: Sequence[Task]) -> None:
+        micro = partition.step.microbatching
+        assert micro is not None
+        self.eqns: list[JaxprEqn] = []
+        self.totals = [total for task in tasks for total in partition.totals.get(task, ())]
+        self._numbers: dict[int, int] = {}  # by the number in the whole step
+        body = self._add(eqn for task in tasks if task.phase != "U" for eqn in partition.eqns[task])
+        positions = _positions(self.eqns)
+        totals = sorted(self.totals, key=lambda total: _position(total.part, positions))
+        marks = self._accumulate(totals, micro.marks[0][1])
+        last_sum = {total.total: k for k, total in enumerate(totals)}
+        tail: list[Numbered] = []
+        for task in tasks:
+            if task.phase == "U":
+                tail += self._add(_in_order_of_sums(partition.eqns[task], last_sum))
+        self.positions = _positions(self.eqns)
+        self.microbatching = Microbatching(
+            micro.count,
+            tuple(body),
+            tuple(tail),
+            tuple(marks),
+            tuple(total.combine for total in totals),
+        )
+
+    def _add(self, eqns: Iterable[Numbered]) -> list[Numbered]:
+        """Append the equations that are not there yet; return those, numbered as in the stage."""
+        first = len(self.eqns)
+        for number, eqn in eqns:
+            if number not in self._numbers:
+                self._numbers[number] = len(self.eqns)
+                self.eqns.append(eqn)
+        return list(enumerate(self.eqns))[first:]
+
+    def _accumulate(self, totals: Sequence[Total], mark: JaxprEqn) -> list[Numbered]:
+        """Append an equation like `mark` for each total; return these, numbered."""
+        first = len(self.eqns)
+        self.eqns += [mark.replace(invars=[total.part], outvars=[total.total]) for total in totals]
+        return list(enumerate(self.eqns))[first:]
+
+    def renumbered(self, eqns: Iterable[Numbered]) -> tuple[Numbered, ...]:
+        """Return equations of the whole step, numbered as in the stage."""
+        return tuple((self._numbers[number], eqn) for number, eqn in eqns)
+
+
+def _positions(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
+    """Return the place of each result in the order in which equations compute them."""
+    return {var: k for k, var in enumerate(var for eqn in eqns for var in eqn.outvars)}
+
+
+def _position(atom: graph.Atom, positions: Mapping[Var, int]) -> int:
+    """Return where a value is computed; values that come from elsewhere are first."""
+    return positions.get(atom, -1) if isinstance(atom, Var) else -1
+
+
+def _in_order_of_sums(update: Sequence[Numbered], last_sum: dict[Var, int]) -> Iterator[Numbered]:
+    """Yield the equations of an update, ordered by the last accumulated sum that they depend on.
+
+    Equations that depend on no sum come just before their first use.
+
+    Args:
+        update: numbered equations.
+        last_sum: for each total its place among the sums. The results of the update are added.
+    """
+    update_units = units(update)
+    place: dict[int, float] = {}
+    for unit in update_units:
+        last = max((last_sum.get(var, -1) for var in unit.reads), default=-1)
+        last_sum.update(dict.fromkeys(unit.makes, last))
+        place[unit.number] = last
+    first_use: dict[Var, float] = {}
+    for unit in reversed(update_units):
+        if place[unit.number] < 0:
+            place[unit.number] = min((first_use.get(var, inf) for var in unit.makes), default=inf)
+        for var in unit.reads:
+            first_use[var] = min(place[unit.number], first_use.get(var, inf))
+    for unit in sorted(update_units, key=lambda unit: place[unit.number]):
+        yield from unit.eqns
+
+
+def _inputs(partition: Partition, stage: int, eqns: Sequence[JaxprEqn]) -> tuple[int, ...]:
+    """Return the inputs of the whole step that the stage reads, in the order of their first use."""
+    first_use = dict.fromkeys(atom for eqn in eqns for atom in eqn.invars if isinstance(atom, Var))
+    order = {var: k for k, var in enumerate(first_use)}
+    inputs = [i for i, stages in partition.input_stages.items() if stage in stages]
+    invars = partition.step.jaxpr.invars
+    return tuple(sorted(inputs, key=lambda i: order.get(invars[i], len(order))))
+
+
+def _received(
+    partition: Partition, tasks: Sequence[Task], inputs: Sequence[int], stage_eqns: _StageEquations
+) -> tuple[Var, ...]:
+    """Return the values that tasks of a stage read and other stages compute."""
+    local = {partition.step.jaxpr.invars[i] for i in inputs}
+    local.update(stage_eqns.positions, (total.sum for total in stage_eqns.totals))
+    return tuple(var for var in _read_by(partition, tasks) if var not in local)
+
+
+def _read_by(partition: Partition, tasks: Sequence[Task]) -> Iterable[Var]:
+    return dict.fromkeys(var for task in tasks for var in partition.reads[task])
+
+
+def _sent(partition: Partition, tasks: Sequence[Task], eqns: Sequence[JaxprEqn]) -> tuple[Var, ...]:
+    """Return the results of a stage that are read outside of it, in the order of its equations."""
+    others = (reads for task, reads in partition.reads.items() if task not in tasks)
+    read_elsewhere = {var for reads in others for var in reads}.union(partition.external_reads)
+    results = {var for task in tasks for var in partition.results[task]}
+    return tuple(
+        var for eqn in eqns for var in eqn.outvars if var in results and var in read_elsewhere
+    )
+
+
+def _outputs(partition: Partition, stage: int, positions: Mapping[Var, int]) -> tuple[int, ...]:
+    """Return the outputs of the whole step that belong to a stage, in the order of its equations."""
+    values = list(map(partition.microbatch_value, partition.step.jaxpr.outvars))
+    outputs = [o for o, atom in enumerate(values) if _output_stage(partition, atom) == stage]
+    return tuple(sorted(outputs, key=lambda o: _position(values[o], positions)))
+
+
+def _output_stage(partition: Partition, atom: graph.Atom) -> int:
+    """Return the stage that an output belongs to: its producer, or the home of an input.
+
+    A constant belongs to the first stage.
+    """
+    if isinstance(atom, Var) and atom in partition.producers:
+        return partition.producers[atom].stage
+    if isinstance(atom, Var) and atom in partition.step.jaxpr.invars:
+        return partition.input_stages[partition.step.jaxpr.invars.index(atom)][0]
+    return 0
+
+
+def _passed_between(
+    partition: Partition, tasks: Sequence[Task], stage_eqns: _StageEquations
+) -> tuple[Var, ...]:
+    """Return the values that one task of a stage computes and another one reads, sums aside."""
+    totals = {total.total for total in stage_eqns.totals}
+    read = _read_by(partition, tasks)
+    return tuple(var for var in read if var in stage_eqns.positions and var not in totals)
+
+
+def _saved_for_backward(
+    partition: Partition, tasks: Sequence[Task], received: Collection[Var]
+) -> tuple[Var, ...]:
+    """Return the values of a microbatch's forward pass that its backward pass reads.
+
+    They are results of the stage, and values that it received.
+    """
+    forward = [task for task in tasks if task.phase in ("F", "I")]
+    available = {var for task in forward for var in partition.results[task]}
+    available.update(set(_read_by(partition, forward)).intersection(received))
+    backward = [task for task in tasks if task.phase in ("B", "I", "W")]
+    return tuple(var for var in _read_by(partition, backward) if var in available)
+
+
+@dataclass(frozen=True)
+class _DividedSteps:
+    """A stage as a step, for microbatches that are divided into parts: `StepGraph.retrace`.
+
+    Attributes:
+        exchanged: values that the stage receives and sends.
+    """
+
+    partition: Partition
+    stage: int
+    tasks: tuple[Task, ...]
+    exchanged: tuple[Var, ...]
+    _steps: dict[int, StepGraph] = field(default_factory=dict, init=False, repr=False)
+
+    def __call__(self, count: int) -> StepGraph:
+        """Return the stage's step for `count` microbatches in place of those of the partition.
+
+        Raises:
+            MicrobatchError: the tasks would exchange other values, or values that cannot be put
+                together.
+        """
+        if count not in self._steps:
+            self._steps[count] = self._divided(count)
+        return self._steps[count]
+
+    def _divided(self, count: int) -> StepGraph:
+        facts = self.partition.batch_facts
+        if any(var in facts.mixed for var in self.exchanged):
+            raise MicrobatchError(
+                "a stage sends a statistic of the batch, of which a device would have a part"
+            )
+        parts = count // self.partition.step.num_micro_batches
+        divided = self.partition.divided(parts)
+        numbers = numbers_of(self.partition.step)
+        micro = divided.step.microbatching
+        with_rows = [numbers[var] for var in self.exchanged if var in facts.rows]
+        if micro is None or any(number not in micro.powers for number in with_rows):
+            raise MicrobatchError(
+                "a stage sends examples of which it is not known how they depend on the size of the"
+                " batch"
+            )
+        if not _exchange_alike(self.partition, divided, self.tasks, parts):
+            raise MicrobatchError(
+                "the step does different things for the few examples that a device has of a"
+                " microbatch"
+            )
+        return stage_graph(divided, self.stage).step
 
 
 def numbers_of(step: StepGraph) -> dict[Var, tuple[int, int]]:
-    """For each value the number of the equation that makes it, and of the result."""
+    """Return for each value the number of its equation, and which of the equation's results it is."""
     return {
         var: (number, r)
         for number, eqn in enumerate(step.jaxpr.eqns)
@@ -201,68 +368,30 @@ def numbers_of(step: StepGraph) -> dict[Var, tuple[int, int]]:
     }
 
 
-def _alike(whole: Cut, part: Cut, tasks: Sequence[Task], ways: int) -> bool:
-    """Whether tasks hand the same values to one another when microbatches are smaller by `ways`."""
-
-    def expected(var: Var) -> tuple[int, ...]:
-        shape = graph.aval_of(var).shape
-        return tuple(
-            size // ways if dim == whole.facts.rows.get(var) else size
-            for dim, size in enumerate(shape)
-        )
-
-    eqns = whole.step.jaxpr.eqns, part.step.jaxpr.eqns
-    if [eqn.primitive for eqn in eqns[0]] != [eqn.primitive for eqn in eqns[1]]:
+def _exchange_alike(
+    whole: Partition, divided: Partition, tasks: Sequence[Task], parts: int
+) -> bool:
+    """Whether tasks read and compute the same values for microbatches that are smaller by `parts`."""
+    primitives = [[eqn.primitive for eqn in each.step.jaxpr.eqns] for each in (whole, divided)]
+    if primitives[0] != primitives[1]:
         return False
     for task in tasks:
-        mine = (*whole.reads[task], *whole.results[task])
-        theirs = (*part.reads[task], *part.results[task])
-        if [expected(var) for var in mine if task.phase != "U"] != [
-            graph.aval_of(v).shape for v in theirs if task.phase != "U"
-        ]:
+        if task.phase == "U":
+            continue
+        expected = [
+            _divided_shape(whole, var, parts) for var in (*whole.reads[task], *whole.results[task])
+        ]
+        shapes = [
+            graph.aval_of(var).shape for var in (*divided.reads[task], *divided.results[task])
+        ]
+        if shapes != expected:
             return False
     return True
 
 
-def _place(atom: graph.Atom, order: Mapping[Var, int]) -> int:
-    """Where a value is made; what is not made here comes first."""
-    return order.get(atom, -1) if isinstance(atom, Var) else -1
-
-
-def _in_order(update: Sequence[Numbered], awaited: dict[Var, int]) -> Iterator[Numbered]:
-    """The equations of an update by the last sum, of those in `awaited`, that they have to wait for; adds to those what they make.
-
-    Those that wait for none come when they are needed.
-    """
-    found = units(update)
-    waits: dict[int, float] = {}
-    for unit in found:
-        last = max((awaited.get(var, -1) for var in unit.reads), default=-1)
-        awaited.update(dict.fromkeys(unit.makes, last))
-        waits[unit.number] = last
-    needed: dict[Var, float] = {}
-    for unit in reversed(found):
-        if waits[unit.number] < 0:
-            waits[unit.number] = min((needed.get(var, inf) for var in unit.makes), default=inf)
-        for var in unit.reads:
-            needed[var] = min(waits[unit.number], needed.get(var, inf))
-    for unit in sorted(found, key=lambda unit: waits[unit.number]):
-        yield from unit.eqns
-
-
-def _held(cut: Cut, mine: Sequence[Task], received: Sequence[Var]) -> tuple[Var, ...]:
-    """What a stage keeps of each microbatch for its backward pass: results, and what it received, of its forward pass."""
-    forward = [task for task in mine if task.phase in ("F", "I")]
-    made = {var for task in forward for var in cut.results[task]}
-    made.update({var for task in forward for var in cut.reads[task]}.intersection(received))
-    backward = [var for task in mine if task.phase in ("B", "I", "W") for var in cut.reads[task]]
-    return tuple(dict.fromkeys(var for var in backward if var in made))
-
-
-def _makes(cut: Cut, stage: int, atom: graph.Atom) -> bool:
-    """Whether an output of the step is this stage's to give; one that is an input, or constant, is the first stage's that has it."""
-    if isinstance(atom, Var) and atom in cut.made_by:
-        return cut.made_by[atom].stage == stage
-    if isinstance(atom, Var) and atom in cut.step.jaxpr.invars:
-        return cut.input_stages[cut.step.jaxpr.invars.index(atom)][0] == stage
-    return stage == 0
+def _divided_shape(partition: Partition, var: Var, parts: int) -> tuple[int, ...]:
+    row_dim = partition.batch_facts.rows.get(var)
+    return tuple(
+        size // parts if dim == row_dim else size
+        for dim, size in enumerate(graph.aval_of(var).shape)
+    )

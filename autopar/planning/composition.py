@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from autopar.planning.layer_costs import LayerCost, LayerFront, Way, price_between
+from autopar.planning.layer_costs import LayerCost, LayerFront, MeshChoice, price_between
 from autopar.planning.stage_problem import StageCost
 
 _WORTH = 2e-3
@@ -31,7 +31,7 @@ class ComposedStage:
         price: of the memory, in seconds per byte and step; 0 where there is enough.
     """
 
-    way: Way
+    mesh_choice: MeshChoice
     start: int
     layers: tuple[tuple[LayerFront, LayerCost], ...]
     price: float
@@ -47,7 +47,7 @@ class ComposedStage:
             - held
             + max(p.priced.extra_bytes for p in points),
             held,
-            self.way.shape,
+            self.mesh_choice.shape,
             self,
         )
 
@@ -66,11 +66,11 @@ class ComposedStage:
 
 
 def compose(
-    way: Way, start: int, fronts: Sequence[LayerFront], in_flight: int, room: float
+    choice: MeshChoice, start: int, fronts: Sequence[LayerFront], in_flight: int, room: float
 ) -> ComposedStage | None:
     """The cheapest points of layers that fit into `room` bytes together, with so many microbatches in flight; None if none do."""
     if _bytes((front.cheapest for front in fronts), in_flight) <= room:
-        return ComposedStage(way, start, tuple((front, front.cheapest) for front in fronts), 0.0)
+        return ComposedStage(choice, start, tuple((front, front.cheapest) for front in fronts), 0.0)
     counts, hull = (
         Counter(fronts),
         1 << (in_flight - 1).bit_length(),
@@ -83,7 +83,9 @@ def compose(
         if not _refined(hulls, taken, hull):
             break
     _relax(taken, in_flight, room)
-    return ComposedStage(way, start, tuple((front, taken[front].pop(0)) for front in fronts), price)
+    return ComposedStage(
+        choice, start, tuple((front, taken[front].pop(0)) for front in fronts), price
+    )
 
 
 def _moved(

@@ -11,7 +11,7 @@ from autopar.analysis.axis_uses import with_axis_uses
 from autopar.ir.spec import partition_spec
 from autopar.layering.layers import FollowLayerOption
 from autopar.lowering.planned import PlannedStep
-from autopar.pipeline.partitioner import cut_step, uncut_step
+from autopar.pipeline.partitioner import partition_step, whole_step_partition
 from autopar.pipeline.pipeline_schedules import schedule_kind
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.plan import WHOLE_STEP, MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit, Value
@@ -41,7 +41,7 @@ class Home:
 def homes_of(planned: PlannedStep) -> list[Home]:
     """Return where the inputs of a planned step are."""
     homes = []
-    for i, stages in planned.cut.input_stages.items():
+    for i, stages in planned.partition.input_stages.items():
         position = planned.graphs[stages[0]].inputs.index(i)
         homes.append(Home(planned.plan.stages[stages[0]].inputs[position], stages[0]))
     return homes
@@ -91,13 +91,13 @@ def follow(
         for path, aval, is_batch in named_inputs(args, batch)
     ]
     stages = followed.plan.stages
-    if followed.cut.is_whole_step:
+    if followed.partition.is_whole_step:
         if num_micro_batches > 1:
             raise ValueError(
                 f"num_micro_batches is {num_micro_batches}, but {followed.step.name}, which is followed, is no pipeline; leave it out"
             )
         schedule, step = WHOLE_STEP, trace(fun, args, batch)
-        cut = uncut_step(step)
+        partition = whole_step_partition(step)
     else:
         option = FollowLayerOption(
             tuple(None if home is None else home.stage for home in found), len(stages)
@@ -111,10 +111,10 @@ def follow(
             )
         schedule = PipelineSchedule(name=forward, num_chunks=own.num_chunks, layer_option=option)
         step = trace(fun, args, batch, num_micro_batches, option, marked=True, forward=True)
-        cut = cut_step(step, range(len(stages)), homes=option.homes)
+        partition = partition_step(step, range(len(stages)), input_homes=option.homes)
     planned = [
         _plan_stage(graph, stage, found, cluster.pools[cluster.pool_of(stage.devices)])
-        for graph, stage in zip(stage_graphs(cut), stages, strict=True)
+        for graph, stage in zip(stage_graphs(partition), stages, strict=True)
     ]
     seconds = [shardings.seconds for _, shardings in planned]
     fullest = max(
@@ -139,7 +139,7 @@ def follow(
         planning_seconds=sum(shardings.solve_seconds for _, shardings in planned),
         warnings=coverage_warnings(step),
     )
-    return PlannedStep(step, with_axis_uses(step, plan) if cut.is_whole_step else plan)
+    return PlannedStep(step, with_axis_uses(step, plan) if partition.is_whole_step else plan)
 
 
 def _plan_stage(
@@ -155,5 +155,5 @@ def _plan_stage(
         graph.step, stage.mesh, ClusterCosts(cluster), options, cluster.device.usable_bytes
     )
     planned = stage_of(graph.step, stage.mesh, found)
-    layers = () if graph.cut.is_whole_step else (graph.stage,)
+    layers = () if graph.partition.is_whole_step else (graph.stage,)
     return planned.model_copy(update={"layers": layers, "devices": stage.devices}), found

@@ -20,7 +20,7 @@ type Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class MeshChoice:
     """How devices share the work: as a logical mesh of that shape, accumulating apart along the deferred axes."""
 
     shape: Shape
@@ -46,12 +46,12 @@ class LayerFront:
     """
 
     def __init__(
-        self, graph: StageGraph, way: Way, costs: MeshCosts, options: ShardingOptions
+        self, graph: StageGraph, choice: MeshChoice, costs: MeshCosts, options: ShardingOptions
     ) -> None:
         self.graph = graph
         forward = [eqns[-1][0] for task, eqns in graph.tasks.items() if task.phase == "F" and eqns]
         self.problem = PricedProblem(
-            graph.step, costs, options, way.deferred, max(forward, default=-1) + 1
+            graph.step, costs, options, choice.deferred, max(forward, default=-1) + 1
         )
         self.num_solves = 0
         self.known: list[LayerCost] = []
@@ -149,13 +149,13 @@ class LayerCosts:
             self._costs[shape] = MeshCosts(logical_mesh(shape), self.model, self.options.forbidden)
         return self._costs[shape]
 
-    def front(self, graph: StageGraph, way: Way) -> LayerFront | None:
+    def front(self, graph: StageGraph, choice: MeshChoice) -> LayerFront | None:
         """The front of a layer; None if it can't be sharded in this way."""
-        key = self.kind(graph), way
+        key = self.kind(graph), choice
         if key not in self._fronts:
             self._fronts[key] = None
             try:
-                front = LayerFront(graph, way, self.mesh_costs(way.shape), self.options)
+                front = LayerFront(graph, choice, self.mesh_costs(choice.shape), self.options)
                 _ = front.bound
             except (ShardingError, InfeasibleError):
                 return None

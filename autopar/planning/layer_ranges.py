@@ -1,127 +1,181 @@
-"""Runs of layers as stages: graphs for any of them, without cutting the step anew.
+"""Stages of consecutive layers, composed without partitioning the step again.
 
-The step is cut once, every layer a stage of its own; the tasks of a longer stage are those of its layers, one after the other.
+The step is partitioned once, with every layer as a stage of its own. The tasks of a longer stage are
+the tasks of its layers, one after the other.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
-from functools import cache, cached_property
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 
 from autopar.ir.array_sizes import array_bytes
+from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import aval_of
+from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
-from autopar.pipeline.partition import Task, Total
-from autopar.pipeline.partitioner import cut_step
+from autopar.pipeline.partition import Partition, Task, Total
+from autopar.pipeline.partitioner import partition_step
 from autopar.pipeline.stage_graph import StageGraph, stage_graph
+
+_PHASES = "FBIWU"
+"""Phases in the order in which a stage runs them for one microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RangeStage:
+    """The partition of a step in which layers `start` to `stop` - 1 are the only stage with tasks."""
+
+    num_layers: int
+    split_backward: bool
+    start: int
+    stop: int
+
+    def partition(self, step: StepGraph) -> Partition:
+        """Return the tasks of `step`."""
+        ranges = _layer_ranges(step, self.num_layers, self.split_backward)
+        return ranges.partition_of(self.start, self.stop)
 
 
 class LayerRanges:
-    """The layers of a step, and the stages that can be made of them.
+    """The layers of a step and the stages that they can form.
 
     Attributes:
-        cut: the step with every layer as a stage.
-        layers: the graph of every layer.
+        num_layers: number of layers.
+        partition: the step with every layer as a stage.
+        layers: graph of every layer.
     """
 
     def __init__(self, step: StepGraph, num_layers: int, split_backward: bool = False) -> None:
         self.num_layers = num_layers
-        self.cut = cut_step(step, range(num_layers), split_backward)
-        self._parts = cache(lambda ways: LayerRanges(step.cut(ways), num_layers, split_backward))
-        self._readers: dict[Var, list[int]] = defaultdict(list)
+        self.split_backward = split_backward
+        self.partition = partition_step(step, range(num_layers), split_backward)
+        self._readers: dict[Var, list[int]] = defaultdict(list)  # layers
         self._tasks: list[list[Task]] = [[] for _ in range(num_layers)]
-        for task in self.cut.eqns:
+        for task in self.partition.eqns:
             self._tasks[task.stage].append(task)
-            for var in self.cut.reads[task]:
+            for var in self.partition.reads[task]:
                 self._readers[var].append(task.stage)
         self.layers = [self.graph(layer, layer + 1) for layer in range(num_layers)]
 
     def graph(self, start: int, stop: int) -> StageGraph:
-        """Layers `start` to `stop` - 1 as a stage; number 1, of three: what comes before it and after it has no tasks."""
+        """Return layers `start` to `stop` - 1 as a stage."""
+        return stage_graph(self.partition_of(start, stop), 1)
+
+    def partition_of(self, start: int, stop: int) -> Partition:
+        """Return the partition in which layers `start` to `stop` - 1 are stage 1 of three.
+
+        The stages before and after it have no tasks, but for values that every stage computes for
+        itself: they belong to stage 0 unless a layer of the range is the first to compute them.
+        """
         layers = range(start, stop)
-        eqns: dict[Task, dict] = defaultdict(dict)
+        eqns, totals = self._merged_tasks(layers)
+        foreign = {
+            number: eqn
+            for task_eqns in eqns.values()
+            for number, eqn in task_eqns.items()
+            if any(self._is_foreign(var, layers) for var in eqn.outvars)
+        }
+        if foreign:
+            eqns[Task(0, "F")] = foreign
+        results = (
+            var
+            for layer in layers
+            for task in self._tasks[layer]
+            for var in self.partition.results[task]
+        )
+        read_later = (
+            var for var in results if any(r not in layers for r in self._readers.get(var, ()))
+        )
+        return replace(
+            self.partition,
+            num_stages=3,
+            partitioner=_RangeStage(self.num_layers, self.split_backward, start, stop),
+            eqns={task: tuple(sorted(eqns[task].items(), key=_number)) for task in _ordered(eqns)},
+            totals={task: tuple(sums) for task, sums in totals.items() if sums},
+            external_reads=tuple(dict.fromkeys(read_later)),
+        )
+
+    def _merged_tasks(
+        self, layers: range
+    ) -> tuple[dict[Task, dict[int, JaxprEqn]], dict[Task, list[Total]]]:
+        """Return by task, as of stage 1, the equations by number and the totals of several layers."""
+        eqns: dict[Task, dict[int, JaxprEqn]] = {}
         totals: dict[Task, list[Total]] = defaultdict(list)
         for layer in layers:
             for task in self._tasks[layer]:
                 eqns[task._replace(stage=1)] = {}
-        for task in sorted(eqns, key=lambda task: ("FBIWU".index(task.phase), task.round)):
-            for layer in reversed(layers) if task.phase in ("B", "I", "W") else layers:
-                part = task._replace(stage=layer)
-                eqns[task].update(self.cut.eqns.get(part, ()))
-                totals[task] += self.cut.totals.get(part, ())
-        # What every stage computes for itself belongs to the first that does.
-        foreign = {
-            number: eqn
-            for each in eqns.values()
-            for number, eqn in each.items()
-            if any(
-                var in self.cut.made_by and self.cut.made_by[var].stage not in layers
-                for var in eqn.outvars
-            )
-        }
-        if foreign:
-            eqns[Task(0, "F")] = foreign
-        ordered = sorted(eqns, key=lambda task: (task.stage, "FBIWU".index(task.phase), task.round))
-        made = (
-            var for layer in layers for task in self._tasks[layer] for var in self.cut.results[task]
-        )
-        found = replace(
-            self.cut,
-            num_stages=3,
-            parts=lambda ways: self._parts(ways).graph(start, stop).cut,
-            eqns={
-                task: tuple(sorted(eqns[task].items(), key=lambda each: each[0]))
-                for task in ordered
-            },
-            totals={task: tuple(each) for task, each in totals.items() if each},
-            wanted=tuple(
-                dict.fromkeys(
-                    v for v in made if any(r not in layers for r in self._readers.get(v, ()))
-                )
-            ),
-        )
-        return stage_graph(found, 1)
+        for task in _ordered(eqns):
+            is_backward = task.phase in ("B", "I", "W")
+            for layer in reversed(layers) if is_backward else layers:
+                layer_task = task._replace(stage=layer)
+                eqns[task].update(self.partition.eqns.get(layer_task, ()))
+                totals[task] += self.partition.totals.get(layer_task, ())
+        return eqns, totals
+
+    def _is_foreign(self, var: Var, layers: range) -> bool:
+        producer = self.partition.producers.get(var)
+        return producer is not None and producer.stage not in layers
 
     @cached_property
     def kinds(self) -> Sequence[Hashable]:
-        """For each layer what it computes and from which layers, counted from itself, it takes its operands: layers with the same kind are
-        interchangeable."""
+        """What each layer computes, from which layers it takes its operands and which read its results.
 
-        def near(layer: int, graph: StageGraph) -> Hashable:
-            steps = [task for task in self._tasks[layer] if task.phase != "U"]
-            read = dict.fromkeys(var for task in steps for var in self.cut.reads[task])
-            sources = [
-                self.cut.made_by[var].stage - layer for var in read if var in self.cut.made_by
-            ]
-            readers = [
-                tuple(sorted({r - layer for r in self._readers.get(var, ())})) for var in graph.sent
-            ]
-            return tuple(sources), tuple(readers)
+        Layers are counted from the layer itself. Layers of the same kind are interchangeable.
+        """
+        return [
+            (graph_key(graph), self._sources(layer), self._destinations(layer))
+            for layer, graph in enumerate(self.layers)
+        ]
 
-        return [(graph_key(graph), near(layer, graph)) for layer, graph in enumerate(self.layers)]
+    def _sources(self, layer: int) -> Hashable:
+        """Return for each value that a layer reads how far away it is computed."""
+        tasks = [task for task in self._tasks[layer] if task.phase != "U"]
+        read = dict.fromkeys(var for task in tasks for var in self.partition.reads[task])
+        producers = self.partition.producers
+        return tuple(producers[var].stage - layer for var in read if var in producers)
+
+    def _destinations(self, layer: int) -> Hashable:
+        """Return for each value that a layer sends how far away it is read."""
+        return tuple(
+            tuple(sorted({reader - layer for reader in self._readers.get(var, ())}))
+            for var in self.layers[layer].sent
+        )
 
     @cached_property
     def crossing_bytes(self) -> tuple[float, ...]:
-        """For each layer, bytes of one microbatch that cross the cut before it: activations forth, their gradients back."""
+        """Bytes of one microbatch that cross the boundary before each layer.
+
+        They are the activations of the forward pass and their gradients in the backward pass.
+        """
         change = [0.0] * (self.num_layers + 1)
         for var, readers in self._readers.items():
-            maker = self.cut.made_by.get(var)
-            if (
-                maker is None
-                or maker.phase == "U"
-                or any(var is e.sum for e in self.cut.totals.get(maker, ()))
-            ):
+            producer = self.partition.producers.get(var)
+            if producer is None or producer.phase == "U":
+                continue
+            if any(var is total.sum for total in self.partition.totals.get(producer, ())):
                 continue
             size = array_bytes(aval_of(var).shape, aval_of(var).dtype)
-            change[min(maker.stage, *readers) + 1] += size
-            change[max(maker.stage, *readers) + 1] -= size
-        return tuple(sum(change[: cut + 1]) for cut in range(self.num_layers))
+            change[min(producer.stage, *readers) + 1] += size
+            change[max(producer.stage, *readers) + 1] -= size
+        return tuple(sum(change[: layer + 1]) for layer in range(self.num_layers))
+
+
+_layer_ranges = memoized_on_step(LayerRanges)
+
+
+def _ordered(tasks: Iterable[Task]) -> list[Task]:
+    return sorted(tasks, key=lambda task: (task.stage, _PHASES.index(task.phase), task.round))
+
+
+def _number(numbered: Numbered) -> int:
+    return numbered[0]
 
 
 def graph_key(graph: StageGraph) -> Hashable:
-    """Equal for stages that are planned alike: whatever their values are called."""
+    """Return a key that is equal for stages that are planned alike, whatever their values are called."""
     step, micro = graph.step, graph.step.microbatching
     assert micro is not None
     return (

@@ -39,7 +39,7 @@ _INTERLEAVED = "interleaved_1f1b"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OptionTrial:
     """One way to run a pipeline.
 
     Attributes:
@@ -58,10 +58,10 @@ class Choice:
         return f"{self.num_micro_batches} microbatches, {self.schedule.name}{chunks}{', remat' if again else ''}: {found}"
 
 
-_last: list[Choice] = []
+_last: list[OptionTrial] = []
 
 
-def get_last_search_result() -> tuple[Choice, ...]:
+def get_last_search_result() -> tuple[OptionTrial, ...]:
     """All that the last search in this process tried."""
     return tuple(_last)
 
@@ -156,10 +156,10 @@ def search(
             step, plans = attempt()
         except _REFUSED as error:
             refused.append(error)
-            _last.append(Choice(count, schedule, None, str(error)))
+            _last.append(OptionTrial(count, schedule, None, str(error)))
         else:
             best = min(plans, key=lambda plan: plan.predicted_seconds)
-            _last.append(Choice(count, schedule, best.predicted_seconds))
+            _last.append(OptionTrial(count, schedule, best.predicted_seconds))
             spent += sum(each.planning_seconds for each in plans)
             found.append((step, best))
         if several:

@@ -14,8 +14,8 @@ from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import StepGraph
 from autopar.layering.layers import num_layers
-from autopar.pipeline.partition import Cut
-from autopar.pipeline.partitioner import cut_step
+from autopar.pipeline.partition import Partition
+from autopar.pipeline.partitioner import partition_step
 from autopar.pipeline.pipeline_schedules import Pipeline, Schedule, make_schedule, splits_backward
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.pipeline.stage_options import (
@@ -29,7 +29,12 @@ from autopar.plan import MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit
 from autopar.planning.layer_costs import LayerCosts
 from autopar.planning.layer_ranges import LayerRanges
 from autopar.planning.profiling import StageProfiler
-from autopar.planning.stage_construction import FoundStages, find_stages, remember, transfer_seconds
+from autopar.planning.stage_construction import (
+    ConstructedStages,
+    find_stages,
+    remember,
+    transfer_seconds,
+)
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.planning.step_planner import coverage_warnings, stage_of
 from autopar.sharding.options import AUTO, ShardingOptions
@@ -163,7 +168,7 @@ class PipelinePlanner:
         measure = self._profiler(option)
         while True:
             before, known = costs.revisions, []
-            solved: list[tuple[_Solved, FoundStages]] = []
+            solved: list[tuple[_Solved, ConstructedStages]] = []
             for facts, assigned in find_stages(
                 costs, self.cluster, option, schedule.name, measure, known
             ):
@@ -192,8 +197,8 @@ class PipelinePlanner:
         )
         tasks = make_schedule(schedule.name, pipeline)
         of_layers = [s for s, each in enumerate(assigned) for _ in each.layers]
-        cut = cut_step(self.step, of_layers, splits_backward(schedule.name))
-        graphs, in_flight = stage_graphs(cut), tasks.in_flight()
+        partition = partition_step(self.step, of_layers, splits_backward(schedule.name))
+        graphs, in_flight = stage_graphs(partition), tasks.in_flight()
         pools = [self._pool(stage, each) for stage, each in enumerate(assigned)]
         costs = [
             self._stage_costs(each.options, schedule).pools[pool]
@@ -204,7 +209,7 @@ class PipelinePlanner:
             for mine, graph, each in zip(costs, graphs, assigned, strict=True)
         ]
         timed = [measure(*each) for each in zip(graphs, solved, strict=True)] if measure else solved
-        seconds = _makespan(tasks, cut, timed, assigned, self.costs)
+        seconds = _makespan(tasks, partition, timed, assigned, self.costs)
         return _Solved(assigned, graphs, solved, seconds, _fullest(tasks, solved, in_flight))
 
     def _pool(self, stage: int, assigned: Assignment) -> int:
@@ -287,7 +292,7 @@ def _fullest(
 
 def _makespan(
     schedule: Schedule,
-    cut: Cut,
+    partition: Partition,
     solved: Sequence[SolvedStage],
     assigned: Sequence[Assignment],
     costs: CostModel,
@@ -296,9 +301,9 @@ def _makespan(
     sent: set[tuple[Var, int, int]] = (
         set()
     )  # a value is sent to a stage once, whatever reads it there
-    for task, reads in cut.reads.items():
+    for task, reads in partition.reads.items():
         for var in reads if task.phase != "U" else ():
-            maker = cut.made_by.get(var)
+            maker = partition.producers.get(var)
             if maker is not None and maker.phase != "U" and abs(maker.stage - task.stage) == 1:
                 sent.add((var, maker.stage, task.stage))
     moved = Counter()

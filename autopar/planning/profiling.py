@@ -134,7 +134,9 @@ class StageProfiler:
         mesh = Mesh(devices, stage.axis_names, axis_types=(AxisType.Auto,) * devices.ndim)
         seconds: dict[Phase, float] = defaultdict(float)
         try:
-            for function in StageLowering(graph, [stage] * graph.cut.num_stages, mesh).functions():
+            for function in StageLowering(
+                graph, [stage] * graph.partition.num_stages, mesh
+            ).functions():
                 seconds[function.task.phase] += task_seconds(function)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):

@@ -30,8 +30,8 @@ from autopar.planning.stage_problem import (
     InFlight,
     NoStagesError,
     StageCost,
-    StagePlan,
     StageProblem,
+    StageSolution,
     in_flight_of,
 )
 from autopar.sharding.options import ShardingOptions
@@ -56,7 +56,7 @@ _SIZES: dict[PhysicalSpace, SubmeshSizes] = {
 
 
 @dataclass(frozen=True, slots=True)
-class FoundStages:
+class ConstructedStages:
     """What automatic stage construction decided.
 
     Attributes:
@@ -75,15 +75,15 @@ class FoundStages:
     num_solves: int
 
 
-_last: list[FoundStages] = []
+_last: list[ConstructedStages] = []
 
 
-def get_last_dp_result() -> FoundStages | None:
+def get_last_dp_result() -> ConstructedStages | None:
     """What automatic stage construction decided last in this process."""
     return _last[-1] if _last else None
 
 
-def remember(found: FoundStages) -> None:
+def remember(found: ConstructedStages) -> None:
     """Have `get_last_dp_result` tell of these."""
     _last[:] = [found]
 
@@ -99,7 +99,7 @@ def find_stages(
     schedule: str,
     measure: Measure | None = None,
     known: Sequence[float] = (),
-) -> Iterator[tuple[FoundStages, list[Assignment]]]:
+) -> Iterator[tuple[ConstructedStages, list[Assignment]]]:
     """The stages with the least predicted, or measured, time of a step, and then those on submeshes of one size (in each pool) that
     may be faster.
 
@@ -136,15 +136,15 @@ def _even(problem: StageProblem) -> Iterable[tuple[Submesh, ...]]:
 
 
 def _found(
-    found: StagePlan, problem: StageProblem, costs: ClusterStageCosts
-) -> tuple[FoundStages, list[Assignment]]:
+    found: StageSolution, problem: StageProblem, costs: ClusterStageCosts
+) -> tuple[ConstructedStages, list[Assignment]]:
     facts = _facts(found, problem, costs.num_solves)
     return facts, _assigned(facts, costs.options)
 
 
-def _facts(found: StagePlan, problem: StageProblem, num_solves: int) -> FoundStages:
+def _facts(found: StageSolution, problem: StageProblem, num_solves: int) -> ConstructedStages:
     submeshes = [stage.submesh for stage in found.stages]
-    return FoundStages(
+    return ConstructedStages(
         forward_stage_layer_ids=tuple(
             tuple(range(stage.start, stage.stop)) for stage in found.stages
         ),
@@ -157,7 +157,7 @@ def _facts(found: StagePlan, problem: StageProblem, num_solves: int) -> FoundSta
     )
 
 
-def _assigned(found: FoundStages, options: ShardingOptions) -> list[Assignment]:
+def _assigned(found: ConstructedStages, options: ShardingOptions) -> list[Assignment]:
     return [
         Assignment(layers, devices, (shape,), options)
         for layers, devices, shape in zip(
@@ -178,7 +178,7 @@ def stage_problem(
 ) -> StageProblem:
     """The problem that `construct_stages` solves, for the layers of a step on a cluster."""
     ranges = costs.ranges
-    count = ranges.cut.step.num_micro_batches
+    count = ranges.partition.step.num_micro_batches
     in_flight = in_flight_of(schedule, count)
     pools = tuple(
         HostPool(pool.hosts, pool.devices_per_host, each.room)
@@ -301,7 +301,7 @@ def _measured(
     """What a stage costs that was solved whole and measured; nothing if it does not run."""
     graph, layers = costs.ranges.graph(composed.start, stop), range(composed.start, stop)
     try:
-        solved = measure(graph, costs.cheapest(graph, layers, [composed.way.shape], 1))
+        solved = measure(graph, costs.cheapest(graph, layers, [composed.mesh_choice.shape], 1))
     except (ShardingError, InfeasibleError):
         return []
     if isinf(solved.fixed_bytes):

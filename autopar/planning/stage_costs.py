@@ -15,7 +15,7 @@ from autopar.ir.spec import Spec
 from autopar.ir.step_graph import MicrobatchError
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.planning.composition import ComposedStage, compose
-from autopar.planning.layer_costs import LayerCosts, LayerFront, Shape, Way, phase_seconds
+from autopar.planning.layer_costs import LayerCosts, LayerFront, MeshChoice, Shape, phase_seconds
 from autopar.planning.layer_ranges import LayerRanges
 from autopar.sharding.deferred_sync import candidates, check_parts
 from autopar.sharding.lagrangian import values_of
@@ -80,19 +80,19 @@ class StageCosts:
         self.ranges, self.layers, self.options, self.budget = ranges, layers, options, budget
         self.model = layers.model
         self.room, self.revisions = budget, 0
-        self._refused: set[Way] = set()
+        self._refused: set[MeshChoice] = set()
         self._composed: dict[Hashable, ComposedStage | None] = {}
         self._solved: dict[Hashable, SolvedStage] = {}
-        self._ways: dict[Shape, tuple[Way, ...]] = {}
+        self._mesh_choices: dict[Shape, tuple[MeshChoice, ...]] = {}
 
     @property
     def num_solves(self) -> int:
         return self.layers.num_solves + len(self._solved)
 
-    def ways(self, shape: Shape) -> tuple[Way, ...]:
+    def mesh_choices(self, shape: Shape) -> tuple[MeshChoice, ...]:
         """The ways to share the work on a mesh; pure data parallelism defers if it can, and is not compared with what doesn't."""
-        if shape not in self._ways:
-            step, mesh = self.ranges.cut.step, logical_mesh(shape)
+        if shape not in self._mesh_choices:
+            step, mesh = self.ranges.partition.step, logical_mesh(shape)
             deferred = (
                 candidates(step, mesh, self.options.data_parallel)
                 if self.options.mode == "solve"
@@ -100,24 +100,26 @@ class StageCosts:
             )
             # Along all of several axes it is what one axis gives.
             found = [
-                Way(shape, a)
+                MeshChoice(shape, a)
                 for a in deferred
                 if self._has_rows(mesh.ways(a)) and len(a) < max(len(shape), 2)
             ]
             if not self.options.data_parallel or not all(
-                self._front(layer, way) for way in found for layer in range(self.ranges.num_layers)
+                self._front(layer, choice)
+                for choice in found
+                for layer in range(self.ranges.num_layers)
             ):
-                found.append(Way(shape, ()))
-            self._ways[shape] = tuple(found)
-        return self._ways[shape]
+                found.append(MeshChoice(shape, ()))
+            self._mesh_choices[shape] = tuple(found)
+        return self._mesh_choices[shape]
 
     def _has_rows(self, parts: int) -> bool:
         """Whether devices that see parts of a microbatch see several examples: a single one is traced in another way."""
-        step = self.ranges.cut.step
+        step = self.ranges.partition.step
         return all(aval_of(step.jaxpr.invars[i]).shape[0] > parts for i in step.batch)
 
-    def _front(self, layer: int, way: Way) -> LayerFront | None:
-        return self.layers.front(self.ranges.layers[layer], way)
+    def _front(self, layer: int, choice: MeshChoice) -> LayerFront | None:
+        return self.layers.front(self.ranges.layers[layer], choice)
 
     def least(self, start: int, stop: int, shapes: Sequence[Shape]) -> tuple[float, float]:
         """Seconds of a microbatch, and of a step, that layers on any of the shapes take at least.
@@ -134,7 +136,11 @@ class StageCosts:
         seconds = sum(each.cheapest.seconds for each in work.values()) / num_devices
         if not common:
             return seconds, rest
-        fronts = (self._front(common[0], way) for shape in shapes for way in self.ways(shape))
+        fronts = (
+            self._front(common[0], choice)
+            for shape in shapes
+            for choice in self.mesh_choices(shape)
+        )
         return seconds, rest + len(common) * min(
             (front.bound for front in fronts if front), default=inf
         )
@@ -145,7 +151,7 @@ class StageCosts:
 
     def _single(self, layer: int) -> LayerFront:
         """A layer on one device, which every layer can run on."""
-        front = self._front(layer, Way((1,), ()))
+        front = self._front(layer, MeshChoice((1,), ()))
         assert front is not None
         return front
 
@@ -154,22 +160,27 @@ class StageCosts:
     ) -> ComposedStage | None:
         """The cheapest composition that fits with so many microbatches in flight; None if there is none."""
         best: ComposedStage | None = None
-        ways = [way for shape in shapes for way in self.ways(shape) if way not in self._refused]
+        choices = [
+            choice
+            for shape in shapes
+            for choice in self.mesh_choices(shape)
+            if choice not in self._refused
+        ]
         kinds = Counter(self._kinds[layer] for layer in range(start, stop)).most_common()
         work = [count * self._single(kind).bound for kind, count in kinds]
-        heap = [(sum(work) / prod(way.shape), 0, n, way) for n, way in enumerate(ways)]
+        heap = [(sum(work) / prod(choice.shape), 0, n, choice) for n, choice in enumerate(choices)]
         heapify(heap)
         while heap:
-            bound, solved, n, way = heappop(heap)
+            bound, solved, n, choice = heappop(heap)
             if best is not None and best.step_seconds <= bound:
                 break
             if solved < len(kinds):  # one kind of layer more, those that there are most of first
                 kind, count = kinds[solved]
-                if front := self._front(kind, way):
-                    bound += count * front.bound - work[solved] / prod(way.shape)
-                    heappush(heap, (bound, solved + 1, n, way))
+                if front := self._front(kind, choice):
+                    bound += count * front.bound - work[solved] / prod(choice.shape)
+                    heappush(heap, (bound, solved + 1, n, choice))
                 continue
-            found = self._compose(start, stop, way, in_flight)
+            found = self._compose(start, stop, choice, in_flight)
             if found is not None and (best is None or found.step_seconds < best.step_seconds):
                 best = found
         return best
@@ -180,14 +191,16 @@ class StageCosts:
         keys = [self.layers.kind(graph) for graph in self.ranges.layers]
         return [keys.index(key) for key in keys]
 
-    def _compose(self, start: int, stop: int, way: Way, in_flight: int) -> ComposedStage | None:
-        fronts = [self._front(layer, way) for layer in range(start, stop)]
+    def _compose(
+        self, start: int, stop: int, choice: MeshChoice, in_flight: int
+    ) -> ComposedStage | None:
+        fronts = [self._front(layer, choice) for layer in range(start, stop)]
         key = tuple(map(id, fronts)), in_flight
         if key not in self._composed:
             found = [front for front in fronts if front is not None]
             complete = len(found) == len(fronts)
             self._composed[key] = (
-                compose(way, start, found, in_flight, self.room) if complete else None
+                compose(choice, start, found, in_flight, self.room) if complete else None
             )
         known = self._composed[key]
         return known and (known if known.start == start else replace(known, start=start))
@@ -202,9 +215,9 @@ class StageCosts:
             ShardingError, InfeasibleError: the options leave nothing.
         """
         while composed := self.composed(layers[0], layers[-1] + 1, shapes, in_flight):
-            if not self._runs(graph, composed.way):
+            if not self._runs(graph, composed.mesh_choice):
                 self.revisions += 1
-                self._refused.add(composed.way)
+                self._refused.add(composed.mesh_choice)
                 continue
             try:
                 return self.solve(graph, composed, in_flight)
@@ -228,10 +241,10 @@ class StageCosts:
             )
         return min(found, key=lambda each: (each.shardings.seconds, each.shape))
 
-    def _runs(self, graph: StageGraph, way: Way) -> bool:
+    def _runs(self, graph: StageGraph, choice: MeshChoice) -> bool:
         """Whether a stage runs with what the way defers; it takes a trace to see that, and it fails seldom."""
         try:
-            check_parts(graph.step, logical_mesh(way.shape), way.deferred)
+            check_parts(graph.step, logical_mesh(choice.shape), choice.deferred)
         except MicrobatchError:
             return False
         return True
@@ -242,12 +255,14 @@ class StageCosts:
         Raises:
             MemoryBudgetError: it does not fit after all.
         """
-        key = self.layers.kind(graph), composed.way, in_flight
+        key = self.layers.kind(graph), composed.mesh_choice, in_flight
         if key not in self._solved:
             start = Start(
-                composed.way.deferred, self._specs(composed), composed.bound(in_flight, self.budget)
+                composed.mesh_choice.deferred,
+                self._specs(composed),
+                composed.bound(in_flight, self.budget),
             )
-            self._solved[key] = self._whole(graph, composed.way.shape, in_flight, start)
+            self._solved[key] = self._whole(graph, composed.mesh_choice.shape, in_flight, start)
         return self._solved[key]
 
     def _whole(

@@ -18,13 +18,19 @@ import numpy as np
 
 from autopar.pipeline.submeshes import counting_suffices, fits
 from autopar.planning.stage_bounds import CostTable, Remainder
-from autopar.planning.stage_problem import NoStagesError, Stage, StageCost, StagePlan, StageProblem
+from autopar.planning.stage_problem import (
+    NoStagesError,
+    PlacedStage,
+    StageCost,
+    StageProblem,
+    StageSolution,
+)
 
 _SAME = 1 + 1e-12
 """Sums of the same numbers in another order are the same."""
 
 
-def construct_stages(problem: StageProblem, limit: float = np.inf) -> StagePlan:
+def construct_stages(problem: StageProblem, limit: float = np.inf) -> StageSolution:
     """The stages with the least predicted time of a step, if that is below `limit` seconds.
 
     Raises:
@@ -43,7 +49,7 @@ def construct_stages(problem: StageProblem, limit: float = np.inf) -> StagePlan:
             f"{', '.join(map(str, problem.submeshes))} fits in memory and uses all devices; "
             "use more layers, more devices, smaller microbatches, remat or leave_idle"
         )
-    return StagePlan(tuple(best.stages()), best.seconds, table.num_costs)
+    return StageSolution(tuple(best.stages()), best.seconds, table.num_costs)
 
 
 def _memory_profiles(problem: StageProblem) -> list[tuple[tuple[int, ...], set[int]]]:
@@ -82,7 +88,7 @@ class _Suffix:
     slowest: float = 0.0
     once: float = 0.0
     parts: tuple[int, ...] = ()
-    stage: Stage | None = None
+    stage: PlacedStage | None = None
     after: "_Suffix | None" = None
 
     @property
@@ -99,7 +105,7 @@ class _Suffix:
         """Seconds of the first of the stages."""
         return self.stage.cost.seconds if self.stage else 0.0
 
-    def stages(self) -> Iterator[Stage]:
+    def stages(self) -> Iterator[PlacedStage]:
         if self.stage and self.after:
             yield self.stage
             yield from self.after.stages()
@@ -242,7 +248,7 @@ class _Search:
             slowest=float(self._slowest(after, transfer, cost.seconds)),
             once=max(after.once, cost.once_seconds),
             parts=parts,
-            stage=Stage(start, after.first, self.problem.submeshes[mesh], cost),
+            stage=PlacedStage(start, after.first, self.problem.submeshes[mesh], cost),
             after=after,
         )
 

@@ -111,7 +111,7 @@ class StageProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PlacedStage:
     """Layers `start` to `stop` - 1 on `submesh`."""
 
     start: int
@@ -121,7 +121,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class StagePlan:
+class StageSolution:
     """The stages in order.
 
     Attributes:
@@ -129,7 +129,7 @@ class StagePlan:
         num_costs: how many exact costs were asked for.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PlacedStage, ...]
     seconds: float
     num_costs: int
 
@@ -138,7 +138,7 @@ class NoStagesError(ValueError):
     """No way to cut the layers fits on the devices."""
 
 
-def step_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
+def step_seconds(problem: StageProblem, stages: Sequence[PlacedStage]) -> float:
     """The predicted time of a step with these stages: what stage construction minimises."""
     repeats = problem.num_micro_batches - 1
     pairs = pairwise(stages)

@@ -65,7 +65,7 @@ def analytic_program(planned: PlannedStep, cluster: AnyCluster) -> Program:
         for task, numbers in tasks.items():
             runs = 1 if task.phase == "S" else planned.step.num_micro_batches
             bodies[task.name] = told.body(numbers, runs, adds=task == last)
-        if planned.cut.is_whole_step:
+        if planned.partition.is_whole_step:
             memory.add_task(WHOLE_STEP_TASK, _memory_use(told.held()))
             continue
         for function in lower_stage(

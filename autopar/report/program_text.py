@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from autopar.ir.spec import replicated
 from autopar.lowering.planned import Planned
 from autopar.lowering.stage_lowering import StageLowering
-from autopar.pipeline.partitioner import uncut_step
+from autopar.pipeline.partitioner import whole_step_partition
 from autopar.pipeline.stage_graph import stage_graph
 from autopar.plan import Stage
 
@@ -51,7 +51,9 @@ def traced(planned: Planned, platform: str) -> str:
         devices=(0,),
     )
     mesh = AbstractMesh(bare.mesh_shape, bare.axis_names, axis_types=(AxisType.Auto,))
-    (function,) = StageLowering(stage_graph(uncut_step(planned.step), 0), [bare], mesh).functions()
+    (function,) = StageLowering(
+        stage_graph(whole_step_partition(planned.step), 0), [bare], mesh
+    ).functions()
     return annotated(function.jitted, function.in_avals, platform)
 
 

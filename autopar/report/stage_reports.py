@@ -60,11 +60,11 @@ def stage_infos(planned: PlannedStep) -> list[StageInfo]:
 
 
 def _task_info(planned: PlannedStep, task: Task) -> TaskInfo:
-    eqns = [eqn for _, eqn in planned.cut.eqns[task]]
+    eqns = [eqn for _, eqn in planned.partition.eqns[task]]
     micro = planned.step.microbatching if task.phase == "S" else None
     in_microbatches = {number for number, _ in micro.body} if micro else set()
     flops = num_bytes = 0.0
-    for (number, eqn), repeated in zip(planned.cut.eqns[task], repeats(eqns), strict=True):
+    for (number, eqn), repeated in zip(planned.partition.eqns[task], repeats(eqns), strict=True):
         times = repeated * (planned.step.num_micro_batches if number in in_microbatches else 1)
         if eqn.primitive not in MARKERS and eqn.outvars:
             avals = [aval_of(atom) for atom in (*eqn.invars, *eqn.outvars)]

@@ -159,14 +159,14 @@ class Executable(ABC):
                 pass
             case _:
                 raise report.unknown_status(status)
-        cut = self.planned.cut
-        if cut.is_whole_step:
+        partition = self.planned.partition
+        if partition.is_whole_step:
             (task,) = self.tasks
             return self._text(task, status)
         return "\n".join(
             f"// task {task.name}\n{self._text(task, status)}"
             for task in self.tasks
-            if stage in (None, task.stage) and (cut.eqns[task] or cut.totals.get(task))
+            if stage in (None, task.stage) and (partition.eqns[task] or partition.totals.get(task))
         )
 
     def dump_debug_info(self, folder: str | Path, name: str | None = None) -> tuple[Path, ...]:

@@ -14,7 +14,7 @@ import autopar
 from autopar.hosts import delivery
 from autopar.hosts.job_export import export_job
 from autopar.hosts.worker import InstructionError, Worker
-from autopar.lowering.job import Array, Job, groups_of
+from autopar.lowering.job import Array, Job, worker_groups
 from autopar.lowering.job_description import JobDescription
 from autopar.lowering.planned import PlannedStep
 from autopar.planning.method_planning import trace_for
@@ -144,10 +144,13 @@ def test_a_worker_is_told_of_its_own_meshes_only():
 def test_hosts_form_groups_where_stages_span_them():
     args = stack_params(), stack_batch()
     job = prepared(pipeline(2), stack_step, args).job
-    assert groups_of(job.meshes, {device: device // 4 for device in range(8)}) == frozenset()
-    assert groups_of(job.meshes, {device: device // 2 for device in range(8)}) == {(0, 1), (2, 3)}
+    assert worker_groups(job.meshes, {device: device // 4 for device in range(8)}) == frozenset()
+    assert worker_groups(job.meshes, {device: device // 2 for device in range(8)}) == {
+        (0, 1),
+        (2, 3),
+    }
     with pytest.raises(ValueError, match=r"host 1 .* hosts .* and .* whole hosts"):
-        groups_of(job.meshes, {device: device // 3 for device in range(8)})
+        worker_groups(job.meshes, {device: device // 3 for device in range(8)})
 
 
 def test_nothing_is_kept_but_what_the_step_returned():

@@ -57,12 +57,12 @@ def cases() -> list[Any]:
 )
 def test_every_read_finds_its_value_and_nothing_is_left_but_inputs_and_outputs(case: Any) -> None:
     whole = planned(*case)
-    cut, names, mesh_of = whole.cut, whole.names, whole.schedule.mesh_of
+    partition, names, mesh_of = whole.partition, whole.names, whole.schedule.mesh_of
     numbers = range(whole.step.num_micro_batches)
     inputs = {names.of(var, k) for var in whole.step.jaxpr.invars for k in numbers}
     sums = {
         names.of(each.sum, 0): mesh_of(task.stage)
-        for task, totals in cut.totals.items()
+        for task, totals in partition.totals.items()
         for each in totals
     }
     has = [
@@ -74,8 +74,10 @@ def test_every_read_finds_its_value_and_nothing_is_left_but_inputs_and_outputs(c
         match each:
             case Run():
                 task = task_of(each)
-                assert {names.of(var, each.micro_batch) for var in cut.reads[task]} <= has[mesh]
-                has[mesh] |= {names.of(var, each.micro_batch) for var in cut.results[task]}
+                assert {names.of(var, each.micro_batch) for var in partition.reads[task]} <= has[
+                    mesh
+                ]
+                has[mesh] |= {names.of(var, each.micro_batch) for var in partition.results[task]}
             case Send(name, to):
                 assert name in has[mesh]
                 assert (name, to) not in sent
@@ -87,8 +89,8 @@ def test_every_read_finds_its_value_and_nothing_is_left_but_inputs_and_outputs(c
                 has[mesh] -= set(values)
     outputs = {
         names.of(part, k)
-        for part in map(cut.part, whole.step.jaxpr.outvars)
-        if part in cut.made_by
+        for part in map(partition.microbatch_value, whole.step.jaxpr.outvars)
+        if part in partition.producers
         for k in numbers
     }
     assert all(left <= inputs | outputs for left in has)

@@ -8,8 +8,8 @@ from jax.extend.core import Var
 
 import autopar
 from autopar.ir.step_graph import StepGraph
-from autopar.pipeline.partition import Cut, Task
-from autopar.pipeline.partitioner import cut_step
+from autopar.pipeline.partition import Partition, Task
+from autopar.pipeline.partitioner import partition_step
 from autopar.tracing.trace import trace
 from experiments.models.model_sizes import SMALL
 from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
@@ -38,16 +38,16 @@ def step(request: pytest.FixtureRequest) -> tuple[StepGraph, range]:
     return traced(request.param), range(STEPS[request.param])
 
 
-def order(cut: Cut) -> list[Task]:
+def order(partition: Partition) -> list[Task]:
     """The tasks as one microbatch goes through them, then the update."""
-    last = cut.num_stages - 1
+    last = partition.num_stages - 1
     phases = {"F": 0, "B": 1, "I": 1, "W": 2, "U": 3}
 
     def key(task: Task) -> tuple[int, int, int]:
         way = task.stage if task.phase == "F" else last - task.stage
         return phases[task.phase], task.round if task.phase == "U" else way, task.stage
 
-    return sorted(cut.eqns, key=key)
+    return sorted(partition.eqns, key=key)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -55,11 +55,11 @@ def test_every_needed_equation_is_in_one_task_unless_it_is_computed_anywhere(
     step: Any, split: bool
 ) -> None:
     graph, stages = step
-    cut = cut_step(graph, stages, split)
+    partition = partition_step(graph, stages, split)
     micro = graph.microbatching
     assert micro is not None
     tasks: dict[int, list[Task]] = {}
-    for task, eqns in cut.eqns.items():
+    for task, eqns in partition.eqns.items():
         numbers = [number for number, _ in eqns]
         assert len(set(numbers)) == len(numbers)
         for number in numbers:
@@ -82,21 +82,21 @@ def test_every_needed_equation_is_in_one_task_unless_it_is_computed_anywhere(
 @pytest.mark.parametrize("split", [False, True])
 def test_what_a_task_reads_was_made_before(step: Any, split: bool) -> None:
     graph, stages = step
-    cut = cut_step(graph, stages, split)
+    partition = partition_step(graph, stages, split)
     known: set[Any] = set(graph.jaxpr.invars) | set(graph.jaxpr.constvars)
     totals: set[Any] = set()
-    for task in order(cut):
+    for task in order(partition):
         if task.phase == "U":
             known |= totals
-        assert known.issuperset(cut.reads[task]), task
-        known |= set(cut.results[task])
-        totals |= {each.sum for each in cut.totals.get(task, ())}
+        assert known.issuperset(partition.reads[task]), task
+        known |= set(partition.results[task])
+        totals |= {each.sum for each in partition.totals.get(task, ())}
     assert known.issuperset(a for a in graph.jaxpr.outvars if isinstance(a, Var))
 
 
 def test_splitting_the_backward_pass_keeps_all_of_it(step: Any) -> None:
     graph, stages = step
-    whole, split = cut_step(graph, stages), cut_step(graph, stages, True)
+    whole, split = partition_step(graph, stages), partition_step(graph, stages, True)
     for stage in stages:
         halves = [number for phase in ("I", "W") for number, _ in split.eqns[Task(stage, phase)]]
         assert sorted(halves) == [number for number, _ in whole.eqns[Task(stage, "B")]]
@@ -113,11 +113,13 @@ def test_splitting_the_backward_pass_keeps_all_of_it(step: Any) -> None:
 
 def test_a_total_is_kept_where_its_parts_are_made(step: Any) -> None:
     graph, stages = step
-    cut = cut_step(graph, stages)
-    for task, totals in cut.totals.items():
-        here = {var for _, eqn in cut.eqns[task] for var in eqn.outvars} | set(cut.reads[task])
+    partition = partition_step(graph, stages)
+    for task, totals in partition.totals.items():
+        here = {var for _, eqn in partition.eqns[task] for var in eqn.outvars} | set(
+            partition.reads[task]
+        )
         assert all(not isinstance(each.part, Var) or each.part in here for each in totals)
 
 
 def test_updates_of_a_step_without_a_global_norm_take_one_round() -> None:
-    assert {task.round for task in cut_step(traced("stack"), range(4)).eqns} == {0}
+    assert {task.round for task in partition_step(traced("stack"), range(4)).eqns} == {0}

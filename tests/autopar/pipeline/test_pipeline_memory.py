@@ -57,11 +57,11 @@ def pipelines(draw: st.DrawFn) -> PlannedStep:
 
 @given(pipelines(), st.randoms(use_true_random=False))
 def test_memory_is_never_negative_and_returns_to_the_baseline(whole: PlannedStep, random) -> None:
-    memory, program, cut = MeshMemory(whole), whole.program, whole.cut
+    memory, program, partition = MeshMemory(whole), whole.program, whole.partition
     for task in sorted(
         {task_of(each) for row in program.instructions for each in row if isinstance(each, Run)}
     ):
-        made = [*cut.results[task], *(each.sum for each in cut.totals.get(task, ()))]
+        made = [*partition.results[task], *(each.sum for each in partition.totals.get(task, ()))]
         size = sum(whole.values[task.stage].device_bytes(var) for var in made)
         memory.add_task(
             task, MemoryUse(aliased=random.randint(0, size), temporaries=random.randint(0, 5000))

@@ -12,16 +12,16 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import AutoLayerOption, AutoStageOption, ManualStageOption, UniformStageOption
 from autopar.ir.step_graph import StepGraph
-from autopar.pipeline.partitioner import cut_step
+from autopar.pipeline.partitioner import partition_step
 from autopar.pipeline.stage_graph import stage_graphs
 from autopar.pipeline.submeshes import Submesh
 from autopar.plan import PipelineSchedule, Plan
-from autopar.planning.layer_costs import LayerCosts, Shape, Way
+from autopar.planning.layer_costs import LayerCosts, MeshChoice, Shape
 from autopar.planning.layer_ranges import LayerRanges, graph_key
 from autopar.planning.pipeline_planner import TOLERANCE, make_pipeline_plan
 from autopar.planning.stage_construction import stage_problem
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
-from autopar.planning.stage_problem import NoStagesError, Stage, StageProblem, step_seconds
+from autopar.planning.stage_problem import NoStagesError, PlacedStage, StageProblem, step_seconds
 from autopar.sharding.options import AUTO
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.planner import MemoryBudgetError
@@ -126,7 +126,7 @@ def test_layers_alike_have_one_kind_and_are_solved_once(gpt):
     assert ranges.kinds[1] == ranges.kinds[2]
     assert len(set(ranges.kinds)) == 3
     layers = stage_costs(gpt).layers
-    fronts = [layers.front(layer, Way((2,), ())) for layer in ranges.layers]
+    fronts = [layers.front(layer, MeshChoice((2,), ())) for layer in ranges.layers]
     assert fronts[1] is fronts[2]
     assert len(set(fronts)) == 3
 
@@ -164,8 +164,8 @@ def test_a_range_of_layers_is_the_stage_that_cutting_the_step_makes(mlp, start):
     ranges = LayerRanges(mlp, LAYERS)
     for stop in range(start + 1, LAYERS + 1):
         groups = [0 if layer < start else 1 if layer < stop else 2 for layer in range(LAYERS)]
-        cut = stage_graphs(cut_step(mlp, [group - groups[0] for group in groups]))
-        assert graph_key(ranges.graph(start, stop)) == graph_key(cut[1 - groups[0]])
+        partition = stage_graphs(partition_step(mlp, [group - groups[0] for group in groups]))
+        assert graph_key(ranges.graph(start, stop)) == graph_key(partition[1 - groups[0]])
 
 
 def test_bounds_of_the_dynamic_program_are_bounds(gpt):
@@ -245,9 +245,9 @@ def test_a_pin_that_matches_nothing_in_any_stage_is_refused(mlp):
 
 def test_a_stage_receives_what_others_make(gpt):
     """And not what its own microbatches add up to."""
-    for graph in stage_graphs(cut_step(gpt, [0, 0, 1, 1])):
+    for graph in stage_graphs(partition_step(gpt, [0, 0, 1, 1])):
         assert graph.received
-        assert all(graph.cut.made_by[var].stage != graph.stage for var in graph.received)
+        assert all(graph.partition.producers[var].stage != graph.stage for var in graph.received)
 
 
 def test_the_predicted_step_is_what_the_dynamic_program_minimises(gpt):
@@ -325,7 +325,7 @@ def test_the_objective_of_found_stages_is_the_least_of_all(mlp):
         for start, stop in cuts:
             costs = problem.costs(start, stop, mesh)
             stages.append(
-                Stage(
+                PlacedStage(
                     start,
                     stop,
                     mesh,

@@ -11,7 +11,7 @@ from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes, f
 from autopar.planning.stage_dp import construct_stages
 from autopar.planning.stage_problem import (
     NoStagesError,
-    Stage,
+    PlacedStage,
     StageCost,
     StageProblem,
     in_flight_of,
@@ -64,7 +64,7 @@ def every_plan(problem: StageProblem):
                 for stop in range(start + 1, problem.num_layers + 1):
                     for cost in problem.costs(start, stop, mesh):
                         yield from (
-                            (Stage(start, stop, mesh, cost), *others)
+                            (PlacedStage(start, stop, mesh, cost), *others)
                             for others in rest(stop, remaining)
                         )
 
@@ -267,7 +267,7 @@ def estimate_and_schedule(name, seconds, transfers, once, micro_batches):
         transfer=lambda cut, *_: transfers[cut - 1],
     )
     stages = [
-        Stage(i, i + 1, one, StageCost(s, o))
+        PlacedStage(i, i + 1, one, StageCost(s, o))
         for i, (s, o) in enumerate(zip(seconds, once, strict=True))
     ]
     share = {"F": 1 / 3, "B": 2 / 3}
