@@ -1,7 +1,8 @@
-"""XLA's CUDA 12 plugin: kept quiet where it can't run, and loaded as a compiler for GPUs that are not here.
+"""XLA's CUDA 12 plugin as a compiler for absent GPUs, and disabled as a backend without GPUs.
 
-The `jax-cuda12-pjrt` wheel is a dependency because it holds the compiler. JAX takes every such wheel for a backend to start, and
-without a GPU that prints a traceback. The private names of JAX we need for both ends are all in this module (seen in 0.11.2).
+autopar depends on the `jax-cuda12-pjrt` wheel because it contains the compiler. JAX starts every
+such wheel as a backend, which prints a traceback on a machine without a GPU. All private names of
+JAX that autopar uses are in this module (seen in 0.11.2).
 """
 
 import functools
@@ -15,18 +16,21 @@ from types import ModuleType
 from typing import Any
 
 Device = Any
-"""A `jax.Device`: pyright takes that name for a variable."""
+"""A `jax.Device`, which pyright takes for a variable."""
 
 _PLUGIN = "jax_plugins.xla_cuda12"
 _NEEDED = {_PLUGIN: "jax-cuda12-pjrt", "nvidia.cuda_nvcc": "nvidia-cuda-nvcc-cu12"}
-_GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # the last is a GPU under WSL
+# the last one is a GPU under WSL
+_GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 
 def silence_idle_plugin() -> None:
-    """Keep JAX from starting the CUDA 12 plugin as a backend, unless it can run: call before the first use of a device.
+    """Keep JAX from starting the CUDA 12 plugin as a backend where it cannot run.
 
-    It can run where there is an NVIDIA device and `jax[cuda12]` is installed and `jax[cuda13]`, which would want the same GPUs,
-    is not. Everywhere else its start does nothing, and JAX goes on with the other backends as if it were not installed.
+    It can run if there is an NVIDIA device, `jax[cuda12]` is installed, and `jax[cuda13]`, which
+    would start on the same GPUs, is not. Otherwise its `initialize` is replaced by a function that
+    does nothing, and JAX uses its other backends as if the plugin were not installed. Call this
+    before the first use of a device.
     """
     can_run = any(map(os.path.exists, _GPU_FILES)) and _installed("jax_cuda12_plugin")
     if _installed(_PLUGIN) and (not can_run or _installed("jax_plugins.xla_cuda13")):
@@ -34,7 +38,7 @@ def silence_idle_plugin() -> None:
 
 
 def backends_started() -> bool:
-    """Whether JAX has looked for devices, after which it can't be told any more which ones to use."""
+    """Return whether JAX has initialized its backends, after which its platforms are fixed."""
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
@@ -44,12 +48,23 @@ def backends_started() -> bool:
 def compile_only_devices(
     target_config: str, hosts: int, devices_per_host: int
 ) -> tuple[Device, ...]:
-    """Stand-ins for `hosts` x `devices_per_host` GPUs that programs can be compiled for but not run on, in order of their ids.
+    """Return stand-ins for absent GPUs, for which programs can be compiled but not run.
 
-    `target_config` is XLA's GpuTargetConfig text: what the compiler wants to know of a GPU. The same arguments give the same
-    devices, so that shardings built at different times agree. Raises ImportError when the compiler is not installed.
+    The same arguments return the same devices, so that shardings built at different times agree.
+
+    Args:
+        target_config: the text of XLA's GpuTargetConfig, the compiler's description of a GPU.
+        hosts: number of hosts.
+        devices_per_host: number of GPUs per host.
+
+    Returns:
+        `hosts` x `devices_per_host` devices in the order of their ids.
+
+    Raises:
+        ImportError: the compiler is not installed.
     """
-    from jax.experimental import topologies  # its import is slow, and needed only to compile
+    # imported late because the import is slow
+    from jax.experimental import topologies
     from jaxlib import xla_client
 
     topology = xla_client.make_c_api_device_topology(
@@ -60,14 +75,15 @@ def compile_only_devices(
 
 @functools.cache
 def _compiler() -> object:
+    """Load the plugin as a PJRT API under its own name, which JAX never starts as a backend."""
     from jaxlib import xla_client
 
     if missing := [wheel for module, wheel in _NEEDED.items() if not _installed(module)]:
         raise ImportError(
-            f"compiling for GPUs that are not here needs {' and '.join(missing)} (Linux only), not installed; "
-            f"reinstall autopar, or: pip install {' '.join(missing)}"
+            f"compiling for GPUs that are not here needs {' and '.join(missing)} (Linux only),"
+            f" not installed; reinstall autopar, or: pip install {' '.join(missing)}"
         )
-    # Loaded under a name of our own: JAX never takes it for a backend, and a real "cuda" backend keeps its name.
+    # a real "cuda" backend keeps its name
     library = Path(_plugin().__file__ or "").with_name("xla_cuda_plugin.so")
     with _no_stderr():
         api = xla_client.load_pjrt_plugin_dynamically("autopar_target", str(library))
@@ -82,18 +98,22 @@ def _plugin() -> ModuleType:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the parent package
+    except ModuleNotFoundError:  # the parent package is not installed
         return False
 
 
 @contextmanager
 def _no_stderr() -> Iterator[None]:
-    """Drop what C++ writes to file descriptor 2: loading the library logs that no driver was found, which no flag turns off."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    """Redirect file descriptor 2 to the null device inside the block.
+
+    Loading the library logs from C++ that no driver was found, which no flag turns off.
+    """
+    stderr = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, 2)
+        os.dup2(null, 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(nowhere)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(null)
+        os.close(stderr)

@@ -1,6 +1,6 @@
-"""Measures the devices that are here and describes them as a cluster file: `autopar calibrate`.
+"""Calibration: measure the devices of this process and fit a cluster description to the results.
 
-What is measured is in `autopar.microbenchmarks`, how it becomes a description in `simulator.calibration.fit_cluster`.
+`autopar.microbenchmarks` defines the measurements, `simulator.calibration.fit_cluster` the fit.
 """
 
 import time
@@ -33,22 +33,23 @@ _HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _DRIVER = Path("/sys/module/nvidia/version")
 
 BUDGET = 240.0
-"""Seconds that measuring takes at most, by default."""
+"""Default limit on the seconds that measuring takes."""
 
 type Progress = Callable[[str, float], None]
-"""Told of what is measured next, and which part of the budget is spent."""
+"""A callback that receives the next measurement in words, and the spent fraction of the budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What is measured, if there is time for all of it.
+    """The sizes to measure, as far as the budget allows.
 
     Attributes:
-        elements: of f32 arrays that elementwise kernels and collectives go over.
-        rows, widths: of products (rows, width) by (width, width).
-        convolutions: of 3 x 3.
-        dtypes: of products and convolutions.
-        seconds: how long a measurement takes at least, three of which are made.
+        elements: sizes of the float32 arrays of elementwise kernels and collectives.
+        rows: numbers of rows of matrix products (rows, width) by (width, width).
+        widths: widths of these products.
+        convolutions: sizes of 3 x 3 convolutions.
+        dtypes: dtypes of products and convolutions.
+        seconds: minimum duration of a measurement; each is repeated three times.
     """
 
     elements: tuple[int, ...] = tuple(4**i for i in range(6, 15))
@@ -88,78 +89,102 @@ def calibrate(
     progress: Progress = lambda what, spent: None,
     budget: float = BUDGET,
 ) -> Cluster:
-    """The devices, all of this process by default, as a cluster of one host whose numbers were measured just now.
+    """Measure devices and return them as a cluster of one host.
 
-    What a few minutes on an idle machine can't tell (memory size, peaks of a GPU, links to other hosts) is as in the shipped file of
-    the same kind of device, or of an A100, with a warning.
+    Memory size, peak rates of a GPU and links to other hosts are not measured. They are copied from
+    the shipped file of the same kind of device, or, with a warning, of an A100. The machine should
+    be idle.
 
     Args:
-        budget: seconds in which to measure. Where they are short, fewer sizes are measured, each for a shorter time; what it takes to
-            fit the description at all is measured in any case.
+        devices: the devices to measure; all of this process by default.
+        effort: the sizes to measure; by default `CPU` or `GPU`, by platform.
+        progress: a callback that receives each measurement and the spent fraction of the budget.
+        budget: limit on the seconds of measuring. A short budget measures fewer sizes, each for a
+            shorter time. The minimum of sizes that the fit needs is measured in any case.
+
+    Returns:
+        The cluster, with `provenance` saying when and how it was measured.
+
+    Raises:
+        ValueError: the budget is not positive.
     """
     if budget <= 0:
         raise ValueError(
             f"a budget of {budget} seconds; expected more than 0, {BUDGET:.0f} by default"
         )
     mesh = device_mesh(devices)
-    here = list(mesh.devices.flat)
+    measured_devices = list(mesh.devices.flat)
+    platform = measured_devices[0].platform
+    device_kind = measured_devices[0].device_kind
     base = cluster_of(mesh)
-    clock = _Clock(budget, progress)
-    effort = effort or (CPU if here[0].platform == "cpu" else GPU)
-    measured = _Measuring(here, effort, effort.seconds * min(1.0, budget / BUDGET), clock).device()
+    clock = _BudgetClock(budget, progress)
+    effort = effort or (CPU if platform == "cpu" else GPU)
+    least = effort.seconds * min(1.0, budget / BUDGET)
+    measured = _Measurements(measured_devices, effort, least, clock).run()
     today = f"{datetime.now(UTC):%Y-%m-%d}"
-    source = f"measured by autopar calibrate on {len(here)} x {here[0].device_kind}, {today}, jax {jax.__version__}"
-    device = fit_device(base.device, measured, f"{here[0].device_kind}, calibrated", source)
+    source = (
+        f"measured by autopar calibrate on {len(measured_devices)} x {device_kind}, {today},"
+        f" jax {jax.__version__}"
+    )
+    device = fit_device(base.device, measured, f"{device_kind}, calibrated", source)
     provenance = Provenance(
         date=today,
-        device_kind=here[0].device_kind,
-        devices=len(here),
-        driver=driver_version() if here[0].platform == "gpu" else None,
+        device_kind=device_kind,
+        devices=len(measured_devices),
+        driver=driver_version() if platform == "gpu" else None,
         jax=jax.__version__,
         jaxlib=version("jaxlib"),
         seconds=clock.spent,
         rows={},
     )
-    return fit_cluster(base, device, measured, len(here), provenance)
+    return fit_cluster(base, device, measured, len(measured_devices), provenance)
 
 
 def driver_version() -> str | None:
-    """The version of NVIDIA's driver on this machine, where it has one."""
+    """Return the version of NVIDIA's driver on this machine, or None without one."""
     return _DRIVER.read_text().strip() if _DRIVER.exists() else None
 
 
-class _Clock:
-    """Seconds of a budget, parts of which are given to one kind of measurement after the other."""
+class _BudgetClock:
+    """A time budget whose fractions are assigned to one kind of measurement after the other."""
 
     def __init__(
         self, budget: float, progress: Progress, now: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.budget, self.progress, self.now = budget, progress, now
-        self.begun = now()
+        self.budget = budget
+        self.progress = progress
+        self.now = now
+        self.start = now()
 
     @property
     def spent(self) -> float:
-        return self.now() - self.begun
+        """The seconds since the start."""
+        return self.now() - self.start
 
-    def tell(self, what: str) -> None:
-        self.progress(what, min(1.0, self.spent / self.budget))
+    def announce(self, measurement: str) -> None:
+        """Report the next measurement to the progress callback."""
+        self.progress(measurement, min(1.0, self.spent / self.budget))
 
     def within[T](self, items: Sequence[T], until: float, least: int) -> Iterator[T]:
-        """Of the items those that there is time for, until a part of the budget is spent; `least` of them in any case.
+        """Yield items while there is time to measure another one.
 
-        The first and the last come first, and then those between, so that fewer of them still go as far.
+        Args:
+            items: sizes to measure; they are yielded in the order of `spread`, so that a truncated
+                sequence still covers the whole range.
+            until: fraction of the budget at which to stop.
+            least: number of items to yield in any case.
         """
         longest = 0.0
         for number, item in enumerate(spread(items)):
-            begun = self.spent
-            if number >= least and begun + longest > until * self.budget:
+            start = self.spent
+            if number >= least and start + longest > until * self.budget:
                 return
             yield item
-            longest = max(longest, self.spent - begun)
+            longest = max(longest, self.spent - start)
 
 
 def spread[T](items: Sequence[T]) -> list[T]:
-    """The items in an order whose beginnings are spread over all of them: both ends, the middle, the middles between."""
+    """Return the items in order of bisection: both ends, the middle, the middles of the halves."""
     order = [0, len(items) - 1]
     gaps = [(0, len(items) - 1)]
     while gaps:
@@ -171,28 +196,29 @@ def spread[T](items: Sequence[T]) -> list[T]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Measuring:
-    """The measurements on devices, each of which takes `least` seconds at least."""
+class _Measurements:
+    """The measurements on devices, each of which takes at least `least` seconds."""
 
     devices: Sequence[Any]
     effort: Effort
     least: float
-    clock: _Clock
+    clock: _BudgetClock
 
-    def device(self) -> MeasuredDevice:
+    def run(self) -> MeasuredDevice:
+        """Measure kernels on one device and, if there are several devices, collectives."""
         several = len(self.devices) > 1
-        share = (
-            0.4 if several else 0.9
-        )  # of the budget, for what a device does alone; products take half of it
-        self.clock.tell("launches")
+        # fraction of the budget for kernels of a single device, of which products take half
+        share = 0.4 if several else 0.9
+        self.clock.announce("launches")
         launch = microbenchmarks.launch_seconds(self.devices[0], self.least)
         transfers = tuple(self._transfers(0.15 * share))
-        products, convolutions = {}, {}
+        products = {}
+        convolutions = {}
         for number, dtype in enumerate(self.effort.dtypes, start=1):
             until = share * (0.15 + 0.85 * number / len(self.effort.dtypes))
-            begun = self.clock.spent / self.clock.budget
+            spent = self.clock.spent / self.clock.budget
             products[_HLO_DTYPES[dtype]] = tuple(
-                self._products(dtype, begun + 0.6 * (until - begun))
+                self._products(dtype, spent + 0.6 * (until - spent))
             )
             convolutions[_HLO_DTYPES[dtype]] = tuple(self._convolutions(dtype, until))
         if not several:
@@ -205,21 +231,23 @@ class _Measuring:
         return MeasuredDevice(transfers, products, convolutions, collectives, overlaps, launch)
 
     def _transfers(self, until: float) -> Iterator[tuple[float, float]]:
+        """Yield (bytes read and written, seconds) of elementwise kernels."""
         for size in self.clock.within(self.effort.elements, until, 4):
-            self.clock.tell(f"elementwise, {size:,} elements")
+            self.clock.announce(f"elementwise, {size:,} elements")
             yield 8.0 * size, self._seconds(microbenchmarks.elementwise(self.devices[0], size))
 
     def _products(self, dtype: str, until: float) -> Iterator[tuple[Gemm, float]]:
         sizes = list(product(self.effort.rows, self.effort.widths))
         for rows, width in self.clock.within(sizes, until, 4):
-            self.clock.tell(f"products, {dtype}, {rows} x {width} x {width}")
+            self.clock.announce(f"products, {dtype}, {rows} x {width} x {width}")
             benchmark = microbenchmarks.matrix_product(self.devices[0], dtype, rows, width)
             yield Gemm(rows, width, width), self._seconds(benchmark)
 
     def _convolutions(self, dtype: str, until: float) -> Iterator[tuple[Convolution, float]]:
         for sizes in self.clock.within(self.effort.convolutions, until, 2):
-            self.clock.tell(
-                f"convolutions, {dtype}, {sizes.batch} x {sizes.side} x {sizes.side} x {sizes.channels}"
+            self.clock.announce(
+                f"convolutions, {dtype},"
+                f" {sizes.batch} x {sizes.side} x {sizes.side} x {sizes.channels}"
             )
             benchmark = microbenchmarks.convolution(
                 self.devices[0], dtype, sizes.batch, sizes.side, sizes.channels
@@ -228,12 +256,12 @@ class _Measuring:
 
     def _collectives(self, kind: CollectiveKind, until: float) -> MeasuredCollectives:
         count = len(self.devices)
-        counts = [each for each in (2, 4, 8, 16) if each < count] + [count]
+        group_sizes = [size for size in (2, 4, 8, 16) if size < count] + [count]
+        sizes = list(product(group_sizes, self.effort.elements))
         rows: list[tuple[int, float, float]] = []
-        for size, elements in self.clock.within(
-            list(product(counts, self.effort.elements)), until, 6
-        ):
-            self.clock.tell(f"{kind}, {size} devices, {elements:,} elements")
+        for size, elements in self.clock.within(sizes, until, 6):
+            self.clock.announce(f"{kind}, {size} devices, {elements:,} elements")
+            # rounded up to equal shards
             num_bytes = 4 * size * -(-elements // size)
             seconds = self._seconds(
                 microbenchmarks.collective(kind, self.devices[:size], num_bytes)
@@ -242,15 +270,16 @@ class _Measuring:
         return MeasuredCollectives.of(kind, *zip(*sorted(rows), strict=True))
 
     def _overlap(self, dtype: str) -> Overlap:
-        """Products and an all_reduce that take about as long, by themselves and in one program."""
-        self.clock.tell(f"an all_reduce beside products, {dtype}")
+        """Time products and an all_reduce of about equal duration, alone and in one program."""
+        self.clock.announce(f"an all_reduce beside products, {dtype}")
+        shard_elements = max(1, max(self.effort.elements) // len(self.devices))
         reduce = microbenchmarks.collective(
-            "all_reduce", self.devices, 4 * len(self.devices) * self._longest()
+            "all_reduce", self.devices, 4 * len(self.devices) * shard_elements
         )
         multiply = microbenchmarks.matrix_product(
             None, dtype, self.effort.rows[-1], self.effort.widths[-1]
         )
-        y = jax.tree.map(partial(microbenchmarks.on_each, self.devices), multiply.x)
+        y = jax.tree.map(partial(microbenchmarks.copy_to_each, self.devices), multiply.x)
 
         def products(count: int) -> Benchmark:
             def kernel(y: Any) -> Any:
@@ -258,18 +287,15 @@ class _Measuring:
                     y = multiply.kernel(y)
                 return y
 
-            return Benchmark(microbenchmarks.on_all(self.devices, kernel), y)
+            return Benchmark(microbenchmarks.run_on_all(self.devices, kernel), y)
 
-        moved = self._seconds(reduce)
-        compute = products(max(1, min(64, round(moved / self._seconds(products(1))))))
+        reduce_seconds = self._seconds(reduce)
+        compute = products(max(1, min(64, round(reduce_seconds / self._seconds(products(1))))))
         both = Benchmark(
-            lambda each: (reduce.kernel(each[0]), compute.kernel(each[1])), (reduce.x, compute.x)
+            lambda inputs: (reduce.kernel(inputs[0]), compute.kernel(inputs[1])),
+            (reduce.x, compute.x),
         )
-        return Overlap(self._seconds(compute), moved, self._seconds(both))
-
-    def _longest(self) -> int:
-        """Elements of each of as many parts as there are devices of the longest array."""
-        return max(1, max(self.effort.elements) // len(self.devices))
+        return Overlap(self._seconds(compute), reduce_seconds, self._seconds(both))
 
     def _seconds(self, benchmark: Benchmark) -> float:
         return microbenchmarks.kernel_seconds(benchmark, self.least)

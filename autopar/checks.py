@@ -1,4 +1,8 @@
-"""Check options where they are given: what an option may be, and one line for what it may not."""
+"""Validation of options: the values that each may have, and the error for all others.
+
+`AllowedValues` combine with `|`, and convert equivalent forms (a NumPy integer, a list) to one.
+Every error is one bounded line of the form `NAME is VALUE, expected ...`.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,21 +14,21 @@ import numpy as np
 
 from simulator.files import one_line
 
-_LENGTH = 100
-"""Characters that a message may spend on a value."""
+_MAX_REPR_CHARACTERS = 100
 
 
 class OptionError(ValueError, TypeError):
-    """An option has a type or a value that it can't have."""
+    """An option has a type or a value that is not allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllowedValues:
-    """The values that an option may have. `a | b` allows those of both.
+    """The values that an option may have; `a | b` allows the values of both.
 
     Attributes:
-        expected: what they are, in words.
-        take: returns the value in the form that the program uses. Raises ValueError, TypeError or OverflowError for other values.
+        expected: these values in words, for the error.
+        take: a function that returns a value in its normal form, and raises ValueError, TypeError
+            or OverflowError for values that are not allowed.
     """
 
     expected: str
@@ -41,34 +45,49 @@ class AllowedValues:
 
 
 def check(
-    options: object, /, error: type[ValueError] = OptionError, **kinds: AllowedValues
+    options: object, /, error: type[ValueError] = OptionError, **allowed: AllowedValues
 ) -> None:
-    """Check fields of a frozen dataclass, in its `__post_init__`, and set them to the form that the program uses."""
-    for name, kind in kinds.items():
-        object.__setattr__(options, name, checked(name, getattr(options, name), kind, error))
+    """Check fields of a frozen dataclass in its `__post_init__`, and convert them to normal form.
+
+    Args:
+        options: the dataclass.
+        error: class of the error for values that are not allowed.
+        allowed: for each field to check its allowed values.
+
+    Raises:
+        OptionError: a field has a value that is not allowed; or `error`, if given.
+    """
+    for name, values in allowed.items():
+        object.__setattr__(options, name, checked(name, getattr(options, name), values, error))
 
 
 def checked(
-    name: str, value: Any, kind: AllowedValues, error: type[ValueError] = OptionError
+    name: str, value: Any, allowed: AllowedValues, error: type[ValueError] = OptionError
 ) -> Any:
-    """`value` in the form that the program uses.
+    """Return an option in normal form.
+
+    Args:
+        name: its name, for the error.
+        value: its value.
+        allowed: its allowed values.
+        error: class of the error for values that are not allowed.
 
     Raises:
-        OptionError: it is not of the kind.
+        OptionError: the value is not allowed; or `error`, if given.
     """
     try:
-        return kind.take(value)
+        return allowed.take(value)
     except (ValueError, TypeError, OverflowError):
-        raise error(f"{name} is {short_repr(value)}, expected {kind.expected}") from None
+        raise error(f"{name} is {short_repr(value)}, expected {allowed.expected}") from None
 
 
 def short_repr(value: Any) -> str:
-    """`repr(value)` in one line that is not too long."""
-    return one_line(repr(value), _LENGTH)
+    """Return `repr(value)` in one line of bounded length."""
+    return one_line(repr(value), _MAX_REPR_CHARACTERS)
 
 
 def integer(least: int = 1) -> AllowedValues:
-    """Whole numbers, of Python or NumPy, from `least` on; not bools."""
+    """Return the integers, of Python or NumPy, that are at least `least`; bools are not allowed."""
 
     def take(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
@@ -79,7 +98,7 @@ def integer(least: int = 1) -> AllowedValues:
 
 
 def real(least: float = 0.0, above: float = -math.inf, most: float = math.inf) -> AllowedValues:
-    """Numbers, of Python or NumPy, from `least` to `most` and above `above`; neither bools nor nan."""
+    """Return the real numbers in [least, most] and above `above`; neither bools nor NaN."""
 
     def take(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
@@ -92,24 +111,21 @@ def real(least: float = 0.0, above: float = -math.inf, most: float = math.inf) -
     return AllowedValues(f"a {'finite ' if most < math.inf else ''}number {limits}", take)
 
 
-def one_of(*known: str) -> AllowedValues:
-    """Some texts."""
+def one_of(*texts: str) -> AllowedValues:
+    """Return the given strings."""
 
     def take(value: Any) -> str:
-        if not isinstance(value, str) or value not in known:
+        if not isinstance(value, str) or value not in texts:
             raise ValueError
         return value
 
-    return AllowedValues(
-        " or ".join(map(repr, known))
-        if len(known) < 3
-        else f"one of {', '.join(map(repr, known))}",
-        take,
-    )
+    if len(texts) < 3:
+        return AllowedValues(" or ".join(map(repr, texts)), take)
+    return AllowedValues(f"one of {', '.join(map(repr, texts))}", take)
 
 
 def instance(expected: str, *types: type) -> AllowedValues:
-    """Instances of any of the types."""
+    """Return the instances of any of the types; `expected` names them for the error."""
 
     def take(value: Any) -> Any:
         if not isinstance(value, types):
@@ -120,7 +136,7 @@ def instance(expected: str, *types: type) -> AllowedValues:
 
 
 def satisfying(expected: str, holds: Callable[[Any], bool]) -> AllowedValues:
-    """Values for which `holds`."""
+    """Return the values for which the predicate `holds`; `expected` names them for the error."""
 
     def take(value: Any) -> Any:
         if not holds(value):
@@ -131,29 +147,29 @@ def satisfying(expected: str, holds: Callable[[Any], bool]) -> AllowedValues:
 
 
 def items(
-    kind: AllowedValues, expected: str, least: int = 0, most: int | None = None
+    item: AllowedValues, expected: str, least: int = 0, most: int | None = None
 ) -> AllowedValues:
-    """Lists, tuples, ranges and arrays of `least` to `most` values of one kind, as tuples."""
+    """Return the sequences of `least` to `most` allowed items; their normal form is a tuple."""
 
     def take(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes):
             raise TypeError
         if not least <= len(value) <= (len(value) if most is None else most):
             raise ValueError
-        return tuple(map(kind.take, value))
+        return tuple(map(item.take, value))
 
     return AllowedValues(expected, take)
 
 
-def by_name(kind: AllowedValues, expected: str) -> AllowedValues:
-    """Mappings from texts that are not empty to values of one kind, as dicts."""
+def by_name(item: AllowedValues, expected: str) -> AllowedValues:
+    """Return the mappings of nonempty strings to allowed items; their normal form is a dict."""
 
     def take(value: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping) or not all(
             isinstance(name, str) and name for name in value
         ):
             raise TypeError
-        return {name: kind.take(each) for name, each in value.items()}
+        return {name: item.take(entry) for name, entry in value.items()}
 
     return AllowedValues(expected, take)
 

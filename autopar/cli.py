@@ -1,4 +1,4 @@
-"""The command line: look at plans and clusters."""
+"""The command line: print plans and clusters, calibrate the cost model for this machine."""
 
 from pathlib import Path
 from typing import Annotated
@@ -51,7 +51,7 @@ def calibrate(
     ],
     budget: Annotated[float, typer.Option(min=1.0, help="Seconds in which to measure.")] = 240.0,
 ) -> None:
-    """Measure the devices of this machine, in a few minutes, and write them as a cluster file for `cluster=`."""
+    """Measure the devices of this machine and write a cluster file for `cluster=`."""
     if output.suffix not in (".yaml", ".yml"):
         raise typer.BadParameter(
             f"{output}: expected a path that ends in .yaml, as cluster files do"
@@ -60,7 +60,8 @@ def calibrate(
         check_writable(output)
     except FileError as error:
         raise typer.BadParameter(str(error)) from None
-    from autopar.calibrate import calibrate  # starts JAX, which the other commands do without
+    # imports JAX, which the other commands do without
+    from autopar.calibrate import calibrate
     from simulator.calibration.shipped_profiles import write_profile
 
     with Progress(
@@ -77,12 +78,15 @@ def calibrate(
 
 
 def _errors_table(cluster: Cluster) -> Table:
-    """What was measured of a cluster, and how well its description fits."""
+    """Return a table of the measurements behind a cluster file, and of the errors of the fit."""
     table = Table("measured", "rows", "error", "held out")
-    if (found := cluster.provenance) is not None:
-        for what, rows in found.rows.items():
-            errors = (of.get(what) for of in (found.fitted_error, found.held_out_error))
-            table.add_row(
-                what, str(rows), *("" if error is None else f"{error:.1%}" for error in errors)
+    provenance = cluster.provenance
+    if provenance is not None:
+        for measurement, rows in provenance.rows.items():
+            errors = (
+                provenance.fitted_error.get(measurement),
+                provenance.held_out_error.get(measurement),
             )
+            texts = ("" if error is None else f"{error:.1%}" for error in errors)
+            table.add_row(measurement, str(rows), *texts)
     return table

@@ -1,4 +1,4 @@
-"""The devices that are here: as a mesh to run on, and as a cluster that the cost model knows."""
+"""Devices as the user gives them: as a mesh to run on, and as a cluster for the cost model."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,13 @@ from autopar.plan import Plan, Stage
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.heterogeneous import AnyCluster
 
-type Device = Any  # jax.Device, which type checkers can't see
-type Devices = AnyMesh | int | Sequence[int] | Sequence[Device] | None
-"""A mesh, a number of devices, a mesh shape such as (2, 4), a list of devices, or None for all that are there.
+type Device = Any
+"""A `jax.Device`, which pyright takes for a variable."""
 
-An abstract mesh is enough to plan and to predict; what runs needs devices.
+type Devices = AnyMesh | int | Sequence[int] | Sequence[Device] | None
+"""A mesh, a number of devices, a mesh shape such as (2, 4), a list of devices, or None for all.
+
+An abstract mesh suffices to plan and to predict; only execution needs devices.
 """
 
 
@@ -40,10 +42,10 @@ DEVICES = AllowedValues(
         | AllowedValues("", _distinct_devices)
     ).take,
 )
-"""`Devices`, with tuples for other sequences."""
+"""The allowed values of a `Devices` option; other sequences become tuples."""
 
 AXIS_NAMES = ("x", "y", "z", "w")
-"""Names of mesh axes where the user gives none."""
+"""Default names of mesh axes."""
 
 _CLUSTER_OF_KIND = {
     "V100": "p3.16xlarge",
@@ -56,7 +58,11 @@ _CLUSTER_OF_KIND = {
 
 
 def logical_mesh(shape: Sequence[int]) -> LogicalMesh:
-    """A mesh of `shape` with the default axis names."""
+    """Return a mesh of `shape` with the default axis names.
+
+    Raises:
+        ValueError: the shape has no axes, or more than `AXIS_NAMES`.
+    """
     if not 1 <= len(shape) <= len(AXIS_NAMES):
         raise ValueError(
             f"mesh shape {tuple(shape)} has {len(shape)} axes, expected 1 to {len(AXIS_NAMES)}"
@@ -67,19 +73,21 @@ def logical_mesh(shape: Sequence[int]) -> LogicalMesh:
 def device_mesh(
     devices: Devices, shape: Sequence[int] | None = None, axis_names: tuple[str, ...] | None = None
 ) -> Mesh:
-    """The mesh that the user means, with Auto axes.
+    """Return the mesh of this process's devices that `devices` stands for, with Auto axes.
 
     Args:
         devices: see `Devices`.
-        shape, axis_names: of the mesh, when they are known already (from a plan); the devices' own by default.
+        shape: the shape that the mesh must have, e.g. that of a plan; any by default.
+        axis_names: names of the axes; those of a given mesh, or `AXIS_NAMES`, by default.
 
     Raises:
-        ValueError: more devices than are here, or another number than `shape` needs.
+        ValueError: this process has too few devices, or `shape` needs another number of them.
     """
     if isinstance(devices, Mesh):
         if shape is not None and tuple(shape) != devices.axis_sizes:
             raise ValueError(
-                f"the plan needs a mesh of shape {tuple(shape)}, got one of shape {devices.axis_sizes}"
+                f"the plan needs a mesh of shape {tuple(shape)},"
+                f" got one of shape {devices.axis_sizes}"
             )
         names = axis_names or devices.axis_names
         return Mesh(devices.devices, names, axis_types=(AxisType.Auto,) * len(names))
@@ -92,7 +100,7 @@ def device_mesh(
 
 
 def planned_mesh(devices: Devices) -> AnyMesh:
-    """The mesh that the user means, as `device_mesh`; an abstract one stays abstract."""
+    """Return the mesh that `devices` stands for, as `device_mesh`; abstract ones stay abstract."""
     if isinstance(devices, AbstractMesh):
         auto = (AxisType.Auto,) * len(devices.axis_names)
         return AbstractMesh(devices.axis_sizes, devices.axis_names, axis_types=auto)
@@ -100,6 +108,12 @@ def planned_mesh(devices: Devices) -> AnyMesh:
 
 
 def _choose(devices: Devices, count: int | None) -> tuple[list[Device], tuple[int, ...]]:
+    """Return the devices of this process, and the mesh shape, that `devices` stands for.
+
+    Args:
+        devices: see `Devices`; no concrete mesh.
+        count: number of devices that None stands for; all by default.
+    """
     if isinstance(devices, AbstractMesh):
         raise ValueError(
             f"{devices} has no devices to run on; give a jax.sharding.Mesh of its axes"
@@ -114,33 +128,37 @@ def _choose(devices: Devices, count: int | None) -> tuple[list[Device], tuple[in
     wanted = prod(sizes)
     if wanted > len(present):
         raise ValueError(
-            f"a mesh of shape {sizes} needs {wanted} devices, but only {len(present)} {present[0].platform} device(s)"
-            f" are here; for virtual ones set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} and"
-            " JAX_PLATFORMS=cpu before starting Python"
+            f"a mesh of shape {sizes} needs {wanted} devices, but only {len(present)}"
+            f" {present[0].platform} device(s) are here; for virtual ones set"
+            f" XLA_FLAGS=--xla_force_host_platform_device_count={wanted} and JAX_PLATFORMS=cpu"
+            " before starting Python"
         )
     return present[:wanted], sizes
 
 
 def mesh_on_cluster(cluster: AnyCluster, devices: Devices) -> LogicalMesh:
-    """The mesh that the user means, of the first devices of a cluster that need not be here.
+    """Return the logical mesh that `devices` stands for, on the first devices of a cluster.
 
     Raises:
-        ValueError: the cluster has fewer devices, or `devices` are some that are here, and another number of them.
+        ValueError: the cluster has fewer devices; or `devices` are devices of this process, and
+            the cluster has more.
     """
-    mesh, there = requested_mesh(devices, cluster.num_devices), cluster.num_devices
-    are_here = isinstance(devices, Mesh) or (
+    mesh = requested_mesh(devices, cluster.num_devices)
+    available = cluster.num_devices
+    are_of_process = isinstance(devices, Mesh) or (
         isinstance(devices, tuple) and isinstance(devices[0], jax.Device)
     )
-    if mesh.num_devices > there or (are_here and mesh.num_devices != there):
+    if mesh.num_devices > available or (are_of_process and mesh.num_devices != available):
         raise ValueError(
-            f"devices is {short_repr(devices)}, {mesh.num_devices} of them, but cluster {cluster.name!r} has {there}; give the shape of a"
-            f" mesh of its first devices, such as ({there},)"
+            f"devices is {short_repr(devices)}, {mesh.num_devices} of them, but cluster"
+            f" {cluster.name!r} has {available}; give the shape of a mesh of its first devices,"
+            f" such as ({available},)"
         )
     return mesh
 
 
 def requested_mesh(devices: Devices, count: int) -> LogicalMesh:
-    """The logical mesh that the user means, where all devices are `count`."""
+    """Return the logical mesh that `devices` stands for; None stands for `count` devices."""
     match devices:
         case None:
             return logical_mesh((count,))
@@ -155,22 +173,25 @@ def requested_mesh(devices: Devices, count: int) -> LogicalMesh:
 
 
 def devices_of_plan(devices: Devices, plan: Plan) -> list[Device]:
-    """Return the devices of this process that a plan runs on, in the order in which it numbers them.
+    """Return the devices of this process that a plan runs on, in the order of their numbers.
 
     Args:
-        devices: those that the user means; by default the first ones that are here.
+        devices: see `Devices`; by default the first devices of this process.
+        plan: the plan.
 
     Raises:
-        ValueError: they are fewer than the plan needs, or in a mesh of another shape.
+        ValueError: the plan needs more devices, or a mesh of another shape.
     """
     needed = max(device for stage in plan.stages for device in stage.devices) + 1
-    whole, shape = plan.schedule.is_whole_step, plan.stages[0].mesh_shape
-    if isinstance(devices, Mesh) and whole and shape != devices.axis_sizes:
+    is_whole_step = plan.schedule.is_whole_step
+    shape = plan.stages[0].mesh_shape
+    if isinstance(devices, Mesh) and is_whole_step and shape != devices.axis_sizes:
         raise ValueError(
             f"the plan needs a mesh of shape {shape}, got one of shape {devices.axis_sizes}"
         )
     present = list(devices.devices.flat) if isinstance(devices, Mesh) else _choose(devices, None)[0]
-    if needed > len(present) or (devices is not None and whole and needed < len(present)):
+    has_spare = devices is not None and needed < len(present)
+    if needed > len(present) or (is_whole_step and has_spare):
         raise ValueError(f"the plan needs {needed} devices, got {len(present)}")
     return present
 
@@ -178,7 +199,12 @@ def devices_of_plan(devices: Devices, plan: Plan) -> list[Device]:
 def submeshes(
     devices: Mapping[int, Device] | Sequence[Device], stages: Sequence[Stage]
 ) -> tuple[Mesh, ...]:
-    """Return the mesh of each stage; the plan numbers the devices."""
+    """Return the mesh of each stage.
+
+    Args:
+        devices: the devices by their numbers in the plan.
+        stages: the stages of the plan.
+    """
 
     def mesh(stage: Stage) -> Mesh:
         chosen = np.array([devices[device] for device in stage.devices]).reshape(stage.mesh_shape)
@@ -188,9 +214,10 @@ def submeshes(
 
 
 def cluster_of(mesh: Mesh) -> Cluster:
-    """The hardware under `mesh` as the cost model knows it.
+    """Return the shipped cluster that describes the devices of `mesh`.
 
-    A GPU of an unknown kind is taken for an A100, with a warning: plans stay correct, but may not be the fastest.
+    A GPU of an unknown kind counts as an A100, with a warning: plans stay correct, but may not be
+    the fastest.
     """
     device = mesh.devices.flat[0]
     count = mesh.devices.size
@@ -200,34 +227,41 @@ def cluster_of(mesh: Mesh) -> Cluster:
 
 
 def cluster_of_kind(device_kind: str) -> str:
-    """The name of the cluster of GPUs of a kind; an A100's, with a warning, where the kind is unknown."""
+    """Return the name of the shipped cluster with GPUs of a kind.
+
+    Args:
+        device_kind: `jax.Device.device_kind`, e.g. "NVIDIA H100 80GB HBM3". An unknown kind stands
+            for an A100, with a warning.
+    """
     for kind, name in _CLUSTER_OF_KIND.items():
         if kind in device_kind:
             return name
     warnings.warn(
-        f"no cluster file for {device_kind!r}: planning as for an A100; give the method cluster= a file of your own",
+        f"no cluster file for {device_kind!r}: planning as for an A100; give the method cluster= a"
+        " file of your own",
         stacklevel=3,
     )
     return "dgx_a100_80"
 
 
 def devices_match(cluster: Cluster, devices: Sequence[Device]) -> bool:
-    """Whether the devices may be those of `cluster`: a GPU of unknown name may be any GPU."""
+    """Return whether the devices may be of the kind in `cluster`; an unknown GPU may be any GPU."""
     if (devices[0].platform == "cpu") != (cluster.device.kind == "cpu"):
         return False
 
     def kind(name: str) -> str | None:
         return next((kind for kind in _CLUSTER_OF_KIND if kind in name), None)
 
-    here, wanted = kind(devices[0].device_kind), kind(cluster.device.name)
-    return here == wanted or None in (here, wanted)
+    present = kind(devices[0].device_kind)
+    described = kind(cluster.device.name)
+    return present == described or None in (present, described)
 
 
 def _sized(name: str, count: int) -> Cluster:
-    """A shipped cluster, grown to whole hosts until it holds `count` devices."""
+    """Return a shipped cluster with at least `count` devices: part of a host, or whole hosts."""
     cluster = Cluster.load(name)
     if count <= cluster.devices_per_host:
         return cluster.first_devices(count)
-    if cluster.inter_host is None:  # one machine, however many virtual devices it has
+    if cluster.inter_host is None:  # virtual devices of one machine
         return cluster.model_copy(update={"devices_per_host": count})
     return cluster.with_size(hosts=-(-count // cluster.devices_per_host))

@@ -1,4 +1,4 @@
-"""A training loop that outlives the hosts it runs on."""
+"""A training loop with checkpoints that recovers from lost hosts."""
 
 import itertools
 import os
@@ -22,7 +22,7 @@ from autopar.runtime.data_loader import DataLoader, MeshDriverDataLoader
 from autopar.tracing.trace import abstract
 
 type Batches = DataLoader | MeshDriverDataLoader | Callable[[int], Iterable[Any]]
-"""A loader, or a function from k to the batches of the steps k, k + 1, ..."""
+"""A loader, or a function from k to an iterable of the batches of the steps k, k + 1, ..."""
 
 
 def train(
@@ -37,31 +37,44 @@ def train(
     max_failures: int = 3,
     on_step: Callable[[int, Any], None] | None = None,
 ) -> Any:
-    """Run a step `num_steps` times, whatever happens to its hosts; the state afterwards.
+    """Run a step `num_steps` times with checkpoints, and recover from failures of hosts.
 
-    When a worker or a host is lost, hangs or fails, new workers start on the hosts that are there, the step is planned again if these
-    are fewer, the last checkpoint is restored as the new plan wants it, and the loop goes on from there with the same batches as
-    before. A program that was killed goes on from the last checkpoint in `ckpt_dir`, too, when it is run again. Checkpoints that can't
-    be read are set aside with a warning, and the loop goes on from the one before.
+    When a worker or a host is lost, hangs or fails, the loop starts new workers on the remaining
+    hosts, plans the step again if there are fewer of them, restores the last checkpoint with the
+    placements of the new plan, and continues with the same batches as before. A killed program
+    that runs again continues from the last checkpoint in `ckpt_dir`. Checkpoints that cannot be
+    read are moved aside with a warning, and the loop continues from the one before.
 
     Args:
-        step: what `parallelize` returned, from (state, batch) to a state, or to a tuple that begins with one. To be planned for
-            fewer hosts its method must leave the devices open.
-        state: before the first step, unless `ckpt_dir` has a checkpoint.
-        batches: a loader, which brings them where the present plan wants them; or a function from k to the batches of step k and
-            those after it. The same k must give the same batches.
-        ckpt_dir: where checkpoints are, which all hosts see.
-        save_every: steps from one checkpoint to the next. There is one of the first and the last state, too.
-        keep: how many checkpoints stay there.
-        max_failures: how often hosts may fail with no checkpoint between, until that is raised.
-        on_step: called with the number of steps done and what the step returned, of a step that has been asked for, but has perhaps
-            not run. Steps that are done again after a failure are told again.
+        step: the parallelized step, a function from (state, batch) to a state, or to a tuple whose
+            first item is a state. Its method must leave `devices` open for the step to be planned
+            again on fewer hosts.
+        state: the state before the first step, used unless `ckpt_dir` has a checkpoint.
+        batches: a loader, which places batches as the current plan reads them; or a function from
+            k to the batches of the steps k, k + 1, ... It must return the same batches for the
+            same k.
+        num_steps: number of steps in total, those before the last checkpoint included.
+        ckpt_dir: directory of the checkpoints, on a file system that all hosts share.
+        save_every: number of steps between two checkpoints. The first and the last state are saved
+            too.
+        keep: number of checkpoints to keep; None keeps all.
+        max_failures: number of failures in a row, without a new checkpoint in between, from which
+            the loop recovers.
+        on_step: called with the number of dispatched steps and the results of the last one, which
+            may not have run yet. It is called again for steps that are repeated after a failure.
+
+    Returns:
+        The state after the last step.
 
     Raises:
-        HostsError: hosts failed too often.
-        CheckpointError: `ckpt_dir` has checkpoints of another state, or of more steps, or none of them can be read, or another loop
-            uses it.
-        ValueError: there are fewer batches than steps, the step does not return a state, or an argument makes no sense.
+        HostsError: hosts failed more than `max_failures` times in a row.
+        CheckpointError: `ckpt_dir` has checkpoints of another state or of later steps, none of
+            them can be read, or another loop uses the directory.
+        ValueError: there are fewer batches than steps, the step does not return a state, or an
+            argument is not allowed (`OptionError`).
+
+    Example:
+        >>> state = autopar.train(train_step, state, loader, 10_000, "checkpoints")
     """
     checked(
         "step",
@@ -76,25 +89,24 @@ def train(
         instance("a loader or a function of a step's number", DataLoader, MeshDriverDataLoader)
         | FUNCTION,
     )
-    num_steps, max_failures = (
-        checked("num_steps", num_steps, integer(0)),
-        checked("max_failures", max_failures, integer(0)),
-    )
+    num_steps = checked("num_steps", num_steps, integer(0))
+    max_failures = checked("max_failures", max_failures, integer(0))
     save_every = checked("save_every", save_every, integer())
     checked("on_step", on_step, FUNCTION | NONE)
     check_keep(keep)
-    directory, avals = directory_path(ckpt_dir), jax.tree.map(abstract, state)
+    directory = directory_path(ckpt_dir)
+    avals = jax.tree.map(abstract, state)
     loop = _Loop(step, avals, batches, num_steps, directory, save_every, keep, on_step)
-    forget_saving()  # of a loop before this one
-    held = lock(directory, is_alone=True)
+    forget_saving()  # a failed checkpoint of an earlier loop is not an error of this one
+    directory_lock = lock(directory, is_alone=True)
     try:
         return _run(loop, state, directory, num_steps, max_failures)
     finally:
-        held.release()
+        directory_lock.release()
 
 
 def _run(loop: "_Loop", state: Any, directory: Path, num_steps: int, max_failures: int) -> Any:
-    """Run the loop until it ends, or hosts fail too often."""
+    """Run the loop to its end; after a failure of hosts, again from the last checkpoint."""
     last = latest_step(directory)
     if last is not None and last > num_steps:
         raise CheckpointError(
@@ -113,16 +125,19 @@ def _run(loop: "_Loop", state: Any, directory: Path, num_steps: int, max_failure
             return loop.run(last, state)
         except HostsError as error:
             forget_saving()
-            before, last = last, latest_step(directory)
+            previous = last
+            last = latest_step(directory)
             assert last is not None
-            failures = failures + 1 if last == before else 1
+            failures = failures + 1 if last == previous else 1
             if failures > max_failures:
                 raise
-            state = None  # it was on these hosts
+            state = None  # its arrays were on these hosts
             log_progress(f"{error}; going on from step {last}")
 
 
 class _Loop:
+    """The training loop from one checkpoint to the end or the first failure of a host."""
+
     def __init__(
         self,
         step: ParallelizedFunction,
@@ -134,16 +149,23 @@ class _Loop:
         keep: int | None,
         on_step: Callable[[int, Any], None] | None,
     ) -> None:
-        self._step, self._avals, self._batches, self._num_steps = step, avals, batches, num_steps
-        self._directory, self._save_every, self._keep, self._on_step = (
-            directory,
-            save_every,
-            keep,
-            on_step,
-        )
+        self._step = step
+        self._avals = avals
+        self._batches = batches
+        self._num_steps = num_steps
+        self._directory = directory
+        self._save_every = save_every
+        self._keep = keep
+        self._on_step = on_step
 
     def run(self, first: int, state: Any) -> Any:
-        """The steps from number `first` on; without a state, of the last checkpoint that can be read, which is at most `first`."""
+        """Run the steps from number `first` on, and return the state after the last one.
+
+        Args:
+            first: number of the first step.
+            state: the state before it; None restores the last checkpoint that can be read, and
+                continues from its step, which is at most `first`.
+        """
         batches = None
         if state is None:
             batch, batches = self._example(first)
@@ -152,9 +174,10 @@ class _Loop:
             )
             if restored != first:
                 first, batches = restored, None
-        found = iter(self._from(first)) if batches is None else batches
+        if batches is None:
+            batches = iter(self._batches_from(first))
         done = first
-        for done, batch in enumerate(itertools.islice(found, self._num_steps - first), first + 1):
+        for done, batch in enumerate(itertools.islice(batches, self._num_steps - first), first + 1):
             results = self._step(state, batch)
             state = self._state_of(results)
             if done % self._save_every == 0 or done == self._num_steps:
@@ -167,30 +190,34 @@ class _Loop:
         return state
 
     def _example(self, step: int) -> tuple[Any, Iterator[Any] | None]:
-        """A batch as the step takes it, or None if there are none; the batches from `step` on, if one of them had to be made."""
+        """Return a batch for its shapes, and the batches from `step` on if reading it began them.
+
+        The batch is None if there are none.
+        """
         if isinstance(self._batches, DataLoader | MeshDriverDataLoader):
             return self._batches.batch, None
         batches = iter(self._batches(step))
         batch = next(batches, None)
         return batch, itertools.chain([] if batch is None else [batch], batches)
 
-    def _from(self, step: int) -> Iterable[Any]:
-        """The batches from a step on."""
+    def _batches_from(self, step: int) -> Iterable[Any]:
+        """Return the batches from a step on."""
         if not isinstance(self._batches, DataLoader | MeshDriverDataLoader):
             return self._batches(step)
         return self._batches.placed(self._placements(self._batches.batch)[1]).from_step(step)
 
     def _placements(self, batch: Any) -> Any:
-        """Where the step wants a state and a batch, by its present plan."""
+        """Return the placements of a state and a batch in the step's current plan."""
         executable: Any = self._step.get_executable(self._avals, batch)
         return executable.get_input_placement_specs()
 
     def _state_of(self, results: Any) -> Any:
-        wanted = jax.tree.structure(self._avals)
+        """Return the state among the results of the step."""
+        expected = jax.tree.structure(self._avals)
         for state in (results, results[0] if isinstance(results, tuple) and results else None):
-            if jax.tree.structure(state) == wanted:
+            if jax.tree.structure(state) == expected:
                 return state
         raise ValueError(
-            f"the step returned {jax.tree.structure(results)}, expected a state like the one it is given, {wanted}, or a tuple that"
-            " begins with one"
+            f"the step returned {jax.tree.structure(results)}, expected a state like the one it is"
+            f" given, {expected}, or a tuple that begins with one"
         )

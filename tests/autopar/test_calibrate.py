@@ -28,7 +28,7 @@ def calibrated(tmp_path_factory):
         patch.setattr(autopar.calibrate, "CPU", TINY)
         patch.setattr(autopar.calibrate, "device_mesh", lambda _: device_mesh(2))
         hurried = lambda: 100 * time.perf_counter()  # noqa: E731  # however fast the machine is
-        patch.setattr(autopar.calibrate._Clock.__init__, "__defaults__", (hurried,))
+        patch.setattr(autopar.calibrate._BudgetClock.__init__, "__defaults__", (hurried,))
         result = CliRunner().invoke(
             app, ["calibrate", str(path), "--budget", "1"], env={"COLUMNS": "200"}
         )
@@ -99,7 +99,9 @@ def test_what_is_measured_is_told_and_one_device_has_no_collectives():
 def test_a_budget_is_kept_by_measuring_less():
     """Each measurement takes a second of this clock, and half of 20 are given to these."""
     seconds = iter(range(1000))
-    clock = autopar.calibrate._Clock(20.0, lambda what, spent: None, lambda: 0.5 * next(seconds))
+    clock = autopar.calibrate._BudgetClock(
+        20.0, lambda what, spent: None, lambda: 0.5 * next(seconds)
+    )
     assert len(list(clock.within(range(100), 0.5, 2))) == 10
     assert len(list(clock.within(range(100), 0.0, 2))) == 2
 
@@ -112,8 +114,8 @@ def test_the_beginning_of_an_order_is_spread_over_all(count):
 
 def test_an_all_reduce_is_measured_beside_products_that_take_about_as_long():
     told = []
-    clock = autopar.calibrate._Clock(60.0, lambda what, spent: told.append(what))
-    overlap = autopar.calibrate._Measuring(jax.devices()[:2], TINY, 1e-3, clock)._overlap(
+    clock = autopar.calibrate._BudgetClock(60.0, lambda what, spent: told.append(what))
+    overlap = autopar.calibrate._Measurements(jax.devices()[:2], TINY, 1e-3, clock)._overlap(
         "bfloat16"
     )
     assert told == ["an all_reduce beside products, bfloat16"]
