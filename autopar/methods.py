@@ -63,7 +63,7 @@ class PlanningMethod:
             or `autopar.value_and_grad` are accumulated.
         cluster: the hardware that the cost model describes: a `simulator.Cluster`, the name of a
             shipped one or the path of a cluster file, and for pipelines also a
-            `simulator.HeterogeneousCluster`. By default the shipped description of the devices' kind.
+            `simulator.HeterogeneousCluster`. By default the shipped one with devices of this kind.
         memory_budget: bytes of one device's memory that the step may use; by default its memory
             less the reserve in its cluster file.
     """
