@@ -1,6 +1,7 @@
-"""What each mesh axis does with a parameter: read off the equations in which it meets the activations, in the forward pass.
+"""How each mesh axis parallelizes the computation with a parameter.
 
-Plans carry the answer (`Value.axes`), so that they can be classified and compared without the step.
+This follows from the equations of the forward pass that combine the parameter with activations.
+Plans store the result (`Value.axes`), so that they can be classified and compared without the step.
 """
 
 from collections.abc import Mapping
@@ -19,113 +20,122 @@ type _Completion = OneOf["all_reduce", "reduce_scatter"]
 
 
 def with_axis_uses(step: StepGraph, plan: Plan) -> Plan:
-    """`plan` with the uses of each parameter as its shardings have them.
+    """Return the plan with the uses of mesh axes by each parameter (`Value.axes`) filled in.
+
+    Args:
+        step: the traced step.
+        plan: a plan with a single stage.
 
     Raises:
         PlanError: the plan is for another step.
     """
     (stage,) = plan.stages
-    played = replay(PlannedStep(step, plan))
+    equations = replay(PlannedStep(step, plan)).equations
     axes = [axis for axis in stage.axis_names if stage.mesh.sizes[axis] > 1]
-    makers = {var: each for each in played.equations for var in each.eqn.outvars}
+    producers = {var: equation for equation in equations for var in equation.eqn.outvars}
     updates = {i: step.jaxpr.outvars[o] for o, i in step.carried.items()}
     inputs = list(stage.inputs)
-    for i, met in _uses(step, stage, played.equations).items():
-        completed = _completions(updates.get(i), inputs[i], makers)
-        used = tuple(
+    for i, uses in _uses(step, stage, equations).items():
+        completions = _completions(updates.get(i), inputs[i], producers)
+        axis_uses = tuple(
             AxisUse(
                 axis=axis,
-                splits=tuple(sorted({_split(each, k, axis) for each, k in met})),
-                completions=tuple(sorted(completed.get(axis, ()))),
+                splits=tuple(sorted({_split(equation, k, axis) for equation, k in uses})),
+                completions=tuple(sorted(completions.get(axis, ()))),
             )
             for axis in axes
         )
-        inputs[i] = inputs[i].model_copy(update={"axes": used})
+        inputs[i] = inputs[i].model_copy(update={"axes": axis_uses})
     return plan.model_copy(update={"stages": (stage.model_copy(update={"inputs": tuple(inputs)}),)})
 
 
 def _uses(
     step: StepGraph, stage: Stage, equations: tuple[ShardedEquation, ...]
 ) -> dict[int, list[tuple[ShardedEquation, int]]]:
-    """For each parameter the equations, and operands of them, in which it (or what is made of it alone) meets the batch.
+    """Return for each parameter the (equation, operand number) pairs where it meets the batch.
 
-    The backward pass reads kernels transposed, so it is left out where there is a forward one.
+    The operand is the parameter or a value computed from parameters alone. The backward pass reads
+    kernels transposed, so its equations count only if there are none of the forward pass.
     """
-    made_of: dict[Var, frozenset[int]] = {
+    parameters_of: dict[Var, frozenset[int]] = {
         var: frozenset({i})
         for i, (var, value) in enumerate(zip(step.jaxpr.invars, stage.inputs, strict=True))
         if value.role == "parameter"
     }
     uses: dict[int, list[tuple[ShardedEquation, int]]] = {
-        i: [] for sources in made_of.values() for i in sources
+        i: [] for parameters in parameters_of.values() for i in parameters
     }
-    for each in equations:
-        sources = [
-            frozenset() if isinstance(a, Literal) else made_of.get(a, frozenset())
-            for a in each.eqn.invars
+    for equation in equations:
+        operands = [
+            frozenset() if isinstance(atom, Literal) else parameters_of.get(atom, frozenset())
+            for atom in equation.eqn.invars
         ]
-        if each.batch:
-            for k, found in enumerate(sources):
-                for i in found:
-                    uses[i].append((each, k))
+        if equation.batch:
+            for k, parameters in enumerate(operands):
+                for i in parameters:
+                    uses[i].append((equation, k))
         else:
-            made_of.update(dict.fromkeys(each.eqn.outvars, frozenset().union(*sources)))
-    return {
-        i: [use for use in found if not _is_backward(use[0])] or found for i, found in uses.items()
+            parameters_of.update(dict.fromkeys(equation.eqn.outvars, frozenset().union(*operands)))
+    forward_uses = {
+        i: [use for use in all_uses if not _is_backward(use[0])] for i, all_uses in uses.items()
     }
+    return {i: forward_uses[i] or all_uses for i, all_uses in uses.items()}
 
 
-def _is_backward(each: ShardedEquation) -> bool:
-    return "transpose(" in str(
-        each.eqn.source_info.name_stack
-    )  # JAX's mark of a transposed function
+def _is_backward(equation: ShardedEquation) -> bool:
+    # JAX marks transposed functions so in name stacks
+    return "transpose(" in str(equation.eqn.source_info.name_stack)
 
 
-def _split(each: ShardedEquation, operand: int, axis: str) -> Split:
-    """What `axis` splits in an equation that reads a parameter as its operand number `operand`."""
-    factors = each.factors
+def _split(equation: ShardedEquation, operand: int, axis: str) -> Split:
+    """Return what a mesh axis splits in an equation that reads a parameter as `operand`."""
+    factors = equation.factors
     assert factors is not None, "pass-through equations have no batch factors"
-    split = [f for f, axes in enumerate(each.assignment) if axis in axes]
-    if not split:
+    split_factors = [f for f, axes in enumerate(equation.assignment) if axis in axes]
+    if not split_factors:
         return "none"
-    (factor,) = split
-    if factor in each.batch:
+    (factor,) = split_factors
+    if factor in equation.batch:
         return "batch"
-    dims = [dim for dim, of in enumerate(factors.operands[operand]) if factor in of]
+    operand_dims = factors.operands[operand]
+    dims = [dim for dim, dim_factors in enumerate(operand_dims) if factor in dim_factors]
     if not dims:
         return "sequence"
-    is_gather = each.eqn.primitive.name == "gather"
+    is_gather = equation.eqn.primitive.name == "gather"
     if factors.kinds[factor] != "parallel":
         return "vocab" if is_gather else "row"
-    if not factors.decides:  # added or multiplied: the last dim is a feature's
-        return "column" if dims[-1] == len(factors.operands[operand]) - 1 else "sequence"
-    others = [of for k, of in enumerate(factors.operands) if k != operand]
-    shared = all(any(factor in inner for inner in of) for of in others)
+    if not factors.decides:  # an addition or multiplication, whose last dim is the features
+        return "column" if dims[-1] == len(operand_dims) - 1 else "sequence"
+    others = [other for k, other in enumerate(factors.operands) if k != operand]
+    shared = all(any(factor in dim_factors for dim_factors in other) for other in others)
     return "expert" if shared and not is_gather else "column"
 
 
 def _completions(
-    update: Atom | None, value: Value, makers: Mapping[Var, ShardedEquation]
+    update: Atom | None, value: Value, producers: Mapping[Var, ShardedEquation]
 ) -> dict[str, set[_Completion]]:
-    """For each axis the collectives that complete the gradient of a parameter: those that its new value is made with."""
-    found: dict[str, set[_Completion]] = {}
-    waiting = [update]
-    seen: set[Var] = set()
-    while waiting:
-        atom = waiting.pop()
+    """Return for each mesh axis the collectives that complete the gradient of a parameter.
+
+    They are found by walking back from the updated parameter through values of its size.
+    """
+    completions: dict[str, set[_Completion]] = {}
+    pending = [update]
+    visited: set[Var] = set()
+    while pending:
+        atom = pending.pop()
         if (
             not isinstance(atom, Var)
-            or atom in seen
-            or atom not in makers
+            or atom in visited
+            or atom not in producers
             or aval_of(atom).size != prod(value.shape)
         ):
             continue
-        seen.add(atom)
-        each = makers[atom]
-        if not each.batch:
-            waiting.extend(each.eqn.invars)
-        for axis, kind in each.synchronised(each.eqn.outvars.index(atom)).items():
-            found.setdefault(axis, set()).add(kind)
-        for kind, axis in each.completions if each.batch else ():
-            found.setdefault(axis, set()).add(kind)
-    return found
+        visited.add(atom)
+        equation = producers[atom]
+        if not equation.batch:
+            pending.extend(equation.eqn.invars)
+        for axis, kind in equation.synchronised(equation.eqn.outvars.index(atom)).items():
+            completions.setdefault(axis, set()).add(kind)
+        for kind, axis in equation.completions if equation.batch else ():
+            completions.setdefault(axis, set()).add(kind)
+    return completions

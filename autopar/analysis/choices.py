@@ -1,6 +1,7 @@
-"""The planner's choice problem of a step, with the options that a plan took.
+"""The planner's selection problem of a step, with the options that a plan selects.
 
-Nothing is solved again: the decisions are enumerated as the planner did, and the plan tells which option each of them took.
+Nothing is solved: the decisions are enumerated as in the planner, and the shardings of the plan
+identify the option of each decision.
 """
 
 from collections import defaultdict
@@ -23,53 +24,63 @@ from simulator.costs.cost_model import CostModel
 
 @dataclass(frozen=True)
 class Choices:
-    """What a plan chose.
+    """The decisions of a plan.
 
     Attributes:
-        replay: the plan played over the step.
-        decisions: the choice problem.
-        owner: for each decision that is not an input's, the number of the equation that decides.
-        taken: the option of each decision.
-        reads: for each equation (None: the outputs) the uses of values by it.
+        replay: the step with the shardings of the plan.
+        decisions: the selection problem.
+        owner: for each decision about an equation, rather than an input, its number.
+        selected: the option of each decision that the plan selects.
+        reads: for each equation the uses of values by it; those of the outputs under None.
     """
 
     replay: Replay
     decisions: Decisions
     owner: dict[int, int]
-    taken: tuple[int, ...]
+    selected: tuple[int, ...]
     reads: dict[int | None, list[Use]]
     _seconds: tuple[Seconds, ...]
     _neighbours: dict[int, list[tuple[int, np.ndarray]]]
 
     def seconds(self, decision: int) -> Seconds:
-        """What a decision costs, everything that follows it included; all of them add up to the plan's predicted time."""
+        """Return the seconds of a decision and of all equations that follow it.
+
+        The sum over all decisions is the plan's predicted time.
+        """
         return self._seconds[decision]
 
     def extra_seconds(self, decision: int) -> np.ndarray:
-        """For each option of a decision, how much longer the step would take with it, all other decisions staying."""
+        """Return for each option of a decision the seconds that it would add to the step.
+
+        All other decisions stay as they are. The shape is (options,).
+        """
         total = np.array(self.decisions.costs[decision], float)
         for other, cost in self._neighbours[decision]:
-            total = total + cost[:, self.taken[other]]
-        return total - total[self.taken[decision]]
+            total = total + cost[:, self.selected[other]]
+        return total - total[self.selected[decision]]
 
 
 def recover(planned: Planned, model: CostModel, options: ShardingOptions) -> Choices:
-    """The choices of a plan.
+    """Identify the options that a plan selects.
 
     Args:
-        model, options: what the plan was made with.
+        planned: a step and its plan, which has a single stage.
+        model: the cost model that the plan was made with.
+        options: the limits that the plan was made with.
 
     Raises:
-        PlanError: the plan is for another step, leaves all choices to XLA, or takes options that the planner would not have
-            under `options`.
+        PlanError: the plan is for another step, leaves all decisions to XLA, or has shardings that
+            are no candidates under `options`.
     """
     if options.mode == "manual":
         raise PlanError(
-            "nothing inside the step was chosen: the plan pins inputs and outputs, XLA propagates them"
+            "nothing inside the step was chosen: the plan pins inputs and outputs, XLA propagates"
+            " them"
         )
-    step, played = planned.step, replay(planned)
+    step = planned.step
+    replayed = replay(planned)
     (stage,) = planned.plan.stages
-    decisions = enumerate_decisions(step, MeshCosts(played.mesh, model), options, stage.deferred)
+    decisions = enumerate_decisions(step, MeshCosts(replayed.mesh, model), options, stage.deferred)
     reads: dict[int | None, list[Use]] = defaultdict(list)
     for use in decisions.uses:
         reads[use.eqn].append(use)
@@ -77,88 +88,93 @@ def recover(planned: Planned, model: CostModel, options: ShardingOptions) -> Cho
     for (i, j), cost in decisions.edges.items():
         neighbours[i].append((j, cost))
         neighbours[j].append((i, cost.T))
-    owner = _owners(decisions, played)
-    taken = _taken(step, decisions, played, owner, reads)
-    moves = _moves(step, decisions, taken)
-    split = []
-    for i, k in enumerate(taken):
-        compute, communication, inside = decisions.seconds(i, k)
-        split.append(Seconds(compute, communication, inside + float(moves[i])))
-    return Choices(played, decisions, owner, taken, reads, tuple(split), neighbours)
+    owner = _owners(decisions, replayed)
+    selected = _selected(step, decisions, replayed, owner, reads)
+    resharding = _resharding_seconds(step, decisions, selected)
+    seconds = []
+    for i, k in enumerate(selected):
+        compute, communication, inner_resharding = decisions.seconds(i, k)
+        seconds.append(Seconds(compute, communication, inner_resharding + float(resharding[i])))
+    return Choices(replayed, decisions, owner, selected, reads, tuple(seconds), neighbours)
 
 
-def _moves(step: StepGraph, decisions: Decisions, taken: Sequence[int]) -> np.ndarray:
-    """Seconds of the edges, for each decision those of the values that it reads with another spec than they have."""
-    moved: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+def _resharding_seconds(
+    step: StepGraph, decisions: Decisions, selected: Sequence[int]
+) -> np.ndarray:
+    """Return for each decision the seconds of resharding the values that it reads, [decisions].
+
+    The cost of an edge belongs to the decision that reads. If two decisions read from one another,
+    the bytes that each reads split it.
+    """
+    resharded: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for use in decisions.uses:
         i, j = use.value.decision, use.decision
-        if i != j and use.value.specs[taken[i]] != use.required[taken[j]]:
+        if i != j and use.value.specs[selected[i]] != use.required[selected[j]]:
             atoms = step.jaxpr.outvars if use.eqn is None else step.jaxpr.eqns[use.eqn].invars
             aval = aval_of(atoms[use.operand])
-            moved[min(i, j), max(i, j)][j] += array_bytes(aval.shape, aval.dtype)
-    seconds = np.zeros(len(taken))
+            resharded[min(i, j), max(i, j)][j] += array_bytes(aval.shape, aval.dtype)
+    seconds = np.zeros(len(selected))
     for (i, j), cost in decisions.edges.items():
-        readers = moved[i, j] or {j: 1}
-        for (
-            reader,
-            num_bytes,
-        ) in readers.items():  # in both directions only where two decisions read from one another
-            seconds[reader] += float(cost[taken[i], taken[j]]) * num_bytes / sum(readers.values())
+        bytes_by_reader = resharded[i, j] or {j: 1}
+        total = sum(bytes_by_reader.values())
+        for reader, num_bytes in bytes_by_reader.items():
+            seconds[reader] += float(cost[selected[i], selected[j]]) * num_bytes / total
     return seconds
 
 
-def _owners(decisions: Decisions, played: Replay) -> dict[int, int]:
-    """The first equation whose result a decision places, for those that no input makes."""
+def _owners(decisions: Decisions, replayed: Replay) -> dict[int, int]:
+    """Return for each decision not about an input the first equation whose result it shards."""
     inputs = {placement.decision for placement in decisions.inputs}
     owner: dict[int, int] = {}
-    for each in played.equations:
-        for placement in map(decisions.placements.get, each.eqn.outvars):
+    for equation in replayed.equations:
+        for placement in map(decisions.placements.get, equation.eqn.outvars):
             if placement is not None and placement.decision not in inputs:
-                owner.setdefault(placement.decision, each.number)
+                owner.setdefault(placement.decision, equation.number)
     return owner
 
 
-def _taken(
+def _selected(
     step: StepGraph,
     decisions: Decisions,
-    played: Replay,
+    replayed: Replay,
     owner: dict[int, int],
     reads: dict[int | None, list[Use]],
 ) -> tuple[int, ...]:
-    """The option of each decision that agrees with the plan; the first for constants, which have no other."""
-    taken = [0] * len(decisions.costs)
+    """Return the option of each decision that has the shardings of the plan.
+
+    It is the first option for constants, which have no other.
+    """
+    selected = [0] * len(decisions.costs)
     for placement, var, path in zip(
         decisions.inputs, step.jaxpr.invars, step.in_paths, strict=True
     ):
-        fits = [spec == played.values[var] for spec in placement.specs]
-        taken[placement.decision] = _fitting(path, fits, decisions.costs[placement.decision])
+        matches = [spec == replayed.values[var] for spec in placement.specs]
+        selected[placement.decision] = _cheapest(path, matches, decisions.costs[placement.decision])
     for decision, number in owner.items():
-        each = played.equations[number]
-        placements = [decisions.placements[var] for var in each.eqn.outvars]
-        fits = [
-            all(
-                use.required[k] == each.operands[use.operand]
-                for use in reads[number]
-                if use.decision == decision
-            )
+        equation = replayed.equations[number]
+        placements = [decisions.placements[var] for var in equation.eqn.outvars]
+        uses = [use for use in reads[number] if use.decision == decision]
+        matches = [
+            all(use.required[k] == equation.operands[use.operand] for use in uses)
             and all(
                 p is None or p.decision != decision or p.specs[k] == spec
-                for p, spec in zip(placements, each.results, strict=True)
+                for p, spec in zip(placements, equation.results, strict=True)
             )
             for k in range(len(decisions.costs[decision]))
         ]
-        taken[decision] = _fitting(
-            f"equation {number}, {each.name},", fits, decisions.costs[decision]
+        selected[decision] = _cheapest(
+            f"equation {number}, {equation.name},", matches, decisions.costs[decision]
         )
-    return tuple(taken)
+    return tuple(selected)
 
 
-def _fitting(name: str, fits: Sequence[bool], costs: np.ndarray) -> int:
-    """The cheapest of the options that fit."""
-    options = [k for k, fit in enumerate(fits) if fit]
+def _cheapest(name: str, matches: Sequence[bool], costs: np.ndarray) -> int:
+    """Return the cheapest of the options that match the plan."""
+    options = [k for k, match in enumerate(matches) if match]
     if not options:
         raise PlanError(
-            f"the plan shards {name} in a way that the planner does not consider under these options; give the options that it"
-            " was made with (options=ShardingOptions() allows the most)"
+            f"the plan shards {name} in a way that the planner does not consider under these"
+            " options; give the options that it was made with (options=ShardingOptions() allows"
+            " the most)"
         )
     return min(options, key=lambda k: costs[k])

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what every input and equation chose, what that costs, and what else it could have chosen."""
+"""Explanation of a plan: for each input and equation its sharding, cost and rejected candidates."""
 
 import os
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ from simulator.costs.cost_model import CostModel
 
 @dataclass(frozen=True, slots=True)
 class RunnerUp:
-    """A candidate that was not chosen.
+    """A candidate that the plan does not select.
 
     Attributes:
         choice: the candidate in words.
-        extra_seconds: how much longer the step would take if this one choice were another and all others stayed.
+        extra_seconds: seconds that it would add to the step if all other decisions stayed.
     """
 
     choice: str
@@ -44,24 +44,26 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """What was decided about an input or equation, and why.
+    """The sharding of an input or equation, with its reason and cost.
 
-    Seconds belong to a decision as a whole, that is to an input or equation together with all that follows it: they add up to
-    the plan's predicted time. What follows has none of its own (NaN).
+    Seconds belong to a decision: an input or equation together with all equations that follow its
+    sharding. They add up to the plan's predicted time. Equations that follow have NaN seconds.
 
     Attributes:
         eqn: number of the equation in the flat jaxpr; None for an input.
-        name: path of the input, or the equation's place in the model and its primitive.
-        kind: "input", "decides", "follows", or "free" (made of constants, computed wherever it is needed).
-        array: dtype and shape of the (first) result.
-        choice: the candidate in words.
-        result: the spec of the (first) result.
-        follows: what it follows.
-        why: why it decides or follows.
-        compute_seconds, communication_seconds: its kernels, and completing its partial results.
-        resharding_seconds: bringing what it reads where it wants it.
-        memory_bytes: bytes of one device's shards of its results.
-        runners_up: the candidates that were not chosen, cheapest first.
+        name: path of the input, or the equation's scope in the model and its primitive.
+        kind: "input", "decides", "follows", or "free" for an equation of constants, which every
+            device computes where it reads the result.
+        array: dtype and shape of the input or of the first result.
+        choice: the selected candidate in words.
+        result: the spec of the input or of the first result.
+        follows: the value whose sharding the equation follows; empty if it decides.
+        why: the reason why it decides or follows.
+        compute_seconds: seconds of kernels.
+        communication_seconds: seconds of the collectives that complete partial results.
+        resharding_seconds: seconds of resharding the operands.
+        memory_bytes: bytes of one device's shards of all results.
+        runners_up: the candidates that the plan does not select, cheapest first.
     """
 
     eqn: int | None
@@ -87,47 +89,50 @@ class Reason:
             case "free":
                 return line + self.choice
             case "input" | "decides":
-                split = zip(
-                    ("compute", "communication", "resharding"),
-                    (self.compute_seconds, self.communication_seconds, self.resharding_seconds),
-                    strict=True,
-                )
-                costs = ", ".join(f"{name} {seconds * 1e6:.4g} us" for name, seconds in split)
+                seconds = {
+                    "compute": self.compute_seconds,
+                    "communication": self.communication_seconds,
+                    "resharding": self.resharding_seconds,
+                }
+                costs = ", ".join(f"{name} {s * 1e6:.4g} us" for name, s in seconds.items())
                 result = "" if self.kind == "input" else f" -> {describe_spec(self.result)}"
-                others = (
-                    f"\n    rather than {'; '.join(map(str, self.runners_up))}"
-                    if self.runners_up
-                    else ""
-                )
-                return f"{line}{self.choice}{result}; {costs}; {self.memory_bytes:,} bytes per device{others}"
+                line += f"{self.choice}{result}; {costs}; {self.memory_bytes:,} bytes per device"
+                if self.runners_up:
+                    line += f"\n    rather than {'; '.join(map(str, self.runners_up))}"
+                return line
 
 
 def explain(
     planned: Planned, model: CostModel, options: ShardingOptions, runners_up: int | None = 3
 ) -> tuple[Reason, ...]:
-    """The reasons for every input and every equation of the flat jaxpr, in its order.
+    """Return the reasons for every input, and then for every equation of the flat jaxpr.
 
     Args:
-        model, options: what the plan was made with.
-        runners_up: how many to tell of each decision; None for all.
+        planned: a step and its plan, which has a single stage.
+        model: the cost model that the plan was made with.
+        options: the limits that the plan was made with.
+        runners_up: maximum number of other candidates per decision; None for all.
 
     Raises:
-        PlanError: the plan is for another step, or takes options that the planner would not have under `options`.
+        PlanError: the plan is for another step, leaves all decisions to XLA, or has shardings that
+            are no candidates under `options`.
     """
-    tell = _Teller(planned.step, recover(planned, model, options), runners_up)
-    inputs = map(tell.input, range(len(planned.step.jaxpr.invars)))
-    return (
-        *inputs,
-        *(tell.equation(each) for each in tell.choices.replay.equations if each.eqn.outvars),
+    explainer = _Explainer(planned.step, recover(planned, model, options), runners_up)
+    inputs = map(explainer.input, range(len(planned.step.jaxpr.invars)))
+    equations = (
+        explainer.equation(equation)
+        for equation in explainer.choices.replay.equations
+        if equation.eqn.outvars
     )
+    return (*inputs, *equations)
 
 
 PRINT_VARIABLE = "AUTOPAR_DEBUG_PRINT_AS_STRATEGY"
-"""The environment variable that has every plan printed with its reasons when it is "1"."""
+"""The environment variable that makes the planner print every plan with its reasons if it is 1."""
 
 
 def print_if_asked(step: StepGraph, plan: Plan, costs: CostModel, options: ShardingOptions) -> None:
-    """Print the reasons of a plan that was just made, if the user asked for it with the environment variable."""
+    """Print the reasons of a new plan if the environment variable `PRINT_VARIABLE` is 1."""
     if os.environ.get(PRINT_VARIABLE) == "1":
         print(*explain(PlannedStep(step, plan), costs, options), sep="\n")
 
@@ -136,118 +141,153 @@ _NO_SECONDS = Seconds(nan, nan, nan)
 _NO_COST = Seconds(0.0, 0.0, 0.0)
 
 
-class _Teller:
+class _Explainer:
+    """Explains the decisions of a plan, with at most `runners_up` other candidates for each."""
+
     def __init__(self, step: StepGraph, choices: Choices, runners_up: int | None) -> None:
-        self.step, self.choices, self.count = step, choices, runners_up
+        self.step = step
+        self.choices = choices
+        self.max_runners_up = runners_up
         self.names = value_names(step)
 
     def input(self, i: int) -> Reason:
-        choices, var = self.choices, self.step.jaxpr.invars[i]
+        """Return the reason for an input."""
+        choices = self.choices
+        var = self.step.jaxpr.invars[i]
         placement = choices.decisions.inputs[i]
         spec = choices.replay.values[var]
+        compute, communication, resharding = choices.seconds(placement.decision)
         return Reason(
-            None,
-            self.step.in_paths[i],
-            "input",
-            array_text(aval_of(var)),
-            describe_spec(spec),
-            spec,
-            "",
-            f"{choices.decisions.roles[i]} input",
-            *choices.seconds(placement.decision),
-            self._bytes(var, spec),
-            self._runners_up(placement.decision, [describe_spec(s) for s in placement.specs]),
-        )
-
-    def equation(self, each: ShardedEquation) -> Reason:
-        placement = self.choices.decisions.placements[each.eqn.outvars[0]]
-        seconds, runners_up, follows = _NO_SECONDS, (), ""
-        if placement is None:
-            kind, choice, why = "free", "computed wherever it is needed", "made of constants alone"
-        elif each.deferred and each.eqn.primitive is accumulate_p:
-            kind, why = "decides", "microbatches accumulated apart"
-            choice = f"completed along {', '.join(each.deferred)} once, after all microbatches"
-            own = [
-                self.choices.seconds(d)
-                for d, number in self.choices.owner.items()
-                if number == each.number
-            ]
-            seconds = Seconds(*map(sum, zip(_NO_COST, *own, strict=True)))
-        elif self.choices.owner.get(placement.decision) == each.number:
-            kind, choice = "decides", _choice(each)
-            why = "can't keep every sharding that its largest operand may have"
-            if each.factors is not None and each.factors.decides:
-                why = f"{each.eqn.primitive.name} always decides"
-            seconds = self.choices.seconds(placement.decision)
-            runners_up = self._candidates(each, placement)
-        else:
-            kind, choice = "follows", _choice(each)
-            follows, why = self._followed(each, placement)
-        return Reason(
-            each.number,
-            each.name,
-            kind,
-            array_text(aval_of(each.eqn.outvars[0])),
-            choice,
-            each.results[0],
-            follows,
-            why,
-            *seconds,
-            sum(
-                self._bytes(var, spec)
-                for var, spec in zip(each.eqn.outvars, each.results, strict=True)
+            eqn=None,
+            name=self.step.in_paths[i],
+            kind="input",
+            array=array_text(aval_of(var)),
+            choice=describe_spec(spec),
+            result=spec,
+            follows="",
+            why=f"{choices.decisions.roles[i]} input",
+            compute_seconds=compute,
+            communication_seconds=communication,
+            resharding_seconds=resharding,
+            memory_bytes=self._shard_bytes(var, spec),
+            runners_up=self._runners_up(
+                placement.decision, [describe_spec(s) for s in placement.specs]
             ),
-            runners_up,
         )
 
-    def _bytes(self, atom: Atom, spec: Spec) -> int:
-        """Of one device's shard."""
+    def equation(self, equation: ShardedEquation) -> Reason:
+        """Return the reason for an equation that has results."""
+        eqn = equation.eqn
+        placement = self.choices.decisions.placements[eqn.outvars[0]]
+        seconds = _NO_SECONDS
+        runners_up = ()
+        follows = ""
+        if placement is None:
+            kind = "free"
+            choice = "computed wherever it is needed"
+            why = "made of constants alone"
+        elif equation.deferred and eqn.primitive is accumulate_p:
+            kind = "decides"
+            choice = f"completed along {', '.join(equation.deferred)} once, after all microbatches"
+            why = "microbatches are accumulated on each device"
+            seconds = self._owned_seconds(equation.number)
+        elif self.choices.owner.get(placement.decision) == equation.number:
+            kind = "decides"
+            choice = _choice(equation)
+            why = "can't keep every sharding that its largest operand may have"
+            if equation.factors is not None and equation.factors.decides:
+                why = f"{eqn.primitive.name} always decides"
+            seconds = self.choices.seconds(placement.decision)
+            runners_up = self._candidates(equation, placement)
+        else:
+            kind = "follows"
+            choice = _choice(equation)
+            follows, why = self._followed(equation, placement)
+        compute, communication, resharding = seconds
+        return Reason(
+            eqn=equation.number,
+            name=equation.name,
+            kind=kind,
+            array=array_text(aval_of(eqn.outvars[0])),
+            choice=choice,
+            result=equation.results[0],
+            follows=follows,
+            why=why,
+            compute_seconds=compute,
+            communication_seconds=communication,
+            resharding_seconds=resharding,
+            memory_bytes=sum(map(self._shard_bytes, eqn.outvars, equation.results)),
+            runners_up=runners_up,
+        )
+
+    def _owned_seconds(self, number: int) -> Seconds:
+        """Return the seconds of all decisions that an equation owns: one for each result."""
+        owned = [
+            self.choices.seconds(decision)
+            for decision, owner in self.choices.owner.items()
+            if owner == number
+        ]
+        return Seconds(*map(sum, zip(_NO_COST, *owned, strict=True)))
+
+    def _shard_bytes(self, atom: Atom, spec: Spec) -> int:
         aval = aval_of(atom)
         return array_bytes(local_shape(aval.shape, spec, self.choices.replay.mesh), aval.dtype)
 
-    def _candidates(self, each: ShardedEquation, placement: Placement) -> tuple[RunnerUp, ...]:
-        factors = each.factors
+    def _candidates(self, equation: ShardedEquation, placement: Placement) -> tuple[RunnerUp, ...]:
+        factors = equation.factors
         assert factors is not None, "pass-through equations decide nothing"
-        required = {use.operand: use.required for use in self.choices.reads[each.number]}
+        required = {use.operand: use.required for use in self.choices.reads[equation.number]}
         texts = []
         for k, result in enumerate(placement.specs):
-            read = [required[o][k] if o in required else None for o in range(len(each.operands))]
-            texts.append(
-                describe(factors, assignment_of(factors, read, (result,)), result, each.batch)
-            )
+            read = [
+                required[o][k] if o in required else None for o in range(len(equation.operands))
+            ]
+            assignment = assignment_of(factors, read, (result,))
+            texts.append(describe(factors, assignment, result, equation.batch))
         return self._runners_up(placement.decision, texts)
 
     def _runners_up(self, decision: int, texts: list[str]) -> tuple[RunnerUp, ...]:
         extra = self.choices.extra_seconds(decision)
         order = [int(k) for k in np.argsort(extra, kind="stable") if np.isfinite(extra[k])]
-        order.remove(self.choices.taken[decision])
-        return tuple(RunnerUp(texts[k], float(extra[k])) for k in order[: self.count])
+        order.remove(self.choices.selected[decision])
+        return tuple(RunnerUp(texts[k], float(extra[k])) for k in order[: self.max_runners_up])
 
-    def _followed(self, each: ShardedEquation, placement: Placement) -> tuple[str, str]:
-        """What an equation follows (its largest operand that the same decision places and that it reads as it is) and why."""
-        moved = {use.operand for use in self.choices.reads[each.number]}
-        placed = [(k, a) for k, a in enumerate(each.eqn.invars) if each.sources[k] is not None]
-        kept = [
-            (k, a) for k, a in placed if k not in moved and self._decision(a) == placement.decision
+    def _followed(self, equation: ShardedEquation, placement: Placement) -> tuple[str, str]:
+        """Return the name of the value that an equation follows, and the reason.
+
+        It is the largest operand of the same decision that the equation reads without resharding.
+        """
+        resharded = {use.operand for use in self.choices.reads[equation.number]}
+        stored = [
+            (k, atom)
+            for k, atom in enumerate(equation.eqn.invars)
+            if equation.sources[k] is not None
         ]
-        if not kept:
+        same_decision = [
+            (k, atom)
+            for k, atom in stored
+            if k not in resharded and self._decision(atom) == placement.decision
+        ]
+        if not same_decision:
             return self.choices.decisions.labels[placement.decision], "placed together with it"
-        k, atom = max(kept, key=lambda item: aval_of(item[1]).size)
-        if each.factors is None:
+        k, atom = max(same_decision, key=lambda item: aval_of(item[1]).size)
+        if equation.factors is None:
             return self._name(atom), "passes it on"
-        if len(placed) == 1:
+        if len(stored) == 1:
             return self._name(atom), "its only placed operand"
         return self._name(atom), f"operand {k} is its largest, and keeps its sharding"
 
+    # atoms with a placement are variables
+
     def _name(self, atom: Atom) -> str:
-        return self.names[atom]  # pyright: ignore[reportArgumentType] (placed atoms are variables)
+        return self.names[atom]  # pyright: ignore[reportArgumentType]
 
     def _decision(self, atom: Atom) -> int | None:
-        placement = self.choices.decisions.placements[atom]  # pyright: ignore[reportArgumentType] (as above)
+        placement = self.choices.decisions.placements[atom]  # pyright: ignore[reportArgumentType]
         return None if placement is None else placement.decision
 
 
-def _choice(each: ShardedEquation) -> str:
-    if each.factors is None:
+def _choice(equation: ShardedEquation) -> str:
+    if equation.factors is None:
         return "as its operand"
-    return describe(each.factors, each.assignment, each.results[0], each.batch)
+    return describe(equation.factors, equation.assignment, equation.results[0], equation.batch)

@@ -1,8 +1,10 @@
-"""A plan played back over its step: where every value is, and how every equation is split, with no solver and no device.
+"""Sharding propagation of a plan: the spec of every value and the split of every equation.
 
-A plan pins the values that were decided; the rest follows from the factors of each equation, as it did for the planner.
+A plan stores the specs that the planner decided. All others follow from the factors of each
+equation, by the rules of the planner. Neither a solver nor a device is needed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal as OneOf
 
@@ -18,17 +20,20 @@ from autopar.sharding.dataflow import analyse
 
 @dataclass(frozen=True, slots=True)
 class ShardedEquation:
-    """One equation as the plan runs it.
+    """An equation with the shardings of a plan.
 
     Attributes:
         number: its number in the flat jaxpr.
-        factors: what it does to array dims; None when its results are its operands.
-        assignment: the mesh axes of each factor.
-        sources: where each operand is before; None for what is computed wherever it is needed.
-        operands: the spec with which the equation reads each operand.
-        results: the spec of each result, completed.
+        eqn: the equation.
+        factors: how it maps array dims; None if it passes its operands through as its results.
+        assignment: for each factor the mesh axes that split it.
+        sources: the spec that each operand is stored with; None for one that is computed on every
+            device that reads it.
+        operands: the spec that the equation reads each operand with.
+        results: the spec of each result, after the collectives that complete it.
         batch: the factors that run over the batch.
-        deferred: mesh axes along which results stay partial, until they have been accumulated.
+        deferred: mesh axes along which results stay partial sums until all microbatches have been
+            accumulated.
     """
 
     number: int
@@ -43,33 +48,36 @@ class ShardedEquation:
 
     @property
     def name(self) -> str:
-        """Its place in the model and its primitive."""
+        """The equation's scope in the model and its primitive."""
         return equation_name(self.eqn)
 
     @property
     def completions(self) -> tuple[tuple[OneOf["all_reduce", "reduce_scatter"], str], ...]:
-        """How partial results are completed along each axis over which there are some."""
+        """The collectives that complete the first result, as (kind, mesh axis) pairs."""
         if self.factors is None:
             return ()
-        found = completions(self.factors, self.assignment, self.results[0])
-        return tuple((kind, axis) for kind, axis in found if axis not in self.deferred)
+        kinds = completions(self.factors, self.assignment, self.results[0])
+        return tuple((kind, axis) for kind, axis in kinds if axis not in self.deferred)
 
     def synchronised(self, result: int) -> dict[str, OneOf["all_reduce", "reduce_scatter"]]:
-        """How a result that microbatches accumulated apart is completed along each axis."""
+        """Return the collectives that complete a locally accumulated result, by mesh axis."""
         if self.eqn.primitive is not accumulate_p:
             return {}
-        there = axes_of(self.results[result])
-        return {axis: "reduce_scatter" if axis in there else "all_reduce" for axis in self.deferred}
+        sharded = axes_of(self.results[result])
+        return {
+            axis: "reduce_scatter" if axis in sharded else "all_reduce" for axis in self.deferred
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A step as a plan runs it.
+    """A step with the shardings of a plan.
 
     Attributes:
         mesh: the logical mesh.
-        equations: one for each equation of the flat jaxpr.
-        values: where each value is; those computed wherever they are needed are absent.
+        equations: the equations of the flat jaxpr, in their order.
+        values: the spec that each value is stored with. Values that every device computes where it
+            reads them, such as broadcast constants, are absent.
     """
 
     mesh: LogicalMesh
@@ -78,7 +86,10 @@ class Replay:
 
 
 def replay(planned: Planned) -> Replay:
-    """Follow the plan through the step.
+    """Propagate the shardings of a plan through its step.
+
+    Args:
+        planned: a step and its plan, which has a single stage.
 
     Raises:
         PlanError: the plan is for another step.
@@ -90,13 +101,12 @@ def replay(planned: Planned) -> Replay:
     values = {var: value.spec for var, value in zip(step.jaxpr.invars, stage.inputs, strict=True)}
     values.update((var, replicated(len(aval_of(var).shape))) for var in step.jaxpr.constvars)
     flow = analyse(step)
-    apart = (
-        {n for n, _ in (*step.microbatching.body, *step.microbatching.marks)}
-        if step.microbatching
-        else set()
-    )
+    in_microbatches: set[int] = set()
+    if step.microbatching:
+        in_microbatches |= {number for number, _ in step.microbatching.body}
+        in_microbatches |= {number for number, _ in step.microbatching.marks}
     equations = []
-    for number, (eqn, factors, marked) in enumerate(
+    for number, (eqn, factors, batch) in enumerate(
         zip(step.jaxpr.eqns, flow.factors, flow.marked, strict=True)
     ):
         sources = tuple(None if isinstance(a, Literal) else values.get(a) for a in eqn.invars)
@@ -108,15 +118,13 @@ def replay(planned: Planned) -> Replay:
                 for pin, spec in zip(pinned, read, strict=bool(pinned))
             ]
             assignment = ()
-            operands = tuple(
-                spec if spec is not None else _whole(a)
-                for spec, a in zip(read, eqn.invars, strict=True)
-            )
+            operands = _or_replicated(read, eqn.invars)
         else:
             assignment = assignment_of(factors, read, pinned)
-            known = any(spec is not None for spec in read)
+            has_stored_operand = any(spec is not None for spec in read)
             derived = [
-                factors.result_spec(r, assignment) if known else None for r in range(len(pinned))
+                factors.result_spec(r, assignment) if has_stored_operand else None
+                for r in range(len(pinned))
             ]
             results = [
                 pin if pin is not None else spec for pin, spec in zip(pinned, derived, strict=True)
@@ -125,21 +133,17 @@ def replay(planned: Planned) -> Replay:
         values.update(
             (var, spec) for var, spec in zip(eqn.outvars, results, strict=True) if spec is not None
         )
-        full = tuple(
-            spec if spec is not None else _whole(v)
-            for spec, v in zip(results, eqn.outvars, strict=True)
-        )
         equations.append(
             ShardedEquation(
-                number,
-                eqn,
-                factors,
-                assignment,
-                sources,
-                operands,
-                full,
-                marked,
-                stage.deferred if number in apart else (),
+                number=number,
+                eqn=eqn,
+                factors=factors,
+                assignment=assignment,
+                sources=sources,
+                operands=operands,
+                results=_or_replicated(results, eqn.outvars),
+                batch=batch,
+                deferred=stage.deferred if number in in_microbatches else (),
             )
         )
     return Replay(stage.mesh, tuple(equations), values)
@@ -148,7 +152,13 @@ def replay(planned: Planned) -> Replay:
 def completions(
     factors: OpFactors, assignment: Assignment, result: Spec
 ) -> tuple[tuple[OneOf["all_reduce", "reduce_scatter"], str], ...]:
-    """The collective that completes the first result, which ends up as `result`, along each axis over which it is partial."""
+    """Return the collectives that complete the first result, as (kind, mesh axis) pairs.
+
+    Args:
+        factors: how the equation maps array dims.
+        assignment: for each factor the mesh axes that split it.
+        result: the spec of the first result afterwards; axes in it are reduce-scattered.
+    """
     scattered = axes_of(result)
     partial = factors.partial_axes(assignment)
     return tuple(
@@ -157,9 +167,13 @@ def completions(
 
 
 def equation_name(eqn: JaxprEqn) -> str:
-    """Its place in the model and its primitive, as in `autopar.plan.ShardingConstraint`."""
+    """Return the equation's scope in the model and its primitive, e.g. `Dense_0/dot_general`."""
     return f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/")
 
 
-def _whole(atom: Atom) -> Spec:
-    return replicated(len(aval_of(atom).shape))
+def _or_replicated(specs: Sequence[Spec | None], atoms: Sequence[Atom]) -> tuple[Spec, ...]:
+    """Return the specs with replicated ones in place of None."""
+    return tuple(
+        spec if spec is not None else replicated(len(aval_of(atom).shape))
+        for spec, atom in zip(specs, atoms, strict=True)
+    )

@@ -1,4 +1,4 @@
-"""Reshardings of a plan: which values change their sharding, and with which collectives."""
+"""Reshardings of a plan: the values that change their sharding, and the collectives for it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,16 +18,18 @@ from autopar.sharding.mesh_costs import Step, reshard_steps
 
 @dataclass(frozen=True, slots=True)
 class ReshardingTask:
-    """One value that is read with another spec than it has.
+    """A value that is read with another spec than it is stored with.
 
     Attributes:
-        value: the value: an input's path, or the equation that makes it.
+        value: the value: the path of an input, or the equation that computes it.
         reader: the equation or output that reads it.
         eqn: number of that equation; None for an output.
-        array: its dtype and shape.
-        source, target: its spec before and after.
+        array: dtype and shape of the value.
+        source: its spec before.
+        target: its spec after.
         num_bytes: bytes of the whole array.
-        collectives: what brings it there, as (kind, bytes, mesh axes); nothing when every device cuts out its own part.
+        collectives: the collectives of the resharding as (kind, bytes, mesh axes); empty if every
+            device slices its shard from what it has.
     """
 
     value: str
@@ -54,16 +56,19 @@ class ReshardingTask:
 
 
 def resharding_tasks(planned: Planned) -> tuple[ReshardingTask, ...]:
-    """Every change of spec in the step, in its order; those of outputs come last.
+    """Return every resharding in a step, in the order of its equations, then those of outputs.
+
+    Args:
+        planned: a step and its plan, which has a single stage (see `single_stage`).
 
     Raises:
         PlanError: the plan is for another step.
     """
-    return tuple(resharding_in(planned, replay(planned)))
+    return tuple(replayed_resharding_tasks(planned, replay(planned)))
 
 
 def value_names(step: StepGraph) -> dict[Var, str]:
-    """What to call each value: the path of an input, or `#12 Dense_0/dot_general` after the equation that makes it."""
+    """Return names of values: the path of an input, or its equation, `#12 Dense_0/dot_general`."""
     names = dict(zip(step.jaxpr.invars, step.in_paths, strict=True))
     names.update((var, "constant") for var in step.jaxpr.constvars)
     for number, eqn in enumerate(step.jaxpr.eqns):
@@ -71,19 +76,22 @@ def value_names(step: StepGraph) -> dict[Var, str]:
     return names
 
 
-def resharding_in(planned: Planned, played: Replay) -> Iterator[ReshardingTask]:
-    """`resharding_tasks` of a plan that has been replayed."""
+def replayed_resharding_tasks(planned: Planned, replayed: Replay) -> Iterator[ReshardingTask]:
+    """Yield the `resharding_tasks` of a plan that has been replayed."""
     names = value_names(planned.step)
-    for each in played.equations:
-        for atom, source, target in zip(each.eqn.invars, each.sources, each.operands, strict=True):
+    mesh = replayed.mesh
+    for equation in replayed.equations:
+        reads = zip(equation.eqn.invars, equation.sources, equation.operands, strict=True)
+        for atom, source, target in reads:
             if isinstance(atom, Var) and source is not None and source != target:
-                yield _task(names[atom], each.name, each.number, atom, source, target, played.mesh)
+                name = names[atom]
+                yield _task(name, equation.name, equation.number, atom, source, target, mesh)
     for atom, value in zip(planned.step.jaxpr.outvars, planned.plan.stages[0].outputs, strict=True):
-        if isinstance(atom, Literal) or atom not in played.values:
+        if isinstance(atom, Literal) or atom not in replayed.values:
             continue
-        source = played.values[atom]
+        source = replayed.values[atom]
         if source != value.spec:
-            yield _task(names[atom], value.path, None, atom, source, value.spec, played.mesh)
+            yield _task(names[atom], value.path, None, atom, source, value.spec, mesh)
 
 
 def _task(

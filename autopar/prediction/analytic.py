@@ -13,7 +13,7 @@ from typing import Literal
 
 from autopar.analysis.choices import recover
 from autopar.analysis.replay import ShardedEquation
-from autopar.analysis.reshardings import resharding_in
+from autopar.analysis.reshardings import replayed_resharding_tasks
 from autopar.ir.array_sizes import array_bytes
 from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.graph import aval_of
@@ -98,11 +98,13 @@ class _Told:
         self._choices = recover(planned, costs, planned.plan.options)
         self._mesh = self._choices.replay.mesh
         eqns = planned.step.jaxpr.eqns
-        self._seconds = self._choices.decisions.seconds_by_equation(self._choices.taken, len(eqns))
+        self._seconds = self._choices.decisions.seconds_by_equation(
+            self._choices.selected, len(eqns)
+        )
         self._times = repeats(eqns)
         self._moves: defaultdict[int, list[Step]] = defaultdict(list)
         # what brings operands where an equation wants them; after the last one, outputs where they are wanted
-        for change in resharding_in(planned, self._choices.replay):
+        for change in replayed_resharding_tasks(planned, self._choices.replay):
             self._moves[len(eqns) - 1 if change.eqn is None else change.eqn] += change.collectives
         micro = planned.step.microbatching
         self._in_microbatches = {number for number, _ in micro.body} if micro else set()
@@ -122,14 +124,14 @@ class _Told:
 
     def held(self) -> dict[Role, int]:
         """Bytes on one device when they are most."""
-        return self._whole(roles_at_peak(self._memory, self._choices.taken))
+        return self._whole(roles_at_peak(self._memory, self._choices.selected))
 
     def temporaries(self, numbers: Sequence[int]) -> dict[Role, int]:
         """Bytes on one device while these equations run, beside what the tasks of a stage get and give."""
         given = {*self._step.jaxpr.invars, *self._step.jaxpr.outvars, *self._step.handed_on}
         for _, mark in self._step.microbatching.marks if self._step.microbatching else ():
             given.update((*mark.invars, *mark.outvars))
-        return self._whole(roles_at_peak(self._memory, self._choices.taken, numbers, given))
+        return self._whole(roles_at_peak(self._memory, self._choices.selected, numbers, given))
 
     @cached_property
     def _memory(self) -> Memory:
