@@ -1,1 +1,1 @@
-"""What a plan means for the equations of its step."""
+"""Analyses of a plan over its step: sharding propagation, reshardings, costs and reasons."""

@@ -1,1 +1,1 @@
-"""Programs and predictions of plans for clusters that need not be here."""
+"""Analytic and compiled programs of plans, and their simulation on clusters."""

@@ -1,8 +1,9 @@
-"""The analytic front end: the program of a plan with the seconds and the memory that the planner counts, and nothing compiled.
+"""The analytic program of a plan: seconds and memory of the planner's model, without compilation.
 
-The plan tells which option each decision took (`autopar.analysis.choices`), and so what each equation takes. A task's body has up to
-three entries for each: bringing its operands where it wants them, its kernel, and completing its results. Each says its seconds, and waits
-for the one before: what XLA may hide behind computation the planner counts in full.
+The shardings of a plan identify the option of each decision (`autopar.analysis.choices`), and the
+option its cost. Each equation becomes up to three operations of its task: resharding of operands,
+its kernel, and completion of partial results. They run one after the other: communication that XLA
+may overlap with computation counts in full, as in the planner.
 """
 
 from collections import defaultdict
@@ -45,35 +46,41 @@ from simulator.work import (
 )
 
 _ARGUMENTS: tuple[Role, ...] = ("parameters", "optimizer", "inputs")
-"""What a device holds before the step begins."""
+"""The roles of memory that is allocated before the step begins."""
 
 
 def analytic_program(planned: PlannedStep, cluster: AnyCluster) -> Program:
-    """Return the program of a plan on `cluster`, as the planner counts it.
+    """Return the program of a plan on a cluster in the planner's model.
+
+    Args:
+        planned: the step and its plan.
+        cluster: the cluster; its devices need not be present.
+
+    Returns:
+        The program, with the operations of each task and the memory of each mesh.
 
     Raises:
-        PlanError: the plan leaves choices to XLA.
+        PlanError: the plan leaves decisions to XLA.
         ClusterError: a stage has devices that the cluster lacks, or of several pools.
     """
     bodies: dict[str, OpList] = dict.fromkeys(planned.tasks, ())
-    memory, program = MeshMemory(planned), planned.program
+    memory = MeshMemory(planned)
+    program = planned.program
+    donated = frozenset(planned.step.carried.values())
     for number, stage in enumerate(planned.plan.stages):
         pool = cluster.pools[cluster.pool_of(stage.devices)]
-        told = _Told(single_stage(planned, number), ClusterCosts(pool))
-        tasks = _numbers(planned.graphs[number])
+        model = _StageModel(single_stage(planned, number), ClusterCosts(pool))
+        graph = planned.graphs[number]
+        tasks = _charged_equations(graph)
         last = [task for task in tasks if task.phase != "U"][-1]
         for task, numbers in tasks.items():
             runs = 1 if task.phase == "S" else planned.step.num_micro_batches
-            bodies[task.name] = told.body(numbers, runs, adds=task == last)
+            bodies[task.name] = model.operations(numbers, runs, accumulates=task == last)
         if planned.partition.is_whole_step:
-            memory.add_task(WHOLE_STEP_TASK, _memory_use(told.held()))
+            memory.add_task(WHOLE_STEP_TASK, _memory_use(model.peak_memory()))
             continue
-        for function in lower_stage(
-            planned, number, stage.mesh.abstract(), frozenset(planned.step.carried.values())
-        ):
-            temporaries = told.temporaries(
-                [n for n, _ in planned.graphs[number].tasks[function.task]]
-            )
+        for function in lower_stage(planned, number, stage.mesh.abstract(), donated):
+            temporaries = model.temporaries([n for n, _ in graph.tasks[function.task]])
             reused = sum(map(planned.values[number].device_bytes, function.reused))
             used = MemoryUse(outputs=reused, aliased=reused, temporaries=sum(temporaries.values()))
             memory.add_task(function.task, used, temporaries)
@@ -81,17 +88,17 @@ def analytic_program(planned: PlannedStep, cluster: AnyCluster) -> Program:
     return replace(program, bodies=bodies, memory=memory.peaks(levels), levels=levels)
 
 
-def _numbers(graph: StageGraph) -> dict[Task, list[int]]:
-    """The equations that count in each task; those of no task in the update."""
-    rest = next((task for task in graph.tasks if task.phase == "U"), [*graph.tasks][-1])
-    found: dict[Task, list[int]] = {task: [] for task in graph.tasks}
+def _charged_equations(graph: StageGraph) -> dict[Task, list[int]]:
+    """Return the numbers of the equations charged to each task; those of no task to the update."""
+    default = next((task for task in graph.tasks if task.phase == "U"), [*graph.tasks][-1])
+    numbers: dict[Task, list[int]] = {task: [] for task in graph.tasks}
     for number in range(len(graph.step.jaxpr.eqns)):
-        found[graph.task_of.get(number, rest)].append(number)
-    return found
+        numbers[graph.task_of.get(number, default)].append(number)
+    return numbers
 
 
-class _Told:
-    """What the planner counts for a step on one mesh."""
+class _StageModel:
+    """The planner's model of a stage: operations with their seconds, and memory by role."""
 
     def __init__(self, planned: Planned, costs: ClusterCosts) -> None:
         self._step = planned.step
@@ -102,77 +109,93 @@ class _Told:
             self._choices.selected, len(eqns)
         )
         self._times = repeats(eqns)
-        self._moves: defaultdict[int, list[Step]] = defaultdict(list)
-        # what brings operands where an equation wants them; after the last one, outputs where they are wanted
-        for change in replayed_resharding_tasks(planned, self._choices.replay):
-            self._moves[len(eqns) - 1 if change.eqn is None else change.eqn] += change.collectives
+        # for each equation the collectives that reshard its operands; the last one has those of
+        # the outputs, too
+        self._reshardings: defaultdict[int, list[Step]] = defaultdict(list)
+        for task in replayed_resharding_tasks(planned, self._choices.replay):
+            reader = len(eqns) - 1 if task.eqn is None else task.eqn
+            self._reshardings[reader] += task.collectives
         micro = planned.step.microbatching
         self._in_microbatches = {number for number, _ in micro.body} if micro else set()
         self._marks = [number for number, _ in micro.marks] if micro else []
 
-    def body(self, numbers: Iterable[int], runs: int = 1, adds: bool = False) -> OpList:
-        """These equations, of which those of microbatches run so many times in a step; it may add up what microbatches make, too."""
+    def operations(
+        self, numbers: Iterable[int], runs: int = 1, accumulates: bool = False
+    ) -> OpList:
+        """Return the operations of one run of a task.
+
+        Args:
+            numbers: numbers of its equations.
+            runs: number of runs in a step, by which the seconds of microbatches are divided.
+            accumulates: whether the task also adds the results of its microbatch to the sums.
+        """
         ops = [
             op for n in numbers for op in self._ops(n, runs if n in self._in_microbatches else 1)
         ]
-        for number in self._marks if adds else ():
+        for number in self._marks if accumulates else ():
             seconds = self._seconds[number].compute / runs
             ops.append(
                 Kernel(f"accumulate #{number}", "memory", 0.0, 0.0, seconds=seconds, phase="update")
             )
         return tuple(ops)
 
-    def held(self) -> dict[Role, int]:
-        """Bytes on one device when they are most."""
-        return self._whole(roles_at_peak(self._memory, self._choices.selected))
+    def peak_memory(self) -> dict[Role, int]:
+        """Return the bytes on one device at its peak, by role."""
+        return _rounded(roles_at_peak(self._memory, self._choices.selected))
 
     def temporaries(self, numbers: Sequence[int]) -> dict[Role, int]:
-        """Bytes on one device while these equations run, beside what the tasks of a stage get and give."""
-        given = {*self._step.jaxpr.invars, *self._step.jaxpr.outvars, *self._step.handed_on}
+        """Return the peak bytes on one device by role while the given equations run.
+
+        Inputs and outputs of the stage's tasks do not count.
+        """
+        task_values = {*self._step.jaxpr.invars, *self._step.jaxpr.outvars, *self._step.handed_on}
         for _, mark in self._step.microbatching.marks if self._step.microbatching else ():
-            given.update((*mark.invars, *mark.outvars))
-        return self._whole(roles_at_peak(self._memory, self._choices.selected, numbers, given))
+            task_values.update((*mark.invars, *mark.outvars))
+        return _rounded(roles_at_peak(self._memory, self._choices.selected, numbers, task_values))
 
     @cached_property
     def _memory(self) -> Memory:
         return Memory(self._step, self._choices.decisions, self._mesh)
 
-    @staticmethod
-    def _whole(sizes: Mapping[Role, float]) -> dict[Role, int]:
-        return {role: round(size) for role, size in sizes.items()}
-
     def _ops(self, number: int, runs: int) -> Iterator[Op]:
-        each = self._choices.replay.equations[number]
-        name, phase = f"{each.name} #{number}", phase_of(str(each.eqn.source_info.name_stack))
+        """Yield the operations of one run of an equation: resharding, kernel, completion."""
+        equation = self._choices.replay.equations[number]
+        name = f"{equation.name} #{number}"
+        phase = phase_of(str(equation.eqn.source_info.name_stack))
         compute, communication, resharding = (seconds / runs for seconds in self._seconds[number])
         if resharding:
-            kind, _, axes = next(iter(self._moves[number]), ("", 0.0, ()))
+            kind, _, axes = next(iter(self._reshardings[number]), ("", 0.0, ()))
             yield from self._collective(f"operands of {name}", kind, axes, resharding, phase)
-        kernel = self._kernel(each)
-        if (compute or kernel.flops) and each.eqn.primitive is not accumulate_p:
+        accumulates = equation.eqn.primitive is accumulate_p
+        kernel = self._kernel(equation)
+        if (compute or kernel.flops) and not accumulates:
             count = self._step.num_micro_batches if number in self._in_microbatches else 1
             flops = kernel.flops * self._times[number] * count / runs
             yield replace(kernel, name=name, flops=flops, seconds=compute, phase=phase)
         if communication:
-            synchronised = each.synchronised(0) if each.eqn.primitive is accumulate_p else {}
-            found = each.completions or tuple((kind, axis) for axis, kind in synchronised.items())
-            axes = tuple(axis for _, axis in found)
-            yield from self._collective(
-                name, found[0][0] if found else "", axes, communication, phase
+            synchronised = equation.synchronised(0) if accumulates else {}
+            completions = equation.completions or tuple(
+                (kind, axis) for axis, kind in synchronised.items()
             )
+            kind = completions[0][0] if completions else ""
+            axes = tuple(axis for _, axis in completions)
+            yield from self._collective(name, kind, axes, communication, phase)
 
-    def _kernel(self, each: ShardedEquation) -> Kernel:
-        if each.eqn.primitive in MARKERS or each.factors is None or not each.eqn.outvars:
+    def _kernel(self, equation: ShardedEquation) -> Kernel:
+        """Return the kernel of an equation on one device, without seconds."""
+        eqn = equation.eqn
+        if eqn.primitive in MARKERS or equation.factors is None or not eqn.outvars:
             return Kernel("", "memory", 0.0, 0.0)
-        atoms, specs = (*each.eqn.invars, *each.eqn.outvars), (*each.operands, *each.results)
+        avals = [aval_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
+        specs = (*equation.operands, *equation.results)
         shapes = [
-            local_shape(aval_of(a).shape, spec, self._mesh)
-            for a, spec in zip(atoms, specs, strict=True)
+            local_shape(aval.shape, spec, self._mesh)
+            for aval, spec in zip(avals, specs, strict=True)
         ]
-        moved = sum(
-            array_bytes(shape, aval_of(a).dtype) for shape, a in zip(shapes, atoms, strict=True)
+        num_bytes = sum(
+            array_bytes(shape, aval.dtype) for shape, aval in zip(shapes, avals, strict=True)
         )
-        return kernel_of(each.eqn, shapes[: len(each.eqn.invars)], moved)
+        return kernel_of(eqn, shapes[: len(eqn.invars)], num_bytes)
 
     def _collective(
         self,
@@ -182,7 +205,10 @@ class _Told:
         seconds: float,
         phase: TrainingPhase,
     ) -> Iterator[Op]:
-        """What communication takes, under the name of its first kind; a kernel, if all that there is to do is to copy."""
+        """Yield the communication of an equation as one collective of its first kind.
+
+        Without a kind all devices only copy their own data, which is a kernel.
+        """
         if not kind:
             yield Kernel(name, "memory", 0.0, 0.0, seconds=seconds, phase=phase)
             return
@@ -194,6 +220,10 @@ class _Told:
         yield Done(name)
 
 
-def _memory_use(held: Mapping[Role, int]) -> MemoryUse:
-    arguments = sum(size for role, size in held.items() if role in _ARGUMENTS)
-    return MemoryUse(arguments=arguments, temporaries=sum(held.values()) - arguments, roles=held)
+def _rounded(sizes: Mapping[Role, float]) -> dict[Role, int]:
+    return {role: round(size) for role, size in sizes.items()}
+
+
+def _memory_use(roles: Mapping[Role, int]) -> MemoryUse:
+    arguments = sum(size for role, size in roles.items() if role in _ARGUMENTS)
+    return MemoryUse(arguments=arguments, temporaries=sum(roles.values()) - arguments, roles=roles)

@@ -1,4 +1,8 @@
-"""Predictions of plans for a cluster that need not be here: `compile_step`, `simulate`, `predict`."""
+"""Predictions of a plan for a cluster whose devices need not be present.
+
+`compile_step` returns the program of a step, `simulate` its timeline, and `predict` a summary of
+time and memory.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,7 +40,7 @@ from simulator.hlo.provenance import phase_of
 from simulator.program import Program
 
 Fidelity = Literal["compiled", "analytic"]
-"""Whose program a prediction is of: XLA's, or the planner's."""
+"""The source of the program: XLA's compilation for the cluster, or the planner's model."""
 
 
 def simulate(
@@ -49,9 +53,20 @@ def simulate(
     batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
     fidelity: Fidelity = "compiled",
 ) -> Timeline:
-    """Return what happens when in a step of a plan, and per-device memory, on a cluster that need not be here.
+    """Return the timeline of a step on a cluster, with the memory of its devices.
 
-    Arguments as of `compile_step`, whose program is simulated.
+    Args:
+        fun: the step.
+        args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+        plan: the plan, made for this step.
+        cluster: the cluster: a description, the name of a shipped one, or the path of a file.
+        donate_argnums: as in `parallelize`.
+        batch_argnums: as in `parallelize`.
+        fidelity: as in `compile_step`, whose program is simulated.
+
+    Raises:
+        PlanError: the plan is for another step.
+        OptionError: an option has a type or a value that is not allowed.
     """
     cluster = any_cluster(cluster)
     program = compile_step(
@@ -77,12 +92,31 @@ def predict(
     fidelity: Fidelity = "compiled",
     tokens: int = 0,
 ) -> Prediction:
-    """Return where the time and the memory of a step of a plan go on a cluster that need not be here; its `timeline` is `simulate`'s.
+    """Predict step time, its breakdown, throughput and memory per device on a cluster.
 
     Args:
-        tokens: that the step learns from, for the throughput; the others as of `compile_step`.
+        fun: the step.
+        args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+        plan: the plan, made for this step.
+        cluster: the cluster: a description, the name of a shipped one, or the path of a file.
+        donate_argnums: as in `parallelize`.
+        batch_argnums: as in `parallelize`.
+        fidelity: as in `compile_step`.
+        tokens: number of tokens in the batch, for the throughput.
+
+    Returns:
+        The prediction, in seconds and bytes. Its `timeline` is the result of `simulate`.
+
+    Raises:
+        PlanError: the plan is for another step.
+        OptionError: an option has a type or a value that is not allowed.
+
+    Example:
+        >>> plan = autopar.plan_step(train_step, args, cluster="dgx_h100")
+        >>> print(autopar.predict(train_step, args, plan, "dgx_h100"))
     """
-    cluster, tokens = any_cluster(cluster), checked("tokens", tokens, integer(0))
+    cluster = any_cluster(cluster)
+    tokens = checked("tokens", tokens, integer(0))
     timeline = simulate(
         fun,
         args,
@@ -105,13 +139,28 @@ def compile_step(
     batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
     fidelity: Fidelity = "compiled",
 ) -> Program:
-    """Return the program of a plan for the GPUs of a cluster that need not be here.
+    """Return the program of a step for a cluster.
 
-    `simulator.simulate` times it, `simulator.save_program` keeps it, for `python -m simulator predict`, say.
+    `simulator.simulate` turns it into a timeline. `simulator.save_program` writes it to a file, for
+    example for `python -m simulator predict`.
 
     Args:
-        fidelity: "compiled": as XLA compiles it, on this machine; memory is the compiler's buffer assignment. "analytic": as the
-            planner counts, in little more than it takes to trace; what is donated is then what a step carries on.
+        fun: the step.
+        args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+        plan: the plan, made for this step.
+        cluster: the cluster: a description, the name of a shipped one, or the path of a file.
+        donate_argnums: as in `parallelize`.
+        batch_argnums: as in `parallelize`.
+        fidelity: "compiled" compiles the step with XLA, on this machine, for the GPUs of the
+            cluster; memory is the compiler's buffer assignment. "analytic" uses the planner's model
+            of costs and memory and takes little longer than tracing; it ignores `donate_argnums`
+            and assumes that the state of the step is donated.
+
+    Raises:
+        PlanError: the plan is for another step; or it leaves decisions to XLA, and `fidelity` is
+            "analytic".
+        ImportError: the compiler for absent GPUs is not installed.
+        OptionError: an option has a type or a value that is not allowed.
     """
     plan = checked("plan", plan, PLAN)
     step = trace_for(plan, fun, args, checked_step(fun, args, batch_argnums))
@@ -121,29 +170,32 @@ def compile_step(
 def program_of(
     planned: Planned, cluster: AnyCluster, donate_argnums: Argnums, fidelity: Fidelity
 ) -> Program:
-    """Return the program of a planned step for a cluster; arguments as of `compile_step`."""
+    """Return the program of a planned step for a cluster, with arguments as in `compile_step`."""
     checked("fidelity", fidelity, one_of(*get_args(Fidelity)))
     donate_argnums = checked("donate_argnums", donate_argnums, AUTO_ARGNUMS)
     step = planned.step
-    whole = as_planned(planned)
+    planned_step = as_planned(planned)
     if fidelity == "analytic":
-        program = analytic_program(whole, cluster)
+        program = analytic_program(planned_step, cluster)
     else:
         donated = leaves_of(step.in_avals, donated_arguments(donate_argnums, step.in_avals))
-        program = compile_planned(whole, cluster, donated)[0]
+        program = compile_planned(planned_step, cluster, donated)[0]
     rows = [jax.tree.leaves(step.in_avals)[i].shape[0] for i in step.batch]
     costed_for = cost_fingerprint(program, cluster) if fidelity == "analytic" else ""
-    needed, examples = _needed_flops(step), max(rows, default=0)
-    return replace(program, model_flops=needed, examples=examples, costed_for=costed_for)
+    examples = max(rows, default=0)
+    return replace(
+        program, model_flops=_model_flops(step), examples=examples, costed_for=costed_for
+    )
 
 
-def _needed_flops(step: StepGraph) -> float:
-    """FLOP of the products and convolutions that a step needs, on however many devices, nothing computed twice."""
-    body = {number for number, _ in step.microbatching.body} if step.microbatching else set()
+def _model_flops(step: StepGraph) -> float:
+    """Return the FLOP of a step's products and convolutions, without recomputation or copies."""
+    in_microbatches = (
+        {number for number, _ in step.microbatching.body} if step.microbatching else set()
+    )
     total = 0.0
-    for number, (eqn, times) in enumerate(
-        zip(step.jaxpr.eqns, repeats(step.jaxpr.eqns), strict=True)
-    ):
+    eqns = step.jaxpr.eqns
+    for number, (eqn, times) in enumerate(zip(eqns, repeats(eqns), strict=True)):
         if (
             eqn.primitive in MARKERS
             or not eqn.outvars
@@ -152,5 +204,6 @@ def _needed_flops(step: StepGraph) -> float:
             continue
         kernel = kernel_of(eqn, [aval_of(atom).shape for atom in eqn.invars], 0.0)
         if kernel.kind != "memory":
-            total += kernel.flops * times * (step.num_micro_batches if number in body else 1)
+            runs = step.num_micro_batches if number in in_microbatches else 1
+            total += kernel.flops * times * runs
     return total
