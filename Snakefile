@@ -7,8 +7,9 @@ from pathlib import Path
 
 sys.path.insert(0, workflow.basedir)  # the project itself, wherever the results go
 
-from experiments.sources import CODE, cluster_files, code_hash
+from experiments.sources import CODE, code_hash
 from experiments.sweep import make_sweep
+from simulator import cluster_files
 
 
 configfile: f"{workflow.basedir}/experiments/config/default.yaml"

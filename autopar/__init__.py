@@ -34,6 +34,7 @@ from autopar.checkpoint import (
     save_checkpoint,
 )
 from autopar.checks import OptionError
+from autopar.devices import cluster_of
 from autopar.hosts.arrays import DistributedArray, prefetch
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
 from autopar.layering.layers import (
@@ -47,6 +48,12 @@ from autopar.layering.layers import (
     manual_remat,
     mark_pipeline_boundary,
 )
+from autopar.lowering.target import (
+    TargetExecutable,
+    compile_for,
+    target_devices,
+    target_mesh,
+)
 from autopar.methods import (
     CreateStateParallel,
     DataParallel,
@@ -54,6 +61,7 @@ from autopar.methods import (
     ManualShardParallel,
     PipeshardParallel,
     PlanMethod,
+    PlanningMethod,
     ShardParallel,
     Zero2Parallel,
     Zero3Parallel,
@@ -70,8 +78,9 @@ from autopar.pipeline.stage_options import (
 )
 from autopar.plan import Plan, PlanError
 from autopar.planning.option_search import get_last_search_result
-from autopar.planning.plan_step import plan_step
+from autopar.planning.plan_step import plan_step, planned_step
 from autopar.planning.stage_construction import get_last_dp_result
+from autopar.planning.stage_problem import NoStagesError
 from autopar.prediction.predicting import compile_step, predict, simulate
 from autopar.primitives import MissingRuleError
 from autopar.runtime.batch_reading import DataLoaderError
@@ -132,18 +141,21 @@ __all__ = [
     "MeshDriverDataLoader",
     "MicrobatchError",
     "MissingRuleError",
+    "NoStagesError",
     "OptionError",
     "ParallelizedFunction",
     "PipeshardParallel",
     "Plan",
     "PlanError",
     "PlanMethod",
+    "PlanningMethod",
     "Saving",
     "ShardParallel",
     "ShardingError",
     "ShardingOptions",
     "StageError",
     "StepFailedError",
+    "TargetExecutable",
     "TraceError",
     "TuningResult",
     "UniformStageOption",
@@ -153,6 +165,8 @@ __all__ = [
     "automatic_layer_construction",
     "automatic_remat",
     "build",
+    "cluster_of",
+    "compile_for",
     "compile_step",
     "create_schedule",
     "directives",
@@ -169,6 +183,7 @@ __all__ = [
     "model_schedules",
     "parallelize",
     "plan_step",
+    "planned_step",
     "predict",
     "prefetch",
     "register_schedule",
@@ -177,6 +192,8 @@ __all__ = [
     "save_checkpoint",
     "shutdown",
     "simulate",
+    "target_devices",
+    "target_mesh",
     "testing",
     "train",
     "tune",

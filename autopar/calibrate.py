@@ -29,6 +29,8 @@ from simulator.calibration.fit_collectives import MeasuredCollectives
 from simulator.hardware.cluster import Cluster, Provenance
 from simulator.work import CollectiveKind, Gemm
 
+__all__ = ["BUDGET", "CPU", "GPU", "Effort", "Progress", "calibrate", "driver_version"]
+
 _HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _DRIVER = Path("/sys/module/nvidia/version")
 

@@ -22,6 +22,21 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from autopar import manual
 from simulator.work import CollectiveKind
 
+__all__ = [
+    "AXIS",
+    "Benchmark",
+    "Kernel",
+    "collective",
+    "convolution",
+    "copy_to_each",
+    "elementwise",
+    "kernel_seconds",
+    "launch_seconds",
+    "matrix_product",
+    "repeated",
+    "run_on_all",
+]
+
 type Kernel = Callable[[Any], Any]
 """A function whose result has the shapes and dtypes of its argument, so that it can be repeated."""
 

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
+__all__ = ["assert_allclose"]
+
 
 def assert_allclose(x: Any, y: Any, rtol: float = 1e-4, atol: float = 1e-4) -> None:
     """Assert that two pytrees have the same structure and close values.

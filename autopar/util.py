@@ -1,7 +1,8 @@
-"""Timing of functions, and arrays of zeros as dummy inputs for it."""
+"""Timing of functions, the memory of compiled ones, and zeros as dummy inputs for both."""
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,9 @@ from jax.sharding import Sharding
 
 from autopar.checks import NONE, checked, integer, real
 from autopar.ir.keys import impl_of, is_key
+from simulator.memory import MemoryUse
+
+__all__ = ["benchmark_func", "memory_of"]
 
 
 def benchmark_func(
@@ -56,6 +60,23 @@ def _seconds(run_func: Callable[[], object], sync: Callable[[], object], number:
         run_func()
     sync()
     return time.perf_counter() - start
+
+
+def memory_of(compiled: Any) -> MemoryUse:
+    """Return the bytes on one device that a compiled function needs.
+
+    They are those of the compiler's buffer assignment.
+
+    Args:
+        compiled: a `jax.stages.Compiled`, which `jax.jit(...).lower(...).compile()` returns.
+    """
+    used = compiled.memory_analysis()
+    return MemoryUse(
+        arguments=used.argument_size_in_bytes,
+        outputs=used.output_size_in_bytes,
+        aliased=used.alias_size_in_bytes,
+        temporaries=used.temp_size_in_bytes,
+    )
 
 
 def zeros(avals: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]) -> list[jax.Array]:

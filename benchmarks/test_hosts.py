@@ -4,8 +4,9 @@ import jax
 import pytest
 
 import autopar
+from autopar.host_benchmarks import transfer_chain
 from autopar.hosts import session
-from experiments.measurements.host_timing import start_hosts, transfer_chain
+from experiments.measurements.host_timing import start_hosts
 from experiments.raylets import raylets
 from tests.autopar.pipeline.stack_steps import pipeline, stack_batch, stack_params, stack_step
 
@@ -20,7 +21,8 @@ MEGABYTE = 2**20
 def hosts():
     pytest.importorskip("ray")
     with raylets(2):
-        yield start_hosts((2, 4))[0]
+        start_hosts((2, 4))
+        yield session.hosts()
 
 
 def planned_step() -> autopar.ParallelizedFunction:
@@ -54,6 +56,6 @@ def test_a_step_over_ray(benchmark, hosts):
 @pytest.mark.benchmark(group="transfers between hosts")
 def test_a_megabyte_there_and_back_eight_times(benchmark, hosts):
     """Report the bandwidth of the transfers as `gb_per_s`."""
-    chain = transfer_chain(hosts, (0, 4), MEGABYTE, 8)
+    chain = transfer_chain((0, 4), MEGABYTE, 8)
     benchmark(chain)
     benchmark.extra_info["gb_per_s"] = 16 * MEGABYTE / benchmark.stats.stats.median / 1e9

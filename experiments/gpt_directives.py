@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 import autopar
 from autopar import model_schedules
 from autopar.directives import BuiltModel, ModelSchedule
-from autopar.methods import PlanningMethod
 from autopar.model_schedules import Knobs, TransformerNames
 from experiments.models.gpt import GPT
 from experiments.models.model import Batch, Model
@@ -62,7 +61,7 @@ def scheduled_step(
     shape: tuple[int, int],
     knobs: Knobs,
     num_micro_batches: int,
-) -> tuple[Callable[..., Any], tuple[TrainState, Batch], PlanningMethod]:
+) -> tuple[Callable[..., Any], tuple[TrainState, Batch], autopar.PlanningMethod]:
     """The training step of a scheduled GPT, its arguments, and the method that keeps the schedule.
 
     Args:

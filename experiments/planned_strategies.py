@@ -11,14 +11,14 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 import autopar
-from autopar.devices import logical_mesh
-from autopar.directives import ModelSchedule, build
-from autopar.directives.build import Backend
-from autopar.methods import PlanningMethod
+from autopar.directives import Backend, ModelSchedule, build
 from experiments.gpt_directives import megatron, schedule_gpt, split_attention, train_step
 from experiments.models import GPT, Model
 from experiments.strategy import Runnable, Shape, SimulatedStep
-from simulator.hardware.cluster import Cluster
+from simulator import Cluster
+
+MESH_AXES = ("x", "y", "z", "w")
+"""Names of the mesh axes that directives refer to."""
 
 type Directives = Callable[[ModelSchedule, str], None]
 """What a schedule says of a model, splitting over the mesh axis of that name."""
@@ -32,7 +32,7 @@ class PlanningStrategy(ABC):
         """See `experiments.strategy.Strategy`."""
 
     @abstractmethod
-    def step(self, model: Model, mesh: Shape) -> tuple[Callable[..., Any], PlanningMethod]:
+    def step(self, model: Model, mesh: Shape) -> tuple[Callable[..., Any], autopar.PlanningMethod]:
         """What is planned, and how."""
 
     def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> autopar.Plan:
@@ -64,12 +64,12 @@ class PlanningStrategy(ABC):
 class Planned(PlanningStrategy):
     """The model's own step, with a method of autopar."""
 
-    method: Callable[[], PlanningMethod]
+    method: Callable[[], autopar.PlanningMethod]
 
     def runs_on(self, model: Model, mesh: Shape) -> bool:
         return True
 
-    def step(self, model: Model, mesh: Shape) -> tuple[Callable[..., Any], PlanningMethod]:
+    def step(self, model: Model, mesh: Shape) -> tuple[Callable[..., Any], autopar.PlanningMethod]:
         return model.train_step, self.method()
 
 
@@ -83,7 +83,7 @@ class Pipelined(PlanningStrategy):
     def runs_on(self, model: Model, mesh: Shape) -> bool:
         return mesh[0] > 1
 
-    def step(self, model: Model, mesh: Shape) -> tuple[Callable[..., Any], PlanningMethod]:
+    def step(self, model: Model, mesh: Shape) -> tuple[Callable[..., Any], autopar.PlanningMethod]:
         method = autopar.PipeshardParallel(
             num_micro_batches="auto",
             layer_option=autopar.AutoLayerOption(layer_num=mesh[0]),
@@ -111,12 +111,12 @@ class Scheduled(PlanningStrategy):
             and model.num_heads % mesh[-1] == 0
         )
 
-    def step(self, model: Model, mesh: Shape) -> tuple[Callable[..., Any], PlanningMethod]:
+    def step(self, model: Model, mesh: Shape) -> tuple[Callable[..., Any], autopar.PlanningMethod]:
         if not isinstance(model, GPT):
             raise ValueError(
                 f"schedules are written for GPT; given {type(model).__name__}, use an automatic strategy"
             )
-        names = logical_mesh(mesh).axis_names
+        names = MESH_AXES[: len(mesh)]
         sch = schedule_gpt(model, AbstractMesh(mesh, names))
         self.directives(sch, names[-1])
         built = build(sch, self.backend, batch_axis=names[0] if len(names) > 1 else None)

@@ -7,9 +7,6 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-from simulator.files import read_yaml
-from simulator.hardware.cluster import cluster_names, device_names
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -26,17 +23,3 @@ def code_hash(*packages: str) -> str:
 
 CODE = "autopar", "simulator", "experiments"
 """The packages that results are made with."""
-
-
-def cluster_files(cluster: str) -> list[str]:
-    """The YAML file of a cluster (a shipped one's name, or a path) and that of its device."""
-    path = (
-        ROOT / "simulator/hardware/clusters" / f"{cluster}.yaml"
-        if cluster in cluster_names()
-        else Path(cluster)
-    )
-    device = read_yaml(path)["device"]
-    if not isinstance(device, str):
-        return [str(path)]
-    shipped = ROOT / "simulator/hardware/devices" / f"{device}.yaml"
-    return [str(path), str(shipped if device in device_names() else path.parent / device)]

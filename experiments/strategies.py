@@ -15,12 +15,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import autopar
-from autopar.lowering.target import compile_for, memory_of, target_devices, target_mesh
+from autopar.util import memory_of
 from experiments.by_hand import BY_HAND
 from experiments.models.model import Model, ValueAndGrad
 from experiments.planned_strategies import SCHEDULED, Pipelined, Planned
 from experiments.strategy import Runnable, Shape, SimulatedStep, Strategy, compile_here, simulated
-from simulator.hardware.cluster import Cluster
+from simulator import Cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Serial:
     def predict(
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster
     ) -> SimulatedStep:
-        here = NamedSharding(target_mesh(cluster, (1,), ("device",)), PartitionSpec())
+        here = NamedSharding(autopar.target_mesh(cluster, (1,), ("device",)), PartitionSpec())
         args = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), model.abstract_args()
         )
         return simulated(
-            compile_for(jax.jit(model.train_step, donate_argnums=0), args, cluster), cluster
+            autopar.compile_for(jax.jit(model.train_step, donate_argnums=0), args, cluster), cluster
         )
 
 
@@ -77,11 +77,11 @@ class Pmap:
     def predict(
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster
     ) -> SimulatedStep:
-        devices = target_devices(cluster, prod(mesh))
+        devices = autopar.target_devices(cluster, prod(mesh))
         args = jax.eval_shape(
             partial(_replicate_and_split, count=len(devices)), model.abstract_args()
         )
-        return simulated(compile_for(_pmapped(model, devices), args, cluster), cluster)
+        return simulated(autopar.compile_for(_pmapped(model, devices), args, cluster), cluster)
 
 
 STRATEGIES: dict[str, Strategy] = {

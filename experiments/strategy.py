@@ -6,13 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import autopar
-from autopar.lowering.target import TargetExecutable
 from experiments.models.model import Model
-from simulator.engine.simulation import simulate
-from simulator.engine.timeline import Timeline
-from simulator.hardware.cluster import Cluster
-from simulator.hlo import parse_hlo
-from simulator.program import Program
+from simulator import Cluster, Timeline, simulate
 
 type Shape = tuple[int, ...]
 """Devices along each axis of a logical mesh."""
@@ -73,9 +68,6 @@ def compile_here(step: Any, args: tuple[Any, Any]) -> tuple[Any, float]:
     return step.lower(*args).compile(), time.perf_counter() - start
 
 
-def simulated(executable: TargetExecutable, cluster: Cluster) -> SimulatedStep:
+def simulated(executable: autopar.TargetExecutable, cluster: Cluster) -> SimulatedStep:
     """Time a step that every device of one mesh runs alike."""
-    program = Program.single(
-        parse_hlo(executable.hlo_text), executable.num_devices, executable.memory
-    )
-    return SimulatedStep(simulate(program, cluster), executable.compile_seconds)
+    return SimulatedStep(simulate(executable.program, cluster), executable.compile_seconds)

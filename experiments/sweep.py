@@ -15,8 +15,8 @@ from experiments.models import MODELS, build_model
 from experiments.names import known
 from experiments.strategies import STRATEGIES
 from experiments.sweep_job import Job, Source
+from simulator import Cluster
 from simulator.files import brief, one_line, read_yaml
-from simulator.hardware.cluster import Cluster
 
 ROOT = Path(__file__).parent.parent
 SCHEMA = Path(__file__).parent / "schemas" / "config.schema.yaml"

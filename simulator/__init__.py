@@ -26,14 +26,26 @@ from simulator.engine.clock import Clock
 from simulator.engine.prediction import Prediction
 from simulator.engine.simulation import simulate
 from simulator.engine.timeline import Timeline
-from simulator.hardware.cluster import Cluster, Device, Link, cluster_names
+from simulator.hardware.cluster import Cluster, Device, Link, cluster_files, cluster_names
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import HeterogeneousCluster, load_cluster
 from simulator.memory import Footprint, MemoryUse
 from simulator.program import DeadlockError, Free, Program, Recv, Run, Send, parse_instruction, walk
 from simulator.program_file import ProgramError, load_program, save_program
 from simulator.spans import Span
-from simulator.work import Collective, Done, Gemm, Kernel, Loop, Start, Work, work_of
+from simulator.work import (
+    Collective,
+    CollectiveKind,
+    Done,
+    Gemm,
+    Kernel,
+    Loop,
+    OpList,
+    Start,
+    Work,
+    unmodelled_kernels,
+    work_of,
+)
 
 __all__ = [
     "BACKENDS",
@@ -44,6 +56,7 @@ __all__ = [
     "ClusterCosts",
     "ClusterError",
     "Collective",
+    "CollectiveKind",
     "CostModel",
     "DeadlockError",
     "Device",
@@ -57,6 +70,7 @@ __all__ = [
     "Link",
     "Loop",
     "MemoryUse",
+    "OpList",
     "Prediction",
     "Program",
     "ProgramError",
@@ -67,6 +81,7 @@ __all__ = [
     "Start",
     "Timeline",
     "Work",
+    "cluster_files",
     "cluster_names",
     "costs_of",
     "load_cluster",
@@ -76,6 +91,7 @@ __all__ = [
     "prediction_of",
     "save_program",
     "simulate",
+    "unmodelled_kernels",
     "walk",
     "work_of",
 ]

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from simulator.backend import BACKENDS, Backend, backend_named
-from simulator.calibration.fit_profiles import COLUMNS, fit_collectives
+from simulator.calibration.fit_profiles import COLUMNS, fit_collective_profile
 from simulator.calibration.shipped_profiles import fit_profiles, write_profile
 from simulator.engine.breakdown import prediction_of
 from simulator.engine.prediction import Prediction
@@ -282,7 +282,7 @@ def calibrate(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     try:
-        profile, errors = fit_collectives(table, f"fitted to {measurements.name}")
+        profile, errors = fit_collective_profile(table, f"fitted to {measurements.name}")
         write_profile(output, profile)
     except ValueError as error:
         raise typer.BadParameter(f"{measurements}: {error}") from None

@@ -11,6 +11,20 @@ import yaml
 if TYPE_CHECKING:
     import pandas as pd
 
+__all__ = [
+    "FileError",
+    "brief",
+    "check_writable",
+    "one_line",
+    "parse_json",
+    "parse_yaml",
+    "read_table",
+    "read_text",
+    "read_yaml",
+    "unwritable",
+    "write_text",
+]
+
 _LINE = 800
 _DEPTH = 50
 _NODES = 100_000

@@ -1,10 +1,11 @@
-"""Imports go experiments -> autopar -> simulator and from layer to layer, the simulator knows no JAX, and modules have names of their own."""
+"""Imports go experiments -> autopar -> simulator and from layer to layer, experiments use public names, and modules have names of their own."""
 
 import ast
 import subprocess
 import sys
 from collections import Counter
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,70 @@ TWICE = {"cli"}  # of two command lines
 def test_a_module_has_a_name_of_its_own():
     names = Counter(path.stem for path in FILES)
     assert {name for name, count in names.items() if count > 1} - {"__init__"} == TWICE
+
+
+def test_a_class_of_experiments_has_a_name_of_its_own():
+    names = Counter(
+        node.name
+        for path in FILES
+        if path.relative_to(ROOT).parts[0] == "experiments" and path.parent.name != "tutorials"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+PUBLIC = {
+    "autopar",
+    "autopar.calibrate",
+    "autopar.directives",
+    "autopar.host_benchmarks",
+    "autopar.manual",
+    "autopar.microbenchmarks",
+    "autopar.model_schedules",
+    "autopar.report",
+    "autopar.testing",
+    "autopar.tuning",
+    "autopar.util",
+    "simulator",
+    "simulator.calibration",
+    "simulator.files",
+    "simulator.hlo",
+    "simulator.transformer",
+    "simulator.validation",
+}
+"""What users import from; the `__all__` of each module lists its public names."""
+
+
+def used_names(path: Path) -> set[tuple[str, str]]:
+    """(module, name) of everything in autopar and simulator that a file imports, or takes from a module that it imports."""
+    names: set[tuple[str, str]] = set()
+    modules: dict[str, str] = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                names.add((alias.name, ""))
+                modules[alias.asname or alias.name] = alias.name
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                names.add((full, "") if full in PUBLIC else (node.module, alias.name))
+                modules[alias.asname or alias.name] = full
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and modules.get(ast.unparse(node.value)) in PUBLIC:
+            names.add((modules[ast.unparse(node.value)], node.attr))
+    return {pair for pair in names if pair[0].split(".")[0] in ("autopar", "simulator")}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if path.relative_to(ROOT).parts[0] == "experiments"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_experiments_use_the_public_names_alone(path):
+    for module, name in used_names(path):
+        assert module in PUBLIC, f"{path.name} imports {module}"
+        assert not name or name in import_module(module).__all__, f"{module}.{name} is not public"
 
 
 IMPORT = """

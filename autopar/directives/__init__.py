@@ -3,7 +3,7 @@
 create_schedule --directives--> ModelSchedule --place--> every value's layout --build--> a model on shards, or pins for the planner
 """
 
-from autopar.directives.build import BuiltModel, build
+from autopar.directives.build import Backend, BuiltModel, build
 from autopar.directives.compilers import register_compiler
 from autopar.directives.definitions import DirectiveError, DirectiveSchedule
 from autopar.directives.pattern_matcher import Subgraph
@@ -11,6 +11,7 @@ from autopar.directives.scheduled_model import ModelSchedule, create_schedule
 from autopar.directives.verify import VerificationError, Verify
 
 __all__ = [
+    "Backend",
     "BuiltModel",
     "DirectiveError",
     "DirectiveSchedule",

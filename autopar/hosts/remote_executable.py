@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -155,16 +154,14 @@ class RemoteExecutable(Executable):
             for i, each in enumerate(self.description.inputs)
         ]
 
-    def dump_stage_execution_trace(self, file: str | Path) -> Timeline:
-        """Run a step on zeros with every instruction timed; write it for Perfetto, in the form of a simulated step, and return it.
+    def execution_timeline(self) -> Timeline:
+        """Run a step on zeros with every instruction timed, and return it in the form of a simulated step.
 
         Workers wait after each instruction, and run at the same time: what overlaps there does so in the timeline. A send lasts
         until the value may be fetched; who receives it waits for it and fetches it.
         """
         self.recorded()  # the first time is slower
-        timeline = merged(self.recorded(), self.program.meshes, self.memory)
-        timeline.save_chrome_trace(file)
-        return timeline
+        return merged(self.recorded(), self.program.meshes, self.memory)
 
     def recorded(self) -> list[list[Note]]:
         """What each worker has done in a step on zeros, and when by the clock of this process."""

@@ -21,11 +21,10 @@ from autopar.hosts.timelines import Execute, Note, Stopwatch
 from autopar.hosts.worker_job import WorkerJob
 from autopar.lowering.cross_mesh_resharding import Tile
 from autopar.lowering.job import Array, Job, Place
-from autopar.lowering.target import memory_of
 from autopar.report.program_text import TaskStatus
 from autopar.runtime.batch_reading import Reader
 from autopar.runtime.loaded_job import placed
-from autopar.util import zeros
+from autopar.util import memory_of, zeros
 from simulator.memory import MemoryUse
 from simulator.program import Run
 

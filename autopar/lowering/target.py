@@ -14,8 +14,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from autopar._plugins import Device, compile_only_devices
+from autopar.util import memory_of
 from simulator.hardware.cluster import Cluster
+from simulator.hlo import parse_hlo
 from simulator.memory import MemoryUse
+from simulator.program import Program
 
 # Without a device there is no autotuning, and untuned Triton GEMMs get tiny tiles: take cuBLAS, as a tuned build mostly would.
 # CUB's sort asks the CUDA driver how much scratch memory it needs, and there is none.
@@ -43,6 +46,11 @@ class TargetExecutable:
     memory: MemoryUse
     compile_seconds: float
     num_devices: int
+
+    @property
+    def program(self) -> Program:
+        """The program that every device runs, for `simulator.simulate`."""
+        return Program.single(parse_hlo(self.hlo_text), self.num_devices, self.memory)
 
 
 def target_devices(cluster: Cluster, count: int | None = None) -> tuple[Device, ...]:
@@ -88,14 +96,3 @@ def compile_for(step: Lowerable, args: tuple[Any, ...], cluster: Cluster) -> Tar
             "shardings over target_mesh(cluster, ...), or for pmap devices=target_devices(cluster)"
         )
     return TargetExecutable(compiled.as_text(), memory_of(compiled), seconds, len(devices))
-
-
-def memory_of(compiled: Any) -> MemoryUse:
-    """Bytes on one device as the compiler of `compiled` (a `jax.stages.Compiled`) laid them out."""
-    used = compiled.memory_analysis()
-    return MemoryUse(
-        arguments=used.argument_size_in_bytes,
-        outputs=used.output_size_in_bytes,
-        aliased=used.alias_size_in_bytes,
-        temporaries=used.temp_size_in_bytes,
-    )

@@ -11,9 +11,10 @@ from autopar._cpython import builds_graphs
 from autopar.checks import SHAPE, OptionError, checked, instance, short_repr
 from autopar.devices import logical_mesh, mesh_on_cluster, requested_mesh
 from autopar.ir.spec import LogicalMesh
-from autopar.methods import PipeshardParallel, PlanningMethod, ShardParallel
+from autopar.lowering.planned import PlannedStep
+from autopar.methods import PLAN, PipeshardParallel, PlanningMethod, ShardParallel
 from autopar.plan import Plan
-from autopar.planning.method_planning import Target, any_cluster, plan_by_method
+from autopar.planning.method_planning import Target, any_cluster, plan_by_method, trace_for
 from autopar.planning.stage_problem import NoStagesError
 from autopar.sharding.planner import MemoryBudgetError
 from autopar.tracing.arguments import ARGNUMS, DEFAULT_BATCH, batch_arguments, check_arrays
@@ -73,6 +74,25 @@ def plan_step(
             f" libraries, and a margin of {MEMORY_MARGIN - 1:.0%} for XLA"
         )
         raise error from None
+
+
+def planned_step(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    plan: Plan,
+    *,
+    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
+) -> PlannedStep:
+    """Trace `fun` as `plan` was made for, to ask `autopar.report` about the two without a device.
+
+    Args:
+        args: arrays or ShapeDtypeStructs, like those that the plan was made for.
+
+    Raises:
+        PlanError: the plan is for another step.
+    """
+    plan = checked("plan", plan, PLAN)
+    return PlannedStep(trace_for(plan, fun, args, checked_step(fun, args, batch_argnums)), plan)
 
 
 MEMORY_MARGIN = 1.13

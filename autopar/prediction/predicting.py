@@ -16,11 +16,10 @@ from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.compilation import compile_planned
-from autopar.lowering.planned import Planned, PlannedStep, as_planned
-from autopar.methods import PLAN
+from autopar.lowering.planned import Planned, as_planned
 from autopar.plan import Plan
-from autopar.planning.method_planning import any_cluster, trace_for
-from autopar.planning.plan_step import checked_step
+from autopar.planning.method_planning import any_cluster
+from autopar.planning.plan_step import planned_step
 from autopar.prediction.analytic import analytic_program
 from autopar.primitives.equation_work import kernel_of
 from autopar.tracing.arguments import (
@@ -162,9 +161,8 @@ def compile_step(
         ImportError: the compiler for absent GPUs is not installed.
         OptionError: an option has a type or a value that is not allowed.
     """
-    plan = checked("plan", plan, PLAN)
-    step = trace_for(plan, fun, args, checked_step(fun, args, batch_argnums))
-    return program_of(PlannedStep(step, plan), any_cluster(cluster), donate_argnums, fidelity)
+    planned = planned_step(fun, args, plan, batch_argnums=batch_argnums)
+    return program_of(planned, any_cluster(cluster), donate_argnums, fidelity)
 
 
 def program_of(

@@ -1,5 +1,6 @@
 """Reports about a plan, without a device: placements, reshardings, decisions, kinds of parallelism, differences, pictures."""
 
+from autopar.analysis.planned_collectives import planned_collectives
 from autopar.analysis.reasons import Reason, RunnerUp
 from autopar.analysis.reshardings import ReshardingTask, resharding_tasks
 from autopar.lowering.placement_specs import (
@@ -48,6 +49,7 @@ __all__ = [
     "partitioned",
     "picture",
     "placed",
+    "planned_collectives",
     "resharding_tasks",
     "stage_infos",
     "traced",

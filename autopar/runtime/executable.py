@@ -235,5 +235,11 @@ class Executable(ABC):
         return benchmark_func(run, self.sync, warmup, repeat, number)
 
     @abstractmethod
+    def execution_timeline(self) -> Timeline:
+        """Run a step on zeros with every instruction timed, and return it in the form of a simulated step."""
+
     def dump_stage_execution_trace(self, file: str | Path) -> Timeline:
-        """Run a step on zeros with every instruction timed; write it for Perfetto, in the form of a simulated step, and return it."""
+        """Write `execution_timeline` to a file for Perfetto, and return it."""
+        timeline = self.execution_timeline()
+        timeline.save_chrome_trace(file)
+        return timeline

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,13 +19,13 @@ from autopar.lowering.instructions import task_of
 from autopar.lowering.job import Output
 from autopar.lowering.job_description import describe_job
 from autopar.lowering.planned import PlannedStep
-from autopar.lowering.target import memory_of
 from autopar.pipeline.partition import Task
 from autopar.runtime.executable import Executable
 from autopar.runtime.loaded_job import LoadedJob, Values, is_at
 from autopar.runtime.tasks import CompiledTask, compile_tasks
 from autopar.runtime.timing import dummy_inputs, executed_timeline
 from autopar.runtime.transports import MoveCarrier, Transport, default_transport
+from autopar.util import memory_of
 from simulator.engine.timeline import Timeline
 from simulator.memory import MemoryUse
 
@@ -150,11 +149,9 @@ class LocalExecutable(Executable):
     def _dummy_inputs(self) -> list[jax.Array]:
         return dummy_inputs(self)
 
-    def dump_stage_execution_trace(self, file: str | Path) -> Timeline:
+    def execution_timeline(self) -> Timeline:
         executed_timeline(self, dummy_inputs(self))  # the first time is slower
-        timeline = executed_timeline(self, dummy_inputs(self))
-        timeline.save_chrome_trace(file)
-        return timeline
+        return executed_timeline(self, dummy_inputs(self))
 
 
 def _constant(jaxpr: Any, atom: Atom) -> Any:

@@ -12,11 +12,11 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import autopar
 from autopar import manual
-from autopar.lowering.target import compile_for, memory_of, target_mesh
+from autopar.util import memory_of
 from experiments.by_hand.networks import Layout, Params, network_of
 from experiments.models import GPT, MLP, Model
 from experiments.strategy import Runnable, Shape, SimulatedStep, compile_here, simulated
-from simulator.hardware.cluster import Cluster
+from simulator import Cluster
 
 
 class HandWritten(ABC):
@@ -78,7 +78,7 @@ class HandWritten(ABC):
     def predict(
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster
     ) -> SimulatedStep:
-        there = target_mesh(cluster, mesh, self._axes_of(mesh))
+        there = autopar.target_mesh(cluster, mesh, self._axes_of(mesh))
         state, batch = model.abstract_args()
         arranged = (jax.eval_shape(lambda state: self.arrange(model, there, state), state), batch)
         step, places = self._step(model, there, arranged)
@@ -87,7 +87,7 @@ class HandWritten(ABC):
             arranged,
             places,
         )
-        return simulated(compile_for(step, args, cluster), cluster)
+        return simulated(autopar.compile_for(step, args, cluster), cluster)
 
     def _axes_of(self, mesh: Shape) -> tuple[str, ...]:
         if len(mesh) != len(self.axes):

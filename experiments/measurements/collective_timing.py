@@ -9,8 +9,8 @@ import pandas as pd
 
 from autopar.microbenchmarks import collective, repeated
 from autopar.util import benchmark_func
-from simulator.calibration.fit_profiles import COLUMNS
-from simulator.work import CollectiveKind
+from simulator import CollectiveKind
+from simulator.calibration import COLUMNS
 
 IN_A_ROW = 10
 """Collectives in one program: what it costs to start a program is shared among them."""

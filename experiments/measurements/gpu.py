@@ -22,24 +22,19 @@ from typing import Any
 import jax
 import numpy as np
 import pandas as pd
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 import autopar
 from autopar.calibrate import CPU, GPU, Effort, calibrate, driver_version
-from autopar.devices import cluster_of, device_mesh
-from autopar.lowering.target import memory_of
-from autopar.util import benchmark_func
+from autopar.util import benchmark_func, memory_of
 from experiments.models import GPT, MLP, ViT
 from experiments.scripts.measure_cells import next_state
-from simulator.calibration.shipped_profiles import write_profile
-from simulator.engine.simulation import simulate
-from simulator.engine.timeline import Timeline
-from simulator.hardware.cluster import Cluster
+from simulator import Cluster, Program, Timeline, simulate, unmodelled_kernels
+from simulator.calibration import write_profile
 from simulator.hlo import parse_hlo
-from simulator.program import Program
-from simulator.work import unmodelled_kernels
 
 type Timed = MLP | GPT | ViT
 
@@ -190,7 +185,7 @@ def run(
             lambda what, spent: bar.update(task, completed=spent, description=what),
             0.3 * budget,
         )
-        clusters = Clusters(calibrated, cluster_of(device_mesh([device])))
+        clusters = Clusters(calibrated, autopar.cluster_of(Mesh([device], ("x",))))
         _replace(out / "gpu_cluster.yaml", lambda path: write_profile(path, clusters.calibrated))
         left, longest, failed = list(cases), 0.0, dict[str, str]()
         while left and time.perf_counter() - begun + longest < budget:

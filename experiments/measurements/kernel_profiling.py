@@ -16,14 +16,14 @@ from typing import Any
 import jax
 import pandas as pd
 from jax.profiler import ProfileData
+from jax.sharding import Mesh
 
-from autopar.devices import cluster_of, device_mesh
+import autopar
 from experiments.measurements.gpu import SIZES, Timed, step_name
 from experiments.scripts.measure_cells import next_state
-from simulator.costs.kernel_model import KernelModel
-from simulator.hardware.cluster import Cluster
+from simulator import Cluster, Kernel, OpList
 from simulator.hlo import parse_hlo
-from simulator.work import Kernel, OpList
+from simulator.transformer import Machine
 
 STEPS = (
     (0, "bfloat16"),
@@ -118,7 +118,7 @@ def _together(launches: Sequence[Launch]) -> list[float]:
 
 def table_of(step: str, body: OpList, seconds: Sequence[float], cluster: Cluster) -> pd.DataFrame:
     """A row for all kernels of a step that are alike: how many there are, and the mean of their microseconds, measured and predicted."""
-    model = KernelModel(cluster.device, hot=cluster.device.kernels.throttles_in_training)
+    model = Machine(cluster).kernels
     rows = [
         {
             "step": step,
@@ -148,7 +148,7 @@ def main() -> None:
     flags = parser.parse_args()
     if jax.devices()[0].platform != "gpu":
         parser.error("no GPU is here; JAX's profiler names single kernels of GPUs only")
-    cluster = cluster_of(device_mesh(jax.devices()[:1]))
+    cluster = autopar.cluster_of(Mesh(jax.devices()[:1], ("x",)))
     flags.out.mkdir(parents=True, exist_ok=True)
     tables = []
     for place, dtype in STEPS:

@@ -8,9 +8,8 @@ import jax
 
 from experiments.measurements.collective_timing import measure_collectives
 from experiments.scripts.measure_cells import use_devices_like
-from simulator.calibration.fit_profiles import fit_collectives
-from simulator.calibration.shipped_profiles import write_profile
-from simulator.hardware.cluster import Cluster
+from simulator import Cluster
+from simulator.calibration import fit_collective_profile, write_profile
 
 
 def main(settings_json: str, table_path: str, errors_path: str, profile_path: str) -> None:
@@ -22,10 +21,10 @@ def main(settings_json: str, table_path: str, errors_path: str, profile_path: st
         cluster.device.name, groups, num_bytes, settings["repeat"], settings["number"]
     )
     source = (
-        f"fitted by simulator.calibration.fit_collectives to collectives of jax {jax.__version__} on {cluster.name}, "
+        f"fitted by simulator.calibration.fit_collective_profile to collectives of jax {jax.__version__} on {cluster.name}, "
         "those of experiments/rules/calibrate_collectives.smk; held_out_error is the mean over the fifth that was not fitted to"
     )
-    profile, errors = fit_collectives(table, source)
+    profile, errors = fit_collective_profile(table, source)
     table.to_csv(table_path, index=False, float_format="%.6g")
     errors.to_csv(errors_path, index=False, float_format="%.4g")
     write_profile(Path(profile_path), profile)

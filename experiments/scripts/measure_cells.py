@@ -16,7 +16,7 @@ from experiments.cells import Cell, compute_cells, plan_path
 from experiments.models import Model, build_model
 from experiments.strategies import STRATEGIES
 from experiments.sweep_job import Job
-from simulator.hardware.cluster import Cluster
+from simulator import Cluster
 
 PATIENT_COLLECTIVES = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 """On a busy machine a virtual device may come late to a collective; XLA's default is to abort after 40 s."""

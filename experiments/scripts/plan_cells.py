@@ -9,7 +9,7 @@ from experiments.cells import Cell, compute_cells, plan_path
 from experiments.models import build_model
 from experiments.strategies import STRATEGIES
 from experiments.sweep_job import Job
-from simulator.hardware.cluster import Cluster
+from simulator import Cluster
 
 jax.config.update(
     "jax_platforms", "cpu"

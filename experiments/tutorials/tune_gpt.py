@@ -17,7 +17,7 @@ from autopar.tuning import Domain, Make, SearchSpace
 from experiments.gpt_directives import scheduled_step
 from experiments.models import GPT
 from experiments.models.model_sizes import PUBLISHED
-from simulator.hardware.cluster import Cluster
+from simulator import Cluster
 
 app = typer.Typer(add_completion=False)
 

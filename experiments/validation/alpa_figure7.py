@@ -17,17 +17,16 @@ from pathlib import Path
 from typing import Literal
 
 import autopar
-from autopar import AutoLayerOption
-from autopar.plan import PipelineSchedule, Plan
-from autopar.planning.pipeline_planner import make_pipeline_plan
-from autopar.planning.stage_problem import NoStagesError
-from autopar.sharding.options import AUTO
-from autopar.sharding.selection_problem import InfeasibleError
-from autopar.tracing.trace import trace
 from experiments.models.gpt import GPT
 from experiments.models.moe import MoE
-from experiments.validation.pipeline_quality import EPS, GLOBAL_BATCH, PUBLISHED, AlpaPlan, p3
-from simulator.validation.sets.published_rows import records
+from experiments.validation.pipeline_quality import (
+    GLOBAL_BATCH,
+    PUBLISHED,
+    AlpaPlan,
+    p3,
+    plan_pipeline,
+)
+from simulator.validation import records
 
 type Which = Literal["alpa", "inter_only"]
 
@@ -101,25 +100,11 @@ def compare(published: AlpaPlan, gpus: int, measured: str, which: Which) -> Figu
     model = published.model()
     assert isinstance(model, GPT | MoE)
 
-    def train_step(state, batch):
-        return model.train_step(state, batch, autopar.value_and_grad)
-
-    layers = AutoLayerOption(published.num_layers, eps=EPS[published.family])
-    step = trace(
-        train_step, model.abstract_args(), (1,), published.micro_batches, layers, marked=True
-    )
-    cluster = p3(published.num_devices)
-
-    def plan(budget: float | None) -> Plan:
-        schedule = PipelineSchedule(name="1f1b")
-        return make_pipeline_plan(
-            step, cluster, published.option(), AUTO, schedule, "PipeshardParallel", budget
-        )
-
+    cluster, stages = p3(published.num_devices), published.option()
     try:
-        found, fits = plan(None), True
-    except (NoStagesError, InfeasibleError):
-        found, fits = plan(_ANY_SIZE), False
+        found, fits = plan_pipeline(published, stages), True
+    except (autopar.NoStagesError, autopar.InfeasibleError):
+        found, fits = plan_pipeline(published, stages, _ANY_SIZE), False
     return FigureBar(
         model=published.family,
         gpus=gpus,

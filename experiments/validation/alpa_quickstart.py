@@ -16,12 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
-from autopar.lowering.target import TargetExecutable, compile_for, target_devices, target_mesh
+import autopar
 from experiments.models import MLP
-from simulator.engine.simulation import simulate
-from simulator.hardware.cluster import Cluster
-from simulator.hlo import parse_hlo
-from simulator.program import Program
+from simulator import Cluster, simulate
 
 MODEL = MLP(dim=2048, num_layers=10, batch_size=2048)
 GIB = 2**30
@@ -69,16 +66,16 @@ def compare(cluster: Cluster) -> Iterator[QuickstartRow]:
     )
 
 
-def compile_serial(cluster: Cluster) -> TargetExecutable:
+def compile_serial(cluster: Cluster) -> autopar.TargetExecutable:
     """One device, the state donated."""
-    mesh = target_mesh(cluster, (1,), ("x",))
+    mesh = autopar.target_mesh(cluster, (1,), ("x",))
     args = _place(MODEL.abstract_args(), mesh, lambda path: PartitionSpec())
-    return compile_for(jax.jit(MODEL.train_step, donate_argnums=0), args, cluster)
+    return autopar.compile_for(jax.jit(MODEL.train_step, donate_argnums=0), args, cluster)
 
 
-def compile_pmap(cluster: Cluster) -> TargetExecutable:
+def compile_pmap(cluster: Cluster) -> autopar.TargetExecutable:
     """Data parallelism as the tutorial writes it: gradients averaged, the state *not* donated, so that two copies of it are alive."""
-    devices = target_devices(cluster)
+    devices = autopar.target_devices(cluster)
     state, batch = MODEL.abstract_args()
     replicas = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((len(devices), *x.shape), x.dtype), state
@@ -96,16 +93,16 @@ def compile_pmap(cluster: Cluster) -> TargetExecutable:
     step = jax.pmap(
         partial(MODEL.train_step, value_and_grad=averaged), axis_name="batch", devices=devices
     )
-    return compile_for(step, (replicas, shards), cluster)
+    return autopar.compile_for(step, (replicas, shards), cluster)
 
 
-def compile_megatron(cluster: Cluster) -> TargetExecutable:
+def compile_megatron(cluster: Cluster) -> autopar.TargetExecutable:
     """Every second kernel split by columns, the others by rows, over all devices; the batch whole on each."""
-    mesh = target_mesh(cluster, (cluster.num_devices,), ("x",))
+    mesh = autopar.target_mesh(cluster, (cluster.num_devices,), ("x",))
     state, batch = _place(MODEL.abstract_args(), mesh, _megatron_spec)
     kept = jax.tree.map(lambda x: x.sharding, state)
     step = jax.jit(MODEL.train_step, donate_argnums=0, out_shardings=kept)
-    return compile_for(step, (state, batch), cluster)
+    return autopar.compile_for(step, (state, batch), cluster)
 
 
 def _megatron_spec(path: str) -> PartitionSpec:
@@ -128,12 +125,9 @@ def _place(args: Any, mesh: Mesh, spec: Any) -> Any:
 
 
 def _row(
-    strategy: str, published: TutorialResult, executable: TargetExecutable, cluster: Cluster
+    strategy: str, published: TutorialResult, executable: autopar.TargetExecutable, cluster: Cluster
 ) -> QuickstartRow:
-    program = Program.single(
-        parse_hlo(executable.hlo_text), executable.num_devices, executable.memory
-    )
-    seconds = simulate(program, cluster).makespan
+    seconds = simulate(executable.program, cluster).makespan
     return QuickstartRow(strategy, published, seconds, executable.memory.total / GIB)
 
 

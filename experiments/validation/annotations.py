@@ -15,9 +15,9 @@ import jax
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.lowering.target import TargetExecutable, compile_for, target_mesh
+import autopar
 from experiments.models.model import Model
-from simulator.hardware.cluster import Cluster
+from simulator import Cluster
 
 _PARAMETERS: tuple[tuple[str, int], ...] = (
     (r"(qkv|up)/(kernel|bias)$", -1),
@@ -50,9 +50,9 @@ class Annotations:
 
     def compile(
         self, model: Model, mesh_shape: tuple[int, ...], cluster: Cluster
-    ) -> TargetExecutable:
+    ) -> autopar.TargetExecutable:
         """The model's step for the first devices of `cluster`, the state donated and kept where it is. Axes are x, y, ..."""
-        mesh = target_mesh(cluster, mesh_shape, tuple("xyz"[: len(mesh_shape)]))
+        mesh = autopar.target_mesh(cluster, mesh_shape, tuple("xyz"[: len(mesh_shape)]))
         state, batch = model.abstract_args()
 
         def place(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -76,7 +76,7 @@ class Annotations:
             donate_argnums=0,
             out_shardings=kept if _returns_state_only(model) else (kept, whole),
         )
-        return compile_for(jitted, (state, batch), cluster)
+        return autopar.compile_for(jitted, (state, batch), cluster)
 
     def parameter_spec(self, path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
         """Where a parameter, or what the optimizer keeps of it, lives."""

@@ -15,19 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from jax.extend.core import Var
-
-from autopar.analysis.replay import ShardedEquation, replay
-from autopar.ir.array_sizes import array_bytes
-from autopar.ir.control_flow import repeats
-from autopar.ir.graph import aval_of
-from autopar.ir.spec import LogicalMesh, Spec, local_shape
-from autopar.lowering.compilation import compile_planned
-from autopar.report import PlannedStep
-from autopar.sharding.mesh_costs import Step, reshard_steps
-from autopar.sharding.reshard_hoisting import moved_bytes
-from autopar.tracing.arguments import leaves_of
-from autopar.tracing.trace import trace
+import autopar
+from autopar.report import planned_collectives
 from experiments.models import (
     BERT,
     GPT,
@@ -45,11 +34,8 @@ from experiments.strategies import STRATEGIES, Planned
 from experiments.strategy import Shape
 from experiments.sweep import make_sweep
 from experiments.sweep_job import mesh_name
-from simulator.engine.simulation import simulate
-from simulator.engine.timeline import Timeline
+from simulator import Cluster, Timeline, simulate, work_of
 from simulator.files import read_yaml
-from simulator.hardware.cluster import Cluster
-from simulator.work import work_of
 
 MODELS: dict[str, Model] = {
     "mlp": MLP(dim=2048, num_layers=4, batch_size=2048),
@@ -163,60 +149,13 @@ class QuantityComparison:
         )
 
 
-def planned_collectives(planned: PlannedStep) -> Iterator[Step]:
-    """Every collective of a plan: completions of partial results and changes of spec. One in a loop moves what all iterations do.
-
-    A value that several readers want in the same place is brought there once, before a conversion to a wider dtype.
-    """
-    played = replay(planned)
-    made_by = {var: each.eqn for each in played.equations for var in each.eqn.outvars}
-    done: set[tuple[Var, Spec]] = set()
-
-    def reshard(atom: Var, source: Spec, target: Spec) -> Iterator[Step]:
-        if source != target and (atom, target) not in done:
-            done.add((atom, target))
-            yield from reshard_steps(
-                moved_bytes(made_by.get(atom), atom), source, target, played.mesh
-            )
-
-    for each, times in zip(played.equations, repeats(planned.step.jaxpr.eqns), strict=True):
-        steps = list(_completing(each, played.mesh))
-        for atom, source, target in zip(each.eqn.invars, each.sources, each.operands, strict=True):
-            if source is not None and isinstance(atom, Var):
-                steps += reshard(atom, source, target)
-        for kind, num_bytes, axes in steps:
-            yield kind, num_bytes * times, axes
-    for atom, value in zip(planned.step.jaxpr.outvars, planned.plan.stages[0].outputs, strict=True):
-        if isinstance(atom, Var) and atom in played.values:
-            yield from reshard(atom, played.values[atom], value.spec)
-
-
-def _completing(played: ShardedEquation, mesh: LogicalMesh) -> Iterator[Step]:
-    """A reduce_scatter onto each dim of the result that an axis with partial results shards afterwards, an all_reduce over the rest."""
-    partial = played.factors.partial_axes(played.assignment) if played.factors else ()
-    partial = tuple(axis for axis in partial if axis not in played.deferred)
-    for var, spec in zip(played.eqn.outvars, played.results, strict=True):
-        onto = [tuple(axis for axis in axes if axis in partial) for axes in spec]
-        scattered = [axis for axes in onto for axis in axes]
-        local = array_bytes(
-            local_shape(aval_of(var).shape, spec, mesh), aval_of(var).dtype
-        ) * mesh.ways(scattered)
-        for axes in onto:
-            if axes:
-                yield "reduce_scatter", local, axes
-                local /= mesh.ways(axes)
-        if rest := tuple(axis for axis in partial if axis not in scattered):
-            yield "all_reduce", local, rest
-
-
 def compare(case: PlanCase) -> Iterator[QuantityComparison]:
     """Plan, compile and simulate."""
     model, cluster, args = case.model, Cluster.load(case.cluster), case.model.abstract_args()
     plan = STRATEGIES[case.strategy].plan(model, case.mesh, cluster)
     assert plan is not None
-    planned = PlannedStep(trace(model.train_step, args, (1,)), plan)
-    donated = leaves_of(planned.step.in_avals, (0,))
-    program, _ = compile_planned(planned, cluster, donated)
+    planned = autopar.planned_step(model.train_step, args, plan)
+    program = autopar.compile_step(model.train_step, args, plan, cluster, donate_argnums=(0,))
     timeline = simulate(program, cluster)
     steps = list(planned_collectives(planned))
     in_plan = _by_kind(steps)
@@ -282,7 +221,7 @@ def _because(
     return _known(row)
 
 
-def _by_kind(steps: Iterable[Step]) -> Counter[str]:
+def _by_kind(steps: Iterable[tuple[str, float, tuple[str, ...]]]) -> Counter[str]:
     total: Counter[str] = Counter()
     for kind, num_bytes, _ in steps:
         total[kind] += round(num_bytes)

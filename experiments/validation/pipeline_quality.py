@@ -9,26 +9,17 @@ small ones first; `--only gpt-8` takes one of them.
 import argparse
 import csv
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import autopar
-from autopar import AutoLayerOption, AutoStageOption, ManualStageOption
-from autopar.ir.step_graph import StepGraph
-from autopar.pipeline.stage_options import StageOption
-from autopar.plan import PipelineSchedule, Plan
-from autopar.planning.pipeline_planner import make_pipeline_plan
-from autopar.planning.stage_problem import NoStagesError
-from autopar.sharding.options import AUTO
-from autopar.sharding.selection_problem import InfeasibleError
-from autopar.tracing.trace import trace
 from experiments.models import Model
 from experiments.models.model_sizes import gpt, moe
-from simulator.hardware.cluster import Cluster
+from simulator import Cluster
 
 type SubmeshShape = tuple[int, int]
+type StageOption = autopar.AutoStageOption | autopar.ManualStageOption
 
 GLOBAL_BATCH = 1024
 
@@ -65,11 +56,11 @@ class AlpaPlan:
             return gpt(*self.sizes, batch_size=GLOBAL_BATCH)
         return replace(moe(*self.sizes, batch_size=GLOBAL_BATCH), optimizer="adafactor")
 
-    def option(self) -> ManualStageOption:
+    def option(self) -> autopar.ManualStageOption:
         layers = iter(range(self.num_layers))
         ids = [[next(layers) for _ in range(count)] for count, _, _ in self.stages]
         shapes = [tuple(size for size in shape if size > 1) or (1,) for _, _, shape in self.stages]
-        return ManualStageOption(ids, [physical for _, physical, _ in self.stages], shapes)
+        return autopar.ManualStageOption(ids, [physical for _, physical, _ in self.stages], shapes)
 
 
 def _even(
@@ -137,28 +128,17 @@ class PipelineComparison:
     alpa_seconds: float | None
     alpa_gb: float | None
     ahead: float | None
-    planning_seconds: float
+    planning_seconds: float | None
     stages: str
     status: str
 
 
 def compare(published: AlpaPlan) -> PipelineComparison:
     """Plan the model both ways."""
-    model = published.model()
-
-    def train_step(state, batch):
-        return model.train_step(state, batch, autopar.value_and_grad)
-
-    layers = AutoLayerOption(published.num_layers, eps=EPS[published.family])
-    step = trace(
-        train_step, model.abstract_args(), (1,), published.micro_batches, layers, marked=True
-    )
     count = published.num_devices
-    cluster = p3(count)
-    start = time.perf_counter()
-    found, missing = _plan(step, cluster, AutoStageOption(submesh_logical_shape_space="all"))
-    seconds, stages = time.perf_counter() - start, _stages() if found else ""
-    alpa, unfit = _plan(step, cluster, published.option())
+    found, missing = _plan(published, autopar.AutoStageOption(submesh_logical_shape_space="all"))
+    stages = _stages() if found else ""
+    alpa, unfit = _plan(published, published.option())
     problems = [
         f"{whose}: {error}"
         for whose, error in (("found", missing), ("Alpa's stages", unfit))
@@ -173,21 +153,45 @@ def compare(published: AlpaPlan) -> PipelineComparison:
         alpa_seconds=alpa.predicted_seconds if alpa else None,
         alpa_gb=alpa.predicted_bytes / 1e9 if alpa else None,
         ahead=1 - found.predicted_seconds / alpa.predicted_seconds if found and alpa else None,
-        planning_seconds=seconds,
+        planning_seconds=found.planning_seconds if found else None,
         stages=stages,
         status="; ".join(problems) or "ok",
     )
 
 
-def _plan(
-    step: StepGraph, cluster: Cluster, option: StageOption
-) -> tuple[Plan | None, Exception | None]:
-    """The plan, or why there is none that fits."""
+def plan_pipeline(
+    published: AlpaPlan, stages: StageOption, memory_budget: float | None = None
+) -> autopar.Plan:
+    """Plan the model of a published plan as a 1F1B pipeline, with as many layers and microbatches as there.
+
+    Args:
+        stages: how stages are formed.
+        memory_budget: bytes of one device; by default what the cluster file leaves for a step.
+
+    Raises:
+        NoStagesError, InfeasibleError: no plan fits in the memory.
+    """
+    model = published.model()
+
+    def train_step(state, batch):
+        return model.train_step(state, batch, autopar.value_and_grad)
+
+    method = autopar.PipeshardParallel(
+        num_micro_batches=published.micro_batches,
+        layer_option=autopar.AutoLayerOption(published.num_layers, eps=EPS[published.family]),
+        stage_option=stages,
+        memory_budget=memory_budget,
+    )
+    return autopar.plan_step(
+        train_step, model.abstract_args(), method=method, cluster=p3(published.num_devices)
+    )
+
+
+def _plan(published: AlpaPlan, stages: StageOption) -> tuple[autopar.Plan | None, Exception | None]:
+    """Return the plan, or the error that says why none fits."""
     try:
-        return make_pipeline_plan(
-            step, cluster, option, AUTO, PipelineSchedule(name="1f1b"), "PipeshardParallel"
-        ), None
-    except (NoStagesError, InfeasibleError) as error:
+        return plan_pipeline(published, stages), None
+    except (autopar.NoStagesError, autopar.InfeasibleError) as error:
         return None, error
 
 

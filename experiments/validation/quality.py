@@ -16,19 +16,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import autopar
-from autopar.methods import PlanningMethod
-from autopar.sharding.selection_problem import InfeasibleError
 from experiments.models import GPT, Model, MoE
 from experiments.models.model_sizes import PUBLISHED
 from experiments.strategy import Shape
 from experiments.validation.annotations import Annotations
-from simulator.engine.simulation import simulate
-from simulator.engine.timeline import Timeline
-from simulator.hardware.cluster import Cluster
-from simulator.hlo import parse_hlo
-from simulator.program import Program
+from simulator import Cluster, Timeline, simulate
 
-type Way = type[PlanningMethod] | Annotations
+type Way = type[autopar.PlanningMethod] | Annotations
 
 AUTOMATIC = "automatic"
 DATA_PARALLEL: dict[str, Way] = {
@@ -89,13 +83,10 @@ def measure(
         try:
             if isinstance(method, Annotations):
                 executable = method.compile(model, mesh, cluster)
-                program = Program.single(
-                    parse_hlo(executable.hlo_text), executable.num_devices, executable.memory
-                )
-                timeline = simulate(program, cluster)
+                timeline = simulate(executable.program, cluster)
             else:
                 row, timeline = _planned(row, model, method, mesh, cluster)
-        except InfeasibleError as error:
+        except autopar.InfeasibleError as error:
             yield replace(row, status=f"no plan: {error}")
             continue
         used = timeline.memory[0].total
@@ -104,7 +95,11 @@ def measure(
 
 
 def _planned(
-    row: WayResult, model: Model, method: type[PlanningMethod], mesh: Shape, cluster: Cluster
+    row: WayResult,
+    model: Model,
+    method: type[autopar.PlanningMethod],
+    mesh: Shape,
+    cluster: Cluster,
 ) -> tuple[WayResult, Timeline]:
     args = model.abstract_args()
     plan = autopar.plan_step(

@@ -1,11 +1,11 @@
-"""Steps on the hosts of a Ray cluster beside the same steps in one process, and beside what the simulator says of them.
+"""Steps on the hosts of a Ray cluster, compared with the same steps in one process and with the simulator's predictions.
 
     python -m experiments.validation.ray_steps [--repeat 5] [--output results/tables/hosts.csv] [--calibrated cpu-hosts.yaml]
 
-All hosts are processes of this machine, with 8 virtual CPU devices between them. Measured are starting them, transfers between them by
-size, and steps. What hosts cost (`processes`, `inter_host` and `collective_permute` of a cluster file) is fitted to the transfers and to the steps
-of MLPs; it predicts the steps of GPTs, with which nothing was fitted. Of each task the simulator is told what it takes by itself, in one
-process; what it takes where all stages want the cores is its own affair.
+All hosts are processes of this machine; together they have 8 virtual CPU devices. The script measures how long hosts take to start, how
+long transfers between them take by size, and how long steps take. The overheads of hosts (`processes`, `inter_host` and `collective_permute` of a
+cluster file) are fitted to the transfers and to the steps of MLPs. They then predict the steps of GPTs, which are not fitted to. The
+simulator is given the seconds that each task takes alone in one process; contention of the stages for the cores is its own prediction.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -27,29 +28,29 @@ from typing import Any, Literal
 import yaml
 
 import autopar
-from autopar.progress import log_progress
-from autopar.runtime.local_executable import LocalExecutable
+from autopar import host_benchmarks
 from experiments.measurements import host_timing
-from experiments.measurements.host_timing import HostsShape, Running, Seconds, middle
+from experiments.measurements.host_timing import HostsShape, RunningStep, StepSeconds, medians
 from experiments.models import GPT, MLP, Model
 from experiments.raylets import raylets
 from experiments.scripts.measure_cells import initial_args, use_devices_like
-from simulator.calibration.fit_shared_cpu import MeasuredStep, fit_links, fit_processes
-from simulator.hardware.cluster import Cluster, cluster_path
-from simulator.program import Run
+from simulator import Cluster, Run, cluster_files
+from simulator.calibration import MeasuredStep, fit_links, fit_processes
 
 SHAPES: tuple[HostsShape, ...] = ((2, 4), (4, 2))
-SIZES = tuple(4**i for i in range(5, 14))  # 1 KB to 64 MB
+SIZES = tuple(4**i for i in range(5, 14))
+"""Bytes of the transfers: 1 KiB to 64 MiB."""
+
 BETWEEN, WITHIN = (0, 4), (0, 1)
-"""Devices of 2 x 4 that transfers go between."""
+"""Devices of 2 x 4 between which transfers are timed: on two hosts, and on one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayCase:
-    """A model and how it is parallelized; a single stage: `ShardParallel` on all devices.
+    """A model and how it is parallelized: as a pipeline, or with `ShardParallel` on all devices if it has a single stage.
 
     Attributes:
-        role: "fitted": the simulator's numbers are chosen so that they suit it; "held out": they predict it.
+        role: "fitted" if the simulator's numbers are fitted to its steps, "held out" if they predict its steps.
     """
 
     name: str
@@ -67,18 +68,17 @@ class RayCase:
         return f"{self.name}, {how}"
 
     def step(self, state: Any, batch: Any) -> Any:
+        """Run a training step whose gradients are accumulated over microbatches."""
         return self.model.train_step(state, batch, autopar.value_and_grad)
 
     def plan(self, args: Any) -> autopar.Plan:
-        """The plan, as it comes back from a file."""
+        """Return the plan for arguments like `args`, saved to a file and loaded again."""
         method = autopar.ShardParallel()
         if self.stages > 1:
-            layers, stages = (
-                autopar.AutoLayerOption(self.stages),
-                autopar.UniformStageOption(self.stages),
-            )
             method = autopar.PipeshardParallel(
-                num_micro_batches=self.micro_batches, layer_option=layers, stage_option=stages
+                num_micro_batches=self.micro_batches,
+                layer_option=autopar.AutoLayerOption(self.stages),
+                stage_option=autopar.UniformStageOption(self.stages),
             )
         plan = autopar.plan_step(
             self.step, args, method=method, cluster="cpu-virtual", mesh_shape=(8,)
@@ -88,7 +88,7 @@ class RayCase:
             return autopar.Plan.load(Path(folder) / "plan.json")
 
     def hosts_per_stage(self, shape: HostsShape) -> int:
-        """Over how many hosts a stage spans."""
+        """Return the number of hosts that a stage spans."""
         return max(1, shape[0] // self.stages)
 
 
@@ -108,9 +108,12 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class RayMeasurement:
-    """A number; its quantity says the unit, and is of a step, of a transfer or of the start."""
+    """One number of the table: of starting, of a transfer or of a step.
 
-    measurement: Literal["step", "transfer", "start"]
+    Attributes:
+        quantity: the name of the number; its end says the unit.
+    """
+
     case: str
     hosts: int
     devices_per_host: int
@@ -118,143 +121,144 @@ class RayMeasurement:
     value: float
 
 
-class Compiled:
-    """A case, compiled for this process, which remembers what it took there."""
+class CompiledCase:
+    """A case compiled for the devices of this process."""
 
     def __init__(self, case: RayCase) -> None:
-        self.case, self.args = case, initial_args(case.model)
+        self.case = case
+        self.args = initial_args(case.model)
         self.plan = case.plan(self.args)
-        executable = self.function().get_executable(*self.args)
-        assert isinstance(executable, LocalExecutable)
-        self.executable = executable
-        self.running = Running(self.executable, self.args)
+        self.executable = self.function().get_executable(*self.args)
+        self.running = RunningStep(self.executable, self.args)
 
     def function(self) -> autopar.ParallelizedFunction:
-        """The step, not yet compiled."""
+        """Return the parallelized step, not yet compiled; it is compiled for the hosts that are joined by then."""
         return autopar.parallelize(
             self.case.step, method=autopar.PlanMethod(self.plan), donate_argnums=(0,)
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """A case in one process and over hosts.
+class MeasuredCase:
+    """A case, timed in one process and over hosts.
 
     Attributes:
-        tasks: of a pipeline, the seconds of each of its tasks by itself.
+        tasks: seconds of each task by itself; empty without stages.
     """
 
-    compiled: Compiled
+    compiled: CompiledCase
     shape: HostsShape
-    local: Seconds
-    remote: Seconds
+    local: StepSeconds
+    remote: StepSeconds
     tasks: dict[str, float]
 
     def step(self) -> MeasuredStep:
-        """For the simulator."""
+        """Return what the simulator is fitted to and compared with."""
         return MeasuredStep(
             self.compiled.executable.program, self.shape, self.tasks, self.remote.ahead
         )
 
 
-def measure(cases: Sequence[Compiled], shape: HostsShape, repeat: int) -> Iterator[Measured]:
-    """Cases that hosts of this shape can run one beside the other; everything is measured in turns, so that all see the same machine."""
+def measure(
+    cases: Sequence[CompiledCase], shape: HostsShape, repeat: int
+) -> Iterator[MeasuredCase]:
+    """Time cases whose workers can coexist on hosts of this shape.
+
+    Cases and places take turns, so that the load of the machine affects them alike. The first turn does not count: it warms up.
+    """
     host_timing.start_hosts(shape)
-    remotes = [Running(each.function().get_executable(*each.args), each.args) for each in cases]
-    found: list[list[tuple[Seconds, Seconds, dict[str, float]]]] = [[] for _ in cases]
-    for turn in range(
-        repeat + 1
-    ):  # the first, in which much happens for the first time, doesn't count
-        for each, remote, results in zip(cases, remotes, found, strict=True):
-            local = each.executable
-            tasks = {} if local.plan.schedule.is_whole_step else host_timing.task_seconds(local)
-            result = each.running.seconds(3), remote.seconds(3), tasks
+    remotes = [RunningStep(case.function().get_executable(*case.args), case.args) for case in cases]
+    turns: list[list[tuple[StepSeconds, StepSeconds, dict[str, float]]]] = [[] for _ in cases]
+    for turn in range(repeat + 1):
+        for case, remote, results in zip(cases, remotes, turns, strict=True):
+            is_whole_step = case.executable.plan.schedule.is_whole_step
+            tasks = {} if is_whole_step else host_timing.task_seconds(case.executable)
+            result = case.running.seconds(3), remote.seconds(3), tasks
             if turn:
                 results.append(result)
-    for each, results in zip(cases, found, strict=True):
-        locals_, remotes_, tasks = zip(*results, strict=True)
-        medians = {task: median(turn[task] for turn in tasks) for task in tasks[0]}
-        yield Measured(each, shape, middle(locals_), middle(remotes_), medians)
+    for case, results in zip(cases, turns, strict=True):
+        local, remote, tasks = zip(*results, strict=True)
+        median_tasks = {task: median(turn[task] for turn in tasks) for task in tasks[0]}
+        yield MeasuredCase(case, shape, medians(local), medians(remote), median_tasks)
 
 
-def measure_start(case: Compiled, shape: HostsShape) -> Iterator[RayMeasurement]:
-    """From nothing to the second step."""
+def measure_start(case: CompiledCase, shape: HostsShape) -> Iterator[RayMeasurement]:
+    """Time everything from no hosts to the second step."""
 
     def row(quantity: str, value: float) -> RayMeasurement:
-        return RayMeasurement("start", str(case.case), *shape, f"{quantity}_seconds", value)
+        return RayMeasurement(str(case.case), *shape, f"{quantity}_seconds", value)
 
     yield row("import_in_one_process", host_timing.import_seconds("autopar.hosts.worker"))
-    hosts, seconds = host_timing.start_hosts(shape)
-    yield row("init", seconds)
-    executable, loaded = host_timing.load(hosts, case.executable.planned)
-    yield from (row(name, value) for name, value in asdict(loaded).items())
-    remote = Running(executable, case.args)
+    yield row("init", host_timing.start_hosts(shape))
+    executable = case.function().get_executable(*case.args)
+    load_seconds = host_benchmarks.load_seconds(executable)
+    yield from (row(name, value) for name, value in asdict(load_seconds).items())
+    remote = RunningStep(executable, case.args)
     yield row("first_step", remote.seconds(1).alone)
     yield row("second_step", remote.seconds(1).alone)
 
 
 def measure_transfers(repeat: int) -> dict[str, list[tuple[float, float]]]:
-    """(bytes, seconds) between hosts and within one."""
-    hosts, _ = host_timing.start_hosts(SHAPES[0])
+    """Return (bytes, seconds) of transfers between two hosts and within one."""
+    host_timing.start_hosts(SHAPES[0])
+
+    def seconds(devices: tuple[int, int], size: int) -> float:
+        count = 3 if size > 2**22 else 17
+        return host_benchmarks.transfer_seconds(devices, size, count, 2 * repeat)
+
     return {
-        where: [
-            (
-                size,
-                host_timing.transfer_seconds(
-                    hosts, devices, size, 3 if size > 2**22 else 17, 2 * repeat
-                ),
-            )
-            for size in SIZES
-        ]
+        where: [(size, seconds(devices, size)) for size in SIZES]
         for where, devices in (("between hosts", BETWEEN), ("within a host", WITHIN))
     }
 
 
 def calibrated(
-    transfers: dict[str, list[tuple[float, float]]], found: Sequence[Measured]
+    transfers: dict[str, list[tuple[float, float]]], measured: Sequence[MeasuredCase]
 ) -> Cluster:
-    """The shipped cluster with the numbers of this machine."""
+    """Return the shipped cluster with the transfers and overheads of this machine."""
     base = fit_links(
         Cluster.load("cpu-hosts"), transfers["within a host"], transfers["between hosts"]
     )
-    return fit_processes(base, [each.step() for each in found if _is_predicted(each, "fitted")])
+    return fit_processes(base, [case.step() for case in measured if _is_predicted(case, "fitted")])
 
 
-def _is_predicted(found: Measured, *roles: str) -> bool:
-    return (
-        found.compiled.case.role in roles and found.compiled.case.hosts_per_stage(found.shape) == 1
-    )
+def _is_predicted(measured: MeasuredCase, *roles: str) -> bool:
+    """Return whether the simulator models the case, whose stages keep to one host, and it has one of the roles."""
+    case = measured.compiled.case
+    return case.role in roles and case.hosts_per_stage(measured.shape) == 1
 
 
-def rows_of(found: Measured, clusters: dict[str, Cluster]) -> Iterator[RayMeasurement]:
-    """The numbers of a case; `clusters` predict it."""
-    case = found.compiled.case
+def rows_of(measured: MeasuredCase, clusters: dict[str, Cluster]) -> Iterator[RayMeasurement]:
+    """Yield the numbers of a case, and the predictions of each of `clusters` by its name."""
+    case, remote = measured.compiled.case, measured.remote
     values = {
-        "one_process_seconds": found.local.ahead,
-        "seconds": found.remote.ahead,
-        "over_one_process": found.remote.ahead / found.local.ahead,
-        "seconds_if_waited_for": found.remote.alone,
-        "driver_seconds": found.remote.driver,
-        "tasks_seconds": sum(found.tasks[run] for run in _runs(found)),
+        "one_process_seconds": measured.local.ahead,
+        "seconds": remote.ahead,
+        "over_one_process": remote.ahead / measured.local.ahead,
+        "seconds_if_waited_for": remote.alone,
+        "driver_seconds": remote.driver,
+        "tasks_seconds": sum(measured.tasks[task] for task in _tasks(measured)),
     }
-    if _is_predicted(found, "fitted", "held out"):
+    if _is_predicted(measured, "fitted", "held out"):
         for name, cluster in clusters.items():
-            values[f"predicted_seconds_{name}"] = predicted = found.step().predicted(cluster)
-            values[f"error_{name}"] = predicted / found.remote.ahead - 1
+            predicted = measured.step().predicted(cluster)
+            values[f"predicted_seconds_{name}"] = predicted
+            values[f"error_{name}"] = predicted / remote.ahead - 1
     label = f"{case} ({case.role})" if case.role else str(case)
-    yield from (
-        RayMeasurement("step", label, *found.shape, quantity, value)
-        for quantity, value in values.items()
-    )
+    for quantity, value in values.items():
+        yield RayMeasurement(label, *measured.shape, quantity, value)
 
 
-def _runs(found: Measured) -> Iterator[str]:
-    for row in found.compiled.executable.program.instructions:
-        yield from (each.task for each in row if isinstance(each, Run) and each.task in found.tasks)
+def _tasks(measured: MeasuredCase) -> Iterator[str]:
+    """Yield the task of every instruction that runs a timed one."""
+    for row in measured.compiled.executable.program.instructions:
+        for instruction in row:
+            if isinstance(instruction, Run) and instruction.task in measured.tasks:
+                yield instruction.task
 
 
-def circumstances(repeat: int, before: Sequence[float]) -> dict[str, Any]:
-    """What there is to know about a run beside its numbers."""
+def circumstances(repeat: int, load_average: Sequence[float]) -> dict[str, Any]:
+    """Return the machine, versions and statistics that belong to a run's numbers."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
@@ -264,7 +268,7 @@ def circumstances(repeat: int, before: Sequence[float]) -> dict[str, Any]:
             "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
             "architecture": platform.machine(),
         },
-        "load_average_before": round(before[0], 1),
+        "load_average_before": round(load_average[0], 1),
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("jax", "ray", "numpy")},
         "commit": commit.stdout.strip(),
@@ -274,8 +278,13 @@ def circumstances(repeat: int, before: Sequence[float]) -> dict[str, Any]:
 
 
 def write_calibrated(path: Path, cluster: Cluster, source: str) -> None:
-    """The shipped file with other numbers."""
-    text = yaml.safe_load(cluster_path("cpu-hosts").read_text())
+    """Write the shipped cluster file with the fitted numbers of `cluster`, in three digits.
+
+    Args:
+        source: where the numbers come from, for the file.
+    """
+    shipped = cluster_files("cpu-hosts")[0]
+    text = yaml.safe_load(shipped.read_text())
     dumped = cluster.model_dump(
         include={"inter_host", "processes", "collectives"}, exclude_none=True
     )
@@ -288,24 +297,21 @@ def write_calibrated(path: Path, cluster: Cluster, source: str) -> None:
     )
 
 
-def measure_steps(cases: Sequence[Compiled], repeat: int) -> Iterator[Measured]:
-    """Every case on every shape; stages that span other hosts want other workers."""
-    groups: defaultdict[tuple[int, HostsShape], list[Compiled]] = defaultdict(list)
-    for shape, each in product(SHAPES, cases):
-        groups[each.case.hosts_per_stage(shape), shape].append(each)
+def measure_steps(cases: Sequence[CompiledCase], repeat: int) -> Iterator[MeasuredCase]:
+    """Time every case on every shape; cases whose stages span different hosts need different workers."""
+    groups: defaultdict[tuple[int, HostsShape], list[CompiledCase]] = defaultdict(list)
+    for shape, case in product(SHAPES, cases):
+        groups[case.case.hosts_per_stage(shape), shape].append(case)
     for (_, shape), group in sorted(groups.items(), key=lambda item: item[0]):
-        log_progress(
-            f"steps on {shape[0]} x {shape[1]}: {'; '.join(str(each.case) for each in group)}"
-        )
+        _log(f"steps on {shape[0]} x {shape[1]}: {'; '.join(str(case.case) for case in group)}")
         yield from measure(group, shape, repeat)
 
 
 def write(path: Path, rows: Sequence[RayMeasurement]) -> None:
     """Write the table, and print it."""
+    names = [field.name for field in fields(RayMeasurement)]
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(
-            file, [field.name for field in fields(RayMeasurement)], lineterminator="\n"
-        )
+        writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
         for row in rows:
             writer.writerow(asdict(row) | {"value": f"{row.value:.4g}"})
@@ -314,7 +320,12 @@ def write(path: Path, rows: Sequence[RayMeasurement]) -> None:
             )
 
 
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def main() -> None:
+    """Measure, fit and write the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -322,44 +333,38 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("results/tables/hosts.csv"))
     parser.add_argument("--calibrated", type=Path, help="a cluster file to write")
     flags = parser.parse_args()
-    before = os.getloadavg()
-    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = (
-        "0"  # else Ray's processes build the environment anew
-    )
+    load_average = os.getloadavg()
+    # Otherwise Ray's processes build the environment anew.
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     use_devices_like(Cluster.load("cpu-virtual"), 8)
-    log_progress("compiling for one process")
-    cases = [Compiled(case) for case in CASES]
+    _log("compiling for one process")
+    cases = [CompiledCase(case) for case in CASES]
     with raylets(max(count for count, _ in SHAPES)):
-        rows = list(
-            measure_start(next(each for each in cases if each.case.role == "held out"), SHAPES[0])
-        )
-        log_progress("transfers")
+        held_out = next(case for case in cases if case.case.role == "held out")
+        rows = list(measure_start(held_out, SHAPES[0]))
+        _log("transfers")
         transfers = measure_transfers(flags.repeat)
         steps = list(measure_steps(cases, flags.repeat))
-    for where, found in transfers.items():
-        rows += [
-            RayMeasurement("transfer", f"{size} bytes {where}", *SHAPES[0], "seconds", seconds)
-            for size, seconds in found
-        ]
-    here = calibrated(transfers, steps)
-    clusters = {"fitted_here": here, "shipped": Cluster.load("cpu-hosts")}
-    for each in steps:
-        rows += rows_of(
-            each,
-            {name: cluster for name, cluster in clusters.items() if cluster.processes is not None},
-        )
+    for where, times in transfers.items():
+        for size, seconds in times:
+            name = f"{size} bytes {where}"
+            rows.append(RayMeasurement(name, *SHAPES[0], "seconds", seconds))
+    fitted = calibrated(transfers, steps)
+    clusters = {"fitted_here": fitted, "shipped": Cluster.load("cpu-hosts")}
+    clusters = {name: each for name, each in clusters.items() if each.processes is not None}
+    for step in steps:
+        rows += rows_of(step, clusters)
     write(flags.output, rows)
     flags.output.with_suffix(".json").write_text(
-        json.dumps(circumstances(flags.repeat, before), indent=1) + "\n"
+        json.dumps(circumstances(flags.repeat, load_average), indent=1) + "\n"
     )
-    print(here.processes, here.inter_host, here.curves.collective_permute, sep="\n")
+    print(fitted.processes, fitted.inter_host, fitted.curves.collective_permute, sep="\n")
     if flags.calibrated:
-        source = "fitted by python -m experiments.validation.ray_steps on a machine with"
-        write_calibrated(
-            flags.calibrated,
-            here,
-            f"{source} {os.cpu_count()} cores; collectives are orders of magnitude",
+        source = (
+            f"fitted by python -m experiments.validation.ray_steps on a machine with {os.cpu_count()} cores;"
+            " collectives are orders of magnitude"
         )
+        write_calibrated(flags.calibrated, fitted, source)
 
 
 if __name__ == "__main__":

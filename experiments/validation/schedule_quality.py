@@ -15,12 +15,11 @@ from pathlib import Path
 from jax.sharding import AbstractMesh
 
 import autopar
-from autopar.directives import ModelSchedule, build
-from autopar.directives.build import Backend
+from autopar.directives import Backend, ModelSchedule, build
 from experiments.gpt_directives import megatron, schedule_gpt, split_attention, train_step
 from experiments.models import GPT
 from experiments.models.model_sizes import PUBLISHED
-from simulator.hardware.cluster import Cluster
+from simulator import Cluster
 
 MESH = (8,)
 WAYS: dict[str, tuple[Callable[[ModelSchedule], None], Backend]] = {

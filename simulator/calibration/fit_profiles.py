@@ -16,7 +16,9 @@ COLUMNS = ("gpu", "kind", "size", "bytes", "us")
 `simulator.work.Collective`, microseconds."""
 
 
-def fit_collectives(table: pd.DataFrame, source: str) -> tuple[CollectiveProfile, pd.DataFrame]:
+def fit_collective_profile(
+    table: pd.DataFrame, source: str
+) -> tuple[CollectiveProfile, pd.DataFrame]:
     """The curves of a table of collectives of one device, with the columns `COLUMNS`, and how far off they are.
 
     Args:

@@ -405,6 +405,20 @@ def cluster_path(name_or_path: str | Path, beside: Path | None = None) -> Path:
     return path if beside is None else beside.parent / path
 
 
+def cluster_files(name_or_path: str | Path) -> tuple[Path, ...]:
+    """Return the files that describe a cluster of equal hosts: its own, and that of its device.
+
+    Args:
+        name_or_path: a shipped cluster or the path of another. A cluster that describes its device itself has one file.
+
+    Raises:
+        ClusterError: there is no such cluster, or its file can't be read.
+    """
+    path = cluster_path(name_or_path)
+    device = read(path).get("device")
+    return (path, _device_path(device, path)) if isinstance(device, str) else (path,)
+
+
 def device_names() -> tuple[str, ...]:
     """Names of the devices that come with the package."""
     return tuple(sorted(path.stem for path in _DEVICES.glob("*.yaml")))
@@ -415,9 +429,14 @@ def shipped_device(name: str) -> Device:
     return load_device(name, _DEVICES)
 
 
+def _device_path(name: str, cluster_path: Path) -> Path:
+    """Return the file of a shipped device, or of one in a file beside its cluster's."""
+    return _DEVICES / f"{name}.yaml" if name in device_names() else cluster_path.parent / name
+
+
 def load_device(name: str, cluster_path: Path) -> Device:
     """The shipped device of that name, or that of a file beside the cluster's."""
-    path = _DEVICES / f"{name}.yaml" if name in device_names() else cluster_path.parent / name
+    path = _device_path(name, cluster_path)
     if path.suffix not in (".yaml", ".yml"):
         raise ClusterError(
             f"{cluster_path}: device: unknown device {brief(name)}; expected one of {', '.join(device_names())}, "

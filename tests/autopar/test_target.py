@@ -79,6 +79,9 @@ def test_every_shipped_cluster_compiles_a_step(name):
     assert executable.memory.arguments == PARAMETER_BYTES + 4 * BATCH * WIDTHS[0] // devices
     assert executable.memory.aliased == PARAMETER_BYTES  # donated
     assert executable.compile_seconds > 0
+    program = executable.program
+    assert program.meshes == (tuple(range(devices)),)
+    assert program.memory == (executable.memory,)
 
 
 @pytest.mark.parametrize("name", GPU_CLUSTERS)

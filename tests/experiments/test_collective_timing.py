@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from experiments.measurements.collective_timing import measure_collectives
-from simulator.calibration.fit_profiles import fit_collectives
+from simulator.calibration import fit_collective_profile
 from simulator.calibration.shipped_profiles import write_profile
 from simulator.hardware.collective_profile import CollectiveProfile, SizeCurve
 from simulator.hardware.description import read, validate
@@ -48,7 +48,7 @@ def test_curves_are_found_again_and_the_profile_can_be_read(tmp_path: Path) -> N
         for power in range(10, 28)
     ]
     table = pd.DataFrame(rows, columns=["gpu", "kind", "size", "bytes", "us"])
-    profile, errors = fit_collectives(table, source="a test")
+    profile, errors = fit_collective_profile(table, source="a test")
     assert list(errors["kind"]) == list(KINDS)
     assert (errors["fitted_rows"] + errors["held_out_rows"] == 54).all()
     assert (errors["held_out_rows"] > 0).all()

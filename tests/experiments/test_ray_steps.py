@@ -5,12 +5,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from experiments.measurements.host_timing import Seconds, middle
+from experiments.measurements.host_timing import StepSeconds, medians
 from experiments.validation.ray_steps import (
     CASES,
     SHAPES,
-    Compiled,
-    Measured,
+    CompiledCase,
+    MeasuredCase,
     calibrated,
     rows_of,
     write_calibrated,
@@ -55,16 +55,18 @@ def test_nothing_is_fitted_to_what_is_predicted():
 
 
 def test_medians_are_taken_number_by_number():
-    assert middle([Seconds(1, 5, 9), Seconds(2, 4, 8), Seconds(3, 6, 7)]) == Seconds(2, 5, 8)
+    assert medians(
+        [StepSeconds(1, 5, 9), StepSeconds(2, 4, 8), StepSeconds(3, 6, 7)]
+    ) == StepSeconds(2, 5, 8)
 
 
 @pytest.mark.slow
 def test_what_is_fitted_is_a_cluster_file_that_predicts(tmp_path):
     case = next(case for case in CASES if case.role == "fitted")
-    compiled = Compiled(case)
+    compiled = CompiledCase(case)
     tasks = {run.task: 1e-3 for run in compiled.executable.job.calls}  # pyright: ignore
-    step = Seconds(0.06, 0.07, 0.005)
-    found = [Measured(compiled, shape, step, step, tasks) for shape in SHAPES for _ in range(2)]
+    step = StepSeconds(0.06, 0.07, 0.005)
+    found = [MeasuredCase(compiled, shape, step, step, tasks) for shape in SHAPES for _ in range(2)]
     transfers = [(1e3, 1e-3), (1e6, 2e-3), (1e8, 0.1)]
     cluster = calibrated({"within a host": transfers, "between hosts": transfers}, found)
     write_calibrated(tmp_path / "here.yaml", cluster, "a test")

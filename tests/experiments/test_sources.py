@@ -2,7 +2,7 @@ import shutil
 from pathlib import Path
 
 from experiments import sources
-from experiments.sources import CODE, ROOT, cluster_files, code_hash
+from experiments.sources import CODE, ROOT, code_hash
 
 
 def test_the_hash_changes_with_any_file_of_a_package(tmp_path: Path, monkeypatch) -> None:
@@ -35,10 +35,3 @@ def test_the_hash_changes_with_any_file_of_a_package(tmp_path: Path, monkeypatch
 def test_every_rule_depends_on_the_code() -> None:
     for rule in (ROOT / "experiments/rules").glob("*.smk"):
         assert "code=code_hash(*CODE)" in rule.read_text(), rule.name
-
-
-def test_a_cluster_depends_on_its_own_files() -> None:
-    assert [Path(path).name for path in cluster_files("p3.16xlarge")] == [
-        "p3.16xlarge.yaml",
-        "v100_sxm2_16gb.yaml",
-    ]

@@ -16,7 +16,7 @@ from autopar import plan_step
 from autopar.plan import Plan
 from experiments.sweep import make_sweep
 from simulator import Cluster, load_cluster, load_program, predict
-from simulator.calibration.fit_profiles import fit_collectives
+from simulator.calibration import fit_collective_profile
 from simulator.files import read_table, read_text, read_yaml
 from simulator.hardware.cluster import load_device
 from simulator.hardware.collective_profile import CollectiveProfile
@@ -265,7 +265,7 @@ def use_sweep(path: Path) -> str:
 
 
 def use_table(path: Path) -> str:
-    profile, _ = fit_collectives(read_table(path), "fuzz")
+    profile, _ = fit_collective_profile(read_table(path), "fuzz")
     return outcome_of({"seconds": profile.all_reduce.seconds("all_reduce", 1e6, 4)})
 
 

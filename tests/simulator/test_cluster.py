@@ -6,7 +6,13 @@ import pytest
 import yaml
 
 from simulator.costs.collective_model import Network
-from simulator.hardware.cluster import Cluster, Device, cluster_names, device_names
+from simulator.hardware.cluster import (
+    Cluster,
+    Device,
+    cluster_files,
+    cluster_names,
+    device_names,
+)
 from simulator.hardware.collective_profile import SizeCurve
 from simulator.hardware.description import ClusterError
 
@@ -350,3 +356,20 @@ def test_the_compiler_is_told_of_the_same_gpu(name: str, facts: tuple[str, ...])
     assert f"core_count: {device.cores}" in text
     assert f"device_memory_size: {device.memory_bytes}" in text
     assert f'device_description_str: "{device.name}"' in text
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_a_shipped_cluster_is_described_by_its_own_file_and_its_device_s(name):
+    own, device = cluster_files(name)
+    assert own.stem == name
+    assert yaml.safe_load(device.read_text())["name"] == Cluster.load(name).device.name
+
+
+def test_a_cluster_that_describes_its_device_has_one_file(tmp_path):
+    own, device = cluster_files("p3.16xlarge")
+    fields = yaml.safe_load(own.read_text())
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(fields | {"device": yaml.safe_load(device.read_text())}))
+    assert cluster_files(path) == (path,)
+    path.write_text(yaml.safe_dump(fields | {"device": "gpu.yaml"}))
+    assert cluster_files(path) == (path, tmp_path / "gpu.yaml")

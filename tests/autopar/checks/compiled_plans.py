@@ -12,9 +12,8 @@ from autopar.ir.spec import LogicalMesh, Spec
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.compilation import compile_planned, lower_stage
 from autopar.planning.step_planner import make_plan
-from autopar.report import PlannedStep, classify
+from autopar.report import PlannedStep, classify, planned_collectives
 from autopar.sharding.options import AUTO, ShardingOptions
-from experiments.validation.fidelity import planned_collectives
 from simulator.costs.cost_model import BandwidthOnly
 from simulator.hardware.cluster import Cluster
 from simulator.work import Start

@@ -9,9 +9,9 @@ import pytest
 
 import autopar
 from autopar.lowering.instructions import task_of
-from autopar.lowering.target import memory_of
 from autopar.pipeline.partition import Task
 from autopar.runtime.local_executable import LocalExecutable
+from autopar.util import memory_of
 from simulator.program import Free, Run
 from tests.autopar.pipeline.stack_steps import (
     WIDTH,
