@@ -142,11 +142,9 @@ class _Describer:
         """Input `i` for every mesh that reads it and is not sent it."""
         var, stages = self._step.jaxpr.invars[i], self._partition.input_stages[i]
         is_sent = i in self._step.carried.values()  # by an instruction, to all but the first
-        count = self._partition.input_microbatches(i)
-        is_cut = i in self._step.batch and not self._partition.is_whole_step
+        names = [self._names.of(var, k) for k in range(self._partition.input_microbatches(i))]
         found = []
         for mesh in dict.fromkeys(map(self._mesh_of, stages[:1] if is_sent else stages)):
-            names = [f"in{i}.{k}" for k in range(count)] if is_cut else [f"in{i}"]
             reader, read = self._planned.instructions.readers.get(
                 (mesh, names[0]), (stages[0], var)
             )

@@ -7,7 +7,7 @@ time and memory.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import jax
 
@@ -42,15 +42,25 @@ Fidelity = Literal["compiled", "analytic"]
 """The source of the program: XLA's compilation for the cluster, or the planner's model."""
 
 
+class ProgramOptions(TypedDict, total=False):
+    """The options of predictions of a planned step; see `compile_step`."""
+
+    donate_argnums: Argnums
+    fidelity: Fidelity
+
+
+class StepOptions(ProgramOptions, total=False):
+    """The options of predictions of a function and a plan; see `compile_step`."""
+
+    batch_argnums: int | Sequence[int]
+
+
 def simulate(
     fun: Callable[..., Any],
     args: Sequence[Any],
     plan: Plan,
     cluster: AnyCluster | str | Path,
-    *,
-    donate_argnums: Argnums = "auto",
-    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
-    fidelity: Fidelity = "compiled",
+    **options: Unpack[StepOptions],
 ) -> Timeline:
     """Return the timeline of a step on a cluster, with the memory of its devices.
 
@@ -59,25 +69,15 @@ def simulate(
         args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
         plan: the plan, made for this step.
         cluster: the cluster: a description, the name of a shipped one, or the path of a file.
-        donate_argnums: as in `parallelize`.
-        batch_argnums: as in `parallelize`.
-        fidelity: as in `compile_step`, whose program is simulated.
+        **options: `donate_argnums`, `batch_argnums` and `fidelity` of `compile_step`, whose
+            program is simulated.
 
     Raises:
         PlanError: the plan is for another step.
         OptionError: an option has a type or a value that is not allowed.
     """
     cluster = any_cluster(cluster)
-    program = compile_step(
-        fun,
-        args,
-        plan,
-        cluster,
-        donate_argnums=donate_argnums,
-        batch_argnums=batch_argnums,
-        fidelity=fidelity,
-    )
-    return simulate_program(program, cluster)
+    return simulate_program(compile_step(fun, args, plan, cluster, **options), cluster)
 
 
 def predict(
@@ -86,10 +86,8 @@ def predict(
     plan: Plan,
     cluster: AnyCluster | str | Path,
     *,
-    donate_argnums: Argnums = "auto",
-    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
-    fidelity: Fidelity = "compiled",
     tokens: int = 0,
+    **options: Unpack[StepOptions],
 ) -> Prediction:
     """Predict step time, its breakdown, throughput and memory per device on a cluster.
 
@@ -98,10 +96,8 @@ def predict(
         args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
         plan: the plan, made for this step.
         cluster: the cluster: a description, the name of a shipped one, or the path of a file.
-        donate_argnums: as in `parallelize`.
-        batch_argnums: as in `parallelize`.
-        fidelity: as in `compile_step`.
         tokens: number of tokens in the batch, for the throughput.
+        **options: `donate_argnums`, `batch_argnums` and `fidelity` of `compile_step`.
 
     Returns:
         The prediction, in seconds and bytes. Its `timeline` is the result of `simulate`.
@@ -116,15 +112,7 @@ def predict(
     """
     cluster = any_cluster(cluster)
     tokens = checked("tokens", tokens, integer(0))
-    timeline = simulate(
-        fun,
-        args,
-        plan,
-        cluster,
-        donate_argnums=donate_argnums,
-        batch_argnums=batch_argnums,
-        fidelity=fidelity,
-    )
+    timeline = simulate(fun, args, plan, cluster, **options)
     return prediction_of(timeline, cluster, tokens=tokens)
 
 
@@ -162,11 +150,17 @@ def compile_step(
         OptionError: an option has a type or a value that is not allowed.
     """
     planned = planned_step(fun, args, plan, batch_argnums=batch_argnums)
-    return program_of(planned, any_cluster(cluster), donate_argnums, fidelity)
+    return program_of(
+        planned, any_cluster(cluster), donate_argnums=donate_argnums, fidelity=fidelity
+    )
 
 
 def program_of(
-    planned: Planned, cluster: AnyCluster, donate_argnums: Argnums, fidelity: Fidelity
+    planned: Planned,
+    cluster: AnyCluster,
+    *,
+    donate_argnums: Argnums = "auto",
+    fidelity: Fidelity = "compiled",
 ) -> Program:
     """Return the program of a planned step for a cluster, with arguments as in `compile_step`."""
     checked("fidelity", fidelity, one_of(*get_args(Fidelity)))
