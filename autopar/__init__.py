@@ -19,10 +19,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from autopar._plugins import silence_idle_plugin
-from autopar.hosts.ray_private import share_environment
 
 silence_idle_plugin()
-share_environment()
 
 from autopar import manual, report, testing, util
 from autopar.api import ParallelizedFunction, init, parallelize, shutdown

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, assert_never, get_args, overload
+from typing import Any, Literal, TypedDict, Unpack, assert_never, get_args, overload
 
 import jax
 
@@ -60,13 +60,7 @@ from autopar.tracing.arguments import (
 )
 from autopar.tracing.trace import abstract, trace
 
-if TYPE_CHECKING:
-    from autopar.hosts.remote_create_state import RemoteCreateState
-
-type StateExecutable = "CreateStateExecutable | RemoteCreateState"
-"""An executable that creates a state, in this process or on other hosts."""
-
-type AnyExecutable = "Executable | StateExecutable"
+type AnyExecutable = Executable | CreateStateExecutable
 
 
 class _Options(TypedDict, total=False):
@@ -81,7 +75,7 @@ class _Options(TypedDict, total=False):
 @overload
 def parallelize(
     fun: Callable[..., Any], *, method: CreateStateParallel, **options: Unpack[_Options]
-) -> "ParallelizedFunction[StateExecutable]": ...
+) -> "ParallelizedFunction[CreateStateExecutable]": ...
 @overload
 def parallelize(
     fun: Callable[..., Any],
@@ -92,7 +86,7 @@ def parallelize(
 @overload
 def parallelize(
     fun: None = None, *, method: CreateStateParallel, **options: Unpack[_Options]
-) -> "Callable[[Callable[..., Any]], ParallelizedFunction[StateExecutable]]": ...
+) -> "Callable[[Callable[..., Any]], ParallelizedFunction[CreateStateExecutable]]": ...
 @overload
 def parallelize(
     fun: None = None,
@@ -435,10 +429,11 @@ def init(
     timeout = checked("timeout", timeout, real(above=0.0))
     match cluster:
         case "local":
-            session.leave()
+            session.current.leave()
             jax.devices()
         case "ray":
-            session.join(cluster_address, num_nodes, num_devices_per_node, namespace, timeout)
+            request = session.HostsRequest(num_nodes, num_devices_per_node, timeout)
+            session.current.join(cluster_address, namespace, request)
 
 
 def shutdown() -> None:
@@ -452,7 +447,7 @@ def shutdown() -> None:
     try:
         finish_saving()
     finally:
-        session.leave()
+        session.current.leave()
         jax.clear_caches()
         forget_steps()
         gc.collect()  # steps and their executables refer to one another

@@ -121,7 +121,7 @@ def _run(loop: "_Loop", state: Any, directory: Path, num_steps: int, max_failure
     while True:
         try:
             if failures:
-                session.rejoin()
+                session.current.rejoin()
             return loop.run(last, state)
         except HostsError as error:
             forget_saving()

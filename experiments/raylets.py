@@ -7,6 +7,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 import autopar
+from autopar.hosts.ray_private import without_uv_hook
 
 CONFIG = {
     "worker_niceness": 0,  # 15 by default: workers would wait for whatever else runs
@@ -23,7 +24,8 @@ def raylets(count: int) -> Iterator[Cluster]:
     try:
         for _ in range(count - 1):
             cluster.add_node(num_cpus=2)
-        ray.init(address=cluster.address, log_to_driver=False)
+        with without_uv_hook():
+            ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
     finally:
         autopar.shutdown()

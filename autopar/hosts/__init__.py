@@ -1,1 +1,1 @@
-"""Running plans on the hosts of a Ray cluster: a worker on each host, and a driver that holds no accelerator."""
+"""Execution of plans on the hosts of a Ray cluster: a driver without accelerators, workers with."""

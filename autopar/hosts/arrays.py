@@ -1,4 +1,4 @@
-"""Arrays on other hosts, as the driver has them."""
+"""Handles of arrays that are distributed over the devices of other hosts."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,82 +16,109 @@ if TYPE_CHECKING:
 
 
 class DistributedArray(ArrayHandle):
-    """A handle on an array whose parts are in the memory of devices of other hosts.
+    """A handle of an array whose shards are in the memory of other hosts' devices.
 
-    `np.array(x)` brings it here; so does any JAX function that is given it. When the handle goes, the workers forget the array with the
-    next thing that they are asked; `delete` has them do so at once.
+    `np.array(x)` and JAX functions fetch the array to this process. When the handle is garbage,
+    each worker frees the array with its next call; `delete` frees it at once.
 
     Attributes:
-        shape, dtype: those of the whole. Random keys can't be numpy arrays: `key_data` brings here what they consist of.
-        array: what and where it is.
-        key: what the workers know it by.
-        is_donated: whether a step has used up its memory, so that it can't be read any more.
+        shape: shape of the whole array.
+        dtype: dtype of the array. Random keys can't be numpy arrays: `key_data` fetches their data.
+        hosts: the hosts that store the array.
+        key: the workers' key of the array.
+        array: its type and place.
+        is_donated: whether a step has reused its memory, so that it can no longer be read.
     """
 
     def __init__(self, hosts: "RayHosts", key: int, array: Array) -> None:
-        self.hosts, self.key, self.array = hosts, key, array
-        self.shape, self.dtype, self.weak_type = array.aval.shape, array.aval.dtype, False
-        self.is_donated, self._is_deleted = False, False
-        self._here: np.ndarray | None = None
+        self.hosts = hosts
+        self.key = key
+        self.array = array
+        self.shape = array.aval.shape
+        self.dtype = array.aval.dtype
+        self.weak_type = False
+        self.is_donated = False
+        self._is_deleted = False
+        self._fetched: np.ndarray | None = None
 
     @property
     def ndim(self) -> int:
+        """Number of dims."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return int(np.prod(self.shape))
 
     @property
     def sharding(self) -> NamedSharding:
-        """Where it is, on a mesh without devices."""
+        """Sharding of the array, on a mesh without devices."""
         return self.array.sharding
 
     def block_until_ready(self) -> "DistributedArray":
-        """Wait for it."""
+        """Wait until the array has been computed."""
         self.hosts.wait(self.array.place.mesh.devices)
         return self
 
     def delete(self) -> None:
-        """Free what it takes on the workers, now; steps that were asked for before still have it."""
-        self._is_deleted, self._here = True, None
+        """Free the array's memory now; steps that were called before can still read it."""
+        self._is_deleted = True
+        self._fetched = None
         self.hosts.release(self.key)
         self.hosts.free()
 
     def is_deleted(self) -> bool:
-        """Whether there is nothing to read any more: it was deleted, or donated to a step."""
+        """Whether the array was deleted or donated, so that it can no longer be read."""
         return self._is_deleted or self.is_donated
 
     def prefetch(self) -> None:
-        """Bring it here. One that a step has used up, that was deleted, or whose workers have ended: `RuntimeError`."""
-        if self._here is None:
+        """Fetch the array to this process, unless it is there already.
+
+        Raises:
+            RuntimeError: the array was deleted or donated, or its workers have ended.
+        """
+        if self._fetched is None:
             self.check()
-            self._here = self.hosts.fetch([self])[0]
+            self._fetched = self.hosts.fetch([self])[0]
 
     def check(self) -> None:
-        """Raise RuntimeError if there is nothing to read any more; HostsError, which is one, if the workers that had it have ended."""
+        """Raise RuntimeError if the array can no longer be read.
+
+        Raises:
+            HostsError: a RuntimeError; the workers that stored the array have ended.
+            RuntimeError: the array was deleted or donated.
+        """
         if self._is_deleted:
             raise RuntimeError(
-                f"{self!r} was deleted; keep the handle and don't call its delete while it is needed"
+                f"{self!r} was deleted; keep the handle and don't call its delete while it is"
+                " needed"
             )
         if self.is_donated:
             raise RuntimeError(
-                f"{self!r} was donated to a step, which has used its memory; use what the step returned"
+                f"{self!r} was donated to a step, which has used its memory; use what the step"
+                " returned"
             )
         if not self.hosts.is_live(self.key):
             raise HostsError(
-                f"{self!r} was in the memory of workers that have ended, by autopar.shutdown or a failure, and is gone with them; make the"
-                " state anew, or restore a checkpoint"
+                f"{self!r} was in the memory of workers that have ended, by autopar.shutdown or a"
+                " failure, and is gone with them; make the state anew, or restore a checkpoint"
             )
 
     def numbers(self) -> np.ndarray:
-        """What it consists of, here: itself, or the data of random keys."""
+        """Return the array, or the data of random keys, in this process."""
         self.prefetch()
-        assert self._here is not None
-        return self._here
+        assert self._fetched is not None
+        return self._fetched
 
     def key_data(self) -> np.ndarray:
-        """What random keys consist of, as `jax.random.key_data` gives it, here; `jax.random.wrap_key_data` makes keys of it."""
+        """Return the data of random keys in this process, as `jax.random.key_data` does.
+
+        `jax.random.wrap_key_data` turns it into keys.
+
+        Raises:
+            TypeError: the array has no random keys.
+        """
         if self.array.impl is None:
             raise TypeError(f"{self!r} has no random keys; use np.array of it")
         return self.numbers()
@@ -101,16 +128,14 @@ class DistributedArray(ArrayHandle):
             raise TypeError(
                 f"{self!r} has random keys, which can't be a numpy array; use its method key_data()"
             )
-        here = self.numbers()
-        return np.array(here, dtype=dtype) if copy or dtype is not None else here
+        value = self.numbers()
+        return np.array(value, dtype=dtype) if copy or dtype is not None else value
 
     def __jax_array__(self) -> jax.Array:
-        here = jax.numpy.asarray(self.numbers())
-        return (
-            here
-            if self.array.impl is None
-            else jax.random.wrap_key_data(here, impl=self.array.impl)
-        )
+        value = jax.numpy.asarray(self.numbers())
+        if self.array.impl is None:
+            return value
+        return jax.random.wrap_key_data(value, impl=self.array.impl)
 
     def __float__(self) -> float:
         return float(np.asarray(self))
@@ -119,36 +144,37 @@ class DistributedArray(ArrayHandle):
         return int(np.asarray(self))
 
     def item(self) -> Any:
-        """The one number that it is."""
+        """Return the only element as a Python number."""
         return np.asarray(self).item()
 
     def __format__(self, spec: str) -> str:
         return format(np.asarray(self)[()], spec) if spec else str(self)
 
     def __repr__(self) -> str:
-        return f"DistributedArray(shape={self.shape}, dtype={self.dtype}, sharding={self.array.place.spec})"
+        spec = self.array.place.spec
+        return f"DistributedArray(shape={self.shape}, dtype={self.dtype}, sharding={spec})"
 
     def __del__(self) -> None:
         self.hosts.release(self.key)
 
 
 def plain(leaf: Any) -> np.ndarray:
-    """An array as it travels: numpy's, of keys what they consist of."""
+    """Return an array, or the data of random keys, as a numpy array to send to workers."""
     if isinstance(leaf, DistributedArray):
         return leaf.numbers()
-    return np.asarray(
-        jax.random.key_data(leaf) if isinstance(leaf, jax.Array) and is_key(leaf.dtype) else leaf
-    )
+    if isinstance(leaf, jax.Array) and is_key(leaf.dtype):
+        return np.asarray(jax.random.key_data(leaf))
+    return np.asarray(leaf)
 
 
 def prefetch(tree: Any) -> None:
-    """Bring all distributed arrays of a pytree here, in one go; `np.array` of each is there at once afterwards."""
+    """Fetch all distributed arrays of a pytree together, so that `np.array` of each is fast."""
     handles = [
         leaf
         for leaf in jax.tree.leaves(tree)
-        if isinstance(leaf, DistributedArray) and leaf._here is None
+        if isinstance(leaf, DistributedArray) and leaf._fetched is None
     ]
     for hosts in dict.fromkeys(handle.hosts for handle in handles):
-        mine = [handle for handle in handles if handle.hosts is hosts]
-        for handle, value in zip(mine, hosts.fetch(mine), strict=True):
-            handle._here = value
+        group = [handle for handle in handles if handle.hosts is hosts]
+        for handle, value in zip(group, hosts.fetch(group), strict=True):
+            handle._fetched = value

@@ -1,4 +1,4 @@
-"""Threads of a worker that read batches from a user's loader. Independent of Ray; only the pickled function may use it."""
+"""Readers of batches in threads of a worker. Only the user's pickled function may depend on Ray."""
 
 import pickle
 from collections.abc import Mapping
@@ -11,12 +11,21 @@ from autopar.runtime.batch_reading import Batches, DataLoaderError, Reader
 def open_reader(
     batches: bytes, places: Mapping[int, Place], devices: Mapping[int, Device]
 ) -> Reader:
-    """What reads the arrays of batches that have these places; `devices` by number. What can't be unpickled: DataLoaderError."""
+    """Return the reader of a worker's part of batches.
+
+    Args:
+        batches: a pickled `Batches`.
+        places: places of the arrays to read.
+        devices: devices by number.
+
+    Raises:
+        DataLoaderError: `batches` can't be unpickled.
+    """
     try:
-        found = pickle.loads(batches)
+        loaded = pickle.loads(batches)
     except Exception as error:
         raise DataLoaderError(
             f"input_iter_func can't be loaded here: {type(error).__name__}: {error}"
         ) from error
-    assert isinstance(found, Batches)
-    return Reader(found, {i: place.sharding(devices) for i, place in places.items()})
+    assert isinstance(loaded, Batches)
+    return Reader(loaded, {i: place.sharding(devices) for i, place in places.items()})

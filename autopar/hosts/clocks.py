@@ -1,4 +1,4 @@
-"""How far the clocks of other hosts are from ours."""
+"""Offsets between the clocks of hosts."""
 
 import time
 from collections.abc import Callable
@@ -7,22 +7,23 @@ _ROUND_TRIPS = 20
 
 
 def offset(ask: Callable[[], float], now: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds to add to what another clock shows, to have what ours does.
+    """Return the seconds to add to another clock's reading to get this clock's.
 
-    It is read in the middle of a round trip, more or less; the shorter one is, the less it can be off: by half of it at most. So the
-    shortest of several tells (Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989).
+    The other clock is assumed to be read in the middle of a round trip, so the error is at most
+    half the duration of that trip. The shortest of several trips is used (Cristian, "Probabilistic
+    clock synchronization", Distributed Computing 3, 1989).
 
     Args:
         ask: reads the other clock.
-        now: reads ours.
+        now: reads this clock.
     """
     trips = [_round_trip(ask, now) for _ in range(_ROUND_TRIPS)]
     return min(trips)[1]
 
 
 def _round_trip(ask: Callable[[], float], now: Callable[[], float]) -> tuple[float, float]:
-    """What it took, and the offset if the other clock was read halfway."""
+    """Return the duration of a round trip and the offset that it implies."""
     before = now()
-    there = ask()
+    reading = ask()
     after = now()
-    return after - before, (before + after) / 2 - there
+    return after - before, (before + after) / 2 - reading

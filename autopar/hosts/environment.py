@@ -1,4 +1,4 @@
-"""What hosts must have in common with the driver, and what a host must have to take part."""
+"""What a host needs to take part: the driver's versions, enough devices, and free ports."""
 
 import os
 import re
@@ -15,34 +15,49 @@ from autopar.devices import Device
 from autopar.hosts.errors import HostsError, PortTakenError
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "autopar")
-"""Programs are serialised by the driver's JAX and read by a worker's, arrays likewise by numpy; workers run our own code, which uses flax."""
+"""Packages whose versions must agree on all hosts.
 
+The driver's JAX serializes programs and the worker's deserializes them, numpy likewise for arrays;
+workers run autopar, which imports flax.
+"""
 
 _SPARE_THREADS = 8
-"""Threads of a worker beside those of its virtual devices, by the variable that XLA has for that. There are as many as cores otherwise,
-and while all wait for a collective nobody is left to send others what they need before they can join in."""
+"""Threads of XLA's pool in a worker beyond one for each virtual device (variable NPROC).
+
+By default the pool has a thread for each core. If all of them wait for a collective, none is left
+to send other workers the values that they need to join it.
+"""
 
 _VIRTUAL_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
 def virtual_devices() -> int | None:
-    """How many virtual CPU devices XLA_FLAGS asks for in this process, if it does."""
-    asked = _VIRTUAL_DEVICES.search(os.environ.get("XLA_FLAGS", ""))
-    return int(asked[1]) if asked else None
+    """Return the number of virtual CPU devices that XLA_FLAGS sets, or None."""
+    flag = _VIRTUAL_DEVICES.search(os.environ.get("XLA_FLAGS", ""))
+    return int(flag[1]) if flag else None
 
 
 def variables_of_worker(platform: str, num_devices: int) -> dict[str, str]:
-    """The environment variables of a worker: XLA gets the flags that it has here, but for the number of virtual devices."""
+    """Return the environment variables of a worker.
+
+    XLA_FLAGS is the driver's, except for the number of virtual devices.
+
+    Args:
+        platform: "cpu" or "cuda".
+        num_devices: number of devices of the worker's host.
+    """
     flags = _VIRTUAL_DEVICES.sub("", os.environ.get("XLA_FLAGS", "")).split()
-    found = {"JAX_PLATFORMS": platform}
+    variables = {"JAX_PLATFORMS": platform}
     if platform == "cpu":
         flags.append(f"--xla_force_host_platform_device_count={num_devices}")
-        found["NPROC"] = str(num_devices + _SPARE_THREADS)
-    return found | ({"XLA_FLAGS": " ".join(flags)} if flags else {})
+        variables["NPROC"] = str(num_devices + _SPARE_THREADS)
+    if flags:
+        variables["XLA_FLAGS"] = " ".join(flags)
+    return variables
 
 
 def versions() -> dict[str, str]:
-    """What must be the same everywhere."""
+    """Return the versions of Python and of the packages that must agree on all hosts."""
     return {
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         **{name: _version(name) for name in _PACKAGES},
@@ -57,34 +72,44 @@ def _version(package: str) -> str:
 
 
 def check_versions(
-    host: int, address: str, here: Mapping[str, str], there: Mapping[str, str]
+    host: int, address: str, expected: Mapping[str, str], present: Mapping[str, str]
 ) -> None:
-    """Raise HostsError if a host has other versions than the driver."""
-    different = {name: each for name, each in here.items() if there.get(name) != each}
+    """Raise HostsError if a host has other versions than the driver.
+
+    Args:
+        host: number of the host.
+        address: address of the host.
+        expected: the driver's versions by package.
+        present: the host's versions by package.
+    """
+    different = {name: wanted for name, wanted in expected.items() if present.get(name) != wanted}
     if not different:
         return
-    found = ", ".join(
-        f"{name} {there.get(name, 'not installed')} (the driver: {each})"
-        for name, each in different.items()
+    described = ", ".join(
+        f"{name} {present.get(name, 'not installed')} (the driver: {wanted})"
+        for name, wanted in different.items()
     )
-    packages = " ".join(f"{name}=={each}" for name, each in different.items() if name != "Python")
-    todo = [f"run it with Python {here['Python']}"] if "Python" in different else []
-    todo += [f"pip install {packages}"] if packages else []
-    raise HostsError(f"host {host} ({address}) has {found}; {' and '.join(todo)} there")
+    remedies = [f"run it with Python {expected['Python']}"] if "Python" in different else []
+    packages = [f"{name}=={wanted}" for name, wanted in different.items() if name != "Python"]
+    if packages:
+        remedies.append(f"pip install {' '.join(packages)}")
+    raise HostsError(f"host {host} ({address}) has {described}; {' and '.join(remedies)} there")
 
 
 def leave_gpus() -> None:
-    """Have this process, the driver, use no GPU: workers want all that their hosts have, and it may be on one of these.
+    """Keep this process, the driver, off the GPUs, which the workers need.
 
-    Afterwards JAX has only the CPU here, also when the hosts are left. A driver that uses a GPU already is warned.
+    Sets `jax_platforms` to "cpu" for the rest of the process. If the process already uses a GPU,
+    it warns instead.
     """
     first = (jax.config.jax_platforms or "cpu").split(",")[0]  # pyright: ignore[reportAttributeAccessIssue]
     if not backends_started() and first == "cpu":
         jax.config.update("jax_platforms", "cpu")
     elif (jax.default_backend() if backends_started() else first) != "cpu":
         warnings.warn(
-            "this process has JAX on a GPU, whose memory it takes from a worker on this host: set JAX_PLATFORMS=cpu for it, or call"
-            " autopar.init(cluster='ray') before anything that uses a device",
+            "this process has JAX on a GPU, whose memory it takes from a worker on this host: set"
+            " JAX_PLATFORMS=cpu for it, or call autopar.init(cluster='ray') before anything that"
+            " uses a device",
             stacklevel=2,
         )
 
@@ -92,49 +117,52 @@ def leave_gpus() -> None:
 def devices_of(
     members: Sequence[int], wanted: Sequence[Sequence[int]], host: int, address: str
 ) -> dict[int, Device]:
-    """The devices that JAX has, by number.
+    """Return the devices of a distributed JAX by number.
 
     Args:
-        members: the hosts that form one distributed JAX, in the order of their processes.
+        members: the hosts that form it, in the order of their processes.
         wanted: for each host the numbers of its devices.
-        host: this one.
+        host: number of this host.
+        address: address of this host.
 
     Raises:
-        HostsError: JAX finds none here, or fewer than wanted on some host.
+        HostsError: JAX finds no devices, or too few on some host.
     """
     try:
-        found = jax.devices()
+        present = jax.devices()
     except RuntimeError as error:
         raise HostsError(
-            f"host {host} ({address}) has no accelerator that JAX can use: {error}; install autopar[cuda12] or autopar[cuda13] there, as"
-            " its driver wants"
+            f"host {host} ({address}) has no accelerator that JAX can use: {error}; install"
+            " autopar[cuda12] or autopar[cuda13] there, as its driver wants"
         ) from None
     devices: dict[int, Device] = {}
     for process, member in enumerate(members):
-        there = [device for device in found if device.process_index == process]
-        if len(there) < len(wanted[member]):
+        own = [device for device in present if device.process_index == process]
+        if len(own) < len(wanted[member]):
             raise HostsError(
-                f"host {member} has {len(there)} {found[0].platform} devices that JAX can use, but {len(wanted[member])} are wanted of it;"
-                " give autopar.init fewer (num_devices_per_node), or see there what jax.devices() says"
+                f"host {member} has {len(own)} {present[0].platform} devices that JAX can use, but"
+                f" {len(wanted[member])} are wanted of it; give autopar.init fewer"
+                " (num_devices_per_node), or see there what jax.devices() says"
             )
-        devices.update(zip(wanted[member], there, strict=False))
+        devices.update(zip(wanted[member], own, strict=False))
     return devices
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return found.getsockname()[1]
+    """Return a port of this host that no program listens on."""
+    with socket.socket() as server:
+        server.bind(("", 0))
+        return server.getsockname()[1]
 
 
 def check_port(host: int, address: str) -> None:
-    """Raise PortTakenError if somebody listens on the port of an address of this host: JAX would end the process."""
+    """Raise PortTakenError if the port of an address is in use; JAX would end the process."""
     port = int(address.rpartition(":")[2])
-    with socket.socket() as tried:
+    with socket.socket() as server:
         try:
-            tried.bind(("", port))
+            server.bind(("", port))
         except OSError as error:
             raise PortTakenError(
-                f"host {host}: port {port}, for JAX's coordinator ({address}), can't be had: {error}"
+                f"host {host}: port {port}, for JAX's coordinator ({address}), can't be used:"
+                f" {error}"
             ) from None

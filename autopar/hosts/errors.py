@@ -1,37 +1,39 @@
-"""What can go wrong on many hosts, by what a user can do about it."""
+"""Errors of hosts, by what a user can do about them."""
 
 from collections.abc import Sequence
 
 
 class HostsError(RuntimeError):
-    """Something is wrong with the hosts; after it the workers are gone, and what they held."""
+    """The hosts can't be used. Workers that were running have ended, and their arrays are lost."""
 
 
 class PortTakenError(HostsError):
-    """Somebody else listens on a port that was free when it was asked for."""
+    """A program listens on a port that was free a moment before."""
 
 
 class HostError(HostsError):
-    """Something is wrong with one host.
+    """One host failed.
 
     Attributes:
-        host: its number.
-        meshes: those that it has devices of, in the step that ran last.
-        instruction: the one that it is at, or was when it was heard of last; None if that is not known.
+        host: number of the host.
+        meshes: the host's meshes in the step that ran last.
+        instruction: the instruction that the host last reported; None if unknown.
     """
 
     def __init__(
         self, host: int, message: str, meshes: Sequence[int] = (), instruction: str | None = None
     ) -> None:
         super().__init__(message)
-        self.host, self.meshes, self.instruction = host, tuple(meshes), instruction
+        self.host = host
+        self.meshes = tuple(meshes)
+        self.instruction = instruction
 
 
 class HostLostError(HostError):
-    """A worker has died, or its host.
+    """A worker or its host died.
 
     Attributes:
-        cause: what Ray says of it.
+        cause: Ray's explanation.
     """
 
     def __init__(
@@ -43,21 +45,22 @@ class HostLostError(HostError):
         others: Sequence[str] = (),
         instruction: str | None = None,
     ) -> None:
-        """`others`: what the other hosts were doing."""
+        """Compose the message; `others` are the activities of the other hosts."""
         last = f" last heard of at {instruction}," if instruction else ""
         message = (
             f"{_named(host, address, meshes)}{last} is lost: {cause}.{_meanwhile(others)}"
-            " What it held is gone; restore a checkpoint, on the hosts that remain or with the host back"
+            " Its arrays are gone; restore a checkpoint, on the hosts that remain or with the host"
+            " back"
         )
         super().__init__(host, message, meshes, instruction)
         self.cause = cause
 
 
 class HostTimeoutError(HostError):
-    """A worker has not finished what it was asked for in time, or does not even say what it is doing.
+    """A worker did not finish a call in time, or does not report its activity.
 
     Attributes:
-        mesh: that of the instruction.
+        mesh: the mesh of the instruction.
     """
 
     def __init__(
@@ -69,34 +72,30 @@ class HostTimeoutError(HostError):
         others: Sequence[str] = (),
         mesh: int | None = None,
         instruction: str | None = None,
-        todo: str = "",
+        remedy: str = "",
     ) -> None:
-        """`others`: what the other hosts were doing."""
-        message = f"{_named(host, address, meshes)} {cause}.{_meanwhile(others)} {todo}".rstrip()
+        """Compose the message; `others` are the activities of the other hosts."""
+        message = f"{_named(host, address, meshes)} {cause}.{_meanwhile(others)} {remedy}".rstrip()
         super().__init__(host, message, meshes, instruction)
         self.mesh = mesh
 
 
 class StepFailedError(HostError):
-    """An instruction has failed on a worker.
+    """An instruction of a step failed on a worker.
 
     Attributes:
-        mesh: that of the instruction.
+        mesh: the mesh of the instruction.
     """
 
     def __init__(self, host: int, mesh: int, instruction: str, cause: str) -> None:
-        super().__init__(
-            host,
-            f"host {host}, mesh {mesh}, instruction {instruction!r}: {cause}",
-            (mesh,),
-            instruction,
-        )
+        message = f"host {host}, mesh {mesh}, instruction {instruction!r}: {cause}"
+        super().__init__(host, message, (mesh,), instruction)
         self.mesh = mesh
 
 
 def _named(host: int, address: str, meshes: Sequence[int]) -> str:
-    of = f", mesh {' and '.join(map(str, meshes))} of the step," if meshes else ""
-    return f"host {host} ({address}){of}"
+    mesh = f", mesh {' and '.join(map(str, meshes))} of the step," if meshes else ""
+    return f"host {host} ({address}){mesh}"
 
 
 def _meanwhile(others: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""State of the workers as the driver knows it, so that a worker that hangs is found."""
+"""Health of the workers: what each one is doing, so that the driver finds the one that hangs."""
 
 import os
 import time
@@ -11,22 +11,32 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 _VARIABLE = "AUTOPAR_SILENCE_SECONDS"
+
 _SILENCE_SECONDS = 8.0
-"""How long a worker may say nothing while steps run. XLA lets other threads run, so that a stopped process is told from a slow one."""
+"""Seconds that a worker may leave a query unanswered while steps run.
+
+XLA lets the thread that answers run, so only a stopped process is silent for long, not a slow one.
+"""
 
 _RECENT_SECONDS = 10.0
 
 
-class Silent(Enum):
-    """Why a worker does not say what it is doing."""
+class Unresponsive(Enum):
+    """Why a worker does not answer."""
 
     GONE = "is gone"
     MUTE = "does not answer"
 
 
 @dataclass(frozen=True, slots=True)
-class Doing:
-    """What a worker is at, and for how many seconds; `mesh` is None for what is no instruction."""
+class Activity:
+    """What a worker is doing.
+
+    Attributes:
+        mesh: the mesh of the instruction; None if the activity is not an instruction.
+        instruction: the instruction, or another name of the activity.
+        seconds: how long it has taken so far.
+    """
 
     mesh: int | None
     instruction: str
@@ -34,73 +44,84 @@ class Doing:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for another mesh."""
+        """Whether the worker waits for another mesh."""
         return self.instruction.startswith("recv ")
 
     def __str__(self) -> str:
-        of = "" if self.mesh is None else f" of mesh {self.mesh}"
-        return f"has been at {self.instruction}{of} for {self.seconds:.0f} s"
+        mesh = "" if self.mesh is None else f" of mesh {self.mesh}"
+        return f"has been at {self.instruction}{mesh} for {self.seconds:.0f} s"
 
 
-type State = Doing | Silent | None
-"""None: it has nothing to do."""
+type State = Activity | Unresponsive | None
+"""The state of a worker; None if it is idle."""
 
 
-class Watch:
-    """Asks workers from time to time what they are doing, without waiting for their answers."""
+class HealthMonitor:
+    """Polls workers for their activity without blocking on their answers."""
 
     def __init__(self, actors: Sequence[Any]) -> None:
         self._actors = list(actors)
-        self._asked: list[tuple[Any, float] | None] = [None] * len(actors)
-        self._last: list[tuple[State, float]] = [(None, 0.0)] * len(actors)
+        self._queries: list[tuple[Any, float] | None] = [None] * len(actors)
+        self._answers: list[tuple[State, float]] = [(None, 0.0)] * len(actors)
 
     def poll(self, is_excused: bool) -> None:
-        """Take the answers that have come, and ask again; who is excused owes none yet."""
+        """Collect the answers that have arrived and query those workers again.
+
+        Args:
+            is_excused: whether workers may be too busy to answer, so that their silence starts now.
+        """
         now = time.monotonic()
-        for host, asked in enumerate(self._asked):
-            if asked is None or ray.wait([asked[0]], timeout=0)[0]:
-                if asked is not None:
-                    self._last[host] = self._answer(asked[0]), asked[1]
-                self._asked[host] = self._ask(host), now
+        for host, query in enumerate(self._queries):
+            if query is None:
+                self._queries[host] = self._query(host), now
+            elif ray.wait([query[0]], timeout=0)[0]:
+                self._answers[host] = self._answer(query[0]), query[1]
+                self._queries[host] = self._query(host), now
             elif is_excused:
-                self._asked[host] = asked[0], now
+                self._queries[host] = query[0], now
 
     def silence(self) -> list[float]:
-        """For each worker, how many seconds it has owed an answer."""
+        """Return for each worker the seconds since its unanswered query."""
         now = time.monotonic()
-        return [0.0 if each is None else now - each[1] for each in self._asked]
+        return [0.0 if query is None else now - query[1] for query in self._queries]
 
     def states(self, seconds: float) -> list[State]:
-        """What each worker is doing now, asked all at once and given so long to answer."""
-        refs = [self._ask(host) for host in range(len(self._actors))]
+        """Return the present state of each worker; all together have `seconds` to answer."""
+        refs = [self._query(host) for host in range(len(self._actors))]
         if refs:
             ray.wait(refs, num_returns=len(refs), timeout=seconds)
         return [self._answer(ref) for ref in refs]
 
-    def last(self, host: int) -> Doing | None:
-        """What a worker was at when it was asked before it fell silent; None where that is too long ago, or it had nothing to do."""
-        (state, then), asked = self._last[host], self._asked[host]
-        return (
-            state
-            if isinstance(state, Doing) and asked is not None and asked[1] - then < _RECENT_SECONDS
-            else None
-        )
+    def last(self, host: int) -> Activity | None:
+        """Return the activity of a worker just before it fell silent.
 
-    def _ask(self, host: int) -> Any:
+        Returns:
+            The activity in the last answer, or None if that answer is too old or says idle.
+        """
+        state, answered = self._answers[host]
+        query = self._queries[host]
+        is_recent = query is not None and query[1] - answered < _RECENT_SECONDS
+        return state if isinstance(state, Activity) and is_recent else None
+
+    def _query(self, host: int) -> Any:
         return self._actors[host].doing.options(concurrency_group="control").remote()
 
     def _answer(self, ref: Any) -> State:
         try:
-            found = ray.get(ref, timeout=0)
+            answer = ray.get(ref, timeout=0)
         except RayActorError:
-            return Silent.GONE
+            return Unresponsive.GONE
         except RayError:
-            return Silent.MUTE
-        return None if found is None else Doing(*found)
+            return Unresponsive.MUTE
+        return None if answer is None else Activity(*answer)
 
 
 def silence_seconds(environment: Mapping[str, str] = os.environ) -> float:
-    """How long a worker may say nothing while steps run, before it is taken for hung."""
+    """Return how long a worker may be silent while steps run, before it counts as hung.
+
+    Raises:
+        ValueError: AUTOPAR_SILENCE_SECONDS is not a positive number.
+    """
     given = environment.get(_VARIABLE)
     try:
         seconds = _SILENCE_SECONDS if given is None else float(given)
@@ -112,17 +133,21 @@ def silence_seconds(environment: Mapping[str, str] = os.environ) -> float:
 
 
 def culprit(states: Sequence[State], asked: Sequence[int]) -> int:
-    """The host that most likely keeps the others.
+    """Return the host that most likely blocks the others.
 
-    One that does not answer; else of those that are at something and wait for no other mesh, the one that has been so for longest; else
-    the first of those that were asked.
+    This is the first host that does not answer; otherwise the one that has been busy longest with
+    something other than waiting for a mesh; otherwise the first of the hosts that were asked.
+
+    Args:
+        states: the state of each host.
+        asked: the hosts whose answers are late.
     """
     for host, state in enumerate(states):
-        if isinstance(state, Silent):
+        if isinstance(state, Unresponsive):
             return host
     busy = [
-        (each.seconds, -host)
-        for host, each in enumerate(states)
-        if isinstance(each, Doing) and not each.is_waiting
+        (state.seconds, -host)
+        for host, state in enumerate(states)
+        if isinstance(state, Activity) and not state.is_waiting
     ]
     return -max(busy)[1] if busy else asked[0]

@@ -1,6 +1,7 @@
-"""Pieces of values on their way from worker to worker: from device memory to device memory, with JAX's transfer servers.
+"""Transfers between workers, from device memory to device memory, with JAX's transfer servers.
 
-Who sends only says what may be fetched; who receives fetches it. So nobody waits for a receiver, and the driver sees nothing of it.
+The sender offers arrays and the receiver pulls them. So senders do not wait for receivers, and the
+data bypasses the driver.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,34 +12,46 @@ from jax.experimental import transfer
 
 from autopar.devices import Device
 
+_SOCKETS = 4
+"""Number of sockets that a large array is spread over."""
+
 
 class Mailbox:
-    """A worker's end of the transfers.
+    """One worker's end of the transfers.
 
     Attributes:
-        address: where others connect to.
+        address: the address that other workers connect to.
     """
 
     def __init__(self, device: Device, host: str) -> None:
-        client = device.client
-        ports = [f"{host}:0"] * 4  # sockets that large arrays are spread over
-        self._server: Any = transfer.start_transfer_server(client, f"{host}:0", ports)
+        """Start a transfer server for the client of a device, on the address `host`."""
+        address = f"{host}:0"
+        self._server: Any = transfer.start_transfer_server(
+            device.client, address, [address] * _SOCKETS
+        )
         self.address = str(self._server.address())
         self._peers: Mapping[int, str] = {}
         self._connections: dict[int, Any] = {}
 
     def meet(self, peers: Mapping[int, str]) -> None:
-        """Learn the addresses of the other workers."""
-        self._peers, self._connections = dict(peers), {}
+        """Set the addresses of the other workers."""
+        self._peers = dict(peers)
+        self._connections = {}
 
-    def offer(self, letter: int, arrays: Sequence[jax.Array]) -> None:
-        """Let the receiver fetch arrays of single devices; `letter` tells them from everything else that is sent."""
-        self._server.await_pull(letter, list(arrays))
+    def offer(self, tag: int, arrays: Sequence[jax.Array]) -> None:
+        """Offer single-device arrays to the worker that will ask for `tag`."""
+        self._server.await_pull(tag, list(arrays))
 
     def fetch(
-        self, sender: int, letter: int, avals: Sequence[jax.ShapeDtypeStruct]
+        self, sender: int, tag: int, avals: Sequence[jax.ShapeDtypeStruct]
     ) -> list[jax.Array]:
-        """The arrays that a worker offers, each on the device that its sharding says; they may be still on their way."""
+        """Return the arrays that a worker offers under `tag`; they may still be in flight.
+
+        Args:
+            sender: number of the worker.
+            tag: identifies the offer.
+            avals: types of the arrays, with the sharding that places each on one device.
+        """
         if sender not in self._connections:
             self._connections[sender] = self._server.connect(self._peers[sender])
-        return self._connections[sender].pull(letter, list(avals))
+        return self._connections[sender].pull(tag, list(avals))

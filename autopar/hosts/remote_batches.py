@@ -1,4 +1,4 @@
-"""Batches on other hosts, seen from the driver: sent there, or read there by threads of the workers."""
+"""Batches on other hosts: sent there by the driver, or read there by threads of the workers."""
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from autopar.runtime.batch_reading import Batches, ahead
 def put_on_workers(
     hosts: RayHosts, specs: Sequence[PlacementSpec]
 ) -> Callable[[int, Any], DistributedArray]:
-    """A function of a number and a value that sends the value to where that spec says."""
+    """Return a function of a number and a value that sends the value where that spec says."""
     arrays = _arrays(hosts, specs)
     return lambda i, value: hosts.put(value, arrays[i])
 
@@ -31,93 +31,104 @@ def read_by_workers(
     steps: Iterator[int],
     prefetch: int,
 ) -> Iterator[list[DistributedArray]]:
-    """The arrays of each batch, when all workers have read what they take of it; `prefetch` more are being read."""
-    stream = _Stream(hosts, _arrays(hosts, specs))
+    """Yield the arrays of each batch, when all workers have read their part of it.
+
+    Args:
+        hosts: the hosts.
+        batches: the batches and the user's function that reads them.
+        specs: the place of each array.
+        steps: numbers of the batches.
+        prefetch: number of further batches that are read meanwhile.
+
+    Raises:
+        DataLoaderError: a worker can't read its part.
+        HostsError: the workers have ended.
+    """
+    stream = _BatchStream(hosts, _arrays(hosts, specs))
     try:
         stream.open(batches)
-        for reading in ahead(map(stream.ask, steps), prefetch):
-            yield stream.take(reading)
+        for request in ahead(map(stream.request, steps), prefetch):
+            yield stream.take(request)
     finally:
         stream.close()
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
-    """A batch that workers were asked for: the keys of its arrays, and for each worker its answer."""
+class _BatchRequest:
+    """A batch that workers are reading.
+
+    Attributes:
+        keys: the keys that its arrays will have.
+        answers: for each worker its host and the reference of the call.
+    """
 
     keys: list[int]
     answers: list[tuple[int, Any]]
 
 
-class _Stream:
-    """Readers on the workers, under one number.
+class _BatchStream:
+    """A reader on each worker that has shards of the batches.
 
-    A key becomes a handle only when its array is there: one that nobody takes is forgotten by the thread that reads, which has made
-    it by then, and not by the one that runs steps, which may be told before.
+    A key becomes a handle only after the workers have stored the array. Unclaimed keys are freed
+    by the reading thread, because the thread that runs steps could free a key before the reading
+    thread has stored its array.
     """
 
     def __init__(self, hosts: RayHosts, arrays: Sequence[Array]) -> None:
-        self._hosts, self._arrays = hosts, arrays
+        self._hosts = hosts
+        self._arrays = arrays
         (self._number,) = hosts.new_keys(1)
-        self._asked: set[int] = set()
-        self._takes = {
-            host: [
-                i
-                for i, array in enumerate(arrays)
-                if not set(devices).isdisjoint(array.place.mesh.devices)
-            ]
-            for host, devices in enumerate(hosts.numbers)
-        }
-        self._takes = {host: numbers for host, numbers in self._takes.items() if numbers}
+        self._unclaimed: set[int] = set()
+        # For each host with shards of a batch the numbers of their arrays.
+        reads: dict[int, list[int]] = {}
+        for i, array in enumerate(arrays):
+            for host in hosts.hosts_of(array.place.mesh.devices):
+                reads.setdefault(host, []).append(i)
+        self._reads = dict(sorted(reads.items()))
 
     def open(self, batches: Batches) -> None:
-        """Have the workers get ready."""
-        hosts, sent = self._hosts, ray.put(_pickled(batches))
+        """Create the readers."""
+        sent = ray.put(_pickled(batches))
         answers = []
-        for host, numbers in self._takes.items():
+        for host, numbers in self._reads.items():
             places = {i: self._arrays[i].place for i in numbers}
-            answers.append(
-                (host, hosts.ask_reader(host, "open_reader", self._number, sent, places))
-            )
-        for host, answer in answers:
-            hosts.answer(answer, host)
+            ref = self._hosts.call_reader(host, "open_reader", self._number, sent, places)
+            answers.append((host, ref))
+        for host, ref in answers:
+            self._hosts.answer(ref, host)
 
-    def ask(self, step: int) -> _Reading:
-        """Have a batch read."""
+    def request(self, step: int) -> _BatchRequest:
+        """Make the workers read the batch of a step."""
         if not self._hosts.is_live(self._number):
             raise HostsError(
                 "the workers that read these batches have ended; start again with from_step"
             )
         keys = self._hosts.new_keys(len(self._arrays))
-        self._asked.update(keys)
-        answers = [
-            (
-                host,
-                self._hosts.ask_reader(
-                    host, "read", self._number, step, {i: keys[i] for i in numbers}
-                ),
-            )
-            for host, numbers in self._takes.items()
-        ]
-        return _Reading(keys, answers)
+        self._unclaimed.update(keys)
+        answers = []
+        for host, numbers in self._reads.items():
+            own = {i: keys[i] for i in numbers}
+            ref = self._hosts.call_reader(host, "read", self._number, step, own)
+            answers.append((host, ref))
+        return _BatchRequest(keys, answers)
 
-    def take(self, reading: _Reading) -> list[DistributedArray]:
-        """Wait for a batch."""
-        for host, answer in reading.answers:
-            self._hosts.answer(answer, host)
-        self._asked.difference_update(reading.keys)
+    def take(self, request: _BatchRequest) -> list[DistributedArray]:
+        """Wait for a batch and return handles of its arrays."""
+        for host, ref in request.answers:
+            self._hosts.answer(ref, host)
+        self._unclaimed.difference_update(request.keys)
         return [
-            DistributedArray(self._hosts, *each)
-            for each in zip(reading.keys, self._arrays, strict=True)
+            DistributedArray(self._hosts, key, array)
+            for key, array in zip(request.keys, self._arrays, strict=True)
         ]
 
     def close(self) -> None:
-        """Have the workers read no more, unless they have ended."""
+        """Delete the readers, unless the workers have ended."""
         if not self._hosts.is_live(self._number):
             return
-        for host in self._takes:
-            self._hosts.ask_reader(host, "close_reader", self._number, list(self._asked))
-        for key in (self._number, *self._asked):
+        for host in self._reads:
+            self._hosts.call_reader(host, "close_reader", self._number, list(self._unclaimed))
+        for key in (self._number, *self._unclaimed):
             self._hosts.release(key)
 
 
@@ -126,15 +137,20 @@ def _pickled(batches: Batches) -> bytes:
         return cloudpickle.dumps(batches)  # pyright: ignore[reportPrivateImportUsage]
     except (TypeError, pickle.PicklingError) as error:
         raise TypeError(
-            f"input_iter_func can't be sent to the workers: {error}; open what it reads inside of it, instead of closing over it"
+            f"input_iter_func can't be sent to the workers: {error}; open what it reads inside of"
+            " it, instead of closing over it"
         ) from error
 
 
 def _arrays(hosts: RayHosts, specs: Sequence[PlacementSpec]) -> list[Array]:
-    """The arrays of a batch. Places that the hosts don't have: ValueError."""
-    found = []
+    """Return the types and places of the arrays of a batch.
+
+    Raises:
+        ValueError: the hosts do not have a place.
+    """
+    arrays = []
     for i, spec in enumerate(specs):
         place = Place.of(spec)
         hosts.check_place(place)
-        found.append(Array.of(f"batch{i}", spec.aval, place.mesh, place.spec))
-    return found
+        arrays.append(Array.of(f"batch{i}", spec.aval, place.mesh, place.spec))
+    return arrays

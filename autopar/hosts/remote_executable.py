@@ -1,8 +1,8 @@
-"""A planned step on other hosts: what `parallelize` gives there, to be called and asked about."""
+"""A planned step on other hosts."""
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, override
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from autopar import report
 from autopar.hosts.arrays import DistributedArray
 from autopar.hosts.driver import RayHosts
 from autopar.hosts.job_export import export_job
-from autopar.hosts.timelines import Note, merged
+from autopar.hosts.timelines import ExecutedInstruction, merged
 from autopar.lowering.instructions import task_of
 from autopar.lowering.job import Array
 from autopar.lowering.planned import PlannedStep
@@ -23,13 +23,14 @@ from simulator.program import Run
 
 
 class RemoteExecutable(Executable):
-    """One step, run by the workers of other hosts; see `Executable`.
+    """A planned step that the workers of other hosts run; see `Executable`.
 
-    Calls return before the step has run; what they return are handles (`DistributedArray`), which the next call takes. So the driver
-    may be several steps ahead. `in_shardings` and `out_shardings` are on meshes without devices.
+    A call returns handles (`DistributedArray`) before the step has run, and the next call takes
+    them. So the driver may be several steps ahead of the workers. `in_shardings` and
+    `out_shardings` are on meshes without devices.
 
     Attributes:
-        hosts: the hosts that it runs on.
+        hosts: the hosts.
         tasks: for each task an instruction that runs it.
     """
 
@@ -42,90 +43,100 @@ class RemoteExecutable(Executable):
         donated: frozenset[int] = frozenset(),
         plan_seconds: float = 0.0,
     ) -> None:
-        """Export a planned step and have the workers compile it.
+        """Export a planned step, and compile it on the workers.
 
         Args:
+            planned: the traced step and its plan.
+            hosts: the hosts.
             donated: numbers of the inputs whose memory the step may reuse.
+            plan_seconds: seconds that tracing and planning took.
         """
         start = time.perf_counter()
-        self.planned, self.hosts, self.plan_seconds = planned, hosts, plan_seconds
+        self.planned = planned
+        self.hosts = hosts
+        self.plan_seconds = plan_seconds
         self.description = export_job(planned, hosts.platform, donated)
         runs = {task_of(run): run for run in self.description.job.calls}
-        self.tasks = {t: runs[t] for graph in planned.graphs for t in graph.tasks if t in runs}
+        self.tasks = {
+            task: runs[task] for graph in planned.graphs for task in graph.tasks if task in runs
+        }
         self._number = hosts.load(self.description.job, self)
         self.in_shardings = jax.tree.unflatten(
-            self.step.in_tree, [each.sharding for each in self.description.inputs]
+            self.step.in_tree, [array.sharding for array in self.description.inputs]
         )
         self.out_shardings = jax.tree.unflatten(
-            self.step.out_tree, [each.sharding for each in self._made]
+            self.step.out_tree, [array.sharding for array in self._output_arrays]
         )
         self.compile_seconds = time.perf_counter() - start
 
     # -- running
 
+    @override
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
         leaves, tree = jax.tree.flatten(args)
-        placed = [
-            leaf if self._has(leaf, wanted) else self.hosts.put(leaf, wanted)
+        handles = [
+            leaf if self._is_placed(leaf, wanted) else self.hosts.put(leaf, wanted)
             for leaf, wanted in zip(leaves, self.description.inputs, strict=True)
         ]
-        return jax.tree.unflatten(tree, placed)
+        return jax.tree.unflatten(tree, handles)
 
     def __call__(self, *args: Any) -> Any:
-        """Run the step on arguments that are in place; numpy arrays are sent where they should be.
+        """Run the step on arguments that are in place; numpy arrays of a batch are sent there.
 
         Raises:
-            ValueError: they are elsewhere, or of another structure.
-            HostsError: a step has failed, this one or one before, or the workers that had an argument have ended.
+            ValueError: an argument is elsewhere or has another structure.
+            HostsError: this step or an earlier one failed, or an argument's workers have ended.
         """
         leaves = self.step.leaves(args)
         for i, (leaf, wanted) in enumerate(zip(leaves, self.description.inputs, strict=True)):
-            if np.shape(leaf) != wanted.aval.shape:
-                raise ValueError(
-                    f"{self.step.in_paths[i]} has shape {np.shape(leaf)}, expected {wanted.aval.shape}"
-                )
-            if isinstance(leaf, DistributedArray):
-                if not self._has(leaf, wanted):
-                    raise ValueError(
-                        f"{self.step.in_paths[i]} is not where the plan wants it; see shard_args"
-                    )
-                leaf.check()
-            elif i not in self.step.batch:
-                raise ValueError(f"{self.step.in_paths[i]} is not on the workers; see shard_args")
+            self._check(i, leaf, wanted)
         outputs = {
-            o: each for o, each in enumerate(self.description.outputs) if isinstance(each, Array)
+            o: array for o, array in enumerate(self.description.outputs) if isinstance(array, Array)
         }
-        made = self.hosts.run(self._number, leaves, outputs)
+        handles = self.hosts.run(self._number, leaves, outputs)
         for i in self.description.donated:
             if isinstance(leaves[i], DistributedArray):
                 leaves[i].is_donated = True
-        results = [made.get(o, each) for o, each in enumerate(self.description.outputs)]
+        # Outputs without a handle are constants.
+        results = [handles.get(o, output) for o, output in enumerate(self.description.outputs)]
         return jax.tree.unflatten(self.step.out_tree, results)
 
-    def _has(self, leaf: Any, wanted: Array) -> bool:
-        """Whether the workers have an argument where it should be."""
+    def _check(self, i: int, leaf: Any, wanted: Array) -> None:
+        """Raise an error unless input `i` can be used as it is."""
+        path = self.step.in_paths[i]
+        if np.shape(leaf) != wanted.aval.shape:
+            raise ValueError(f"{path} has shape {np.shape(leaf)}, expected {wanted.aval.shape}")
+        if isinstance(leaf, DistributedArray):
+            if not self._is_placed(leaf, wanted):
+                raise ValueError(f"{path} is not where the plan wants it; see shard_args")
+            leaf.check()
+        elif i not in self.step.batch:
+            raise ValueError(f"{path} is not on the workers; see shard_args")
+
+    def _is_placed(self, leaf: Any, wanted: Array) -> bool:
+        """Return whether an argument is on the workers at its place."""
         return (
             isinstance(leaf, DistributedArray)
             and leaf.hosts is self.hosts
             and leaf.array.place == wanted.place
         )
 
+    @override
     def sync(self) -> None:
         self.hosts.wait()
 
-    # -- what it is
+    # -- description
 
     @property
     def places(self) -> Sequence[Array]:
-        """For each input what and where it should be."""
+        """Type and place of each input."""
         return self.description.inputs
 
     def _device_ids(self, numbers: Sequence[int]) -> tuple[int, ...]:
         return tuple(numbers)
 
-    # -- what it needs
-
     @property
+    @override
     def platform(self) -> str:
         return self.hosts.platform
 
@@ -134,37 +145,41 @@ class RemoteExecutable(Executable):
         if status == "annotated":
             function = self.description.functions[run.task]
             return report.annotated(function.jitted, function.in_avals, self.hosts.platform)
-        devices = self.description.job.calls[run].devices  # only their compiler knows
+        # Only the workers compile the program.
+        devices = self.description.job.calls[run].devices
         return self.hosts.ask(devices, "program_text", self._number, run, status)[0]
 
+    @override
     def get_stage_allocation_size(self) -> dict[Task, MemoryUse]:
-        found: dict[str, MemoryUse] = {}
+        allocations: dict[str, MemoryUse] = {}
         for of_worker in self.hosts.ask(self.hosts.owner, "allocations", self._number):
-            found |= of_worker
-        return {task: found[run.task] for task, run in self.tasks.items()}
+            allocations |= of_worker
+        return {task: allocations[run.task] for task, run in self.tasks.items()}
 
-    # -- how long it takes
+    # -- time
 
     def _dummy_inputs(self) -> list[Any]:
-        """Zeros, made where the step wants them; batches here."""
+        """Return zeros: on the workers for states, in this process for batches."""
         return [
-            np.zeros(each.shape, each.dtype)
-            if i in self.step.batch and not each.impl
-            else self.hosts.zeros(each)
-            for i, each in enumerate(self.description.inputs)
+            np.zeros(array.shape, array.dtype)
+            if i in self.step.batch and not array.impl
+            else self.hosts.zeros(array)
+            for i, array in enumerate(self.description.inputs)
         ]
 
+    @override
     def execution_timeline(self) -> Timeline:
-        """Run a step on zeros with every instruction timed, and return it in the form of a simulated step.
+        """Run a step on zeros with every instruction timed, and return its timeline.
 
-        Workers wait after each instruction, and run at the same time: what overlaps there does so in the timeline. A send lasts
-        until the value may be fetched; who receives it waits for it and fetches it.
+        Workers wait after each instruction but run concurrently, so tasks of different meshes
+        overlap as they do in a step. A send lasts until the value may be fetched; the receiver's
+        span lasts until it has fetched the value.
         """
-        self.recorded()  # the first time is slower
+        self.recorded()  # the first step is slower
         return merged(self.recorded(), self.program.meshes, self.memory)
 
-    def recorded(self) -> list[list[Note]]:
-        """What each worker has done in a step on zeros, and when by the clock of this process."""
-        self.hosts.ask(self.hosts.owner, "record")
+    def recorded(self) -> list[list[ExecutedInstruction]]:
+        """Return for each worker the instructions of a step on zeros, on this process's clock."""
+        self.hosts.ask_all("record")
         self(*jax.tree.unflatten(self.step.in_tree, self._dummy_inputs()))
         return self.hosts.recorded()

@@ -1,4 +1,4 @@
-"""When each instruction of a step has run on the workers of several hosts, on one clock."""
+"""Timelines of a step on several hosts: recorded by each worker, then merged on one clock."""
 
 import time
 from collections import defaultdict
@@ -13,12 +13,22 @@ from simulator.program import Free, Instruction, Recv, Run, Send
 from simulator.spans import Arrow, Span
 
 type Execute = Callable[[int, Instruction, list[Values], int], None]
-"""Carries out an instruction of a mesh, on the values of all meshes and with the first number of the step's deliveries."""
+"""Executes an instruction: (mesh, instruction, values of all meshes, first tag of the step)."""
+
+type Transfer = tuple[str, int, int]
+"""Name of a value, sending mesh, receiving mesh."""
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """An instruction of a mesh, as a worker has carried it out: from when to when, in seconds."""
+class ExecutedInstruction:
+    """An instruction of a mesh as one worker executed it.
+
+    Attributes:
+        mesh: number of the mesh.
+        instruction: the instruction.
+        start: when it began, in seconds.
+        end: when its results were ready, in seconds.
+    """
 
     mesh: int
     instruction: Instruction
@@ -27,58 +37,61 @@ class Note:
 
 
 class Stopwatch:
-    """Notes when a worker carries out instructions; each waits then for what it has made.
+    """Records when a worker executes instructions, and waits for the results of each.
 
     Attributes:
-        notes: in the order of what was done.
+        recorded: the instructions in the order of execution.
     """
 
     def __init__(self, execute: Execute) -> None:
         self._execute = execute
-        self.notes: list[Note] = []
+        self.recorded: list[ExecutedInstruction] = []
 
-    def execute(
-        self, mesh: int, instruction: Instruction, values: list[Values], letter: int
-    ) -> None:
-        """Carry out an instruction and note it."""
+    def execute(self, mesh: int, instruction: Instruction, values: list[Values], tag: int) -> None:
+        """Execute and record an instruction."""
         start = time.perf_counter()
-        self._execute(mesh, instruction, values, letter)
+        self._execute(mesh, instruction, values, tag)
         wait_for(values[mesh])
-        self.notes.append(Note(mesh, instruction, start, time.perf_counter()))
+        end = time.perf_counter()
+        self.recorded.append(ExecutedInstruction(mesh, instruction, start, end))
 
 
-def aligned(notes: Sequence[Note], offset: float) -> list[Note]:
-    """What a worker has noted, by a clock that shows `offset` seconds more."""
-    return [replace(each, start=each.start + offset, end=each.end + offset) for each in notes]
+def aligned(recorded: Sequence[ExecutedInstruction], offset: float) -> list[ExecutedInstruction]:
+    """Return recorded instructions on a clock that is `offset` seconds ahead."""
+    return [replace(each, start=each.start + offset, end=each.end + offset) for each in recorded]
 
 
 def merged(
-    notes: Sequence[Sequence[Note]],
+    recordings: Sequence[Sequence[ExecutedInstruction]],
     meshes: tuple[tuple[int, ...], ...],
     memory: tuple[MemoryUse, ...],
 ) -> Timeline:
-    """The timeline of what workers have noted by the same clock, from the first instruction on.
+    """Return the timeline of the instructions that several workers recorded on the same clock.
 
-    A mesh of several hosts begins an instruction when the first of them begins it, and has done it when the first of them has. So its
-    instructions do not overlap, and what is received was sent before: of the hosts that receive, the first to end had its pieces from
-    some host, which had begun to send them.
+    On a mesh of several hosts, an instruction starts when the first host starts it and ends when
+    the first host ends it. So the instructions of a mesh do not overlap, and every value is sent
+    before it is received: the first host to end a receive had its pieces from some sender, which
+    had started to send them.
+
+    Args:
+        recordings: for each worker its instructions.
+        meshes: for each mesh its devices.
+        memory: for each mesh its peak memory.
     """
-    by_mesh: dict[int, list[list[Note]]] = defaultdict(list)
-    for of_worker in notes:
-        for mesh in dict.fromkeys(each.mesh for each in of_worker):
-            by_mesh[mesh].append([each for each in of_worker if each.mesh == mesh])
-    begin = min(each.start for of_worker in notes for each in of_worker)
+    by_mesh: dict[int, list[list[ExecutedInstruction]]] = defaultdict(list)
+    for recorded in recordings:
+        for mesh in dict.fromkeys(executed.mesh for executed in recorded):
+            by_mesh[mesh].append([executed for executed in recorded if executed.mesh == mesh])
+    begin = min(executed.start for recorded in recordings for executed in recorded)
     spans: list[Span] = []
-    sent: dict[tuple[str, int, int], float] = {}
-    received: dict[tuple[str, int, int], float] = {}
+    sent: dict[Transfer, float] = {}
+    received: dict[Transfer, float] = {}
     for mesh, workers in sorted(by_mesh.items()):
         task = ""
         for same in zip(*workers, strict=True):
             instruction = same[0].instruction
-            start, end = (
-                min(each.start for each in same) - begin,
-                min(each.end for each in same) - begin,
-            )
+            start = min(executed.start for executed in same) - begin
+            end = min(executed.end for executed in same) - begin
             match instruction:
                 case Run():
                     task = str(instruction)
@@ -90,5 +103,8 @@ def merged(
                 case Free():
                     continue
             spans.append(span_of(mesh, instruction, start, end, task))
-    arrows = tuple(Arrow(at[0], at[1], sent[at], at[2], received[at]) for at in sent)
+    arrows = tuple(
+        Arrow(value, source, start, to, received[value, source, to])
+        for (value, source, to), start in sent.items()
+    )
     return Timeline(tuple(spans), meshes, memory, arrows)

@@ -1,4 +1,7 @@
-"""A worker: the devices of one host, what they hold, and the jobs that run there. It knows nothing of Ray, nor of plans."""
+"""A worker: the devices of one host, the arrays in their memory, and the jobs that run there.
+
+The worker depends neither on Ray nor on plans.
+"""
 
 import os
 import time
@@ -17,7 +20,7 @@ from autopar.hosts.batch_threads import open_reader
 from autopar.hosts.environment import check_port, devices_of, free_port, versions
 from autopar.hosts.errors import HostsError
 from autopar.hosts.mailbox import Mailbox
-from autopar.hosts.timelines import Execute, Note, Stopwatch
+from autopar.hosts.timelines import Execute, ExecutedInstruction, Stopwatch
 from autopar.hosts.worker_job import WorkerJob
 from autopar.lowering.cross_mesh_resharding import Tile
 from autopar.lowering.job import Array, Job, Place
@@ -30,27 +33,33 @@ from simulator.program import Run
 
 
 class InstructionError(RuntimeError):
-    """An instruction has failed on a worker.
+    """An instruction failed on a worker.
 
     Attributes:
-        worker, mesh, instruction: where, and which one.
+        worker: number of the worker.
+        mesh: number of the mesh, or -1 if the arguments were at fault.
+        instruction: text of the instruction.
+        cause: type and message of the exception.
     """
 
     def __init__(self, worker: int, mesh: int, instruction: str, cause: str) -> None:
         super().__init__(worker, mesh, instruction, cause)
-        self.worker, self.mesh, self.instruction, self.cause = worker, mesh, instruction, cause
+        self.worker = worker
+        self.mesh = mesh
+        self.instruction = instruction
+        self.cause = cause
 
     def __str__(self) -> str:
         return f"host {self.worker}, mesh {self.mesh}, instruction {self.instruction}: {self.cause}"
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ProcessGroup:
     """Workers whose devices form one distributed JAX.
 
     Attributes:
-        workers: in the order of their process numbers.
-        address: of the coordinator, on the first one's host.
+        workers: numbers of the workers, in the order of their JAX process numbers.
+        address: address of the coordinator, which runs on the host of the first worker.
     """
 
     workers: tuple[int, ...]
@@ -61,36 +70,55 @@ class Worker:
     """Runs jobs on the devices of its process.
 
     Attributes:
-        number: of this worker, and of its host.
+        number: number of this worker and of its host.
+        jobs: the loaded jobs by number.
     """
 
     def __init__(self, number: int, devices: Sequence[Sequence[int]], host: str) -> None:
-        """Nothing is started yet: JAX can be told only once what it is part of.
+        """Create a worker without starting JAX.
+
+        `start` does that, because `jax.distributed.initialize` can run only once in a process.
 
         Args:
-            devices: the numbers of every worker's devices.
-            host: the address of this host.
+            number: number of this worker.
+            devices: for each worker the numbers of its devices.
+            host: address of this host.
         """
-        self.number, self._numbers, self._host = number, [tuple(each) for each in devices], host
+        self.number = number
+        self.jobs: dict[int, WorkerJob] = {}
+        self._numbers = [tuple(numbers) for numbers in devices]
+        self._host = host
         self._owner = {
-            device: worker for worker, mine in enumerate(self._numbers) for device in mine
+            device: worker for worker, numbers in enumerate(self._numbers) for device in numbers
         }
         self._devices: dict[int, Device] = {}
         self._mailbox: Mailbox | None = None
         self._arrays: dict[int, jax.Array] = {}
-        self._jobs: dict[int, WorkerJob] = {}
         self._copies: dict[Path, dict[str, np.ndarray]] = {}
-        self._now: tuple[int | None, str, float] | None = None
-        self._records, self._notes = False, list[Note]()
         self._readers: dict[int, Reader] = {}
+        # (mesh, instruction, when it began) of what this worker is doing.
+        self._activity: tuple[int | None, str, float] | None = None
+        self._records_next_step = False
+        self._recorded: list[ExecutedInstruction] = []
 
     def do(self, after: None, freed: Sequence[int], method: str, *args: Any) -> Any:
-        """Call a method, `after` another call has ended and arrays that nobody needs any more are forgotten."""
+        """Free arrays, then call a method.
+
+        Args:
+            after: result of an earlier call. Ray starts this call when that one has ended.
+            freed: keys of the arrays.
+            method: name of the method.
+            args: arguments of the method.
+        """
         self.free(freed)
         return getattr(self, method)(*args)
 
-    def start(self, group: Group | None = None) -> str:
-        """Start JAX, by itself or as a part of a group; the address of the mailbox."""
+    def start(self, group: ProcessGroup | None = None) -> str:
+        """Start JAX, alone or as a member of a group; return the address of the mailbox.
+
+        Raises:
+            HostsError: the host has too few devices, or its address or a port is unusable.
+        """
         members = (self.number,) if group is None else group.workers
         if group is not None:
             if members[0] == self.number:
@@ -102,51 +130,61 @@ class Worker:
             self._mailbox = Mailbox(jax.local_devices()[0], self._host)
         except RuntimeError as error:
             raise HostsError(
-                f"host {self.number} can't listen for transfers on its address {self._host}: {error}"
+                f"host {self.number} can't listen for transfers on its address {self._host}:"
+                f" {error}"
             ) from None
         return self._mailbox.address
 
     def meet(self, addresses: Mapping[int, str]) -> None:
-        """Learn where the other workers' mailboxes are."""
+        """Set the addresses of the other workers' mailboxes."""
         assert self._mailbox is not None
         self._mailbox.meet(addresses)
 
     # -- arrays
 
     def put(self, key: int, array: np.ndarray, place: Place) -> None:
-        """Keep this worker's part of an array under `key`."""
+        """Store this worker's shards of an array under `key`."""
         self._arrays[key] = placed(array, place, self._devices)
 
     def zeros(self, key: int, array: Array) -> None:
-        """Keep this worker's part of an array of zeros."""
+        """Store this worker's shards of an array of zeros under `key`."""
         self._arrays[key] = zeros([array.raw], [array.place.sharding(self._devices)])[0]
 
     def fetch(self, key: int) -> list[tuple[tuple[slice, ...], np.ndarray]]:
-        """This worker's parts of an array, each once, with what they are of the whole."""
-        found: dict[Any, tuple[tuple[slice, ...], np.ndarray]] = {}
+        """Return the distinct shards of an array, each with its index in the whole array."""
+        shards: dict[Any, tuple[tuple[slice, ...], np.ndarray]] = {}
         for shard in self._arrays[key].addressable_shards:
-            bounds = tuple((each.start, each.stop) for each in shard.index)
-            if bounds not in found:
-                found[bounds] = tuple(slice(*each) for each in bounds), np.asarray(shard.data)
-        return list(found.values())
+            bounds = tuple((part.start, part.stop) for part in shard.index)
+            if bounds not in shards:
+                shards[bounds] = shard.index, np.asarray(shard.data)
+        return list(shards.values())
 
     def free(self, keys: Sequence[int]) -> None:
-        """Forget arrays."""
+        """Delete arrays."""
         for key in keys:
             self._arrays.pop(key, None)
 
+    def array_keys(self) -> frozenset[int]:
+        """Return the keys of the stored arrays."""
+        return frozenset(self._arrays)
+
     def num_arrays(self) -> int:
-        """How many arrays are kept for the driver."""
+        """Return the number of stored arrays."""
         return len(self._arrays)
 
     def wait(self) -> None:
-        """Wait until the devices have nothing left to do."""
+        """Wait until the devices are idle."""
         jax.block_until_ready(list(self._arrays.values()))
 
     # -- checkpoints
 
     def copy(self, folder: Path, wanted: Sequence[tuple[int, Mapping[str, Tile]]]) -> None:
-        """Copy named tiles of arrays, given by key, for `write`."""
+        """Copy tiles of arrays to host memory, for `write`.
+
+        Args:
+            folder: the folder that `write` will write to.
+            wanted: key of each array, and its tiles by name.
+        """
         self._copies[folder] = {
             name: value
             for key, tiles in wanted
@@ -154,68 +192,85 @@ class Worker:
         }
 
     def write(self, after: None, folder: Path, verify: bool) -> dict[str, int]:
-        """Write what was copied for a folder, `after` that, and return its checksums by name."""
+        """Write the copied tiles to their folder and return their checksums by name.
+
+        Args:
+            after: result of the call of `copy`. Ray starts this call when that one has ended.
+            folder: the folder.
+            verify: whether to read back what is written.
+        """
         return write(folder, self._copies.pop(folder), verify)
 
     def restore(
         self, folder: Path, wanted: Sequence[tuple[int, SavedArray, Place]], verify: bool
     ) -> CheckpointError | None:
-        """Keep this worker's parts of the arrays of a checkpoint under their keys.
+        """Store this worker's shards of the arrays of a checkpoint.
+
+        Args:
+            folder: the folder of the checkpoint.
+            wanted: key, array and place.
+            verify: whether to compare checksums.
 
         Returns:
-            What is wrong with the checkpoint. It is not raised, because later calls wait for this one and would fail of it.
+            The error, if the checkpoint can't be read. Raising it would make the later calls fail
+            that take this call's result as an argument.
         """
         places = [Wanted(saved, place.sharding(self._devices)) for _, saved, place in wanted]
         try:
-            self._arrays.update(
-                zip((key for key, _, _ in wanted), restore(folder, places, verify), strict=True)
-            )
+            arrays = restore(folder, places, verify)
         except CheckpointError as error:
             return error
+        self._arrays.update(zip((key for key, _, _ in wanted), arrays, strict=True))
         return None
 
-    # -- reading batches, in a thread beside the one that runs steps
+    # -- batches, read in a thread beside the one that runs steps
 
     def open_reader(self, number: int, batches: bytes, places: Mapping[int, Place]) -> None:
-        """Get ready to read what this worker takes of batches: arrays in these places. `batches` is a pickled `Batches`."""
+        """Prepare to read this worker's part of batches.
+
+        Args:
+            number: number of the reader.
+            batches: a pickled `Batches`.
+            places: places of the arrays that have shards on this worker.
+        """
         self._readers[number] = open_reader(batches, places, self._devices)
 
     def read(self, number: int, step: int, keys: Mapping[int, int]) -> None:
-        """Read batch `step` and keep its arrays under `keys`."""
+        """Read the batch of a step and store its arrays under `keys`."""
         for i, array in self._readers[number].read(step).items():
             self._arrays[keys[i]] = array
 
     def close_reader(self, number: int, keys: Sequence[int]) -> None:
-        """Read no more, and forget arrays that nobody has asked for."""
+        """Delete a reader and the arrays that it read in vain."""
         self._readers.pop(number, None)
         self.free(keys)
 
     # -- jobs
 
     def load(self, number: int, job: Job) -> float:
-        """Compile what this worker runs of a job; the seconds that took."""
+        """Compile this worker's part of a job and return the seconds that this took."""
         start = time.perf_counter()
-        self._now = None, "compiling", time.time()
+        self._activity = None, "compiling", time.time()
         try:
-            self._jobs[number] = WorkerJob(
+            self.jobs[number] = WorkerJob(
                 job, self.number, self._owner, self._devices, self._mailbox
             )
         finally:
-            self._now = None
+            self._activity = None
         return time.perf_counter() - start
 
     def unload(self, number: int) -> None:
-        """Forget a job."""
-        self._jobs.pop(number, None)
+        """Delete a job."""
+        self.jobs.pop(number, None)
 
     def num_jobs(self) -> int:
-        """How many jobs are kept for the driver."""
-        return len(self._jobs)
+        """Return the number of loaded jobs."""
+        return len(self.jobs)
 
     def run(
         self,
         number: int,
-        letter: int,
+        tag: int,
         kept: Mapping[int, int],
         results: Mapping[int, int],
         given: Sequence[int],
@@ -224,30 +279,32 @@ class Worker:
         """Run a step.
 
         Args:
-            letter: the first of the numbers that its deliveries have.
-            kept: inputs that are in place already, on this worker or on others, with their keys.
-            results: for each output the key that it gets.
-            given: inputs that are not, which `arrays` are.
+            number: number of the job.
+            tag: first of the tags of the step's deliveries.
+            kept: keys of the inputs that are in place, on this worker or on others.
+            results: for each output the key to store it under.
+            given: numbers of the inputs that `arrays` are.
+            arrays: the other inputs.
 
         Raises:
             InstructionError: an instruction failed.
         """
-        loaded = self._jobs[number]
+        loaded = self.jobs[number]
         try:
-            here = {i: self._arrays[key] for i, key in kept.items() if key in self._arrays}
-            values = loaded.start(here, dict(zip(given, arrays, strict=True)), letter)
-            execute = self._stopwatch(loaded.execute) if self._records else loaded.execute
+            local = {i: self._arrays[key] for i, key in kept.items() if key in self._arrays}
+            values = loaded.start(local, dict(zip(given, arrays, strict=True)), tag)
+            execute = self._stopwatch(loaded.execute) if self._records_next_step else loaded.execute
             for mesh, instruction in loaded.job.order:
-                self._now = mesh, str(instruction), time.time()
-                execute(mesh, instruction, values, letter)
-            for i, array in here.items():
+                self._activity = mesh, str(instruction), time.time()
+                execute(mesh, instruction, values, tag)
+            for i, array in local.items():
                 if array.is_deleted():  # donated
                     del self._arrays[kept[i]]
             for output in loaded.job.outputs:
                 if output.number in results:
                     self._arrays[results[output.number]] = loaded.take(output, values)
         except Exception as error:
-            mesh, instruction, _ = self._now or (None, "the arguments", 0.0)
+            mesh, instruction, _ = self._activity or (None, "the arguments", 0.0)
             raise InstructionError(
                 self.number,
                 -1 if mesh is None else mesh,
@@ -255,47 +312,50 @@ class Worker:
                 f"{type(error).__name__}: {error}",
             ) from None
         finally:
-            self._now = None
+            self._activity = None
 
-    # -- looking at them
+    # -- inspection
 
     def record(self) -> None:
-        """Note when the instructions of the next step run."""
-        self._records = True
+        """Record when the instructions of the next step run."""
+        self._records_next_step = True
 
     def _stopwatch(self, execute: Execute) -> Execute:
         stopwatch = Stopwatch(execute)
-        self._records, self._notes = False, stopwatch.notes
+        self._records_next_step = False
+        self._recorded = stopwatch.recorded
         return stopwatch.execute
 
-    def recorded(self) -> list[Note]:
-        """What has been noted, by `clock`."""
-        notes, self._notes = self._notes, []
-        return notes
+    def recorded(self) -> list[ExecutedInstruction]:
+        """Return the recorded instructions, on this worker's clock, and clear the record."""
+        recorded, self._recorded = self._recorded, []
+        return recorded
 
     def clock(self) -> float:
-        """Seconds by the clock of this host."""
+        """Return the seconds that this worker's clock shows."""
         return time.perf_counter()
 
     def program_text(self, number: int, run: Run, status: TaskStatus) -> str:
-        """The program of an instruction: "partitioned", or "optimized" as it runs."""
-        return self._jobs[number].text(run, status)
+        """Return the program of an instruction, "partitioned" or "optimized"."""
+        return self.jobs[number].text(run, status)
 
     def allocations(self, number: int) -> dict[str, MemoryUse]:
-        """Bytes on one device for each task of a job, by the compiler's buffer assignment."""
-        return {
-            run.task: memory_of(call.compiled) for run, call in self._jobs[number].calls.items()
-        }
+        """Return for each task of a job its bytes on one device, by XLA's buffer assignment."""
+        calls = self.jobs[number].calls
+        return {run.task: memory_of(call.compiled) for run, call in calls.items()}
 
     def doing(self) -> tuple[int | None, str, float] | None:
-        """The mesh and the instruction that is being carried out, or what else, and for how many seconds."""
-        now = self._now
-        return None if now is None else (now[0], now[1], time.time() - now[2])
+        """Return the mesh and name of the present activity and its seconds so far, or None."""
+        activity = self._activity
+        if activity is None:
+            return None
+        mesh, name, begin = activity
+        return mesh, name, time.time() - begin
 
     def free_port(self) -> int:
-        """A port of this host that nobody listens on."""
+        """Return a port of this host that is free."""
         return free_port()
 
     def environment(self) -> dict[str, Any]:
-        """What must be the same on all hosts, and what tells this process from others."""
+        """Return the versions that must agree on all hosts, and what identifies this process."""
         return {"versions": versions(), "pid": os.getpid(), "host": self._host}

@@ -1,4 +1,4 @@
-"""A job loaded on a worker: programs that the driver exported, and deliveries from worker to worker."""
+"""A job on a worker: exported programs compiled, and deliveries between workers."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -17,7 +17,7 @@ from simulator.program import Run
 
 
 class WorkerJob(LoadedJob):
-    """A job, ready to run on a worker."""
+    """A job that is ready to run on a worker."""
 
     def __init__(
         self,
@@ -27,11 +27,14 @@ class WorkerJob(LoadedJob):
         devices: Mapping[int, Device],
         mailbox: Mailbox | None,
     ) -> None:
-        """Compile what the worker runs of it.
+        """Compile the worker's part of a job.
 
         Args:
-            owner: the worker that has each device.
-            devices: those of this worker, and of those it shares a mesh with, by number.
+            job: the worker's part.
+            worker: number of the worker.
+            owner: for each device its worker.
+            devices: devices by number, of this worker and of those that it shares a mesh with.
+            mailbox: the worker's end of the transfers; None if it has no deliveries.
         """
         self._exported = {
             key: jax.export.deserialize(bytearray(blob)) for key, blob in job.programs.items()
@@ -43,18 +46,16 @@ class WorkerJob(LoadedJob):
         super().__init__(job, devices, self._compile, carrier, len(set(owner.values())))
 
     def text(self, run: Run, status: TaskStatus) -> str:
-        """Return the program of an instruction, after a stage of its compilation."""
+        """Return the program of an instruction after a stage of its compilation."""
         if status == "optimized":
             return self.calls[run].compiled.as_text() or ""
         call = self.job.calls[run]
         return partitioned(self._lowered(call), len(call.devices))
 
     def _compile(self, run: Run, call: Call) -> jax.stages.Compiled:
-        places = [
-            tuple(self.sharding(each) for each in arrays)
-            for arrays in (call.operands, call.results)
-        ]
-        key = call.program, *places, call.donated
+        operands = tuple(map(self.sharding, call.operands))
+        results = tuple(map(self.sharding, call.results))
+        key = call.program, operands, results, call.donated
         if key not in self._compiled:
             self._compiled[key] = self._lowered(call).compile()
         return self._compiled[key]
@@ -70,7 +71,7 @@ class WorkerJob(LoadedJob):
             keep_unused=True,
             compiler_options=FFT_OPTIONS if is_fft else None,
         )
-        return jitted.lower(*(each.raw for each in call.operands))
+        return jitted.lower(*(operand.raw for operand in call.operands))
 
 
 def _call_exported(exported: Any, *operands: Any) -> list[Any]:

@@ -1,28 +1,14 @@
-"""The workers on the hosts of a Ray cluster, as the driver has them: started, asked, watched and ended together."""
+"""The worker processes as the driver sees them: started, called, monitored and ended together."""
 
-import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from autopar.hosts.environment import (
-    check_versions,
-    leave_gpus,
-    variables_of_worker,
-    versions,
-    virtual_devices,
-)
+from autopar.hosts.environment import check_versions, versions
 from autopar.hosts.errors import (
     HostLostError,
     HostsError,
@@ -30,87 +16,136 @@ from autopar.hosts.errors import (
     PortTakenError,
     StepFailedError,
 )
-from autopar.hosts.health import Doing, Silent, State, Watch, culprit, silence_seconds
-from autopar.hosts.ray_private import python_of_workers
-from autopar.hosts.worker import Group, InstructionError, Worker
+from autopar.hosts.health import (
+    Activity,
+    HealthMonitor,
+    State,
+    Unresponsive,
+    culprit,
+    silence_seconds,
+)
+from autopar.hosts.reservation import Reservation
+from autopar.hosts.worker import InstructionError, ProcessGroup
 from autopar.progress import log_progress
 from autopar.runtime.batch_reading import DataLoaderError
 
-_CHANGES = frozenset({"run", "put", "zeros", "copy", "restore", "unload"})
-"""What workers do that later calls see."""
+_EFFECTS = frozenset({"run", "put", "zeros", "copy", "restore", "unload"})
+"""Methods of a worker that change what later calls see."""
 
 _SLOW = frozenset({"environment", "start", "meet", "load", "restore", "program_text"})
-"""Where they import or compile, so that they can perhaps not say what they are doing."""
+"""Methods that import or compile, so that a worker may be unable to report its activity."""
 
 _ANSWER_SECONDS = 5.0
-"""How long a worker may take to say what it is doing."""
+"""Seconds that a worker has to report its activity."""
 
 _PORTS = 5
-"""How many ports to try, if others take them before they are used."""
+"""Number of ports to try for a coordinator, if other programs take them before JAX does."""
 
 _POLL_SECONDS = 1.0
-"""How often a driver that waits looks whether a worker is gone."""
+"""Seconds between two looks of a waiting driver at the health of the workers."""
+
+
+class GroupStarter(Protocol):
+    """Workers on which JAX can be started; `Workers` is one."""
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """For each host its address."""
+        ...
+
+    def free_port(self, host: int) -> int:
+        """Return a port of a host that is free."""
+        ...
+
+    def start_jax(self, groups: Sequence[ProcessGroup | None]) -> list[str]:
+        """Start JAX on every worker, in its process group, and return their transfer addresses.
+
+        Raises:
+            PortTakenError: another program listens on a coordinator's port.
+        """
+        ...
+
+    def restart(self) -> None:
+        """Replace the worker processes by new ones."""
+        ...
+
+
+def start_process_groups(
+    workers: GroupStarter, groups: Iterable[tuple[int, ...]], ports: int = _PORTS
+) -> list[str]:
+    """Start JAX on all workers; each group of workers forms one distributed JAX.
+
+    Args:
+        workers: workers on which JAX has not been started.
+        groups: the hosts of each group. A host in no group runs JAX by itself.
+        ports: number of ports to try for the coordinators.
+
+    Returns:
+        For each worker the address of its transfer server.
+
+    Raises:
+        PortTakenError: all the ports that were tried are taken.
+    """
+    group_of: dict[int, ProcessGroup] = {}
+    for members in groups:
+        address = f"{workers.addresses[members[0]]}:{workers.free_port(members[0])}"
+        group_of.update(dict.fromkeys(members, ProcessGroup(members, address)))
+    try:
+        return workers.start_jax([group_of.get(host) for host in range(len(workers.addresses))])
+    except PortTakenError:
+        if ports == 1:
+            raise
+    # The other members of the group already wait for a coordinator that does not start.
+    workers.restart()
+    return start_process_groups(workers, groups, ports - 1)
 
 
 class Workers:
-    """A worker actor on each host.
+    """A worker actor on each reserved host.
 
     Attributes:
+        reservation: the hosts.
+        layout: their devices, by number.
         numbers: for each host the numbers of its devices.
         owner: for each device its host.
         addresses: for each host its address.
         platform: "cpu" or "cuda".
-        kinds: for each host what Ray calls its accelerators, "" where it has none.
-        timeout: seconds that a worker may take for what it is asked.
-        silence: seconds that one may not even say what it is doing, while steps run.
+        timeout: seconds that a worker may take for one call.
+        silence: seconds that a worker may leave queries unanswered while steps run.
     """
 
-    def __init__(
-        self,
-        num_nodes: int | None,
-        num_devices_per_node: int | Sequence[int] | None,
-        timeout: float,
-    ) -> None:
-        """Take the hosts and start a worker on each.
+    def __init__(self, reservation: Reservation, timeout: float) -> None:
+        """Start a worker on each host.
 
         Raises:
-            HostsError: there are fewer hosts or devices than asked for, or the hosts have other versions than this one.
+            HostsError: a host can't run a worker, or has other versions than the driver.
         """
-        self.timeout, self.silence = timeout, silence_seconds()
-        nodes = alive_nodes()
-        gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes]
-        self.platform = "cuda" if any(gpus) else "cpu"
-        chosen = _choose(nodes, gpus, num_nodes, num_devices_per_node)
-        if self.platform != "cpu":
-            leave_gpus()
-        self._group: PlacementGroup | None = None
+        self.reservation = reservation
+        self.timeout = timeout
+        self.layout = reservation.layout
+        self.numbers = self.layout.numbers
+        self.owner = self.layout.owner
+        self.addresses = self.layout.addresses
+        self.platform = self.layout.platform
         self._actors: list[Any] = []
-        self._watch = Watch([])
-        self._readers: set[tuple[int, int]] = (
-            set()
-        )  # hosts where users' functions read, and their numbers
-        self._last: list[Any] = []  # for each worker, its last call that changed something
-        self._pending: deque[tuple[int, Any]] = deque()  # calls that nobody waits for
-        self._writes: list[Any] = []  # of the last checkpoint
+        self._monitor = HealthMonitor([])
+        # (host, number of the reader) wherever a user's function reads batches.
+        self._readers: set[tuple[int, int]] = set()
+        # For each worker its last call that had an effect.
+        self._last_effects: list[Any] = []
+        # Calls whose answers the driver does not wait for.
+        self._pending: deque[tuple[int, Any]] = deque()
+        # The writes of the last checkpoint.
+        self._writes: list[Any] = []
         self._groups: frozenset[tuple[int, ...]] | None = None
-        self._live: set[int] = set()  # keys of what they keep
-        self._freed: list[
-            deque[int]
-        ] = []  # for each worker, keys that it is told to forget with its next call
-        self._meshes: Mapping[
-            int, Sequence[int]
-        ] = {}  # for each host, its meshes in the step that ran last
-        starts = list(itertools.accumulate(chosen, initial=0))
-        self.numbers = [
-            tuple(range(start, start + count)) for start, count in zip(starts, chosen, strict=False)
-        ]
-        self.owner = {
-            device: host for host, devices in enumerate(self.numbers) for device in devices
-        }
-        self.addresses: list[str] = []
-        self.kinds: list[str] = []
+        # Keys of the arrays and readers that the workers store.
+        self._live: set[int] = set()
+        # For each worker the keys to free with its next call.
+        self._freed: list[deque[int]] = []
+        # For each host its meshes in the step that ran last.
+        self._meshes: Mapping[int, Sequence[int]] = {}
         try:
-            self._reserve(chosen)
+            self.silence = silence_seconds()
             self._start_workers()
         except BaseException:
             self.close()
@@ -118,147 +153,172 @@ class Workers:
 
     @property
     def num_devices(self) -> int:
-        return len(self.owner)
+        """Number of devices of all hosts."""
+        return self.layout.num_devices
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the workers have been started and not ended."""
+        return bool(self._actors)
+
+    @property
+    def live_keys(self) -> frozenset[int]:
+        """Keys of everything that the workers store for the driver."""
+        return frozenset(self._live)
 
     def hosts_of(self, devices: Iterable[int]) -> list[int]:
-        """The hosts that have some of the devices."""
-        return sorted({self.owner[device] for device in devices})
+        """Return the hosts that have any of the devices, in ascending order."""
+        return self.layout.hosts_of(devices)
 
     # -- starting and ending
 
-    def _reserve(self, counts: Sequence[int]) -> None:
-        gpu = self.platform == "cuda"
-        bundles: list[dict[str, float]] = [
-            {"CPU": 1.0, **({"GPU": float(count)} if gpu else {})} for count in counts
-        ]
-        self._group = placement_group(bundles, strategy="STRICT_SPREAD")
-        end = time.monotonic() + self.timeout
-        while not self._group.wait(_POLL_SECONDS):
-            if time.monotonic() < end and len(alive_nodes()) >= len(counts):
-                continue
-            raise HostsError(
-                f"{len(counts)} hosts with {list(counts)} devices and a free CPU each could not be had within {self.timeout:.0f} s;"
-                " end what else runs on the cluster, or ask for fewer (num_nodes, num_devices_per_node)"
-            )
-        nodes = {node["NodeID"]: node for node in ray.nodes()}
-        placed: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
-        chosen = [nodes[placed[host]] for host in range(len(counts))]
-        self.addresses = [node["NodeManagerAddress"] for node in chosen]
-        self.kinds = [_kind(node) for node in chosen]
-
     def _start_workers(self) -> None:
-        """New worker processes; what JAX is told in them is told with the first job."""
+        """Start the processes and check their versions; JAX starts in them with the first job."""
         self._groups = None
-        groups = {"control": 1, "reading": 1, "writing": 1}
-        actor: Any = ray.remote(concurrency_groups=groups)(Worker)  # pyright: ignore[reportCallIssue]
-        assert self._group is not None
-        python = python_of_workers(ray.get_runtime_context().runtime_env)
-        for host, devices in enumerate(self.numbers):
-            environment = variables_of_worker(self.platform, len(devices))
-            options: dict[str, Any] = {
-                "num_cpus": 1,
-                "num_gpus": len(devices) if self.platform == "cuda" else 0,
-                "max_restarts": 0,
-                "runtime_env": {"env_vars": environment, **python},
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=host
-                ),
-            }
-            self._last.append(None)
-            self._freed.append(deque())
-            self._actors.append(
-                actor.options(**options).remote(host, self.numbers, self.addresses[host])
-            )
-        self._watch = Watch(self._actors)
-        here = versions()
+        self._actors = self.reservation.start_workers()
+        self._last_effects = [None] * len(self._actors)
+        self._freed = [deque() for _ in self._actors]
+        self._monitor = HealthMonitor(self._actors)
+        expected = versions()
         try:
-            found = self._ask("environment")
+            environments = self.ask_all("environment")
         except HostLostError as lost:
             raise HostsError(
-                f"host {lost.host} ({self.addresses[lost.host]}) can't run a worker: {lost.cause}; install there what the driver has, with"
-                f" pip install autopar[ray]=={here['autopar']}"
+                f"host {lost.host} ({self.addresses[lost.host]}) can't run a worker: {lost.cause};"
+                " install there what the driver has, with pip install"
+                f" autopar[ray]=={expected['autopar']}"
             ) from None
-        for host, each in enumerate(found):
-            check_versions(host, self.addresses[host], here, each["versions"])
+        for host, environment in enumerate(environments):
+            check_versions(host, self.addresses[host], expected, environment["versions"])
         log_progress(f"{len(self.numbers)} hosts with {self.num_devices} {self.platform} devices")
 
-    def _join(self, groups: frozenset[tuple[int, ...]]) -> None:
-        """Have the workers form groups. A process can do so only once, so others take the place of those that have."""
+    def form_groups(self, groups: frozenset[tuple[int, ...]]) -> None:
+        """Make the given groups of workers share a distributed JAX each.
+
+        A process can join only one group in its life, so other groups need new processes.
+
+        Raises:
+            HostsError: the workers would have to be replaced, but store arrays.
+        """
         if self._groups is not None and groups <= self._groups:
             return
         if self._groups is not None:
             if self._live:
                 raise HostsError(
-                    f"hosts {sorted(self._groups)} share meshes, and the new step wants {sorted(groups)} to: their processes have to"
-                    f" start anew, but {len(self._live)} arrays are alive in them; delete these, or call autopar.shutdown() and init()"
+                    f"hosts {sorted(self._groups)} share meshes, and the new step wants"
+                    f" {sorted(groups)} to: their processes have to start anew, but"
+                    f" {len(self._live)} arrays are alive in them; delete these, or call"
+                    " autopar.shutdown() and init()"
                 )
-            self._kill()
-            self._start_workers()
-        mailboxes = self._start_jax(groups, _PORTS)
-        self._ask("meet", [(dict(enumerate(mailboxes)),)] * len(self._actors))
+            self.restart()
+        addresses = start_process_groups(self, groups)
+        self.ask_all("meet", [(dict(enumerate(addresses)),)] * len(addresses))
         self._groups = groups
 
-    def _start_jax(self, groups: frozenset[tuple[int, ...]], ports: int) -> list[str]:
-        """Have JAX started on all workers, with up to so many ports; the addresses of their mailboxes."""
-        of_worker: dict[int, Group] = {}
-        for members in groups:
-            group = Group(members, f"{self.addresses[members[0]]}:{self._free_port(members[0])}")
-            of_worker.update(dict.fromkeys(members, group))
-        try:
-            return self._ask("start", [(of_worker.get(host),) for host in range(len(self._actors))])
-        except PortTakenError:
-            if ports == 1:
-                raise
-            self._start_workers()  # the other members wait already for what does not start
-            return self._start_jax(groups, ports - 1)
+    def start_jax(self, groups: Sequence[ProcessGroup | None]) -> list[str]:
+        """Start JAX on every worker; see `GroupStarter`."""
+        return self.ask_all("start", [(group,) for group in groups])
 
-    def _free_port(self, host: int) -> int:
-        return self._get(self._call(host, "free_port"), host)
+    def free_port(self, host: int) -> int:
+        """Return a port of a host that is free."""
+        return self.answer(self.call(host, "free_port"), host)
+
+    def restart(self) -> None:
+        """Replace the worker processes by new ones."""
+        self._kill()
+        self._start_workers()
 
     def close(self) -> None:
-        """End the workers, when they have written what they were asked to or take too long, and give the hosts back."""
+        """End the workers and return the hosts.
+
+        Checkpoints that are being written get `timeout` seconds to finish.
+        """
         if self._writes and ray.is_initialized():
             ray.wait(self._writes, num_returns=len(self._writes), timeout=self.timeout)
         self._kill()
-        if self._group is not None and ray.is_initialized():
-            remove_placement_group(self._group)
-        self._group = None
+        self.reservation.release()
 
     def _kill(self) -> None:
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor)
-            self._failures()  # else Ray prints them
-        self._actors, self._last, self._freed, self._writes, self._groups = [], [], [], [], None
-        self._watch = Watch([])
+            self._failures()  # otherwise Ray prints them
+        self._actors = []
+        self._last_effects = []
+        self._freed = []
+        self._writes = []
+        self._groups = None
+        self._monitor = HealthMonitor([])
         self._readers.clear()
         self._pending.clear()
         self._live.clear()
 
-    # -- asking and watching
+    # -- calls
 
     def wait(self, devices: Iterable[int] | None = None) -> None:
-        """Wait until the workers (those that have some of the devices) have done what they were asked."""
+        """Wait until the workers have executed all calls.
+
+        Args:
+            devices: wait only for the workers that have any of these devices.
+        """
         self.ask(self.owner if devices is None else devices, "wait")
         self.check()
 
     def ask(self, devices: Iterable[int], method: str, *args: Any) -> list[Any]:
-        """The answers of the workers that have some of the devices."""
-        refs = [(host, self._call(host, method, *args)) for host in self.hosts_of(devices)]
-        return self._answers(refs, is_slow=method in _SLOW)
+        """Call a method on the workers that have any of the devices and return the answers."""
+        refs = [(host, self.call(host, method, *args)) for host in self.hosts_of(devices)]
+        return self.answers(refs, is_slow=method in _SLOW)
 
-    def _call(self, host: int, method: str, *args: Any) -> Any:
-        """Ask a worker for something, after everything that it has been asked before.
+    def ask_all(self, method: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Call a method on all workers and return the answers; `args` are those of each worker."""
+        args = [()] * len(self._actors) if args is None else args
+        refs = [(host, self.call(host, method, *given)) for host, given in enumerate(args)]
+        return self.answers(refs, is_slow=method in _SLOW)
 
-        An actor that can be asked what it is doing meanwhile may take its calls in another order, if their arguments arrive so.
+    def send(self, host: int, method: str, *args: Any) -> None:
+        """Call a method on a worker without waiting; `check` raises its error later."""
+        self._pending.append((host, self.call(host, method, *args)))
+
+    def call(self, host: int, method: str, *args: Any) -> Any:
+        """Call a method on a worker, to run after the calls before it; return Ray's reference.
+
+        The last call that had an effect is an argument of this one: an actor with several
+        concurrency groups may otherwise start calls in another order, as their arguments arrive.
         """
-        actor, freed = self._actor(host), self._freed[host]
-        ref = actor.do.remote(
-            self._last[host], [freed.popleft() for _ in range(len(freed))], method, *args
-        )
-        if method in _CHANGES:
-            self._last[host] = ref
+        actor = self._actor(host)
+        freed = self._freed[host]
+        keys = [freed.popleft() for _ in range(len(freed))]
+        ref = actor.do.remote(self._last_effects[host], keys, method, *args)
+        if method in _EFFECTS:
+            self._last_effects[host] = ref
         return ref
+
+    def call_reader(self, host: int, method: str, *args: Any) -> Any:
+        """Call a method in the thread of a worker that reads batches; return Ray's reference.
+
+        The thread executes its calls one after another, beside the steps.
+        """
+        match method:
+            case "open_reader":
+                self._readers.add((host, args[0]))
+            case "close_reader":
+                self._readers.discard((host, args[0]))
+        reader = self._actor(host).do.options(concurrency_group="reading")
+        return reader.remote(None, (), method, *args)
+
+    def call_writer(self, host: int, *args: Any) -> Any:
+        """Call `write` in a worker's thread for checkpoints; return Ray's reference."""
+        return self._actor(host).write.options(concurrency_group="writing").remote(*args)
+
+    def on_worker[T](self, host: int, function: Callable[[Any], T]) -> T:
+        """Return `function(worker)`, evaluated on a worker after the calls that are pending.
+
+        For tests: unlike `call` it passes on no keys to free.
+        """
+        refs = [ref for _, ref in self._pending]
+        if refs:
+            ray.wait(refs, num_returns=len(refs), timeout=self.timeout)
+        return ray.get(self._actor(host).__ray_call__.remote(function))
 
     def _actor(self, host: int) -> Any:
         if not self._actors:
@@ -267,78 +327,66 @@ class Workers:
             )
         return self._actors[host]
 
-    def _ask(self, method: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        """The answers of all workers."""
-        args = [()] * len(self._actors) if args is None else args
-        refs = [(host, self._call(host, method, *each)) for host, each in enumerate(args)]
-        return self._answers(refs, is_slow=method in _SLOW)
+    # -- answers and failures
 
-    def _get(self, ref: Any, host: int) -> Any:
-        """An answer, unless meanwhile something fails anywhere."""
-        return self._answers([(host, ref)])[0]
+    def answer(self, ref: Any, host: int) -> Any:
+        """Return the answer of a call, unless a worker fails meanwhile.
 
-    def _answers(self, refs: Sequence[tuple[int, Any]], is_slow: bool = False) -> list[Any]:
-        """The answers of hosts, unless meanwhile something fails anywhere: others may wait for ever then."""
-        end, waiting, found = (
-            time.monotonic() + self.timeout,
-            dict((ref, host) for host, ref in refs),
-            {},
-        )
+        Raises:
+            DataLoaderError: the worker could not read a batch.
+        """
+        return self.answers([(host, ref)])[0]
+
+    def answers(self, refs: Sequence[tuple[int, Any]], is_slow: bool = False) -> list[Any]:
+        """Return the answers of calls, unless a worker fails meanwhile.
+
+        The others might wait for a failed worker for ever, so any failure ends the wait.
+
+        Args:
+            refs: hosts and references of their calls.
+            is_slow: whether the calls may keep workers from reporting their activity.
+        """
+        end = time.monotonic() + self.timeout
+        waiting = {ref: host for host, ref in refs}
+        answers: dict[Any, Any] = {}
         while waiting:
             done, _ = ray.wait(list(waiting), timeout=_POLL_SECONDS)
             for ref in done:
                 host = waiting.pop(ref)
                 try:
-                    found[ref] = ray.get(ref)
+                    answers[ref] = ray.get(ref)
                 except RayError as error:
                     self._fail(host, error)
             if not done:
                 self.check()
-                self._listen(is_slow)
+                self._check_health(is_slow)
             if waiting and time.monotonic() > end:
-                states = self._watch.states(_ANSWER_SECONDS)
-                host = culprit(states, list(waiting.values()))
-                said = f"has not done what it should within {self.timeout:.0f} s"
+                states = self._monitor.states(_ANSWER_SECONDS)
                 raise self._late(
-                    host,
+                    culprit(states, list(waiting.values())),
                     states,
-                    said,
+                    f"has not done what it should within {self.timeout:.0f} s",
                     "Give autopar.init a larger timeout if this is how long it takes",
                 )
-        return [found[ref] for _, ref in refs]
+        return [answers[ref] for _, ref in refs]
 
-    def _listen(self, is_slow: bool) -> None:
-        """Hear what the workers are doing. One that should answer and does not is taken for hung.
-
-        Raises:
-            HostTimeoutError: the workers have been ended.
-        """
-        self._watch.poll(is_slow)
-        for host, seconds in enumerate(self._watch.silence()):
-            # one that reads does so by a user's function, which may keep everything else waiting
-            reads = any(host == reader for reader, _ in self._readers)
-            if seconds > self.silence and not is_slow and not reads:
-                states = self._watch.states(_POLL_SECONDS)
-                if states[host] is Silent.MUTE:
-                    said = f"has not said for {seconds:.0f} s what it is doing"
-                    raise self._late(
-                        host,
-                        states,
-                        said,
-                        "If it is only slow, let AUTOPAR_SILENCE_SECONDS be more",
-                    )
+    def limit_pending(self, count: int) -> None:
+        """Wait until at most `count` calls are pending, and raise the errors of the others."""
+        while len(self._pending) > count:
+            host, ref = self._pending[0]
+            self.answer(ref, host)
+            self.check()
 
     def check(self) -> None:
-        """Raise what has gone wrong since the last time.
+        """Raise the first error of the pending calls that have ended.
 
         Raises:
-            HostLostError, StepFailedError: the workers have been ended.
+            HostLostError, StepFailedError: after all workers have been ended.
         """
         if not self._pending:
             return
         refs = [ref for _, ref in self._pending]
-        done, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
-        done = set(done)
+        done = set(ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0])
         for host, ref in list(self._pending):
             if ref in done:
                 self._pending.remove((host, ref))
@@ -347,15 +395,39 @@ class Workers:
                 except RayError as error:
                     self._fail(host, error)
 
+    def _check_health(self, is_slow: bool) -> None:
+        """Poll the workers' activity.
+
+        Raises:
+            HostTimeoutError: a worker is silent for too long; all workers have been ended.
+        """
+        self._monitor.poll(is_slow)
+        # A user's function that reads batches may keep everything else in its process waiting.
+        reading = {host for host, _ in self._readers}
+        for host, seconds in enumerate(self._monitor.silence()):
+            if seconds <= self.silence or is_slow or host in reading:
+                continue
+            states = self._monitor.states(_POLL_SECONDS)
+            if states[host] is Unresponsive.MUTE:
+                raise self._late(
+                    host,
+                    states,
+                    f"has not said for {seconds:.0f} s what it is doing",
+                    "If it is only slow, let AUTOPAR_SILENCE_SECONDS be more",
+                )
+
     def _fail(self, host: int, error: RayError) -> None:
-        """End all workers, since others wait for what will not come, and say why."""
+        """End all workers, which may wait for the one that failed, and raise the cause."""
         cause = getattr(error, "cause", None)
-        if isinstance(cause, DataLoaderError):  # before any step waits for the batch
-            cause.host, cause.address = host, self.addresses[host]
+        if isinstance(cause, DataLoaderError):  # raised before any step waits for the batch
+            cause.host = host
+            cause.address = self.addresses[host]
             raise cause from None
-        watch, states = self._watch, self._watch.states(_ANSWER_SECONDS)
-        lost = next((number for number, each in enumerate(states) if each is Silent.GONE), None)
-        failed = [cause, *self._failures()]
+        monitor = self._monitor
+        states = monitor.states(_ANSWER_SECONDS)
+        gone = (number for number, state in enumerate(states) if state is Unresponsive.GONE)
+        lost = next(gone, None)
+        causes = [cause, *self._failures()]
         self._kill()
         if isinstance(cause, InstructionError) and lost is None:
             raise StepFailedError(
@@ -363,121 +435,68 @@ class Workers:
             ) from None
         if isinstance(cause, HostsError) and lost is None:
             raise cause from None
-        if isinstance(error, RayActorError) or lost is not None:
-            host = host if lost is None else lost
-            why = reason(error) if isinstance(error, RayActorError) else "its worker has ended"
-            others = [
-                *_texts(states, host),
-                *(str(each) for each in failed if isinstance(each, InstructionError)),
-            ]
-            last = watch.last(host)
-            at = None if last is None else last.instruction
-            raise HostLostError(
-                host, self.addresses[host], why, self._meshes.get(host, ()), others, at
-            ) from None
-        raise error
+        if not isinstance(error, RayActorError) and lost is None:
+            raise error
+        host = host if lost is None else lost
+        last = monitor.last(host)
+        failed = [str(each) for each in causes if isinstance(each, InstructionError)]
+        raise HostLostError(
+            host,
+            self.addresses[host],
+            reason(error) if isinstance(error, RayActorError) else "its worker has ended",
+            self._meshes.get(host, ()),
+            [*_activities(states, host), *failed],
+            None if last is None else last.instruction,
+        ) from None
 
     def _failures(self) -> list[Any]:
-        """What calls have failed of that nobody has looked at."""
-        found = []
+        """Return the causes of the pending calls that have failed."""
+        causes = []
         for _, ref in self._pending:
             try:
                 ray.get(ref, timeout=0)
             except RayError as error:
-                found.append(getattr(error, "cause", None))
-        return found
+                causes.append(getattr(error, "cause", None))
+        return causes
 
-    def _late(self, host: int, states: Sequence[State], said: str, todo: str) -> HostTimeoutError:
-        """End all workers, since one hangs: what to raise."""
+    def _late(
+        self, host: int, states: Sequence[State], cause: str, remedy: str
+    ) -> HostTimeoutError:
+        """End all workers because one hangs, and return the error to raise."""
         state = states[host]
-        at = state if isinstance(state, Doing) else self._watch.last(host)
-        if at is not None:
-            said += f": it {at}" if at is state else f", and was at {at.instruction} before"
+        if isinstance(state, Activity):
+            activity: Activity | None = state
+            cause += f": it {state}"
+        else:
+            activity = self._monitor.last(host)
+            if activity is not None:
+                cause += f", and was at {activity.instruction} before"
         self._kill()
         return HostTimeoutError(
             host,
             self.addresses[host],
-            said,
+            cause,
             self._meshes.get(host, ()),
-            _texts(states, host),
-            None if at is None else at.mesh,
-            None if at is None else at.instruction,
-            todo,
+            _activities(states, host),
+            None if activity is None else activity.mesh,
+            None if activity is None else activity.instruction,
+            remedy,
         )
 
 
-def _texts(states: Sequence[State], but: int) -> list[str]:
-    """What the other hosts are doing that are doing something, or don't say."""
-    found = []
-    for host, state in enumerate(states):
-        if host != but and state is not None:
-            found.append(f"host {host} {state.value if isinstance(state, Silent) else state}")
-    return found
+def _activities(states: Sequence[State], excluded: int) -> list[str]:
+    """Describe the other hosts that are busy or do not answer."""
+    return [
+        f"host {host} {state.value if isinstance(state, Unresponsive) else state}"
+        for host, state in enumerate(states)
+        if host != excluded and state is not None
+    ]
 
 
 def reason(error: RayError) -> str:
-    """The line that says why a worker is gone: the first, or the last of the traceback of one that could not start."""
+    """Return the line of Ray's error that says why a worker is gone.
+
+    This is the first line, or the last line of the traceback if the worker could not start.
+    """
     lines = str(error).splitlines()
     return lines[-1] if "creation task" in lines[0] else lines[0]
-
-
-def alive_nodes() -> list[dict[str, Any]]:
-    """The hosts of the Ray cluster, as far as it knows: it takes seconds to notice that one is gone."""
-    return [node for node in ray.nodes() if node["Alive"]]
-
-
-def _kind(node: Mapping[str, Any]) -> str:
-    """What Ray calls the accelerators of a host."""
-    return next(
-        (each.split(":")[1] for each in node["Resources"] if each.startswith("accelerator_type:")),
-        "",
-    )
-
-
-def _choose(
-    nodes: Sequence[Mapping[str, Any]],
-    gpus: Sequence[int],
-    num_nodes: int | None,
-    per_node: int | Sequence[int] | None,
-) -> list[int]:
-    """How many devices to take of each host."""
-    if isinstance(per_node, Sequence):
-        return _choose_unequal(nodes, gpus, num_nodes, per_node)
-    if any(gpus):
-        counts = sorted((count for count in gpus if count >= (per_node or 1)), reverse=True)
-        counts = [per_node or count for count in counts]
-        what = f"with {per_node or 1} GPUs or more"
-    else:
-        counts = [per_node or virtual_devices() or 1] * len(nodes)
-        what = "(none with GPUs)"
-    wanted = len(counts) if num_nodes is None else num_nodes
-    if not 1 <= wanted <= len(counts):
-        raise HostsError(f"{wanted} hosts asked for, but the Ray cluster has {len(counts)} {what}")
-    return counts[:wanted]
-
-
-def _choose_unequal(
-    nodes: Sequence[Mapping[str, Any]],
-    gpus: Sequence[int],
-    num_nodes: int | None,
-    counts: Sequence[int],
-) -> list[int]:
-    """As many of each as is asked for, if the cluster has such hosts."""
-    if not counts or any(not isinstance(count, int) or count < 1 for count in counts):
-        raise ValueError(
-            f"num_devices_per_node={counts!r}, expected a number of devices, or one for each host"
-        )
-    if num_nodes not in (None, len(counts)):
-        raise ValueError(
-            f"num_devices_per_node={counts!r} is for {len(counts)} hosts, but num_nodes={num_nodes}"
-        )
-    there = sorted(gpus if any(gpus) else [max(counts)] * len(nodes), reverse=True)
-    wanted = sorted(counts, reverse=True)
-    if len(wanted) > len(there) or any(
-        count > most for count, most in zip(wanted, there, strict=False)
-    ):
-        what = f"have {there} GPUs" if any(gpus) else f"are {len(there)} (none with GPUs)"
-        raise HostsError(
-            f"hosts with {list(counts)} devices asked for, but those of the Ray cluster {what}"
-        )
-    return list(counts)

@@ -1,82 +1,135 @@
-"""Making a state on the devices where a step wants it."""
+"""Creation of a state on the devices where a training step wants it, as a job."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.extend.core import Literal
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.ir import graph
 from autopar.ir.evaluate import as_is, evaluate
 from autopar.ir.spec import AnyMesh
 from autopar.ir.step_graph import StepGraph
+from autopar.lowering.job import Array, Call, Input, Job, Output, StageMesh
 from autopar.lowering.shardwise import shardwise
+from autopar.runtime.executable import Executable
+from simulator.program import Program, Run, walk
+
+type RunState = Callable[[Sequence[Any]], Mapping[int, Any]]
+"""Runs the job of a state on the leaves of the arguments; returns each output by its number."""
+
+type LoadState = Callable[[StepGraph, Sequence[Array]], RunState]
+"""Loads the job that computes the outputs of a traced function at the given places."""
+
+type CompilePart = Callable[[StageMesh, Sequence[int], Sequence[Array], Sequence[Array]], str]
+"""(mesh, output numbers, operands, results) to the key of the program that computes the outputs."""
 
 
 class CreateStateExecutable:
-    """A function that returns a state, compiled for every mesh that holds a part of it.
+    """A function that returns a state, compiled for every mesh that stores a part of it.
 
-    Each mesh computes what it keeps, and the compiler partitions that as it is kept.
+    Each mesh computes the part that it stores. The compiler partitions that computation by the
+    shardings of the results.
 
     Attributes:
-        step: what was traced.
-        out_shardings: a pytree like the state: where the training step wants it.
+        step: the traced function.
+        train_step: the executable whose first argument is the state.
+        out_shardings: a pytree like the state with the shardings that `train_step` expects.
+        compile_seconds: seconds of compiling.
     """
 
-    def __init__(
-        self, step: StepGraph, out_shardings: Sequence[NamedSharding], placement: Sequence[Any]
-    ) -> None:
+    def __init__(self, step: StepGraph, train_step: Executable, load: LoadState) -> None:
+        """Compile the function.
+
+        Args:
+            step: the traced function.
+            train_step: the executable whose first argument is the state.
+            load: loads the job where `train_step` runs.
+        """
         self.step = step
-        self._placement = tuple(placement)
-        self.out_shardings: Any = jax.tree.unflatten(step.out_tree, out_shardings)
+        self.train_step = train_step
+        count = len(step.jaxpr.outvars)
+        shardings = jax.tree.leaves(train_step.in_shardings)[:count]
+        self.out_shardings: Any = jax.tree.unflatten(step.out_tree, shardings)
         start = time.perf_counter()
-        meshes = dict.fromkeys(s.mesh for s in out_shardings if isinstance(s.mesh, Mesh))
-        self._parts = {
-            mesh: [o for o, s in enumerate(out_shardings) if s.mesh == mesh] for mesh in meshes
-        }
-        avals = jax.tree.leaves(step.in_avals)
-        self._compiled = {
-            mesh: self._jitted(outputs, mesh, [out_shardings[o] for o in outputs])
-            .lower(*avals)
-            .compile()
-            for mesh, outputs in self._parts.items()
-        }
+        self._run = load(step, train_step.description.inputs[:count])
         self.compile_seconds = time.perf_counter() - start
 
-    def _jitted(
-        self, outputs: Sequence[int], mesh: Mesh, shardings: list[NamedSharding]
-    ) -> jax.stages.Wrapped:
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        return jax.jit(
-            part_of_state(self.step, outputs, mesh),
-            in_shardings=everywhere,
-            out_shardings=shardings,
-        )
-
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
-        """`args` as they are: every mesh gets all of them."""
+        """Return `args` unchanged, since every mesh receives all of them."""
         return args
 
     def __call__(self, *args: Any) -> Any:
-        """The state."""
-        leaves = self.step.leaves(args)
-        values: dict[int, jax.Array] = {}
-        for mesh, outputs in self._parts.items():
-            here = jax.device_put(leaves, NamedSharding(mesh, PartitionSpec()))
-            values.update(zip(outputs, self._compiled[mesh](*here), strict=True))
-        return jax.tree.unflatten(self.step.out_tree, [values[o] for o in range(len(values))])
+        """Return the state."""
+        outputs = self._run(self.step.leaves(args))
+        return jax.tree.unflatten(self.step.out_tree, [outputs[o] for o in range(len(outputs))])
 
     def get_output_placement_specs(self) -> Any:
-        """A pytree like the state, with a `PlacementSpec` for every array: that of the training step."""
-        return jax.tree.unflatten(self.step.out_tree, self._placement)
+        """Return a pytree like the state, with the `PlacementSpec` of the training step for each array."""
+        specs = jax.tree.leaves(self.train_step.get_input_placement_specs())
+        return jax.tree.unflatten(self.step.out_tree, specs[: len(self.step.jaxpr.outvars)])
+
+
+def state_job(
+    step: StepGraph,
+    outputs: Sequence[Array],
+    compile_part: CompilePart,
+    keys_as_data: bool,
+) -> Job:
+    """Return the job that creates a state: each mesh computes the outputs that it stores.
+
+    Every mesh reads all arguments, replicated over its devices.
+
+    Args:
+        step: the traced function.
+        outputs: type and place of each output.
+        compile_part: compiles the part of one mesh.
+        keys_as_data: whether random keys are passed as the integers that they consist of.
+    """
+    meshes = tuple(dict.fromkeys(output.place.mesh for output in outputs))
+    avals = [graph.aval_of(var) for var in step.jaxpr.invars]
+    calls: dict[Run, Call] = {}
+    job_inputs: list[Input] = []
+    job_outputs: list[Output] = []
+    for number, mesh in enumerate(meshes):
+        operands = tuple(
+            Array.of(f"in{i}", aval, mesh, ((),) * aval.ndim, keys_as_data)
+            for i, aval in enumerate(avals)
+        )
+        stored = [o for o, output in enumerate(outputs) if output.place.mesh == mesh]
+        results = tuple(replace(outputs[o], name=f"out{o}") for o in stored)
+        program = compile_part(mesh, stored, operands, results)
+        calls[Run(number, "S")] = Call(program, operands, results)
+        job_inputs += [Input(i, number, array, (array,)) for i, array in enumerate(operands)]
+        job_outputs += [
+            Output(o, number, (array,), array) for o, array in zip(stored, results, strict=True)
+        ]
+    rows = tuple((Run(number, "S"),) for number in range(len(meshes)))
+    program = Program(tuple(mesh.devices for mesh in meshes), rows)
+    return Job(
+        programs={},
+        meshes=program.meshes,
+        order=tuple(walk(program)),
+        calls=calls,
+        deliveries={},
+        inputs=tuple(job_inputs),
+        outputs=tuple(job_outputs),
+        zeros=((),) * len(meshes),
+    )
 
 
 def part_of_state(
     step: StepGraph, outputs: Sequence[int], mesh: AnyMesh
 ) -> Callable[..., list[jax.Array]]:
-    """A function of the arguments' leaves that computes some of the outputs on `mesh`, and nothing else."""
+    """Return a function of the arguments' leaves that computes only some of the outputs.
+
+    Args:
+        step: the traced function.
+        outputs: numbers of the outputs.
+        mesh: the mesh that computes them.
+    """
     jaxpr = step.jaxpr
     wanted = [jaxpr.outvars[o] for o in outputs]
     eqns = graph.needed(enumerate(jaxpr.eqns), wanted)
@@ -86,15 +139,15 @@ def part_of_state(
         evaluate(eqns, env, as_is, as_is, shardwise(mesh))
         values = (atom.val if isinstance(atom, Literal) else env[atom] for atom in wanted)
         return [
-            jax.lax.convert_element_type(v, graph.aval_of(a).dtype)
-            for v, a in zip(values, wanted, strict=True)
+            jax.lax.convert_element_type(value, graph.aval_of(atom).dtype)
+            for value, atom in zip(values, wanted, strict=True)
         ]
 
     return run
 
 
 def state_avals(step: StepGraph) -> Any:
-    """The state that a traced function makes, as ShapeDtypeStructs."""
+    """Return the state that a traced function returns, as a pytree of ShapeDtypeStructs."""
     avals = map(graph.aval_of, step.jaxpr.outvars)
     return jax.tree.unflatten(
         step.out_tree, [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]

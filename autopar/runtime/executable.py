@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -20,8 +20,7 @@ from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partition import Task
 from autopar.plan import Plan
 from autopar.planning.method_planning import any_cluster
-from autopar.prediction.predicting import Fidelity, program_of
-from autopar.tracing.arguments import Argnums
+from autopar.prediction.predicting import ProgramOptions, program_of
 from autopar.util import benchmark_func
 from simulator.engine.breakdown import prediction_of
 from simulator.engine.prediction import Prediction
@@ -105,12 +104,12 @@ class Executable(ABC):
             self._placement(
                 jax.ShapeDtypeStruct(each.aval.shape, aval.dtype, weak_type=aval.weak_type), each
             )
-            for each, aval in zip(self._made, map(aval_of, atoms), strict=True)
+            for each, aval in zip(self._output_arrays, map(aval_of, atoms), strict=True)
         ]
         return jax.tree.unflatten(self.step.out_tree, made)
 
     @cached_property
-    def _made(self) -> list[Array]:
+    def _output_arrays(self) -> list[Array]:
         """What and where the outputs are; constants count as copies on the first mesh."""
         mesh = mesh_of(self.plan.stages[0])
         return [
@@ -196,25 +195,22 @@ class Executable(ABC):
     def simulate(
         self,
         cluster: AnyCluster | str | Path,
-        *,
-        donate_argnums: Argnums = "auto",
-        fidelity: Fidelity = "compiled",
+        **options: Unpack[ProgramOptions],
     ) -> Timeline:
-        """Return what happens when in a step on a cluster that need not be here; see `autopar.simulate`."""
+        """Return the timeline of a step on a cluster that need not exist; see `autopar.simulate`."""
         cluster = any_cluster(cluster)
-        return simulate_program(program_of(self, cluster, donate_argnums, fidelity), cluster)
+        return simulate_program(program_of(self, cluster, **options), cluster)
 
     def predict(
         self,
         cluster: AnyCluster | str | Path,
         *,
-        donate_argnums: Argnums = "auto",
-        fidelity: Fidelity = "compiled",
         tokens: int = 0,
+        **options: Unpack[ProgramOptions],
     ) -> Prediction:
-        """Return where the time and the memory of a step go on a cluster that need not be here; see `autopar.predict`."""
+        """Predict the time and memory of a step on a cluster that need not exist; see `autopar.predict`."""
         cluster, tokens = any_cluster(cluster), checked("tokens", tokens, integer(0))
-        timeline = self.simulate(cluster, donate_argnums=donate_argnums, fidelity=fidelity)
+        timeline = self.simulate(cluster, **options)
         return prediction_of(timeline, cluster, tokens=tokens)
 
     @abstractmethod

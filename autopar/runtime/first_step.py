@@ -38,7 +38,10 @@ def checked_first_step(fun: Callable[..., Any], executable: Any, args: Sequence[
             microbatches and stages.
         ValueError: the step runs on other hosts.
     """
-    if not isinstance(executable, LocalExecutable | CreateStateExecutable):
+    compiled = (
+        executable.train_step if isinstance(executable, CreateStateExecutable) else executable
+    )
+    if not isinstance(compiled, LocalExecutable):
         raise ValueError(
             "check='first step' compares steps of this process; leave it out on other hosts (autopar.init(cluster='ray'))"
         )

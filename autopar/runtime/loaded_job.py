@@ -26,16 +26,16 @@ type Values = dict[str, jax.Array]
 class Carrier(Protocol):
     """Carries the value of one delivery, once in each step."""
 
-    def send(self, value: jax.Array, letter: int, is_used_up: bool) -> None:
+    def send(self, value: jax.Array, tag: int, is_used_up: bool) -> None:
         """Let the receivers have the value.
 
         Args:
-            letter: tells it from everything else that is under way.
+            tag: tells it from everything else that is under way.
             is_used_up: whether the memory of the value may be used for something else before it is received.
         """
         ...
 
-    def receive(self, letter: int) -> jax.Array:
+    def receive(self, tag: int) -> jax.Array:
         """Return the value on the mesh that receives it."""
         ...
 
@@ -115,8 +115,8 @@ class LoadedJob:
         for each in (*job.deliveries.values(), *job.spreads.values()):
             if each.number not in carriers:
                 carriers[each.number] = carrier(each)
-        self._carriers = {at: carriers[each.number] for at, each in job.deliveries.items()}
-        self._letters = {at: each.number * num_workers for at, each in job.deliveries.items()}
+        self.carriers = {at: carriers[each.number] for at, each in job.deliveries.items()}
+        self._tags = {at: each.number * num_workers for at, each in job.deliveries.items()}
         self._spreads = {
             at: (carriers[each.number], each.number * num_workers)
             for at, each in job.spreads.items()
@@ -137,46 +137,50 @@ class LoadedJob:
         ]
 
     def start(
-        self, kept: Mapping[int, jax.Array], given: Mapping[int, np.ndarray], letter: int = 0
+        self,
+        kept: Mapping[int, jax.Array],
+        given: Mapping[int, np.ndarray | jax.Array],
+        tag: int = 0,
     ) -> list[Values]:
         """Return the values of each mesh before the first instruction.
 
         Args:
             kept: inputs that are where the step wants them.
             given: inputs in host memory.
-            letter: the first of the numbers that deliveries of this step have.
+            tag: the first of the numbers that deliveries of this step have.
         """
         values: list[Values] = [make() for make in self._zeros]
         for (number, _), (carrier, offset) in self._spreads.items():
             if number in kept:
-                carrier.send(kept[number], letter + offset, is_used_up=True)
+                carrier.send(kept[number], tag + offset, is_used_up=True)
         for each, split in self._inputs:
             if each.number in given:
-                whole, count = given[each.number], len(each.parts)
+                whole: Any = given[each.number]
+                count = len(each.parts)
                 rows = cut_rows(whole, count, self.job.chunks) if count > 1 else [whole]
                 parts = [
                     placed(row, part.place, self.devices)
                     for row, part in zip(rows, each.parts, strict=True)
                 ]
             elif split is None:
-                values[each.mesh][each.parts[0].name] = self._whole(each, kept, letter)
+                values[each.mesh][each.parts[0].name] = self._whole(each, kept, tag)
                 continue
             else:
-                parts = split(self._whole(each, kept, letter))
+                parts = split(self._whole(each, kept, tag))
             values[each.mesh].update(
                 (part.name, made) for part, made in zip(each.parts, parts, strict=True)
             )
         return values
 
-    def _whole(self, given: Input, kept: Mapping[int, jax.Array], letter: int) -> jax.Array:
+    def _whole(self, given: Input, kept: Mapping[int, jax.Array], tag: int) -> jax.Array:
         """An input that is in place, here or at another mesh."""
         if (given.number, given.mesh) not in self._spreads:
             return kept[given.number]
         carrier, offset = self._spreads[given.number, given.mesh]
-        return carrier.receive(letter + offset)
+        return carrier.receive(tag + offset)
 
     def execute(
-        self, mesh: int, instruction: Instruction, values: Sequence[Values], letter: int = 0
+        self, mesh: int, instruction: Instruction, values: Sequence[Values], tag: int = 0
     ) -> None:
         """Execute one instruction."""
         match instruction:
@@ -184,12 +188,12 @@ class LoadedJob:
                 self.calls[instruction].run(values[mesh])
             case Send(name, to):
                 at = name, to
-                self._carriers[at].send(
-                    values[mesh][name], letter + self._letters[at], name in self._used_up
+                self.carriers[at].send(
+                    values[mesh][name], tag + self._tags[at], name in self._used_up
                 )
             case Recv(name):
                 at = name, mesh
-                values[mesh][name] = self._carriers[at].receive(letter + self._letters[at])
+                values[mesh][name] = self.carriers[at].receive(tag + self._tags[at])
             case Free(names):
                 for name in names:
                     values[mesh].pop(name, None)
@@ -200,7 +204,7 @@ class LoadedJob:
         """Wait until an instruction that has been executed on a mesh is done."""
         match instruction:
             case Send(name, to):
-                self._carriers[name, to].wait()
+                self.carriers[name, to].wait()
             case _:
                 wait_for(values[mesh])
 
@@ -273,7 +277,7 @@ def wait_for(values: Values) -> None:
     jax.block_until_ready([value for value in values.values() if not value.is_deleted()])
 
 
-def placed(array: np.ndarray, place: Place, devices: Mapping[int, Device]) -> jax.Array:
+def placed(array: np.ndarray | jax.Array, place: Place, devices: Mapping[int, Device]) -> jax.Array:
     """Return an array of host memory where it should be; of a place that several workers have, this one's part."""
     return jax.make_array_from_callback(
         array.shape, place.sharding(devices), lambda index: array[index]

@@ -59,13 +59,13 @@ class MoveCarrier:
         self._waits = to.devices.size > 1 and to.devices.flat[0].platform == "cpu"
         self._sent: dict[int, jax.Array] = {}
 
-    def send(self, value: jax.Array, letter: int, is_used_up: bool) -> None:
+    def send(self, value: jax.Array, tag: int, is_used_up: bool) -> None:
         """Send the value; JAX copies it before its memory is used for something else."""
-        self._sent[letter] = self._move.send(value)
+        self._sent[tag] = self._move.send(value)
 
-    def receive(self, letter: int) -> jax.Array:
+    def receive(self, tag: int) -> jax.Array:
         """Return the value where it is wanted."""
-        value = self._sent.pop(letter)
+        value = self._sent.pop(tag)
         if self._move.complete is None:  # whoever uses it waits for it
             return value
         completed = self._move.complete(value)

@@ -34,7 +34,7 @@ def _size(item):
 def pytest_runtest_teardown(item, nextitem):
     """Workers end with the last test here: others run in this process."""
     if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
-        session.leave()
+        session.current.leave()
 
 
 @pytest.fixture(scope="session")
@@ -61,4 +61,4 @@ def hosts(request, raylets):
 def _in_this_process(request, monkeypatch):
     """Tests without raylets run here, also while other tests' workers are there."""
     if "raylets" not in request.fixturenames:
-        monkeypatch.setattr(session, "_hosts", None)
+        monkeypatch.setattr(session, "current", session.Session())

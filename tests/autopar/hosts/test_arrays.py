@@ -9,18 +9,15 @@ import pytest
 from numpy.testing import assert_allclose
 
 import autopar
+from autopar.hosts.driver import RayHosts
+from autopar.hosts.worker import Worker
 from tests.autopar.hosts.workers import disturbed, joined, pipeline
 from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
 
 
-def kept(hosts: Any) -> list[set[int]]:
-    """The keys of what each worker keeps, when it has done what it was asked; it is told of no others."""
-    import ray
-
-    ray.wait([ref for _, ref in hosts._pending], num_returns=len(hosts._pending) or 1, timeout=60)
-    return ray.get(
-        [actor.__ray_call__.remote(lambda worker: set(worker._arrays)) for actor in hosts._actors]
-    )
+def kept(hosts: RayHosts) -> list[frozenset[int]]:
+    """The keys of the arrays of each worker after its pending calls; looking frees none."""
+    return [hosts.on_worker(host, Worker.array_keys) for host in range(len(hosts.numbers))]
 
 
 @pytest.mark.slow
@@ -134,13 +131,13 @@ def test_a_step_is_one_call_of_each_worker_and_the_driver_runs_ahead(hosts, monk
     params, loss = function(stack_params(), stack_batch())
     autopar.prefetch((params, loss))
     disturbed(hosts, 0, "0F0", lambda: time.sleep(4))
-    calls, call = [], hosts._call
+    calls, call = [], hosts.call
 
     def spy(host: int, method: str, *args: Any) -> Any:
         calls.append((host, method))
         return call(host, method, *args)
 
-    monkeypatch.setattr(hosts, "_call", spy)
+    monkeypatch.setattr(hosts, "call", spy)
     start = time.monotonic()
     for _ in range(2):
         params, loss = function(params, stack_batch())

@@ -118,8 +118,6 @@ def test_a_worker_that_is_killed_while_it_writes_leaves_what_was_there(hosts, tm
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_a_worker_that_never_has_written_keeps_nobody_for_ever(hosts, tmp_path):
-    import ray
-
     def stall(worker: Any) -> None:
         from autopar.hosts import worker as module
 
@@ -128,7 +126,7 @@ def test_a_worker_that_never_has_written_keeps_nobody_for_ever(hosts, tmp_path):
     params, _ = autopar.parallelize(stack_step, method=pipeline(2))(stack_params(), stack_batch())
     autopar.save_checkpoint(tmp_path, params, 0)
     there = pids()
-    ray.get(hosts._actors[1].__ray_call__.remote(stall))
+    hosts.on_worker(1, stall)
     hosts.timeout = 3
     autopar.save_checkpoint(tmp_path, params, 1, wait=False)
     start = time.monotonic()

@@ -7,33 +7,25 @@ import jax
 import pytest
 
 import autopar
-from autopar.hosts import environment, workers
-from autopar.hosts.driver import RayHosts, check_plan, cluster_of_hosts
+from autopar.hosts import environment, reservation
 from autopar.hosts.environment import leave_gpus
 from autopar.hosts.errors import HostsError
-from autopar.hosts.workers import _choose
+from autopar.hosts.layout import HostLayout, check_plan, cluster_of_hosts
+from autopar.hosts.reservation import choose_devices, reserve
 from simulator.hardware.heterogeneous import HeterogeneousCluster
 from tests.autopar.hosts.workers import pipeline
 from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
 
-CPUS = [{}, {}, {}]
 
-
-def made(*counts: int, platform: str = "cpu", kinds: tuple[str, ...] | None = None) -> RayHosts:
-    """Hosts with so many devices each, of which nobody has started a worker."""
-    hosts: Any = object.__new__(RayHosts)
-    starts = [sum(counts[:host]) for host in range(len(counts))]
-    hosts.numbers = [
-        tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True)
-    ]
-    hosts.owner = {device: host for host, devices in enumerate(hosts.numbers) for device in devices}
-    hosts.platform, hosts.kinds = platform, list(kinds or ("",) * len(counts))
-    return hosts
+def layout(*counts: int, platform: str = "cpu", kinds: tuple[str, ...] | None = None) -> HostLayout:
+    """Hosts with these numbers of devices."""
+    addresses = tuple(f"10.0.0.{host}" for host in range(len(counts)))
+    return HostLayout(counts, addresses, kinds or ("",) * len(counts), platform)
 
 
 def test_hosts_may_give_different_numbers_of_devices():
-    assert _choose(CPUS, [0, 0, 0], None, (4, 2)) == [4, 2]
-    assert _choose(CPUS, [8, 0, 4], 2, [2, 8]) == [2, 8]
+    assert choose_devices([0, 0, 0], None, (4, 2)) == [4, 2]
+    assert choose_devices([8, 0, 4], 2, [2, 8]) == [2, 8]
 
 
 @pytest.mark.parametrize(
@@ -68,19 +60,19 @@ def test_numbers_of_devices_that_hosts_do_not_have_are_refused(
     gpus, num_nodes, per_node, error, said
 ):
     with pytest.raises(error, match=said):
-        _choose(CPUS, gpus, num_nodes, per_node)
+        choose_devices(gpus, num_nodes, per_node)
 
 
 def test_hosts_that_differ_are_pools_each_of_its_own_kind():
-    found = cluster_of_hosts(made(8, 8, 4, platform="cuda", kinds=("V100", "A100", "A100")))
+    found = cluster_of_hosts(layout(8, 8, 4, platform="cuda", kinds=("V100", "A100", "A100")))
     assert isinstance(found, HeterogeneousCluster)
     assert [(pool.device.name, pool.hosts, pool.devices_per_host) for pool in found.pools] == [
         (autopar_device("p3.16xlarge"), 1, 8),
         (autopar_device("dgx_a100_80"), 1, 8),
         (autopar_device("dgx_a100_80"), 1, 4),
     ]
-    assert [pool.num_devices for pool in cluster_of_hosts(made(4, 2)).pools] == [4, 2]
-    assert cluster_of_hosts(made(4, 4)).num_devices == 8
+    assert [pool.num_devices for pool in cluster_of_hosts(layout(4, 2)).pools] == [4, 2]
+    assert cluster_of_hosts(layout(4, 4)).num_devices == 8
 
 
 def autopar_device(name: str) -> str:
@@ -110,15 +102,15 @@ def test_the_driver_leaves_gpus_to_the_workers(monkeypatch):
 def test_a_cluster_with_gpus_has_the_driver_leave_them(gpus, monkeypatch):
     left: list[bool] = []
     nodes = [{"Resources": {"CPU": 2.0, "GPU": float(gpus), "accelerator_type:A100": 1.0}}]
-    monkeypatch.setattr(workers, "alive_nodes", lambda: nodes)
-    monkeypatch.setattr(workers, "leave_gpus", lambda: left.append(True))
+    monkeypatch.setattr(reservation, "alive_nodes", lambda: nodes)
+    monkeypatch.setattr(reservation, "leave_gpus", lambda: left.append(True))
 
-    def stop(self: Any, counts: Any) -> None:
-        raise HostsError(f"would take {counts}")
+    def stop(bundles: Any, strategy: str) -> None:
+        raise HostsError(f"would take {bundles}")
 
-    monkeypatch.setattr(RayHosts, "_reserve", stop)
-    with pytest.raises(HostsError, match=r"would take \[2\]"):
-        RayHosts(None, 2, 60.0)
+    monkeypatch.setattr(reservation, "placement_group", stop)
+    with pytest.raises(HostsError, match=r"would take \[\{'CPU': 1.0"):
+        reserve(None, 2, 60.0)
     assert left == [True] * bool(gpus)
 
 
@@ -132,18 +124,18 @@ def test_a_plan_that_was_made_for_other_hosts_is_told_by_the_stages_that_these_t
         UserWarning,
         match="made for other hosts: on these, stage 0 spans several although one would",
     ):
-        check_plan(made(3, 5), plan, None)
+        check_plan(layout(3, 5), plan, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for hosts in (
-            made(4, 4),
-            made(2, 2, 2, 2),
-            made(8),
+            layout(4, 4),
+            layout(2, 2, 2, 2),
+            layout(8),
         ):  # on the second no host would hold a stage
             check_plan(hosts, plan, None)
-        check_plan(made(4, 4, 4), plan, (2, 4))
+        check_plan(layout(4, 4, 4), plan, (2, 4))
     with pytest.raises(
         ValueError,
         match=r"devices=4, but the plan has 8; leave them out, it runs on the first of the hosts'",
     ):
-        check_plan(made(4, 4), plan, 4)
+        check_plan(layout(4, 4), plan, 4)

@@ -4,18 +4,18 @@ import importlib
 import os
 import shutil
 import socket
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import pytest
 
 import autopar
-from autopar.hosts import session, workers
+from autopar.hosts import reservation, session, workers
 from autopar.hosts.driver import RayHosts
 from autopar.hosts.environment import check_versions, free_port, variables_of_worker, versions
 from autopar.hosts.errors import HostsError, PortTakenError
-from autopar.hosts.worker import Group, Worker
+from autopar.hosts.worker import ProcessGroup, Worker
+from autopar.hosts.workers import start_process_groups
 
 HERE = {
     "Python": "3.12",
@@ -100,29 +100,33 @@ def test_an_address_that_is_none_of_the_host_is_told():
 def test_a_port_in_use_is_found_before_jax_is_told_of_it(taken):
     assert free_port() != taken
     with pytest.raises(
-        PortTakenError, match=rf"host 0: port {taken}, for JAX's coordinator .* can't be had"
+        PortTakenError, match=rf"host 0: port {taken}, for JAX's coordinator .* can't be used"
     ):
-        Worker(0, [range(4), range(4, 8)], "127.0.0.1").start(Group((0, 1), f"127.0.0.1:{taken}"))
+        Worker(0, [range(4), range(4, 8)], "127.0.0.1").start(
+            ProcessGroup((0, 1), f"127.0.0.1:{taken}")
+        )
 
 
 def test_ports_that_are_always_in_use_are_an_error_after_some():
-    hosts = object.__new__(RayHosts)
-    started: list[int] = []
-    stub: Any = hosts
-    stub.addresses = ["127.0.0.1"] * 2
-    stub._actors, stub._free_port, stub._start_workers = (
-        [None] * 2,
-        lambda host: 1,
-        lambda: started.append(1),
-    )
+    class Unlucky:
+        """Workers on whose hosts every port is taken before JAX listens on it."""
 
-    def ask(*_: Any) -> None:
-        raise PortTakenError("host 0: port 1")
+        addresses = ("127.0.0.1",) * 2
+        restarts = 0
 
-    stub._ask = ask
+        def free_port(self, host: int) -> int:
+            return 1
+
+        def start_jax(self, groups: Sequence[ProcessGroup | None]) -> list[str]:
+            raise PortTakenError("host 0: port 1")
+
+        def restart(self) -> None:
+            self.restarts += 1
+
+    unlucky = Unlucky()
     with pytest.raises(PortTakenError, match="host 0: port 1"):
-        hosts._start_jax(frozenset({(0, 1)}), 3)
-    assert len(started) == 2
+        start_process_groups(unlucky, {(0, 1)}, ports=3)
+    assert unlucky.restarts == 2
 
 
 # --- on a Ray cluster
@@ -131,14 +135,13 @@ def test_ports_that_are_always_in_use_are_an_error_after_some():
 @pytest.mark.slow
 @pytest.mark.hosts(2, 1)
 def test_a_port_in_use_is_replaced_by_another(hosts, taken, monkeypatch):
-    original = RayHosts._free_port
+    original = RayHosts.free_port
     ports = iter([taken])
     monkeypatch.setattr(
-        RayHosts, "_free_port", lambda self, host: next(ports, None) or original(self, host)
+        RayHosts, "free_port", lambda self, host: next(ports, None) or original(self, host)
     )
-    hosts._join(
-        frozenset({(0, 1)})
-    )  # workers that wait for a coordinator are ended and started anew
+    # Workers that wait for a coordinator are ended and started anew.
+    hosts.form_groups(frozenset({(0, 1)}))
     assert list(ports) == []
     assert hosts.ask(hosts.owner, "num_arrays") == [0, 0]
 
@@ -168,10 +171,7 @@ def test_workers_have_the_flags_of_xla_that_the_driver_has(monkeypatch, flags, p
 @pytest.mark.slow
 @pytest.mark.hosts(2, 1)
 def test_flags_of_xla_arrive_at_workers(hosts):
-    import ray
-
-    find = hosts._actors[1].__ray_call__
-    flags = ray.get(find.remote(lambda worker: __import__("os").environ["XLA_FLAGS"])).split()
+    flags = hosts.on_worker(1, lambda _: __import__("os").environ["XLA_FLAGS"]).split()
     here = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1").split()
     assert len(here) > 1
     assert set(flags) == set(here)
@@ -196,7 +196,7 @@ def test_a_host_that_lacks_a_package_is_told(tmp_path, monkeypatch):
     (tmp_path / "lacking.py").write_text(
         "from autopar.hosts import worker\nclass Worker(worker.Worker): pass\n"
     )
-    monkeypatch.setattr(workers, "Worker", importlib.import_module("lacking").Worker)
+    monkeypatch.setattr(reservation, "Worker", importlib.import_module("lacking").Worker)
     shutil.rmtree(tmp_path)
     said = r"host 0 \(.*\) can't run a worker: ModuleNotFoundError: No module named 'lacking'; install there what the driver has"
     with pytest.raises(HostsError, match=said):

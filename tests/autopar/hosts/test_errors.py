@@ -8,12 +8,12 @@ def test_a_lost_host_is_told_with_its_meshes_and_what_others_were_at():
         1, "10.0.0.2", "it died", [1, 3], ["host 0 has been at recv x<1 of mesh 0 for 3 s"]
     )
     assert str(error) == (
-        "host 1 (10.0.0.2), mesh 1 and 3 of the step, is lost: it died. Meanwhile host 0 has been at recv x<1 of mesh 0 for 3 s. What"
-        " it held is gone; restore a checkpoint, on the hosts that remain or with the host back"
+        "host 1 (10.0.0.2), mesh 1 and 3 of the step, is lost: it died. Meanwhile host 0 has been at recv x<1 of mesh 0 for 3 s. Its arrays"
+        " are gone; restore a checkpoint, on the hosts that remain or with the host back"
     )
     assert (error.host, error.meshes) == (1, (1, 3))
     assert str(HostLostError(1, "10.0.0.2", "it died")).startswith(
-        "host 1 (10.0.0.2) is lost: it died. What it held"
+        "host 1 (10.0.0.2) is lost: it died. Its arrays"
     )
 
 

@@ -2,18 +2,18 @@
 
 import pytest
 
-from autopar.hosts.health import Doing, Silent, culprit, silence_seconds
+from autopar.hosts.health import Activity, Unresponsive, culprit, silence_seconds
 
-WAITS = Doing(1, "recv x<0", 30.0)
+WAITS = Activity(1, "recv x<0", 30.0)
 
 
 @pytest.mark.parametrize(
     ("states", "asked", "host"),
     [
-        ([WAITS, Doing(1, "1F0", 3.0), Silent.MUTE], [0], 2),
-        ([WAITS, Silent.GONE, Doing(2, "2F0", 9.0)], [0], 1),
-        ([WAITS, Doing(1, "1F0", 3.0), Doing(2, "2F0", 9.0)], [0], 2),
-        ([Doing(0, "0F1", 5.0), WAITS], [1], 0),
+        ([WAITS, Activity(1, "1F0", 3.0), Unresponsive.MUTE], [0], 2),
+        ([WAITS, Unresponsive.GONE, Activity(2, "2F0", 9.0)], [0], 1),
+        ([WAITS, Activity(1, "1F0", 3.0), Activity(2, "2F0", 9.0)], [0], 2),
+        ([Activity(0, "0F1", 5.0), WAITS], [1], 0),
         ([None, WAITS, None], [2, 0], 2),
     ],
 )

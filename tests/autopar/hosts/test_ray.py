@@ -220,7 +220,7 @@ import sys, time, ray, autopar
 from autopar.hosts import session
 ray.init(address=sys.argv[1], log_to_driver=False)
 autopar.init(cluster="ray", num_nodes=1, num_devices_per_node=1)
-print(*(each["pid"] for each in session.hosts()._ask("environment")), flush=True)
+print(*(each["pid"] for each in session.hosts().ask_all("environment")), flush=True)
 time.sleep(600)
 """
 

@@ -65,7 +65,7 @@ def recorded(folder: Path, fails: int | None = None) -> Callable[[int, int, int]
 
 def calls(folder: Path, hosts: RayHosts) -> dict[int, list[tuple[int, int]]]:
     """For each host the first example and the number of examples of what it has read, in order."""
-    of = {str(each["pid"]): host for host, each in enumerate(hosts._ask("environment"))}
+    of = {str(each["pid"]): host for host, each in enumerate(hosts.ask_all("environment"))}
     return {
         of[file.name]: list(map(ast.literal_eval, file.read_text().splitlines()))
         for file in folder.iterdir()
@@ -203,7 +203,7 @@ def test_a_worker_reads_only_for_the_stages_that_take_something(hosts, tmp_path)
 @pytest.mark.hosts(2, 4)
 def test_reading_is_so_far_ahead_and_what_is_dropped_is_freed(hosts, tmp_path):
     _, specs = compiled(by_rows(2))
-    before, live = hosts.num_arrays(), set(hosts._live)
+    before, live = hosts.num_arrays(), hosts.live_keys
     batches = iter(
         MeshDriverDataLoader(ROWS, 20 * ROWS, recorded(tmp_path), specs, prefetch_size=2)
     )
@@ -216,7 +216,7 @@ def test_reading_is_so_far_ahead_and_what_is_dropped_is_freed(hosts, tmp_path):
     assert_array_equal(np.array(first["x"]), batch(0, 16)["x"])
     del first
     assert until(lambda: hosts.num_arrays() == before)
-    assert hosts._live <= live
+    assert hosts.live_keys <= live
 
 
 @pytest.mark.hosts(2, 4)

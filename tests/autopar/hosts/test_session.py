@@ -15,7 +15,8 @@ import autopar
 from autopar.hosts import session
 from autopar.hosts.environment import free_port
 from autopar.hosts.errors import HostsError
-from autopar.hosts.ray_private import python_of_workers, share_environment
+from autopar.hosts.ray_private import runtime_env_of_workers, without_uv_hook
+from autopar.hosts.session import Session, check_address
 from tests.autopar.hosts.workers import is_alive, until
 
 ray = pytest.importorskip("ray")
@@ -99,30 +100,50 @@ def test_what_is_joined_here_is_left_unless_somebody_else_has_joined_since(monke
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "get_runtime_context", Context)
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
-    monkeypatch.setattr(session, "_job", "01")
-    session.leave()
+    joined = Session(ray_job="01")
+    joined.leave()
     assert ended == [True]
-    session.leave()
+    joined.leave()
     assert ended == [True]
-    monkeypatch.setattr(session, "_job", "00")
-    session.leave()
+    Session(ray_job="00").leave()
     assert ended == [True]
 
 
-def test_ray_is_told_not_to_build_environments_unless_one_wants_it(monkeypatch):
+UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+
+
+@pytest.mark.parametrize(("variable", "during"), [(None, False), ("1", True)])
+def test_ray_is_joined_without_its_uv_hook_unless_the_user_wants_it(monkeypatch, variable, during):
     from ray._private import ray_constants
 
-    monkeypatch.setattr(ray_constants, "RAY_ENABLE_UV_RUN_RUNTIME_ENV", True)
-    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "1")
-    share_environment()
-    job = {"py_executable": "/opt/uv run --python 3.12 python"}
-    assert (ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV, python_of_workers(job)) == (True, {})
-    monkeypatch.delenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV")
-    share_environment()
-    assert os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == "0"
-    assert not ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
-    assert python_of_workers(job) == {"py_executable": sys.executable}
-    assert python_of_workers({}) == python_of_workers({"py_executable": "python3.12"}) == {}
+    monkeypatch.setattr(ray_constants, UV_RUN, True)
+    monkeypatch.delenv(UV_RUN, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(UV_RUN, variable)
+    with without_uv_hook():
+        assert getattr(ray_constants, UV_RUN) is during
+    assert getattr(ray_constants, UV_RUN) is True
+    assert os.environ.get(UV_RUN) == variable
+
+
+def test_workers_run_the_python_of_the_driver_where_ray_would_run_uv(monkeypatch):
+    job, variables = {"py_executable": "/opt/uv run --python 3.12 python"}, {"NPROC": "2"}
+    monkeypatch.delenv(UV_RUN, raising=False)
+    found = runtime_env_of_workers(job, variables)
+    assert found["py_executable"] == sys.executable
+    assert found["env_vars"]["NPROC"] == "2"
+    assert os.getcwd() in found["env_vars"]["PYTHONPATH"].split(os.pathsep)
+    for other in ({}, {"py_executable": "python3.12"}):
+        assert runtime_env_of_workers(other, variables) == {"env_vars": variables}
+    monkeypatch.setenv(UV_RUN, "1")
+    assert runtime_env_of_workers(job, variables) == {"env_vars": variables}
+
+
+def test_importing_autopar_changes_no_environment_variable():
+    program = (
+        "import os; before = dict(os.environ); import autopar; assert dict(os.environ) == before"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 # --- on a Ray cluster
@@ -134,9 +155,9 @@ def test_another_cluster_than_the_one_that_was_joined_is_refused(raylets):
         match=r"cluster_address='127\.0\.0\.1:1', but this process has joined the Ray cluster",
     ):
         autopar.init(cluster="ray", cluster_address="127.0.0.1:1")
-    session._check_address(raylets.address)
+    check_address(raylets.address)
     host, port = raylets.address.split(":")
-    session._check_address(f"{socket.getfqdn(host)}:{port}")
+    check_address(f"{socket.getfqdn(host)}:{port}")
 
 
 def run(
@@ -171,11 +192,10 @@ ray.init(address="{address}", log_to_driver=False)  # which has it by now that u
 import jax, autopar
 from autopar.hosts import session
 autopar.init(cluster="ray", num_nodes=2, num_devices_per_node=1)
-print(*(each["pid"] for each in session.hosts()._ask("environment")), flush=True)
-there = [actor.__ray_call__.remote(lambda _: __import__("sys").executable) for actor in session.hosts()._actors]
-print(*ray.get(there), flush=True)
+print(*(each["pid"] for each in session.hosts().ask_all("environment")), flush=True)
+print(*(session.hosts().on_worker(host, lambda _: __import__("sys").executable) for host in range(2)), flush=True)
 step = autopar.parallelize(lambda state, batch: state + batch.sum(), method=autopar.ShardParallel(devices=2))
-print(session.hosts()._group.id.hex(), f"{{step(1.0, jax.numpy.arange(4.0)):.1f}}", flush=True)
+print(session.hosts().reservation.group.id.hex(), f"{{step(1.0, jax.numpy.arange(4.0)):.1f}}", flush=True)
 raise ValueError("of the user")
 """
 
@@ -200,7 +220,7 @@ TOKENS = """
 import sys, ray, autopar, jax
 ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
 autopar.init(cluster="ray", num_devices_per_node=2)
-print(ray.get(ray.remote(lambda: sys.executable).remote()))
+print(autopar.hosts.session.hosts().on_worker(0, lambda _: sys.executable))
 step = autopar.parallelize(lambda state, batch: state + batch.sum(), method=autopar.ShardParallel())
 print(f"{step(1.0, jax.numpy.arange(4.0)):.1f}")
 autopar.shutdown()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import autopar
 from autopar.hosts.clocks import offset
 from autopar.hosts.remote_executable import RemoteExecutable
-from autopar.hosts.timelines import Note, aligned, merged
+from autopar.hosts.timelines import ExecutedInstruction, aligned, merged
 from autopar.report import Status
 from simulator.program import Free, Recv, Run, Send
 from tests.autopar.hosts.workers import pipeline
@@ -54,8 +54,13 @@ F, B = Run(0, "F"), Run(1, "F")
 PROGRAM = (F, Send("x", 1), Free(("x",))), (Recv("x", 0), B)
 
 
-def notes_of(times: list[tuple[float, float]], mesh: int, instructions: Any) -> list[Note]:
-    return [Note(mesh, each, *when) for each, when in zip(instructions, times, strict=True)]
+def notes_of(
+    times: list[tuple[float, float]], mesh: int, instructions: Any
+) -> list[ExecutedInstruction]:
+    return [
+        ExecutedInstruction(mesh, each, *when)
+        for each, when in zip(instructions, times, strict=True)
+    ]
 
 
 def test_a_clock_that_is_wrong_is_corrected():

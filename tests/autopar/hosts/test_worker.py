@@ -40,7 +40,7 @@ class Driver:
         self.found, self.worker = found, Worker(0, [range(8)], "127.0.0.1")
         self.worker.start()
         self.worker.load(0, found.job)
-        self._keys, self._letter = iter(range(10**6)), 0
+        self._keys, self._tag = iter(range(10**6)), 0
 
     def steps(self, args: Any, count: int) -> list[np.ndarray]:
         """The results of the last of several steps."""
@@ -56,8 +56,8 @@ class Driver:
             kept = {i: old.get(i, keys[i]) for i in range(num_state)}
             freed = [key for o, key in old.items() if o >= num_state]
             given = [np.asarray(leaves[i]) for i in batch]
-            self.worker.do(None, freed, "run", 0, self._letter, kept, made, batch, *given)
-            self._letter += len(self.found.job.deliveries)
+            self.worker.do(None, freed, "run", 0, self._tag, kept, made, batch, *given)
+            self._tag += len(self.found.job.deliveries)
         return [
             self.whole(key, each)
             for key, each in zip(made.values(), self.found.outputs, strict=True)
@@ -119,9 +119,9 @@ def test_each_mesh_executes_the_instructions_of_the_program_in_order(monkeypatch
     done = defaultdict(list)
     execute = LoadedJob.execute
 
-    def spy(self, mesh, instruction, values, letter):
+    def spy(self, mesh, instruction, values, tag):
         done[mesh].append(instruction)
-        execute(self, mesh, instruction, values, letter)
+        execute(self, mesh, instruction, values, tag)
 
     monkeypatch.setattr(LoadedJob, "execute", spy)
     Driver(found).steps(args, 1)
@@ -164,7 +164,7 @@ def test_a_job_that_is_unloaded_is_garbage():
     args = stack_params(), stack_batch()
     driver = Driver(prepared(pipeline(2), stack_step, args))
     driver.steps(args, 1)
-    loaded = weakref.ref(driver.worker._jobs[0])
+    loaded = weakref.ref(driver.worker.jobs[0])
     driver.worker.do(None, [], "unload", 0)
     gc.collect()
     assert driver.worker.num_jobs() == 0
@@ -203,7 +203,7 @@ def test_an_instruction_that_fails_says_where_it_stands():
     def fails(*_):
         raise MemoryError("no room")
 
-    driver.worker._jobs[0]._carriers[name, to].receive = fails  # pyright: ignore
+    driver.worker.jobs[0].carriers[name, to].receive = fails  # pyright: ignore
     with pytest.raises(
         InstructionError,
         match=rf"host 0, mesh {to}, instruction recv {name}.*: MemoryError: no room",

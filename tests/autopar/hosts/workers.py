@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def joined(hosts: int, devices: int) -> "RayHosts":
     """As many hosts with so many devices each; those that there are, if they are that many and alive."""
     here = session.hosts()
-    if here is None or not here._actors or list(map(len, here.numbers)) != [devices] * hosts:
+    if here is None or not here.is_running or list(map(len, here.numbers)) != [devices] * hosts:
         autopar.init(cluster="ray", num_nodes=hosts, num_devices_per_node=devices, timeout=120)
     return joined_hosts()
 
@@ -36,27 +36,26 @@ def pipeline(stages: int, **options: Any) -> autopar.PipeshardParallel:
 
 def pids() -> list[int]:
     """The processes of the workers."""
-    return [each["pid"] for each in joined_hosts()._ask("environment")]
+    return [each["pid"] for each in joined_hosts().ask_all("environment")]
 
 
 def disturbed(hosts: "RayHosts", host: int, name: str, disturb: Callable[[], None]) -> None:
     """From now on the worker does something else before an instruction."""
-    import ray
 
     def insert(worker: Any) -> None:
-        for loaded in worker._jobs.values():
+        for loaded in worker.jobs.values():
             execute = loaded.execute
 
             def instead(
-                mesh: int, instruction: Any, values: Any, letter: int, execute: Any = execute
+                mesh: int, instruction: Any, values: Any, tag: int, execute: Any = execute
             ) -> None:
                 if str(instruction) == name:
                     disturb()
-                execute(mesh, instruction, values, letter)
+                execute(mesh, instruction, values, tag)
 
             loaded.execute = instead
 
-    ray.get(hosts._actors[host].__ray_call__.remote(insert))
+    hosts.on_worker(host, insert)
 
 
 def is_alive(pid: int) -> bool:
