@@ -1,4 +1,8 @@
-"""Reports about a plan, without a device: placements, reshardings, decisions, kinds of parallelism, differences, pictures."""
+"""Reports about a plan that need no device.
+
+They cover placements, reshardings, decisions with their costs, kinds of parallelism, differences
+between plans, pictures of shardings, program texts and debug dumps.
+"""
 
 from autopar.analysis.planned_collectives import planned_collectives
 from autopar.analysis.reasons import Reason, RunnerUp

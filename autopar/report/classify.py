@@ -1,8 +1,9 @@
-"""Which kind of parallelism a plan is, for each parameter and mesh axis.
+"""Classification of a plan: the kind of parallelism of each parameter along each mesh axis.
 
-A sharding alone does not tell: a kernel split over an axis is operator parallel when the multiplication is split along with it,
-and ZeRO-3 when it is gathered first and the axis splits the batch. So plans record what each axis splits where a parameter
-meets the activations (`autopar.analysis.axis_uses`), and the kind is read off that.
+A sharding does not determine the kind: a kernel sharded over an axis is operator parallel if the
+axis also splits the product, and ZeRO-3 if the kernel is gathered first and the axis splits the
+batch. Plans therefore store what each axis splits where a parameter meets the activations
+(`autopar.analysis.axis_uses`), and the kind follows from that.
 """
 
 from collections import Counter
@@ -20,7 +21,8 @@ from autopar.lowering.planned import Planned, single_stage
 from autopar.plan import AxisUse, OperatorKind, Plan, Stage, Value, spec_text
 
 type DataKind = OneOf["data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
-"""The axis splits the batch; ZeRO also stores in parts the optimizer state (1), and gradients (2), and parameters (3)."""
+"""Parallelism of an axis that splits the batch. ZeRO also shards the storage of the optimizer
+state (1), and of the gradients (2), and of the parameters (3)."""
 
 type ParallelismKind = DataKind | OperatorKind | OneOf["stored in parts", "replicated"]
 
@@ -30,13 +32,15 @@ _OPERATOR: tuple[ParallelismKind, ...] = ("column", "row", "vocab", "expert", "s
 
 @dataclass(frozen=True, slots=True)
 class ParameterClass:
-    """How one parameter is parallel.
+    """The kinds of parallelism of one parameter.
 
     Attributes:
-        path: what the user calls it.
-        spec: how it is stored.
+        path: its path in the arguments of the step.
+        array: its dtype and shape.
+        spec: the spec that it is stored with.
         num_bytes: bytes of the whole array.
-        kinds: for each mesh axis the kinds of parallelism, more than one where uses of the parameter differ.
+        kinds: (mesh axis, kinds of parallelism) pairs; there are several kinds if uses of the
+            parameter differ.
     """
 
     path: str
@@ -47,7 +51,7 @@ class ParameterClass:
 
     @property
     def label(self) -> str:
-        """E.g. `column on x`, or `data parallel on x, row on y`."""
+        """The kinds in words, e.g. `column on x`, or `data parallel on x, row on y`."""
         groups: dict[tuple[ParallelismKind, ...], list[str]] = {}
         for axis, kinds in self.kinds:
             groups.setdefault(kinds, []).append(axis)
@@ -62,10 +66,10 @@ class ParameterClass:
 
 @dataclass(frozen=True)
 class Classification:
-    """How a plan is parallel.
+    """The kinds of parallelism of a plan, or of one stage of a pipeline.
 
     Attributes:
-        mesh: its logical mesh.
+        mesh: the logical mesh.
         parameters: the class of each parameter, in the order of the step's inputs.
     """
 
@@ -73,16 +77,19 @@ class Classification:
     parameters: tuple[ParameterClass, ...]
 
     def __getitem__(self, path: str) -> ParameterClass:
-        """The class of one parameter, by its path. Raises KeyError, with the nearest paths, when there is none."""
-        found = {each.path: each for each in self.parameters}
-        if path not in found:
-            raise KeyError(
-                f"no parameter {path!r}; did you mean {nearest(path, found) or 'another plan, as this has none'}?"
-            )
-        return found[path]
+        """Return the class of one parameter, by its path.
+
+        Raises:
+            KeyError: there is no such parameter; the message has the nearest paths.
+        """
+        by_path = {parameter.path: parameter for parameter in self.parameters}
+        if path not in by_path:
+            suggestion = nearest(path, by_path) or "another plan, as this has none"
+            raise KeyError(f"no parameter {path!r}; did you mean {suggestion}?")
+        return by_path[path]
 
     def on(self, axis: str) -> str:
-        """What the plan does along one mesh axis, e.g. `operator parallel (column, row)`.
+        """Return the kind of parallelism along a mesh axis, e.g. `operator parallel (column, row)`.
 
         Raises:
             KeyError: the mesh has no such axis.
@@ -95,7 +102,7 @@ class Classification:
 
     @cached_property
     def label(self) -> str:
-        """The whole plan in a phrase: one kind, or what it is on each axis."""
+        """The whole plan in a phrase: one kind, or the kind on each axis."""
         axes = {axis: self.on(axis) for axis in self.mesh.axis_names if self.mesh.sizes[axis] > 1}
         if not axes:
             return "one device"
@@ -107,76 +114,87 @@ class Classification:
 
     @property
     def layers(self) -> dict[str, str]:
-        """The same for each layer: the parameters that share all of their path but its last part."""
+        """The label of each module, by the path that its parameters share up to the last part."""
         groups: dict[str, list[ParameterClass]] = {}
-        for each in self.parameters:
-            groups.setdefault(each.path.rpartition("/")[0], []).append(each)
+        for parameter in self.parameters:
+            groups.setdefault(parameter.path.rpartition("/")[0], []).append(parameter)
         return {
             path: Classification(self.mesh, tuple(group)).label for path, group in groups.items()
         }
 
     def __str__(self) -> str:
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.sizes.items())
-        return "\n".join(
-            [f"{self.label} (mesh {mesh})", *(f"  {each}" for each in self.parameters)]
-        )
+        lines = [f"  {parameter}" for parameter in self.parameters]
+        return "\n".join([f"{self.label} (mesh {mesh})", *lines])
 
 
 def classify(planned: Plan | Planned, stage: int | None = None) -> Classification:
-    """Say for each parameter, and for the plan as a whole, which parallelism it is on which mesh axis.
+    """Classify each parameter, and the plan as a whole, by its parallelism along each mesh axis.
 
     Args:
-        planned: a plan (the step is not needed, unless it is a pipeline), or something that has one.
-        stage: of a pipeline, the stage to tell of.
+        planned: a plan, or an executable or `PlannedStep`. A pipeline needs the latter, because its
+            stages are classified with the step.
+        stage: number of the stage of a pipeline to classify.
 
     Raises:
-        ValueError: the plan is a pipeline and no stage is given, or it comes without its step.
+        ValueError: the plan is a pipeline, and no stage is given or its step is missing.
     """
     plan = planned if isinstance(planned, Plan) else _with_uses(planned, stage)
     if not plan.schedule.is_whole_step:
         raise ValueError(
-            "the plan is a pipeline, which is classified with its step: give the executable, and stage="
+            "the plan is a pipeline, which is classified with its step: give the executable, and"
+            " stage="
         )
-    (only,) = plan.stages
+    (single,) = plan.stages
     parameters = []
-    for value in only.inputs:
+    for value in single.inputs:
         if value.role == "parameter":
-            state = _state_axes(value, only)
+            parameter_axes = axes_of(value.spec)
+            state_axes = _state_axes(value, single)
             kinds = tuple(
-                (use.axis, _kinds(use, use.axis in axes_of(value.spec), use.axis in state))
+                (use.axis, _kinds(use, use.axis in parameter_axes, use.axis in state_axes))
                 for use in value.axes
             )
             size = prod(value.shape) * value.itemsize
             parameters.append(
                 ParameterClass(value.path, array_text(value), value.spec, size, kinds)
             )
-    return Classification(only.mesh, tuple(parameters))
+    return Classification(single.mesh, tuple(parameters))
 
 
 def _with_uses(planned: Planned, stage: int | None) -> Plan:
-    """The plan of a step, or of one stage of a pipeline, that says what each axis does with a parameter."""
-    one = single_stage(planned, stage)
-    return one.plan if one is planned else with_axis_uses(one.step, one.plan)
+    """Return the plan of a step, or of one stage of a pipeline, with the axis uses filled in."""
+    single = single_stage(planned, stage)
+    return single.plan if single is planned else with_axis_uses(single.step, single.plan)
 
 
-def _kinds(use: AxisUse, stored: bool, state: bool) -> tuple[ParallelismKind, ...]:
-    """The kinds of parallelism along an axis, from its use of a parameter and from what is stored in parts."""
+def _kinds(use: AxisUse, shards_parameter: bool, shards_state: bool) -> tuple[ParallelismKind, ...]:
+    """Return the kinds of parallelism of a parameter along an axis.
+
+    Args:
+        use: how the computation with the parameter uses the axis.
+        shards_parameter: whether the axis shards the stored parameter.
+        shards_state: whether the axis shards its optimizer state.
+    """
     operator: tuple[ParallelismKind, ...] = tuple(kind for kind in _OPERATOR if kind in use.splits)
     if operator == ("column", "vocab"):  # an embedding that also gives the logits
         operator = ("vocab",)
     data: tuple[ParallelismKind, ...] = ()
     if "batch" in use.splits:
         kind: ParallelismKind = "data parallel"
-        if stored and not operator:
+        if shards_parameter and not operator:
             kind = "ZeRO-3"
-        elif state and not operator:
+        elif shards_state and not operator:
             kind = "ZeRO-1" if "all_reduce" in use.completions else "ZeRO-2"
         data = (kind,)
-    return data + operator or ("stored in parts" if stored else "replicated",)
+    return data + operator or ("stored in parts" if shards_parameter else "replicated",)
 
 
 def _state_axes(value: Value, stage: Stage) -> frozenset[str]:
-    """The axes over which the optimizer state of a parameter is split: state of its shape whose path ends as its own does."""
+    """Return the mesh axes that shard the optimizer state of a parameter.
+
+    Its state has the parameter's shape and a path with the same ending.
+    """
     own = value.path.split("/")[1:]
 
     def belongs(other: Value) -> bool:
@@ -195,7 +213,7 @@ def _state_axes(value: Value, stage: Stage) -> frozenset[str]:
 
 
 def _axis_label(kinds: list[tuple[int, tuple[ParallelismKind, ...]]]) -> str:
-    """One phrase for what all parameters, given as (bytes, kinds), do along an axis."""
+    """Return a phrase for the kinds of all parameters, given as (bytes, kinds), along an axis."""
     weight: Counter[ParallelismKind] = Counter()
     for num_bytes, own in kinds:
         weight.update(dict.fromkeys(own, num_bytes))

@@ -1,4 +1,4 @@
-"""Decisions of a plan as a table; printed while planning if AUTOPAR_DEBUG_PRINT_AS_STRATEGY=1."""
+"""The decisions of a plan as a table, with their costs and the other candidates."""
 
 from dataclasses import fields
 from math import ceil
@@ -24,24 +24,29 @@ def decisions(
     options: ShardingOptions | None = None,
     runners_up: int | None = 3,
 ) -> "pd.DataFrame":
-    """A row for every input and equation of the step: what was chosen, what it costs, and what else there was.
+    """Return a table of the sharding and cost of every input and equation of a step.
+
+    With AUTOPAR_DEBUG_PRINT_AS_STRATEGY=1 the planner prints the same as text.
 
     Args:
         planned: an executable, or a `PlannedStep`.
-        stage: of a pipeline, the stage to tell of.
-        costs: the cost model that the plan was made with; by default that of the shipped cluster of the plan's name.
-        options: the limits that the plan was made with; by default those that the plan names.
-        runners_up: how many candidates that were not chosen to tell of each decision; None for all.
+        stage: number of the stage of a pipeline.
+        costs: the cost model that the plan was made with; by default that of the shipped cluster
+            with the name in the plan.
+        options: the limits that the plan was made with; by default those in the plan.
+        runners_up: maximum number of other candidates per decision; None for all.
 
     Returns:
-        The fields of `Reason` as columns; specs as text, `runners_up` as tuples of `RunnerUp`. Seconds of what follows are NaN,
-        the others add up to the plan's predicted time.
+        A row for each input and equation, with the fields of `Reason` as columns: specs as text,
+        `runners_up` as tuples of `RunnerUp`. Seconds add up to the plan's predicted time; those of
+        equations that follow a decision are NaN.
 
     Raises:
         PlanError: the plan is for another step, or was made with other options.
-        ValueError: there is no shipped cluster of the plan's name, and no `costs`; or no stage of a pipeline is given.
+        ValueError: `costs` is missing, and no shipped cluster has the name in the plan; or the plan
+            is a pipeline, and `stage` is missing.
     """
-    import pandas as pd  # takes a second to import, and only tables need it
+    import pandas as pd  # imported late because it takes a second
 
     planned = single_stage(planned, stage)
     reasons = explain(
@@ -49,20 +54,26 @@ def decisions(
     )
     columns = [field.name for field in fields(Reason)]
     rows = [
-        {name: getattr(each, name) for name in columns} | {"result": describe_spec(each.result)}
-        for each in reasons
+        {name: getattr(reason, name) for name in columns} | {"result": describe_spec(reason.result)}
+        for reason in reasons
     ]
     return pd.DataFrame(rows, columns=columns).astype({"eqn": "Int64"})
 
 
 def default_costs(plan: Plan) -> CostModel:
-    """The cost model of the shipped cluster that the plan was made for, grown to whole hosts where its mesh is larger."""
+    """Return the cost model of the shipped cluster with the name in the plan.
+
+    A cluster that is smaller than the plan's mesh is extended by whole hosts.
+
+    Raises:
+        ValueError: there is no shipped cluster of this name.
+    """
     try:
         cluster = load_cluster(plan.cluster)
     except ValueError as error:
         raise ValueError(
-            f"the plan is for cluster {plan.cluster!r}, which is not a shipped one; give the cost model it was made with,"
-            " e.g. costs=ClusterCosts(cluster)"
+            f"the plan is for cluster {plan.cluster!r}, which is not a shipped one; give the cost"
+            " model it was made with, e.g. costs=ClusterCosts(cluster)"
         ) from error
     if isinstance(cluster, HeterogeneousCluster):
         cluster = cluster.pools[cluster.pool_of(plan.stages[0].devices)]

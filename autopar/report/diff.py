@@ -1,4 +1,4 @@
-"""What differs between two plans, in words."""
+"""The differences between two plans, in words."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,16 +18,16 @@ _ROLES = {
     "other": "other inputs",
     "output": "outputs",
 }
-_SHOWN = 3
-"""How many values of a kind are named."""
+_MAX_NAMES = 3
+"""Number of values that a sentence names at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanDiff:
-    """What differs between two plans; falsy when nothing does.
+    """The differences between two plans; false if there are none.
 
     Attributes:
-        lines: a sentence for each difference, the weightiest first.
+        lines: a sentence for each difference, those of the settings first and predictions last.
     """
 
     lines: tuple[str, ...]
@@ -40,9 +40,13 @@ class PlanDiff:
 
 
 def diff(a: Plan | Planned, b: Plan | Planned) -> PlanDiff:
-    """Say what differs from plan `a` to plan `b`: step, mesh, microbatches, parallelism of each parameter, shardings, time, bytes.
+    """Compare two plans: settings, parallelism of parameters, shardings, predicted time and memory.
 
-    How long planning took does not count.
+    The time that planning took does not count.
+
+    Args:
+        a: the first plan, or an executable or `PlannedStep` with it.
+        b: the second one.
     """
     plan_a, plan_b = _plan(a), _plan(b)
     return PlanDiff(
@@ -61,31 +65,35 @@ def _plan(planned: Plan | Planned) -> Plan:
 
 
 def _setting(a: Plan, b: Plan) -> Iterator[str]:
-    facts = [(_mesh(a), _mesh(b), "mesh")]
-    facts += [
-        (_schedule(a), _schedule(b), "schedule"),
-        (_layers(a), _layers(b), "layers of stages"),
-    ]
-    facts += [(a.num_micro_batches, b.num_micro_batches, "microbatches")]
-    facts += [
-        (a.method, b.method, "method"),
-        (a.cluster, b.cluster, "cluster"),
-        (a.step, b.step, "step"),
-    ]
-    for before, after, name in facts:
+    settings = {
+        "mesh": (_mesh(a), _mesh(b)),
+        "schedule": (_schedule(a), _schedule(b)),
+        "layers of stages": (_layers(a), _layers(b)),
+        "microbatches": (a.num_micro_batches, b.num_micro_batches),
+        "method": (a.method, b.method),
+        "cluster": (a.cluster, b.cluster),
+        "step": (a.step, b.step),
+    }
+    for name, (before, after) in settings.items():
         if before != after:
             yield f"{name}: {before} -> {after}"
     for field in fields(ShardingOptions):
-        before, after = getattr(a.options, field.name), getattr(b.options, field.name)
+        before = getattr(a.options, field.name)
+        after = getattr(b.options, field.name)
         if before != after:
             yield f"option {field.name}: {before!r} -> {after!r}"
     if a.fingerprint != b.fingerprint:
-        yield f"they are for different steps (or microbatches of different size): {a.fingerprint} and {b.fingerprint}"
-    if _once(a) != _once(b):
-        yield f"gradients are completed once for all microbatches along {_once(a)} -> {_once(b)}"
+        yield (
+            "they are for different steps (or microbatches of different size):"
+            f" {a.fingerprint} and {b.fingerprint}"
+        )
+    before = _deferred_axes(a)
+    after = _deferred_axes(b)
+    if before != after:
+        yield f"gradients are completed once for all microbatches along {before} -> {after}"
 
 
-def _once(plan: Plan) -> str:
+def _deferred_axes(plan: Plan) -> str:
     return "; ".join(", ".join(stage.deferred) or "no axis" for stage in plan.stages)
 
 
@@ -111,39 +119,41 @@ def _layers(plan: Plan) -> str:
 
 def _classes(a: Plan, b: Plan) -> Iterator[str]:
     if not (a.schedule.is_whole_step and b.schedule.is_whole_step):
-        return  # stages are classified one by one, with their step
-    before, after = classify(a), classify(b)
+        return  # classification of a pipeline needs the step
+    before = classify(a)
+    after = classify(b)
     if before.label != after.label:
         yield f"parallelism: {before.label} -> {after.label}"
-    labels = {each.path: each.label for each in before.parameters}
+    labels = {parameter.path: parameter.label for parameter in before.parameters}
     changes = [
-        (each.path, f"{labels[each.path]} -> {each.label}")
-        for each in after.parameters
-        if each.path in labels and labels[each.path] != each.label
+        (parameter.path, f"{labels[parameter.path]} -> {parameter.label}")
+        for parameter in after.parameters
+        if labels.get(parameter.path, parameter.label) != parameter.label
     ]
     yield from _grouped("parameters", changes, len(after.parameters))
 
 
 def _values(a: Plan, b: Plan) -> Iterator[str]:
-    old, new = _by_path(a), _by_path(b)
+    old = _by_path(a)
+    new = _by_path(b)
     for role, name in _ROLES.items():
-        both = [path for path in new if path in old and new[path].role == role]
-        yield from _grouped(
-            name, [(p, c) for p in both if (c := _value_change(old[p], new[p]))], len(both)
-        )
-    for name, paths in (
-        ("only in the first", [p for p in old if p not in new]),
-        ("only in the second", [p for p in new if p not in old]),
-    ):
-        if paths:
-            yield f"{name}: {_names(paths)}"
+        common = [path for path in new if path in old and new[path].role == role]
+        changes = [(path, _value_change(old[path], new[path])) for path in common]
+        yield from _grouped(name, [change for change in changes if change[1]], len(common))
+    if removed := [path for path in old if path not in new]:
+        yield f"only in the first: {_names(removed)}"
+    if added := [path for path in new if path not in old]:
+        yield f"only in the second: {_names(added)}"
 
 
 def _by_path(plan: Plan) -> dict[str, Value]:
-    """Inputs and outputs of the step; what stages hand to one another is none of the user's."""
-    values = (value for stage in plan.stages for value in (*stage.inputs, *stage.outputs))
-    own = (each for each in values if not each.path.startswith(("received/", "result/sent/")))
-    return {value.path: value for value in own}
+    """Return the inputs and outputs of the step, without the values sent between stages."""
+    return {
+        value.path: value
+        for stage in plan.stages
+        for value in (*stage.inputs, *stage.outputs)
+        if not value.path.startswith(("received/", "result/sent/"))
+    }
 
 
 def _value_change(a: Value, b: Value) -> str:
@@ -156,24 +166,28 @@ def _value_change(a: Value, b: Value) -> str:
 
 def _constraints(a: Plan, b: Plan) -> Iterator[str]:
     if a.fingerprint != b.fingerprint:
-        return  # equations have other numbers
-    old, new = _by_place(a), _by_place(b)
-    both = [place for place in new if place in old]
+        return  # equation numbers of different steps do not correspond
+    old = _by_position(a)
+    new = _by_position(b)
+    common = [position for position in new if position in old]
     changes = [
-        (_place(new[p]), f"{_text(old[p].spec)} -> {_text(new[p].spec)}")
-        for p in both
+        (_position_text(new[p]), f"{_text(old[p].spec)} -> {_text(new[p].spec)}")
+        for p in common
         if old[p].spec != new[p].spec
     ]
-    yield from _grouped("values pinned inside", changes, len(both))
-    for name, here, there in (("no longer", old, new), ("newly", new, old)):
+    yield from _grouped("values pinned inside", changes, len(common))
+    for name, ours, others in (("no longer", old, new), ("newly", new, old)):
         pins = [
-            f"{_place(c)} to {_text(c.spec)}" for place, c in here.items() if place not in there
+            f"{_position_text(constraint)} to {_text(constraint.spec)}"
+            for position, constraint in ours.items()
+            if position not in others
         ]
         if pins:
             yield f"{len(pins)} values {name} pinned inside: {_names(pins)}"
 
 
-def _by_place(plan: Plan) -> dict[tuple[int, int, str, int], ShardingConstraint]:
+def _by_position(plan: Plan) -> dict[tuple[int, int, str, int], ShardingConstraint]:
+    """Return the constraints by stage, equation, side and index."""
     return {
         (s, c.eqn, c.side, c.index): c
         for s, stage in enumerate(plan.stages)
@@ -181,7 +195,7 @@ def _by_place(plan: Plan) -> dict[tuple[int, int, str, int], ShardingConstraint]
     }
 
 
-def _place(constraint: ShardingConstraint) -> str:
+def _position_text(constraint: ShardingConstraint) -> str:
     word = "operand" if constraint.side == "in" else "result"
     return f"{word} {constraint.index} of #{constraint.eqn} {constraint.name}"
 
@@ -191,14 +205,19 @@ def _predictions(a: Plan, b: Plan) -> Iterator[str]:
         ratio = (
             f" ({b.predicted_seconds / a.predicted_seconds:.2f} x)" if a.predicted_seconds else ""
         )
-        yield f"predicted step: {a.predicted_seconds * 1e3:.4g} ms -> {b.predicted_seconds * 1e3:.4g} ms{ratio}"
+        yield (
+            f"predicted step: {a.predicted_seconds * 1e3:.4g} ms ->"
+            f" {b.predicted_seconds * 1e3:.4g} ms{ratio}"
+        )
     for part in TimeSplit.model_fields:
-        before, after = getattr(a.predicted_split, part), getattr(b.predicted_split, part)
+        before = getattr(a.predicted_split, part)
+        after = getattr(b.predicted_split, part)
         if before != after:
             yield f"predicted {part}: {before * 1e3:.4g} ms -> {after * 1e3:.4g} ms"
     if a.predicted_bytes != b.predicted_bytes:
         yield f"predicted bytes per device: {a.predicted_bytes:,} -> {b.predicted_bytes:,}"
-    bytes_a, bytes_b = _input_bytes(a), _input_bytes(b)
+    bytes_a = _input_bytes(a)
+    bytes_b = _input_bytes(b)
     parts = [
         f"{_ROLES[role]} {bytes_a[role]:,} -> {bytes_b[role]:,}"
         for role in _ROLES
@@ -210,28 +229,34 @@ def _predictions(a: Plan, b: Plan) -> Iterator[str]:
 
 
 def _input_bytes(plan: Plan) -> Counter[str]:
-    """Bytes on one device for each role; where stages differ, on the fullest."""
-    most: Counter[str] = Counter()
+    """Return the bytes of inputs on one device by role, the maximum over stages for each role."""
+    maximum: Counter[str] = Counter()
     for stage in plan.stages:
-        used: Counter[str] = Counter()
+        by_role: Counter[str] = Counter()
         for value in stage.inputs:
-            used[value.role] += value.device_bytes(stage.mesh)
-        most |= used
-    return most
+            by_role[value.role] += value.device_bytes(stage.mesh)
+        maximum |= by_role
+    return maximum
 
 
 def _grouped(name: str, changes: Sequence[tuple[str, str]], total: int) -> Iterator[str]:
-    """A sentence for each kind of change, with how many of `total` values it happens to and which."""
+    """Yield a sentence for each distinct change, with the values that it applies to.
+
+    Args:
+        name: name of the group of values.
+        changes: (value, change) pairs.
+        total: number of values in the group, unchanged ones included.
+    """
     groups: dict[str, list[str]] = {}
-    for what, change in changes:
-        groups.setdefault(change, []).append(what)
-    for change, whats in groups.items():
-        yield f"{name}: {len(whats)} of {total} {change}: {_names(whats)}"
+    for value, change in changes:
+        groups.setdefault(change, []).append(value)
+    for change, values in groups.items():
+        yield f"{name}: {len(values)} of {total} {change}: {_names(values)}"
 
 
 def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def _text(spec: Spec) -> str:

@@ -1,4 +1,4 @@
-"""Everything that is known of an executable, as files in a folder."""
+"""Debug dumps: plan, program, shardings, costs, HLO and memory of an executable as files."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -20,15 +20,32 @@ from simulator.program import Program
 
 
 class Dumped(Planned, Protocol):
-    """An executable, as `dump_debug_info` needs it: see `autopar.Executable`."""
+    """The interface of an executable that `dump_debug_info` needs: see `autopar.Executable`."""
 
     @property
-    def program(self) -> Program: ...
-    def get_stage_execution_info(self) -> Sequence[StageInfo]: ...
-    def get_input_placement_specs(self) -> Any: ...
-    def get_output_placement_specs(self) -> Any: ...
-    def get_hlo_text(self, status: Status = "optimized", stage: int | None = None) -> str: ...
-    def get_stage_allocation_size(self) -> dict[Task, MemoryUse]: ...
+    def program(self) -> Program:
+        """The instructions of each mesh."""
+        ...
+
+    def get_stage_execution_info(self) -> Sequence[StageInfo]:
+        """Return the stages with their tasks."""
+        ...
+
+    def get_input_placement_specs(self) -> Any:
+        """Return the placement of each input, as a pytree like the inputs."""
+        ...
+
+    def get_output_placement_specs(self) -> Any:
+        """Return the placement of each output, as a pytree like the outputs."""
+        ...
+
+    def get_hlo_text(self, status: Status = "optimized", stage: int | None = None) -> str:
+        """Return the program of a stage at a point of its compilation."""
+        ...
+
+    def get_stage_allocation_size(self) -> dict[Task, MemoryUse]:
+        """Return the memory of each task on one device."""
+        ...
 
 
 DEBUG_FILES = {
@@ -36,33 +53,42 @@ DEBUG_FILES = {
     "_plan.txt": "the plan as a table",
     "_program.txt": "the instructions of each mesh",
     "_stages.txt": "layers, devices and tasks of each stage, with their FLOP and bytes",
-    "_input_placement_specs.txt": "where each input lives",
-    "_output_placement_specs.txt": "where each output lives",
-    "_traced.mlir": "StableHLO of the step as written; not of a pipeline",
-    "_stage_{}.parallelism.txt": "which parallelism each parameter has on which mesh axis",
-    "_stage_{}.strategies.txt": "what every equation chose, what that costs, and what else there was",
-    "_stage_{}.resharding_tasks.txt": "where a value changes its sharding inside, with bytes and collectives",
+    "_input_placement_specs.txt": "the placement of each input",
+    "_output_placement_specs.txt": "the placement of each output",
+    "_traced.mlir": "StableHLO of the step as traced; missing for a pipeline",
+    "_stage_{}.parallelism.txt": "the kind of parallelism of each parameter on each mesh axis",
+    "_stage_{}.strategies.txt": "sharding, cost and other candidates of each equation",
+    "_stage_{}.resharding_tasks.txt": "the reshardings, with bytes and collectives",
     "_stage_{}.annotated.mlir": "StableHLO of the stage's tasks with the plan's shardings",
     "_stage_{}.partitioned.hlo": "HLO of one device right after partitioning",
-    "_stage_{}.hlo": "HLO of one device as it runs",
+    "_stage_{}.hlo": "optimized HLO of one device",
     "_stage_{}.mem_usage.txt": "bytes on one device for each task",
 }
-"""What `dump_debug_info` writes: endings of file names, as in Alpa's dumps where those have the same, and contents. `{}` is the
-number of a stage.
+"""Suffixes of the files that `dump_debug_info` writes, with their contents.
 
-Alpa's `.grad_sync_channel_ids.txt` has no equivalent: no gradient is synchronised before microbatches have been accumulated.
+`{}` is the number of a stage. Files that Alpa dumps, too, have the suffixes of Alpa. Its
+`.grad_sync_channel_ids.txt` has no equivalent: no gradient is synchronised before all microbatches
+have been accumulated.
 """
 
 
 def dump_debug_info(
     executable: Dumped, folder: str | Path, name: str | None = None
 ) -> tuple[Path, ...]:
-    """Write the files of `DEBUG_FILES` to `folder`, each name starting with `name`, by default the step's; return their paths.
+    """Write debug information about an executable to files.
 
-    Each file is there whole or not at all; files of an earlier dump are replaced.
+    Each file is written atomically, and replaces that of an earlier dump.
+
+    Args:
+        executable: the executable.
+        folder: the folder of the files; it is created if needed.
+        name: the common prefix of the file names; by default the name of the step.
+
+    Returns:
+        The paths of the files.
 
     Raises:
-        ValueError: the folder can't be made or written to, or `name` is no file name.
+        ValueError: the folder cannot be created or written to, or `name` is not a file name.
     """
     name = executable.step.name if name is None else name
     if not name or Path(name).name != name:
@@ -82,13 +108,16 @@ def dump_debug_info(
 
 
 def _write(path: Path, text: str) -> Path:
+    """Write a file atomically, by renaming a temporary one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text if text.endswith("\n") else f"{text}\n")
     return partial.replace(path)
 
 
 def _texts(executable: Dumped) -> Iterator[tuple[str, str]]:
-    plan, step = executable.plan, executable.step
+    """Yield the suffix and the text of each file."""
+    plan = executable.plan
+    step = executable.step
     yield "_plan.json", plan.to_json()
     yield "_plan.txt", str(plan)
     yield "_program.txt", str(executable.program)
@@ -120,27 +149,28 @@ def _texts(executable: Dumped) -> Iterator[tuple[str, str]]:
 
 
 def _specs(paths: "tuple[str, ...] | list[str]", specs: object) -> str:
-    """A line for each array, to be searched by path."""
+    """Return a line for each array, which starts with its path."""
     return "\n".join(
         f"{path}: {spec}" for path, spec in zip(paths, jax.tree.leaves(specs), strict=True)
     )
 
 
 def _strategies(executable: Dumped, stage: int) -> str:
-    one = single_stage(executable, stage)
+    single = single_stage(executable, stage)
     try:
-        return "\n".join(map(str, explain(one, default_costs(one.plan), one.plan.options)))
-    except ValueError as error:  # of a cluster or options that the plan does not carry
+        reasons = explain(single, default_costs(single.plan), single.plan.options)
+    except ValueError as error:  # the plan does not store its cluster or options
         return f"not known: {error}"
+    return "\n".join(map(str, reasons))
 
 
-def _memory(used: MemoryUse) -> str:
+def _memory(use: MemoryUse) -> str:
     rows = {
-        "total_allocation_size": used.total,
-        "arguments": used.arguments,
-        "outputs": used.outputs,
-        "aliased": used.aliased,
-        "temporaries": used.temporaries,
+        "total_allocation_size": use.total,
+        "arguments": use.arguments,
+        "outputs": use.outputs,
+        "aliased": use.aliased,
+        "temporaries": use.temporaries,
     }
     return "\n".join(
         f"{name}: {size / 2**30:.3f} GiB ({size:,} bytes)" for name, size in rows.items()

@@ -1,4 +1,7 @@
-"""Pictures of how an array lies on a mesh, drawn without any device; compare `jax.debug.visualize_array_sharding`."""
+"""Pictures of shardings as text or HTML, for any mesh without its devices.
+
+Compare `jax.debug.visualize_array_sharding`, which needs an array on devices.
+"""
 
 from collections.abc import Sequence
 from html import escape
@@ -12,7 +15,7 @@ from autopar.lowering.planned import Planned
 from autopar.plan import Plan, ShardingConstraint, Stage, Value, spec_text
 
 type Grid = list[list[str]]
-"""For each piece of a two-dimensional slice the devices that hold it."""
+"""For each piece of a two-dimensional slice, by row and column, the devices that store it."""
 
 _COLOURS = ("#cfe2f3", "#fce5cd", "#d9ead3", "#f4cccc", "#d9d2e9", "#fff2cc", "#d0e0e3", "#ead1dc")
 
@@ -23,37 +26,39 @@ def picture(
     *,
     html: bool = False,
 ) -> str:
-    """Draw which devices (by number in the mesh, row by row) hold which part of an array.
+    """Draw which devices store which part of an array.
 
-    At most two dims are drawn, sharded ones first; other sharded dims get a picture per part, and the rest are whole.
+    Devices have their row-major numbers in the mesh. At most two dims are drawn, preferably sharded
+    ones. If more dims are sharded, there is a picture for each part of the others.
 
     Args:
-        value: a placement spec; or an input, output or constraint of a plan; or the path of an input or output.
-        plan: the plan that the value belongs to; a placement spec needs none.
-        html: an HTML fragment instead of text.
+        value: a placement spec; or an input, output or constraint of a plan; or the path of an
+            input or output.
+        plan: the plan that the value belongs to; unused for a placement spec.
+        html: return an HTML fragment instead of text.
 
     Raises:
-        ValueError: the plan is missing, or has no value of that path, or the spec does not fit the array.
+        ValueError: the plan is missing or has no such value, or the spec does not fit the array.
     """
     name, shape, spec, mesh, array = _resolve(value, plan)
     if len(spec) != len(shape):
         raise ValueError(
-            f"spec {spec_text(partition_spec(spec))} is for {len(spec)} dims, but the array has shape {shape}"
+            f"spec {spec_text(partition_spec(spec))} is for {len(spec)} dims, but the array has"
+            f" shape {shape}"
         )
     title = f"{name} {array} {spec_text(partition_spec(spec))} on mesh {_mesh_text(mesh)}".strip()
     drawn = _drawn_dims(spec)
     outer = [dim for dim, axes in enumerate(spec) if axes and dim not in drawn]
     parts = [mesh.ways(spec[dim]) for dim in outer]
     draw = _html if html else _text
+    legend = _legend(shape, spec, drawn, mesh)
     pictures = []
     for index in product(*map(range, parts)):
-        at = dict(zip(outer, index, strict=True))
+        part_by_dim = dict(zip(outer, index, strict=True))
         caption = ", ".join(
-            f"part {i + 1} of {mesh.ways(spec[dim])} of dim {dim}" for dim, i in at.items()
+            f"part {i + 1} of {mesh.ways(spec[dim])} of dim {dim}" for dim, i in part_by_dim.items()
         )
-        pictures.append(
-            draw(caption, _legend(shape, spec, drawn, mesh), _grid(spec, drawn, at, mesh))
-        )
+        pictures.append(draw(caption, legend, _grid(spec, drawn, part_by_dim, mesh)))
     heading = f"<p>{escape(title)}</p>" if html else title
     return "\n".join([heading, *pictures])
 
@@ -61,7 +66,7 @@ def picture(
 def _resolve(
     value: PlacementSpec | Value | ShardingConstraint | str, plan: Plan | Planned | None
 ) -> tuple[str, tuple[int, ...], Spec, LogicalMesh, str]:
-    """Name, shape, spec, mesh and type of what is to be drawn."""
+    """Return name, shape, spec, mesh, and dtype with shape as text, of the array to draw."""
     if isinstance(value, PlacementSpec):
         sharding = value.sharding_specs[0]
         mesh = LogicalMesh(tuple(sharding.mesh.axis_sizes), tuple(sharding.mesh.axis_names))
@@ -78,21 +83,22 @@ def _resolve(
         owners = [s for s in stages if value in (*s.inputs, *s.outputs, *s.constraints)]
         if not owners:
             raise ValueError(
-                f"{_name(value)} with spec {spec_text(partition_spec(value.spec))} is not of this plan"
+                f"{_name(value)} with spec {spec_text(partition_spec(value.spec))} is not of this"
+                " plan"
             )
         stage = owners[0]
     return _name(value), value.shape, value.spec, stage.mesh, array_text(value)
 
 
 def _find(path: str, stages: Sequence[Stage]) -> tuple[Value, Stage]:
-    found = {
+    by_path = {
         value.path: (value, stage) for stage in stages for value in (*stage.inputs, *stage.outputs)
     }
-    if path not in found:
+    if path not in by_path:
         raise ValueError(
-            f"the plan has no input or output {path!r}; did you mean {nearest(path, found)}?"
+            f"the plan has no input or output {path!r}; did you mean {nearest(path, by_path)}?"
         )
-    return found[path]
+    return by_path[path]
 
 
 def _name(value: Value | ShardingConstraint) -> str:
@@ -104,64 +110,61 @@ def _mesh_text(mesh: LogicalMesh) -> str:
 
 
 def _drawn_dims(spec: Spec) -> tuple[int, ...]:
-    """The dims to draw, in order: up to two sharded ones, filled up with the last whole ones."""
+    """Return the dims to draw, in order: the last two sharded ones, else the last other ones."""
     sharded = [dim for dim, axes in enumerate(spec) if axes]
-    whole = [dim for dim, axes in enumerate(spec) if not axes]
-    chosen = sharded[-2:]
-    return (
-        tuple(sorted(chosen + whole[max(0, len(whole) - (2 - len(chosen))) :]))
-        if len(chosen) < 2
-        else tuple(chosen)
-    )
+    unsharded = [dim for dim, axes in enumerate(spec) if not axes]
+    return tuple(sorted((unsharded + sharded)[-2:]))
 
 
 def _legend(
     shape: Sequence[int], spec: Spec, drawn: Sequence[int], mesh: LogicalMesh
 ) -> tuple[str, ...]:
-    """What runs down and across: dim, size, axes."""
+    """Return the dim, its size and its mesh axes for the vertical and horizontal direction."""
 
-    def of(dim: int) -> str:
+    def describe(dim: int) -> str:
         axes = spec[dim]
         split = f" in {mesh.ways(axes)} over {', '.join(axes)}" if axes else ""
         return f"dim {dim} of {shape[dim]}{split}"
 
     match tuple(drawn):
         case (down, across):
-            return f"down: {of(down)}", f"across: {of(across)}"
+            return f"down: {describe(down)}", f"across: {describe(across)}"
         case (across,):
-            return (f"across: {of(across)}",)
+            return (f"across: {describe(across)}",)
         case _:
             return ()
 
 
-def _grid(spec: Spec, drawn: Sequence[int], at: dict[int, int], mesh: LogicalMesh) -> Grid:
+def _grid(spec: Spec, drawn: Sequence[int], part_by_dim: dict[int, int], mesh: LogicalMesh) -> Grid:
+    """Return the devices of each piece, where dims that are not drawn have the given parts."""
     rows, columns = (1, 1, *(mesh.ways(spec[dim]) for dim in drawn))[-2:]
-    holders: dict[tuple[int, ...], list[int]] = {}
+    devices: dict[tuple[int, ...], list[int]] = {}
     for device in range(mesh.num_devices):
-        position = _position(device, mesh)
-        part = [_part(axes, position, mesh) for axes in spec]
-        if all(part[dim] == i for dim, i in at.items()):
-            holders.setdefault((0, 0, *(part[dim] for dim in drawn))[-2:], []).append(device)
-    return [[_ranges(holders[row, column]) for column in range(columns)] for row in range(rows)]
+        coordinates = _coordinates(device, mesh)
+        part = [_part(axes, coordinates, mesh) for axes in spec]
+        if all(part[dim] == i for dim, i in part_by_dim.items()):
+            devices.setdefault((0, 0, *(part[dim] for dim in drawn))[-2:], []).append(device)
+    return [[_ranges(devices[row, column]) for column in range(columns)] for row in range(rows)]
 
 
-def _position(device: int, mesh: LogicalMesh) -> dict[str, int]:
-    """Where a device is along each axis."""
-    position = {}
+def _coordinates(device: int, mesh: LogicalMesh) -> dict[str, int]:
+    """Return the position of a device along each mesh axis."""
+    coordinates = {}
     for axis in reversed(mesh.axis_names):
-        device, position[axis] = divmod(device, mesh.sizes[axis])
-    return position
+        device, coordinates[axis] = divmod(device, mesh.sizes[axis])
+    return coordinates
 
 
-def _part(axes: Sequence[str], position: dict[str, int], mesh: LogicalMesh) -> int:
-    """Which part of a dim the device at `position` holds; the first axis is the major one."""
+def _part(axes: Sequence[str], coordinates: dict[str, int], mesh: LogicalMesh) -> int:
+    """Return the part of a dim that a device stores; the first axis of the dim is the major one."""
     return sum(
-        position[axis] * prod(mesh.sizes[a] for a in axes[i + 1 :]) for i, axis in enumerate(axes)
+        coordinates[axis] * prod(mesh.sizes[a] for a in axes[i + 1 :])
+        for i, axis in enumerate(axes)
     )
 
 
 def _ranges(devices: Sequence[int]) -> str:
-    """`0-3,8` for 0, 1, 2, 3, 8."""
+    """Return numbers with runs abbreviated: `0-3,8` for 0, 1, 2, 3, 8."""
     runs = []
     for _, run in groupby(enumerate(devices), key=lambda item: item[1] - item[0]):
         ids = [device for _, device in run]

@@ -1,4 +1,4 @@
-"""Reports about stages: each is viewed as a step with a plan of its own."""
+"""The stages of a plan, with the FLOP and bytes of their tasks."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ from autopar.primitives.equation_work import kernel_of
 
 @dataclass(frozen=True, slots=True)
 class TaskInfo:
-    """The work of one run of a task, on all devices of its stage together: that of one microbatch, or of the whole step.
+    """The work of one run of a task, for a microbatch or a whole step, summed over all devices.
 
     Attributes:
-        name: as in the program: `0F`, `1B`, `1U0`.
-        flops: floating point operations.
-        bytes: bytes of what its equations read and make, nothing fused.
+        name: its name in the program: `0F`, `1B`, `1U0`.
+        flops: FLOP.
+        bytes: bytes that its equations read and write, without fusion.
     """
 
     name: str
@@ -27,11 +27,14 @@ class TaskInfo:
 
 @dataclass(frozen=True, slots=True)
 class StageInfo:
-    """A stage and what runs on it.
+    """A stage with its tasks.
 
     Attributes:
-        layers: the layers that it consists of.
-        devices: numbers of its devices in the cluster; `mesh_shape` is how they are arranged.
+        stage: number of the stage.
+        layers: numbers of its layers; empty for a whole step.
+        devices: numbers of its devices in the cluster.
+        mesh_shape: shape of the logical mesh of these devices.
+        tasks: its tasks in the program.
     """
 
     stage: int
@@ -42,7 +45,7 @@ class StageInfo:
 
 
 def stage_infos(planned: PlannedStep) -> list[StageInfo]:
-    """Return what runs on every stage."""
+    """Return every stage of a plan with its tasks."""
     return [
         StageInfo(
             stage=number,
@@ -60,15 +63,20 @@ def stage_infos(planned: PlannedStep) -> list[StageInfo]:
 
 
 def _task_info(planned: PlannedStep, task: Task) -> TaskInfo:
-    eqns = [eqn for _, eqn in planned.partition.eqns[task]]
+    numbered = planned.partition.eqns[task]
+    loop_counts = repeats([eqn for _, eqn in numbered])
+    # a whole step runs the equations of its microbatches once for each
     micro = planned.step.microbatching if task.phase == "S" else None
     in_microbatches = {number for number, _ in micro.body} if micro else set()
-    flops = num_bytes = 0.0
-    for (number, eqn), repeated in zip(planned.partition.eqns[task], repeats(eqns), strict=True):
-        times = repeated * (planned.step.num_micro_batches if number in in_microbatches else 1)
-        if eqn.primitive not in MARKERS and eqn.outvars:
-            avals = [aval_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
-            moved = sum(array_bytes(aval.shape, aval.dtype) for aval in avals)
-            flops += times * kernel_of(eqn, [aval_of(a).shape for a in eqn.invars], moved).flops
-            num_bytes += times * moved
+    flops = 0.0
+    num_bytes = 0.0
+    for (number, eqn), loop_count in zip(numbered, loop_counts, strict=True):
+        if eqn.primitive in MARKERS or not eqn.outvars:
+            continue
+        runs = loop_count * (planned.step.num_micro_batches if number in in_microbatches else 1)
+        avals = [aval_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
+        eqn_bytes = sum(array_bytes(aval.shape, aval.dtype) for aval in avals)
+        in_shapes = [aval_of(atom).shape for atom in eqn.invars]
+        flops += runs * kernel_of(eqn, in_shapes, eqn_bytes).flops
+        num_bytes += runs * eqn_bytes
     return TaskInfo(task.name, flops, num_bytes)
