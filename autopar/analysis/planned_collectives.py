@@ -17,8 +17,8 @@ from autopar.sharding.reshard_hoisting import moved_bytes
 def planned_collectives(planned: Planned) -> Iterator[Step]:
     """Yield every collective of a plan without pipeline stages, as (kind, bytes, mesh axes).
 
-    A collective in a loop counts the bytes of all iterations. A value that several equations read with the same sharding is resharded
-    once, before a conversion to a wider dtype.
+    A collective in a loop counts the bytes of all iterations. A value that several equations read
+    with the same sharding is resharded once, before a conversion to a wider dtype.
 
     Args:
         planned: an `Executable`, or a `PlannedStep`; bytes count as in `simulator.Collective`.
@@ -26,18 +26,20 @@ def planned_collectives(planned: Planned) -> Iterator[Step]:
     Raises:
         PlanError: the plan is for another step.
     """
-    played = replay(planned)
-    eqn_of = {var: equation.eqn for equation in played.equations for var in equation.eqn.outvars}
+    replayed = replay(planned)
+    eqn_of = {var: equation.eqn for equation in replayed.equations for var in equation.eqn.outvars}
     resharded: set[tuple[Var, Spec]] = set()
 
     def reshard(var: Var, source: Spec, target: Spec) -> Iterator[Step]:
         if source != target and (var, target) not in resharded:
             resharded.add((var, target))
-            yield from reshard_steps(moved_bytes(eqn_of.get(var), var), source, target, played.mesh)
+            yield from reshard_steps(
+                moved_bytes(eqn_of.get(var), var), source, target, replayed.mesh
+            )
 
     iterations = repeats(planned.step.jaxpr.eqns)
-    for equation, times in zip(played.equations, iterations, strict=True):
-        steps = list(_completions(equation, played.mesh))
+    for equation, times in zip(replayed.equations, iterations, strict=True):
+        steps = list(_completions(equation, replayed.mesh))
         for atom, source, target in zip(
             equation.eqn.invars, equation.sources, equation.operands, strict=True
         ):
@@ -46,15 +48,15 @@ def planned_collectives(planned: Planned) -> Iterator[Step]:
         for kind, num_bytes, axes in steps:
             yield kind, num_bytes * times, axes
     for atom, value in zip(planned.step.jaxpr.outvars, planned.plan.stages[0].outputs, strict=True):
-        if isinstance(atom, Var) and atom in played.values:
-            yield from reshard(atom, played.values[atom], value.spec)
+        if isinstance(atom, Var) and atom in replayed.values:
+            yield from reshard(atom, replayed.values[atom], value.spec)
 
 
 def _completions(equation: ShardedEquation, mesh: LogicalMesh) -> Iterator[Step]:
     """Yield the collectives that complete the results of an equation.
 
-    These are a reduce_scatter for each dim of a result that an axis with partial results shards afterwards, and one all_reduce over
-    the remaining axes.
+    These are a reduce_scatter for each dim of a result that an axis with partial results shards
+    afterwards, and one all_reduce over the remaining axes.
     """
     partial = equation.factors.partial_axes(equation.assignment) if equation.factors else ()
     partial = tuple(axis for axis in partial if axis not in equation.deferred)
