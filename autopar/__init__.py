@@ -75,9 +75,8 @@ from autopar.pipeline.stage_options import (
     UniformStageOption,
 )
 from autopar.plan import Plan, PlanError
-from autopar.planning.option_search import get_last_search_result
+from autopar.planning.last_results import get_last_dp_result, get_last_search_result
 from autopar.planning.plan_step import plan_step, planned_step
-from autopar.planning.stage_construction import get_last_dp_result
 from autopar.planning.stage_problem import NoStagesError
 from autopar.prediction.predicting import compile_step, predict, simulate
 from autopar.primitives import MissingRuleError

@@ -1,1 +1,1 @@
-"""From a traced step to a plan."""
+"""Planning: from a traced step to a plan."""

@@ -1,8 +1,10 @@
-"""Layers together as a stage that fits in memory.
+"""Composition of layers into a stage that fits in memory.
 
-The layers of a stage share its memory. Each gives the hull of its shardings (`layer_costs`); they move along their hulls, the one
-that pays the least per byte first, until the stage fits. That is the Lagrangian relaxation of the stage's own problem, and its
-bound proves how good a sharding is that is made of the layers' ones.
+The layers of a stage share its memory. Each layer contributes the hull of its shardings
+(`layer_costs`). Starting from the fastest points, layers move along their hulls, the move with the
+smallest price per byte first, until the stage fits. This is the Lagrangian relaxation of the
+selection problem of the whole stage, so its bound proves how good a sharding composed of the
+layers' shardings is.
 """
 
 from collections import Counter
@@ -14,21 +16,22 @@ from itertools import pairwise
 from autopar.planning.layer_costs import LayerCost, LayerFront, MeshChoice, price_between
 from autopar.planning.stage_problem import StageCost
 
-_WORTH = 2e-3
-"""Share of a stage's time for which it is worth to look for another sharding of a layer."""
+_MIN_GAIN = 2e-3
+"""Smallest share of a stage's time for which another point of a layer's hull is computed."""
 
 type _Points = dict[LayerFront, list[LayerCost]]
-"""The points of every copy of a layer."""
+"""Points of each front: those of its hull, or one for each of its layers."""
 
 
 @dataclass(frozen=True)
 class ComposedStage:
-    """Layers as a stage, each sharded in a way of its own.
+    """A stage as a composition of layers, each with a sharding of its own.
 
     Attributes:
+        mesh_choice: logical mesh of the stage.
         start: number of the first layer.
-        layers: their fronts and the points that were taken.
-        price: of the memory, in seconds per byte and step; 0 where there is enough.
+        layers: front and selected point of each layer.
+        price: price of memory in seconds per byte and step; 0 if memory is no constraint.
     """
 
     mesh_choice: MeshChoice
@@ -38,108 +41,140 @@ class ComposedStage:
 
     @cached_property
     def cost(self) -> StageCost:
+        """Cost of the stage, as the sum of its layers' costs.
+
+        Only the layer with the largest temporaries counts with them.
+        """
         points = [point for _, point in self.layers]
-        held = sum(point.priced.held_bytes for point in points)
+        activations = sum(point.priced.held_bytes for point in points)
+        resident = sum(point.priced.resident_bytes for point in points)
         return StageCost(
-            sum(point.seconds for point in points),
-            sum(point.once_seconds for point in points),
-            sum(point.priced.resident_bytes for point in points)
-            - held
-            + max(p.priced.extra_bytes for p in points),
-            held,
-            self.mesh_choice.shape,
-            self,
+            seconds=sum(point.seconds for point in points),
+            once_seconds=sum(point.once_seconds for point in points),
+            fixed_bytes=resident - activations + max(point.priced.extra_bytes for point in points),
+            micro_batch_bytes=activations,
+            logical_shape=self.mesh_choice.shape,
         )
 
     @property
     def step_seconds(self) -> float:
-        """Of all microbatches, one after the other."""
+        """Seconds of all microbatches, one after the other."""
         return sum(point.priced.seconds for _, point in self.layers)
 
     def bound(self, in_flight: int, budget: float) -> float:
-        """Seconds of a step that no sharding of the stage is below which fits."""
+        """Return a lower bound of the seconds of a step, for every sharding that fits.
+
+        Args:
+            in_flight: number of microbatches in flight.
+            budget: bytes of one device that the stage may use.
+        """
         if not self.price:
             return sum(front.cheapest.priced.bound for front, _ in self.layers)
         counts = Counter(front for front, _ in self.layers)
-        least = sum(n * front.at(self.price, in_flight).priced.bound for front, n in counts.items())
-        return least - self.price * budget
+        priced_bound = sum(
+            count * front.at(self.price, in_flight).priced.bound for front, count in counts.items()
+        )
+        return priced_bound - self.price * budget
 
 
 def compose(
-    choice: MeshChoice, start: int, fronts: Sequence[LayerFront], in_flight: int, room: float
+    mesh_choice: MeshChoice,
+    start: int,
+    fronts: Sequence[LayerFront],
+    in_flight: int,
+    budget: float,
 ) -> ComposedStage | None:
-    """The cheapest points of layers that fit into `room` bytes together, with so many microbatches in flight; None if none do."""
-    if _bytes((front.cheapest for front in fronts), in_flight) <= room:
-        return ComposedStage(choice, start, tuple((front, front.cheapest) for front in fronts), 0.0)
-    counts, hull = (
-        Counter(fronts),
-        1 << (in_flight - 1).bit_length(),
-    )  # hulls serve several numbers in flight
+    """Return the cheapest points of layers that fit in memory together; None if none do.
+
+    Args:
+        mesh_choice: logical mesh of the stage.
+        start: number of the first layer.
+        fronts: front of each layer on that mesh.
+        in_flight: number of microbatches in flight.
+        budget: bytes of one device that the stage may use.
+    """
+    if _bytes((front.cheapest for front in fronts), in_flight) <= budget:
+        fastest = tuple((front, front.cheapest) for front in fronts)
+        return ComposedStage(mesh_choice, start, fastest, 0.0)
+    counts = Counter(fronts)
+    hull = 1 << (in_flight - 1).bit_length()  # one hull serves several numbers in flight
     while True:
         hulls = {front: front.hull(hull) for front in counts}
-        taken, price = _moved(counts, hulls, hull, in_flight, room)
-        if taken is None:
+        selected, price = _move(counts, hulls, hull, in_flight, budget)
+        if selected is None:
             return None
-        if not _refined(hulls, taken, hull):
+        if not _refine(hulls, selected, hull):
             break
-    _relax(taken, in_flight, room)
-    return ComposedStage(
-        choice, start, tuple((front, taken[front].pop(0)) for front in fronts), price
-    )
+    _relax(selected, in_flight, budget)
+    layers = tuple((front, selected[front].pop(0)) for front in fronts)
+    return ComposedStage(mesh_choice, start, layers, price)
 
 
-def _moved(
-    counts: Counter[LayerFront], hulls: _Points, hull: int, in_flight: int, room: float
+def _move(
+    counts: Counter[LayerFront], hulls: _Points, hull: int, in_flight: int, budget: float
 ) -> tuple[_Points | None, float]:
-    """A point for every copy of each layer, the smallest first, once all fit together, and the price of the last move."""
-    taken = {front: [hulls[front][0]] * n for front, n in counts.items()}
+    """Move layers along their hulls, in the order of the price, until they fit together.
+
+    Returns:
+        The point of every layer and the price of the last move; None and 0 if they do not fit.
+    """
+    selected = {front: [hulls[front][0]] * count for front, count in counts.items()}
     moves = [
         (price_between(a, b, hull), order, i, front, b)
         for order, front in enumerate(counts)
         for i, (a, b) in enumerate(pairwise(hulls[front]))
     ]
     for price, _, _, front, smaller in sorted(moves, key=lambda move: move[:3]):
-        for copy in range(counts[front]):
-            taken[front][copy] = smaller
-            if _fit(taken, in_flight, room):
-                return taken, price
+        for layer in range(counts[front]):
+            selected[front][layer] = smaller
+            if _fits(selected, in_flight, budget):
+                return selected, price
     return None, 0.0
 
 
-def _refined(hulls: _Points, taken: _Points, hull: int) -> bool:
-    """Look for a point between two of a hull, where the time that it could save is worth it; whether one was found."""
-    total = sum(point.priced.seconds for points in taken.values() for point in points)
+def _refine(hulls: _Points, selected: _Points, hull: int) -> bool:
+    """Look for a new point between two of a hull where it could save enough time.
+
+    Returns:
+        Whether there is a new point. The largest possible gains come first.
+    """
+    total = sum(point.priced.seconds for points in selected.values() for point in points)
     gains = []
     for front, points in hulls.items():
         for i, (a, b) in enumerate(pairwise(points)):
-            beyond = sum(any(point is other for other in points[i + 1 :]) for point in taken[front])
-            gain = beyond * (b.priced.seconds - a.priced.seconds)
-            if gain > _WORTH * total:
+            num_beyond = sum(
+                any(point is other for other in points[i + 1 :]) for point in selected[front]
+            )
+            gain = num_beyond * (b.priced.seconds - a.priced.seconds)
+            if gain > _MIN_GAIN * total:
                 gains.append((-gain, len(gains), front, a, b))
-    return any(
-        front.refine(hull, a, b) for _, _, front, a, b in sorted(gains, key=lambda each: each[:2])
-    )
+    gains.sort(key=lambda entry: entry[:2])
+    return any(front.refine(hull, a, b) for _, _, front, a, b in gains)
 
 
-def _relax(taken: _Points, in_flight: int, room: float) -> None:
-    """Let one copy of each layer take the cheapest point that still fits: what is left of the memory is less than a move."""
-    for front, points in taken.items():
-        dearest = max(range(len(points)), key=lambda i: points[i].priced.seconds)
-        for other in sorted(front.known, key=lambda point: point.priced.seconds):
-            kept, points[dearest] = points[dearest], other
-            if other is kept or _fit(taken, in_flight, room):
+def _relax(selected: _Points, in_flight: int, budget: float) -> None:
+    """Move one layer of each front to the fastest point that still fits.
+
+    The memory that is left is less than the last move of the hulls.
+    """
+    for front, points in selected.items():
+        slowest = max(range(len(points)), key=lambda i: points[i].priced.seconds)
+        current = points[slowest]
+        for other in sorted(front.points, key=lambda point: point.priced.seconds):
+            points[slowest] = other
+            if other is current or _fits(selected, in_flight, budget):
                 break
-            points[dearest] = kept
+            points[slowest] = current
 
 
-def _fit(taken: _Points, in_flight: int, room: float) -> bool:
-    return _bytes((point for points in taken.values() for point in points), in_flight) <= room
+def _fits(selected: _Points, in_flight: int, budget: float) -> bool:
+    return _bytes((point for points in selected.values() for point in points), in_flight) <= budget
 
 
 def _bytes(points: Iterable[LayerCost], in_flight: int) -> float:
-    """Memory of layers together: what all of them keep, and the most that one needs beside."""
-    kept = extra = 0.0
+    """Return the memory of layers together: their resident bytes, and the largest temporaries."""
+    resident = temporaries = 0.0
     for point in points:
-        kept += point.priced.bytes(in_flight)
-        extra = max(extra, point.priced.extra_bytes)
-    return kept + extra
+        resident += point.priced.bytes(in_flight)
+        temporaries = max(temporaries, point.priced.extra_bytes)
+    return resident + temporaries

@@ -1,6 +1,7 @@
-"""Steps that follow another one: what both read stays where the first one, a training step as a rule, wants it.
+"""Plans for steps that follow another one, as an evaluation follows a training step.
 
-An evaluation of the parameters is planned around where they are: pinned, and for a pipeline in the same stages.
+Inputs that both steps read stay where the followed step places them: their shardings are pinned,
+and for a pipeline they are read in the same stages.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from autopar.analysis.axis_uses import with_axis_uses
 from autopar.ir.spec import partition_spec
+from autopar.ir.step_graph import StepGraph
 from autopar.layering.layers import FollowLayerOption
 from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partitioner import partition_step, whole_step_partition
@@ -27,47 +29,48 @@ _METHOD = "FollowParallel"
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
-    """Where an input of the step that is followed is.
+class _InputHome:
+    """The place of an input of the followed step.
 
     Attributes:
-        stage: number of the stage.
+        value: the input as the plan places it.
+        stage: number of its stage.
     """
 
     value: Value
     stage: int = 0
 
 
-def homes_of(planned: PlannedStep) -> list[Home]:
-    """Return where the inputs of a planned step are."""
+def _input_homes(planned: PlannedStep) -> list[_InputHome]:
+    """Return the places of the inputs of a planned step."""
     homes = []
     for i, stages in planned.partition.input_stages.items():
         position = planned.graphs[stages[0]].inputs.index(i)
-        homes.append(Home(planned.plan.stages[stages[0]].inputs[position], stages[0]))
+        homes.append(_InputHome(planned.plan.stages[stages[0]].inputs[position], stages[0]))
     return homes
 
 
-def find_home(path: str, shape: tuple[int, ...], dtype: Any, homes: Sequence[Home]) -> Home | None:
-    """The home of an input of another step: one of its shape, dtype and name.
+def _find_home(
+    path: str, shape: tuple[int, ...], dtype: Any, homes: Sequence[_InputHome]
+) -> _InputHome | None:
+    """Return the home of an input of another step: one of its shape, dtype and name.
 
-    `0/Dense_0/kernel` is what `0/params/Dense_0/kernel` is in a train state: names are compared from the end, and parameters
-    come before the optimizer's moments of the same name.
+    Names are compared from the end: `0/Dense_0/kernel` is what `0/params/Dense_0/kernel` is in a
+    train state. Parameters take precedence over the optimizer's moments of the same name.
     """
     own = path.split("/")[1:]
 
-    def rank(home: Home) -> tuple[bool, bool, int]:
+    def is_same(home: _InputHome) -> bool:
+        value = home.value
+        if value.role == "batch" or not own or value.path.split("/")[1:][-len(own) :] != own:
+            return False
+        return (value.shape, value.dtype) == (shape, str(dtype))
+
+    def rank(home: _InputHome) -> tuple[bool, bool, int]:
         other = home.value.path.split("/")[1:]
         return other != own, home.value.role != "parameter", len(other)
 
-    fits = [
-        home
-        for home in homes
-        if home.value.role != "batch"
-        and own
-        and home.value.path.split("/")[1:][-len(own) :] == own
-        and (home.value.shape, home.value.dtype) == (shape, str(dtype))
-    ]
-    return min(fits, key=rank, default=None)
+    return min(filter(is_same, homes), key=rank, default=None)
 
 
 def follow(
@@ -78,82 +81,122 @@ def follow(
     followed: PlannedStep,
     cluster: AnyCluster,
 ) -> PlannedStep:
-    """Plan `fun` in the stages of a planned step, forward only: each equation where the parameters are that it reads.
+    """Plan `fun` in the stages of another step.
 
-    A step that is not cut is followed by one that is not.
+    Each equation is placed where the parameters are that it reads. The plan runs forward only. It
+    is one program if the followed step is one.
+
+    Args:
+        fun: the function to plan, without gradients.
+        args: its arguments, arrays or ShapeDtypeStructs.
+        batch: numbers of the arguments whose arrays have the batch as their first dim.
+        num_micro_batches: number of microbatches; 1 unless the followed step is a pipeline.
+        followed: the step to follow, with its plan.
+        cluster: the cluster that `followed` is planned for.
 
     Raises:
-        ValueError: microbatches are asked for, and the step that is followed is not a pipeline.
+        ValueError: there are several microbatches and the followed step is not a pipeline, or its
+            schedule has no counterpart with forwards only.
     """
-    homes = homes_of(followed)
-    found = [
-        None if is_batch else find_home(path, aval.shape, aval.dtype, homes)
+    homes = _input_homes(followed)
+    input_homes = [
+        None if is_batch else _find_home(path, aval.shape, aval.dtype, homes)
         for path, aval, is_batch in named_inputs(args, batch)
     ]
-    stages = followed.plan.stages
     if followed.partition.is_whole_step:
         if num_micro_batches > 1:
             raise ValueError(
-                f"num_micro_batches is {num_micro_batches}, but {followed.step.name}, which is followed, is no pipeline; leave it out"
+                f"num_micro_batches is {num_micro_batches}, but {followed.step.name}, which is"
+                " followed, is no pipeline; leave it out"
             )
-        schedule, step = WHOLE_STEP, trace(fun, args, batch)
+        schedule = WHOLE_STEP
+        step = trace(fun, args, batch)
         partition = whole_step_partition(step)
     else:
-        option = FollowLayerOption(
-            tuple(None if home is None else home.stage for home in found), len(stages)
-        )
-        own = followed.plan.schedule
-        forward = schedule_kind(own.name).forward
-        if not forward:
-            raise ValueError(
-                f"{followed.step.name} runs by schedule {own.name!r}, which names no schedule of forwards only for steps that follow; give"
-                " register_schedule a forward="
-            )
-        schedule = PipelineSchedule(name=forward, num_chunks=own.num_chunks, layer_option=option)
+        num_stages = len(followed.plan.stages)
+        schedule = _forward_schedule(followed, input_homes)
+        option = schedule.layer_option
+        assert isinstance(option, FollowLayerOption)
         step = trace(fun, args, batch, num_micro_batches, option, marked=True, forward=True)
-        partition = partition_step(step, range(len(stages)), input_homes=option.homes)
-    planned = [
-        _plan_stage(graph, stage, found, cluster.pools[cluster.pool_of(stage.devices)])
-        for graph, stage in zip(stage_graphs(partition), stages, strict=True)
+        partition = partition_step(step, range(num_stages), input_homes=option.homes)
+    solved = [
+        _solve_stage(graph, stage, input_homes, cluster.pools[cluster.pool_of(stage.devices)])
+        for graph, stage in zip(stage_graphs(partition), followed.plan.stages, strict=True)
     ]
-    seconds = [shardings.seconds for _, shardings in planned]
-    fullest = max(
-        (shardings for _, shardings in planned), key=lambda shardings: shardings.peak_bytes
+    plan = _plan(step, num_micro_batches, schedule, solved, cluster)
+    return PlannedStep(step, with_axis_uses(step, plan) if partition.is_whole_step else plan)
+
+
+def _forward_schedule(
+    followed: PlannedStep, input_homes: Sequence[_InputHome | None]
+) -> PipelineSchedule:
+    """Return the schedule of forwards only in the stages of `followed`.
+
+    Its layer option assigns each input to the layer, which is the stage, of its home.
+    """
+    schedule = followed.plan.schedule
+    forward = schedule_kind(schedule.name).forward
+    if not forward:
+        raise ValueError(
+            f"{followed.step.name} runs by schedule {schedule.name!r}, which names no schedule of"
+            " forwards only for steps that follow; give register_schedule a forward="
+        )
+    option = FollowLayerOption(
+        tuple(None if home is None else home.stage for home in input_homes),
+        len(followed.plan.stages),
     )
-    slowest = planned[seconds.index(max(seconds))][1]
-    plan = Plan(
+    return PipelineSchedule(name=forward, num_chunks=schedule.num_chunks, layer_option=option)
+
+
+def _plan(
+    step: StepGraph,
+    num_micro_batches: int,
+    schedule: PipelineSchedule,
+    solved: Sequence[tuple[Stage, Shardings]],
+    cluster: AnyCluster,
+) -> Plan:
+    """Return the plan with these stages.
+
+    A step takes as long as its first microbatch in all stages and its other ones in the slowest
+    stage.
+    """
+    shardings = [stage_shardings for _, stage_shardings in solved]
+    seconds = [stage_shardings.seconds for stage_shardings in shardings]
+    slowest = shardings[seconds.index(max(seconds))]
+    fullest = max(shardings, key=lambda stage_shardings: stage_shardings.peak_bytes)
+    peak_bytes = round(fullest.peak_bytes)
+    return Plan(
         step=step.name,
         fingerprint=step.fingerprint,
         method=_METHOD,
         options=ShardingOptions(),
         cluster=cluster.name,
         num_micro_batches=num_micro_batches,
-        stages=tuple(stage for stage, _ in planned),
+        stages=tuple(stage for stage, _ in solved),
         schedule=schedule,
         predicted_seconds=(sum(seconds) + (num_micro_batches - 1) * max(seconds))
         / num_micro_batches,
         predicted_split=TimeSplit(**slowest.split._asdict()),
-        predicted_bytes=round(fullest.peak_bytes),
-        predicted_memory=MemorySplit.of(fullest.roles_at_peak, round(fullest.peak_bytes)),
+        predicted_bytes=peak_bytes,
+        predicted_memory=MemorySplit.of(fullest.roles_at_peak, peak_bytes),
         gap=None,
-        planning_seconds=sum(shardings.solve_seconds for _, shardings in planned),
+        planning_seconds=sum(stage_shardings.solve_seconds for stage_shardings in shardings),
         warnings=coverage_warnings(step),
     )
-    return PlannedStep(step, with_axis_uses(step, plan) if partition.is_whole_step else plan)
 
 
-def _plan_stage(
-    graph: StageGraph, stage: Stage, homes: Sequence[Home | None], cluster: Cluster
+def _solve_stage(
+    graph: StageGraph, stage: Stage, input_homes: Sequence[_InputHome | None], cluster: Cluster
 ) -> tuple[Stage, Shardings]:
-    pins = {
-        graph.step.in_paths[position]: partition_spec(home.value.spec)
-        for position, i in enumerate(graph.inputs)
-        if (home := homes[i]) is not None and home.stage == graph.stage
-    }
+    """Shard a stage on the mesh of `stage`, its inputs pinned to where their homes are."""
+    pins = {}
+    for position, i in enumerate(graph.inputs):
+        home = input_homes[i]
+        if home is not None and home.stage == graph.stage:
+            pins[graph.step.in_paths[position]] = partition_spec(home.value.spec)
+    costs = ClusterCosts(cluster)
     options = ShardingOptions(pins=pins)
-    found = plan_shardings(
-        graph.step, stage.mesh, ClusterCosts(cluster), options, cluster.device.usable_bytes
-    )
-    planned = stage_of(graph.step, stage.mesh, found)
+    shardings = plan_shardings(graph.step, stage.mesh, costs, options, cluster.device.usable_bytes)
+    planned = stage_of(graph.step, stage.mesh, shardings)
     layers = () if graph.partition.is_whole_step else (graph.stage,)
-    return planned.model_copy(update={"layers": layers, "devices": stage.devices}), found
+    return planned.model_copy(update={"layers": layers, "devices": stage.devices}), shardings

@@ -1,4 +1,4 @@
-"""What layers cost: for each kind of layer, seen as each mesh, the shardings that are cheapest at some price of memory."""
+"""Costs of layers: the shardings of each kind of layer that are optimal at some price of memory."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -21,7 +21,13 @@ type Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class MeshChoice:
-    """How devices share the work: as a logical mesh of that shape, accumulating apart along the deferred axes."""
+    """The logical mesh of a stage, and how gradients are accumulated on it.
+
+    Attributes:
+        shape: shape of the logical mesh.
+        deferred: axes along which each device accumulates gradients of its own examples, to be
+            synchronised once per step.
+    """
 
     shape: Shape
     deferred: Axes
@@ -29,7 +35,13 @@ class MeshChoice:
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """A sharding of a layer, and what a microbatch takes; `once_seconds` is what happens once per step."""
+    """A sharding of a layer with its time.
+
+    Attributes:
+        priced: the sharding, with the time of a step and its memory.
+        seconds: seconds of one microbatch.
+        once_seconds: seconds of the work that happens once per step.
+    """
 
     priced: Priced
     seconds: float
@@ -37,12 +49,19 @@ class LayerCost:
 
 
 class LayerFront:
-    """The shardings of a layer in one way that are cheapest at some price of memory: the convex hull of seconds against bytes.
+    """The shardings of a layer that are optimal at some price of memory, for one `MeshChoice`.
 
-    It is found as it is asked for, point by point; `known` are all that were found.
+    They are the vertices of the convex hull of seconds against bytes. Points are computed one by
+    one as they are needed.
+
+    Attributes:
+        graph: the layer as a stage.
+        problem: the layer's Lagrangian problem: the selection problem with a price of memory.
+        points: the points computed so far.
+        num_solves: number of solves that they took.
 
     Raises:
-        MissingRuleError, ShardingError: the layer can't be sharded in this way.
+        MissingRuleError, ShardingError: the layer cannot be sharded on this mesh.
     """
 
     def __init__(
@@ -54,38 +73,51 @@ class LayerFront:
             graph.step, costs, options, choice.deferred, max(forward, default=-1) + 1
         )
         self.num_solves = 0
-        self.known: list[LayerCost] = []
-        self._smallest: set[int] = set()
-        self._settled: set[tuple[int, int, int]] = set()
+        self.points: list[LayerCost] = []
+        self._with_smallest: set[int] = set()
+        self._refined: set[tuple[int, int, int]] = set()
 
     @cached_property
     def bound(self) -> float:
-        """Seconds of a step that no sharding is below, roughly. Raises InfeasibleError if the options leave nothing."""
-        return self.problem.solve(0.0, 1, _ROUGHLY).bound
+        """Rough lower bound of the seconds of a step.
+
+        Raises:
+            InfeasibleError: the options leave no sharding.
+        """
+        return self.problem.solve(0.0, 1, _ROUGH_GAP).bound
 
     @cached_property
     def cheapest(self) -> LayerCost:
-        """Where memory costs nothing."""
+        """The fastest sharding, where memory has no price."""
         return self.at(0.0, 1)
 
     def at(self, price: float, in_flight: int) -> LayerCost:
-        """The cheapest at a price, in seconds per byte and step."""
+        """Return the cheapest sharding at a price of memory.
+
+        Args:
+            price: seconds per byte and step.
+            in_flight: number of microbatches in flight.
+        """
         self.num_solves += 1
-        found = self.problem.solve(price, in_flight, _NEARLY)
-        phases = phase_seconds(self.graph, self.problem.eqn_seconds(found))
-        once = phases.pop("U", 0.0)
-        self.known.append(LayerCost(found, sum(phases.values()), once))
-        return self.known[-1]
+        priced = self.problem.solve(price, in_flight, _HULL_GAP)
+        phases = phase_seconds(self.graph, self.problem.eqn_seconds(priced))
+        once_seconds = phases.pop("U", 0.0)
+        self.points.append(LayerCost(priced, sum(phases.values()), once_seconds))
+        return self.points[-1]
 
     def hull(self, in_flight: int) -> list[LayerCost]:
-        """The hull as far as it is known, from the cheapest to the smallest, with so many microbatches in flight."""
-        first = self.cheapest
-        if in_flight not in self._smallest:
-            self._smallest.add(in_flight)
-            self.at(_DEAR * first.priced.seconds / first.priced.bytes(in_flight), in_flight)
+        """Return the hull of the points computed so far, from the fastest to the smallest.
+
+        Args:
+            in_flight: number of microbatches in flight.
+        """
+        fastest = self.cheapest.priced
+        if in_flight not in self._with_smallest:
+            self._with_smallest.add(in_flight)
+            self.at(_HIGH_PRICE * fastest.seconds / fastest.bytes(in_flight), in_flight)
         hull: list[LayerCost] = []
         for point in sorted(
-            self.known, key=lambda point: (point.priced.seconds, point.priced.bytes(in_flight))
+            self.points, key=lambda point: (point.priced.seconds, point.priced.bytes(in_flight))
         ):
             if hull and point.priced.bytes(in_flight) >= hull[-1].priced.bytes(in_flight):
                 continue
@@ -97,60 +129,71 @@ class LayerFront:
         return hull
 
     def refine(self, in_flight: int, a: LayerCost, b: LayerCost) -> bool:
-        """Look for a point between two neighbours on the hull; whether there is one."""
+        """Look for a point between two neighbours on the hull, and return whether there is one.
+
+        Args:
+            in_flight: number of microbatches in flight.
+            a: a point of the hull.
+            b: the next smaller one.
+        """
         key = in_flight, id(a), id(b)
-        if key in self._settled:
+        if key in self._refined:
             return False
-        self._settled.add(key)
+        self._refined.add(key)
         price = price_between(a, b, in_flight)
-        found = self.at(price, in_flight).priced
+        priced = self.at(price, in_flight).priced
         line = a.priced.seconds + price * a.priced.bytes(in_flight)
-        return found.seconds + price * found.bytes(in_flight) < line - _SAME * a.priced.seconds
+        cost = priced.seconds + price * priced.bytes(in_flight)
+        return cost < line - _MIN_GAIN * a.priced.seconds
 
 
 def price_between(a: LayerCost, b: LayerCost, in_flight: int) -> float:
-    """What a byte costs when a layer goes from `a` to `b`, which is smaller."""
-    return (b.priced.seconds - a.priced.seconds) / (
-        a.priced.bytes(in_flight) - b.priced.bytes(in_flight)
-    )
+    """Return the price in seconds per byte at which `a` and the smaller `b` cost the same."""
+    seconds = b.priced.seconds - a.priced.seconds
+    return seconds / (a.priced.bytes(in_flight) - b.priced.bytes(in_flight))
 
 
-_DEAR = 100.0
-"""The price of all that a layer keeps, in times that it takes, at which memory is all that counts."""
+_HIGH_PRICE = 100.0
+"""Price of all bytes of a layer, as a multiple of its time, at which only memory matters."""
 
-_ROUGHLY = 0.5
-"""Gap with which a layer is solved to see whether the way can be of use."""
+_ROUGH_GAP = 0.5
+"""Relative gap of the solve that decides whether a mesh choice can be of use."""
 
-_NEARLY = 1e-3
-"""Gap with which the points of a hull are found."""
+_HULL_GAP = 1e-3
+"""Relative gap of the solves for points of a hull."""
 
-_SAME = 1e-3
-"""Relative difference of costs that is not worth a point."""
+_MIN_GAIN = 1e-3
+"""Smallest relative improvement that counts as a new point of a hull."""
 
 
 class LayerCosts:
-    """The fronts of layers, made once for all layers that are alike.
+    """The fronts of layers, computed once for all layers of the same kind.
 
     Attributes:
-        num_solves: how many solves that took.
+        model: costs of work on any device.
+        options: limits on shardings, without a tolerance: each solve has its own.
     """
 
     def __init__(self, model: CostModel, options: ShardingOptions) -> None:
-        self.model, self.options = model, replace(options, tolerance=0.0)  # each solve has its own
-        self._costs: dict[Shape, MeshCosts] = {}
+        self.model = model
+        self.options = replace(options, tolerance=0.0)
+        self._mesh_costs: dict[Shape, MeshCosts] = {}
         self._fronts: dict[Hashable, LayerFront | None] = {}
 
     @property
     def num_solves(self) -> int:
+        """Number of solves that all fronts took."""
         return sum(front.num_solves for front in self._fronts.values() if front)
 
     def mesh_costs(self, shape: Shape) -> MeshCosts:
-        if shape not in self._costs:
-            self._costs[shape] = MeshCosts(logical_mesh(shape), self.model, self.options.forbidden)
-        return self._costs[shape]
+        """Return the costs of collectives on a logical mesh."""
+        if shape not in self._mesh_costs:
+            mesh = logical_mesh(shape)
+            self._mesh_costs[shape] = MeshCosts(mesh, self.model, self.options.forbidden)
+        return self._mesh_costs[shape]
 
     def front(self, graph: StageGraph, choice: MeshChoice) -> LayerFront | None:
-        """The front of a layer; None if it can't be sharded in this way."""
+        """Return the front of a layer; None if it cannot be sharded on this mesh."""
         key = self.kind(graph), choice
         if key not in self._fronts:
             self._fronts[key] = None
@@ -163,18 +206,25 @@ class LayerCosts:
         return self._fronts[key]
 
     def kind(self, graph: StageGraph) -> Hashable:
-        """Equal for graphs that are planned alike; pins tell them apart by the names of their values, too."""
+        """Return a key that is equal for graphs that are planned alike.
+
+        Pins match values by name, so with pins the names belong to the key.
+        """
         names = (graph.step.in_paths, graph.step.out_paths) if self.options.pins else ()
         return graph_key(graph), names
 
 
 def phase_seconds(graph: StageGraph, eqn_seconds: tuple[float, ...]) -> dict[Phase, float]:
-    """Seconds of each phase: of one microbatch; of the update, with what is of no task, of a step."""
-    body = (
-        {number for number, _ in graph.step.microbatching.body}
-        if graph.step.microbatching
-        else set()
-    )
+    """Return the seconds of each phase: of one microbatch, or of a step for the update.
+
+    Equations that belong to no task count as part of the update.
+
+    Args:
+        graph: a stage.
+        eqn_seconds: seconds of each of its equations in one step.
+    """
+    micro = graph.step.microbatching
+    body = {number for number, _ in micro.body} if micro else set()
     seconds: dict[Phase, float] = {task.phase: 0.0 for task in graph.tasks}
     for number, cost in enumerate(eqn_seconds):
         phase = graph.task_of[number].phase if number in graph.task_of else "U"

@@ -1,7 +1,7 @@
 """Stages of consecutive layers, composed without partitioning the step again.
 
-The step is partitioned once, with every layer as a stage of its own. The tasks of a longer stage are
-the tasks of its layers, one after the other.
+The step is partitioned once, with every layer as a stage of its own. The tasks of a longer stage
+are the tasks of its layers, one after the other.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ _PHASES = "FBIWU"
 
 @dataclass(frozen=True, slots=True)
 class _RangeStage:
-    """The partition of a step in which layers `start` to `stop` - 1 are the only stage with tasks."""
+    """The partition in which layers `start` to `stop` - 1 are the only stage with tasks."""
 
     num_layers: int
     split_backward: bool
@@ -101,7 +101,7 @@ class LayerRanges:
     def _merged_tasks(
         self, layers: range
     ) -> tuple[dict[Task, dict[int, JaxprEqn]], dict[Task, list[Total]]]:
-        """Return by task, as of stage 1, the equations by number and the totals of several layers."""
+        """Return the equations, by number, and the totals of several layers by task of stage 1."""
         eqns: dict[Task, dict[int, JaxprEqn]] = {}
         totals: dict[Task, list[Total]] = defaultdict(list)
         for layer in layers:
@@ -121,9 +121,10 @@ class LayerRanges:
 
     @cached_property
     def kinds(self) -> Sequence[Hashable]:
-        """What each layer computes, from which layers it takes its operands and which read its results.
+        """The kind of each layer; layers of the same kind are interchangeable.
 
-        Layers are counted from the layer itself. Layers of the same kind are interchangeable.
+        A kind says what a layer computes, from which layers it takes its operands and which layers
+        read its results, counted from the layer itself.
         """
         return [
             (graph_key(graph), self._sources(layer), self._destinations(layer))
@@ -175,7 +176,7 @@ def _number(numbered: Numbered) -> int:
 
 
 def graph_key(graph: StageGraph) -> Hashable:
-    """Return a key that is equal for stages that are planned alike, whatever their values are called."""
+    """Return a key that is equal for stages that are planned alike, whatever their names are."""
     step, micro = graph.step, graph.step.microbatching
     assert micro is not None
     return (

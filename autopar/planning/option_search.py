@@ -1,15 +1,16 @@
-"""Choosing how a pipeline runs: the number of microbatches, the schedule, chunks, and whether layers are computed again.
+"""Search over the options of a pipeline: number of microbatches, schedule, chunks and remat.
 
-Every combination of what is left to choose is planned, and the plan with the least predicted time wins. A step is traced once for
-each number of microbatches and each way to keep activations; all schedules share what is known of its layers. Where schedule and
-stages are both left to choose, the step as one program is a candidate, too.
+Every combination of the open options is planned, and the plan with the least predicted time is
+chosen. The step is traced once for each number of microbatches and each remat option; all schedules
+share the costs of its layers. Where both schedule and stages are open, the step as one program is a
+candidate as well.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
-from typing import Literal
+from typing import Literal, Protocol
 
 from autopar.ir.step_graph import MicrobatchError, StepGraph
 from autopar.layering.layers import AutoLayerOption, LayerError, LayerOption, ManualLayerOption
@@ -26,6 +27,7 @@ from autopar.pipeline.stage_options import (
     UniformStageOption,
 )
 from autopar.plan import WHOLE_STEP, PipelineSchedule, Plan
+from autopar.planning.last_results import OptionTrial
 from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.stage_problem import NoStagesError
 from autopar.progress import log_progress
@@ -33,41 +35,41 @@ from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
 
 CHUNKS = (1, 2, 4)
-"""Stages on each submesh that are tried."""
+"""Numbers of stages on each submesh that a search tries."""
 
 _INTERLEAVED = "interleaved_1f1b"
 
 
 @dataclass(frozen=True, slots=True)
-class OptionTrial:
-    """One way to run a pipeline.
+class OptionSpace:
+    """The combinations of options that a search tries.
 
     Attributes:
-        seconds: predicted time of a step; None if it can't be planned, for what `reason` says.
+        micro_batch_counts: numbers of microbatches.
+        layer_options: layer options, which say whether layers are rematerialised.
+        schedules: names of schedules, with the number of stages on each submesh.
+        has_whole_step: whether the step as one program is a candidate.
     """
 
-    num_micro_batches: int
-    schedule: PipelineSchedule
-    seconds: float | None
-    reason: str = ""
+    micro_batch_counts: Sequence[int]
+    layer_options: Sequence[LayerOption | None]
+    schedules: Sequence[tuple[str, int]]
+    has_whole_step: bool = False
 
-    def __str__(self) -> str:
-        again = self.schedule.layer_option is not None and self.schedule.layer_option.remat_layer
-        chunks = f" x {self.schedule.num_chunks} chunks" if self.schedule.num_chunks > 1 else ""
-        found = f"{self.seconds:.4g} s" if self.seconds is not None else self.reason
-        return f"{self.num_micro_batches} microbatches, {self.schedule.name}{chunks}{', remat' if again else ''}: {found}"
-
-
-_last: list[OptionTrial] = []
-
-
-def get_last_search_result() -> tuple[OptionTrial, ...]:
-    """All that the last search in this process tried."""
-    return tuple(_last)
+    @property
+    def has_choice(self) -> bool:
+        """Whether there is more than one combination."""
+        counts, options = len(self.micro_batch_counts), len(self.layer_options)
+        return self.has_whole_step or counts * options * len(self.schedules) > 1
 
 
 def micro_batch_counts(given: int | Literal["auto"], rows: Sequence[int]) -> list[int]:
-    """Numbers of microbatches to try for batches of so many rows: powers of two that divide them all."""
+    """Return the numbers of microbatches to try: powers of two that divide every batch.
+
+    Args:
+        given: number of microbatches, or "auto".
+        rows: number of rows of each batch array.
+    """
     if given != "auto":
         return [given]
     counts = [1]
@@ -77,33 +79,53 @@ def micro_batch_counts(given: int | Literal["auto"], rows: Sequence[int]) -> lis
 
 
 def layer_options(given: LayerOption | None) -> list[LayerOption | None]:
-    """The layer options to try."""
+    """Return the layer options to try: with and without remat if that is open."""
     if isinstance(given, AutoLayerOption | ManualLayerOption) and given.remat_layer == "auto":
         return [replace(given, remat_layer=remat) for remat in (False, True)]
     return [given]
 
 
 def schedules(name: str, num_chunks: int | Literal["auto"]) -> list[tuple[str, int]]:
-    """Return the schedules to try, with the stages on each submesh."""
-    names = [each for each in schedule_names() if has_backward(each)] if name == "auto" else [name]
+    """Return the schedules to try, with the number of stages on each submesh.
+
+    Args:
+        name: name of a schedule, or "auto".
+        num_chunks: number of stages on each submesh, or "auto".
+    """
+    is_auto = name == "auto"
+    names = [other for other in schedule_names() if has_backward(other)] if is_auto else [name]
     chunks = CHUNKS if num_chunks == "auto" else (num_chunks,)
     pairs = [
-        (each, count)
-        for each, count in product(names, chunks)
-        if schedule_kind(each).num_chunks in (None, count)
+        (schedule, count)
+        for schedule, count in product(names, chunks)
+        if schedule_kind(schedule).num_chunks in (None, count)
     ]
-    # With one stage on each submesh interleaving is 1f1b.
-    return [
-        (each, count)
-        for each, count in pairs
-        if name != "auto" or each != _INTERLEAVED or count > 1
-    ]
+    if not is_auto:
+        return pairs
+    # With one stage on each submesh, interleaving is 1f1b.
+    return [(schedule, count) for schedule, count in pairs if schedule != _INTERLEAVED or count > 1]
 
 
-type _Found = tuple[StepGraph, Sequence[Plan]]
-"""A traced step, and its plans for one choice."""
+class StepPlanning(Protocol):
+    """The traces and planners of one function."""
 
-_REFUSED = (
+    def trace(self, num_micro_batches: int, layer_option: LayerOption | None) -> StepGraph:
+        """Return the step in layers, with its accumulated values marked."""
+        ...
+
+    def planner(self, step: StepGraph) -> PipelinePlanner:
+        """Return the planner of pipelines for a traced step."""
+        ...
+
+    def plan_whole_step(self, num_micro_batches: int) -> tuple[StepGraph, Plan]:
+        """Return the step and its plan as one program."""
+        ...
+
+
+type _Candidates = tuple[StepGraph, Sequence[Plan]]
+"""A traced step, and its plans for one combination of options."""
+
+_PLANNING_ERRORS = (
     MicrobatchError,
     LayerError,
     ScheduleError,
@@ -112,97 +134,105 @@ _REFUSED = (
     ShardingError,
     InfeasibleError,
 )
-"""Why there may be no plan for a choice."""
+"""Errors that mean that there is no plan for a combination."""
 
 
 def search(
-    trace: Callable[[int, LayerOption | None], StepGraph],
-    planner: Callable[[StepGraph], PipelinePlanner],
-    counts: Sequence[int],
-    layers: Sequence[LayerOption | None],
-    kinds: Sequence[tuple[str, int]],
+    planning: StepPlanning,
+    space: OptionSpace,
     stage_option: StageOption,
     method: str,
-    whole_step: Callable[[int], tuple[StepGraph, Plan]] | None = None,
+    trials: list[OptionTrial],
 ) -> tuple[StepGraph, Plan]:
-    """Return the traced step and the plan with the least predicted time, of all combinations.
+    """Return the traced step and the plan with the least predicted time.
 
     Args:
-        trace: (number of microbatches, layer option) -> the step, in layers and marked.
-        kinds: schedules, with the stages on each submesh.
-        whole_step: number of microbatches -> the step and its plan as one program, if that may be chosen.
+        planning: traces and plans the function.
+        space: combinations of options to try.
+        stage_option: layers and devices of the stages.
+        method: name of the method, for the plan.
+        trials: list to which every combination is appended with its outcome.
 
     Raises:
-        What the first combination raised, if there is no plan for any.
+        ValueError: the error of the first combination, if there is no plan for any.
     """
-
-    def attempts() -> Iterator[tuple[int, PipelineSchedule, Callable[[], _Found]]]:
-        """What to try: microbatches, a schedule, and what plans it."""
-        for count, plan_whole_step in product(counts, [whole_step] if whole_step else []):
-            yield count, WHOLE_STEP, partial(_alone, plan_whole_step, count)
-        for count, layer_option in product(counts, layers):
-            known = cache(lambda count=count, option=layer_option: planner(trace(count, option)))
-            for name, chunks in kinds:
-                schedule = PipelineSchedule(name=name, num_chunks=chunks, layer_option=layer_option)
-                yield count, schedule, partial(_plans, known, stage_option, schedule, method)
-
-    _last.clear()
-    found: list[tuple[StepGraph, Plan]] = []
-    spent = 0.0
-    refused: list[ValueError] = []
-    several = len(counts) * len(layers) * len(kinds) > 1 or whole_step is not None
-    for count, schedule, attempt in attempts():
+    candidates: list[tuple[StepGraph, Plan]] = []
+    planning_seconds = 0.0
+    errors: list[ValueError] = []
+    for count, schedule, attempt in _attempts(planning, space, stage_option, method):
         try:
             step, plans = attempt()
-        except _REFUSED as error:
-            refused.append(error)
-            _last.append(OptionTrial(count, schedule, None, str(error)))
+        except _PLANNING_ERRORS as error:
+            errors.append(error)
+            trials.append(OptionTrial(count, schedule, None, str(error)))
         else:
             best = min(plans, key=lambda plan: plan.predicted_seconds)
-            _last.append(OptionTrial(count, schedule, best.predicted_seconds))
-            spent += sum(each.planning_seconds for each in plans)
-            found.append((step, best))
-        if several:
-            log_progress(str(_last[-1]))
-    if not found:
-        raise refused[0]
-    step, plan = min(found, key=lambda each: each[1].predicted_seconds)
-    return step, plan.model_copy(update={"planning_seconds": spent})
+            trials.append(OptionTrial(count, schedule, best.predicted_seconds))
+            planning_seconds += sum(plan.planning_seconds for plan in plans)
+            candidates.append((step, best))
+        if space.has_choice:
+            log_progress(str(trials[-1]))
+    if not candidates:
+        raise errors[0]
+    step, plan = min(candidates, key=lambda candidate: candidate[1].predicted_seconds)
+    return step, plan.model_copy(update={"planning_seconds": planning_seconds})
 
 
-def _alone(plan_whole_step: Callable[[int], tuple[StepGraph, Plan]], count: int) -> _Found:
-    step, plan = plan_whole_step(count)
+def _attempts(
+    planning: StepPlanning, space: OptionSpace, stage_option: StageOption, method: str
+) -> Iterator[tuple[int, PipelineSchedule, Callable[[], _Candidates]]]:
+    """Yield the number of microbatches and the schedule of each combination, and its planning."""
+    if space.has_whole_step:
+        for count in space.micro_batch_counts:
+            yield count, WHOLE_STEP, partial(_plan_whole_step, planning, count)
+    for count, option in product(space.micro_batch_counts, space.layer_options):
+        planner = cache(partial(_planner, planning, count, option))  # one for all schedules
+        for name, chunks in space.schedules:
+            schedule = PipelineSchedule(name=name, num_chunks=chunks, layer_option=option)
+            yield count, schedule, partial(_plans, planner, stage_option, schedule, method)
+
+
+def _planner(planning: StepPlanning, count: int, option: LayerOption | None) -> PipelinePlanner:
+    return planning.planner(planning.trace(count, option))
+
+
+def _plan_whole_step(planning: StepPlanning, count: int) -> _Candidates:
+    step, plan = planning.plan_whole_step(count)
     return step, [plan]
 
 
 def _plans(
-    known: Callable[[], PipelinePlanner],
+    planner_of_step: Callable[[], PipelinePlanner],
     stage_option: StageOption,
     schedule: PipelineSchedule,
     method: str,
-) -> _Found:
-    """The plan of a schedule.
+) -> _Candidates:
+    """Return the plans of one schedule.
 
-    If stages are to be found and several are on each submesh, plans of even ones, of each number that layers and devices allow.
+    There is one plan, unless stages are to be found for several chunks on each submesh. Stage
+    construction does not apply there; the plans have even stages on each number of submeshes that
+    layers and devices allow.
     """
-    planner = known()
+    planner = planner_of_step()
     if not isinstance(stage_option, AutoStageOption) or schedule.num_chunks == 1:
         return planner.step, [planner.plan(stage_option, schedule, method)]
-    layers, devices, chunks = planner.num_layers, planner.cluster.num_devices, schedule.num_chunks
-    meshes = [n for n in range(2, devices + 1) if devices % n == 0 and layers >= n * chunks]
+    num_layers, num_devices = planner.num_layers, planner.cluster.num_devices
+    chunks = schedule.num_chunks
     plans: list[Plan] = []
     errors: list[ValueError] = []
-    for count in meshes:
+    for num_meshes in range(2, num_devices + 1):
+        if num_devices % num_meshes or num_layers < num_meshes * chunks:
+            continue
+        uniform = UniformStageOption(num_meshes * chunks)
         try:
-            plans.append(planner.plan(UniformStageOption(count * chunks), schedule, method))
+            plans.append(planner.plan(uniform, schedule, method))
         except (ScheduleError, StageError, ShardingError, InfeasibleError) as error:
             errors.append(error)
-    if not plans:
-        raise (
-            errors[0]
-            if errors
-            else StageError(
-                f"{layers} layer(s) are too few for {chunks} stages on each of several submeshes of {devices} device(s)"
-            )
-        )
-    return planner.step, plans
+    if plans:
+        return planner.step, plans
+    if errors:
+        raise errors[0]
+    raise StageError(
+        f"{num_layers} layer(s) are too few for {chunks} stages on each of several submeshes of"
+        f" {num_devices} device(s)"
+    )

@@ -1,9 +1,10 @@
-"""Planning a pipeline: which layers form a stage, which devices it gets, and how it is sharded over them."""
+"""Planning of pipelines: layers and devices of each stage, and its sharding over the devices."""
 
 import time
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from jax.extend.core import Var
@@ -26,13 +27,13 @@ from autopar.pipeline.stage_options import (
     StageOption,
 )
 from autopar.plan import MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit
+from autopar.planning.last_results import record_stages
 from autopar.planning.layer_costs import LayerCosts
 from autopar.planning.layer_ranges import LayerRanges
 from autopar.planning.profiling import StageProfiler
 from autopar.planning.stage_construction import (
     ConstructedStages,
     find_stages,
-    remember,
     transfer_seconds,
 )
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
@@ -46,29 +47,47 @@ from simulator.hardware.heterogeneous import AnyCluster
 from simulator.memory import Role, added, apportioned
 
 TOLERANCE = 0.01
-"""How far from the cheapest sharding a stage may be, relative: proving the rest takes most of the time."""
+"""Relative gap to the cheapest sharding at which a stage counts as solved.
+
+Proving the rest takes most of the time.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class _Solved:
-    """Stages with their shardings, and what a step of all of them takes."""
+class _SolvedPipeline:
+    """Stages on their devices with their shardings.
 
-    assigned: Sequence[Assignment]
+    Attributes:
+        assignments: layers and devices of each stage.
+        graphs: each stage as a step.
+        stages: sharding and costs of each stage.
+        seconds: predicted time of a step.
+        memory: bytes of the fullest device by role.
+    """
+
+    assignments: Sequence[Assignment]
     graphs: list[StageGraph]
-    solved: list[SolvedStage]
+    stages: list[SolvedStage]
     seconds: float
-    held: Mapping[Role, int]
+    memory: Mapping[Role, int]
 
 
 class PipelinePlanner:
-    """Plans pipelines for a step, traced in layers and marked, on the devices of a cluster.
+    """Plans pipelines for one step on one cluster.
 
-    What it finds out about layers for one schedule, or one way to form stages, it knows for all others.
+    Costs of layers are cached: plans for other schedules and other stages of the same step reuse
+    them.
 
     Args:
-        memory_budget: bytes of one device, of any pool, that the step may use; by default each device's memory less its reserve.
-        costs: what work costs, on any device; by default what the cluster implies, in each of its pools.
-        devices: where stages are measured, if they are; all that are here by default.
+        step: the step, traced in layers and with its accumulated values marked.
+        cluster: the cluster to plan for.
+        options: limits on shardings.
+        memory_budget: bytes of one device, of any pool, that the step may use; by default each
+            device's memory less its reserve.
+        costs: costs of work on any device; by default the costs that the cluster implies for each
+            of its pools.
+        devices: devices to measure stages on, for `AutoStageOption(profile=True)`; by default all
+            devices of this process.
 
     Raises:
         StageError: the step has no layers.
@@ -83,142 +102,161 @@ class PipelinePlanner:
         costs: CostModel | None = None,
         devices: Sequence[Device] | None = None,
     ) -> None:
-        self.step, self.cluster, self.options, self.devices = step, cluster, options, devices
+        self.step = step
+        self.cluster = cluster
+        self.options = options
+        self.devices = devices
         self.budgets = [
             pool.device.usable_bytes if memory_budget is None else memory_budget
             for pool in cluster.pools
         ]
-        known = costs_of(cluster)
-        self.costs: CostModel = costs or known
-        self.pool_costs: Sequence[CostModel] = [costs] * len(known.pools) if costs else known.pools
+        cluster_costs = costs_of(cluster)
+        self.costs: CostModel = costs or cluster_costs
+        self.pool_costs: Sequence[CostModel] = (
+            [costs] * len(cluster.pools) if costs else cluster_costs.pools
+        )
         self.num_layers = num_layers(step.jaxpr)
         if self.num_layers == 0:
             raise StageError(
-                "the step has no layers: decorate the loss function with autopar.manual_layer_construction or"
-                " autopar.automatic_layer_construction, or give the method a layer_option, and differentiate with autopar.grad"
+                "the step has no layers: decorate the loss function with"
+                " autopar.manual_layer_construction or autopar.automatic_layer_construction, or"
+                " give the method a layer_option, and differentiate with autopar.grad"
             )
         check_patterns(options.pins, step)
         self._ranges: dict[bool, LayerRanges] = {}
-        self._layers: dict[Hashable, list[LayerCosts]] = {}
-        self._stages: dict[Hashable, ClusterStageCosts] = {}
+        self._layer_costs: dict[Hashable, list[LayerCosts]] = {}
+        self._cluster_costs: dict[Hashable, ClusterStageCosts] = {}
         self._profilers: dict[str | Path | None, StageProfiler] = {}
 
     @builds_graphs
     def plan(self, stage_option: StageOption, schedule: PipelineSchedule, method: str) -> Plan:
-        """The cheapest plan with that schedule.
+        """Return the plan with the least predicted time of a step.
+
+        Args:
+            stage_option: layers and devices of the stages, given or to be found.
+            schedule: pipeline schedule with its number of chunks.
+            method: name of the method, for the plan.
 
         Raises:
-            StageError: the layers can't be put on the devices, or measured there, as asked.
+            StageError: the layers cannot be placed on the devices, or measured, as requested.
             NoStagesError: no stages that were tried fit on the devices.
             MemoryBudgetError: a stage does not fit.
         """
-        start, step = time.perf_counter(), self.step
+        start = time.perf_counter()
         if isinstance(stage_option, AutoStageOption):
-            found = self._found(stage_option, schedule)
+            pipeline = self._construct(stage_option, schedule)
         else:
-            chunks = schedule.num_chunks
-
-            def placement(num_meshes: int) -> list[int]:
-                tasks = make_schedule(
-                    schedule.name, Pipeline(num_meshes, step.num_micro_batches, chunks)
-                )
-                return [tasks.mesh_of(stage) for stage in range(num_meshes * chunks)]
-
-            assigned = stage_option.assign(
-                self.num_layers, self.cluster.num_devices, self.options, chunks, placement
+            assignments = stage_option.assign(
+                self.num_layers,
+                self.cluster.num_devices,
+                self.options,
+                schedule.num_chunks,
+                partial(self._meshes_of_stages, schedule),
             )
-            found = self._solved(assigned, schedule, None)
-        solved = found.solved
-        stages = [_stage(*each) for each in zip(found.graphs, found.assigned, solved, strict=True)]
-        slowest = max(solved, key=lambda each: each.seconds).shardings
+            pipeline = self._solve(assignments, schedule, None)
+        shardings = [stage.shardings for stage in pipeline.stages]
+        slowest = max(pipeline.stages, key=lambda stage: stage.seconds).shardings
+        gaps = [sharding.gap for sharding in shardings if sharding.gap is not None]
+        warnings = dict.fromkeys(text for sharding in shardings for text in sharding.warnings)
         return Plan(
-            step=step.name,
-            fingerprint=step.fingerprint,
+            step=self.step.name,
+            fingerprint=self.step.fingerprint,
             method=method,
             options=self.options,
             cluster=self.cluster.name,
-            num_micro_batches=step.num_micro_batches,
-            stages=tuple(stages),
+            num_micro_batches=self.step.num_micro_batches,
+            stages=tuple(
+                _plan_stage(graph, assignment, stage)
+                for graph, assignment, stage in zip(
+                    pipeline.graphs, pipeline.assignments, pipeline.stages, strict=True
+                )
+            ),
             schedule=schedule,
-            predicted_seconds=found.seconds,
+            predicted_seconds=pipeline.seconds,
             predicted_split=TimeSplit(**slowest.split._asdict()),
-            predicted_bytes=sum(found.held.values()),
-            predicted_memory=MemorySplit(**found.held),
-            gap=max(
-                (each.shardings.gap for each in solved if each.shardings.gap is not None),
-                default=None,
-            ),
+            predicted_bytes=sum(pipeline.memory.values()),
+            predicted_memory=MemorySplit(**pipeline.memory),
+            gap=max(gaps, default=None),
             planning_seconds=time.perf_counter() - start,
-            warnings=(
-                *dict.fromkeys(w for each in solved for w in each.shardings.warnings),
-                *coverage_warnings(step),
-            ),
+            warnings=(*warnings, *coverage_warnings(self.step)),
         )
 
-    def _found(self, option: AutoStageOption, schedule: PipelineSchedule) -> _Solved:
-        """The fastest of the stages that are found; anew as long as some turn out not to run, or not to fit."""
+    def _meshes_of_stages(self, schedule: PipelineSchedule, num_meshes: int) -> list[int]:
+        """Return the mesh of each stage of a pipeline of `num_meshes` meshes."""
+        chunks = schedule.num_chunks
+        pipeline = Pipeline(num_meshes, self.step.num_micro_batches, chunks)
+        tasks = make_schedule(schedule.name, pipeline)
+        return [tasks.mesh_of(stage) for stage in range(num_meshes * chunks)]
+
+    def _construct(self, option: AutoStageOption, schedule: PipelineSchedule) -> _SolvedPipeline:
+        """Return the fastest pipeline of automatic stage construction.
+
+        Stage construction starts again with corrected costs as long as some of its stages do not
+        run, or do not fit, when they are solved whole.
+        """
         if schedule.num_chunks > 1:
             raise StageError(
-                f"{schedule.num_chunks} chunks: stages are found for one stage on each submesh; use a UniformStageOption, of"
-                " which `search` tries all"
+                f"{schedule.num_chunks} chunks: stages are found for one stage on each submesh;"
+                " use a UniformStageOption, of which `search` tries all"
             )
-        costs = self._stage_costs(
-            _limited(self.options, option.submesh_logical_shape_space), schedule
-        )
+        options = _limited(self.options, option.submesh_logical_shape_space)
+        costs = self._stage_costs(options, schedule)
         measure = self._profiler(option)
         while True:
-            before, known = costs.revisions, []
-            solved: list[tuple[_Solved, ConstructedStages]] = []
-            for facts, assigned in find_stages(
-                costs, self.cluster, option, schedule.name, measure, known
-            ):
+            revisions = costs.revisions
+            pipelines: list[tuple[_SolvedPipeline, ConstructedStages]] = []
+            seconds: list[float] = []
+            for stages in find_stages(costs, self.cluster, option, schedule.name, measure, seconds):
                 try:
-                    solved.append((self._solved(assigned, schedule, measure), facts))
+                    pipeline = self._solve(stages.assignments(costs.options), schedule, measure)
                 except MemoryBudgetError:
-                    if costs.revisions == before:
+                    if costs.revisions == revisions:
                         raise
                 else:
-                    known.append(solved[-1][0].seconds)
-            if costs.revisions == before:
+                    pipelines.append((pipeline, stages))
+                    seconds.append(pipeline.seconds)
+            if costs.revisions == revisions:
                 break
-        best, facts = min(solved, key=lambda each: each[0].seconds)
-        remember(facts)
+        best, stages = min(pipelines, key=lambda pair: pair[0].seconds)
+        record_stages(stages)
         return best
 
-    def _solved(
+    def _solve(
         self,
-        assigned: Sequence[Assignment],
+        assignments: Sequence[Assignment],
         schedule: PipelineSchedule,
         measure: StageProfiler | None,
-    ) -> _Solved:
-        """Stages on their devices, each solved whole."""
-        pipeline = Pipeline(
-            len(assigned) // schedule.num_chunks, self.step.num_micro_batches, schedule.num_chunks
-        )
+    ) -> _SolvedPipeline:
+        """Solve each stage whole, on its devices and with its microbatches in flight."""
+        num_meshes = len(assignments) // schedule.num_chunks
+        pipeline = Pipeline(num_meshes, self.step.num_micro_batches, schedule.num_chunks)
         tasks = make_schedule(schedule.name, pipeline)
-        of_layers = [s for s, each in enumerate(assigned) for _ in each.layers]
-        partition = partition_step(self.step, of_layers, splits_backward(schedule.name))
-        graphs, in_flight = stage_graphs(partition), tasks.in_flight()
-        pools = [self._pool(stage, each) for stage, each in enumerate(assigned)]
-        costs = [
-            self._stage_costs(each.options, schedule).pools[pool]
-            for each, pool in zip(assigned, pools, strict=True)
+        in_flight = tasks.in_flight()
+        stage_of_layer = [
+            stage for stage, assignment in enumerate(assignments) for _ in assignment.layers
         ]
-        solved = [
-            mine.cheapest(graph, each.layers, each.shapes, in_flight[graph.stage])
-            for mine, graph, each in zip(costs, graphs, assigned, strict=True)
-        ]
-        timed = [measure(*each) for each in zip(graphs, solved, strict=True)] if measure else solved
-        seconds = _makespan(tasks, partition, timed, assigned, self.costs)
-        return _Solved(assigned, graphs, solved, seconds, _fullest(tasks, solved, in_flight))
+        partition = partition_step(self.step, stage_of_layer, splits_backward(schedule.name))
+        graphs = stage_graphs(partition)
+        pools = [self._pool(stage, assignment) for stage, assignment in enumerate(assignments)]
+        stages = []
+        for graph, assignment, pool in zip(graphs, assignments, pools, strict=True):
+            costs = self._stage_costs(assignment.options, schedule).pools[pool]
+            layers, shapes = assignment.layers, assignment.shapes
+            stages.append(costs.cheapest(graph, layers, shapes, in_flight[graph.stage]))
+        timed = stages
+        if measure:
+            timed = [measure(graph, stage) for graph, stage in zip(graphs, stages, strict=True)]
+        seconds = _makespan(tasks, partition, timed, assignments, self.costs)
+        memory = _fullest_device(tasks, stages, in_flight)
+        return _SolvedPipeline(assignments, graphs, stages, seconds, memory)
 
-    def _pool(self, stage: int, assigned: Assignment) -> int:
+    def _pool(self, stage: int, assignment: Assignment) -> int:
         try:
-            return self.cluster.pool_of(assigned.devices)
+            return self.cluster.pool_of(assignment.devices)
         except ClusterError as error:
             raise StageError(
-                f"stage {stage}: {error}; use an AutoStageOption, or a ManualStageOption with submesh shapes, or"
-                " submesh_devices, that keep to one pool"
+                f"stage {stage}: {error}; use an AutoStageOption, or a ManualStageOption with"
+                " submesh shapes, or submesh_devices, that keep to one pool"
             ) from None
 
     def _profiler(self, option: AutoStageOption) -> StageProfiler | None:
@@ -232,23 +270,28 @@ class PipelinePlanner:
     def _stage_costs(
         self, options: ShardingOptions, schedule: PipelineSchedule
     ) -> ClusterStageCosts:
-        """Costs of stages within `options`, for what the schedule leaves of the memory to each."""
-        options = replace(
-            options, tolerance=max(options.tolerance, TOLERANCE)
-        )  # many stages are solved
-        split = splits_backward(schedule.name)
-        key = split, repr(options)
-        if split not in self._ranges:
-            self._ranges[split] = LayerRanges(self.step, self.num_layers, split)
-        if key not in self._layers:
-            self._layers[key] = [LayerCosts(costs, options) for costs in self.pool_costs]
-        if (schedule.num_chunks, key) not in self._stages:
+        """Return the costs of stages within `options`.
+
+        Each of the `schedule.num_chunks` stages on a device may use an equal share of its memory.
+        """
+        # Many stages are solved.
+        options = replace(options, tolerance=max(options.tolerance, TOLERANCE))
+        is_split = splits_backward(schedule.name)
+        layers_key = is_split, repr(options)
+        if is_split not in self._ranges:
+            self._ranges[is_split] = LayerRanges(self.step, self.num_layers, is_split)
+        if layers_key not in self._layer_costs:
+            self._layer_costs[layers_key] = [
+                LayerCosts(costs, options) for costs in self.pool_costs
+            ]
+        key = schedule.num_chunks, layers_key
+        if key not in self._cluster_costs:
             pools = tuple(
-                StageCosts(self._ranges[split], layers, options, budget / schedule.num_chunks)
-                for layers, budget in zip(self._layers[key], self.budgets, strict=True)
+                StageCosts(self._ranges[is_split], layers, options, budget / schedule.num_chunks)
+                for layers, budget in zip(self._layer_costs[layers_key], self.budgets, strict=True)
             )
-            self._stages[schedule.num_chunks, key] = ClusterStageCosts(pools, self.costs)
-        return self._stages[schedule.num_chunks, key]
+            self._cluster_costs[key] = ClusterStageCosts(pools, self.costs)
+        return self._cluster_costs[key]
 
 
 def make_pipeline_plan(
@@ -261,7 +304,7 @@ def make_pipeline_plan(
     memory_budget: float | None = None,
     costs: CostModel | None = None,
 ) -> Plan:
-    """The cheapest plan for a step with one schedule; see `PipelinePlanner`."""
+    """Return the plan for a step with one schedule; see `PipelinePlanner` and its `plan`."""
     return PipelinePlanner(step, cluster, options, memory_budget, costs).plan(
         stage_option, schedule, method
     )
@@ -271,50 +314,61 @@ def _limited(options: ShardingOptions, space: LogicalSpace) -> ShardingOptions:
     return replace(options, batch_axis="x") if space == "data_parallel_only" else options
 
 
-def _stage(graph: StageGraph, assigned: Assignment, solved: SolvedStage) -> Stage:
+def _plan_stage(graph: StageGraph, assignment: Assignment, solved: SolvedStage) -> Stage:
     stage = stage_of(graph.step, logical_mesh(solved.shape), solved.shardings)
-    return stage.model_copy(update={"layers": assigned.layers, "devices": assigned.devices})
+    return stage.model_copy(update={"layers": assignment.layers, "devices": assignment.devices})
 
 
-def _fullest(
-    schedule: Schedule, solved: Sequence[SolvedStage], in_flight: Sequence[int]
+def _fullest_device(
+    schedule: Schedule, stages: Sequence[SolvedStage], in_flight: Sequence[int]
 ) -> Mapping[Role, int]:
-    """What the fullest device needs, if every stage on it is fullest at the same time."""
-    used: dict[int, dict[Role, int]] = defaultdict(dict)
-    for stage, each in enumerate(solved):
-        held = apportioned(
-            each.shardings.roles_at_peak, round(each.bytes(in_flight[stage])), "activations"
-        )
-        mesh = schedule.mesh_of(stage)
-        used[mesh] = added(used[mesh], held)
-    return max(used.values(), key=lambda held: sum(held.values()))
+    """Return the bytes of the fullest device by role, if its stages peak at the same time."""
+    memory: dict[int, dict[Role, int]] = defaultdict(dict)
+    for number, stage in enumerate(stages):
+        num_bytes = round(stage.bytes(in_flight[number]))
+        roles = apportioned(stage.shardings.roles_at_peak, num_bytes, "activations")
+        mesh = schedule.mesh_of(number)
+        memory[mesh] = added(memory[mesh], roles)
+    return max(memory.values(), key=lambda roles: sum(roles.values()))
 
 
 def _makespan(
     schedule: Schedule,
     partition: Partition,
-    solved: Sequence[SolvedStage],
-    assigned: Sequence[Assignment],
+    stages: Sequence[SolvedStage],
+    assignments: Sequence[Assignment],
     costs: CostModel,
 ) -> float:
-    """Seconds of a step: what its schedule takes with these stages and the transfers between them."""
-    sent: set[tuple[Var, int, int]] = (
-        set()
-    )  # a value is sent to a stage once, whatever reads it there
-    for task, reads in partition.reads.items():
-        for var in reads if task.phase != "U" else ():
-            maker = partition.producers.get(var)
-            if maker is not None and maker.phase != "U" and abs(maker.stage - task.stage) == 1:
-                sent.add((var, maker.stage, task.stage))
-    moved = Counter()
-    for var, source, to in sent:
-        moved[source, to] += array_bytes(aval_of(var).shape, aval_of(var).dtype)
+    """Return the predicted seconds of a step, with the transfers between neighbouring stages."""
     transfers: dict[tuple[int, int], float] = {}
-    for (source, to), num_bytes in moved.items():
-        seconds = transfer_seconds(costs, num_bytes, assigned[source].devices, assigned[to].devices)
-        meshes = schedule.mesh_of(source), schedule.mesh_of(to)
+    for (source, destination), num_bytes in _crossing_bytes(partition).items():
+        seconds = transfer_seconds(
+            costs, num_bytes, assignments[source].devices, assignments[destination].devices
+        )
+        meshes = schedule.mesh_of(source), schedule.mesh_of(destination)
         transfers[meshes] = max(seconds, transfers.get(meshes, 0.0))
     return schedule.makespan(
-        lambda task: solved[task.stage].phases.get(task.phase, 0.0),
-        lambda source, to: transfers.get((source, to), 0.0),
+        lambda task: stages[task.stage].phases.get(task.phase, 0.0),
+        lambda source, destination: transfers.get((source, destination), 0.0),
     )
+
+
+def _crossing_bytes(partition: Partition) -> Counter[tuple[int, int]]:
+    """Return the bytes of one microbatch between neighbouring stages, by source and destination.
+
+    A value is sent to a stage once, however many of its tasks read it.
+    """
+    crossings: set[tuple[Var, int, int]] = set()
+    for task, reads in partition.reads.items():
+        if task.phase == "U":
+            continue
+        for var in reads:
+            producer = partition.producers.get(var)
+            if producer is None or producer.phase == "U":
+                continue
+            if abs(producer.stage - task.stage) == 1:
+                crossings.add((var, producer.stage, task.stage))
+    num_bytes: Counter[tuple[int, int]] = Counter()
+    for var, source, destination in crossings:
+        num_bytes[source, destination] += array_bytes(aval_of(var).shape, aval_of(var).dtype)
+    return num_bytes

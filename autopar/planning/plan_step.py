@@ -1,4 +1,4 @@
-"""Plans for a cluster that need not be here: `plan_step`."""
+"""`plan_step`: plans for a cluster that this process may have no devices of."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,46 +32,55 @@ def plan_step(
     mesh_shape: Sequence[int] | None = None,
     batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
 ) -> Plan:
-    """Plan `fun` for arguments like `args` (arrays or ShapeDtypeStructs) on a cluster that need not be here.
+    """Plan `fun` for a cluster without running or compiling it.
 
-    XLA may need more memory than the planner estimates, and nothing is compiled here. So of a `memory_budget` of the method,
-    `WORKSPACE_BYTES` are set aside and the rest is divided by `MEMORY_MARGIN` before planning; the plan's `predicted_bytes` are the
-    estimate.
+    XLA may need more memory than the planner estimates. So `WORKSPACE_BYTES` are subtracted from
+    the method's `memory_budget`, and the rest is divided by `MEMORY_MARGIN`, before planning. The
+    plan's `predicted_bytes` are the estimate itself.
 
     Args:
-        method: how to parallelize; ShardParallel() by default. Its `devices` mean what they do on devices that are here, but of
-            the first devices of the cluster: a mesh, abstract or not, a shape or a number; all by default.
-        mesh_shape: logical mesh over the cluster's first devices, where `method.devices` leaves it open. A pipeline has its own
-            mesh for each stage and takes only the number of devices from it.
+        fun: the training step.
+        args: arguments of the step, arrays or ShapeDtypeStructs.
+        method: how to parallelize; ShardParallel() by default. Its `devices` are a mesh (abstract
+            or not), a shape or a number, and stand for the first devices of the cluster; all by
+            default.
+        cluster: the cluster, its name or the path of its file.
+        mesh_shape: shape of the logical mesh over the cluster's first devices, where
+            `method.devices` leaves it open. A pipeline has a mesh for each stage and takes only the
+            number of devices from it.
+        batch_argnums: numbers of the arguments whose arrays have the batch as their first dim.
 
     Raises:
-        OptionError: an option is of another type, or `mesh_shape` and `method.devices`, or `cluster` and `method.cluster`, differ.
+        OptionError: an option has another type, or `mesh_shape` and `method.devices`, or `cluster`
+            and `method.cluster`, differ.
         MemoryBudgetError: no plan fits into the memory budget, less the margin.
-        ValueError: `method.devices` are more than the cluster has, or devices that are here, and not as many as it has.
+        ValueError: `method.devices` are more than the cluster has, or are devices of this process
+            and not as many as the cluster has.
     """
     method = ShardParallel() if method is None else method
     checked("method", method, _METHOD)
     cluster = any_cluster(cluster)
     if method.cluster is not None and any_cluster(method.cluster) != cluster:
         raise OptionError(
-            f"cluster is {cluster.name!r}, but method.cluster is {short_repr(method.cluster)}; leave the method's out"
+            f"cluster is {cluster.name!r}, but method.cluster is {short_repr(method.cluster)};"
+            " leave the method's out"
         )
     batch_argnums = checked_step(fun, args, batch_argnums)
     mesh = _mesh(method, cluster, mesh_shape)
-    given = method.memory_budget
+    budget = method.memory_budget
     workspace = 0 if all(pool.device.kind == "cpu" for pool in cluster.pools) else WORKSPACE_BYTES
-    if given is not None:
-        method = replace(method, memory_budget=max(1.0, (given - workspace) / MEMORY_MARGIN))
+    if budget is not None:
+        method = replace(method, memory_budget=max(1.0, (budget - workspace) / MEMORY_MARGIN))
     try:
         return plan_by_method(method, fun, args, batch_argnums, Target(mesh, cluster)).plan
     except (MemoryBudgetError, NoStagesError) as error:
-        if given is None:
+        if budget is None:
             raise
         if isinstance(error, MemoryBudgetError):
-            error = MemoryBudgetError(given, workspace + MEMORY_MARGIN * error.least, error.step)
+            error = MemoryBudgetError(budget, workspace + MEMORY_MARGIN * error.least, error.step)
         error.add_note(
-            f"memory_budget is {given / 1e9:.3g} GB; plan_step keeps {workspace / 1e6:.1f} MB for workspaces of"
-            f" libraries, and a margin of {MEMORY_MARGIN - 1:.0%} for XLA"
+            f"memory_budget is {budget / 1e9:.3g} GB; plan_step keeps {workspace / 1e6:.1f} MB for"
+            f" workspaces of libraries, and a margin of {MEMORY_MARGIN - 1:.0%} for XLA"
         )
         raise error from None
 
@@ -83,10 +92,13 @@ def planned_step(
     *,
     batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
 ) -> PlannedStep:
-    """Trace `fun` as `plan` was made for, to ask `autopar.report` about the two without a device.
+    """Trace `fun` as it was traced for `plan`, for `autopar.report`; no device is needed.
 
     Args:
-        args: arrays or ShapeDtypeStructs, like those that the plan was made for.
+        fun: the training step that the plan is for.
+        args: its arguments, arrays or ShapeDtypeStructs, like those that the plan was made for.
+        plan: the plan.
+        batch_argnums: numbers of the arguments whose arrays have the batch as their first dim.
 
     Raises:
         PlanError: the plan is for another step.
@@ -96,11 +108,17 @@ def planned_step(
 
 
 MEMORY_MARGIN = 1.13
-"""How many times its estimate of memory the planner allows XLA to need. The largest excess in results/tables/fidelity.csv is 1.124."""
+"""Factor by which XLA may need more memory than the planner estimates.
+
+The largest excess in results/tables/fidelity.csv is 1.124.
+"""
 
 
 WORKSPACE_BYTES = 8 * 2**20
-"""Bytes for what XLA:GPU gives cuBLAS to work in: 4 MiB for each matrix product, of which two may run at the same time (jaxlib 0.11.2)."""
+"""Bytes of the workspaces that XLA:GPU gives to cuBLAS (jaxlib 0.11.2).
+
+They are 4 MiB for each matrix product, of which two may run at the same time.
+"""
 
 
 _METHOD = instance(
@@ -112,10 +130,20 @@ _ARGS = instance("the arguments of the step, in a tuple or a list", tuple, list)
 def checked_step(
     fun: Callable[..., Any], args: Sequence[Any], batch_argnums: int | Sequence[int]
 ) -> tuple[int, ...]:
-    """The numbers of the batch arguments of a step, which is checked."""
+    """Check a step and its arguments, and return the numbers of its batch arguments.
+
+    Args:
+        fun: the training step.
+        args: arguments of the step, arrays or ShapeDtypeStructs.
+        batch_argnums: numbers of the arguments whose arrays have the batch as their first dim.
+
+    Raises:
+        OptionError: `fun` is no function of arrays, or `args` or `batch_argnums` have another type.
+    """
     if not callable(fun) or hasattr(fun, "get_last_executable"):
         raise OptionError(
-            f"fun is {short_repr(fun)}, expected a function of arrays; of a parallelized one take its .fun"
+            f"fun is {short_repr(fun)}, expected a function of arrays; of a parallelized one take"
+            " its .fun"
         )
     checked("args", args, _ARGS)
     try:
@@ -129,20 +157,21 @@ def checked_step(
 def _mesh(
     method: PlanningMethod, cluster: AnyCluster, mesh_shape: Sequence[int] | None
 ) -> LogicalMesh:
-    """The logical mesh that a step is planned for."""
+    """Return the logical mesh that a step is planned for."""
     if mesh_shape is None:
         return mesh_on_cluster(cluster, method.devices)
     mesh = logical_mesh(checked("mesh_shape", mesh_shape, SHAPE))
     if method.devices is None:
         return mesh
-    own = requested_mesh(method.devices, cluster.num_devices)
+    method_mesh = requested_mesh(method.devices, cluster.num_devices)
     agree = (
-        own.num_devices == mesh.num_devices
+        method_mesh.num_devices == mesh.num_devices
         if isinstance(method, PipeshardParallel)
-        else own.shape == mesh.shape
+        else method_mesh.shape == mesh.shape
     )
     if not agree:
         raise OptionError(
-            f"mesh_shape is {mesh.shape}, but method.devices make a mesh of shape {own.shape}; leave one out"
+            f"mesh_shape is {mesh.shape}, but method.devices make a mesh of shape"
+            f" {method_mesh.shape}; leave one out"
         )
-    return own
+    return method_mesh

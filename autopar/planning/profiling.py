@@ -1,4 +1,4 @@
-"""Measuring stages on the devices that are here, in place of predicting what they take, and remembering it in a file."""
+"""Stage profiling: measured times of stages on the devices of this process, cached in a file."""
 
 import os
 import time
@@ -30,17 +30,24 @@ from simulator.hardware.cluster import Cluster
 from simulator.hardware.heterogeneous import AnyCluster
 from simulator.program import Phase
 
-WARMUP, REPEAT = 1, 5
+WARMUP = 1
+"""Runs of a task before it is timed."""
+
+REPEAT = 5
+"""Runs of a task that are timed."""
 
 _FORMAT = "autopar stage profile, version 1"
 
 
 class Measurement(BaseModel):
-    """What a stage took.
+    """The measured times of a stage.
 
     Attributes:
-        device_kind, jax_version, mesh_shape: where it was measured, for a reader of the file.
-        seconds: of each phase of one microbatch; of the update, of a step. None: the devices had too little memory.
+        device_kind: kind of the devices, for a reader of the file.
+        jax_version: version of JAX, for a reader of the file.
+        mesh_shape: shape of the stage's logical mesh, for a reader of the file.
+        seconds: seconds of each phase of one microbatch, of a step for the update. None if the
+            devices ran out of memory.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,8 +69,9 @@ class StageProfiler:
     """Measures stages, each kind once: a `Measure` for `stage_problem`.
 
     Attributes:
-        known: what was measured, by stage, sharding, devices and version of JAX; with a file, also what is in it.
-        num_measured: how many stages were measured here.
+        measurements: measurements by a hash of stage, sharding, devices and version of JAX, those
+            read from the file included.
+        num_measured: number of stages measured in this process.
     """
 
     def __init__(
@@ -72,59 +80,71 @@ class StageProfiler:
         devices: Sequence[Device] | None = None,
         file: str | Path | None = None,
     ) -> None:
-        """Get ready to measure the stages of a step on `cluster`, on `devices` (by default all that are here).
+        """Prepare to measure the stages of a step.
+
+        Args:
+            cluster: the cluster that the step is planned for.
+            devices: devices to measure on; by default all devices of this process.
+            file: file to read measurements from and to write them to.
 
         Raises:
-            StageError: the cluster is not here, is a mixed one, has more devices, or `file` is something else than such a file.
+            StageError: the cluster is not that of the devices, is heterogeneous or has more
+                devices, or `file` is not a file of measurements.
         """
         self._devices = jax.devices() if devices is None else list(devices)
         here = f"{len(self._devices)} x {self._devices[0].device_kind}"
         if not isinstance(cluster, Cluster):
             raise StageError(
-                f"profile=True measures stages, but devices differ in cluster {cluster.name!r}, and all stages would be measured on"
-                f" the first ones of {here}; plan with profile=False, or for one of its pools"
+                f"profile=True measures stages, but devices differ in cluster {cluster.name!r},"
+                f" and all stages would be measured on the first ones of {here}; plan with"
+                " profile=False, or for one of its pools"
             )
         if not devices_match(cluster, self._devices):
             raise StageError(
-                f"profile=True measures stages, but cluster {cluster.name!r} has {cluster.device.name} and here are {here};"
-                " plan with profile=False, or where that cluster is"
+                f"profile=True measures stages, but cluster {cluster.name!r} has"
+                f" {cluster.device.name} and here are {here}; plan with profile=False, or where"
+                " that cluster is"
             )
         if cluster.num_devices > len(self._devices):
             raise StageError(
-                f"profile=True measures stages, and one on the submesh {cluster.hosts} x {cluster.devices_per_host} of cluster"
-                f" {cluster.name!r} needs {cluster.num_devices} devices, but here are {here}; plan for fewer devices, or with"
-                " profile=False"
+                f"profile=True measures stages, and one on the submesh {cluster.hosts} x"
+                f" {cluster.devices_per_host} of cluster {cluster.name!r} needs"
+                f" {cluster.num_devices} devices, but here are {here}; plan for fewer devices, or"
+                " with profile=False"
             )
         self._file = None if file is None else Path(file)
-        self.known = {} if self._file is None else _load(self._file)
+        self.measurements = {} if self._file is None else _load(self._file)
         self.num_measured = 0
-        if self.known:
-            log_progress(f"{len(self.known)} stages are known from {file}")
+        if self.measurements:
+            log_progress(f"{len(self.measurements)} stages are known from {file}")
 
     def __call__(self, graph: StageGraph, solved: SolvedStage) -> SolvedStage:
-        """The stage with the seconds that it takes on the first devices; with endless memory needs if they have too little."""
+        """Return a stage with its measured seconds on the first devices.
+
+        If they run out of memory, the stage's memory is infinite.
+        """
         stage = stage_of(graph.step, logical_mesh(solved.shape), solved.shardings)
         device_kind = self._devices[0].device_kind
         key = _key(graph, stage, device_kind)
-        if key not in self.known:
+        if key not in self.measurements:
             start = time.perf_counter()
             seconds = self._measure(graph, stage)
             self.num_measured += 1
-            self.known[key] = Measurement(
+            self.measurements[key] = Measurement(
                 device_kind=device_kind,
                 jax_version=jax.__version__,
                 mesh_shape=solved.shape,
                 seconds=seconds,
             )
             if self._file is not None:
-                _save(self._file, self.known)
-            found = "too little memory" if seconds is None else _milliseconds(seconds)
+                _save(self._file, self.measurements)
+            outcome = "too little memory" if seconds is None else _milliseconds(seconds)
             log_progress(
-                f"stage {self.num_measured} measured: {len(graph.step.jaxpr.eqns)} equations on mesh"
-                f" {' x '.join(map(str, solved.shape))}: {found} (predicted {_milliseconds(solved.phases)});"
-                f" that took {time.perf_counter() - start:.2f} s"
+                f"stage {self.num_measured} measured: {len(graph.step.jaxpr.eqns)} equations on"
+                f" mesh {' x '.join(map(str, solved.shape))}: {outcome} (predicted"
+                f" {_milliseconds(solved.phases)}); that took {time.perf_counter() - start:.2f} s"
             )
-        seconds = self.known[key].seconds
+        seconds = self.measurements[key].seconds
         if seconds is None:
             return replace(solved, shardings=replace(solved.shardings, peak_bytes=inf))
         return replace(solved, phases=dict(seconds))
@@ -134,9 +154,8 @@ class StageProfiler:
         mesh = Mesh(devices, stage.axis_names, axis_types=(AxisType.Auto,) * devices.ndim)
         seconds: dict[Phase, float] = defaultdict(float)
         try:
-            for function in StageLowering(
-                graph, [stage] * graph.partition.num_stages, mesh
-            ).functions():
+            lowering = StageLowering(graph, [stage] * graph.partition.num_stages, mesh)
+            for function in lowering.functions():
                 seconds[function.task.phase] += task_seconds(function)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
@@ -146,30 +165,41 @@ class StageProfiler:
 
 
 def task_seconds(function: TaskFunction) -> float:
-    """The median of some runs of a task on zeros, nothing else running, after others that don't count."""
+    """Return the median seconds of a task on zeros.
+
+    Warm-up runs do not count, and nothing else runs at the same time.
+    """
     compiled = function.jitted.lower(*function.in_avals).compile()
     operands = zeros(function.in_avals, function.in_shardings)
-    found = []
+    seconds = []
     for _ in range(WARMUP + REPEAT):
         operands = _refreshed(function, operands)
         start = time.perf_counter()
         jax.block_until_ready(compiled(*operands))
-        found.append(time.perf_counter() - start)
-    return median(found[WARMUP:])
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[WARMUP:])
 
 
 def _refreshed(function: TaskFunction, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """The operands, new ones for those that were donated."""
-    used = [k for k, operand in enumerate(operands) if operand.is_deleted()]
-    made = zeros([function.in_avals[k] for k in used], [function.in_shardings[k] for k in used])
-    fresh = dict(zip(used, made, strict=True))
+    """Return the operands, with new arrays in place of donated ones."""
+    donated = [k for k, operand in enumerate(operands) if operand.is_deleted()]
+    arrays = zeros(
+        [function.in_avals[k] for k in donated], [function.in_shardings[k] for k in donated]
+    )
+    fresh = dict(zip(donated, arrays, strict=True))
     return jax.block_until_ready([fresh.get(k, operand) for k, operand in enumerate(operands)])
 
 
 def _key(graph: StageGraph, stage: Stage, device_kind: str) -> str:
-    """The same for stages that are the same program for the same devices, whatever their values are called."""
+    """Return a hash that is equal for stages that are the same program for the same devices.
+
+    The names of their values do not matter.
+    """
     tasks = [(task.phase, task.round, len(eqns)) for task, eqns in graph.tasks.items()]
-    constraints = [(each.eqn, each.side, each.index, each.spec) for each in stage.constraints]
+    constraints = [
+        (constraint.eqn, constraint.side, constraint.index, constraint.spec)
+        for constraint in stage.constraints
+    ]
     values = [value.spec for value in (*stage.inputs, *stage.outputs)]
     facts = (
         graph_key(graph),
@@ -195,8 +225,8 @@ def _load(file: Path) -> dict[str, Measurement]:
         return dict(_File.model_validate_json(file.read_bytes()).stages)
     except (OSError, ValidationError) as error:
         raise StageError(
-            f"cached_profile_result is {file}, which is not what profile=True writes ({_reason(error)}); delete it, or name"
-            " another file"
+            f"cached_profile_result is {file}, which is not what profile=True writes"
+            f" ({_reason(error)}); delete it, or name another file"
         ) from error
 
 
@@ -209,10 +239,12 @@ def _reason(error: Exception) -> str:
     )
 
 
-def _save(file: Path, known: dict[str, Measurement]) -> None:
-    """Write to a file beside it first: whoever reads `file` finds all of it, whenever this process is stopped."""
+def _save(file: Path, measurements: dict[str, Measurement]) -> None:
+    """Write measurements to a file atomically: readers find the old file or the new one."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(_File(stages=known).model_dump_json(indent=1) + "\n", encoding="utf-8")
+    partial.write_text(
+        _File(stages=measurements).model_dump_json(indent=1) + "\n", encoding="utf-8"
+    )
     os.replace(partial, file)
 
 

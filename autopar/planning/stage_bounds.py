@@ -1,8 +1,9 @@
-"""Bounds for stage construction: what stages cost at least, and what the layers before a suffix cost at least."""
+"""Bounds for stage construction: lower bounds of stages, and of the layers before a suffix."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import gcd
 from typing import Self
 
@@ -11,39 +12,48 @@ import numpy as np
 from autopar.planning.stage_problem import StageCost, StageProblem
 
 _THRESHOLDS = 32
+"""Number of thresholds of a `Remainder`."""
 
 
 class CostTable:
-    """The best known costs of every stage on every submesh: lower bounds, replaced by exact costs as these are asked for.
+    """The best known cost of every stage on every submesh.
+
+    Costs start as lower bounds; exact costs replace them when they are requested.
 
     Attributes:
-        devices: number of devices of each pool, in units of what the submeshes that can hold a stage have in common.
-        sizes: devices of each submesh, in the same units; units: devices of a unit of each pool.
-        usable: submeshes that can hold a stage.
+        problem: the problem that the costs belong to.
         repeats: microbatches after the first.
-        num_costs: how many exact costs were asked for.
-        num_surprises: how many of them were larger than their bound.
+        num_costs: number of exact costs that were requested.
+        num_surprises: number of those that differ from their bound.
+        usable: numbers of the submeshes that can hold a stage.
+        units: devices of a unit of each pool, the greatest common divisor of its usable submeshes.
+        devices: devices of each pool, in units.
+        sizes: devices of each submesh, in units.
+        can_use_all: whether every pool is a whole number of units.
+        transfer_seconds: seconds of the fastest transfer into the stage that starts with each
+            layer.
     """
 
     def __init__(self, problem: StageProblem) -> None:
         self.problem = problem
         self.repeats = problem.num_micro_batches - 1
-        self.num_costs = self.num_surprises = 0
+        self.num_costs = 0
+        self.num_surprises = 0
         self._kind, self._places = _stage_kinds(problem)
         self._exact: set[tuple[int, int]] = set()
-        self._known: dict[tuple[int, int], tuple[StageCost, ...]] = {}
+        self._costs: dict[tuple[int, int], tuple[StageCost, ...]] = {}
         self._levels: dict[int, np.ndarray] = {}
         for mesh, submesh in enumerate(problem.submeshes):
             for kind, (starts, stops) in enumerate(self._places):
                 if problem.lower_bound is None:
                     self.exact(mesh, starts[0], stops[0])
                 else:
-                    self._known[mesh, kind] = tuple(
+                    self._costs[mesh, kind] = tuple(
                         problem.lower_bound(starts[0], stops[0], submesh)
                     )
         self.num_surprises = 0
         self.usable = [
-            i for i, found in enumerate(np.isfinite(self.level(1)[0]).any(axis=(1, 2))) if found
+            int(i) for i in np.flatnonzero(np.isfinite(self.level(1)[0]).any(axis=(1, 2)))
         ]
         self.units = units = [self._unit(pool) for pool in range(len(problem.pools))]
         self.devices = tuple(
@@ -53,60 +63,75 @@ class CostTable:
         self.can_use_all = all(
             pool.num_devices % unit == 0 for pool, unit in zip(problem.pools, units, strict=True)
         )
-        self.cuts = self._cheapest_transfers()
+        self.transfer_seconds = self._fastest_transfers()
 
     def exact(self, mesh: int, start: int, stop: int) -> tuple[StageCost, ...]:
-        """The exact costs, asked for at most once for each kind of stage."""
+        """Return the exact costs of layers `start` to `stop` - 1 on submesh number `mesh`.
+
+        They are computed at most once for all stages of the same kind.
+        """
         kind = int(self._kind[start, stop])
         if (mesh, kind) not in self._exact:
-            bounds = self._known.get((mesh, kind), ())
+            bounds = self._costs.get((mesh, kind), ())
             costs = tuple(self.problem.costs(start, stop, self.problem.submeshes[mesh]))
             self.num_costs += 1
             self.num_surprises += any(
                 self._terms(mesh, costs, k) != self._terms(mesh, bounds, k) for k in self._levels
             )
             self._exact.add((mesh, kind))
-            self._known[mesh, kind] = costs
+            self._costs[mesh, kind] = costs
             for in_flight, level in self._levels.items():
                 level[:, mesh, *self._places[kind]] = np.reshape(
                     self._terms(mesh, costs, in_flight), (2, 1)
                 )
-        return self._known[mesh, kind]
+        return self._costs[mesh, kind]
 
     def level(self, in_flight: int) -> np.ndarray:
-        """Seconds and the slowest term of every stage that fits with so many microbatches, [2, submesh, start, stop]."""
+        """Return the terms of every stage that fits with `in_flight` microbatches in flight.
+
+        Returns:
+            Seconds of a microbatch and the stage's busy seconds, shape [2, submesh, start, stop];
+            infinite where no stage fits.
+        """
         if in_flight not in self._levels:
             size = self.problem.num_layers + 1
             self._levels[in_flight] = level = np.full(
                 (2, len(self.problem.submeshes), size, size), np.inf
             )
-            for (mesh, kind), costs in self._known.items():
+            for (mesh, kind), costs in self._costs.items():
                 level[:, mesh, *self._places[kind]] = np.reshape(
                     self._terms(mesh, costs, in_flight), (2, 1)
                 )
         return self._levels[in_flight]
 
     def fits(self, mesh: int, cost: StageCost, in_flight: int) -> bool:
+        """Return whether a stage fits into the memory of submesh number `mesh`."""
         budget = self.problem.pools[self.problem.submeshes[mesh].pool].memory_bytes
         return cost.fixed_bytes + in_flight * cost.micro_batch_bytes <= budget
 
     def busy(self, cost: StageCost) -> float:
-        """Seconds after the first microbatch: the slowest term of the objective."""
+        """Return the seconds that a stage is busy after the first microbatch.
+
+        They are a lower bound of the sum of the objective's two maxima.
+        """
         return self.repeats * cost.seconds + cost.once_seconds
 
     def without(self, left: tuple[int, ...], mesh: int) -> tuple[int, ...] | None:
-        """The devices that are left when a stage gets `mesh`; None if there are not enough."""
+        """Return the devices left when a stage gets submesh number `mesh`.
+
+        None if there are too few.
+        """
         pool, size = self.problem.submeshes[mesh].pool, self.sizes[mesh]
         return None if left[pool] < size else (*left[:pool], left[pool] - size, *left[pool + 1 :])
 
     def _terms(self, mesh: int, costs: Sequence[StageCost], in_flight: int) -> tuple[float, float]:
         costs = [cost for cost in costs if self.fits(mesh, cost, in_flight)]
-        return min((c.seconds for c in costs), default=np.inf), min(
-            (self.busy(c) for c in costs), default=np.inf
-        )
+        seconds = min((cost.seconds for cost in costs), default=np.inf)
+        busy = min((self.busy(cost) for cost in costs), default=np.inf)
+        return seconds, busy
 
     def _unit(self, pool: int) -> int:
-        """The greatest common divisor of the usable submeshes of a pool."""
+        """Return the greatest common divisor of the usable submeshes of a pool."""
         sizes = [
             self.problem.submeshes[mesh].num_devices
             for mesh in self.usable
@@ -114,23 +139,25 @@ class CostTable:
         ]
         return gcd(*sizes) or 1
 
-    def _cheapest_transfers(self) -> np.ndarray:
-        """By layer before which the cut is, the least seconds of a transfer between two submeshes."""
-        transfer, meshes = (
-            self.problem.transfer,
-            [self.problem.submeshes[mesh] for mesh in self.usable],
-        )
-        cuts = np.zeros(self.problem.num_layers + 1)
-        if transfer:
-            for cut in range(1, self.problem.num_layers):
-                cuts[cut] = min(
-                    (transfer(cut, a, b, None) for a in meshes for b in meshes), default=0.0
-                )
-        return cuts
+    def _fastest_transfers(self) -> np.ndarray:
+        """Return the seconds of the fastest transfer into the stage that starts with each layer."""
+        seconds = np.zeros(self.problem.num_layers + 1)
+        transfer = self.problem.transfer
+        if transfer is None:
+            return seconds
+        submeshes = [self.problem.submeshes[mesh] for mesh in self.usable]
+        for layer in range(1, self.problem.num_layers):
+            pairs = product(submeshes, repeat=2)
+            seconds[layer] = min((transfer(layer, a, b, None) for a, b in pairs), default=0.0)
+        return seconds
 
 
 def _stage_kinds(problem: StageProblem) -> tuple[np.ndarray, list[tuple[list[int], list[int]]]]:
-    """A number for every (start, stop), the same for interchangeable stages, and for each number its starts and stops."""
+    """Number the kinds of stages; stages of one kind are interchangeable.
+
+    Returns:
+        The kind of every stage, shape [start, stop], and the starts and stops of each kind.
+    """
     layers = problem.num_layers
     kinds = problem.layer_kinds if problem.layer_kinds is not None else range(layers)
     numbers: defaultdict[tuple, int] = defaultdict(lambda: len(numbers))
@@ -149,19 +176,29 @@ def _stage_kinds(problem: StageProblem) -> tuple[np.ndarray, list[tuple[list[int
 
 @dataclass(frozen=True, slots=True)
 class Remainder:
-    """What the layers before a suffix cost at least, by the devices left for them.
+    """The least cost of the layers before a suffix, by the devices left for them.
 
-    For each of several thresholds the least sum over stages whose slowest term stays below it. Between two thresholds the slowest
-    term is at least the lower one, which together with the sum bounds the objective; thresholds are close together where the
-    optimum can be. All stages are taken to hold as many microbatches as the last one of these layers does.
+    For each of several thresholds it stores the least sum over stages that are busy for no longer
+    than the threshold. Between two thresholds the maxima of the objective are at least the lower
+    one, which together with the sum bounds the objective. The thresholds are dense where the
+    optimum can be. All stages are assumed to hold as many microbatches as the last of these layers
+    does.
+
+    Attributes:
+        lower: the next smaller threshold, shape [threshold].
+        sums: least sums, shape [first layer of the suffix, devices left of each pool...,
+            threshold].
     """
 
-    lower: np.ndarray  # [threshold]: the next smaller threshold
-    sums: np.ndarray  # [first layer of the suffix, devices left of each pool..., threshold]
+    lower: np.ndarray
+    sums: np.ndarray
 
     @classmethod
     def of(cls, table: CostTable, in_flight: int) -> Self:
-        """Bounds from what `table` knows, for stages with at least `in_flight` microbatches."""
+        """Return bounds from the costs in `table`.
+
+        The stages are assumed to hold at least `in_flight` microbatches.
+        """
         slowest = table.level(in_flight)[1]
         slowest = slowest[np.isfinite(slowest)]
         low, high = (slowest.min(), slowest.max()) if slowest.size else (0.0, 0.0)
@@ -181,18 +218,25 @@ class Remainder:
     def bounds(
         self, starts: np.ndarray, left: tuple[int, ...], total: np.ndarray, slowest: np.ndarray
     ) -> np.ndarray:
-        """Least objective of any plan with a suffix that starts at one of these layers and has these terms."""
+        """Return a lower bound of the objective of every plan with one of several suffixes.
+
+        Args:
+            starts: first layer of each suffix.
+            left: devices left of each pool, in units.
+            total: sum of each suffix.
+            slowest: maxima of the objective of each suffix.
+        """
         return total + (self.sums[(starts, *left)] + np.maximum(slowest[:, None], self.lower)).min(
             axis=1
         )
 
     def bound(self, first: int, left: tuple[int, ...], total: float, slowest: float) -> float:
-        """The same for one suffix."""
+        """Return the bound for one suffix; see `bounds`."""
         return total + float((self.sums[(first, *left)] + np.maximum(slowest, self.lower)).min())
 
 
 def _least_sums(table: CostTable, in_flight: int, thresholds: np.ndarray) -> np.ndarray:
-    """`Remainder.sums` for these thresholds and, last, without any."""
+    """Return `Remainder.sums` for these thresholds and, last, for no threshold."""
     layers, count = table.problem.num_layers, len(thresholds)
     grid = tuple(devices + 1 for devices in table.devices)
     sums = np.full((layers + 1, *grid, count + 1), np.inf)
@@ -207,7 +251,7 @@ def _least_sums(table: CostTable, in_flight: int, thresholds: np.ndarray) -> np.
                 continue
             before, after = [slice(None)] * len(grid), [slice(None)] * len(grid)
             before[pool], after[pool] = slice(0, grid[pool] - size), slice(size, None)
-            # few stages are below a threshold, so that those are worth a turn of their own
+            # Few stages are below any threshold, so the sums without one are computed separately.
             for limits, part in (
                 (thresholds, slice(count)),
                 (np.array([np.inf]), slice(count, None)),
@@ -217,7 +261,7 @@ def _least_sums(table: CostTable, in_flight: int, thresholds: np.ndarray) -> np.
                     & np.isfinite(slowest[mesh, :stop, stop])
                 )
                 if starts.size:
-                    cost = seconds[mesh, starts, stop, None] + table.cuts[stop]
+                    cost = seconds[mesh, starts, stop, None] + table.transfer_seconds[stop]
                     cost = np.where(slowest[mesh, starts, stop, None] <= limits, cost, np.inf)
                     cost = cost.reshape(len(starts), *(1,) * len(grid), len(limits))
                     target = sums[(stop, *after, part)]

@@ -1,9 +1,13 @@
-"""Automatic stage construction: the exact dynamic program over stages, with costs composed of intra-operator solves of layers."""
+"""Automatic stage construction for the layers of a step on a cluster.
+
+`stage_problem` states the problem that the dynamic program (`stage_dp`) solves. The costs of a
+stage are composed of intra-operator solves of its layers.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cached_property
 from itertools import accumulate, product
 from math import inf, isfinite, isinf
 
@@ -40,12 +44,14 @@ from autopar.sharding.selection_problem import InfeasibleError
 from simulator.costs.cost_model import CostModel
 from simulator.hardware.heterogeneous import AnyCluster
 
-_MOST_HOSTS = 4
-"""Of a submesh in the space "small_power_of_two"."""
+_MAX_HOSTS = 4
+"""Most hosts of a submesh in the space "small_power_of_two"."""
 
-_SURE = 1.01
-"""Stages whose estimated time is so many times what others take are not worth a closer look: it is seldom above theirs, and then a
-little."""
+_ESTIMATE_MARGIN = 1.01
+"""Stages estimated to take longer than this multiple of the best step so far are not solved whole.
+
+A solve is seldom slower than its estimate, and then only slightly.
+"""
 
 _SIZES: dict[PhysicalSpace, SubmeshSizes] = {
     "power_of_two": "powers_of_two",
@@ -57,13 +63,16 @@ _SIZES: dict[PhysicalSpace, SubmeshSizes] = {
 
 @dataclass(frozen=True, slots=True)
 class ConstructedStages:
-    """What automatic stage construction decided.
+    """The decision of automatic stage construction.
 
     Attributes:
-        forward_stage_layer_ids: the layers of each stage; submesh_shapes: its hosts and devices of each; submesh_devices: their
-            numbers in the cluster; logical_mesh_shapes: the mesh that they are seen as.
+        forward_stage_layer_ids: layers of each stage.
+        submesh_shapes: number of hosts and devices per host of each stage.
+        submesh_devices: numbers in the cluster of each stage's devices.
+        logical_mesh_shapes: shape of each stage's logical mesh.
         seconds: predicted time of a step.
-        num_costs: how many (stage, submesh) were priced exactly; num_solves: how many intra-operator solves that took.
+        num_costs: number of pairs (stage, submesh) whose exact cost was computed.
+        num_solves: number of intra-operator solves that these costs took.
     """
 
     forward_stage_layer_ids: tuple[tuple[int, ...], ...]
@@ -74,18 +83,15 @@ class ConstructedStages:
     num_costs: int
     num_solves: int
 
-
-_last: list[ConstructedStages] = []
-
-
-def get_last_dp_result() -> ConstructedStages | None:
-    """What automatic stage construction decided last in this process."""
-    return _last[-1] if _last else None
-
-
-def remember(found: ConstructedStages) -> None:
-    """Have `get_last_dp_result` tell of these."""
-    _last[:] = [found]
+    def assignments(self, options: ShardingOptions) -> list[Assignment]:
+        """Return the layers, devices and logical mesh of each stage, with its options."""
+        stages = zip(
+            self.forward_stage_layer_ids,
+            self.submesh_devices,
+            self.logical_mesh_shapes,
+            strict=True,
+        )
+        return [Assignment(layers, devices, (shape,), options) for layers, devices, shape in stages]
 
 
 type Measure = Callable[[StageGraph, SolvedStage], SolvedStage]
@@ -98,75 +104,61 @@ def find_stages(
     option: AutoStageOption,
     schedule: str,
     measure: Measure | None = None,
-    known: Sequence[float] = (),
-) -> Iterator[tuple[ConstructedStages, list[Assignment]]]:
-    """The stages with the least predicted, or measured, time of a step, and then those on submeshes of one size (in each pool) that
-    may be faster.
+    solved_seconds: Sequence[float] = (),
+) -> Iterator[ConstructedStages]:
+    """Yield the stages with the least time of a step, then even ones that may be faster.
 
-    What the dynamic program minimises leaves out some of the bubbles of stages that differ, so that even ones may be faster.
+    The objective of the dynamic program leaves out some of the bubbles of stages that differ. So
+    the optimum with submeshes of one size in each pool may be faster than the optimum over all of
+    them.
 
     Args:
-        known: seconds of a step with the stages so far, looked at closely; it grows while this goes on.
+        costs: costs of stages, of the schedule's kind.
+        cluster: where the stages are placed.
+        option: submeshes and logical meshes to choose from.
+        schedule: name of the pipeline schedule.
+        measure: measures stages; by default their time is predicted.
+        solved_seconds: times of a step with the stages yielded so far, solved whole. The caller
+            appends to it during the iteration.
 
     Raises:
-        NoStagesError: none fit.
+        NoStagesError: no stages fit in memory.
     """
     problem = stage_problem(costs, cluster, option, schedule, measure)
     best = construct_stages(problem)
-    yield _found(best, problem, costs)
+    yield _constructed(best, problem, costs.num_solves)
     used = {stage.submesh for stage in best.stages}
-    for meshes in _even(problem) if len(used) > 1 else ():
-        if used <= set(meshes):
-            continue  # that is the one which was found
+    if len(used) == 1:
+        return
+    for submeshes in _even_submeshes(problem):
+        if used <= set(submeshes):
+            continue  # the optimum over all submeshes
+        limit = _ESTIMATE_MARGIN * min(solved_seconds, default=inf)
         with suppress(NoStagesError):
-            yield _found(
-                construct_stages(
-                    replace(problem, submeshes=meshes), _SURE * min(known, default=inf)
-                ),
-                problem,
-                costs,
-            )
+            even = construct_stages(replace(problem, submeshes=submeshes), limit)
+            yield _constructed(even, problem, costs.num_solves)
 
 
-def _even(problem: StageProblem) -> Iterable[tuple[Submesh, ...]]:
-    """Submeshes of one size in each pool."""
-    return product(
-        *([mesh for mesh in problem.submeshes if mesh.pool == i] for i in range(len(problem.pools)))
-    )
+def _even_submeshes(problem: StageProblem) -> Iterable[tuple[Submesh, ...]]:
+    """Return every choice of one submesh size for each pool."""
+    pools = range(len(problem.pools))
+    return product(*([mesh for mesh in problem.submeshes if mesh.pool == i] for i in pools))
 
 
-def _found(
-    found: StageSolution, problem: StageProblem, costs: ClusterStageCosts
-) -> tuple[ConstructedStages, list[Assignment]]:
-    facts = _facts(found, problem, costs.num_solves)
-    return facts, _assigned(facts, costs.options)
-
-
-def _facts(found: StageSolution, problem: StageProblem, num_solves: int) -> ConstructedStages:
-    submeshes = [stage.submesh for stage in found.stages]
+def _constructed(
+    solution: StageSolution, problem: StageProblem, num_solves: int
+) -> ConstructedStages:
+    stages = solution.stages
+    submeshes = [stage.submesh for stage in stages]
     return ConstructedStages(
-        forward_stage_layer_ids=tuple(
-            tuple(range(stage.start, stage.stop)) for stage in found.stages
-        ),
+        forward_stage_layer_ids=tuple(tuple(range(stage.start, stage.stop)) for stage in stages),
         submesh_shapes=tuple((mesh.hosts, mesh.devices_per_host) for mesh in submeshes),
         submesh_devices=place(problem.pools, submeshes),
-        logical_mesh_shapes=tuple(stage.cost.logical_shape for stage in found.stages),
-        seconds=found.seconds,
-        num_costs=found.num_costs,
+        logical_mesh_shapes=tuple(stage.cost.logical_shape for stage in stages),
+        seconds=solution.seconds,
+        num_costs=solution.num_costs,
         num_solves=num_solves,
     )
-
-
-def _assigned(found: ConstructedStages, options: ShardingOptions) -> list[Assignment]:
-    return [
-        Assignment(layers, devices, (shape,), options)
-        for layers, devices, shape in zip(
-            found.forward_stage_layer_ids,
-            found.submesh_devices,
-            found.logical_mesh_shapes,
-            strict=True,
-        )
-    ]
 
 
 def stage_problem(
@@ -176,107 +168,229 @@ def stage_problem(
     schedule: str,
     measure: Measure | None = None,
 ) -> StageProblem:
-    """The problem that `construct_stages` solves, for the layers of a step on a cluster."""
+    """Return the problem that `construct_stages` solves, for the layers of a step on a cluster.
+
+    Args:
+        costs: costs of stages, of the schedule's kind.
+        cluster: where the stages are placed.
+        option: submeshes and logical meshes to choose from.
+        schedule: name of the pipeline schedule.
+        measure: measures stages; by default their time is predicted.
+    """
     ranges = costs.ranges
-    count = ranges.partition.step.num_micro_batches
-    in_flight = in_flight_of(schedule, count)
+    num_micro_batches = ranges.partition.step.num_micro_batches
     pools = tuple(
-        HostPool(pool.hosts, pool.devices_per_host, each.room)
-        for pool, each in zip(cluster.pools, costs.pools, strict=True)
+        HostPool(pool.hosts, pool.devices_per_host, pool_costs.room)
+        for pool, pool_costs in zip(cluster.pools, costs.pools, strict=True)
     )
     submeshes = enumerate_submeshes(pools, _SIZES[option.submesh_physical_shape_space])
     if option.submesh_physical_shape_space == "small_power_of_two":
-        submeshes = tuple(mesh for mesh in submeshes if mesh.hosts <= _MOST_HOSTS)
-    balanced = _balance(costs, cluster, option.stage_imbalance_tolerance)
-
-    def exact(start: int, stop: int, mesh: Submesh) -> list[StageCost]:
-        """The cheapest sharding for every number of microbatches in flight that halves the one before."""
-        here = costs.pools[mesh.pool]
-        found: list[ComposedStage] = []
-        in_flight_here = (
-            _most_in_flight(ranges.kinds, start, stop, in_flight)
-            if balanced(start, stop, mesh)
-            else 0
-        )
-        shapes = submesh_shapes(mesh, option.submesh_logical_shape_space)
-        while in_flight_here and not (found and found[-1].price == 0):
-            if composed := here.composed(start, stop, shapes, in_flight_here):
-                found.append(composed)
-            in_flight_here //= 2
-        if measure:
-            return [cost for each in found for cost in _measured(here, each, stop, measure)]
-        return [each.cost for each in found]
-
-    state = [_state_bytes(ranges, layer) for layer in range(ranges.num_layers)]
-    held = [_held_bytes(ranges, layer) for layer in range(ranges.num_layers)]
-
-    def lower_bound(start: int, stop: int, mesh: Submesh) -> list[StageCost]:
-        """What layers take at least, and all that a stage keeps cut evenly."""
-        if not balanced(start, stop, mesh):
-            return []
-        kept: dict[Var, int] = {}
-        for layer in range(start, stop):
-            kept.update(state[layer])
-        shapes = submesh_shapes(mesh, option.submesh_logical_shape_space)
-        seconds, of_step = costs.pools[mesh.pool].least(start, stop, shapes)
-        # what happens once per step is not told apart: whatever it is, all microbatches but the first take their share
-        once = max(0.0, (count - 1) * (of_step / count - seconds))
-        size = mesh.num_devices
-        return [StageCost(seconds, once, sum(kept.values()) / size, held[start] / size)]
-
-    starts = [0, *accumulate(pool.num_devices for pool in pools)]
-
-    @cache
-    def transfer(cut: int, source: Submesh, destination: Submesh, before: int | None) -> float:
-        """One stage after the other, as `place` puts those of one size; at best in one host, if it has room for both.
-
-        Stages in different pools are taken to be at the start of their pool, wherever they are: the network between pools is the
-        same from everywhere.
-        """
-        taken, given = source.num_devices, destination.num_devices
-        if source.pool != destination.pool:
-            first, second = starts[source.pool], starts[destination.pool]
-        else:
-            pool = pools[source.pool]
-            if before is None:
-                host = pool.devices_per_host
-                before = taken if taken + given <= host else -(-taken // host) * host
-            if before < taken or before + given > pool.num_devices:
-                return inf
-            first, second = starts[source.pool] + before - taken, starts[source.pool] + before
-        num_bytes = ranges.crossing_bytes[cut]
-        return transfer_seconds(
-            costs.links, num_bytes, range(first, first + taken), range(second, second + given)
-        )
-
+        submeshes = tuple(mesh for mesh in submeshes if mesh.hosts <= _MAX_HOSTS)
+    in_flight = in_flight_of(schedule, num_micro_batches)
+    estimator = _StageEstimator(costs, cluster, option, in_flight, measure)
     return StageProblem(
         num_layers=ranges.num_layers,
         pools=pools,
         submeshes=submeshes,
-        num_micro_batches=count,
-        costs=exact,
+        num_micro_batches=num_micro_batches,
+        costs=estimator.exact,
         in_flight=in_flight,
-        lower_bound=None if measure else lower_bound,
+        lower_bound=None if measure else estimator.lower_bound,
         layer_kinds=ranges.kinds,
-        transfer=transfer,
+        transfer=_TransferCosts(pools, ranges.crossing_bytes, costs.links).seconds,
         leave_idle=option.leave_idle,
         backward=has_backward(schedule),
     )
 
 
+@dataclass(frozen=True)
+class _StageEstimator:
+    """Exact costs of stages, and lower bounds of them.
+
+    Attributes:
+        option: logical meshes to choose from, and how much the work of stages may differ.
+        in_flight: number of microbatches in flight by position of the stage.
+        measure: measures stages; None to predict their time.
+    """
+
+    costs: ClusterStageCosts
+    cluster: AnyCluster
+    option: AutoStageOption
+    in_flight: InFlight
+    measure: Measure | None
+
+    @property
+    def ranges(self) -> LayerRanges:
+        return self.costs.ranges
+
+    def exact(self, start: int, stop: int, mesh: Submesh) -> list[StageCost]:
+        """Return costs of the stage of layers `start` to `stop` - 1 on `mesh`.
+
+        They are the cheapest shardings that fit with the most microbatches that such a stage may
+        hold, with half as many, and so on, until memory is no constraint.
+        """
+        if not self._is_balanced(start, stop, mesh):
+            return []
+        pool_costs = self.costs.pools[mesh.pool]
+        shapes = submesh_shapes(mesh, self.option.submesh_logical_shape_space)
+        in_flight = _most_in_flight(self.ranges.kinds, start, stop, self.in_flight)
+        stages: list[ComposedStage] = []
+        while in_flight and not (stages and stages[-1].price == 0):
+            if composed := pool_costs.composed(start, stop, shapes, in_flight):
+                stages.append(composed)
+            in_flight //= 2
+        if self.measure is None:
+            return [stage.cost for stage in stages]
+        measured = (_measured(pool_costs, stage, stop, self.measure) for stage in stages)
+        return [cost for cost in measured if cost is not None]
+
+    def lower_bound(self, start: int, stop: int, mesh: Submesh) -> list[StageCost]:
+        """Return a cost that no sharding of the stage is below.
+
+        Its time is the least time of its layers. Its memory is the stage's state and saved
+        activations, sharded evenly over all devices.
+        """
+        if not self._is_balanced(start, stop, mesh):
+            return []
+        state: dict[Var, int] = {}
+        for layer in range(start, stop):
+            state.update(self._state_bytes[layer])
+        shapes = submesh_shapes(mesh, self.option.submesh_logical_shape_space)
+        seconds, step_seconds = self.costs.pools[mesh.pool].least(start, stop, shapes)
+        # `step_seconds` bounds all microbatches and the work once per step together. However it is
+        # split, all microbatches but the first take at least their share of it.
+        count = self.ranges.partition.step.num_micro_batches
+        once_seconds = max(0.0, (count - 1) * (step_seconds / count - seconds))
+        return [
+            StageCost(
+                seconds,
+                once_seconds,
+                sum(state.values()) / mesh.num_devices,
+                self._saved_bytes[start] / mesh.num_devices,
+            )
+        ]
+
+    @cached_property
+    def _state_bytes(self) -> list[dict[Var, int]]:
+        return [_state_bytes(self.ranges, layer) for layer in range(self.ranges.num_layers)]
+
+    @cached_property
+    def _saved_bytes(self) -> list[int]:
+        return [_saved_bytes(self.ranges, layer) for layer in range(self.ranges.num_layers)]
+
+    @cached_property
+    def _layer_work(self) -> list[list[float]]:
+        """Seconds of a microbatch that each layer takes on one device, for each pool."""
+        layers = range(self.ranges.num_layers)
+        return [
+            [pool.least(layer, layer + 1, [(1,)])[0] for layer in layers]
+            for pool in self.costs.pools
+        ]
+
+    def _is_balanced(self, start: int, stop: int, mesh: Submesh) -> bool:
+        """Whether a stage's share of the work is near its devices' share of the cluster's speed."""
+        tolerance = self.option.stage_imbalance_tolerance
+        if not isfinite(tolerance):
+            return True
+        totals = [sum(work) for work in self._layer_work]
+        if not all(totals):  # nothing costs anything
+            return True
+        pools = zip(self.cluster.pools, totals, strict=True)
+        even_seconds = 1 / sum(pool.num_devices / total for pool, total in pools)
+        seconds = sum(self._layer_work[mesh.pool][start:stop]) / mesh.num_devices
+        return 1 / (1 + tolerance) <= seconds / even_seconds <= 1 + tolerance
+
+
+class _TransferCosts:
+    """Times of the transfers between neighbouring stages.
+
+    Stages of one pool are taken to follow one another, as `place` places stages of one size. Stages
+    of different pools are taken to be at the start of their pool: the network between pools is the
+    same from everywhere.
+    """
+
+    def __init__(
+        self, pools: Sequence[HostPool], crossing_bytes: Sequence[float], links: CostModel
+    ) -> None:
+        self._pools = pools
+        self._crossing_bytes = crossing_bytes
+        self._links = links
+        self._starts = [0, *accumulate(pool.num_devices for pool in pools)]
+        self._seconds: dict[tuple[int, Submesh, Submesh, int | None], float] = {}
+
+    def seconds(
+        self, boundary: int, source: Submesh, destination: Submesh, before: int | None
+    ) -> float:
+        """Return the seconds that a microbatch takes from `source` to `destination`.
+
+        Args:
+            boundary: the layer that the second stage starts with.
+            source: submesh of the first stage.
+            destination: submesh of the second stage.
+            before: devices of its pool before the second stage; None for the fastest place, which
+                is within one host if both fit.
+        """
+        key = boundary, source, destination, before
+        if key not in self._seconds:
+            self._seconds[key] = self._compute(*key)
+        return self._seconds[key]
+
+    def _compute(
+        self, boundary: int, source: Submesh, destination: Submesh, before: int | None
+    ) -> float:
+        if source.pool != destination.pool:
+            first = self._starts[source.pool]
+            second = self._starts[destination.pool]
+        else:
+            pool = self._pools[source.pool]
+            if before is None:
+                before = _fastest_boundary(pool, source, destination)
+            if before < source.num_devices or before + destination.num_devices > pool.num_devices:
+                return inf
+            second = self._starts[source.pool] + before
+            first = second - source.num_devices
+        return transfer_seconds(
+            self._links,
+            self._crossing_bytes[boundary],
+            range(first, first + source.num_devices),
+            range(second, second + destination.num_devices),
+        )
+
+
+def _fastest_boundary(pool: HostPool, source: Submesh, destination: Submesh) -> int:
+    """Return the devices before the second of two stages where transfers are fastest.
+
+    Both stages are within one host if it has room for them. Otherwise the first one ends with a
+    host.
+    """
+    host = pool.devices_per_host
+    if source.num_devices + destination.num_devices <= host:
+        return source.num_devices
+    return -(-source.num_devices // host) * host
+
+
 def transfer_seconds(
     costs: CostModel, num_bytes: float, source: Sequence[int], destination: Sequence[int]
 ) -> float:
-    """Seconds to move bytes from some devices to others, each sending its share to one of them (what then is missing on other devices
-    they gather from one another, which is not counted)."""
+    """Return the seconds to move bytes from some devices to others.
+
+    Each source device sends its share to one destination device. Gathering within the destination,
+    where it has more devices, is not counted.
+
+    Args:
+        costs: cost of a collective_permute, by numbers of devices in the cluster.
+        num_bytes: bytes of the whole value.
+        source: numbers of the devices that send.
+        destination: numbers of the devices that receive.
+    """
+    if not num_bytes:
+        return 0.0
     pairs = tuple((a, b) for a, b in zip(source, destination, strict=False))
-    return (
-        costs.collective("collective_permute", num_bytes / len(pairs), pairs) if num_bytes else 0.0
-    )
+    return costs.collective("collective_permute", num_bytes / len(pairs), pairs)
 
 
 def submesh_shapes(mesh: Submesh, space: LogicalSpace) -> tuple[Shape, ...]:
-    """The meshes that a submesh can be seen as."""
+    """Return the shapes of logical mesh that a submesh may have; see `LogicalSpace`."""
     count = mesh.num_devices
     match space:
         case "data_parallel_only":
@@ -297,67 +411,58 @@ def submesh_shapes(mesh: Submesh, space: LogicalSpace) -> tuple[Shape, ...]:
 
 def _measured(
     costs: StageCosts, composed: ComposedStage, stop: int, measure: Measure
-) -> list[StageCost]:
-    """What a stage costs that was solved whole and measured; nothing if it does not run."""
-    graph, layers = costs.ranges.graph(composed.start, stop), range(composed.start, stop)
+) -> StageCost | None:
+    """Return the cost of a stage that is solved whole and measured; None if it does not run."""
+    graph = costs.ranges.graph(composed.start, stop)
+    layers = range(composed.start, stop)
     try:
         solved = measure(graph, costs.cheapest(graph, layers, [composed.mesh_choice.shape], 1))
     except (ShardingError, InfeasibleError):
-        return []
+        return None
     if isinf(solved.fixed_bytes):
-        return []
-    return [replace(composed.cost, seconds=solved.seconds, once_seconds=solved.once_seconds)]
+        return None
+    return replace(composed.cost, seconds=solved.seconds, once_seconds=solved.once_seconds)
 
 
 def _most_in_flight(kinds: Sequence[Hashable], start: int, stop: int, in_flight: InFlight) -> int:
-    """The most microbatches that a stage with layers of these kinds may hold, wherever it is."""
-    layers, length = len(kinds), stop - start
-    places = [
+    """Return the most microbatches that a stage with layers of these kinds holds at any position.
+
+    Args:
+        kinds: kind of each layer of the step.
+        start: first layer of a stage.
+        stop: the layer after its last one. Stages of the same kinds elsewhere count as well.
+        in_flight: number of microbatches in flight by position.
+    """
+    num_layers, length = len(kinds), stop - start
+    starts = [
         first
-        for first in range(layers - length + 1)
+        for first in range(num_layers - length + 1)
         if kinds[first : first + length] == kinds[start:stop]
     ]
     return max(
         in_flight(later, earlier + 1 + later)
-        for first in places
-        for later in range(layers - first - length + 1)
+        for first in starts
+        for later in range(num_layers - first - length + 1)
         for earlier in range(first + 1)
-        if (later > 0) == (first + length < layers) and (earlier > 0) == (first > 0)
+        if (later > 0) == (first + length < num_layers) and (earlier > 0) == (first > 0)
     )
 
 
 def _state_bytes(ranges: LayerRanges, layer: int) -> dict[Var, int]:
-    """What stays on a layer's devices: carried inputs, and what microbatches add up to."""
+    """Return the bytes of a layer's state: carried inputs and accumulated sums."""
     step = ranges.layers[layer].step
     assert step.microbatching is not None
-    kept = [step.jaxpr.invars[i] for i in step.carried.values()]
-    kept += [var for _, mark in step.microbatching.marks for var in mark.outvars]
-    return {var: array_bytes(aval_of(var).shape, aval_of(var).dtype) for var in kept}
+    state = [step.jaxpr.invars[i] for i in step.carried.values()]
+    state += [var for _, mark in step.microbatching.marks for var in mark.outvars]
+    return {var: _bytes(var) for var in state}
 
 
-def _held_bytes(ranges: LayerRanges, layer: int) -> int:
-    """What a layer receives and keeps until its backward pass, whatever its stage looks like."""
+def _saved_bytes(ranges: LayerRanges, layer: int) -> int:
+    """Return the bytes that a layer receives and saves for its backward pass, in any stage."""
     step = ranges.layers[layer].step
     received = {step.jaxpr.invars[i] for i in step.received}
-    return sum(array_bytes(aval_of(v).shape, aval_of(v).dtype) for v in step.held if v in received)
+    return sum(_bytes(var) for var in step.held if var in received)
 
 
-def _balance(
-    costs: ClusterStageCosts, cluster: AnyCluster, tolerance: float
-) -> Callable[[int, int, Submesh], bool]:
-    """Whether a stage's share of the work is near its devices' share of what all devices can do in the same time."""
-    if not isfinite(tolerance):
-        return lambda start, stop, mesh: True
-    layers = range(costs.ranges.num_layers)
-    work = [[pool.least(layer, layer + 1, [(1,)])[0] for layer in layers] for pool in costs.pools]
-    if not all(map(sum, work)):  # nothing costs anything
-        return lambda start, stop, mesh: True
-    even = 1 / sum(
-        pool.num_devices / sum(mine) for pool, mine in zip(cluster.pools, work, strict=True)
-    )
-
-    def balanced(start: int, stop: int, mesh: Submesh) -> bool:
-        share = sum(work[mesh.pool][start:stop]) / mesh.num_devices / even
-        return 1 / (1 + tolerance) <= share <= 1 + tolerance
-
-    return balanced
+def _bytes(var: Var) -> int:
+    return array_bytes(aval_of(var).shape, aval_of(var).dtype)

@@ -1,4 +1,4 @@
-"""What stages cost: composed of what their layers cost, and solved whole for those that are taken."""
+"""Costs of stages: estimates composed of the costs of layers, and solves of whole stages."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -27,16 +27,17 @@ from simulator.costs.cost_model import CostModel
 from simulator.program import Phase
 
 _LEAST_ROOM = 0.8
-"""Share of the budget that compositions may fill at least."""
+"""Smallest share of the budget that compositions may be limited to."""
 
 
 @dataclass(frozen=True, slots=True)
 class SolvedStage:
-    """A stage as it is sharded on a logical mesh, and what that costs.
+    """A stage with its sharding on a logical mesh.
 
     Attributes:
-        phases: seconds of each phase of one microbatch; of the update, of a step.
-        fixed_bytes: memory of one device without what microbatches in flight hold; micro_batch_bytes: what each of them holds.
+        shape: shape of the logical mesh.
+        shardings: the sharding, with its time and its memory for one microbatch.
+        phases: seconds of each phase of one microbatch; of a step for the update.
     """
 
     shape: Shape
@@ -45,41 +46,54 @@ class SolvedStage:
 
     @property
     def seconds(self) -> float:
-        """One microbatch, forward and backward."""
+        """Seconds of one microbatch, forward and backward."""
         return sum(seconds for phase, seconds in self.phases.items() if phase != "U")
 
     @property
     def once_seconds(self) -> float:
-        """What happens once per step."""
+        """Seconds of the work that happens once per step."""
         return self.phases.get("U", 0.0)
 
     @property
     def fixed_bytes(self) -> float:
+        """Memory of one device without the activations of microbatches in flight."""
         return self.shardings.peak_bytes - self.shardings.held_bytes
 
     @property
     def micro_batch_bytes(self) -> float:
+        """Memory of one device for the activations of each microbatch in flight."""
         return self.shardings.held_bytes
 
     def bytes(self, in_flight: int) -> float:
+        """Return the memory of one device with `in_flight` microbatches in flight."""
         return self.fixed_bytes + in_flight * self.micro_batch_bytes
 
 
 class StageCosts:
-    """The costs of runs of layers, within the memory of a device.
+    """Costs of the stages that consecutive layers can form, in the memory of one kind of device.
 
     Attributes:
-        num_solves: how many solves of layers, and of whole stages, that took.
-        room: memory that compositions may fill, which are estimates.
-        revisions: how often a composition turned out not to run, or not to fit, so that others have to be looked for.
+        ranges: the layers and the stages that they can form.
+        layers: costs of the layers.
+        options: limits on shardings.
+        budget: bytes of one device that a stage may use.
+        model: costs of work on any device.
+        room: bytes that compositions may use. They are estimates, so this is lowered when a stage
+            does not fit after all.
+        revisions: number of compositions that did not run, or did not fit, when they were solved
+            whole. Costs differ after each.
     """
 
     def __init__(
         self, ranges: LayerRanges, layers: LayerCosts, options: ShardingOptions, budget: float
     ) -> None:
-        self.ranges, self.layers, self.options, self.budget = ranges, layers, options, budget
+        self.ranges = ranges
+        self.layers = layers
+        self.options = options
+        self.budget = budget
         self.model = layers.model
-        self.room, self.revisions = budget, 0
+        self.room = budget
+        self.revisions = 0
         self._refused: set[MeshChoice] = set()
         self._composed: dict[Hashable, ComposedStage | None] = {}
         self._solved: dict[Hashable, SolvedStage] = {}
@@ -87,34 +101,41 @@ class StageCosts:
 
     @property
     def num_solves(self) -> int:
+        """Number of solves of layers and of whole stages."""
         return self.layers.num_solves + len(self._solved)
 
     def mesh_choices(self, shape: Shape) -> tuple[MeshChoice, ...]:
-        """The ways to share the work on a mesh; pure data parallelism defers if it can, and is not compared with what doesn't."""
+        """Return the choices of deferred axes on a logical mesh of one shape.
+
+        Pure data parallelism defers gradient synchronisation whenever it can, without a comparison.
+        """
         if shape not in self._mesh_choices:
-            step, mesh = self.ranges.partition.step, logical_mesh(shape)
-            deferred = (
-                candidates(step, mesh, self.options.data_parallel)
-                if self.options.mode == "solve"
-                else ()
-            )
-            # Along all of several axes it is what one axis gives.
-            found = [
-                MeshChoice(shape, a)
-                for a in deferred
-                if self._has_rows(mesh.ways(a)) and len(a) < max(len(shape), 2)
-            ]
+            choices = self._deferred_choices(shape)
+            layers = range(self.ranges.num_layers)
             if not self.options.data_parallel or not all(
-                self._front(layer, choice)
-                for choice in found
-                for layer in range(self.ranges.num_layers)
+                self._front(layer, choice) for choice in choices for layer in layers
             ):
-                found.append(MeshChoice(shape, ()))
-            self._mesh_choices[shape] = tuple(found)
+                choices.append(MeshChoice(shape, ()))
+            self._mesh_choices[shape] = tuple(choices)
         return self._mesh_choices[shape]
 
+    def _deferred_choices(self, shape: Shape) -> list[MeshChoice]:
+        if self.options.mode != "solve":
+            return []
+        mesh = logical_mesh(shape)
+        deferred = candidates(self.ranges.partition.step, mesh, self.options.data_parallel)
+        return [
+            MeshChoice(shape, axes)
+            for axes in deferred
+            # All axes of a mesh with several are like a mesh with one axis.
+            if self._has_rows(mesh.ways(axes)) and len(axes) < max(len(shape), 2)
+        ]
+
     def _has_rows(self, parts: int) -> bool:
-        """Whether devices that see parts of a microbatch see several examples: a single one is traced in another way."""
+        """Whether a device with one of `parts` parts of a microbatch has several examples.
+
+        A single example is traced differently.
+        """
         step = self.ranges.partition.step
         return all(aval_of(step.jaxpr.invars[i]).shape[0] > parts for i in step.batch)
 
@@ -122,35 +143,35 @@ class StageCosts:
         return self.layers.front(self.ranges.layers[layer], choice)
 
     def least(self, start: int, stop: int, shapes: Sequence[Shape]) -> tuple[float, float]:
-        """Seconds of a microbatch, and of a step, that layers on any of the shapes take at least.
+        """Return lower bounds of the seconds of a microbatch and of a step on any of the shapes.
 
-        The first is the work of one device, evenly shared. For the second, the layers that there are most of are solved roughly.
+        The first is the work on one device, divided by the number of devices. For the second,
+        layers of the most common kind are solved roughly.
+
+        Args:
+            start: first layer.
+            stop: the layer after the last one.
+            shapes: shapes of logical mesh, all with the same number of devices.
         """
         num_devices = prod(shapes[0])
-        work = {layer: self._single(layer) for layer in range(start, stop)}
-        common = [layer for layer in work if self._kinds[layer] == self._most_common]
-        rest = (
-            sum(each.cheapest.priced.bound for layer, each in work.items() if layer not in common)
-            / num_devices
-        )
-        seconds = sum(each.cheapest.seconds for each in work.values()) / num_devices
-        if not common:
-            return seconds, rest
-        fronts = (
-            self._front(common[0], choice)
-            for shape in shapes
-            for choice in self.mesh_choices(shape)
-        )
-        return seconds, rest + len(common) * min(
-            (front.bound for front in fronts if front), default=inf
-        )
+        fastest = {layer: self._single(layer).cheapest for layer in range(start, stop)}
+        seconds = sum(cost.seconds for cost in fastest.values()) / num_devices
+        common = [layer for layer in fastest if self._kinds[layer] == self._most_common_kind]
+        others = [cost.priced.bound for layer, cost in fastest.items() if layer not in common]
+        step_seconds = sum(others) / num_devices
+        if common:
+            choices = [choice for shape in shapes for choice in self.mesh_choices(shape)]
+            fronts = (self._front(common[0], choice) for choice in choices)
+            bound = min((front.bound for front in fronts if front), default=inf)
+            step_seconds += len(common) * bound
+        return seconds, step_seconds
 
     @cached_property
-    def _most_common(self) -> int:
+    def _most_common_kind(self) -> int:
         return Counter(self._kinds).most_common(1)[0][0]
 
     def _single(self, layer: int) -> LayerFront:
-        """A layer on one device, which every layer can run on."""
+        """Return the front of a layer on one device, where every layer can run."""
         front = self._front(layer, MeshChoice((1,), ()))
         assert front is not None
         return front
@@ -158,14 +179,20 @@ class StageCosts:
     def composed(
         self, start: int, stop: int, shapes: Sequence[Shape], in_flight: int
     ) -> ComposedStage | None:
-        """The cheapest composition that fits with so many microbatches in flight; None if there is none."""
+        """Return the cheapest composition that fits; None if there is none.
+
+        Mesh choices are searched best first: the bound of a mesh choice is refined by one kind of
+        layer at a time, the most common kind first.
+
+        Args:
+            start: first layer.
+            stop: the layer after the last one.
+            shapes: shapes of logical mesh to choose from.
+            in_flight: number of microbatches in flight.
+        """
         best: ComposedStage | None = None
-        choices = [
-            choice
-            for shape in shapes
-            for choice in self.mesh_choices(shape)
-            if choice not in self._refused
-        ]
+        choices = [choice for shape in shapes for choice in self.mesh_choices(shape)]
+        choices = [choice for choice in choices if choice not in self._refused]
         kinds = Counter(self._kinds[layer] for layer in range(start, stop)).most_common()
         work = [count * self._single(kind).bound for kind, count in kinds]
         heap = [(sum(work) / prod(choice.shape), 0, n, choice) for n, choice in enumerate(choices)]
@@ -174,45 +201,53 @@ class StageCosts:
             bound, solved, n, choice = heappop(heap)
             if best is not None and best.step_seconds <= bound:
                 break
-            if solved < len(kinds):  # one kind of layer more, those that there are most of first
+            if solved < len(kinds):
                 kind, count = kinds[solved]
                 if front := self._front(kind, choice):
                     bound += count * front.bound - work[solved] / prod(choice.shape)
                     heappush(heap, (bound, solved + 1, n, choice))
                 continue
-            found = self._compose(start, stop, choice, in_flight)
-            if found is not None and (best is None or found.step_seconds < best.step_seconds):
-                best = found
+            stage = self._compose(start, stop, choice, in_flight)
+            if stage is not None and (best is None or stage.step_seconds < best.step_seconds):
+                best = stage
         return best
 
     @cached_property
     def _kinds(self) -> list[int]:
-        """For each layer the first one that is planned as it is."""
+        """For each layer, the first layer that is planned alike."""
         keys = [self.layers.kind(graph) for graph in self.ranges.layers]
         return [keys.index(key) for key in keys]
 
     def _compose(
         self, start: int, stop: int, choice: MeshChoice, in_flight: int
     ) -> ComposedStage | None:
-        fronts = [self._front(layer, choice) for layer in range(start, stop)]
-        key = tuple(map(id, fronts)), in_flight
+        layers = [self._front(layer, choice) for layer in range(start, stop)]
+        key = tuple(map(id, layers)), in_flight
         if key not in self._composed:
-            found = [front for front in fronts if front is not None]
-            complete = len(found) == len(fronts)
+            fronts = [front for front in layers if front is not None]
+            is_complete = len(fronts) == len(layers)
             self._composed[key] = (
-                compose(choice, start, found, in_flight, self.room) if complete else None
+                compose(choice, start, fronts, in_flight, self.room) if is_complete else None
             )
-        known = self._composed[key]
-        return known and (known if known.start == start else replace(known, start=start))
+        stage = self._composed[key]
+        if stage is None or stage.start == start:
+            return stage
+        return replace(stage, start=start)
 
     def cheapest(
         self, graph: StageGraph, layers: Sequence[int], shapes: Sequence[Shape], in_flight: int
     ) -> SolvedStage:
-        """The cheapest stage of these layers, on one of the shapes, that fits with so many microbatches in flight.
+        """Return the cheapest stage that fits, solved whole.
+
+        Args:
+            graph: the stage.
+            layers: numbers of its layers.
+            shapes: shapes of logical mesh to choose from.
+            in_flight: number of microbatches in flight.
 
         Raises:
-            MemoryBudgetError: it does not fit.
-            ShardingError, InfeasibleError: the options leave nothing.
+            MemoryBudgetError: the stage does not fit.
+            ShardingError, InfeasibleError: the options leave no sharding.
         """
         while composed := self.composed(layers[0], layers[-1] + 1, shapes, in_flight):
             if not self._runs(graph, composed.mesh_choice):
@@ -227,22 +262,25 @@ class StageCosts:
                 self._composed.clear()
                 if self.room < _LEAST_ROOM * self.budget:
                     raise
-        found: list[SolvedStage] = []
+        # No composition fits, but its memory is an estimate: the stage itself may fit.
+        stages: list[SolvedStage] = []
         errors: list[ValueError] = []
-        for shape in shapes:  # what layers keep together is an estimate
+        for shape in shapes:
             try:
-                found.append(self._whole(graph, shape, in_flight, None))
+                stages.append(self._solve_whole(graph, shape, in_flight, None))
             except (ShardingError, InfeasibleError) as error:
                 errors.append(error)
-        if not found:
-            raise min(
-                errors,
-                key=lambda error: error.least if isinstance(error, MemoryBudgetError) else inf,
-            )
-        return min(found, key=lambda each: (each.shardings.seconds, each.shape))
+        if stages:
+            return min(stages, key=lambda stage: (stage.shardings.seconds, stage.shape))
+        raise min(
+            errors, key=lambda error: error.least if isinstance(error, MemoryBudgetError) else inf
+        )
 
     def _runs(self, graph: StageGraph, choice: MeshChoice) -> bool:
-        """Whether a stage runs with what the way defers; it takes a trace to see that, and it fails seldom."""
+        """Whether the stage runs with the deferred axes of a mesh choice.
+
+        This takes a trace, and seldom fails.
+        """
         try:
             check_parts(graph.step, logical_mesh(choice.shape), choice.deferred)
         except MicrobatchError:
@@ -250,10 +288,15 @@ class StageCosts:
         return True
 
     def solve(self, graph: StageGraph, composed: ComposedStage, in_flight: int) -> SolvedStage:
-        """A stage solved whole, starting from its composition.
+        """Return a stage solved whole, with its composition as the start.
+
+        Args:
+            graph: the stage.
+            composed: a composition of its layers.
+            in_flight: number of microbatches in flight.
 
         Raises:
-            MemoryBudgetError: it does not fit after all.
+            MemoryBudgetError: the stage does not fit although its composition does.
         """
         key = self.layers.kind(graph), composed.mesh_choice, in_flight
         if key not in self._solved:
@@ -262,24 +305,27 @@ class StageCosts:
                 self._specs(composed),
                 composed.bound(in_flight, self.budget),
             )
-            self._solved[key] = self._whole(graph, composed.mesh_choice.shape, in_flight, start)
+            shape = composed.mesh_choice.shape
+            self._solved[key] = self._solve_whole(graph, shape, in_flight, start)
         return self._solved[key]
 
-    def _whole(
+    def _solve_whole(
         self, graph: StageGraph, shape: Shape, in_flight: int, start: Start | None
     ) -> SolvedStage:
-        step, costs = replace(graph.step, in_flight=in_flight), self.layers.mesh_costs(shape)
-        found = plan_shardings(
+        step = replace(graph.step, in_flight=in_flight)
+        costs = self.layers.mesh_costs(shape)
+        shardings = plan_shardings(
             step, costs.mesh, self.model, self.options, self.budget, costs, start
         )
+        one_in_flight = shardings.peak_bytes - (in_flight - 1) * shardings.held_bytes
         return SolvedStage(
             shape,
-            replace(found, peak_bytes=found.peak_bytes - (in_flight - 1) * found.held_bytes),
-            phase_seconds(graph, found.eqn_seconds),
+            replace(shardings, peak_bytes=one_in_flight),
+            phase_seconds(graph, shardings.eqn_seconds),
         )
 
     def _specs(self, composed: ComposedStage) -> dict[Var, Spec]:
-        """Where each layer has the values that it makes."""
+        """Return the spec of each value where its layer computes it."""
         specs: dict[Var, Spec] = {}
         for layer, (front, point) in enumerate(composed.layers, composed.start):
             step = self.ranges.layers[layer].step
@@ -292,11 +338,11 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStageCosts:
-    """The costs of runs of layers wherever in a cluster they are.
+    """Costs of stages in every pool of a cluster.
 
     Attributes:
-        pools: in each of its pools, with that pool's devices and memory.
-        links: the costs of transfers between stages, by numbers of devices in the cluster.
+        pools: costs in each pool, with that pool's devices and memory.
+        links: costs of transfers between stages, by numbers of devices in the cluster.
     """
 
     pools: tuple[StageCosts, ...]
@@ -304,16 +350,20 @@ class ClusterStageCosts:
 
     @property
     def ranges(self) -> LayerRanges:
+        """The layers and the stages that they can form."""
         return self.pools[0].ranges
 
     @property
     def options(self) -> ShardingOptions:
+        """Limits on shardings."""
         return self.pools[0].options
 
     @property
     def num_solves(self) -> int:
+        """Number of solves of layers and of whole stages."""
         return sum(pool.num_solves for pool in self.pools)
 
     @property
     def revisions(self) -> int:
+        """Number of compositions that did not run, or did not fit, when they were solved whole."""
         return sum(pool.revisions for pool in self.pools)

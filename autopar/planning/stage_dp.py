@@ -1,9 +1,10 @@
-"""Stage construction by an exact dynamic program.
+"""Stage construction by an exact dynamic program over suffixes of the layers.
 
-Its states are suffixes of the layers on some of the devices: (first layer, devices left, number of stages). Each keeps its Pareto
-front of (sum, slowest, once per step, first stage), as one more stage in front can make any of them the better one. States are filled
-best first: the bound of a suffix adds what the layers before it cost at least (`stage_bounds`), so that only states near the optimum
-are visited and exact costs are asked for only where the optimum may depend on them.
+A state is (first layer, devices left, number of stages). Each state keeps its Pareto front of (sum,
+slowest, once per step, seconds of the first stage), because one more stage in front can make any of
+these the better one. Suffixes are extended best first: the bound of a suffix adds the least that
+the layers before it can cost (`stage_bounds`). So only states near the optimum are visited, and
+exact costs are requested only where the optimum may depend on them.
 """
 
 from collections import defaultdict
@@ -27,14 +28,18 @@ from autopar.planning.stage_problem import (
 )
 
 _SAME = 1 + 1e-12
-"""Sums of the same numbers in another order are the same."""
+"""Factor within which sums of the same numbers in another order are equal."""
 
 
 def construct_stages(problem: StageProblem, limit: float = np.inf) -> StageSolution:
-    """The stages with the least predicted time of a step, if that is below `limit` seconds.
+    """Return the stages with the least predicted time of a step.
+
+    Args:
+        problem: layers, devices and costs of stages.
+        limit: seconds of a step; only better stages count.
 
     Raises:
-        NoStagesError: no cut uses the devices within their memory, or is below the limit.
+        NoStagesError: no stages use the devices within their memory, or none are below the limit.
     """
     table = CostTable(problem)
     best: _Suffix | None = None
@@ -53,32 +58,41 @@ def construct_stages(problem: StageProblem, limit: float = np.inf) -> StageSolut
 
 
 def _memory_profiles(problem: StageProblem) -> list[tuple[tuple[int, ...], set[int]]]:
-    """Microbatches in flight by number of later stages, with the numbers of stages for which this holds.
+    """Return the microbatches in flight by number of later stages, for each total number of stages.
 
-    In most schedules the number of stages in all does not matter, and there is one profile.
+    In most schedules the total does not matter, and there is one profile for all totals.
+
+    Returns:
+        Pairs of a profile and the totals that it holds for.
     """
-    most = min(problem.num_layers, sum(pool.num_devices for pool in problem.pools))
+    max_stages = min(problem.num_layers, sum(pool.num_devices for pool in problem.pools))
     profiles: list[tuple[tuple[int, ...], set[int]]] = []
-    for stages in range(most, 0, -1):
-        profile = tuple(problem.in_flight(later, stages) for later in range(stages))
+    for num_stages in range(max_stages, 0, -1):
+        profile = tuple(problem.in_flight(later, num_stages) for later in range(num_stages))
         for longer, totals in profiles:
-            if longer[:stages] == profile:
-                totals.add(stages)
+            if longer[:num_stages] == profile:
+                totals.add(num_stages)
                 break
         else:
-            profiles.append((profile, {stages}))
+            profiles.append((profile, {num_stages}))
     return profiles[::-1]
 
 
 @dataclass(frozen=True, slots=True)
 class _Suffix:
-    """Stages for the layers from `first` on.
+    """The stages of the layers from `first` on.
 
     Attributes:
-        left: devices not used yet, in units of `CostTable`.
+        first: first layer of the first stage.
+        left: devices of each pool not used yet, in units of `CostTable`.
+        count: number of stages.
         total: seconds of all stages and transfers.
-        slowest: the first maximum of the objective; once: the second.
-        parts: sizes of the submeshes used, of pools where counting devices does not tell what else fits.
+        slowest: first maximum of the objective.
+        once: second maximum of the objective.
+        parts: sorted numbers of the submeshes used in pools where the number of devices left does
+            not say which other submeshes fit.
+        stage: the first stage.
+        after: the stages after it.
     """
 
     first: int
@@ -93,40 +107,45 @@ class _Suffix:
 
     @property
     def rest(self) -> float:
-        """What the objective adds to the sum."""
+        """Seconds that the objective adds to the sum."""
         return self.slowest + self.once
 
     @property
     def seconds(self) -> float:
+        """Objective of these stages."""
         return self.total + self.rest
 
     @property
     def front(self) -> float:
-        """Seconds of the first of the stages."""
+        """Seconds of the first stage."""
         return self.stage.cost.seconds if self.stage else 0.0
 
     def stages(self) -> Iterator[PlacedStage]:
+        """Yield the stages in order."""
         if self.stage and self.after:
             yield self.stage
             yield from self.after.stages()
 
 
 class _Search:
+    """A best-first search for stages, for one profile of microbatches in flight."""
+
     def __init__(
         self, table: CostTable, in_flight: Sequence[int], totals: set[int], limit: float
     ) -> None:
-        self.table, self.problem = table, table.problem
-        self.in_flight, self.totals = in_flight, totals
+        self.table = table
+        self.problem = table.problem
+        self.in_flight = in_flight
+        self.totals = totals
         self.limit = limit
-        pools = enumerate(self.problem.pools)
-        self.awkward = {
+        self.packed_pools = {
             i
-            for i, pool in pools
+            for i, pool in enumerate(self.problem.pools)
             if not counting_suffices(pool, [m for m in self.problem.submeshes if m.pool == i])
         }
 
     def run(self) -> _Suffix | None:
-        """The best plan, or None if it is not better than the one known before."""
+        """Return the best stages; None if none are better than the limit."""
         if not (self.table.can_use_all or self.problem.leave_idle):
             return None
         while isinstance(outcome := self._run(), _Stale):
@@ -134,9 +153,14 @@ class _Search:
         return outcome
 
     def _run(self) -> "_Suffix | _Stale | None":
-        """Best-first search; gives up once so many costs turned out larger than their bounds that these are worth renewing."""
-        known = self.table.num_surprises
-        patience = max(8, known)
+        """Search once.
+
+        Returns:
+            The best stages or None, or `_Stale` once so many exact costs exceed their bounds that a
+            new search with better bounds is faster.
+        """
+        surprises = self.table.num_surprises
+        patience = max(8, surprises)
         self.remainders: dict[int, Remainder] = {}
         order = count()
         heap: list[tuple[float, int, int, _Suffix | tuple[_Suffix, int, int]]] = []
@@ -146,13 +170,11 @@ class _Search:
                 heappush(heap, (bound, first, next(order), entry))
 
         fronts: defaultdict[tuple, list[tuple[float, ...]]] = defaultdict(list)
-        nothing = _Suffix(self.problem.num_layers, self.table.devices)
-        push(
-            self._remainder(0).bound(nothing.first, nothing.left, 0.0, 0.0), nothing.first, nothing
-        )
+        empty = _Suffix(self.problem.num_layers, self.table.devices)
+        push(self._remainder(0).bound(empty.first, empty.left, 0.0, 0.0), empty.first, empty)
         while heap:
             _, _, _, entry = heappop(heap)
-            if isinstance(entry, tuple):  # the last stage has a bound only: find out what it costs
+            if isinstance(entry, tuple):  # the first stage has a bound only, no exact cost
                 after, start, mesh = entry
                 for cost in self.table.exact(mesh, start, after.first):
                     if suffix := self._extended(after, start, mesh, cost):
@@ -161,7 +183,7 @@ class _Search:
                             suffix.first, suffix.left, suffix.total, suffix.rest
                         )
                         push(bound, suffix.first, suffix)
-                if self.table.num_surprises - known >= patience:
+                if self.table.num_surprises - surprises >= patience:
                     return _Stale()
             elif not self._dominated(fronts[self._state(entry)], entry):
                 if entry.first == 0:
@@ -174,19 +196,21 @@ class _Search:
         return None
 
     def _remainder(self, later: int) -> Remainder:
-        """Bounds for the layers before a suffix of `later` stages; the same ones serve several numbers of stages."""
+        """Return bounds for the layers before a suffix of `later` stages.
+
+        Numbers of stages with about the same microbatches in flight share their bounds.
+        """
         in_flight = min(self.in_flight[later:], default=self.in_flight[-1])
-        coarse = in_flight - in_flight % (
-            1 << max(0, in_flight.bit_length() - 3)
-        )  # three leading bits
+        dropped_bits = max(0, in_flight.bit_length() - 3)  # all but the three leading ones
+        coarse = in_flight - in_flight % (1 << dropped_bits)
         if coarse not in self.remainders:
             level = self.table.level(coarse)
-            same = (
-                self.remainders[k]
-                for k in self.remainders
-                if np.array_equal(self.table.level(k), level)
+            equal = (
+                remainder
+                for other, remainder in self.remainders.items()
+                if np.array_equal(self.table.level(other), level)
             )
-            self.remainders[coarse] = next(same, None) or Remainder.of(self.table, coarse)
+            self.remainders[coarse] = next(equal, None) or Remainder.of(self.table, coarse)
         return self.remainders[coarse]
 
     def _state(self, suffix: _Suffix) -> tuple:
@@ -213,7 +237,7 @@ class _Search:
         return self.problem.transfer(after.first, self.problem.submeshes[mesh], destination, before)
 
     def _children(self, after: _Suffix, mesh: int) -> Iterator[tuple[int, float]]:
-        """First layers of a stage on `mesh` in front of `after`, and a bound of every plan with it."""
+        """Yield first layers of a stage on `mesh` before `after`, with bounds of their plans."""
         left = self.table.without(after.left, mesh)
         if left is None or after.count >= len(self.in_flight) or self._parts(after, mesh) is None:
             return
@@ -232,12 +256,11 @@ class _Search:
             yield int(starts[i]), float(bounds[i])
 
     def _extended(self, after: _Suffix, start: int, mesh: int, cost: StageCost) -> _Suffix | None:
-        left, parts = self.table.without(after.left, mesh), self._parts(after, mesh)
-        if (
-            left is None
-            or parts is None
-            or not self.table.fits(mesh, cost, self.in_flight[after.count])
-        ):
+        left = self.table.without(after.left, mesh)
+        parts = self._parts(after, mesh)
+        if left is None or parts is None:
+            return None
+        if not self.table.fits(mesh, cost, self.in_flight[after.count]):
             return None
         transfer = self._transfer(after, mesh)
         return _Suffix(
@@ -253,27 +276,35 @@ class _Search:
         )
 
     def _slowest(self, after: _Suffix, transfer: float, seconds: Any) -> Any:
-        """The first maximum of the objective with a stage of so many seconds, or each of several, in front of `after`."""
-        repeats, in_flight = self.table.repeats, self.in_flight[after.count]
+        """Return the first maximum of the objective with one more stage in front of `after`.
+
+        Args:
+            after: the stages behind the new one.
+            transfer: seconds of the transfer between them.
+            seconds: seconds of the new stage, a number or an array of alternatives.
+        """
+        repeats = self.table.repeats
+        in_flight = self.in_flight[after.count]
         slowest = np.maximum(max(after.slowest, repeats * transfer / 2), repeats * seconds)
         slowest = np.maximum(
-            slowest, self.problem.returns(in_flight) * (after.total + transfer + seconds)
+            slowest, self.problem.num_returns(in_flight) * (after.total + transfer + seconds)
         )
         if after.count:
-            turns = self.problem.turns(in_flight, self.in_flight[after.count - 1])
+            turns = self.problem.num_turns(in_flight, self.in_flight[after.count - 1])
             slowest = np.maximum(slowest, turns * (after.front + transfer + seconds))
         return slowest
 
     def _parts(self, after: _Suffix, mesh: int) -> tuple[int, ...] | None:
-        """The indices of the submeshes in awkward pools, sorted; None if the hosts can't hold them all."""
+        """Return `after.parts` with one more submesh; None if the hosts cannot hold all of them."""
         pool = self.problem.submeshes[mesh].pool
-        if pool not in self.awkward:
+        if pool not in self.packed_pools:
             return after.parts
         parts = tuple(sorted((*after.parts, mesh)))
-        mine = [self.problem.submeshes[i] for i in parts if self.problem.submeshes[i].pool == pool]
-        return parts if fits(self.problem.pools[pool], mine) else None
+        submeshes = [self.problem.submeshes[i] for i in parts]
+        in_pool = [submesh for submesh in submeshes if submesh.pool == pool]
+        return parts if fits(self.problem.pools[pool], in_pool) else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Stale:
-    """The bounds are worth renewing."""
+    """The outcome of a search whose bounds are worth renewing."""

@@ -1,22 +1,30 @@
-"""Stage construction as a problem: which layers form a stage, and which devices each stage gets.
+"""The problem of stage construction: the layers and the devices of each stage.
 
-The time of a step is estimated as in Alpa (Zheng et al., OSDI'22, equation 2): the first microbatch passes through all stages, and
-every other one adds the time of the slowest stage. Here transfers between stages and what a stage does once per step count too:
+The objective is the predicted time of a step. It follows Alpa (Zheng et al., OSDI'22, equation 2):
+the first microbatch passes through all stages, and every other one adds the time of the slowest
+stage. Here transfers between stages and what a stage does once per step count as well:
 
-    sum of (stage + transfer) + max of ((micro_batches - 1) x (stage or transfer / 2)) + max of (once per step)
+    sum of (stage + transfer)
+    + max of ((num_micro_batches - 1) x (stage or transfer / 2))
+    + max of (once per step)
 
-as activations and gradients pass each other on their way, and even a fast stage sees the last microbatch only at the end.
+A transfer counts by half in the first maximum because activations and gradients pass each other.
+The second maximum is separate because even a fast stage sees the last microbatch only at the end.
 
-A stage that holds k microbatches starts none before the first of the last k is back, which takes the sum of all stages and transfers
-from it on. All microbatches take that ceil(micro_batches / k) times, which is another term of the first maximum (once less, as the sum
-before it counts once): 1f1b, which holds as few as it can, waits for transfers where other schedules hide them. Two neighbours that hold
-k and l < k wait for one another in the same way: k - l + 1 microbatches take them at least the sum of both and the transfer between.
+Two more terms of the first maximum come from the microbatches in flight:
 
-`stage_search.construct_stages` finds the exact optimum over all ways to cut the layers and to hand out the devices.
+- A stage that holds k microbatches starts no other one before the first of them has come back,
+  which takes the sum of its own and all later stages and transfers. This happens
+  ceil(num_micro_batches / k) times, of which the sum above counts one. So 1f1b, which holds as few
+  microbatches as it can, waits for transfers that other schedules overlap.
+- Two neighbours that hold k and l < k microbatches wait for each other in the same way: every
+  k - l + 1 microbatches take them at least both of their times and the transfer between them.
+
+`autopar.planning.stage_dp.construct_stages` finds the exact optimum.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from autopar.pipeline.pipeline_schedules import Pipeline, schedule_kind
@@ -25,15 +33,14 @@ from autopar.pipeline.submeshes import HostPool, Submesh
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What one stage costs on one submesh, seen as one logical mesh.
+    """The cost of a stage on a submesh with one logical mesh.
 
     Attributes:
-        seconds: forward and backward of one microbatch.
-        once_seconds: what happens once per step: synchronising gradients, the update.
-        fixed_bytes: memory of one device for parameters, optimizer state, temporaries.
+        seconds: forward and backward pass of one microbatch.
+        once_seconds: work that happens once per step: gradient synchronisation and the update.
+        fixed_bytes: memory of one device for parameters, optimizer state and temporaries.
         micro_batch_bytes: memory of one device for the activations of each microbatch in flight.
         logical_shape: shape of the logical mesh.
-        origin: what the cost is of, for whoever made it.
     """
 
     seconds: float
@@ -41,38 +48,45 @@ class StageCost:
     fixed_bytes: float = 0.0
     micro_batch_bytes: float = 0.0
     logical_shape: tuple[int, ...] = ()
-    origin: object = field(default=None, compare=False, repr=False)
 
 
 type Costs = Callable[[int, int, Submesh], Sequence[StageCost]]
-"""(first layer, layer after the last, submesh) -> a cost per logical shape; none if it can't run there."""
+"""(first layer, layer after the last, submesh) -> a cost per logical shape that can run."""
 
 type Transfer = Callable[[int, Submesh, Submesh, int | None], float]
-"""(layer before which the cut is, source, destination, devices of its pool before the destination) -> seconds to move a microbatch's
-activations and gradients; with None, wherever they take the least."""
+"""(first layer of the second stage, submesh of the first stage, submesh of the second stage,
+devices of its pool before the second stage) -> seconds to move a microbatch's activations and
+gradients.
+
+With None for the devices, the seconds of the fastest place."""
 
 type InFlight = Callable[[int, int], int]
-"""(number of later stages, number of stages) -> of how many microbatches a stage holds activations."""
+"""(number of later stages, number of stages) -> microbatches whose activations a stage holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageProblem:
-    """What to cut, and what it costs.
+    """The layers and devices of a pipeline, with the costs of every possible stage.
 
     Attributes:
-        num_layers: layers, in the order of the forward pass.
-        pools: the devices; all of them get work unless `leave_idle`.
-        submeshes: what a stage may get (`enumerate_submeshes`).
-        num_micro_batches: microbatches per step.
-        costs: exact costs; asked only where the optimum may depend on them, once per stage and submesh.
-        in_flight: microbatches in flight, by position (`in_flight_of`).
-        lower_bound: cheap bounds of `costs`: for each of its entries one that is nowhere larger. The costs of an intra-operator
-            solve are at least those of its parts: the sum over single layers, by logical shape, is such a bound. None: `costs`
-            is cheap itself.
-        layer_kinds: layers with the same kind are interchangeable: stages of the same kinds in the same order share their costs.
-        transfer: seconds between stages; None: nothing.
+        num_layers: number of layers; stages are runs of layers in the order of the forward pass.
+        pools: the devices. All of them get work unless `leave_idle`.
+        submeshes: submeshes that a stage may get (`enumerate_submeshes`).
+        num_micro_batches: number of microbatches per step.
+        costs: exact costs. They are requested once per stage and submesh, and only where the
+            optimum may depend on them.
+        in_flight: number of microbatches in flight by position of the stage (`in_flight_of`).
+        lower_bound: cheap lower bounds of `costs`: for each of its entries there is one that is
+            nowhere larger. The sum over single layers is such a bound of an intra-operator solve.
+            None if `costs` is cheap itself.
+        layer_kinds: kinds of the layers. Stages whose layers have the same kinds in the same order
+            share their costs.
+        transfer: seconds between neighbouring stages; None if transfers take no time.
         leave_idle: whether devices may be left without work.
-        backward: whether microbatches come back; if not, no stage waits for them.
+        backward: whether microbatches come back. If not, no stage waits for them.
+
+    Raises:
+        ValueError: there are no layers or no microbatches, or not one kind per layer.
     """
 
     num_layers: int
@@ -87,32 +101,31 @@ class StageProblem:
     leave_idle: bool = False
     backward: bool = True
 
-    def returns(self, in_flight: int) -> int:
-        """How often a stage that holds so many microbatches waits until they are back."""
-        return -(-self.num_micro_batches // in_flight) - 1 if self.backward else 0
-
-    def turns(self, earlier: int, later: int) -> int:
-        """How often two neighbours that hold so many microbatches wait for one another."""
-        return (
-            (self.num_micro_batches - later) // (earlier - later + 1)
-            if self.backward and earlier > later
-            else 0
-        )
-
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_micro_batches < 1:
             raise ValueError(
-                f"{self.num_layers} layers and {self.num_micro_batches} microbatches; stages need at least one of each"
+                f"{self.num_layers} layers and {self.num_micro_batches} microbatches; stages need"
+                " at least one of each"
             )
         if self.layer_kinds is not None and len(self.layer_kinds) != self.num_layers:
             raise ValueError(
                 f"{len(self.layer_kinds)} layer kinds for {self.num_layers} layers; one each"
             )
 
+    def num_returns(self, in_flight: int) -> int:
+        """Return how often a stage with `in_flight` microbatches waits for them to come back."""
+        return -(-self.num_micro_batches // in_flight) - 1 if self.backward else 0
+
+    def num_turns(self, earlier: int, later: int) -> int:
+        """Return how often two neighbours with these microbatches in flight wait for each other."""
+        if not self.backward or earlier <= later:
+            return 0
+        return (self.num_micro_batches - later) // (earlier - later + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedStage:
-    """Layers `start` to `stop` - 1 on `submesh`."""
+    """Layers `start` to `stop` - 1 on a submesh, with their cost there."""
 
     start: int
     stop: int
@@ -122,11 +135,12 @@ class PlacedStage:
 
 @dataclass(frozen=True, slots=True)
 class StageSolution:
-    """The stages in order.
+    """The optimal stages of a stage problem.
 
     Attributes:
+        stages: the stages in order.
         seconds: predicted time of a step.
-        num_costs: how many exact costs were asked for.
+        num_costs: number of exact costs that were requested.
     """
 
     stages: tuple[PlacedStage, ...]
@@ -135,38 +149,54 @@ class StageSolution:
 
 
 class NoStagesError(ValueError):
-    """No way to cut the layers fits on the devices."""
+    """No stages of the layers fit on the devices."""
 
 
 def step_seconds(problem: StageProblem, stages: Sequence[PlacedStage]) -> float:
-    """The predicted time of a step with these stages: what stage construction minimises."""
+    """Return the predicted time of a step, the objective that stage construction minimises.
+
+    Args:
+        problem: the problem that the stages solve.
+        stages: stages in order, of all layers.
+    """
+    transfers = _transfers(problem, stages)
+    seconds = [stage.cost.seconds for stage in stages]
+    in_flight = [problem.in_flight(later, len(stages)) for later in reversed(range(len(stages)))]
     repeats = problem.num_micro_batches - 1
-    pairs = pairwise(stages)
-    transfers = []
-    for k, (a, b) in enumerate(pairs if problem.transfer else ()):
-        later = sum(
-            each.submesh.num_devices
-            for each in stages[k + 1 :]
-            if each.submesh.pool == b.submesh.pool
-        )
-        before = problem.pools[b.submesh.pool].num_devices - later
-        transfers.append(problem.transfer(b.start, a.submesh, b.submesh, before))  # pyright: ignore[reportOptionalCall]
-    total = sum(stage.cost.seconds for stage in stages) + sum(transfers)
-    slowest = repeats * max(
-        *(stage.cost.seconds for stage in stages), *(each / 2 for each in transfers), 0.0
-    )
-    held = [problem.in_flight(later, len(stages)) for later in reversed(range(len(stages)))]
-    for k in range(len(stages)):
-        back = sum(stage.cost.seconds for stage in stages[k:]) + sum(transfers[k:])
-        slowest = max(slowest, problem.returns(held[k]) * back)
+    slowest = repeats * max(*seconds, *(transfer / 2 for transfer in transfers), 0.0)
+    for k, held in enumerate(in_flight):
+        round_trip = sum(seconds[k:]) + sum(transfers[k:])
+        slowest = max(slowest, problem.num_returns(held) * round_trip)
     for k, transfer in enumerate(transfers):
-        both = stages[k].cost.seconds + transfer + stages[k + 1].cost.seconds
-        slowest = max(slowest, problem.turns(held[k], held[k + 1]) * both)
+        both = seconds[k] + transfer + seconds[k + 1]
+        slowest = max(slowest, problem.num_turns(in_flight[k], in_flight[k + 1]) * both)
+    total = sum(seconds) + sum(transfers)
     return total + slowest + max(stage.cost.once_seconds for stage in stages)
 
 
+def _transfers(problem: StageProblem, stages: Sequence[PlacedStage]) -> list[float]:
+    """Return the seconds of the transfer after each stage but the last."""
+    if problem.transfer is None:
+        return []
+    transfers = []
+    for k, (source, destination) in enumerate(pairwise(stages)):
+        pool = destination.submesh.pool
+        submeshes = [stage.submesh for stage in stages[k + 1 :]]
+        later = sum(mesh.num_devices for mesh in submeshes if mesh.pool == pool)
+        before = problem.pools[pool].num_devices - later
+        transfers.append(
+            problem.transfer(destination.start, source.submesh, destination.submesh, before)
+        )
+    return transfers
+
+
 def in_flight_of(schedule: str, num_micro_batches: int) -> InFlight:
-    """Microbatches in flight by position in the schedule of that name, one stage on each mesh."""
+    """Return the microbatches in flight by position of the stage, with one stage on each mesh.
+
+    Args:
+        schedule: name of the schedule.
+        num_micro_batches: number of microbatches per step.
+    """
     kind = schedule_kind(schedule)
     return lambda later, stages: kind.in_flight(
         stages - 1 - later, Pipeline(stages, num_micro_batches)

@@ -1,4 +1,4 @@
-"""From a traced step to a plan."""
+"""Planning of a traced step as one program: from shardings to a plan."""
 
 from collections import Counter
 from typing import Any
@@ -32,19 +32,28 @@ def make_plan(
     costs: CostModel | None = None,
     memory_budget: float | None = None,
 ) -> Plan:
-    """The cheapest plan for `step` on `mesh`, as `cluster` (or another cost model of it) prices it; no device is touched.
+    """Return the cheapest plan for `step` on `mesh`; no device is touched.
 
     Args:
-        memory_budget: bytes of one device that the step may use; by default the device's memory less its reserve.
+        step: the traced step.
+        mesh: logical mesh over the cluster's first devices.
+        cluster: the cluster to plan for.
+        options: limits on shardings.
+        method: name of the method, for the plan.
+        costs: costs of work on the cluster; by default those that `cluster` implies.
+        memory_budget: bytes of one device that the step may use; by default the device's memory
+            less its reserve.
 
     Raises:
         MemoryBudgetError: no plan fits.
         MissingRuleError, ShardingError, InfeasibleError, TimeoutError: see `plan_shardings`.
+        ValueError: the mesh has more devices than the cluster.
     """
     if mesh.num_devices > cluster.num_devices:
         raise ValueError(
-            f"a mesh of shape {mesh.shape} needs {mesh.num_devices} devices, but cluster {cluster.name!r} has"
-            f" {cluster.num_devices}; use a smaller mesh or a cluster with more hosts"
+            f"a mesh of shape {mesh.shape} needs {mesh.num_devices} devices, but cluster"
+            f" {cluster.name!r} has {cluster.num_devices}; use a smaller mesh or a cluster with"
+            " more hosts"
         )
     check_patterns(options.pins, step)
     budget = cluster.device.usable_bytes if memory_budget is None else memory_budget
@@ -74,8 +83,10 @@ def make_plan(
 
 
 def _left_to_xla(step: StepGraph, plan: Plan) -> Plan:
-    """The plan with nothing pinned inside but the values that the user named, and equations that run on shards; the rest of it says
-    what XLA probably does."""
+    """Return the plan with constraints only on shardwise equations and on named values.
+
+    XLA decides the rest; the plan's other shardings only say what it probably does.
+    """
     (stage,) = plan.stages
     eqns = step.jaxpr.eqns
 
@@ -84,17 +95,26 @@ def _left_to_xla(step: StepGraph, plan: Plan) -> Plan:
         return is_shardwise(eqn) or (eqn.primitive.name == "name" and constraint.side == "out")
 
     stage = stage.model_copy(update={"constraints": tuple(filter(stays, stage.constraints))})
-    warning = "shardings inside are left to XLA: predicted time and memory assume the simplest propagation"
+    warning = (
+        "shardings inside are left to XLA: predicted time and memory assume the simplest"
+        " propagation"
+    )
     return plan.model_copy(update={"stages": (stage,), "warnings": (warning, *plan.warnings)})
 
 
-def stage_of(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:
-    """A solved sharding as a part of a plan."""
+def stage_of(step: StepGraph, mesh: LogicalMesh, shardings: Shardings) -> Stage:
+    """Return a solved sharding as a stage of a plan.
+
+    Args:
+        step: the step that was sharded.
+        mesh: its logical mesh.
+        shardings: the solved sharding.
+    """
     full = jax.tree.leaves(step.in_avals)
     inputs = [
         Value(path=path, role=role, spec=spec, **_array(aval))
         for path, role, aval, spec in zip(
-            step.in_paths, found.roles, full, found.inputs, strict=True
+            step.in_paths, shardings.roles, full, shardings.inputs, strict=True
         )
     ]
     outputs = [
@@ -104,27 +124,31 @@ def stage_of(step: StepGraph, mesh: LogicalMesh, found: Shardings) -> Stage:
             spec=spec,
             **_array(aval_of(atom)),
         )
-        for path, atom, spec in zip(step.out_paths, step.jaxpr.outvars, found.outputs, strict=True)
+        for path, atom, spec in zip(
+            step.out_paths, step.jaxpr.outvars, shardings.outputs, strict=True
+        )
     ]
     constraints = []
-    for constraint in found.constraints:
+    for constraint in shardings.constraints:
         eqn = step.jaxpr.eqns[constraint.eqn]
-        aval = aval_of((eqn.invars if constraint.side == "in" else eqn.outvars)[constraint.index])
-        name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/")
-        at = {
-            "eqn": constraint.eqn,
-            "side": constraint.side,
-            "index": constraint.index,
-            "spec": constraint.spec,
-        }
-        constraints.append(ShardingConstraint(**at, name=name, **_array(aval)))
+        atoms = eqn.invars if constraint.side == "in" else eqn.outvars
+        constraints.append(
+            ShardingConstraint(
+                eqn=constraint.eqn,
+                side=constraint.side,
+                index=constraint.index,
+                spec=constraint.spec,
+                name=f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/"),
+                **_array(aval_of(atoms[constraint.index])),
+            )
+        )
     return Stage(
         mesh_shape=mesh.shape,
         axis_names=mesh.axis_names,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         constraints=tuple(constraints),
-        deferred=found.deferred,
+        deferred=shardings.deferred,
         devices=tuple(range(mesh.num_devices)),
     )
 
@@ -134,21 +158,25 @@ def _array(aval: Any) -> dict[str, Any]:
 
 
 def coverage_warnings(step: StepGraph) -> tuple[str, ...]:
-    """For each primitive that is planned as replicated for want of a better rule, and for loops of unknown length."""
+    """Return a warning for each primitive without a sharding rule, and for loops of unknown length.
+
+    Such primitives are planned as replicated.
+    """
     counts = Counter(
         eqn.primitive.name
         for eqn in step.jaxpr.eqns
         if eqn.outvars and is_replicated_only(eqn.primitive.name)
     )
-    found = [
-        f"{count} x {name}: computed whole on every device, there is no better rule for it in autopar/primitives"
+    warnings = [
+        f"{count} x {name}: computed whole on every device, there is no better rule for it in"
+        " autopar/primitives"
         for name, count in sorted(counts.items())
     ]
-    endless = sum(
+    num_endless = sum(
         eqn.primitive is loop_p and eqn.params["length"] is None for eqn in step.jaxpr.eqns
     )
-    if endless:
-        found.append(
-            f"{endless} x while_loop: how often it runs is not known, its costs count once"
+    if num_endless:
+        warnings.append(
+            f"{num_endless} x while_loop: how often it runs is not known, its costs count once"
         )
-    return tuple(found)
+    return tuple(warnings)
