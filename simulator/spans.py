@@ -6,7 +6,6 @@ from typing import Literal
 from simulator.work import TrainingPhase
 
 Stream = Literal["compute", "communication", "host"]
-STREAMS: tuple[Stream, ...] = ("compute", "communication", "host")
 
 Category = Literal[
     "gemm",

@@ -127,8 +127,8 @@ class Combined:
     def link(self, groups: Groups) -> Link:
         return self.model.link(groups)
 
-    def cards(self, pairs: Groups) -> Mapping[Hashable, float]:
-        return self.model.cards(pairs)
+    def nics(self, pairs: Groups) -> Mapping[Hashable, float]:
+        return self.model.nics(pairs)
 
 
 def reshard_steps(

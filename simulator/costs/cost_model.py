@@ -39,7 +39,7 @@ class CostModel(Protocol):
         """What these groups communicate over, one collective after the other."""
         ...
 
-    def cards(self, pairs: Groups) -> Mapping[Hashable, float]:
+    def nics(self, pairs: Groups) -> Mapping[Hashable, float]:
         """The network cards that messages along these pairs pass, in and out, and what part of the time of each they take.
 
         It is 1 for the card that sets the pace. Empty where they pass none, or where cards are not taken to be shared.
@@ -85,12 +85,12 @@ class ClusterCosts:
             return _link(cluster, groups)
 
         @lru_cache(maxsize=1 << 12)
-        def cards(pairs: Groups) -> Mapping[Hashable, float]:
-            return _cards(cluster, pairs)
+        def nics(pairs: Groups) -> Mapping[Hashable, float]:
+            return _nic_loads(cluster, pairs)
 
         self._kernel = kernel_like
         self._link = link
-        self._cards = cards
+        self._nics = nics
         self._collective = collective
 
     @property
@@ -110,8 +110,8 @@ class ClusterCosts:
     def link(self, groups: Groups) -> Link:
         return self._link(groups)
 
-    def cards(self, pairs: Groups) -> Mapping[Hashable, float]:
-        return self._cards(pairs)
+    def nics(self, pairs: Groups) -> Mapping[Hashable, float]:
+        return self._nics(pairs)
 
 
 class HeterogeneousCosts:
@@ -147,8 +147,8 @@ class HeterogeneousCosts:
     def link(self, groups: Groups) -> Link:
         return _link(self.cluster, groups)
 
-    def cards(self, pairs: Groups) -> Mapping[Hashable, float]:
-        return _cards(self.cluster, pairs)
+    def nics(self, pairs: Groups) -> Mapping[Hashable, float]:
+        return _nic_loads(self.cluster, pairs)
 
     def _collective_anew(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
         inside: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # groups of each pool
@@ -181,7 +181,7 @@ def _link(cluster: AnyCluster, groups: Groups) -> Link:
     return "between hosts" if far else "within hosts"
 
 
-def _cards(cluster: AnyCluster, pairs: Groups) -> Mapping[Hashable, float]:
+def _nic_loads(cluster: AnyCluster, pairs: Groups) -> Mapping[Hashable, float]:
     busy: defaultdict[Hashable, float] = defaultdict(float)
     for source, target in pairs:
         if cluster.host_of(source) != cluster.host_of(target):
@@ -240,5 +240,5 @@ class BandwidthOnly:
     def link(self, groups: Groups) -> Link:
         return "within hosts"
 
-    def cards(self, pairs: Groups) -> Mapping[Hashable, float]:
+    def nics(self, pairs: Groups) -> Mapping[Hashable, float]:
         return {}

@@ -1,57 +1,71 @@
-"""The makespan of a program, exactly as `simulator.engine.simulation.simulate` finds it but without a timeline: fast enough to search with.
+"""The makespan of a program, equal to that of the event engine, without a timeline.
 
-A program is turned into arrays once; any costs then play it in a loop over integers, which numba compiles where it is installed and
-the program is long (64 stages with 512 microbatches take a millisecond then). What a task does to its mesh is found once for all its
-microbatches: nine numbers (`simulator.engine.max_plus`), or a few lines where computation and collectives slow each other (`simulator.engine.contended_effect`).
+It is fast enough to search with: a program becomes arrays once, and any cost model then plays them
+in a loop over integers. Numba compiles the loop where it is installed and the program is long; 64
+stages with 512 microbatches take a millisecond then. The effect of a task on its mesh is computed
+once for all microbatches: a max-plus map (`simulator.engine.max_plus`) or, for tasks with
+contention, a piecewise-linear function (`simulator.engine.contended_effect`).
 """
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from math import inf, isnan, nan
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.costs.cost_model import CostModel
 from simulator.engine import simulation
-from simulator.engine.contended_effect import PiecewiseEffect, piecewise_effect_of
-from simulator.engine.max_plus import MaxPlusMap, contends, max_plus_map_of
+from simulator.engine.contended_effect import PiecewiseEffect, piecewise_effect
+from simulator.engine.max_plus import MaxPlusMap, max_plus_map
+from simulator.engine.priced_ops import contends, price
 from simulator.program import Free, Instruction, Program, Recv, Run, Send, walk
 from simulator.work import Done, Start
 
-type _Table = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]
-"""The effect of each kind, where its pieces begin if it has any, and the pieces of all of them."""
+type _Effect = MaxPlusMap | PiecewiseEffect
+type _EffectTable = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]
+"""(kinds, 10) max-plus maps, (kinds + 1,) where the pieces of each kind begin, (pieces, 5) pieces.
+
+The last number of a map is 1 for an instruction that keeps the links between hosts busy, else 0.
+"""
+
+# The number of instructions from which compiling pays: loading numba takes a second, and as many
+# instructions take a tenth of that in Python.
+_WORTH_COMPILING = 100_000
 
 
 @dataclass(slots=True)
-class _Known:
-    """What is remembered of costs: what all kinds take, if the clock has the means; whether messages meet, once that was asked for."""
+class CachedCosts:
+    """What a clock remembers of a cost model.
+
+    Attributes:
+        costs: the cost model.
+        table: the effects of all kinds of instruction; None if the clock can't express one of them.
+        contended: whether messages of several meshes may share NICs; None if not yet computed.
+    """
 
     costs: CostModel
-    table: _Table | None
-    meet: bool | None = None
-
-
-_WORTH_COMPILING = (
-    100_000  # instructions; loading numba takes a second, and so many in Python a tenth of it
-)
+    table: _EffectTable | None
+    contended: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A program, ready to be timed again and again.
+    """A program as arrays, to be timed again and again.
 
     Attributes:
-        rows: where the instructions of each mesh begin in the arrays, and where the last ones end.
-        source: for each instruction, the send that it waits for; -1 if it waits for none.
-        kind: for each instruction, which of `kinds` it is.
-        kinds: (mesh, instruction) that differ in more than the microbatch.
-        known: the last costs that were asked for, if any.
+        program: the program.
+        rows: (meshes + 1,) where the instructions of each mesh begin in `source` and `kind`.
+        source: (instructions,) the send that each instruction waits for; -1 if it waits for none.
+        kind: (instructions,) the index of each instruction's kind in `kinds`.
+        kinds: (mesh, instruction) for each kind. Instructions of a kind differ in the microbatch
+            only.
+        cached: the effects at the last cost model, if any.
     """
 
     program: Program
@@ -59,103 +73,101 @@ class Clock:
     source: NDArray[np.int64]
     kind: NDArray[np.int64]
     kinds: tuple[tuple[int, Instruction], ...]
-    known: list[_Known] = field(default_factory=list, repr=False, compare=False)
+    cached: list[CachedCosts] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def of(cls, program: Program) -> Self:
-        """The clock of a program."""
-        played = [
-            (mesh, each)
-            for mesh, row in enumerate(program.instructions)
-            for each in row
-            if not isinstance(each, Free)
+        """Return the clock of a program."""
+        rows = [
+            [instruction for instruction in row if not isinstance(instruction, Free)]
+            for row in program.instructions
         ]
-        lengths = Counter(mesh for mesh, _ in played)
-        rows = np.cumsum([0, *(lengths[mesh] for mesh in range(len(program.meshes)))])
-        sends: defaultdict[tuple[str, int, int], deque[int]] = defaultdict(deque)
-        for number, (mesh, each) in enumerate(played):
-            if isinstance(each, Send):
-                sends[each.value, mesh, each.to].append(number)
-        source = np.full(len(played), -1, np.int64)
-        for number, (mesh, each) in enumerate(played):
-            if isinstance(each, Recv):
-                sent = sends[each.value, each.source, mesh]
-                # what nobody sends never comes: it waits for itself
-                source[number] = sent.popleft() if sent else number
+        instructions = [(mesh, instruction) for mesh, row in enumerate(rows) for instruction in row]
         numbers: dict[Hashable, int] = {}
-        kind = [numbers.setdefault((mesh, _kind_of(each)), len(numbers)) for mesh, each in played]
-        examples = dict(
-            zip(reversed(kind), reversed(played), strict=True)
-        )  # the first of each kind
-        kinds = tuple(examples[number] for number in range(len(numbers)))
-        return cls(program, rows, source, np.array(kind, np.int64), kinds)
+        kind: list[int] = []
+        kinds: list[tuple[int, Instruction]] = []
+        for mesh, instruction in instructions:
+            key = mesh, _kind_of(instruction)
+            if key not in numbers:
+                numbers[key] = len(kinds)
+                kinds.append((mesh, instruction))
+            kind.append(numbers[key])
+        return cls(
+            program,
+            np.cumsum([0, *map(len, rows)]),
+            _sources(instructions),
+            np.array(kind, np.int64),
+            tuple(kinds),
+        )
 
     def makespan(self, costs: CostModel, dispatch: float = 0.0, shared: bool = True) -> float:
-        """Seconds of the step, as `simulate` finds them with these arguments.
+        """Return the seconds of the step, equal to those of `simulate` with these arguments.
 
-        What the kinds of instruction take at the last costs is remembered: costs must not change, and others take some 20 ms more where tasks
-        have many kernels. Two sorts of programs the engine plays, in far more time: those of which a task slows collectives that it does not
-        wait for itself, or uses both classes of links; and those whose messages meet, if that is to count.
+        The clock caches the effects at the last cost model, which must not change. Another one
+        takes some 20 ms more where tasks have many kernels. The engine plays two sorts of programs,
+        in far more time: programs with a task that contends and either leaves a collective running
+        or uses both classes of links; and, if `shared`, programs whose messages may share NICs.
 
         Args:
-            shared: whether messages of several meshes share the network cards at which they meet, as `simulate` has it; else each has them
-                to itself.
-        """
-        if not self.known or self.known[0].costs is not costs:
-            effects = [self._effect(mesh, instruction, costs) for mesh, instruction in self.kinds]
-            found = [effect for effect in effects if effect is not None]
-            table = _table(found) if len(found) == len(effects) else None
-            self.known[:] = [_Known(costs, table)]
-        known = self.known[0]
-        if shared and known.meet is None:
-            known.meet = bool(simulation.meetings_of(self.program, self.kinds, costs))
-        if known.table is None or (shared and known.meet):
-            of_mesh, _ = simulation.play(self.program, costs, dispatch)
-            return max((each.end for each in of_mesh), default=0.0)
-        return self._played(known.table, dispatch)
-
-    def play(
-        self, effect: Callable[[int, Instruction], MaxPlusMap], dispatch: float = 0.0
-    ) -> float:
-        """Seconds of the step where an instruction of a mesh has the effect given; it is asked once for each of `kinds`.
+            costs: seconds of kernels, collectives and messages.
+            dispatch: seconds of the host for each instruction.
+            shared: whether messages of several meshes share NICs, as in `simulate`. Otherwise each
+                message has its NICs to itself.
 
         Raises:
             DeadlockError: the meshes wait for one another.
         """
-        return self._played(
+        if not self.cached or self.cached[0].costs is not costs:
+            effects = [self._effect(mesh, instruction, costs) for mesh, instruction in self.kinds]
+            expressed = [effect for effect in effects if effect is not None]
+            table = _table(expressed) if len(expressed) == len(effects) else None
+            self.cached[:] = [CachedCosts(costs, table)]
+        cached = self.cached[0]
+        if shared and cached.contended is None:
+            cached.contended = bool(simulation.shared_nics_of(self.program, self.kinds, costs))
+        if cached.table is None or (shared and cached.contended):
+            meshes, _ = simulation.play(self.program, costs, dispatch)
+            return max((streams.end for streams in meshes), default=0.0)
+        return self._play(cached.table, dispatch)
+
+    def play(
+        self, effect: Callable[[int, Instruction], MaxPlusMap], dispatch: float = 0.0
+    ) -> float:
+        """Return the seconds of the step with given effects.
+
+        Args:
+            effect: the effect of a mesh's instruction on that mesh; called once for each kind.
+            dispatch: seconds of the host for each instruction.
+
+        Raises:
+            DeadlockError: the meshes wait for one another.
+        """
+        return self._play(
             _table([effect(mesh, instruction) for mesh, instruction in self.kinds]), dispatch
         )
 
-    def _played(self, table: _Table, dispatch: float) -> float:
+    def _play(self, table: _EffectTable, dispatch: float) -> float:
         count = len(self.rows) - 1
-        scratch = (
-            self.rows[:-1].copy(),
-            *(np.zeros(count) for _ in range(4)),
-            np.full(len(self.kind), nan),
-        )
-        arrays = self.rows, self.source, self.kind, *table, *scratch
+        at = self.rows[:-1].copy()
+        sent = np.full(len(self.kind), nan)
+        times = [np.zeros(count) for _ in range(4)]
+        arrays = (self.rows, self.source, self.kind, *table, at, sent, *times)
         if len(self.kind) >= _WORTH_COMPILING and find_spec("numba"):
-            end = _compiled()(dispatch, *arrays)
-        else:
-            end = _play(
-                dispatch, *(array.tolist() for array in arrays)
-            )  # Python is slow at the elements of arrays
+            end = _compiled_play()(dispatch, *arrays)
+        else:  # Python is slow at the elements of arrays.
+            end = _play(dispatch, *(array.tolist() for array in arrays))
         if isnan(end):
-            for _ in walk(self.program):  # which raises, and shows where
+            for _ in walk(self.program):  # raises an error that shows where
                 pass
             raise AssertionError("the clock is stuck where the walk is not")
         return float(end)
 
-    def _effect(
-        self, mesh: int, instruction: Instruction, costs: CostModel
-    ) -> MaxPlusMap | PiecewiseEffect | None:
+    def _effect(self, mesh: int, instruction: Instruction, costs: CostModel) -> _Effect | None:
         devices = self.program.meshes[mesh]
         match instruction:
             case Run():
-                body = self.program.body(instruction)
-                return (piecewise_effect_of if contends(body, costs, devices) else max_plus_map_of)(
-                    body, costs, devices
-                )
+                ops = price(self.program.body(instruction), costs, devices)
+                return piecewise_effect(ops) if contends(ops) else max_plus_map(ops)
             case Send(_, to, num_bytes):
                 pairs = self.program.pairs(mesh, to)
                 return MaxPlusMap.transfer(
@@ -163,13 +175,28 @@ class Clock:
                     costs.link(pairs),
                 )
             case Recv(_, _, gather) if gather is not None:
-                return max_plus_map_of((Start(gather), Done(gather.name)), costs, devices)
+                return max_plus_map(price((Start(gather), Done(gather.name)), costs, devices))
             case _:
                 return MaxPlusMap()
 
 
+def _sources(instructions: Sequence[tuple[int, Instruction]]) -> NDArray[np.int64]:
+    """Return the index of the send that each instruction waits for; -1 where there is none."""
+    sends: defaultdict[tuple[str, int, int], deque[int]] = defaultdict(deque)
+    for index, (mesh, instruction) in enumerate(instructions):
+        if isinstance(instruction, Send):
+            sends[instruction.value, mesh, instruction.to].append(index)
+    sources = np.full(len(instructions), -1, np.int64)
+    for index, (mesh, instruction) in enumerate(instructions):
+        if isinstance(instruction, Recv):
+            sent = sends[instruction.value, instruction.source, mesh]
+            # A value that no mesh sends never arrives: its receive waits for itself.
+            sources[index] = sent.popleft() if sent else index
+    return sources
+
+
 def _kind_of(instruction: Instruction) -> Hashable:
-    """The instruction without its microbatch."""
+    """Return the instruction without its microbatch."""
     match instruction:
         case Run():
             return instruction.task
@@ -181,49 +208,42 @@ def _kind_of(instruction: Instruction) -> Hashable:
             return None
 
 
-def _table(effects: Sequence[MaxPlusMap | PiecewiseEffect]) -> _Table:
-    """Effects as arrays, those without pieces and those with them side by side.
-
-    The last number of a row says whether it is the link between hosts that the instruction keeps busy.
-    """
-    rows = [
-        (*(0.0,) * 9, each.link == "between hosts")
-        if isinstance(each, PiecewiseEffect)
-        else (*each.compute, *each.within, *each.between, each.between[0] > -inf)
-        for each in effects
-    ]
-    pieces = [each.pieces if isinstance(each, PiecewiseEffect) else () for each in effects]
-    begins = np.cumsum([0, *map(len, pieces)])
-    joined = [row for each in pieces for row in each]
+def _table(effects: Sequence[_Effect]) -> _EffectTable:
+    maps: list[tuple[float, ...]] = []
+    pieces: list[tuple[float, ...]] = []
+    begins = [0]
+    for effect in effects:
+        if isinstance(effect, PiecewiseEffect):
+            maps.append((*(0.0,) * 9, effect.link == "between hosts"))
+            pieces += effect.pieces
+        else:
+            row = *effect.compute, *effect.within, *effect.between, effect.between[0] > -inf
+            maps.append(row)
+        begins.append(len(pieces))
     return (
-        np.array(rows, np.float64).reshape(-1, 10),
-        begins,
-        np.array(joined, np.float64).reshape(-1, 5),
+        np.array(maps, np.float64).reshape(-1, 10),
+        np.array(begins),
+        np.array(pieces, np.float64).reshape(-1, 5),
     )
 
 
-type _Numbers = Any
-"""An array or a list."""
-
-
 def _play(
-    dispatch: float,
-    rows: _Numbers,
-    source: _Numbers,
-    kind: _Numbers,
-    effects: _Numbers,
-    begins: _Numbers,
-    pieces: _Numbers,
-    at: _Numbers,
-    compute: _Numbers,
-    within: _Numbers,
-    between: _Numbers,
-    host: _Numbers,
-    sent: _Numbers,
-) -> float:
-    """`simulator.program.walk` with clocks; nan for a deadlock.
+    dispatch, rows, source, kind, maps, begins, pieces, at, sent, compute, within, between, host
+):
+    """Return the makespan; nan for a deadlock.
 
-    Written over on the way: for each mesh the instruction that it is `at`, and when its streams are free; when each value is sent.
+    `simulator.program.walk` with times, one function of numbers and arrays (or lists) so that numba
+    compiles it and Python calls nothing for an instruction. It applies the effects that
+    `stream_rules` determines; what it states itself is that a mesh waits for its host and for what
+    it receives.
+
+    Args:
+        dispatch: seconds of the host for each instruction.
+        rows, source, kind: as in `Clock`.
+        maps, begins, pieces: an `_EffectTable`.
+        at: the next instruction of each mesh. Overwritten, as are the other arguments.
+        sent: when each instruction's transfer ends; nan before it is carried out.
+        compute, within, between, host: until when the streams and the host of each mesh are busy.
     """
     progressed = True
     while progressed:
@@ -238,9 +258,9 @@ def _play(
                 c = max(c, h)
                 if awaited >= 0:
                     c = max(c, sent[awaited])
-                effect = effects[kind[i]]
+                effect = maps[kind[i]]
                 piece = begins[kind[i] + 1] - 1
-                if piece < begins[kind[i]]:
+                if piece < begins[kind[i]]:  # a max-plus map
                     c, near, far = (
                         max(c + effect[0], near + effect[1], far + effect[2]),
                         max(c + effect[3], near + effect[4], far + effect[5]),
@@ -271,5 +291,5 @@ def _play(
 
 
 @cache
-def _compiled() -> Callable[..., float]:
+def _compiled_play() -> Callable[..., float]:
     return import_module("numba").njit(cache=True)(_play)

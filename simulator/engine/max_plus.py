@@ -1,29 +1,33 @@
-"""Effect of a task on the streams of its mesh as a 3 x 3 max-plus map.
+"""Effect of a task without contention on the streams of its mesh: a 3 x 3 max-plus map.
 
-A mesh whose compute stream is free at c and whose links within and between hosts are free at k and l when a task begins has them free at
+If the compute stream is free at c and the links within and between hosts at k and l before such a
+task, they are free at
 
     max(c + a, k + b, l + d),  max(c + e, k + f, l + g)  and  max(c + h, k + i, l + j)
 
-when it ends: working is a sum, queueing and waiting are maxima (the max-plus algebra of Baccelli, Cohen, Olsder and Quadrat,
-Synchronization and Linearity, 1992). So a task of ten thousand kernels is nine numbers, found once; tasks that follow one another
-are a product of such maps, and a loop is a power of its body.
+after it: work is a sum; queueing and waiting are maxima (the max-plus algebra of Baccelli, Cohen,
+Olsder and Quadrat, Synchronization and Linearity, 1992). A linear map is determined by what it
+does to the unit vectors, so a task is played once from each of them by `stream_rules`. The result
+is nine numbers, even for ten thousand kernels. Tasks in sequence are a product of maps, and a loop
+is a power of its body.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from math import inf
-from typing import assert_never
 
-from simulator.costs.cost_model import CostModel, collective_seconds, kernel_seconds
+from simulator.engine.priced_ops import PricedOps
+from simulator.engine.stream_rules import MeshStreams, Transfer
 from simulator.spans import Link
-from simulator.work import Done, Kernel, Loop, OpList, Start, on_devices
 
-Row = tuple[float, float, float]
-"""Seconds after c, k and l, the latest of which is meant; -inf where one of them doesn't matter."""
+type Row = tuple[float, float, float]
+"""Times of the compute stream, the links within hosts and those between hosts; or a row of a map:
+seconds to add to each of them before taking the maximum, -inf where a stream has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaxPlusMap:
-    """When the three streams of a mesh are free after a task, as seconds after each was free before it."""
+    """When the three streams of a mesh are free after a task, from when they were before it."""
 
     compute: Row = (0.0, -inf, -inf)
     within: Row = (-inf, 0.0, -inf)
@@ -31,103 +35,86 @@ class MaxPlusMap:
 
     @classmethod
     def task(cls, seconds: float) -> "MaxPlusMap":
-        """Of a task that only computes."""
+        """Return the effect of a task that only computes."""
         return cls(compute=(seconds, -inf, -inf))
 
     @classmethod
     def transfer(cls, seconds: float, link: Link = "between hosts") -> "MaxPlusMap":
-        """Of a transfer that nobody waits for: it starts when computation and the link have come so far."""
+        """Return the effect of a transfer, which the compute stream doesn't wait for."""
         if link == "within hosts":
             return cls(within=(seconds, seconds, -inf))
         return cls(between=(seconds, -inf, seconds))
 
-    def then(self, later: "MaxPlusMap") -> "MaxPlusMap":
-        """Of this task and a later one."""
-        return MaxPlusMap(
-            _after(self, later.compute), _after(self, later.within), _after(self, later.between)
+    def after(self, times: Row) -> Row:
+        """Return when the streams are free after the task, if they were at `times` before it."""
+        return (
+            _product(self.compute, times),
+            _product(self.within, times),
+            _product(self.between, times),
         )
 
+    def then(self, later: "MaxPlusMap") -> "MaxPlusMap":
+        """Return the effect of this task and a later one."""
+        columns = zip(self.compute, self.within, self.between, strict=True)
+        return _of_columns(*map(later.after, columns))
+
     def times(self, count: int) -> "MaxPlusMap":
-        """Of this task so many times, by squaring."""
-        done, power = MaxPlusMap(), self
+        """Return the effect of this task `count` times, by repeated squaring."""
+        result = MaxPlusMap()
+        power = self
         while count:
             if count % 2:
-                done = done.then(power)
-            power, count = power.then(power), count // 2
-        return done
+                result = result.then(power)
+            power = power.then(power)
+            count //= 2
+        return result
 
 
-def contends(body: OpList, costs: CostModel, devices: tuple[int, ...]) -> bool:
-    """Whether something is computed beside a collective that slows it: how much depends on what else is under way, so a body like this
-    has no `MaxPlusMap`, but maybe a `simulator.engine.contended_effect.PiecewiseEffect`.
-    """
-    running: set[str] = set()
-    for op in body:
-        match op:
-            case Kernel():
-                if running:
-                    return True
-            case Start(each):
-                if costs.contention_factor(on_devices(each, devices)) > 1:
-                    running.add(each.name)
-            case Done(name):
-                running.discard(name)
-            case Loop(_, inner):
-                if running or contends(inner, costs, devices):
-                    return True
-            case _:
-                assert_never(op)
-    return bool(running)
-
-
-def max_plus_map_of(body: OpList, costs: CostModel, devices: tuple[int, ...]) -> MaxPlusMap:
-    """The effect of a body that doesn't contend on the mesh of `devices`, as `simulator.engine.simulation.simulate` plays it.
+def max_plus_map(ops: PricedOps) -> MaxPlusMap:
+    """Return the effect of a task that doesn't contend.
 
     Raises:
-        ValueError: it waits for a collective that another task or another turn of a loop started.
+        ValueError: the task waits for a collective that another task or another iteration started.
     """
-    now = MaxPlusMap()
-    running: dict[str, Row] = {}
-    for op in body:
-        match op:
-            case Kernel():
-                now = replace(
-                    now, compute=_shifted(now.compute, kernel_seconds(costs, op, devices[0]))
-                )
-            case Start(each):
-                groups = on_devices(each, devices)
-                now = now.then(
-                    MaxPlusMap.transfer(collective_seconds(costs, each, groups), costs.link(groups))
-                )
-                running[each.name] = (
-                    now.within if costs.link(groups) == "within hosts" else now.between
-                )
-            case Done(name):
-                if name not in running:
-                    raise ValueError(
-                        f"waits for collective {name!r}, which the same task has not started just before"
-                    )
-                now = replace(now, compute=_later(now.compute, running.pop(name)))
-            case Loop(count, inner):
-                now = now.then(max_plus_map_of(inner, costs, devices).times(count))
-            case _:
-                assert_never(op)
-    return now
+    identity = MaxPlusMap()
+    units = identity.compute, identity.within, identity.between
+    basis = [_UncontendedStreams(unit) for unit in units]
+    for streams in basis:
+        streams.play(ops)
+    return _of_columns(*(streams.times for streams in basis))
 
 
-def _after(effect: MaxPlusMap, row: Row) -> Row:
-    """`row` in terms of what was before `effect`."""
-    before = (
-        _shifted(effect.compute, row[0]),
-        _shifted(effect.within, row[1]),
-        _shifted(effect.between, row[2]),
-    )
-    return _later(_later(before[0], before[1]), before[2])
+@lru_cache(maxsize=1 << 12)
+def _loop_map(iterations: int, ops: PricedOps) -> MaxPlusMap:
+    return max_plus_map(ops).times(iterations)
 
 
-def _later(one: Row, other: Row) -> Row:
-    return max(one[0], other[0]), max(one[1], other[1]), max(one[2], other[2])
+def _product(row: Row, times: Row) -> float:
+    return max(row[0] + times[0], row[1] + times[1], row[2] + times[2])
 
 
-def _shifted(row: Row, seconds: float) -> Row:
-    return row[0] + seconds, row[1] + seconds, row[2] + seconds
+def _of_columns(compute: Row, within: Row, between: Row) -> MaxPlusMap:
+    return MaxPlusMap(*zip(compute, within, between, strict=True))
+
+
+class _UncontendedStreams(MeshStreams[float]):
+    """Streams on which no transfer contends, so that the end of each is known when it is issued."""
+
+    def __init__(self, times: Row) -> None:
+        super().__init__(float)
+        self.times = times
+
+    @property
+    def times(self) -> Row:
+        return self.compute, self.free["within hosts"], self.free["between hosts"]
+
+    @times.setter
+    def times(self, times: Row) -> None:
+        self.compute, self.free["within hosts"], self.free["between hosts"] = times
+
+    def issue(self, transfer: Transfer[float]) -> None:
+        transfer.contention_factor = 1.0
+        super().issue(transfer)
+
+    def repeat(self, iterations: int, ops: PricedOps) -> None:
+        self.times = _loop_map(iterations, ops).after(self.times)

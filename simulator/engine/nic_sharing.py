@@ -1,7 +1,8 @@
-"""Messages of several meshes that share a NIC.
+"""NIC contention: messages of several meshes that share network interface cards.
 
-A card gives each message that it carries at the same time an equal part of its speed, in either direction (processor sharing; Kleinrock,
-Queueing Systems II, 1976, chapter 4). A message is as fast as the fullest card on its way lets it be. Latency is not shared.
+A NIC gives each message that it carries an equal part of its speed, in either direction (processor
+sharing; Kleinrock, Queueing Systems II, 1976, chapter 4). A message is as fast as the most loaded
+NIC on its way allows. Latency is not shared.
 """
 
 from collections import defaultdict, deque
@@ -10,23 +11,28 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
-type Way = tuple[int, int]
-"""From a mesh to another."""
+type MeshPair = tuple[int, int]
+"""The mesh that sends and the one that receives."""
 
-type Parts = Mapping[Hashable, float]
-"""What part of the time of each card a message takes while it meets nobody."""
+type NicLoads = Mapping[Hashable, float]
+"""The part of each NIC's time that a message takes while no other message is on its way."""
 
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """What a mesh sends to another over network cards.
+    """A value on its way from mesh to mesh over NICs.
 
     Attributes:
-        ready: when the mesh hands it over; it begins when those that the mesh handed over before have arrived.
-        latency: seconds before it gets to the cards.
-        left: seconds that remained of it at time `since`, if it met nobody.
-        cards: on its way.
-        speed: 1 if it meets nobody.
+        name: the send, as it prints.
+        value: the value, the mesh that sends it and the one that receives it.
+        ready: when the mesh issues it. It starts once all earlier messages of the mesh arrived.
+        latency: seconds before it reaches the NICs.
+        left: seconds that remained at time `since`, if it shared no NIC.
+        nics: the NICs on its way.
+        start: when it started.
+        since: when its speed last changed.
+        speed: the part of its full speed that it has.
+        end: when it arrives, unless its speed changes.
     """
 
     name: str
@@ -34,55 +40,55 @@ class Message:
     ready: float
     latency: float
     left: float
-    cards: Parts
-    begun: float = 0.0
+    nics: NicLoads
+    start: float = 0.0
     since: float = 0.0
     speed: float = 1.0
     end: float = 0.0
 
     @property
     def mesh(self) -> int:
-        """Who sends it."""
+        """The mesh that sends it."""
         return self.value[1]
 
 
 @dataclass(slots=True)
 class NicSharing:
-    """The network cards of a cluster, and the messages on their way over them until `time`."""
+    """The NICs of a cluster, and the messages on their way over them until `time`."""
 
     time: float = 0.0
-    # by mesh; the first has begun
+    # The messages of each mesh, of which the first has started.
     _queues: defaultdict[int, deque[Message]] = field(default_factory=lambda: defaultdict(deque))
+    # The messages on each NIC.
     _carried: defaultdict[Hashable, list[Message]] = field(
         default_factory=lambda: defaultdict(list)
-    )  # by card
-    _coming: list[tuple[float, int, Message]] = field(
-        default_factory=list
-    )  # when they get to the cards, a heap
-    # when they arrive, a heap; some have become outdated
+    )
+    # A heap of when messages reach the NICs.
+    _coming: list[tuple[float, int, Message]] = field(default_factory=list)
+    # A heap of when messages arrive. Entries are outdated once the message's speed changes.
     _ends: list[tuple[float, int, Message]] = field(default_factory=list)
     _numbers: "count[int]" = field(default_factory=count)
 
     def busy(self, mesh: int) -> bool:
-        """Whether messages of a mesh are on their way."""
+        """Return whether messages of a mesh are on their way."""
         return bool(self._queues[mesh])
 
     def send(self, message: Message) -> None:
-        """Take a message of a mesh that has handed it over now, or later than `time`."""
+        """Queue a message that its mesh issues at `time` or later."""
         queue = self._queues[message.mesh]
         queue.append(message)
         if len(queue) == 1:
-            self._begin(message, message.ready)
+            self._start(message, message.ready)
 
     def arrival(self) -> Message | None:
-        """Go on until a message arrives, at `time`; None if none is on its way."""
+        """Advance `time` until a message arrives and return it; None if none is on its way."""
         while self._coming or self._ends:
             if not self._ends or (self._coming and self._coming[0][0] < self._ends[0][0]):
                 at, _, message = heappop(self._coming)
                 self.time = message.since = max(self.time, at)
-                for card in message.cards:
-                    self._carried[card].append(message)
-                self._share(message.cards, [message])
+                for nic in message.nics:
+                    self._carried[nic].append(message)
+                self._share(message.nics, [message])
                 continue
             end, _, message = heappop(self._ends)
             if end == message.end:
@@ -91,49 +97,55 @@ class NicSharing:
                 return message
         return None
 
-    def _begin(self, message: Message, start: float) -> None:
-        message.begun = start
+    def _start(self, message: Message, start: float) -> None:
+        message.start = start
         heappush(self._coming, (start + message.latency, next(self._numbers), message))
 
     def _leave(self, message: Message) -> None:
         message.end = -1.0
-        for card in message.cards:
-            self._carried[card].remove(message)
-        self._share(message.cards, [])
+        for nic in message.nics:
+            self._carried[nic].remove(message)
+        self._share(message.nics, [])
         queue = self._queues[message.mesh]
         queue.popleft()
         if queue:
-            self._begin(queue[0], max(queue[0].ready, self.time))
+            self._start(queue[0], max(queue[0].ready, self.time))
 
-    def _share(self, cards: Iterable[Hashable], others: Iterable[Message]) -> None:
-        """Give what passes these cards, and others, the speed that it has from now on."""
-        for message in dict.fromkeys(
-            (*others, *(each for card in cards for each in self._carried[card]))
-        ):
+    def _share(self, nics: Iterable[Hashable], others: Iterable[Message]) -> None:
+        """Update the speed of `others` and of all messages on these NICs."""
+        carried = (message for nic in nics for message in self._carried[nic])
+        for message in dict.fromkeys((*others, *carried)):
             message.left -= (self.time - message.since) * message.speed
-            loads = (
-                sum(each.cards[card] for each in self._carried[card]) for card in message.cards
-            )
-            message.since, message.speed = self.time, 1 / max((1.0, *loads))
+            loads = [sum(other.nics[nic] for other in self._carried[nic]) for nic in message.nics]
+            message.since = self.time
+            message.speed = 1 / max((1.0, *loads))
             message.end = self.time + max(0.0, message.left) / message.speed
             heappush(self._ends, (message.end, next(self._numbers), message))
 
 
-def meetings(ways: Mapping[Way, Parts]) -> dict[Way, Parts]:
-    """The cards of each way at which messages of several meshes may meet; of those that are always used alike, one. Empty if there are none."""
-    users: defaultdict[Hashable, dict[Way, float]] = defaultdict(dict)
-    for way, cards in ways.items():
-        for card, part in cards.items():
-            users[card][way] = part
-    alike = {
-        tuple(parts.items()): card
-        for card, parts in users.items()
-        if len({mesh for mesh, _ in parts}) > 1
+def shared_nics(routes: Mapping[MeshPair, NicLoads]) -> dict[MeshPair, NicLoads]:
+    """Return the NICs of each route at which messages of several meshes may contend.
+
+    Args:
+        routes: the NICs on the way from mesh to mesh.
+
+    Returns:
+        The shared NICs of all routes; empty if no NIC is shared. Of several NICs with the same
+        loads from every route, one is enough.
+    """
+    users: defaultdict[Hashable, dict[MeshPair, float]] = defaultdict(dict)
+    for route, nics in routes.items():
+        for nic, load in nics.items():
+            users[nic][route] = load
+    representatives = {
+        tuple(loads.items()): nic
+        for nic, loads in users.items()
+        if len({mesh for mesh, _ in loads}) > 1
     }
-    kept = frozenset(alike.values())
-    if not kept:
+    shared = frozenset(representatives.values())
+    if not shared:
         return {}
     return {
-        way: {card: part for card, part in cards.items() if card in kept}
-        for way, cards in ways.items()
+        route: {nic: load for nic, load in nics.items() if nic in shared}
+        for route, nics in routes.items()
     }

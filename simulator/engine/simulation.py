@@ -1,9 +1,10 @@
-"""Puts clocks on a program: what every mesh computes, communicates and waits for, and when.
+"""The event engine: plays a program on a cluster and records what every mesh does, and when.
 
-All devices of a mesh do the same at the same time, so a mesh has one compute stream, which takes operations in order, and one
-communication stream for each class of links, which takes what the compute stream hands it, in order. They meet where the compute stream
-waits. A host hands the instructions to all. What several meshes send at the same time shares the network cards (`simulator.engine.nic_sharing`); their
-collectives are not taken to meet. Computation and collectives may slow each other (`simulator.engine.streams`). (`simulator.engine.clock` finds the same makespan faster, and no timeline.)
+The streams of a mesh, their overlap and their contention are those of `simulator.engine.streams`.
+The engine adds what happens between meshes: sends and receives, the host that issues instructions,
+and NIC contention of messages (`simulator.engine.nic_sharing`). Collectives of several meshes are
+assumed not to contend. `simulator.engine.clock` computes the same makespan faster, without a
+timeline.
 """
 
 from collections import deque
@@ -13,8 +14,8 @@ from typing import assert_never
 from simulator.backend import Backend
 from simulator.costs.cost_fingerprint import check_cost_fingerprint
 from simulator.costs.cost_model import CostModel, costs_of
-from simulator.engine.nic_sharing import Message, NicSharing, Parts, Way, meetings
-from simulator.engine.streams import Streams
+from simulator.engine.nic_sharing import MeshPair, Message, NicLoads, NicSharing, shared_nics
+from simulator.engine.streams import RecordedStreams
 from simulator.engine.timeline import Timeline
 from simulator.hardware.heterogeneous import AnyCluster
 from simulator.program import Free, Instruction, Program, Recv, Run, Send, walk
@@ -29,22 +30,32 @@ def simulate(
     dispatch: float | None = None,
     backend: Backend | None = None,
 ) -> Timeline:
-    """The timeline of one step of `program` on `cluster`, by default at the costs that `cluster` implies.
+    """Return the timeline of one step of `program` on `cluster`.
 
-    A send moves `num_bytes` in equal parts from each device of its mesh to its partner in the other mesh. Gathers of what arrives are
-    communication of the mesh that receives, which waits for them. `dispatch` are the seconds that the host of a mesh takes for each
-    instruction, `host_launch_us` of the cluster by default; it runs ahead of the devices, which wait where it is late. A `backend` says so
-    instead, and what the host takes for a step and for each kernel and collective, none of which starts before it is launched.
+    A send moves `num_bytes` in equal parts from each device of its mesh to its partner in the other
+    mesh. The gather of a received value is communication of the mesh that receives, which waits for
+    it. The host of a mesh runs ahead of the devices; they wait where it is late.
+
+    Args:
+        program: what runs.
+        cluster: where it runs.
+        costs: seconds of kernels, collectives and messages; by default those of `cluster`.
+        dispatch: seconds of a mesh's host for each instruction; by default `host_launch_us` of the
+            cluster.
+        backend: the software that drives the devices, instead of `dispatch`. It also has the
+            seconds of the host for a step, and for each kernel and collective, none of which starts
+            before it is launched.
 
     Raises:
         DeadlockError: the meshes wait for one another.
-        ClusterError: the program has the seconds of another cluster.
-        ValueError: a mesh has devices that the cluster lacks, a task has no body, there is no mesh at all, or both `dispatch` and a
-            `backend` say what instructions cost.
+        ClusterError: the program stores the seconds of another cluster.
+        ValueError: a mesh has devices that the cluster lacks, a task has no body, the program has
+            no mesh, or both `dispatch` and `backend` are given.
     """
     if dispatch is not None and backend is not None:
         raise ValueError(
-            f"dispatch={dispatch} and backend {backend.name!r}; expected one of them: a backend has its own instruction_us"
+            f"dispatch={dispatch} and backend {backend.name!r}; expected one of them: a backend has"
+            " its own instruction_us"
         )
     costs = costs or costs_of(cluster)
     if not program.meshes:
@@ -56,12 +67,13 @@ def simulate(
     for mesh, devices in enumerate(program.meshes):
         if max(devices) >= cluster.num_devices:
             raise ValueError(
-                f"mesh {mesh} has devices {devices}; cluster {cluster.name!r} has devices 0 to {cluster.num_devices - 1}"
+                f"mesh {mesh} has devices {devices}; cluster {cluster.name!r} has devices"
+                f" 0 to {cluster.num_devices - 1}"
             )
     check_cost_fingerprint(program, cluster)
-    of_mesh, arrows = play(program, costs, dispatch, backend)
-    spans = tuple(span for streams in of_mesh for span in streams.spans)
-    levels = tuple(tuple(streams.levels) for streams in of_mesh) if program.levels else ()
+    meshes, arrows = play(program, costs, dispatch, backend)
+    spans = tuple(span for streams in meshes for span in streams.spans)
+    levels = tuple(tuple(streams.levels) for streams in meshes) if program.levels else ()
     return Timeline(
         spans,
         program.meshes,
@@ -77,92 +89,102 @@ def simulate(
 
 def play(
     program: Program, costs: CostModel, dispatch: float = 0.0, backend: Backend | None = None
-) -> tuple[list[Streams], list[Arrow]]:
-    """The streams of every mesh once all has happened, and the values on their way."""
+) -> tuple[list[RecordedStreams], list[Arrow]]:
+    """Return the streams of every mesh after the step, and the values sent from mesh to mesh."""
     engine = _Engine(program, costs, dispatch, backend)
-    if engine.meetings:
-        engine.play_in_time()
+    if engine.shared_nics:
+        engine.play_by_arrivals()
     else:
         for mesh, instruction in walk(program):
             engine.carry_out(mesh, instruction)
-    for streams in engine.of_mesh:
+    for streams in engine.meshes:
         for link in LINKS:
             streams.settle(link)
-    return engine.of_mesh, engine.arrows
+    return engine.meshes, engine.arrows
 
 
-def meetings_of(
-    program: Program, played: Iterable[tuple[int, Instruction]], costs: CostModel
-) -> dict[Way, Parts]:
-    """Where messages of several meshes may meet at network cards, so that when they arrive depends on what they all do.
+def shared_nics_of(
+    program: Program, instructions: Iterable[tuple[int, Instruction]], costs: CostModel
+) -> dict[MeshPair, NicLoads]:
+    """Return the NICs at which messages of several meshes may contend; empty if there are none.
 
-    `played` are the instructions, each with its mesh; of those that send the same way, one is enough.
+    Args:
+        program: the program.
+        instructions: its instructions, each with its mesh. Of those that send from the same mesh to
+            the same mesh, one is enough.
+        costs: the cost model, which has the NICs that a message passes.
     """
-    ways = dict.fromkeys((mesh, each.to) for mesh, each in played if isinstance(each, Send))
-    return meetings({way: costs.cards(program.pairs(*way)) for way in ways})
+    routes = dict.fromkeys((mesh, op.to) for mesh, op in instructions if isinstance(op, Send))
+    return shared_nics({route: costs.nics(program.pairs(*route)) for route in routes})
 
 
 class _Engine:
     def __init__(
         self, program: Program, costs: CostModel, dispatch: float, backend: Backend | None
     ) -> None:
-        self._program, self._costs = program, costs
+        self._program = program
+        self._costs = costs
         self._dispatch = dispatch if backend is None else 1e-6 * backend.instruction_us
-        self.of_mesh = [
-            Streams(mesh, devices, costs) for mesh, devices in enumerate(program.meshes)
+        self.meshes = [
+            RecordedStreams(mesh, devices, costs) for mesh, devices in enumerate(program.meshes)
         ]
         self.arrows: list[Arrow] = []
-        played = ((mesh, each) for mesh, row in enumerate(program.instructions) for each in row)
-        self.meetings = meetings_of(program, played, costs)
+        instructions = ((mesh, op) for mesh, row in enumerate(program.instructions) for op in row)
+        self.shared_nics = shared_nics_of(program, instructions, costs)
         self._sent: dict[tuple[str, int, int], Span] = {}
-        self._cards = NicSharing()
+        self._nics = NicSharing()
         if backend is not None:
-            for streams in self.of_mesh:
+            for streams in self.meshes:
                 streams.launch = 1e-6 * backend.kernel_us
                 streams.dispatch("step", 1e-6 * backend.step_us)
 
     def carry_out(self, mesh: int, instruction: Instruction) -> None:
         """Let a mesh carry out its next instruction."""
-        program, streams = self._program, self.of_mesh[mesh]
+        program = self._program
+        streams = self.meshes[mesh]
         streams.task = str(instruction)
         if self._dispatch and not isinstance(instruction, Free):
             streams.dispatch(str(instruction), self._dispatch)
-        start, handed_over = streams.compute, streams.host
+        start = streams.compute
+        dispatched = streams.host
         match instruction:
             case Run():
-                streams.play(program.body(instruction))
+                streams.play_body(program.body(instruction))
             case Send():
                 self._send(streams, instruction)
             case Recv(value, source, gather):
                 sent = self._sent.pop((value, source, mesh))
-                streams.wait_until(sent.end, str(instruction), "bubble")
+                streams.idle_until(sent.end, str(instruction), "bubble")
                 start = streams.compute
                 if gather is not None:
-                    streams.play((Start(gather), Done(gather.name)))
+                    streams.play_body((Start(gather), Done(gather.name)))
                 self.arrows.append(Arrow(value, source, sent.start, mesh, streams.compute))
             case Free():
                 pass
             case _:
                 assert_never(instruction)
-        streams.record_launches(str(instruction), handed_over)
+        streams.record_host(str(instruction), dispatched)
         if program.levels:
             streams.record_levels(start, program.levels[mesh])
 
-    def play_in_time(self) -> None:
-        """Carry out everything where messages of several meshes meet at network cards.
+    def play_by_arrivals(self) -> None:
+        """Carry out everything, where messages of several meshes contend for NICs.
 
-        Meshes go on as far as they can without knowing when a message arrives that is still on its way; then the first of these arrives. A
-        task that communicates between hosts waits until what its mesh sent before has arrived, after which its link takes it anyway. (This is
-        exact unless it computes, and sends, without waiting for that communication.)
+        Meshes advance as far as they can without the arrival time of a message that is on its way;
+        then the first of these messages arrives. A task that communicates between hosts waits until
+        all earlier messages of its mesh have arrived, because its link carries its collectives
+        after them. That is exact unless the task computes, and sends, without waiting for its
+        collectives.
         """
         rows = self._program.instructions
-        at, awake = [0] * len(rows), deque(range(len(rows)))
+        at = [0] * len(rows)
+        awake = deque(range(len(rows)))
         while True:
             if not awake:
-                message = self._cards.arrival()
+                message = self._nics.arrival()
                 if message is None:
                     break
-                self._arrive(message, self._cards.time)
+                self._arrive(message, self._nics.time)
                 awake.extend((message.mesh, message.value[2]))
             mesh = awake.popleft()
             row = rows[mesh]
@@ -176,7 +198,7 @@ class _Engine:
                 ):
                     awake.append(instruction.to)
         if any(done < len(row) for done, row in zip(at, rows, strict=True)):
-            for _ in walk(self._program):  # which raises, and shows where
+            for _ in walk(self._program):  # raises an error that shows where
                 pass
             raise AssertionError("the engine is stuck where the walk is not")
 
@@ -190,36 +212,23 @@ class _Engine:
                 body = self._program.body(instruction)
             case _:
                 return True
-        return not self._cards.busy(mesh) or not self.of_mesh[mesh].uses("between hosts", body)
+        return not self._nics.busy(mesh) or not self.meshes[mesh].uses("between hosts", body)
 
-    def _send(self, streams: Streams, send: Send) -> None:
+    def _send(self, streams: RecordedStreams, send: Send) -> None:
         pairs = self._program.pairs(streams.mesh, send.to)
-        num_bytes, link = send.num_bytes / len(pairs), streams.link(pairs)
-        seconds, value = (
-            self._costs.collective("collective_permute", num_bytes, pairs),
-            (send.value, streams.mesh, send.to),
-        )
-        cards = self.meetings.get((streams.mesh, send.to), {})
-        if not cards and not (link == "between hosts" and self._cards.busy(streams.mesh)):
-            self._sent[value] = streams.communicate(str(send), seconds, "send", link)
+        num_bytes = send.num_bytes / len(pairs)
+        link = streams.link(pairs)
+        seconds = self._costs.collective("collective_permute", num_bytes, pairs)
+        value = send.value, streams.mesh, send.to
+        nics = self.shared_nics.get((streams.mesh, send.to), {})
+        if not nics and not (link == "between hosts" and self._nics.busy(streams.mesh)):
+            self._sent[value] = streams.send(str(send), seconds, link)
             return
         streams.settle(link)
         latency = self._costs.collective("collective_permute", 0.0, pairs)
         ready = max(streams.compute, streams.free[link])
-        self._cards.send(Message(str(send), value, ready, latency, seconds - latency, cards))
+        self._nics.send(Message(str(send), value, ready, latency, seconds - latency, nics))
 
     def _arrive(self, message: Message, time: float) -> None:
-        streams, link = self.of_mesh[message.mesh], "between hosts"
-        streams.free[link] = time
-        span = Span(
-            message.name,
-            message.mesh,
-            "communication",
-            message.begun,
-            time,
-            "send",
-            message.name,
-            link=link,
-        )
-        streams.spans.append(span)
-        self._sent[message.value] = span
+        streams = self.meshes[message.mesh]
+        self._sent[message.value] = streams.record_arrival(message.name, message.start, time)

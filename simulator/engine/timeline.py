@@ -11,7 +11,7 @@ from simulator.engine.perfetto import chrome_trace
 from simulator.files import write_text
 from simulator.hardware.heterogeneous import AnyCluster
 from simulator.memory import Level, MemoryUse
-from simulator.spans import STREAMS, Arrow, Category, Span, Stream
+from simulator.spans import Arrow, Category, Span, Stream
 
 _IDLE = ("wait", "bubble", "host")
 
@@ -56,17 +56,6 @@ class Timeline:
             s.seconds
             for s in self.spans
             if (s.mesh, s.stream) == (mesh, stream) and s.category not in _IDLE
-        )
-
-    def exposed_communication(self, mesh: int) -> float:
-        """Seconds in which the devices of a mesh do nothing but communicate."""
-        own = [span for span in self.spans if span.mesh == mesh]
-        last = {
-            stream: max((s.end for s in own if s.stream == stream), default=0.0)
-            for stream in STREAMS
-        }
-        return sum(s.seconds for s in own if s.category == "wait") + max(
-            0.0, last["communication"] - last["compute"]
         )
 
     def seconds_by_category(self, mesh: int) -> dict[Category, float]:

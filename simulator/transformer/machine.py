@@ -9,6 +9,7 @@ from simulator.backend import EAGER, Backend
 from simulator.costs.collective_model import Network
 from simulator.costs.gemm import GemmModel
 from simulator.costs.kernel_model import KernelModel
+from simulator.engine.stream_rules import added_seconds
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
 from simulator.hardware.topology import Ring
@@ -44,8 +45,7 @@ class Machine:
 
     def beside(self, moved: float, compute: float, far: bool) -> float:
         """Seconds that communication adds to computation beside it, within a host or far; both are slower meanwhile."""
-        contention = self.network.link(far).contention_factor
-        return max(0.0, moved - compute) + (contention - 1) * min(moved, compute)
+        return added_seconds(moved, compute, self.network.link(far).contention_factor)
 
     def data_ring(self, size: int, stride: int) -> Ring:
         """The ring of a data group, through as many network cards as the backend uses."""

@@ -3,6 +3,7 @@
 from hypothesis import strategies as st
 
 from simulator.costs.cost_model import BandwidthOnly
+from simulator.engine.timeline import Timeline
 from simulator.program import Free, Instruction, Program, Recv, Run, Send
 from simulator.spans import Link
 from simulator.work import Collective, Done, Groups, Kernel, Loop, Start
@@ -79,3 +80,14 @@ def programs(draw: st.DrawFn) -> Program:
             rows[to].append(Recv(f"v{n}", mesh, draw(st.sampled_from([None, GATHER]))))
     named = {f"{i}F": body for i, body in enumerate(tasks)}
     return Program(tuple((2 * i, 2 * i + 1) for i in range(count)), tuple(map(tuple, rows)), named)
+
+
+def exposed_communication(timeline: Timeline, mesh: int) -> float:
+    """Seconds in which the devices of a mesh do nothing but communicate."""
+    own = [span for span in timeline.spans if span.mesh == mesh]
+    last = {
+        stream: max((span.end for span in own if span.stream == stream), default=0.0)
+        for stream in ("communication", "compute")
+    }
+    waits = sum(span.seconds for span in own if span.category == "wait")
+    return waits + max(0.0, last["communication"] - last["compute"])

@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.engine.clock import Clock
-from simulator.engine.contended_effect import PiecewiseEffect, piecewise_effect_of
+from simulator.engine.contended_effect import PiecewiseEffect, piecewise_effect
+from simulator.engine.priced_ops import price
 from simulator.engine.simulation import play
 from simulator.program import Program, Recv, Run, Send
 from simulator.work import Collective, Done, Kernel, Loop, OpList, Start
@@ -18,7 +19,7 @@ def test_a_gather_beside_a_product_by_hand() -> None:
     # computes 1, gathers 8 bytes while it computes 2, which takes 3; 6 bytes are left: done after 10
     # with a lag of 1 and more the gather starts later, with one of 3 and more it starts after the product
     body = (compute(1), start(4), compute(2), Done("gather"))
-    assert piecewise_effect_of(body, SLOWED, (0, 1)) == PiecewiseEffect(
+    assert piecewise_effect(price(body, SLOWED, (0, 1))) == PiecewiseEffect(
         ((0, 10.0, 10.0, 0, 0), (1, 10.0, 10.0, 0.5, 0.5), (3, 11.0, 11.0, 1, 1))
     )
 
@@ -52,7 +53,7 @@ def test_it_is_what_the_engine_finds_behind_something_that_was_sent(
     rows = ((Send("x", 1, 2 * lag), Run(0, "F")), (Recv("x", 0),))
     program = Program(((0, 1), (2, 3)), rows, {"0F": body})
     streams = play(program, costs)[0][0]
-    lagged = piecewise_effect_of(body, costs, (0, 1))
+    lagged = piecewise_effect(price(body, costs, (0, 1)))
     assert lagged is not None
     assert lagged.at(lag) == pytest.approx((streams.compute, streams.free["within hosts"]))
 
@@ -72,15 +73,15 @@ def test_programs_of_such_tasks_need_no_engine(
     )
     costs, clock = Hardware(factor=factor), Clock.of(program)
     assert clock.makespan(costs, dispatch) == pytest.approx(makespan(program, costs, dispatch))
-    (known,) = clock.known
-    assert known.costs is costs
-    assert known.table is not None
+    (cached,) = clock.cached
+    assert cached.costs is costs
+    assert cached.table is not None
 
 
 def test_a_loop_is_turned_only_until_all_turns_are_alike() -> None:
     turn = (start(4), compute(2), Done("gather"))
     long, short = (
-        piecewise_effect_of((Loop(count, turn),), SLOWED, (0, 1)) for count in (10**9, 10)
+        piecewise_effect(price((Loop(count, turn),), SLOWED, (0, 1))) for count in (10**9, 10)
     )
     assert long is not None
     assert short is not None
@@ -99,7 +100,7 @@ def test_a_loop_is_turned_only_until_all_turns_are_alike() -> None:
 )
 def test_what_is_not_waited_for_or_has_too_many_pieces_is_left_to_the_engine(body: OpList) -> None:
     costs = Hardware(factor={NEAR: 1.2, FAR: 1.5})
-    assert piecewise_effect_of(body, costs, (0, 1)) is None
+    assert piecewise_effect(price(body, costs, (0, 1))) is None
 
 
 @pytest.mark.parametrize("last", [Done("gather"), compute(1)], ids=["pieces", "not waited for"])

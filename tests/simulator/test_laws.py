@@ -41,7 +41,7 @@ class Hardware:
     def link(self, groups: Groups) -> LinkClass:
         return "within hosts"
 
-    def cards(self, pairs: Groups) -> Mapping[Hashable, float]:
+    def nics(self, pairs: Groups) -> Mapping[Hashable, float]:
         return {}
 
 

@@ -4,19 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.engine.max_plus import MaxPlusMap, max_plus_map_of
+from simulator.engine.max_plus import MaxPlusMap, max_plus_map
+from simulator.engine.priced_ops import price
 from simulator.work import Done, Loop
 from tests.simulator.bodies import COSTS, compute, start
 
 
 def test_a_collective_beside_a_kernel_by_hand() -> None:
     # computes 1; gathers for 5 when both streams are free; computes 2 meanwhile, then waits for the gather
-    effect = max_plus_map_of((compute(1), start(5), compute(2), Done("gather")), COSTS, (0, 1))
+    body = (compute(1), start(5), compute(2), Done("gather"))
+    effect = max_plus_map(price(body, COSTS, (0, 1)))
     assert effect == MaxPlusMap(compute=(6, 5, -inf), within=(6, 5, -inf))
 
 
 def test_nothing_has_no_effect() -> None:
-    assert max_plus_map_of((), COSTS, (0,)) == MaxPlusMap() == MaxPlusMap.task(0)
+    assert max_plus_map(()) == MaxPlusMap() == MaxPlusMap.task(0)
     assert MaxPlusMap.transfer(0).then(MaxPlusMap.transfer(2)) == MaxPlusMap(between=(2, -inf, 2))
     assert MaxPlusMap().compute == (0, -inf, -inf)
 
@@ -46,4 +48,4 @@ def test_what_another_turn_started_is_not_waited_for() -> None:
     with pytest.raises(
         ValueError, match="waits for collective 'gather', which the same task has not started"
     ):
-        max_plus_map_of((start(1), Loop(3, (Done("gather"),))), COSTS, (0, 1))
+        max_plus_map(price((start(1), Loop(3, (Done("gather"),))), COSTS, (0, 1)))

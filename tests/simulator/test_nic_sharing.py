@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -10,14 +11,14 @@ from hypothesis import strategies as st
 
 from simulator.costs.cost_model import BandwidthOnly, ClusterCosts, CostModel, costs_of
 from simulator.engine.clock import Clock
-from simulator.engine.nic_sharing import Message, NicSharing, meetings
-from simulator.engine.simulation import meetings_of, simulate
+from simulator.engine.nic_sharing import Message, NicSharing, shared_nics
+from simulator.engine.simulation import shared_nics_of, simulate
 from simulator.engine.timeline import Timeline
 from simulator.hardware.cluster import Cluster, Link
 from simulator.hardware.heterogeneous import HeterogeneousCluster
 from simulator.program import DeadlockError, Instruction, Program, Recv, Run, Send
-from simulator.spans import STREAMS
 from simulator.spans import Link as LinkClass
+from simulator.spans import Stream
 from simulator.work import Collective, Done, Groups, Kernel, OpList, Start
 from tests.simulator.bodies import programs
 
@@ -85,7 +86,7 @@ def test_latency_is_not_shared() -> None:
 def test_a_card_goes_both_ways_at_full_speed() -> None:
     rows = (Send("x", 1, 10**9), Recv("y", 1)), (Send("y", 0, 10**9), Recv("x", 0))
     program = Program(((0,), (2,)), rows)
-    assert not meetings_of(program, enumerate(row[0] for row in rows), ClusterCosts(toy()))
+    assert not shared_nics_of(program, enumerate(row[0] for row in rows), ClusterCosts(toy()))
     assert simulate(program, toy()).makespan == pytest.approx(1)
 
 
@@ -127,29 +128,27 @@ def test_messages_between_pools_take_a_part_of_the_faster_card() -> None:
     fast = toy(1).model_copy(update={"inter_host": Link(bandwidth_gb_per_s=2, latency_us=0)})
     both = HeterogeneousCluster(name="both", description="", pools=(toy(2), fast))
     costs = costs_of(both)
-    assert costs.cards(((0, 4),)) == {(0, "out", 0): 1, (1, "in", 0): 0.5}
+    assert costs.nics(((0, 4),)) == {(0, "out", 0): 1, (1, "in", 0): 0.5}
     # two slow cards into one that is twice as fast: nobody waits
     rows = (Send("x", 2, 10**9),), (Send("y", 2, 10**9),), (Recv("x", 0), Recv("y", 1))
     assert simulate(Program(((0,), (2,), (4,)), rows), both).makespan == pytest.approx(1)
 
 
-def test_meetings_are_at_cards_of_several_meshes_and_of_those_that_are_used_alike_one_tells_all() -> (
-    None
-):
+def test_nics_are_shared_by_several_meshes_and_one_of_those_with_the_same_loads_is_enough() -> None:
     ways = {
         (0, 1): {"a": 1.0, "b": 1.0, "own": 0.5},
         (2, 1): {"a": 0.5, "b": 0.5, "c": 1.0},
         (3, 1): {"c": 1.0},
         (3, 2): {"d": 1.0},
     }
-    assert meetings(ways) == {
+    assert shared_nics(ways) == {
         (0, 1): {"b": 1.0},
         (2, 1): {"b": 0.5, "c": 1.0},
         (3, 1): {"c": 1.0},
         (3, 2): {},
     }
     assert (
-        meetings({(0, 1): {"a": 1.0}, (0, 2): {"a": 1.0}}) == {}
+        shared_nics({(0, 1): {"a": 1.0}, (0, 2): {"a": 1.0}}) == {}
     )  # a mesh sends one thing after the other
 
 
@@ -187,7 +186,7 @@ class Shared(BandwidthOnly):
     def link(self, groups: Groups) -> LinkClass:
         return "between hosts"
 
-    def cards(self, pairs: Groups) -> Mapping[Hashable, float]:
+    def nics(self, pairs: Groups) -> Mapping[Hashable, float]:
         return {"card": 1.0} if self.together else {source: 1.0 for source, _ in pairs}
 
 
@@ -202,7 +201,9 @@ def test_sharing_is_never_faster_nor_slower_than_one_after_the_other(
     alone, shared = (timeline.makespan for timeline in timelines)
     assert alone <= shared * (1 + 1e-9)
     busy = [
-        timelines[0].busy(mesh, stream) for mesh in range(len(program.meshes)) for stream in STREAMS
+        timelines[0].busy(mesh, stream)
+        for mesh in range(len(program.meshes))
+        for stream in get_args(Stream)
     ]
     assert shared <= sum(busy) * (1 + 1e-9)
     costs: CostModel = Shared(True)

@@ -20,6 +20,7 @@ from tests.simulator.bodies import (
     TwoLinks,
     bodies,
     compute,
+    exposed_communication,
     far,
     flat,
     programs,
@@ -147,7 +148,7 @@ def test_what_goes_over_different_links_goes_on_at_the_same_time_and_over_one_li
         "next": (4, 6),
         "wait": (4, 6),
     }
-    assert timeline.exposed_communication(0) == 5
+    assert exposed_communication(timeline, 0) == 5
 
 
 def test_computation_is_as_slow_as_the_worst_beside_it_each_collective_as_its_own_link_has_it() -> (
