@@ -118,20 +118,20 @@ def _ring_seconds(
 ) -> float:
     """Seconds round a ring over several hosts."""
     sent = sent_fraction(kind, ring.size) * num_bytes
-    cards = _over_cards(sent, inter, ring.nics / ring.slower)
+    cards = _over_cards(sent, inter, ring.nics / ring.oversubscription)
     hops = curve.hop_us * (ring.size - ring.hosts) + inter.latency_us * ring.hosts
     if (
         kind == "all_to_all"
     ):  # no ring: each device of the host sends over the network what is for the other hosts
         each = ring.per_host * num_bytes / ring.size
         cards = _over_cards(each * (ring.size - ring.per_host), inter, ring.nics)
-        if ring.slower > 1:
+        if ring.oversubscription > 1:
             cards = max(
                 cards,
                 _over_cards(
                     each * (ring.size - max(ring.per_host, ring.per_pod)),
                     inter,
-                    ring.nics / ring.slower,
+                    ring.nics / ring.oversubscription,
                 ),
             )
         hops = max(curve.hop_us, inter.latency_us)
@@ -145,7 +145,7 @@ def _tree_seconds(num_bytes: float, ring: Ring, curve: SizeCurve, inter: Link) -
     hops = curve.hop_us * (ring.per_host - 1) + inter.latency_us * ceil(log2(ring.hosts))
     within, across = (
         _within("all_reduce", num_bytes, moved, ring, curve),
-        _over_cards(moved, inter, ring.nics / ring.slower),
+        _over_cards(moved, inter, ring.nics / ring.oversubscription),
     )
     return (curve.start(ring.per_host) + 2 * hops) * 1e-6 + max(within, across)
 
@@ -154,7 +154,7 @@ def _nvls_tree_seconds(num_bytes: float, ring: Ring, nvls: SwitchCurve, inter: L
     """Seconds of an all_reduce in which the sums of the switches go up and down two trees of hosts."""
     moved = (1 if ring.hosts == 2 else 2) * num_bytes
     latency = nvls.launch_us + 2 * inter.latency_us * ceil(log2(ring.hosts))
-    across = _over_cards(moved, inter, ring.nics / ring.slower)
+    across = _over_cards(moved, inter, ring.nics / ring.oversubscription)
     return latency * 1e-6 + max(nvls.transfer(num_bytes, ring.per_host), across)
 
 

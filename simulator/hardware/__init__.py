@@ -1,1 +1,1 @@
-"""Descriptions of hardware: clusters, devices and measured profiles, read from YAML files and validated."""
+"""Descriptions of hardware: clusters, devices and measured profiles, validated YAML files."""

@@ -1,4 +1,7 @@
-"""How long collectives of the devices of one host take, by kind and size: curves with few parameters, fitted to measured times."""
+"""Size curves: seconds of collectives within a host, by kind, bytes and group size.
+
+A curve has few parameters, which `simulator.calibration.fit_collectives` fits to measured times.
+"""
 
 from math import pow, sqrt
 from pathlib import Path
@@ -13,18 +16,27 @@ PROFILES = Path(__file__).parent / "profiles" / "collectives"
 
 
 class SizeCurve(Description):
-    """Time of one kind of collective within a host by the bytes S that each of n members sends round a ring:
+    """Seconds of one kind of collective within a host.
 
-        launch + (n - 1) * member + hops * hop + (S + sqrt(S * half_size)) / (bandwidth * (1 - small_group_loss / n) * (2 / n)^sharing)
+    With n members, each of which sends S bytes round a ring, a collective takes
+
+        launch + (n - 1) * member + hops * hop + (S + sqrt(S * half_size)) / b(n)
+        b(n) = bandwidth * (1 - small_group_loss / n) * (2 / n)^sharing
 
     Attributes:
-        member_us: of each member beside the first, where they share what starts them: virtual devices and their cores.
-        hop_us: of one step of a ring; there are n - 1, twice as many of an all_reduce, one of an all_to_all.
-        half_size_mb: S for which the square root costs as much as the bytes themselves.
-        bandwidth_gb_per_s: bytes that a member of a large group sends per second; of a group of two, where they share it.
-        small_group_loss: what a group of n loses of it, times n.
-        sharing: 0 where each member has a link of its own, 1 where all of them share one memory.
-        group_bandwidth_gb_per_s: by group size, where links without a switch make it another number altogether.
+        launch_us: launch of the collective.
+        member_us: launch of each member beside the first, where one processor starts all of them:
+            virtual devices share the cores of the host.
+        hop_us: latency of one step of a ring. An all_gather takes n - 1 steps, an all_reduce twice
+            as many, an all_to_all one.
+        half_size_mb: S at which the square root costs as much as the bytes themselves.
+        bandwidth_gb_per_s: bytes that a member of a large group sends per second. Where members
+            share one memory: that a member of a group of two sends.
+        small_group_loss: fraction of the bandwidth that a group of n loses, times n.
+        sharing: 0 where each member has its own link, 1 where all of them share one memory.
+        group_bandwidth_gb_per_s: bandwidth by group size. It replaces b(n) where devices are linked
+            in pairs, without a switch.
+        held_out_error: mean absolute relative error on rows outside the fit.
     """
 
     launch_us: NonNegativeFloat
@@ -38,7 +50,7 @@ class SizeCurve(Description):
     held_out_error: NonNegativeFloat | None = None
 
     def bandwidth(self, size: int) -> float:
-        """Bytes that each of `size` devices sends per second."""
+        """Return the bytes that each of `size` devices sends per second."""
         usual = (
             self.bandwidth_gb_per_s
             * (1 - self.small_group_loss / size)
@@ -47,24 +59,32 @@ class SizeCurve(Description):
         return self.group_bandwidth_gb_per_s.get(size, usual) * 1e9
 
     def start(self, size: int) -> float:
-        """Microseconds until `size` devices have started."""
+        """Return the microseconds until `size` devices have started."""
         return self.launch_us + (size - 1) * self.member_us
 
     def latency(self, kind: CollectiveKind, size: int) -> float:
-        """Seconds of a collective of nothing by `size` devices."""
+        """Return the seconds of an empty collective of `size` devices."""
         return (self.start(size) + hops(kind, size) * self.hop_us) * 1e-6
 
     def transfer(self, sent: float, size: int) -> float:
-        """Seconds in which each of `size` devices sends so many bytes to the next one."""
+        """Return the seconds in which each of `size` devices sends `sent` bytes to the next one."""
         return transfer_seconds(sent, self.half_size_mb * 1e6, self.bandwidth(size))
 
     def seconds(self, kind: CollectiveKind, num_bytes: float, size: int) -> float:
-        """Seconds of a collective over an array of `num_bytes` (as in `simulator.work.Collective`) by `size` devices."""
+        """Return the seconds of a collective.
+
+        Args:
+            kind: the kind of the collective.
+            num_bytes: bytes of the whole array, as in `simulator.work.Collective`.
+            size: devices in the group.
+        """
         return self.latency(kind, size) + self.transfer(sent_fraction(kind, size) * num_bytes, size)
 
     def faster(self, factor: float) -> Self:
-        """The same with so many times the bandwidth."""
-        groups = {size: factor * each for size, each in self.group_bandwidth_gb_per_s.items()}
+        """Return the curve with `factor` times the bandwidth."""
+        groups = {
+            size: factor * bandwidth for size, bandwidth in self.group_bandwidth_gb_per_s.items()
+        }
         update = {
             "bandwidth_gb_per_s": factor * self.bandwidth_gb_per_s,
             "group_bandwidth_gb_per_s": groups,
@@ -73,9 +93,11 @@ class SizeCurve(Description):
 
 
 class SwitchCurve(Description):
-    """Time of an all_reduce of n devices whose sums the switch makes. Each sends its array S once, and the n-th part it gathered again:
+    """Seconds of an all_reduce whose sums the switch computes (NVLink SHARP).
 
-    launch + (S' + sqrt(S' * half_size)) / bandwidth,    S' = S * (n + 1) / n
+    Each of n devices sends its array of S bytes once, and the n-th part that it gathered again:
+
+        launch + (S' + sqrt(S' * half_size)) / bandwidth,    S' = S * (n + 1) / n
     """
 
     launch_us: NonNegativeFloat
@@ -84,21 +106,22 @@ class SwitchCurve(Description):
     held_out_error: NonNegativeFloat | None = None
 
     def transfer(self, num_bytes: float, size: int) -> float:
-        """Seconds of the bytes of an array."""
+        """Return the seconds in which `size` devices send an array of `num_bytes`."""
         return transfer_seconds(
             num_bytes * (size + 1) / size, self.half_size_mb * 1e6, self.bandwidth_gb_per_s * 1e9
         )
 
     def seconds(self, num_bytes: float, size: int) -> float:
+        """Return the seconds of an all_reduce of `num_bytes` by `size` devices."""
         return self.launch_us * 1e-6 + self.transfer(num_bytes, size)
 
     def faster(self, factor: float) -> Self:
-        """The same with so many times the bandwidth."""
+        """Return the curve with `factor` times the bandwidth."""
         return self.model_copy(update={"bandwidth_gb_per_s": factor * self.bandwidth_gb_per_s})
 
 
 class MeasuredLink(Description):
-    """The link that collectives were measured over, by the fields of a cluster that describe it."""
+    """The link over which collectives were measured, in the fields of a cluster and its links."""
 
     collective_launch_us: NonNegativeFloat
     bandwidth_gb_per_s: PositiveFloat
@@ -107,7 +130,7 @@ class MeasuredLink(Description):
 
     @classmethod
     def of(cls, curve: SizeCurve, size: int) -> Self:
-        """The link that a curve implies for groups of `size`."""
+        """Return the link that a curve implies for groups of `size` devices."""
         return cls(
             collective_launch_us=curve.launch_us,
             bandwidth_gb_per_s=curve.bandwidth(size) / 1e9,
@@ -117,14 +140,22 @@ class MeasuredLink(Description):
 
 
 class CollectiveProfile(Description):
-    """The curves of the devices of a host. Kinds without one take that of the kind they are most like.
+    """The size curves of the devices of a host.
+
+    A kind without a curve takes that of the kind most similar to it.
 
     Attributes:
-        gpu: the device's name.
+        gpu: name of the device.
         source: what was measured, by whom, under which licence, and what was held out.
-        link: what they were measured over. On a link of another bandwidth, bandwidths are others in proportion.
-        collective_permute: messages between two devices.
-        nvls: all_reduces whose sums the switch makes (NVLink SHARP), where that was told from rings.
+        link: the link over which the curves were measured. Over a link of another bandwidth,
+            bandwidths scale in proportion.
+        all_reduce: curve of all_reduces, over rings where `nvls` has a curve too.
+        all_gather: curve of all_gathers; that of all_reduces by default.
+        reduce_scatter: curve of reduce_scatters; that of all_gathers by default.
+        all_to_all: curve of all_to_alls; that of all_reduces by default.
+        collective_permute: curve of messages between two devices.
+        nvls: curve of all_reduces whose sums the switch computes (NVLink SHARP), where they were
+            measured separately from rings.
     """
 
     gpu: str
@@ -138,6 +169,7 @@ class CollectiveProfile(Description):
     nvls: SwitchCurve | None = None
 
     def curve(self, kind: CollectiveKind) -> SizeCurve:
+        """Return the curve of a kind of collective."""
         match kind:
             case "all_reduce":
                 return self.all_reduce
@@ -151,26 +183,35 @@ class CollectiveProfile(Description):
                 return self.collective_permute or self.all_to_all or self.all_reduce
 
     def over(self, link: MeasuredLink) -> Self:
-        """The same over a link of another bandwidth."""
+        """Return the profile over a link of another bandwidth."""
         factor = link.bandwidth_gb_per_s / self.link.bandwidth_gb_per_s
         if factor == 1:
             return self
         fields = ((name, getattr(self, name)) for name in type(self).model_fields)
         curves = {
-            name: curve for name, curve in fields if isinstance(curve, SizeCurve | SwitchCurve)
+            name: curve.faster(factor)
+            for name, curve in fields
+            if isinstance(curve, SizeCurve | SwitchCurve)
         }
-        return self.model_copy(
-            update={"link": link} | {name: each.faster(factor) for name, each in curves.items()}
-        )
+        return self.model_copy(update={"link": link} | curves)
 
 
 def transfer_seconds(num_bytes: float, half_size: float, bandwidth: float) -> float:
-    """Seconds to send so many bytes over a link that needs `half_size` of them to get going."""
+    """Return the seconds of a transfer.
+
+    Args:
+        num_bytes: bytes of the message.
+        half_size: message at which the link reaches half of its bandwidth.
+        bandwidth: bytes per second of long messages.
+    """
     return (num_bytes + sqrt(num_bytes * half_size)) / bandwidth
 
 
 def sent_fraction(kind: CollectiveKind, size: int) -> float:
-    """Bytes that each of `size` devices in a ring sends, per byte of the array (`simulator.work.Collective.num_bytes`)."""
+    """Return the bytes that each of `size` devices in a ring sends, per byte of the whole array.
+
+    `simulator.work.Collective.num_bytes` defines the whole array of each kind.
+    """
     match kind:
         case "all_reduce":
             return 2 * (size - 1) / size
@@ -183,7 +224,10 @@ def sent_fraction(kind: CollectiveKind, size: int) -> float:
 
 
 def hops(kind: CollectiveKind, size: int) -> int:
-    """Steps of a ring of `size` until the last chunk has arrived; in an all_to_all everybody sends to everybody at once."""
+    """Return the steps of a ring of `size` devices until the last chunk has arrived.
+
+    The messages of an all_to_all are sent in parallel: one step.
+    """
     match kind:
         case "all_reduce":
             return 2 * (size - 1)

@@ -1,4 +1,7 @@
-"""Descriptions in YAML files, and errors about them that say which file, which field, what was given and what is expected."""
+"""The base class of sections in YAML files, and errors that name the file and the field.
+
+An error also says what was given and what is expected.
+"""
 
 import difflib
 import types
@@ -13,8 +16,12 @@ from pydantic_core import ErrorDetails
 
 from simulator.files import brief, one_line, read_yaml
 
-_LEAST, _MOST = 1e-15, 1e15
-_SHOWN = 10  # errors of one description
+_LEAST = 1e-15
+_MOST = 1e15
+"""Smallest positive and largest number in a description; predictions would overflow beyond."""
+
+_MAX_ERRORS = 10
+"""Errors of one description that are shown; the rest is counted."""
 
 RENAMED: Mapping[str, str] = {
     "at_once": "concurrent_instructions",
@@ -25,34 +32,34 @@ RENAMED: Mapping[str, str] = {
     "split_us": "split_k_us",
     "whole_waves": "wave_quantization",
 }
-"""New names of fields that had other names in earlier versions, by the old name. Errors about an unknown field name the new one."""
+"""Present names of fields by their former ones; an error about a former name states both."""
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
 class ClusterError(ValueError):
-    """A cluster or device description that can't be used; says which file, which field and what is expected."""
+    """A description of a cluster, a device or a scenario that can't be used."""
 
 
 class Description(BaseModel):
-    """A part of a description: unknown fields and wrong types are errors, and nothing changes once it is read."""
+    """A section of a YAML file: frozen, without unknown fields, of strict types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _numbers_are_in_range(self) -> Self:
-        """Refuse numbers that no hardware or model has, with which predictions would overflow."""
-        for name, (least, least_inside) in _least(type(self)).items():
+        """Refuse numbers so large or small that predictions would overflow."""
+        for name, (lowest, lowest_inside) in _lower_bounds(type(self)).items():
             value = getattr(self, name)
             if isinstance(value, dict):
                 for key, number in value.items():
-                    _check_range(f"{name}.{key}", number, least_inside)
+                    _check_range(f"{name}.{key}", number, lowest_inside)
             else:
-                _check_range(name, value, least)
+                _check_range(name, value, lowest)
         return self
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy with other fields, checked as those in a file are."""
+        """Return a copy with other fields, which are validated like those of a file."""
         copied = super().model_copy(deep=deep)
         if not update:
             return copied
@@ -61,69 +68,90 @@ class Description(BaseModel):
         )
 
     def fields(self) -> dict[str, Any]:
-        """Return its fields by name, without what is computed of them."""
+        """Return the declared fields by name, without cached properties."""
         return {name: getattr(self, name) for name in type(self).model_fields}
 
 
 @cache
-def _least(description: type[Description]) -> dict[str, tuple[float, float]]:
-    """For each field the least that a number may be, and one in a dict."""
+def _lower_bounds(description: type[Description]) -> dict[str, tuple[float, float]]:
+    """Return the smallest magnitude of each field's number, and of the numbers in its dict."""
 
-    def least(bounds: Iterable[Any]) -> float:
+    def lower_bound(bounds: Iterable[Any]) -> float:
         return _LEAST if any(isinstance(bound, Gt) for bound in bounds) else 0.0
 
     return {
         name: (
-            least(kind.metadata),
-            least(getattr((get_args(kind.annotation) or (None,))[-1], "__metadata__", ())),
+            lower_bound(kind.metadata),
+            lower_bound(getattr((get_args(kind.annotation) or (None,))[-1], "__metadata__", ())),
         )
         for name, kind in description.model_fields.items()
     }
 
 
-def _check_range(field: str, number: Any, least: float) -> None:
-    if isinstance(number, int | float) and not least <= abs(number) <= _MOST:
-        raise ValueError(f"{field}: given {brief(number)}; expected {least:g} to {_MOST:g}")
+def _check_range(field: str, number: Any, lowest: float) -> None:
+    if isinstance(number, int | float) and not lowest <= abs(number) <= _MOST:
+        raise ValueError(f"{field}: given {brief(number)}; expected {lowest:g} to {_MOST:g}")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The fields in a YAML file."""
+    """Return the fields in a YAML file.
+
+    Raises:
+        ClusterError: the file can't be read, or is no mapping of texts to values.
+    """
     data = read_yaml(path, error=ClusterError)
     if not isinstance(data, dict) or not all(isinstance(field, str) for field in data):
         raise ClusterError(f"{path}: given {brief(data)}, expected fields with their values")
     return data
 
 
-def named(name: object, folder: Path, beside: Path, field: str) -> object:
-    """The fields in a shipped file of `folder`, given its name, or in another, given its path from the file `beside`.
+def resolve_reference(name: object, folder: Path, beside: Path, field: str) -> object:
+    """Return the fields that a name or a path refers to.
 
-    Anything but a text is returned as it is: the fields themselves.
+    Args:
+        name: the stem of a file in `folder`, a path relative to the file `beside`, or the fields
+            themselves, which are returned unchanged.
+        folder: the folder of the shipped profiles.
+        beside: the file that contains the reference.
+        field: the field with the reference, for errors.
+
+    Raises:
+        ClusterError: there is no such profile.
     """
     if not isinstance(name, str):
         return name
     shipped = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
     if name not in shipped and not name.endswith((".yaml", ".yml")):
         raise ClusterError(
-            f"{beside}: {field}: unknown profile {brief(name)}; expected one of {', '.join(shipped)}, a path to a .yaml file, or the "
-            "fields themselves"
+            f"{beside}: {field}: unknown profile {brief(name)}; expected one of "
+            f"{', '.join(shipped)}, a path to a .yaml file, or the fields themselves"
         )
     return read(shipped.get(name) or beside.parent / name)
 
 
 def validate[D: Description](kind: type[D], data: Mapping[str, Any], source: object) -> D:
-    """`data` as a description of that kind; `source` is what errors call it, e.g. its path."""
+    """Return `data` as a description of a kind.
+
+    Args:
+        kind: the class of the description.
+        data: the fields.
+        source: what errors call the description, e.g. its path.
+
+    Raises:
+        ClusterError: fields are missing, unknown or wrong; a line for each of the first ten.
+    """
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         errors = error.errors()
-    lines = [f"{source}: {one_line(_explain(kind, details))}" for details in errors[:_SHOWN]]
+    lines = [f"{source}: {one_line(_explain(kind, details))}" for details in errors[:_MAX_ERRORS]]
     if more := len(errors) - len(lines):
         lines.append(f"{source}: {more} more")
     raise ClusterError("\n".join(lines))
 
 
 def _explain(kind: type[Description], error: ErrorDetails) -> str:
-    """One line for one error of pydantic."""
+    """Return what an error of pydantic means, as one line."""
     field = ".".join(map(str, error["loc"]))
     match error["type"]:
         case "missing":
@@ -134,16 +162,20 @@ def _explain(kind: type[Description], error: ErrorDetails) -> str:
         case "extra_forbidden":
             valid = list(_section(kind, error["loc"][:-1]).model_fields)
             hint = _hint(str(error["loc"][-1]), valid)
-            return f"{field}: unknown field (given {brief(error['input'])}); {hint}valid: {', '.join(valid)}"
-        case "value_error":  # from a check over several fields, which says everything itself
+            return (
+                f"{field}: unknown field (given {brief(error['input'])}); "
+                f"{hint}valid: {', '.join(valid)}"
+            )
+        case "value_error":  # from a check over several fields, whose message is complete
             problem = error["msg"].removeprefix("Value error, ")
             return f"{field}.{problem}" if field else problem
         case _:
-            return f"{field}: given {brief(error['input'])}; {error['msg'].replace('Input should be', 'expected')}"
+            expected = error["msg"].replace("Input should be", "expected")
+            return f"{field}: given {brief(error['input'])}; {expected}"
 
 
 def _hint(field: str, valid: Sequence[str]) -> str:
-    """Return what to write instead of an unknown field; empty if no valid one is like it."""
+    """Return a hint at the valid field that an unknown one stands for; empty if there is none."""
     if (new := RENAMED.get(field)) in valid:
         return f"it is called {new!r} now; "
     close = difflib.get_close_matches(field, valid, n=1)
@@ -151,7 +183,7 @@ def _hint(field: str, valid: Sequence[str]) -> str:
 
 
 def _section(kind: type[Description], path: tuple[int | str, ...]) -> type[Description]:
-    """The description that the fields `path` of `kind` lead to."""
+    """Return the class of the section at `path` inside a description."""
     for field in path:
         kind = next(
             option

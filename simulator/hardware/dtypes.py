@@ -1,4 +1,4 @@
-"""HLO's names of element types, which descriptions of devices use for the precisions of matrix units."""
+"""HLO's names of element types, the keys of peaks and efficiencies in descriptions of devices."""
 
 import difflib
 import re
@@ -21,9 +21,17 @@ DTYPES = (
 )
 
 
-def check_dtypes[Value](of: Mapping[str, Value], field: str) -> None:
-    """Refuse keys that are no names of HLO's, such as NumPy's: `ValueError`, which says what was likely meant."""
-    for name in of:
+def check_dtypes[Value](by_dtype: Mapping[str, Value], field: str) -> None:
+    """Check that keys are HLO's names of types.
+
+    Args:
+        by_dtype: the mapping to check.
+        field: what errors call the mapping.
+
+    Raises:
+        ValueError: a key is another name, such as NumPy's; the message suggests HLO's.
+    """
+    for name in by_dtype:
         if name not in DTYPES:
             meant = re.sub(r"^bfloat", "bf", name.lower())
             meant = re.sub(r"^uint", "u", re.sub(r"^float", "f", re.sub(r"^int", "s", meant)))

@@ -1,7 +1,7 @@
-"""Clusters with hosts of several kinds: pools of equal hosts, joined by one network.
+"""Heterogeneous clusters: pools of equal hosts, joined by one network.
 
-A file describes one by `pools`, each of which has the fields of a cluster. What a pool leaves out is as the cluster is that it is
-`like`, and otherwise as the file says for all pools:
+A file describes one by `pools`, each of which has the fields of a cluster. The defaults of a pool
+are the fields of the cluster that it is `like`, and then those that the file gives beside `pools`:
 
     name: v100_beside_a100
     description: a host with 8 V100s beside one with 8 A100s
@@ -24,10 +24,15 @@ from simulator.hardware.description import ClusterError, Description, read, vali
 
 
 class HeterogeneousCluster(Description):
-    """Pools of equal hosts that differ in their number of devices, or in what their devices are.
+    """Pools of equal hosts, with another kind or number of devices in each pool.
 
-    Devices are numbered pool by pool, within a pool as the `Cluster` numbers them. Messages between pools take the network cards
-    of both hosts, of which the slower one sets the pace.
+    Devices are numbered pool by pool, and within a pool as by `Cluster`. A message between pools
+    passes a NIC of either host; the slower one limits its bandwidth.
+
+    Attributes:
+        name: name of the cluster, by which its file is loaded.
+        description: one line about the cluster.
+        pools: a cluster for each pool.
     """
 
     name: str
@@ -38,18 +43,20 @@ class HeterogeneousCluster(Description):
     def _pools_are_linked(self) -> Self:
         if len(self.pools) < 2:
             raise ValueError(
-                f"pools: given {len(self.pools)}, expected at least 2; hosts that are alike are a cluster"
+                f"pools: given {len(self.pools)}, expected at least 2; "
+                "hosts that are alike are a cluster"
             )
         for i, pool in enumerate(self.pools):
             if pool.inter_host is None:
                 raise ValueError(
-                    f"pools.{i}.inter_host: missing, but there are other pools; describe the link of its network cards, or one "
-                    "for all pools beside them"
+                    f"pools.{i}.inter_host: missing, but there are other pools; describe the link "
+                    "of its NICs, or one for all pools beside them"
                 )
         return self
 
     @property
     def num_devices(self) -> int:
+        """Devices of all pools."""
         return sum(pool.num_devices for pool in self.pools)
 
     @property
@@ -58,32 +65,45 @@ class HeterogeneousCluster(Description):
         return tuple(accumulate((pool.num_devices for pool in self.pools[:-1]), initial=0))
 
     def pool_of(self, devices: Sequence[int]) -> int:
-        """The number of the pool that holds all of the devices. Devices of several pools, or of none: `ClusterError`."""
+        """Return the number of the pool that contains all of the devices.
+
+        Raises:
+            ClusterError: the devices are of several pools, or some are not in the cluster.
+        """
         if min(devices) < 0 or max(devices) >= self.num_devices:
             raise ClusterError(
-                f"devices {min(devices)} to {max(devices)} are not all in cluster {self.name!r}: it has {self.num_devices}"
+                f"devices {min(devices)} to {max(devices)} are not all in cluster {self.name!r}: "
+                f"it has {self.num_devices}"
             )
         starts = self.pool_starts
-        found = sorted({bisect_right(starts, device) - 1 for device in devices})
-        if len(found) > 1:
+        numbers = sorted({bisect_right(starts, device) - 1 for device in devices})
+        if len(numbers) > 1:
             pools = " and ".join(
-                f"{starts[i]} to {starts[i] + self.pools[i].num_devices - 1} ({self.pools[i].device.name})"
-                for i in found
+                f"{starts[i]} to {starts[i] + self.pools[i].num_devices - 1} "
+                f"({self.pools[i].device.name})"
+                for i in numbers
             )
             raise ClusterError(
-                f"devices {', '.join(map(str, devices))} lie in several pools of cluster {self.name!r}, {pools}, but only devices "
-                "of one pool can work as one mesh"
+                f"devices {', '.join(map(str, devices))} lie in several pools of cluster "
+                f"{self.name!r}, {pools}, but only devices of one pool can work as one mesh"
             )
-        return found[0]
+        return numbers[0]
 
     def host_of(self, device_id: int) -> int:
-        """The host that device `device_id` sits in, counted over all pools."""
+        """Return the number of the host of a device, counted over all pools."""
         pool = self.pool_of((device_id,))
-        before = sum(each.hosts for each in self.pools[:pool])
-        return before + self.pools[pool].host_of(device_id - self.pool_starts[pool])
+        hosts_before = sum(other.hosts for other in self.pools[:pool])
+        return hosts_before + self.pools[pool].host_of(device_id - self.pool_starts[pool])
 
     def first_devices(self, count: int) -> "AnyCluster":
-        """The cluster of the first `count` devices: whole pools, and of the next one part of one host, or whole hosts."""
+        """Return the cluster of the first `count` devices.
+
+        It has complete pools, and at most one pool with fewer hosts, or with a part of one host.
+
+        Raises:
+            ClusterError: there are fewer devices, or the last pool would have a host and a part of
+                one.
+        """
         if not 1 <= count <= self.num_devices:
             raise ClusterError(
                 f"{count} devices asked of {self.name!r}, which has {self.num_devices}"
@@ -100,17 +120,22 @@ type AnyCluster = Cluster | HeterogeneousCluster
 
 
 def load_cluster(name_or_path: str | Path) -> AnyCluster:
-    """The cluster of a shipped file (by its name) or of a YAML file (by its path), with hosts that are all alike or not."""
+    """Return the cluster of a shipped file (by its name) or of a YAML file (by its path).
+
+    Raises:
+        ClusterError: there is no such file, or its fields are wrong.
+    """
     path = cluster_path(name_or_path)
     fields = read(path)
-    return _mixed(fields, path) if "pools" in fields else Cluster.of_fields(fields, path)
+    return _from_pools(fields, path) if "pools" in fields else Cluster.of_fields(fields, path)
 
 
-def _mixed(fields: Mapping[str, Any], path: Path) -> HeterogeneousCluster:
+def _from_pools(fields: Mapping[str, Any], path: Path) -> HeterogeneousCluster:
     given = fields["pools"]
     if not isinstance(given, list) or not all(isinstance(pool, dict) for pool in given):
         raise ClusterError(
-            f"{path}: pools: given {brief(given)}; expected a list of sections with the fields of a cluster"
+            f"{path}: pools: given {brief(given)}; "
+            "expected a list of sections with the fields of a cluster"
         )
     own = {key: fields[key] for key in ("name", "description") if key in fields}
     common = {key: value for key, value in fields.items() if key != "pools"}
@@ -124,15 +149,15 @@ def _mixed(fields: Mapping[str, Any], path: Path) -> HeterogeneousCluster:
 def _pool_fields(
     common: Mapping[str, Any], given: Mapping[str, Any], number: int, path: Path
 ) -> dict[str, Any]:
-    """The fields of a pool: its own, those of the cluster that it is like, and those common to all pools."""
+    """Return the fields of a pool: its own, then those it is `like`, then those of all pools."""
     like: dict[str, Any] = {}
     if "like" in given:
         if not isinstance(given["like"], str):
             raise ClusterError(
-                f"{path}: pools.{number}.like: given {brief(given['like'])}; expected a shipped cluster or a path to a .yaml file"
+                f"{path}: pools.{number}.like: given {brief(given['like'])}; "
+                "expected a shipped cluster or a path to a .yaml file"
             )
-        known = Cluster.load(cluster_path(given["like"], beside=path))
-        like = {name: getattr(known, name) for name in Cluster.model_fields}
-    named = {"name": f"{common.get('name')}, pool {number}"}
+        like = Cluster.load(cluster_path(given["like"], beside=path)).fields()
+    name = {"name": f"{common.get('name')}, pool {number}"}
     own = {key: value for key, value in given.items() if key != "like"}
-    return {**common, **named, **like, **own}
+    return {**common, **name, **like, **own}

@@ -1,4 +1,4 @@
-"""How fast kernels run on one kind of device, as parts of the peaks in its description."""
+"""Kernel profiles: how close to the peaks of a device its kernels come."""
 
 from pathlib import Path
 from typing import Self
@@ -12,18 +12,19 @@ PROFILES = Path(__file__).parent / "profiles" / "kernels"
 
 
 class Passes(Description):
-    """A number for the forward and one for the backward pass."""
+    """A fraction for the forward pass and one for the backward pass."""
 
     forward: Fraction
     backward: Fraction
 
 
 class FusedAttention(Description):
-    """Fractions of the peak that fused attention reaches on long causal sequences, by generation of its kernels.
+    """Fractions of the peak that fused attention reaches on long causal sequences.
 
-    Second: Dao, FlashAttention-2 (arXiv 2307.08691), figures for head size 128. First: about 0.6 of that, as in the same paper; the exact
-    values are those of two rows of llm-foundry's table with long sequences, 125m at 32768 tokens on A100 and 1b at 65536 on H100. V100, which
-    is the default, and B200 are guesses in proportion.
+    `flash2`: Dao, FlashAttention-2 (arXiv 2307.08691), figures for head size 128. `flash`: about
+    0.6 of that, as in the same paper; the exact values are fitted to two rows of llm-foundry's
+    table with long sequences, 125m at 32768 tokens on A100 and 1b at 65536 on H100. The values of
+    V100, which are the default, and of B200 are guesses in proportion.
     """
 
     flash: Passes = Passes(forward=0.25, backward=0.20)
@@ -31,27 +32,37 @@ class FusedAttention(Description):
 
 
 class KernelProfile(Description):
-    """What `simulator.costs.gemm` and `simulator.costs.kernel_model` know of a device beside its peaks.
+    """Parameters of the cost models of kernels, for one kind of device.
 
-    The two efficiencies are enough for a rough description; `simulator.calibration.fit_products` fits the rest to measured products.
+    `simulator.costs.gemm` and `simulator.costs.kernel_model` are these models. The two efficiencies
+    are enough for a rough description. `simulator.calibration.fit_products` fits the rest to
+    measured products.
 
     Attributes:
-        source: what was measured, by whom, under which licence; which shapes were fitted, and the errors on the others.
-        launch_us: of an empty product; as the device's `kernel_launch_us` by default.
-        efficiency: fraction of the peak that a core reaches inside a tile of a product while the device is cool.
-        efficiency_by_dtype: the same where it is another one, by HLO dtype.
-        conv_efficiency_by_dtype: fraction of the peak that convolutions reach, where it is not that of products.
+        source: what was measured, by whom, under which licence; which shapes were fitted, and the
+            errors on the others.
+        launch_us: time of an empty product; the device's `kernel_launch_us` by default.
+        efficiency: fraction of the peak that a core reaches inside a tile of a product while the
+            device is cool.
+        efficiency_by_dtype: efficiency of other types, by HLO dtype.
+        conv_efficiency_by_dtype: fraction of the peak that convolutions reach, by HLO dtype; that
+            of products by default.
         tile_us: prologue and epilogue of a tile.
-        step_ns: least time of one element of the inner dimension, whatever the tile.
-        cache_gb_per_s_per_core: from the second-level cache to a core; unlimited by default.
+        step_ns: lower bound on the time of one element of the inner dimension of a tile.
+        cache_gb_per_s_per_core: bandwidth from the second-level cache to a core; unlimited by
+            default.
         memory_efficiency: fraction of the memory bandwidth that long transfers reach.
-        half_size_mb: transfer for which the ramp of the memory system costs as much as the transfer.
-        overlap: exponent of the norm that joins arithmetic and traffic: 1 adds them, a large one hides the shorter.
-        wave_quantization: 1 where a partial wave of tiles costs a whole one, 0 where only its part.
-        throttling: by how much a product takes longer once the device is hot.
-        throttles_in_training: whether the clock drops so far in training; otherwise only within long products.
-        split_k_us: starting the sum of split products.
-        attention: how close to the peak fused attention comes.
+        half_size_mb: transfer for which the ramp of the memory system costs as much as the
+            transfer.
+        overlap: exponent of the norm that joins arithmetic and traffic: 1 adds them, a large one
+            hides the shorter.
+        wave_quantization: 1 where a partial wave of tiles costs as much as a full one, 0 where it
+            costs its fraction of one.
+        throttling: relative slowdown of a product once the device is hot.
+        throttles_in_training: whether training makes the device hot; otherwise only long products
+            do.
+        split_k_us: launch of the kernel that sums the partial results of split-k products.
+        attention: fractions of the peak that fused attention reaches.
         held_out_error: mean absolute relative error on measured shapes outside the fit.
     """
 
@@ -74,6 +85,6 @@ class KernelProfile(Description):
     held_out_error: NonNegativeFloat | None = None
 
     @model_validator(mode="after")
-    def _types_are_known(self) -> Self:
+    def _dtypes_are_names_of_hlo(self) -> Self:
         check_dtypes(self.efficiency_by_dtype, "efficiency_by_dtype")
         return self

@@ -1,4 +1,7 @@
-"""JSON schemas of the files that describe hardware, for editors and checkers: what `simulator.hardware.cluster` and `simulator.hardware.heterogeneous` read."""
+"""JSON schemas of the files that describe hardware, for editors and checkers.
+
+They describe what `simulator.hardware.cluster` and `simulator.hardware.heterogeneous` read.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +18,7 @@ from simulator.hardware.description import Description
 from simulator.hardware.dtypes import DTYPES
 from simulator.hardware.kernel_profile import KernelProfile
 
-_KINDS: tuple[type[Description], ...] = (
+_DESCRIPTIONS: tuple[type[Description], ...] = (
     Cluster,
     Device,
     Link,
@@ -26,24 +29,27 @@ _KINDS: tuple[type[Description], ...] = (
     SwitchCurve,
     KernelProfile,
 )
-_NAMED = {"Cluster": ("device", "collectives"), "Device": ("kernels",)}
-"""Fields that may also be a name or a path in a file."""
+_REFERENCES = {"Cluster": ("device", "collectives"), "Device": ("kernels",)}
+"""Fields for which a file may give a name or a path."""
 
-_OF_LINK = ("collective_launch_us", "intra_host")
-"""Fields of a cluster that a profile of collectives brings along."""
+_LINK_FIELDS = ("collective_launch_us", "intra_host")
+"""Fields of a cluster that a profile of collectives can replace."""
 
 _BY_DTYPE = {"Device": ("peak_tflop_per_s",), "KernelProfile": ("efficiency_by_dtype",)}
 
 
 def cluster_schema() -> dict[str, Any]:
-    """Of a cluster of equal hosts."""
+    """Return the schema of a cluster of equal hosts."""
     schema = _cluster()
-    schema["required"] = [name for name in schema["required"] if name not in _OF_LINK]
-    return schema | {"anyOf": [{"required": ["collectives"]}, {"required": list(_OF_LINK)}]}
+    schema["required"] = [name for name in schema["required"] if name not in _LINK_FIELDS]
+    return schema | {"anyOf": [{"required": ["collectives"]}, {"required": list(_LINK_FIELDS)}]}
 
 
 def _cluster() -> dict[str, Any]:
-    """The schema of a cluster, whose link within hosts may leave out what measured collectives say of it."""
+    """Return the schema of a cluster.
+
+    Fields of `intra_host` are optional, as measured collectives may imply them.
+    """
     schema = _schema(Cluster)
     link = {name: value for name, value in schema["$defs"]["Link"].items() if name != "required"}
     schema["properties"]["intra_host"] = link | {
@@ -53,22 +59,26 @@ def _cluster() -> dict[str, Any]:
 
 
 def device_schema() -> dict[str, Any]:
-    """Of a device."""
+    """Return the schema of a device."""
     return _schema(Device)
 
 
 def heterogeneous_schema() -> dict[str, Any]:
-    """Of a cluster with pools of unlike hosts; a pool has what it shares with no other pool, and with no cluster that it is like."""
+    """Return the schema of a cluster with pools of unlike hosts.
+
+    No field of a pool is required: the others come from the cluster that it is `like`, and from the
+    fields beside `pools`.
+    """
     schema = _cluster()
     fields = schema.pop("properties")
     like = {
         "type": "string",
-        "description": "a shipped cluster or the path of another, whose fields the pool has",
+        "description": "a shipped cluster or the path of another: the defaults of the fields",
     }
     pool = {"type": "object", "properties": {"like": like, **fields}, "additionalProperties": False}
     pools = {"type": "array", "items": pool, "minItems": 2}
     return schema | {
-        "description": "Pools of equal hosts; what is beside them is of all pools.",
+        "description": "Pools of equal hosts; the fields beside `pools` are common to all of them.",
         "properties": {**fields, "pools": pools},
         "required": ["name", "description", "pools"],
     }
@@ -79,28 +89,28 @@ SCHEMAS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "device": device_schema,
     "heterogeneous": heterogeneous_schema,
 }
-"""By the kind of file."""
+"""Functions that return a schema, by the kind of file."""
 
 
 def _schema(kind: type[Description]) -> dict[str, Any]:
-    """The schema of a file, with what each field means."""
+    """Return the schema of a file, with the meaning of each field."""
     schema = kind.model_json_schema()
-    found = {name: schema.get("$defs", {}).get(name) for name in (each.__name__ for each in _KINDS)}
-    found[kind.__name__] = schema
-    for each in _KINDS:
-        if (section := found[each.__name__]) is not None:
-            _explain(each, section)
+    sections = schema.get("$defs", {}) | {kind.__name__: schema}
+    for description in _DESCRIPTIONS:
+        if description.__name__ in sections:
+            _explain(description, sections[description.__name__])
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def _explain(kind: type[Description], section: dict[str, Any]) -> None:
-    """Say what fields mean, and what a file may have in their place."""
-    name, meanings = kind.__name__, _meanings(kind)
+    """Add the meaning of fields to a section, and the names or paths that may replace them."""
+    name = kind.__name__
+    meanings = _meanings(kind)
     section["description"] = (kind.__doc__ or "").split("\n\n")[0].strip()
     fields: dict[str, dict[str, Any]] = section["properties"]
     for field, schema in fields.items():
         schema.pop("title", None)
-        if field in _NAMED.get(name, ()):
+        if field in _REFERENCES.get(name, ()):
             schema = fields[field] = {
                 "anyOf": [*schema.pop("anyOf", [dict(schema)]), {"type": "string"}]
             }
@@ -111,7 +121,7 @@ def _explain(kind: type[Description], section: dict[str, Any]) -> None:
 
 
 def _meanings(kind: type[Description]) -> dict[str, str]:
-    """What the docstring says of each field."""
+    """Return what the `Attributes:` section of the docstring says of each field."""
     _, _, attributes = (kind.__doc__ or "").partition("Attributes:\n")
     entries = re.split(r"\n(?=    (?:    )?\w+(?:, \w+)*: )", "\n" + attributes)
     meanings = {}

@@ -82,9 +82,7 @@ def test_files_that_are_refused_are_against_the_schema(
 
 def test_the_schema_says_what_fields_mean() -> None:
     schema = SCHEMAS["cluster"]()
-    assert schema["properties"]["nics_per_host"]["description"].startswith(
-        "network cards of a host"
-    )
+    assert schema["properties"]["nics_per_host"]["description"].startswith("NICs of a host")
     assert (
         "one hop of an empty message"
         in schema["$defs"]["Link"]["properties"]["latency_us"]["description"]

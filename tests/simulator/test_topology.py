@@ -254,7 +254,7 @@ def test_messages_of_two_meshes_share_what_a_card_has_upwards() -> None:
         ({"oversubscription": float("inf"), "hosts_per_switch": 2}, "oversubscription.*finite"),
         (
             {"oversubscription": 2},
-            r"oversubscription: given 2, but all network cards are on one switch.*hosts_per_switch",
+            r"oversubscription: given 2, but all NICs are on one switch.*hosts_per_switch",
         ),
         ({"hosts_per_switch": 0}, "hosts_per_switch.*greater than 0"),
         ({"rails": 2}, "rails.*valid boolean"),
@@ -291,7 +291,7 @@ def test_what_ifs_reach_the_network() -> None:
         ClusterError, match=r"hosts_per_switch would change nothing.*cluster\.oversubscription=2"
     ):
         load_for_program("dgx_h100", 64, changes[:1])
-    with pytest.raises(ValueError, match="all network cards are on one switch"):
+    with pytest.raises(ValueError, match="all NICs are on one switch"):
         load_for_program("dgx_h100", 64, changes[1:])
 
 
