@@ -1,7 +1,9 @@
-"""Kernels of one layer, of the embedding and of the loss: products, bytes through memory, launches, and collectives over the tensor axis.
+"""Costs of the passes over a layer, the embedding and the loss.
 
-Elementwise traffic is counted as Megatron-LM's fused kernels do it, in elements of the residual stream (tokens * hidden), of the scores,
-or of the MLP's inner width; `w` is the width of an element, masks of dropout are a byte.
+A pass has matrix products, memory traffic, kernel launches, and collectives over the tensor axis.
+Elementwise traffic is that of Megatron-LM's fused kernels, in elements of the residual stream
+(tokens * hidden), of the scores, or of the MLP's inner width. In formulas `w` is the bytes of an
+element; a mask of dropout is a byte.
 """
 
 from dataclasses import dataclass
@@ -9,19 +11,21 @@ from dataclasses import dataclass
 from simulator.transformer.machine import Machine
 from simulator.transformer.scenario import Execution, Transformer
 
-_COLLECTIVE_LAUNCHES = 2  # of the host: the collective and the event that the next kernel waits for
+_COLLECTIVE_LAUNCHES = 2
+"""Launches of the host per collective: the collective, and the event that the next kernel waits
+for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
-    """One pass over a layer on one device.
+class PassCost:
+    """The cost of one pass over a layer on one device.
 
     Attributes:
         compute: seconds of kernels.
-        kernels: how many there are.
-        communication: seconds of waiting for collectives over the tensor axis.
-        hidden: seconds of such collectives that nobody waits for.
-        flops: of the matrix products.
+        kernels: number of kernels.
+        communication: seconds of exposed collectives over the tensor axis.
+        flops: FLOP of the matrix products.
+        hidden: seconds of collectives over the tensor axis that overlap with computation.
     """
 
     compute: float = 0.0
@@ -30,8 +34,8 @@ class Phase:
     flops: float = 0.0
     hidden: float = 0.0
 
-    def __add__(self, other: "Phase") -> "Phase":
-        return Phase(
+    def __add__(self, other: "PassCost") -> "PassCost":
+        return PassCost(
             self.compute + other.compute,
             self.kernels + other.kernels,
             self.communication + other.communication,
@@ -41,16 +45,16 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPhases:
-    """Forward, backward, and what of the forward pass is computed again before the backward pass."""
+class LayerPasses:
+    """The passes over a layer: forward, backward, and what is recomputed of the forward pass."""
 
-    forward: Phase
-    backward: Phase
-    recompute: Phase
+    forward: PassCost
+    backward: PassCost
+    recompute: PassCost
 
 
-def layer_phases(model: Transformer, plan: Execution, machine: Machine) -> LayerPhases:
-    """One layer and one microbatch."""
+def layer_passes(model: Transformer, plan: Execution, machine: Machine) -> LayerPasses:
+    """Return the passes of one microbatch over one layer."""
     attention = _attention(model, plan, machine)
     dense = _dense(model, plan, machine)
     linear = _linear(model, plan, machine)
@@ -60,36 +64,42 @@ def layer_phases(model: Transformer, plan: Execution, machine: Machine) -> Layer
     backward = attention[1] + dense[1] + linear[1] + collectives[1] + exchange
     match plan.recompute:
         case "none":
-            again = Phase()
+            recompute = PassCost()
         case "selective":
-            again = attention[0] if model.attention == "naive" else Phase()
+            recompute = attention[0] if model.attention == "naive" else PassCost()
         case "full":
-            again = forward
-    return LayerPhases(forward, backward, again)
+            recompute = forward
+    return LayerPasses(forward, backward, recompute)
 
 
-def head_phases(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
-    """Forward and backward of the output embedding and the loss."""
-    tokens, columns = plan.tokens(model), -(-model.vocab // plan.tensor)
+def head_passes(model: Transformer, plan: Execution, machine: Machine) -> tuple[PassCost, PassCost]:
+    """Return the forward and backward pass of the output embedding and the loss."""
+    tokens = plan.tokens(model)
+    columns = -(-model.vocab // plan.tensor)
     gemms = machine.gemms
-    logits, flops = tokens * columns, 2.0 * tokens * columns * model.hidden
-    # f32 logits, their maximum, difference, exponential, sum and quotient; the gradient scaled and cast back. Fused: read twice, write once
-    there, back = ((4.0, 1), (2.0, 1)) if plan.fused_loss else ((38.0, 7), (22.0, 4))
+    logits = tokens * columns
+    flops = 2.0 * tokens * columns * model.hidden
+    # bytes per logit and kernels, of each pass. Unfused: f32 logits, their maximum, difference,
+    # exponential, sum and quotient; the gradient scaled and cast back. Fused: two reads, one write
+    if plan.fused_loss:
+        forward_traffic, backward_traffic = (4.0, 1), (2.0, 1)
+    else:
+        forward_traffic, backward_traffic = (38.0, 7), (22.0, 4)
     forward = gemms.seconds(tokens, columns, model.hidden) + machine.memory_seconds(
-        there[0] * logits, there[1]
+        forward_traffic[0] * logits, forward_traffic[1]
     )
     backward = gemms.seconds(tokens, model.hidden, columns) + gemms.seconds(
         model.hidden, columns, tokens
     )
-    backward += machine.memory_seconds(back[0] * logits, back[1]) + _accumulation(
-        columns * model.hidden, plan, machine
-    )
+    backward += machine.memory_seconds(
+        backward_traffic[0] * logits, backward_traffic[1]
+    ) + _accumulation(columns * model.hidden, plan, machine)
     stream = 2.0 * tokens * model.hidden
     ring = machine.network.ring(plan.tensor)
     kind = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
     return (
-        Phase(forward + machine.memory_seconds(4 * tokens * model.hidden, 1), 9, 0.0, flops),
-        Phase(
+        PassCost(forward + machine.memory_seconds(4 * tokens * model.hidden, 1), 9, 0.0, flops),
+        PassCost(
             backward + machine.memory_seconds(6 * tokens * model.hidden, 2),
             8,
             machine.network.seconds(kind, stream, ring),
@@ -98,28 +108,36 @@ def head_phases(model: Transformer, plan: Execution, machine: Machine) -> tuple[
     )
 
 
-def embedding_phases(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
-    """Forward and backward of the input embedding: a gather, a sum with the positions, dropout; scatters of the gradient."""
+def embedding_passes(
+    model: Transformer, plan: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
+    """Return the forward and backward pass of the input embedding.
+
+    Forward: a gather, a sum with the positions, and dropout. Backward: scatters of the gradient.
+    """
     stream = plan.tokens(model) * model.hidden
     ring = machine.network.ring(plan.tensor)
     kind = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
     table = model.vocab // plan.tensor * model.hidden
-    zeros = machine.memory_seconds(2.0 * table, 1)  # to scatter into
+    zeros = machine.memory_seconds(2.0 * table, 1)  # the target of the scatter
     backward = (
         machine.memory_seconds(16.0 * stream, 4) + zeros + _accumulation(table, plan, machine)
     )
     return (
-        Phase(
+        PassCost(
             machine.memory_seconds(15.0 * stream, 4),
             4,
             machine.network.seconds(kind, 2.0 * stream, ring),
         ),
-        Phase(backward, 6),
+        PassCost(backward, 6),
     )
 
 
 def _accumulation(elements: float, plan: Execution, machine: Machine) -> float:
-    """Seconds of summing a weight gradient over microbatches, beside writing it: its product reads and writes the sum instead."""
+    """Return the seconds by which a product is slower that adds a weight gradient to its sum.
+
+    It reads and writes the sum over microbatches instead of writing a gradient.
+    """
     if not plan.accumulates:
         return 0.0
     return (
@@ -128,9 +146,10 @@ def _accumulation(elements: float, plan: Execution, machine: Machine) -> float:
     )
 
 
-def _linear(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
-    """The four linear layers; their gradients are two products each."""
-    tokens, t, h = plan.tokens(model), plan.tensor, model.hidden
+def _linear(model: Transformer, plan: Execution, machine: Machine) -> tuple[PassCost, PassCost]:
+    """Return the passes of the four linear layers, with two products each in the backward pass."""
+    tokens = plan.tokens(model)
+    t, h = plan.tensor, model.hidden
     up = (2 if model.gated else 1) * model.ffn_width
     shapes = (
         (model.qkv_width // t, h),
@@ -150,29 +169,29 @@ def _linear(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phas
         backward += machine.memory_seconds(sum(4.0 * tokens * out for out, _ in shapes), 4)
     backward += sum(_accumulation(out * inner, plan, machine) for out, inner in shapes)
     flops = sum(2.0 * tokens * out * inner for out, inner in shapes)
-    return Phase(forward, 4, 0.0, flops), Phase(backward, 8, 0.0, 2 * flops)
+    return PassCost(forward, 4, 0.0, flops), PassCost(backward, 8, 0.0, 2 * flops)
 
 
-def _attention(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
-    """The core of attention, between the projections."""
-    heads, size = (
-        model.heads // (plan.tensor * plan.context) * plan.microbatch,
-        model.hidden // model.heads,
-    )
+def _attention(model: Transformer, plan: Execution, machine: Machine) -> tuple[PassCost, PassCost]:
+    """Return the passes of the core of attention, between the projections."""
+    heads = model.heads // (plan.tensor * plan.context) * plan.microbatch
+    size = model.hidden // model.heads
     s, w = model.seq, 2
     flops = 4.0 * heads * s * s * size
     if model.attention != "naive":
-        done, (fast, slow) = flops / 2, machine.flash(model.attention)
+        causal_flops = flops / 2
+        forward_rate, backward_rate = machine.flash(model.attention)
         moved = 4.0 * w * heads * s * size
         return (
-            Phase(
-                max(done / fast, moved / machine.gemms.bandwidth) + machine.launch_seconds,
+            PassCost(
+                max(causal_flops / forward_rate, moved / machine.gemms.bandwidth)
+                + machine.launch_seconds,
                 1,
                 0.0,
                 flops,
             ),
-            Phase(
-                max(2.5 * done / slow, 2 * moved / machine.gemms.bandwidth)
+            PassCost(
+                max(2.5 * causal_flops / backward_rate, 2 * moved / machine.gemms.bandwidth)
                 + 3 * machine.launch_seconds,
                 3,
                 0.0,
@@ -180,92 +199,119 @@ def _attention(model: Transformer, plan: Execution, machine: Machine) -> tuple[P
             ),
         )
     gemms = machine.gemms
-    scores, context = gemms.seconds(s, s, size, heads), gemms.seconds(s, size, s, heads)
-    kept = (2 * w + 1) if model.dropout else 0
+    scores = gemms.seconds(s, s, size, heads)
+    context = gemms.seconds(s, size, s, heads)
+    saved = (2 * w + 1) if model.dropout else 0
     forward = (
         scores
         + context
-        + machine.memory_seconds((2.0 * w + kept) * heads * s * s, 2 if model.dropout else 1)
+        + machine.memory_seconds((2.0 * w + saved) * heads * s * s, 2 if model.dropout else 1)
     )
     backward = (
         2 * scores
         + 2 * context
-        + machine.memory_seconds((3.0 * w + kept) * heads * s * s, 2 if model.dropout else 1)
+        + machine.memory_seconds((3.0 * w + saved) * heads * s * s, 2 if model.dropout else 1)
     )
-    return Phase(forward, 4, 0.0, flops), Phase(backward, 6, 0.0, 2 * flops)
+    return PassCost(forward, 4, 0.0, flops), PassCost(backward, 6, 0.0, 2 * flops)
 
 
-def _dense(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
-    """Norms, residual sums, dropout, activations and copies."""
-    tokens, t, w = plan.tokens(model), plan.tensor, 2
+def _dense(model: Transformer, plan: Execution, machine: Machine) -> tuple[PassCost, PassCost]:
+    """Return the passes of norms, residual sums, dropout, activations and copies."""
+    tokens = plan.tokens(model)
+    t, w = plan.tensor, 2
     stream = tokens * model.hidden / (t if plan.sequence_parallel else 1)
     mask = 1 if model.dropout else 0
-    inner, columns = tokens * model.ffn_width / t, tokens * model.qkv_width / t
+    inner = tokens * model.ffn_width / t
+    columns = tokens * model.qkv_width / t
     gate = 3 if model.gated else 2  # read one or two, write one
     forward = 2 * 2 * w * stream  # norms
     forward += 2 * (3 * w + mask) * stream  # bias, dropout, residual
     forward += gate * w * inner  # activation
-    forward += 2 * w * tokens * model.hidden / t  # heads put together again
+    forward += 2 * w * tokens * model.hidden / t  # concatenation of heads
     if not model.learned_positions:
-        forward += 2 * w * columns  # queries and keys rotated
+        forward += 2 * w * columns  # rotation of queries and keys
     backward = 2 * 3 * w * stream + 2 * 3 * w * stream  # norms, sums with the residual's gradient
     backward += 2 * (2 * w + mask + (w if model.biases else 0)) * stream
     backward += (2 * gate - 1 + (1 if model.biases else 0)) * w * inner
     backward += 3 * w * columns + 2 * w * tokens * model.hidden / t
     return (
-        Phase(machine.memory_seconds(forward, 6), 9),
-        Phase(machine.memory_seconds(backward, 16), 16),
+        PassCost(machine.memory_seconds(forward, 6), 9),
+        PassCost(machine.memory_seconds(backward, 16), 16),
     )
 
 
-def _collectives(model: Transformer, plan: Execution, machine: Machine) -> tuple[Phase, Phase]:
-    """Two all_reduces a pass, or as many all_gathers and reduce_scatters with sequence parallelism, whose backward pass gathers the inputs
-    once more. In the backward pass these, and what sums the gradients of inputs, can run beside the products of weight gradients.
+def _collectives(
+    model: Transformer, plan: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
+    """Return the waits of both passes for collectives over the tensor axis.
+
+    A pass has two all_reduces, or two all_gathers and two reduce_scatters with sequence
+    parallelism, whose backward pass gathers the inputs once more. In the backward pass these
+    gathers, and the sums of the gradients of inputs, can overlap with the products of weight
+    gradients.
     """
     if plan.tensor == 1:
-        return Phase(), Phase()
-    network, ring = machine.network, machine.network.ring(plan.tensor)
-    tokens, t, h = plan.tokens(model), plan.tensor, model.hidden
-    # outputs of the layers that are split by column
-    wide = model.qkv_width // t, (2 if model.gated else 1) * model.ffn_width // t
-    narrow = (h // t, model.ffn_width // t)  # inputs of the layers that are split by row
+        return PassCost(), PassCost()
+    network = machine.network
+    ring = network.ring(plan.tensor)
+    tokens = plan.tokens(model)
+    t, h = plan.tensor, model.hidden
+    # widths of the outputs of layers that are split by column, and of the inputs of those split by
+    # row
+    outputs_by_column = model.qkv_width // t, (2 if model.gated else 1) * model.ffn_width // t
+    inputs_by_row = (h // t, model.ffn_width // t)
     stream = 2.0 * tokens * h
     if plan.sequence_parallel:
-        gather, scatter = (
-            network.seconds(kind, stream, ring) for kind in ("all_gather", "reduce_scatter")
-        )
+        gather = network.seconds("all_gather", stream, ring)
+        scatter = network.seconds("reduce_scatter", stream, ring)
     else:
-        gather, scatter = 0.0, network.seconds("all_reduce", stream, ring)
-    # pairs of a collective and the product it can run beside
-    gathers = [(gather, machine.gemms.seconds(tokens, out, h)) for out in wide]
-    forward = gathers + [(scatter, machine.gemms.seconds(tokens, h, inner)) for inner in narrow]
-    weights = [(gather + scatter, machine.gemms.seconds(out, h, tokens)) for out in wide]
-    outputs = [(gather, machine.gemms.seconds(tokens, inner, h)) for inner in narrow]
+        gather = 0.0
+        scatter = network.seconds("all_reduce", stream, ring)
+    # pairs of a collective and the product that it can overlap with
+    gathers = [(gather, machine.gemms.seconds(tokens, out, h)) for out in outputs_by_column]
+    forward = gathers + [
+        (scatter, machine.gemms.seconds(tokens, h, inner)) for inner in inputs_by_row
+    ]
+    weights = [
+        (gather + scatter, machine.gemms.seconds(out, h, tokens)) for out in outputs_by_column
+    ]
+    outputs = [(gather, machine.gemms.seconds(tokens, inner, h)) for inner in inputs_by_row]
     launches = _COLLECTIVE_LAUNCHES * (4 if plan.sequence_parallel else 2)
-    backward_too, forward_too = plan.overlap_tensor != "none", plan.overlap_tensor == "all"
+    overlap_weights = plan.overlap_tensor != "none"
+    overlap_all = plan.overlap_tensor == "all"
     return (
-        _beside(forward, forward_too, launches, machine, ring.hosts > 1),
-        _beside(weights, backward_too, launches, machine, ring.hosts > 1)
-        + _beside(outputs, forward_too, 0, machine, ring.hosts > 1),
+        _overlapped(forward, overlap_all, launches, machine, ring.hosts > 1),
+        _overlapped(weights, overlap_weights, launches, machine, ring.hosts > 1)
+        + _overlapped(outputs, overlap_all, 0, machine, ring.hosts > 1),
     )
 
 
-def _beside(
-    pairs: list[tuple[float, float]], overlap: bool, launches: int, machine: Machine, far: bool
-) -> Phase:
-    """Waiting for collectives, each of which runs beside a product if they overlap; both are slower then."""
+def _overlapped(
+    pairs: list[tuple[float, float]],
+    overlap: bool,
+    launches: int,
+    machine: Machine,
+    between_hosts: bool,
+) -> PassCost:
+    """Return the wait for collectives, each of which may overlap with a product."""
     total = sum(moved for moved, _ in pairs)
     if not overlap:
-        return Phase(kernels=launches, communication=total)
-    waited = sum(machine.beside(moved, compute, far) for moved, compute in pairs)
-    return Phase(kernels=launches, communication=waited, hidden=total - waited)
+        return PassCost(kernels=launches, communication=total)
+    exposed = sum(
+        machine.exposed_seconds(moved, compute, between_hosts) for moved, compute in pairs
+    )
+    return PassCost(kernels=launches, communication=exposed, hidden=total - exposed)
 
 
-def _sequence_exchange(model: Transformer, plan: Execution, machine: Machine) -> Phase:
-    """With the sequence divided over the context axis, attention needs whole sequences: heads are exchanged for tokens and back."""
+def _sequence_exchange(model: Transformer, plan: Execution, machine: Machine) -> PassCost:
+    """Return the exchange of heads for tokens around attention, which needs complete sequences.
+
+    The context axis divides sequences.
+    """
     if plan.context == 1:
-        return Phase()
-    ring, tokens = machine.network.ring(plan.context, plan.tensor), plan.tokens(model)
+        return PassCost()
+    ring = machine.network.ring(plan.context, plan.tensor)
+    tokens = plan.tokens(model)
     widths = (
         model.hidden,
         (model.qkv_width - model.hidden) // 2,
@@ -278,4 +324,4 @@ def _sequence_exchange(model: Transformer, plan: Execution, machine: Machine) ->
     )
     moved = 2.0 * tokens * (model.qkv_width + model.hidden) / plan.tensor
     # packed before and unpacked after, each read and written
-    return Phase(machine.memory_seconds(4 * moved, 8), 4 * (1 + _COLLECTIVE_LAUNCHES), seconds)
+    return PassCost(machine.memory_seconds(4 * moved, 8), 4 * (1 + _COLLECTIVE_LAUNCHES), seconds)

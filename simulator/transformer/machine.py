@@ -17,10 +17,13 @@ from simulator.hardware.topology import Ring
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster, with what work costs on it, driven by a backend.
+    """A cluster that a backend drives, with the costs of work on it.
 
     Attributes:
-        spread: standard deviation of the speed of devices of one kind; a step waits for the slowest of all.
+        cluster: the hardware.
+        backend: the software.
+        spread: relative standard deviation of the speed of equal devices; a step waits for the
+            slowest.
     """
 
     cluster: Cluster
@@ -29,55 +32,68 @@ class Machine:
 
     @cached_property
     def kernels(self) -> KernelModel:
-        """What kernels cost on a device in training."""
+        """Costs of kernels on a device in training."""
         return KernelModel(
             self.cluster.device, hot=self.cluster.device.kernels.throttles_in_training
         )
 
     @cached_property
     def network(self) -> Network:
+        """Costs of communication."""
         return Network(self.cluster)
 
     @cached_property
     def gemms(self) -> GemmModel:
-        """Products of 16-bit numbers, of the faster format."""
+        """Costs of 16-bit matrix products, in the faster format."""
         return max(map(self.kernels.products, ("bf16", "f16")), key=lambda model: model.peak)
 
-    def beside(self, moved: float, compute: float, far: bool) -> float:
-        """Seconds that communication adds to computation beside it, within a host or far; both are slower meanwhile."""
-        return added_seconds(moved, compute, self.network.link(far).contention_factor)
+    def exposed_seconds(self, moved: float, compute: float, between_hosts: bool) -> float:
+        """Return the seconds by which communication lengthens computation that overlaps with it.
+
+        Args:
+            moved: seconds of the communication alone.
+            compute: seconds of the computation alone.
+            between_hosts: whether the communication is between hosts, whose link has its own
+                contention factor.
+        """
+        contention = self.network.link(between_hosts).contention_factor
+        return added_seconds(moved, compute, contention)
 
     def data_ring(self, size: int, stride: int) -> Ring:
-        """The ring of a data group, through as many network cards as the backend uses."""
+        """Return the ring of a data group, through as many NICs as the backend uses."""
         ring = self.network.ring(size, stride)
         max_nics = self.backend.max_nics
         return ring if max_nics is None else replace(ring, nics=min(ring.nics, max_nics))
 
     @cached_property
     def linear_f8(self) -> GemmModel:
-        """Products of 8-bit numbers. A device without them: `ClusterError`."""
+        """Costs of 8-bit matrix products; a `ClusterError` if the device has none."""
         device = self.cluster.device
         if "f8e4m3fn" not in device.peak_tflop_per_s:
             raise ClusterError(
-                f"precision f8: {device.name!r} has no f8e4m3fn among its peaks, which are {', '.join(device.peak_tflop_per_s)}"
+                f"precision f8: {device.name!r} has no f8e4m3fn among its peaks, which are "
+                f"{', '.join(device.peak_tflop_per_s)}"
             )
         return self.kernels.products("f8e4m3fn")
 
     @cached_property
     def launch_seconds(self) -> float:
-        """From the end of a kernel to the start of the next."""
+        """Seconds from the end of a kernel to the start of the next."""
         return self.cluster.device.kernel_launch_us * 1e-6
 
     def flash(self, generation: Literal["flash", "flash2"]) -> tuple[float, float]:
-        """FLOP/s of fused attention, forward and backward."""
+        """Return the FLOP/s of fused attention, forward and backward."""
         attention = self.cluster.device.kernels.attention
         reached = attention.flash if generation == "flash" else attention.flash2
         return self.gemms.peak * reached.forward, self.gemms.peak * reached.backward
 
     def slowest_of(self, devices: int) -> float:
-        """By how much the slowest of so many devices is slower than the usual one: the expected maximum of normal deviates, about."""
+        """Return how much slower the slowest of `devices` devices is than the mean, a factor.
+
+        It is approximately the expected maximum of normal deviates.
+        """
         return 1 + self.spread * sqrt(2 * log(max(1, devices)))
 
     def memory_seconds(self, num_bytes: float, kernels: int) -> float:
-        """Seconds of elementwise kernels that move so many bytes altogether, in equal parts."""
+        """Return the seconds of elementwise kernels, each of which moves its part of the bytes."""
         return self.kernels.elementwise(num_bytes, kernels)

@@ -1,4 +1,4 @@
-"""The two sections of a scenario: the model that is trained, and its execution, how the step is divided over devices."""
+"""The sections of a scenario: the model that is trained, and its execution on devices."""
 
 from typing import Literal, Self
 
@@ -12,20 +12,27 @@ Attention = Literal["naive", "flash", "flash2"]
 
 
 class Transformer(Description):
-    """A decoder by its sizes.
+    """The sizes of a decoder.
 
     Attributes:
-        hidden: width of the residual stream; heads divide it.
-        kv_heads: heads of keys and values, fewer than `heads` in grouped-query attention; as many by default.
+        layers: number of layers.
+        hidden: width of the residual stream, a multiple of `heads`.
+        heads: number of attention heads.
         seq: tokens of a sequence.
+        vocab: size of the vocabulary.
+        kv_heads: heads of keys and values, fewer than `heads` in grouped-query attention; as many
+            by default.
         ffn: inner width of the MLP; 4 times `hidden` by default.
-        gated: whether the MLP multiplies two projections (SwiGLU) instead of applying a function to one (GELU).
+        gated: whether the MLP multiplies two projections (SwiGLU) instead of applying a function to
+            one (GELU).
         tied: whether input and output embeddings are one array.
         learned_positions: whether positions are parameters.
-        biases: whether linear layers and norms have them.
-        dropout: whether there is any, in attention and on the residual stream.
-        attention: "naive" writes the scores to memory; "flash" does not, and leaves out the masked half; "flash2" does so faster.
-        precision: of the matrix products; "f8" is for the linear layers only, the rest stays in bf16.
+        biases: whether linear layers and norms have biases.
+        dropout: whether attention and the residual stream have dropout.
+        attention: "naive" writes the scores to memory; "flash" and the faster "flash2" do not, and
+            skip the masked half.
+        precision: type of the matrix products; with "f8" only linear layers have 8 bits, the rest
+            bf16.
     """
 
     layers: PositiveInt
@@ -51,16 +58,19 @@ class Transformer(Description):
             )
         if self.heads % self.key_heads:
             raise ValueError(
-                f"kv_heads: given {self.key_heads}, expected a divisor of heads, which is {self.heads}"
+                f"kv_heads: given {self.key_heads}, expected a divisor of heads, which is "
+                f"{self.heads}"
             )
         return self
 
     @property
     def key_heads(self) -> int:
+        """Heads of keys and values."""
         return self.kv_heads or self.heads
 
     @property
     def ffn_width(self) -> int:
+        """Inner width of the MLP."""
         return self.ffn or 4 * self.hidden
 
     @property
@@ -96,9 +106,13 @@ class Transformer(Description):
         )
 
     def flops(self, sequences: int) -> float:
-        """Multiplications and additions that a step of so many sequences needs, forward and backward, nothing computed twice.
+        """Return the model FLOP of a step: forward and backward, without recomputation.
 
-        Scores count whole, as is the custom of published model FLOP, whatever attention leaves out.
+        The scores of attention count in full, also those that a causal mask removes, as in
+        published model FLOP.
+
+        Args:
+            sequences: sequences of the global batch.
         """
         tokens = sequences * self.seq
         layer = 2.0 * self.layer_matrices + 4.0 * self.seq * self.hidden
@@ -106,27 +120,41 @@ class Transformer(Description):
 
 
 class Execution(Description):
-    """How a step is spread over devices.
+    """The division of a step over devices.
 
     Attributes:
-        tensor, context, data, pipeline: degrees of parallelism; devices are numbered in this order, tensor innermost. `context`
-            divides sequences, and exchanges heads for tokens around attention (Jacobs et al., arXiv 2309.14509).
-        sequence_parallel: whether what tensor parallelism leaves whole is divided along the sequence (Korthikanti et al. 2022).
-        microbatch, global_batch: sequences that a device takes at once, and all devices in a step.
-        interleave: stages that a device holds, of `pipeline * interleave`.
-        schedule: "gpipe" runs all forward passes first, "1f1b" alternates.
-        recompute: what the backward pass computes again: nothing, the core of attention, or all of a layer.
-        zero: what is divided over the data axis: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
-        gradient_bytes: of an element of the gradients that are summed over microbatches.
-        communicated_gradient_bytes: of an element when gradients are sent; as `gradient_bytes` by default.
-        optimizer_bytes: of the optimizer's state per parameter, master copy included.
-        fused_loss: whether the loss is one kernel, which writes nothing but the gradient of the logits.
-        overlap_gradients: whether gradients are sent while the backward pass goes on, and parameters gathered while the forward does.
-        overlap_tensor: which collectives over the tensor axis run beside matrix products: none, those of the backward pass that can
-            run beside weight gradients, or all, cut into pieces that follow the product they feed or come from.
-        overlap_sends: whether sends to the next stage go on while another microbatch is computed, for which devices need several
-            stages (`interleave`): with one they wait for what comes back all the same.
-        scatter_sends: whether the devices of a tensor group each send a part to the next stage (always with sequence_parallel).
+        tensor: degree of tensor parallelism; devices are numbered along tensor (innermost),
+            context, data, pipeline.
+        context: degree of context parallelism, which divides sequences and exchanges heads for
+            tokens around attention (Jacobs et al., arXiv 2309.14509).
+        data: degree of data parallelism.
+        pipeline: degree of pipeline parallelism.
+        sequence_parallel: whether the tensor axis divides norms and dropout along the sequence
+            (Korthikanti et al., arXiv 2205.05198).
+        microbatch: sequences of a microbatch on one device.
+        global_batch: sequences of a step on all devices.
+        interleave: stages of each device, of `pipeline * interleave` in total.
+        schedule: "gpipe" runs all forward passes first, "1f1b" alternates forward and backward
+            passes.
+        recompute: what the backward pass recomputes: nothing, the core of attention, or complete
+            layers.
+        zero: what is sharded over the data axis: 0 nothing, 1 optimizer state, 2 gradients too, 3
+            parameters too.
+        gradient_bytes: bytes of an element of the gradients that are summed over microbatches.
+        communicated_gradient_bytes: bytes of an element of the gradients that are communicated;
+            `gradient_bytes` by default.
+        optimizer_bytes: bytes of optimizer state per parameter, including a master copy.
+        fused_loss: whether the loss is one kernel, which writes only the gradient of the logits.
+        overlap_gradients: whether the communication of gradients overlaps with the backward pass,
+            and gathers of parameters with the forward pass.
+        overlap_tensor: which collectives over the tensor axis overlap with matrix products: "none",
+            those of the backward pass that can overlap with the products of weight gradients
+            ("backward"), or "all", in pieces that follow the product that they feed or come from.
+        overlap_sends: whether sends to the next stage overlap with the computation of another
+            microbatch. It needs several stages per device (`interleave`): a device with one stage
+            waits for the result anyway.
+        scatter_sends: whether the devices of a tensor group each send a part of an activation to
+            the next stage (always with `sequence_parallel`).
     """
 
     tensor: PositiveInt = 1
@@ -154,45 +182,53 @@ class Execution(Description):
         step = self.microbatch * self.data
         if self.global_batch % step:
             raise ValueError(
-                f"global_batch: given {self.global_batch}, expected a multiple of microbatch * data, which is {step}"
+                f"global_batch: given {self.global_batch}, expected a multiple of microbatch * "
+                f"data, which is {step}"
             )
         if self.interleave > 1 and self.pipeline == 1:
             raise ValueError(f"interleave: given {self.interleave}, expected 1 where pipeline is 1")
         if self.zero == 3 and self.pipeline > 1:
             raise ValueError(
-                "zero: given 3, expected at most 2 with a pipeline: parameters would be gathered per microbatch"
+                "zero: given 3, expected at most 2 with a pipeline: parameters would be gathered "
+                "per microbatch"
             )
         return self
 
     @property
     def devices(self) -> int:
+        """Number of devices: the product of all degrees."""
         return self.tensor * self.replicas * self.pipeline
 
     @property
     def replicas(self) -> int:
-        """Devices that hold the same parameters, unless these are divided over them."""
+        """Devices with the same parameters, which ZeRO may shard over them."""
         return self.context * self.data
 
     def tokens(self, model: Transformer) -> int:
-        """Tokens of a microbatch on one device, not counting how tensor parallelism divides them."""
+        """Return the tokens of a microbatch on a device, before tensor parallelism divides them."""
         return self.microbatch * model.seq // self.context
 
     @property
     def microbatches(self) -> int:
-        """Microbatches that a pipeline takes in a step."""
+        """Microbatches of a replica in a step."""
         return self.global_batch // (self.microbatch * self.data)
 
     @property
     def accumulates(self) -> bool:
-        """Whether whole gradients are summed over microbatches on each device; with ZeRO-3 only its part of them is."""
+        """Whether a device sums complete gradients over microbatches; not so with ZeRO-3."""
         return self.microbatches > 1 and self.zero < 3
 
     @property
     def sent_gradient_bytes(self) -> int:
+        """Bytes of an element of the gradients that are communicated."""
         return self.communicated_gradient_bytes or self.gradient_bytes
 
     def check(self, model: Transformer) -> None:
-        """`ValueError` where the model can't be divided so."""
+        """Check that the degrees of parallelism divide the sizes of a model.
+
+        Raises:
+            ValueError: a size is no multiple of its degree.
+        """
         stages = self.pipeline * self.interleave
         if model.layers % stages:
             raise ValueError(
@@ -209,7 +245,8 @@ class Execution(Description):
                 )
         if self.sequence_parallel and model.seq % (self.tensor * self.context):
             raise ValueError(
-                f"tensor * context: given {self.tensor * self.context}, expected a divisor of seq, which is {model.seq}"
+                f"tensor * context: given {self.tensor * self.context}, expected a divisor of seq, "
+                f"which is {model.seq}"
             )
         if model.seq % self.context or model.heads % (self.tensor * self.context):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Scenarios: YAML files with a model and how it runs, and clusters for them, with changes from the command line."""
+"""Scenarios in YAML files, and clusters for them, with changes from the command line."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -16,14 +16,23 @@ from simulator.transformer.what_if import READ_BY_PROGRAMS, READ_BY_SCENARIOS, C
 
 
 class Scenario(Description):
-    """A model and its execution."""
+    """A model and its execution.
+
+    Attributes:
+        model: the section `model`.
+        execution: the section `execution`.
+    """
 
     model: Transformer
     execution: Execution
 
     @classmethod
     def load(cls, path: Path, changes: Iterable[Change] = ()) -> Self:
-        """Return the scenario in a file, with changes; a wrong field or value raises a `ClusterError` that names it."""
+        """Return the scenario in a file, with changes.
+
+        Raises:
+            ClusterError: a field is missing, unknown or wrong, or a change is of no field.
+        """
         data = read(path)
         for change in changes:
             data = change.apply(data)
@@ -33,65 +42,84 @@ class Scenario(Description):
 def load_machine(
     cluster: str, devices: int, backend: str, changes: Iterable[Change] = ()
 ) -> Machine:
-    """A shipped cluster or a cluster file with changes, and with as many hosts as `devices` need; another device comes first."""
-    driver, changes = backend_named(backend), tuple(changes)
-    where = _changed(Cluster.load(cluster), changes, cluster, READ_BY_SCENARIOS)
-    return Machine(_grown(where, devices, changes), driver)
+    """Return the machine of a scenario: a cluster with changes, and with hosts for all devices.
+
+    Args:
+        cluster: the name of a shipped cluster, or the path of a file.
+        devices: number of devices that the scenario needs.
+        backend: the name of a backend.
+        changes: changes of the cluster; those of the device and of collectives are made first.
+
+    Raises:
+        ClusterError: the cluster or a change is wrong, or the cluster can't have as many hosts.
+        ValueError: the backend is unknown.
+    """
+    driver = backend_named(backend)
+    changes = tuple(changes)
+    base = _changed(Cluster.load(cluster), changes, cluster, READ_BY_SCENARIOS)
+    return Machine(_grown(base, devices, changes), driver)
 
 
 def load_for_program(cluster: str, devices: int, changes: Iterable[Change] = ()) -> AnyCluster:
-    """The same for a program on so many devices. Pools of unlike hosts are changed one by one, and stay as many as they are."""
+    """Return the cluster of a program: with changes, and with hosts for all devices.
+
+    A change of a heterogeneous cluster is of one of its pools; no hosts are added to it.
+
+    Args:
+        cluster: the name of a shipped cluster, or the path of a file.
+        devices: number of devices that the program needs.
+        changes: changes of the cluster; those of the device and of collectives are made first.
+
+    Raises:
+        ClusterError: the cluster or a change is wrong, or the cluster can't have as many hosts.
+    """
     changes = tuple(changes)
-    where = load_cluster(cluster)
-    if isinstance(where, Cluster):
-        return _grown(_changed(where, changes, cluster, READ_BY_PROGRAMS), devices, changes)
-    of_pool: defaultdict[int, list[Change]] = defaultdict(list)
+    base = load_cluster(cluster)
+    if isinstance(base, Cluster):
+        return _grown(_changed(base, changes, cluster, READ_BY_PROGRAMS), devices, changes)
+    changes_by_pool: defaultdict[int, list[Change]] = defaultdict(list)
     for change in changes:
-        number, inside = _pool_change(change, where)
-        of_pool[number].append(inside)
+        number, pool_change = _pool_change(change, base)
+        changes_by_pool[number].append(pool_change)
     pools = [
-        _changed(pool, of_pool[number], cluster, READ_BY_PROGRAMS, f", pool {number}")
-        for number, pool in enumerate(where.pools)
+        _changed(pool, changes_by_pool[number], cluster, READ_BY_PROGRAMS, f", pool {number}")
+        for number, pool in enumerate(base.pools)
     ]
-    return validate(
-        HeterogeneousCluster,
-        {name: getattr(where, name) for name in ("name", "description")} | {"pools": tuple(pools)},
-        cluster,
-    )
+    return validate(HeterogeneousCluster, base.fields() | {"pools": tuple(pools)}, cluster)
 
 
-def _pool_change(change: Change, where: HeterogeneousCluster) -> tuple[int, Change]:
-    """The pool that a change is of, and the change as it is seen from there."""
-    numbers = range(len(where.pools))
+def _pool_change(change: Change, cluster: HeterogeneousCluster) -> tuple[int, Change]:
+    """Return the number of the pool that a change is of, and the change of that pool."""
+    numbers = range(len(cluster.pools))
     match change.path:
         case (section, "pools", number, field, *inner) if (
             number.isdecimal() and int(number) in numbers
         ):
             return int(number), replace(change, path=(section, field, *inner))
     raise ClusterError(
-        f"{change.text!r}: {where.name!r} has pools of unlike hosts, numbered 0 to {numbers[-1]}; "
-        "expected a field of one of them, e.g. cluster.pools.0.hosts=2"
+        f"{change.text!r}: {cluster.name!r} has pools of unlike hosts, numbered 0 to "
+        f"{numbers[-1]}; expected a field of one of them, e.g. cluster.pools.0.hosts=2"
     )
 
 
-def _grown(where: Cluster, devices: int, changes: Iterable[Change]) -> Cluster:
-    """The cluster with as many hosts as `devices` need, unless the changes say how many there are."""
-    if devices <= where.num_devices or any(
-        change.path == ("cluster", "hosts") for change in changes
-    ):
-        return where
-    if where.inter_host is None:
+def _grown(cluster: Cluster, devices: int, changes: Iterable[Change]) -> Cluster:
+    """Return the cluster with hosts for all devices, unless the changes set the number of hosts."""
+    sets_hosts = any(change.path == ("cluster", "hosts") for change in changes)
+    if devices <= cluster.num_devices or sets_hosts:
+        return cluster
+    if cluster.inter_host is None:
         raise ClusterError(
-            f"{devices} devices are needed, {where.name!r} has {where.num_devices} and no inter_host, the link to further hosts; "
-            "take another cluster, or describe the link in its file"
+            f"{devices} devices are needed, {cluster.name!r} has {cluster.num_devices} and no "
+            "inter_host, the link to further hosts; take another cluster, or describe the link in "
+            "its file"
         )
-    return where.with_size(-(-devices // where.devices_per_host))
+    return cluster.with_size(-(-devices // cluster.devices_per_host))
 
 
 def _changed(
     base: Cluster, changes: Iterable[Change], cluster: str, read: tuple[str, ...], place: str = ""
 ) -> Cluster:
-    """The cluster of a file with changes, of which another device and other collectives come first."""
+    """Return a cluster with changes; those of the device and of collectives are made first."""
     others = []
     for change in changes:
         if change.path == ("cluster", "device"):
@@ -104,13 +132,13 @@ def _changed(
 
 
 def _with_device(cluster: Cluster, change: Change, path: Path) -> Cluster:
-    """The cluster with another device, by the name of a shipped one or by its file beside the cluster's."""
+    """Return the cluster with another device, a shipped one or a file beside the cluster's."""
     fields = change.apply(cluster.model_dump(), 1)
     return validate(Cluster, fields | {"device": load_device(str(fields["device"]), path)}, path)
 
 
 def _with_collectives(cluster: Cluster, change: Change, path: Path) -> Cluster:
-    """The cluster with another profile of collectives, by its name or its file, and with the link that they were measured over."""
+    """Return the cluster with another profile of collectives, and the link of that profile."""
     fields = change.apply(cluster.model_dump(), 1)
     del fields["collective_launch_us"]
     fields["intra_host"] = {"contention_factor": cluster.intra_host.contention_factor}

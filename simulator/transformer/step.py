@@ -1,80 +1,62 @@
-"""Seconds of a training step, and where they go."""
+"""Seconds of a training step, and their breakdown."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
 
 from simulator.engine.prediction import Prediction
+from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
 from simulator.memory import Footprint
 from simulator.transformer.layer import (
-    LayerPhases,
-    Phase,
-    embedding_phases,
-    head_phases,
-    layer_phases,
+    LayerPasses,
+    PassCost,
+    embedding_passes,
+    head_passes,
+    layer_passes,
 )
 from simulator.transformer.machine import Machine
 from simulator.transformer.scenario import Execution, Transformer
 from simulator.transformer.training_memory import memory_of, stage_parameters
 
-_HOST_NORM = 3  # of host and device, which take turns in keeping each other waiting: infinite where one always leads
+_HOST_NORM = 3
+"""Exponent of the norm that joins the times of host and device, either of which may wait for the
+other.
+
+It would be infinite if one of them were always ahead.
+"""
 
 
 def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction:
-    """A step of `model` under `plan`; a cluster with fewer devices than the plan needs, or odd divisions: `ValueError`."""
+    """Return the prediction of a training step in closed form.
+
+    Args:
+        model: the model that is trained.
+        plan: how the step is divided over devices.
+        machine: the cluster and the software that drives it.
+
+    Raises:
+        ClusterError: the cluster has fewer devices than the plan needs, or no 8-bit products.
+        ValueError: degrees of parallelism don't divide the sizes of the model.
+    """
     plan.check(model)
-    cluster = machine.cluster
-    if plan.devices > cluster.num_devices:
-        raise ClusterError(
-            f"the plan needs {plan.devices} devices (tensor {plan.tensor} * context {plan.context} * data {plan.data} * pipeline {plan.pipeline}), "
-            f"{cluster.name!r} has {cluster.num_devices}; choose smaller degrees or more hosts"
-        )
-    layer = layer_phases(model, plan, machine)
-    ends = _Ends.of(model, plan, machine)
-    depth = model.layers // plan.pipeline
-    gathers = _ParameterGathers.of(model, plan, machine, layer)
-    # the slowest stage sets the pace; at the ends of the pipeline the embedding and the loss come on top
-    slow = machine.slowest_of(plan.devices)
-    middle = _stage(layer, depth, machine).slowed(slow)
-    first, last = middle + ends.first.slowed(slow), middle + ends.last.slowed(slow)
-    stages = [middle] * plan.pipeline
-    if plan.pipeline == 1:
-        stages = [first + ends.last.slowed(slow)]
-    else:
-        stages[0], stages[-1] = first, last
+    _check_devices(plan, machine.cluster)
+    layer = layer_passes(model, plan, machine)
+    stages = _stages(model, plan, machine, layer)
     slowest = max(stages, key=lambda stage: stage.seconds)
-    send = _send_seconds(model, plan, machine)
-    far = plan.tensor * plan.replicas >= cluster.devices_per_host
-    # with one stage a device, what comes back from the next one is waited for, whatever goes on beside the sends
-    waited = machine.beside(send, inf, far) if plan.overlap_sends and plan.interleave > 1 else send
+    sends = _sends(model, plan, machine)
     slots = plan.microbatches
     steady, bubble = pipeline_seconds(
-        [stage.seconds for stage in stages], slots, plan.interleave, send, waited
+        [stage.seconds for stage in stages], slots, plan.interleave, sends.total, sends.exposed
     )
-    data = _DataAxis.of(model, plan, machine, slowest.forward, slowest.backward)
+    gathers = _parameter_gathers(model, plan, machine, layer)
+    gradients = _gradient_synchronization(model, plan, machine, slowest)
     update = _update_seconds(model, plan, machine)
-    host = slots * slowest.host + machine.backend.step_us * 1e-6
-    exposed = {
-        "tensor": slots * slowest.tensor,
-        "pipeline": slots * 2 * waited,
-        "data": data.exposed + slots * gathers.exposed,
-    }
-    communication = {
-        "tensor": slots * (slowest.tensor + slowest.hidden),
-        "pipeline": slots * 2 * send,
-        "data": data.total + slots * gathers.total,
-    }
-    seconds = (
-        steady
-        + bubble
-        + update
-        + data.exposed
-        + slots * gathers.exposed
-        + machine.backend.step_us * 1e-6
-    )
+    step_overhead = machine.backend.step_us * 1e-6
+    seconds = steady + bubble + update + gradients.exposed + slots * gathers.exposed + step_overhead
     model_flops = model.flops(plan.global_batch)
-    again = layer.recompute.flops * model.layers * plan.tensor * plan.context * slots * plan.data
+    replicas = plan.tensor * plan.context * slots * plan.data
+    recomputed_flops = layer.recompute.flops * model.layers * replicas
     return Prediction(
         seconds=seconds,
         forward=slots * slowest.forward,
@@ -82,34 +64,54 @@ def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction
         recompute=slots * slowest.recompute,
         update=update,
         bubble=bubble,
-        host=host,
-        exposed=exposed,
-        communication=communication,
-        memory=Footprint(
-            asdict(memory_of(model, plan)),
-            1e9 * cluster.device.reserve_gb,
-            cluster.device.memory_bytes,
-        ),
+        host=slots * slowest.host + step_overhead,
+        exposed={
+            "tensor": slots * slowest.tensor,
+            "pipeline": slots * 2 * sends.exposed,
+            "data": gradients.exposed + slots * gathers.exposed,
+        },
+        communication={
+            "tensor": slots * (slowest.tensor + slowest.hidden),
+            "pipeline": slots * 2 * sends.total,
+            "data": gradients.total + slots * gathers.total,
+        },
+        memory=_footprint(model, plan, machine.cluster),
         model_flops=model_flops,
-        hardware_flops=model_flops + again,
+        hardware_flops=model_flops + recomputed_flops,
         peak_flop_per_s=machine.gemms.peak * plan.devices,
         devices=plan.devices,
         tokens=plan.global_batch * model.seq,
     )
 
 
+def _check_devices(plan: Execution, cluster: Cluster) -> None:
+    if plan.devices > cluster.num_devices:
+        raise ClusterError(
+            f"the plan needs {plan.devices} devices (tensor {plan.tensor} * context {plan.context} "
+            f"* data {plan.data} * pipeline {plan.pipeline}), {cluster.name!r} has "
+            f"{cluster.num_devices}; choose smaller degrees or more hosts"
+        )
+
+
+def _footprint(model: Transformer, plan: Execution, cluster: Cluster) -> Footprint:
+    roles = asdict(memory_of(model, plan))
+    return Footprint(roles, 1e9 * cluster.device.reserve_gb, cluster.device.memory_bytes)
+
+
 def pipeline_seconds(
     stages: Sequence[float], microbatches: int, interleave: int, send: float, waited: float
 ) -> tuple[float, float]:
-    """Seconds that the slowest stage is busy, and that it waits for the others, under gpipe and (interleaved) 1f1b.
+    """Return the busy seconds of the slowest stage, and its bubble, under gpipe and 1f1b.
 
-    It is exactly what `simulator.engine.clock` finds for these schedules where all stages but the last are alike and devices wait for their
-    sends; stages that differ more fill and drain faster.
+    The sum is exactly that of `simulator.engine.clock` for these schedules where all stages but the
+    last are equal and sends are exposed; stages that differ more fill and drain faster.
 
     Args:
-        stages: seconds of a microbatch on each device, forward and backward, sends left out.
+        stages: seconds of a microbatch on each device, forward and backward, without sends.
+        microbatches: number of microbatches.
+        interleave: number of stages of a device.
         send: seconds of a message to the next device, in all chunks together.
-        waited: the part of it during which devices don't compute.
+        waited: exposed seconds of that message.
     """
     slowest = max(stages)
     bubble = sum(stages) - slowest + 2 * (len(stages) - 1) * send
@@ -118,7 +120,16 @@ def pipeline_seconds(
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Seconds of one microbatch in one stage; `hidden` is communication that runs beside the others."""
+    """Seconds of one microbatch in one stage.
+
+    Attributes:
+        forward: computation of the forward pass.
+        backward: computation of the backward pass.
+        recompute: computation of what is recomputed.
+        tensor: exposed communication over the tensor axis.
+        host: waits for the host.
+        hidden: communication over the tensor axis that overlaps with computation.
+    """
 
     forward: float
     backward: float
@@ -129,15 +140,16 @@ class _Stage:
 
     @property
     def seconds(self) -> float:
+        """Seconds of the stage."""
         return self.forward + self.backward + self.recompute + self.tensor + self.host
 
-    def slowed(self, by: float) -> "_Stage":
-        """The same on a slower device; collectives and the host are as fast as ever."""
+    def slowed(self, factor: float) -> "_Stage":
+        """Return the stage on a device that computes more slowly; nothing else changes."""
         return replace(
             self,
-            forward=self.forward * by,
-            backward=self.backward * by,
-            recompute=self.recompute * by,
+            forward=self.forward * factor,
+            backward=self.backward * factor,
+            recompute=self.recompute * factor,
         )
 
     def __add__(self, other: "_Stage") -> "_Stage":
@@ -151,135 +163,150 @@ class _Stage:
         )
 
 
-def _stage(layer: LayerPhases, depth: int, machine: Machine) -> _Stage:
-    phases = (layer.forward, layer.backward, layer.recompute)
+def _stages(
+    model: Transformer, plan: Execution, machine: Machine, layer: LayerPasses
+) -> list[_Stage]:
+    """Return the stages of the devices of a pipeline; the embedding and the loss are at its ends.
+
+    Each is on the slowest of all devices, which limits the pace of the step.
+    """
+    slowdown = machine.slowest_of(plan.devices)
+    layers = _stage(layer, model.layers // plan.pipeline, machine).slowed(slowdown)
+    embedding = _end(embedding_passes(model, plan, machine), machine).slowed(slowdown)
+    head = _end(head_passes(model, plan, machine), machine).slowed(slowdown)
+    if plan.pipeline == 1:
+        return [layers + embedding + head]
+    return [layers + embedding, *[layers] * (plan.pipeline - 2), layers + head]
+
+
+def _stage(layer: LayerPasses, depth: int, machine: Machine) -> _Stage:
+    """Return a stage of `depth` layers."""
+    passes = (layer.forward, layer.backward, layer.recompute)
     return _Stage(
         depth * layer.forward.compute,
         depth * layer.backward.compute,
         depth * layer.recompute.compute,
-        depth * sum(phase.communication for phase in phases),
-        depth * sum(_waiting(phase, machine) for phase in phases),
-        depth * sum(phase.hidden for phase in phases),
+        depth * sum(cost.communication for cost in passes),
+        depth * sum(_host_wait(cost, machine) for cost in passes),
+        depth * sum(cost.hidden for cost in passes),
     )
 
 
-def _waiting(phase: Phase, machine: Machine) -> float:
-    """Seconds that the device waits for the host, which launches kernels one by one and runs ahead only where they are long."""
-    host, busy = (
-        phase.kernels * machine.backend.kernel_us * 1e-6,
-        phase.compute + phase.communication,
+def _end(passes: tuple[PassCost, PassCost], machine: Machine) -> _Stage:
+    """Return what the embedding or the loss adds to its stage."""
+    forward, backward = passes
+    return _Stage(
+        forward.compute,
+        backward.compute,
+        0.0,
+        forward.communication + backward.communication,
+        _host_wait(forward, machine) + _host_wait(backward, machine),
+        0.0,
     )
+
+
+def _host_wait(cost: PassCost, machine: Machine) -> float:
+    """Return the seconds that the device waits for the host.
+
+    The host launches kernels one by one, and gets ahead only where they are long.
+    """
+    host = cost.kernels * machine.backend.kernel_us * 1e-6
+    busy = cost.compute + cost.communication
     return (host**_HOST_NORM + busy**_HOST_NORM) ** (1 / _HOST_NORM) - busy
 
 
 @dataclass(frozen=True, slots=True)
-class _Ends:
-    """What the first and the last stage do beside their layers."""
+class _Communication:
+    """Seconds of communication, and the exposed part of them."""
 
-    first: _Stage
-    last: _Stage
-
-    @classmethod
-    def of(cls, model: Transformer, plan: Execution, machine: Machine) -> "_Ends":
-        both = (embedding_phases(model, plan, machine), head_phases(model, plan, machine))
-        first, last = (
-            _Stage(
-                forward.compute,
-                backward.compute,
-                0.0,
-                forward.communication + backward.communication,
-                _waiting(forward, machine) + _waiting(backward, machine),
-                0.0,
-            )
-            for forward, backward in both
-        )
-        return cls(first, last)
+    total: float
+    exposed: float
 
 
-def _send_seconds(model: Transformer, plan: Execution, machine: Machine) -> float:
-    """Seconds that a microbatch spends between stages, one way, all chunks of an interleaved schedule."""
+_NO_COMMUNICATION = _Communication(0.0, 0.0)
+
+
+def _sends(model: Transformer, plan: Execution, machine: Machine) -> _Communication:
+    """Return the messages of a microbatch between stages, one way, in all chunks of a schedule."""
     if plan.pipeline == 1:
-        return 0.0
+        return _NO_COMMUNICATION
     stream = 2.0 * plan.tokens(model) * model.hidden
     divided = plan.sequence_parallel or plan.scatter_sends
     message = stream / (plan.tensor if divided else 1)
-    one = machine.network.send_seconds(message, plan.tensor * plan.replicas)
+    chunk = machine.network.send_seconds(message, plan.tensor * plan.replicas)
     if divided and not plan.sequence_parallel:
-        one += machine.network.seconds("all_gather", stream, machine.network.ring(plan.tensor))
-    return plan.interleave * one
+        chunk += machine.network.seconds("all_gather", stream, machine.network.ring(plan.tensor))
+    total = plan.interleave * chunk
+    # a device with one stage waits for the result of the next device, so overlap gains nothing
+    if not plan.overlap_sends or plan.interleave == 1:
+        return _Communication(total, total)
+    between_hosts = plan.tensor * plan.replicas >= machine.cluster.devices_per_host
+    return _Communication(total, machine.exposed_seconds(total, inf, between_hosts))
 
 
-@dataclass(frozen=True, slots=True)
-class _DataAxis:
-    """Gradients over the data axis, at the end of the step."""
-
-    total: float
-    exposed: float
-
-    @classmethod
-    def of(
-        cls, model: Transformer, plan: Execution, machine: Machine, forward: float, backward: float
-    ) -> "_DataAxis":
-        network = machine.network
-        ring = machine.data_ring(plan.replicas, plan.tensor)
-        elements = sum(stage_parameters(model, plan))
-        gradient = elements * plan.sent_gradient_bytes
-        if plan.zero == 3:  # with the parameters, layer by layer
-            return cls(0.0, 0.0)
-        if plan.zero:
-            reduced = network.seconds("reduce_scatter", gradient, ring)
-            gathered = network.seconds("all_gather", 2.0 * elements, ring)
-        else:
-            reduced, gathered = network.seconds("all_reduce", gradient, ring), 0.0
-        tied = 0.0
-        if (
-            model.tied and plan.pipeline > 1
-        ):  # first and last stage sum the gradients of their copies of the embedding
-            table = model.vocab * model.hidden / plan.tensor * plan.sent_gradient_bytes
-            tied = network.send_seconds(table, plan.tensor * plan.replicas * (plan.pipeline - 1))
-        if not plan.overlap_gradients:
-            return cls(reduced + gathered + tied, reduced + gathered + tied)
-        # all but the first layer's gradients, the last to be ready, can hide behind the last microbatch's backward pass; likewise its
-        # parameters, the first that are needed, behind the first's forward pass
-        part = 1 - 1 / max(2, model.layers // plan.pipeline)
-        pairs = ((reduced, backward), (gathered, forward))
-        exposed = sum(
-            moved * (1 - part) + machine.beside(moved * part, compute, ring.hosts > 1)
-            for moved, compute in pairs
-        )
-        return cls(reduced + gathered + tied, exposed + tied)
+def _gradient_synchronization(
+    model: Transformer, plan: Execution, machine: Machine, stage: _Stage
+) -> _Communication:
+    """Return the communication of gradients, and of updated parameters, at the end of the step."""
+    if plan.zero == 3:  # layer by layer, with the parameters
+        return _NO_COMMUNICATION
+    network = machine.network
+    ring = machine.data_ring(plan.replicas, plan.tensor)
+    elements = sum(stage_parameters(model, plan))
+    gradient = elements * plan.sent_gradient_bytes
+    if plan.zero:
+        reduced = network.seconds("reduce_scatter", gradient, ring)
+        gathered = network.seconds("all_gather", 2.0 * elements, ring)
+    else:
+        reduced = network.seconds("all_reduce", gradient, ring)
+        gathered = 0.0
+    tied = 0.0
+    if model.tied and plan.pipeline > 1:
+        # the first and the last stage sum the gradients of their copies of the embedding
+        table = model.vocab * model.hidden / plan.tensor * plan.sent_gradient_bytes
+        tied = network.send_seconds(table, plan.tensor * plan.replicas * (plan.pipeline - 1))
+    total = reduced + gathered + tied
+    if not plan.overlap_gradients:
+        return _Communication(total, total)
+    # Gradients of all layers but the first, which are ready last, overlap with the backward pass of
+    # the last microbatch; parameters of all layers but the first, which are needed first, overlap
+    # with the forward pass of the first microbatch.
+    part = 1 - 1 / max(2, model.layers // plan.pipeline)
+    pairs = ((reduced, stage.backward), (gathered, stage.forward))
+    exposed = sum(
+        moved * (1 - part) + machine.exposed_seconds(moved * part, compute, ring.hosts > 1)
+        for moved, compute in pairs
+    )
+    return _Communication(total, exposed + tied)
 
 
-@dataclass(frozen=True, slots=True)
-class _ParameterGathers:
-    """ZeRO-3: parameters gathered before each layer, forward and backward, gradients scattered after it; per microbatch."""
+def _parameter_gathers(
+    model: Transformer, plan: Execution, machine: Machine, layer: LayerPasses
+) -> _Communication:
+    """Return the communication of ZeRO-3 per microbatch.
 
-    total: float
-    exposed: float
-
-    @classmethod
-    def of(
-        cls, model: Transformer, plan: Execution, machine: Machine, layer: LayerPhases
-    ) -> "_ParameterGathers":
-        if plan.zero < 3:
-            return cls(0.0, 0.0)
-        network = machine.network
-        ring = machine.data_ring(plan.replicas, plan.tensor)
-        elements = (model.layer_matrices + model.layer_vectors) / plan.tensor
-        gather = network.seconds("all_gather", 2.0 * elements, ring)
-        scatter = network.seconds("reduce_scatter", plan.sent_gradient_bytes * elements, ring)
-        forward = layer.forward.compute + layer.forward.communication
-        backward = layer.backward.compute + layer.recompute.compute
-        again = gather if machine.backend.regathers and plan.recompute == "full" else 0.0
-        exposed = 0.0
-        for compute, moved in ((forward, gather), (backward, again + gather + scatter)):
-            exposed += machine.beside(
-                moved, compute, ring.hosts > 1
-            )  # fetched while the previous layer computes
-        return cls(model.layers * (2 * gather + again + scatter), model.layers * exposed + gather)
+    Parameters are gathered before each layer, in either pass, and gradients scattered after it.
+    """
+    if plan.zero < 3:
+        return _NO_COMMUNICATION
+    network = machine.network
+    ring = machine.data_ring(plan.replicas, plan.tensor)
+    elements = (model.layer_matrices + model.layer_vectors) / plan.tensor
+    gather = network.seconds("all_gather", 2.0 * elements, ring)
+    scatter = network.seconds("reduce_scatter", plan.sent_gradient_bytes * elements, ring)
+    forward = layer.forward.compute + layer.forward.communication
+    backward = layer.backward.compute + layer.recompute.compute
+    regather = gather if machine.backend.regathers and plan.recompute == "full" else 0.0
+    # the parameters of a layer are fetched while the layer before it computes
+    exposed = 0.0
+    for compute, moved in ((forward, gather), (backward, regather + gather + scatter)):
+        exposed += machine.exposed_seconds(moved, compute, ring.hosts > 1)
+    return _Communication(
+        model.layers * (2 * gather + regather + scatter), model.layers * exposed + gather
+    )
 
 
 def _update_seconds(model: Transformer, plan: Execution, machine: Machine) -> float:
-    """The optimizer's pass over the parameters of the first stage."""
+    """Return the seconds of the optimizer's pass over the parameters of the first stage."""
     elements = sum(stage_parameters(model, plan)) / (plan.replicas if plan.zero else 1)
     return machine.memory_seconds(elements * machine.backend.update_bytes, 10)

@@ -1,4 +1,7 @@
-"""What if: changes such as "execution.tensor=4" or "cluster.inter_host.bandwidth_gb_per_s=2x" to what files describe."""
+"""Changes of fields in scenarios and clusters, such as "execution.tensor=4".
+
+A value may be a factor: "cluster.inter_host.bandwidth_gb_per_s=2x".
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -10,7 +13,7 @@ from simulator.files import parse_yaml
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
 
-_READ = (
+_READ_BY_BOTH = (
     "hosts",
     "devices_per_host",
     "nics_per_host",
@@ -42,7 +45,7 @@ _READ = (
 )
 
 READ_BY_SCENARIOS = (
-    *_READ,
+    *_READ_BY_BOTH,
     "device.kernels.throttles_in_training",
     *(
         f"device.{field}.{dtype}"
@@ -50,28 +53,32 @@ READ_BY_SCENARIOS = (
         for dtype in ("bf16", "f16", "f8e4m3fn")
     ),
 )
-"""Fields of a cluster that change what a scenario takes, or sections of them; the rest is refused, as it would do nothing."""
+"""Fields or sections of a cluster on which predictions of scenarios depend.
+
+Changes of other fields are refused, as they would have no effect.
+"""
 
 READ_BY_PROGRAMS = (
-    *_READ,
+    *_READ_BY_BOTH,
     "device.peak_tflop_per_s",
     "device.kernels.efficiency_by_dtype",
     "device.vector_tflop_per_s",
 )
-"""The same for programs."""
+"""Fields or sections of a cluster on which predictions of programs depend."""
 
-_NOTES = ("name", "source", "gpu", "held_out_error")
-"""Fields of these sections that say where numbers come from."""
+_TEXTS = ("name", "source", "gpu", "held_out_error")
+"""Fields of these sections on which no prediction depends: names and origins of numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A field and what it becomes.
+    """A field and its new value.
 
     Attributes:
-        text: as it was given.
-        path: the section and what is in it.
-        value: what the field becomes, or by how much it is multiplied.
+        text: the change as it was given.
+        path: names of the section, of sections in it, and of the field.
+        value: the new value, or a factor.
+        multiplies: whether the value is a factor.
     """
 
     text: str
@@ -81,7 +88,13 @@ class Change:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The change that "section.field=value" asks for; the value is YAML, or a factor: `2x`, `0.5x`."""
+        """Return the change that a text such as "section.field=value" describes.
+
+        The value is YAML, or a factor: `2x`, `0.5x`.
+
+        Raises:
+            ClusterError: the text has another form.
+        """
         path, equals, value = text.partition("=")
         fields = tuple(path.split("."))
         if not equals or len(fields) < 2 or not all(fields):
@@ -93,27 +106,34 @@ class Change:
         return cls(text, fields, parse_yaml(value, repr(text), ClusterError), False)
 
     def apply(self, fields: Mapping[str, Any], at: int = 0) -> dict[str, Any]:
-        """`fields`, which `path` leads into from its element `at` on, with the change."""
+        """Return fields with the change.
+
+        Args:
+            fields: the fields of the section that contains element `at` of the path.
+            at: position in the path.
+
+        Raises:
+            ClusterError: there is no such section, or the field can't be multiplied.
+        """
         name: Any = self.path[at]
-        if name.isdecimal() and int(name) in fields:  # the size of a group
+        if name.isdecimal() and int(name) in fields:  # a group size
             name = int(name)
         old = fields.get(name)
         if at + 1 < len(self.path):
             if not isinstance(old, Mapping):
-                known = (
-                    ", ".join(key for key, value in fields.items() if isinstance(value, Mapping))
-                    or "none"
-                )
+                sections = [key for key, value in fields.items() if isinstance(value, Mapping)]
                 raise ClusterError(
-                    f"{self.text!r}: there is no section {name!r}; there are: {known}"
+                    f"{self.text!r}: there is no section {name!r}; "
+                    f"there are: {', '.join(sections) or 'none'}"
                 )
             return {**fields, name: self.apply(old, at + 1)}
         if not self.multiplies:
             return {**fields, name: self.value}
         if isinstance(old, bool) or not isinstance(old, int | float):
-            known = ", ".join(key for key, value in fields.items() if type(value) in (int, float))
+            numbers = [key for key, value in fields.items() if type(value) in (int, float)]
             raise ClusterError(
-                f"{self.text!r}: {name} is {old!r}, which can't be multiplied; what can: {known}"
+                f"{self.text!r}: {name} is {old!r}, which can't be multiplied; "
+                f"what can: {', '.join(numbers)}"
             )
         new = old * self.value
         return {**fields, name: int(new) if isinstance(old, int) and new == int(new) else new}
@@ -122,14 +142,17 @@ class Change:
 def changed(
     before: Cluster, changes: Iterable[Change], source: str, read: Iterable[str]
 ) -> Cluster:
-    """The cluster with changes: what its file would describe with the same fields.
+    """Return a cluster with changes, as if its file had the changed fields.
 
     Args:
+        before: the cluster.
+        changes: the changes; their first name is that of the section `cluster`.
         source: what errors call the cluster.
-        read: fields that something reads, `READ_BY_SCENARIOS` or `READ_BY_PROGRAMS`.
+        read: fields on which predictions depend, `READ_BY_SCENARIOS` or `READ_BY_PROGRAMS`.
 
     Raises:
-        ClusterError: a change of what isn't there, of what nobody reads, or to what can't be.
+        ClusterError: a change is of a missing section, of a field without effect, or to a wrong
+            value.
     """
     changes = tuple(changes)
     fields: dict[str, Any] = before.model_dump()
@@ -137,25 +160,27 @@ def changed(
         fields = change.apply(fields, 1)
     after = Cluster.of_fields(fields, Path(source))
     for change in changes:
-        _check_counts(change, after, source, tuple(read))
+        _check_effect(change, after, source, tuple(read))
     return after
 
 
-def _check_counts(change: Change, after: Cluster, source: str, read: tuple[str, ...]) -> None:
-    """Refuse a change that does nothing, or next to nothing."""
+def _check_effect(change: Change, after: Cluster, source: str, read: tuple[str, ...]) -> None:
+    """Refuse a change that has no effect on predictions."""
     field = ".".join(change.path[1:])
-    inside = any(_is_part(field, known) for known in read if known != "device")
-    around = field != "device" and any(_is_part(known, field) for known in read)
-    if change.path[-1] in _NOTES or not (inside or around):
+    inside = any(_is_part(field, name) for name in read if name != "device")
+    around = field != "device" and any(_is_part(name, field) for name in read)
+    if change.path[-1] in _TEXTS or not (inside or around):
         raise ClusterError(
             f"{change.text!r}: nothing here depends on {field!r}, but on {', '.join(read)}"
         )
     if field in ("rails", "hosts_per_switch") and after.oversubscription == 1:
         raise ClusterError(
-            f"{change.text!r}: between the leaf switches of {source} there is as much bandwidth as within, so {field} would change nothing; "
-            "also say how much less there is, e.g. cluster.oversubscription=2"
+            f"{change.text!r}: between the leaf switches of {source} there is as much bandwidth as "
+            f"within, so {field} would change nothing; also say how much less there is, e.g. "
+            "cluster.oversubscription=2"
         )
 
 
-def _is_part(field: str, of: str) -> bool:
-    return field == of or field.startswith(f"{of}.")
+def _is_part(field: str, section: str) -> bool:
+    """Return whether a field is a section, or in it."""
+    return field == section or field.startswith(f"{section}.")

@@ -8,7 +8,7 @@ from simulator.costs.kernel_model import KernelModel
 from simulator.hardware.cluster import Cluster
 from simulator.hlo import HloError
 from simulator.transformer import Execution, Machine, Transformer
-from simulator.transformer.layer import layer_phases
+from simulator.transformer.layer import layer_passes
 from simulator.work import Kernel
 from tests.simulator.test_hlo import parse
 
@@ -130,7 +130,7 @@ def test_it_takes_what_the_formulas_say(name: str) -> None:
     )
     # the generations differ in nothing but this kernel, which in the first takes longer by the ratio of what they reach
     first, second = (
-        layer_phases(
+        layer_passes(
             Transformer(
                 layers=1,
                 hidden=heads * size,

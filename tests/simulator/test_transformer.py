@@ -20,9 +20,9 @@ from simulator.transformer import (
     memory_of,
     predict,
 )
-from simulator.transformer.layer import layer_phases
+from simulator.transformer.layer import layer_passes
 from simulator.transformer.step import pipeline_seconds
-from simulator.transformer.training_memory import kept_activations
+from simulator.transformer.training_memory import saved_activations
 
 GPT = Transformer(layers=16, hidden=4096, heads=32, seq=2048, vocab=51200)
 BIG = Transformer(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
@@ -50,13 +50,13 @@ def test_activations_are_34_bytes_and_5_a_s_over_h() -> None:
     # Korthikanti et al., table 2, per s b h: none (10 + 24 / t + 5 a s / h t), with sequence parallelism all of it over t
     sbh, scores = 2048 * 12288, 5 * 96 * 2048 / 12288
     plain = Execution(tensor=8, global_batch=1)
-    assert kept_activations(BIG, plain) == pytest.approx(sbh * (10 + (24 + scores) / 8))
+    assert saved_activations(BIG, plain) == pytest.approx(sbh * (10 + (24 + scores) / 8))
     divided = plain.model_copy(update={"sequence_parallel": True})
-    assert kept_activations(BIG, divided) == pytest.approx(sbh * (34 + scores) / 8)
-    assert kept_activations(
+    assert saved_activations(BIG, divided) == pytest.approx(sbh * (34 + scores) / 8)
+    assert saved_activations(
         BIG, divided.model_copy(update={"recompute": "selective"})
     ) == pytest.approx(sbh * 34 / 8)
-    assert kept_activations(BIG, plain.model_copy(update={"recompute": "full"})) == pytest.approx(
+    assert saved_activations(BIG, plain.model_copy(update={"recompute": "full"})) == pytest.approx(
         sbh * 2
     )
 
@@ -149,7 +149,7 @@ def test_the_parts_sum_up_to_the_step() -> None:
 def test_full_recomputation_costs_the_forward_pass_and_selective_less() -> None:
     plan = Execution(tensor=8, microbatch=4, global_batch=4)
     none, selective, full = (
-        layer_phases(GPT, Execution.model_validate(plan.model_dump() | {"recompute": mode}), a100())
+        layer_passes(GPT, Execution.model_validate(plan.model_dump() | {"recompute": mode}), a100())
         for mode in ("none", "selective", "full")
     )
     assert full.recompute == full.forward == none.forward

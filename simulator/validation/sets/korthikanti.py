@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from simulator.transformer import Execution, Transformer, memory_of, predict
-from simulator.transformer.layer import layer_phases
+from simulator.transformer.layer import layer_passes
 from simulator.transformer.scenario import Recompute
-from simulator.transformer.training_memory import kept_activations
+from simulator.transformer.training_memory import saved_activations
 from simulator.validation.cases import Case
 from simulator.validation.sets.published_rows import GIB, PUBLISHED, gpt, machine, records
 
@@ -57,7 +57,7 @@ def korthikanti_table4(folder: Path = PUBLISHED) -> Iterator[Case]:
             sequence_parallel=sequence,
             overlap_tensor="backward",
         )
-        phases = layer_phases(model, plan, machine("dgx_a100_80", 8))
+        phases = layer_passes(model, plan, machine("dgx_a100_80", 8))
         forward = phases.forward.compute + phases.forward.communication
         backward = sum(
             phase.compute + phase.communication for phase in (phases.backward, phases.recompute)
@@ -96,7 +96,7 @@ def korthikanti_figure7(folder: Path = PUBLISHED) -> Iterator[Case]:
         plan = Execution.model_validate(
             {"tensor": 8, "global_batch": 1, "recompute": recompute, "sequence_parallel": sequence}
         )
-        return kept_activations(model, plan)
+        return saved_activations(model, plan)
 
     modes = {
         "seq": ("none", True),
