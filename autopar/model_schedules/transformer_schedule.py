@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 
 from autopar.directives.definitions import DirectiveError
-from autopar.directives.model_graph import joined
+from autopar.directives.model_graph import join_path
 from autopar.directives.scheduled_model import ModelSchedule
 from autopar.model_schedules.knobs import Knobs
 
@@ -76,11 +76,11 @@ def split_layer(
 
     With sequence parallelism that gathers tokens before and scatters sums after, which takes as long as two all_reduces.
     """
-    axis, path = knobs.tensor_axis, joined(names.blocks, layer.path)
-    columns = [joined(path, column) for column in layer.columns]
+    axis, path = knobs.tensor_axis, join_path(names.blocks, layer.path)
+    columns = [join_path(path, column) for column in layer.columns]
     for column in columns:
         _shard(sch, column, 1, axis)
-    row = sch[joined(path, layer.row)].shard("kernel", axis=0, mesh_axis=axis)
+    row = sch[join_path(path, layer.row)].shard("kernel", axis=0, mesh_axis=axis)
     entries = [sch[entry] for entry in ([path] if layer.path else columns)]
     if knobs.sequence_parallel:
         for entry in entries:
@@ -125,7 +125,7 @@ def split_sequence(sch: ModelSchedule, knobs: Knobs, names: TransformerNames) ->
 
 def replace_attention(sch: ModelSchedule, names: TransformerNames) -> None:
     """Queries, keys and values go into `names.flash`. Raises DirectiveError where the model does not attend as `names.attend` says."""
-    found = sch[joined(names.blocks, names.attention.path)].find(names.attend)
+    found = sch[join_path(names.blocks, names.attention.path)].find(names.attend)
     if not found:
         raise DirectiveError(
             "flash_attention: the model's attention is not what names.attend computes; give a function of query, key and value,"
