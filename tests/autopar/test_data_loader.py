@@ -167,7 +167,7 @@ def test_a_function_makes_nothing_that_comes_before_the_step():
 def test_an_iterator_is_not_gone_through_twice():
     loader = made(iter([examples(0, ROWS), examples(1, ROWS + 1)]))
     assert len(list(loader)) == 2
-    with pytest.raises(ValueError, match="can't be had again"):
+    with pytest.raises(ValueError, match="can't be read again"):
         iter(loader)
 
 

@@ -90,13 +90,13 @@ def test_a_loader_brings_the_batches_where_the_present_plan_wants_them(function,
 def test_the_batches_of_an_iterator_can_not_be_had_again_after_a_failure(
     function, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(session, "rejoin", lambda: None)
+    monkeypatch.setattr(session.Session, "rejoin", lambda _: None)
     placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[
         1
     ]
     loader = autopar.DataLoader(batches(0), placements)
     step: Any = Failing(function, {2})
-    with pytest.raises(ValueError, match="batches of an iterator can't be had again"):
+    with pytest.raises(ValueError, match="batches of an iterator can't be read again"):
         autopar.train(step, stack_params(), loader, 5, tmp_path)
 
 
@@ -220,7 +220,7 @@ class Failing:
 
 def test_hosts_may_fail_as_long_as_there_is_a_checkpoint_between(function, tmp_path, monkeypatch):
     rejoined: list[int] = []
-    monkeypatch.setattr(session, "rejoin", lambda: rejoined.append(1))
+    monkeypatch.setattr(session.Session, "rejoin", lambda _: rejoined.append(1))
     step: Any = Failing(function, {2, 3, 6, 7})
     state = autopar.train(
         step, stack_params(), batches, 5, tmp_path / "a", save_every=2, max_failures=2
