@@ -42,7 +42,7 @@ def pytest_runtest_teardown(item, nextitem):
 def raylets():
     """The cluster, which this process has joined."""
     pytest.importorskip("ray")
-    from experiments.raylets import raylets
+    from autopar.testing import raylets
 
     os.environ.setdefault("AUTOPAR_SILENCE_SECONDS", "60")  # machines are busy
     with raylets(4) as cluster:
