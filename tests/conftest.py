@@ -1,20 +1,16 @@
-"""Set up JAX for tests: eight virtual CPU devices stand in for GPUs, except under `-m gpu`.
-
-JAX reads these variables when it starts, so they are set before anything imports it.
-"""
+"""Eight virtual CPU devices stand in for eight GPUs, but in the tests for one; set before JAX starts."""
 
 import os
 
-# the many processes that tests start import compiled modules
-os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+os.environ["PYTHONDONTWRITEBYTECODE"] = (
+    ""  # the many processes that tests start import compiled modules
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""),
     "--xla_force_host_platform_device_count=8",
-    # most of the time of tests is XLA's compilation
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-    # on a busy machine a device may reach a collective late
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",  # most of the time is XLA's compilation
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",  # on a busy machine a device may come late to a collective
 ])  # fmt: skip
 
 import pytest
@@ -22,16 +18,15 @@ from hypothesis import settings
 
 from tests.fuzz.outcomes import as_table
 
-# no deadline because shared machines are slow; derandomized so that failures can be repeated
-settings.register_profile("autopar", max_examples=40, deadline=None, derandomize=True)
+settings.register_profile(
+    "autopar", max_examples=40, deadline=None, derandomize=True
+)  # shared machines are slow, and tests repeatable
 settings.load_profile("autopar")
 
 
 def pytest_configure(config):
-    """Give JAX the GPUs under `-m gpu`, and keep compiled programs in pytest's cache.
-
-    Other tests, processes and runs read them from there; `--cache-clear` removes them.
-    """
+    """`-m gpu` leaves JAX the GPUs that are here. What is compiled is kept in pytest's cache, for other tests, processes and runs:
+    `--cache-clear` removes it."""
     if config.option.markexpr == "gpu":
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"
     if (cache := getattr(config, "cache", None)) is not None:
@@ -41,15 +36,18 @@ def pytest_configure(config):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print the counts of fuzz tests: a line per kind of input, a column per outcome."""
-    prefix = "outcomes of "
-    counts = {
-        name.removeprefix(prefix): outcomes
-        for reports in terminalreporter.stats.values()
+    """Print what fuzz tests counted (`tests.fuzz.outcomes`): a line for each kind of input, a column for each outcome."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    properties = [
+        each
         for report in reports
         if getattr(report, "when", "") == "call"
-        for name, outcomes in report.user_properties
-        if name.startswith(prefix)
+        for each in report.user_properties
+    ]
+    counts = {
+        name[len("outcomes of ") :]: found
+        for name, found in properties
+        if name.startswith("outcomes of ")
     }
     if counts:
         terminalreporter.section("outcomes of fuzzed inputs")
@@ -62,10 +60,8 @@ WITH_RAY = "tests/autopar/hosts/", "tests/experiments/test_chaos.py"
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Distribute tests under `-n`: those of a file run in one process, all tests with Ray in one.
-
-    Tests of a file share compiled programs. Fuzz tests share nothing and run in any process.
-    """
+    """With `-n`, the tests of a file run in one process, which compiles what they share once; those with Ray all in one, and
+    fuzz tests, which share nothing, wherever there is room."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):

@@ -1,4 +1,4 @@
-"""The architecture: layers of packages, unique names of modules, public names, documentation."""
+"""Imports go experiments -> autopar -> simulator and from layer to layer, experiments use public names, and modules have names of their own."""
 
 import ast
 import subprocess
@@ -22,14 +22,14 @@ FILES = [path for package in FORBIDDEN for path in sorted((ROOT / package).rglob
 
 
 def imported(path: Path) -> set[str]:
-    """Return the top-level packages that a file imports."""
-    packages = set()
+    """Top-level packages that the file imports."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            packages.update(alias.name.split(".")[0] for alias in node.names)
+            found.update(alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            packages.add(node.module.split(".")[0])
-    return packages
+            found.add(node.module.split(".")[0])
+    return found
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -50,6 +50,7 @@ LAYERS = (
     *(
         "autopar.ir",
         "autopar.primitives",
+        "autopar.xla_fusion",
         "autopar.layering",
         "autopar.microbatch",
         "autopar.tracing",
@@ -66,14 +67,11 @@ LAYERS = (
     *("autopar.runtime", "autopar.checkpoint", "autopar.hosts"),
     *("autopar.manual", "autopar.directives", "autopar.model_schedules", "autopar.tuning"),
 )
-"""Packages from the lowest to the highest layer; each imports only those before it.
-
-A module outside of packages is a layer of its own.
-"""
+"""The packages, each of which imports only those before it. Modules beside packages count by themselves."""
 
 
 def layer_of(module: str) -> str:
-    """Return the package of a module, or the module itself if it is outside of packages."""
+    """The package of a module, or the module itself where it is beside packages."""
     package = module.rpartition(".")[0]
     return next(
         (name for name in LAYERS if f"{module}.".startswith(f"{name}.") and name.count(".")),
@@ -82,10 +80,7 @@ def layer_of(module: str) -> str:
 
 
 def test_packages_are_layers():
-    """No package imports a higher layer, and there is no cycle of modules outside of packages.
-
-    Imports inside functions and for type checking count, too.
-    """
+    """No package imports one above it, not even late or for types; no modules beside packages import one another in a circle."""
     modules = {
         ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
         for p in FILES
@@ -111,8 +106,9 @@ def test_packages_are_layers():
     packages = [name for name in LAYERS if name in graph]
     upward = [(a, b) for n, a in enumerate(packages) for b in packages[n + 1 :] if b in graph[a]]
     assert not upward
-    # raises CycleError
-    TopologicalSorter({name: names - {name} for name, names in graph.items()}).prepare()
+    TopologicalSorter(
+        {name: found - {name} for name, found in graph.items()}
+    ).prepare()  # raises CycleError
 
 
 def test_only_one_module_uses_private_jax():
@@ -120,8 +116,7 @@ def test_only_one_module_uses_private_jax():
     assert private == ["_plugins.py"]
 
 
-# there are two command lines
-TWICE = {"cli"}
+TWICE = {"cli"}  # of two command lines
 
 
 def test_a_module_has_a_name_of_its_own():
@@ -159,14 +154,11 @@ PUBLIC = {
     "simulator.transformer",
     "simulator.validation",
 }
-"""The modules that users import from; the `__all__` of each lists its public names."""
+"""What users import from; the `__all__` of each module lists its public names."""
 
 
 def used_names(path: Path) -> set[tuple[str, str]]:
-    """Return (module, name) pairs for the names of autopar and simulator that a file uses.
-
-    It imports them, or accesses them as attributes of a module that it imports.
-    """
+    """(module, name) of everything in autopar and simulator that a file imports, or takes from a module that it imports."""
     names: set[tuple[str, str]] = set()
     modules: dict[str, str] = {}
     for node in ast.walk(ast.parse(path.read_text())):

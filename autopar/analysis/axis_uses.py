@@ -9,6 +9,7 @@ from math import prod
 from typing import Literal as OneOf
 
 from jax.extend.core import Literal, Var
+from jax.extend.core.primitives import gather_p
 
 from autopar.analysis.replay import ShardedEquation, replay
 from autopar.ir.graph import Atom, aval_of
@@ -101,7 +102,7 @@ def _split(equation: ShardedEquation, operand: int, axis: str) -> Split:
     dims = [dim for dim, dim_factors in enumerate(operand_dims) if factor in dim_factors]
     if not dims:
         return "sequence"
-    is_gather = equation.eqn.primitive.name == "gather"
+    is_gather = equation.eqn.primitive is gather_p
     if factors.kinds[factor] != "parallel":
         return "vocab" if is_gather else "row"
     if not factors.decides:  # an addition or multiplication, whose last dim is the features

@@ -1,4 +1,4 @@
-"""Intermediate representation of a placed model: equations, syncs, stage boundaries and regions."""
+"""Intermediate representation of a placed model: equations, syncs, stage boundaries, and regions of these."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,15 +16,7 @@ from autopar.ir.spec import Spec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedEquation:
-    """An equation and the layouts of its operands.
-
-    Attributes:
-        scope: The path of the module that the equation belongs to.
-        eqn: The equation.
-        operands: The layout of each operand.
-        forked: For a draw of random numbers of which each device draws its own shard, how the
-            result is split.
-    """
+    """An equation of the module at `scope`, and where its operands are; a draw of random numbers may be `forked`, split so."""
 
     scope: str
     eqn: JaxprEqn
@@ -34,7 +26,7 @@ class PlacedEquation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedSync:
-    """A sync of one value: `result` is `source` after it. `name` is unique in the model."""
+    """`result` is `source` after a sync; `name` is unique among those of a model."""
 
     sync: Sync
     name: str
@@ -46,17 +38,12 @@ class PlacedSync:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageBoundary:
-    """The end of a pipeline stage."""
+    """A pipeline stage ends here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedRegion:
-    """A region that reads `inputs` and returns `outputs`.
-
-    Attributes:
-        wanted: For a replacement the layout of each input, and the layout that the replaced
-            equations read it in.
-    """
+    """A region: reads `inputs`, makes `outputs`. A replacement gets its inputs, in its own order, where `wanted` says."""
 
     region: Region
     items: "tuple[PlacedItem, ...]"
@@ -70,7 +57,7 @@ type PlacedItem = PlacedEquation | PlacedSync | StageBoundary | PlacedRegion
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedModel:
-    """What runs, in order, and the layouts of arguments and results."""
+    """What runs, and where its arguments and results are."""
 
     graph: ModelGraph
     items: tuple[PlacedItem, ...]
@@ -79,27 +66,22 @@ class PlacedModel:
     results: tuple[ValueLayout, ...]
 
 
-def close_regions(items: Sequence[PlacedItem], needed: set[Var]) -> tuple[PlacedItem, ...]:
-    """Return `items` with the inputs and outputs of each region, found by a liveness analysis.
-
-    Args:
-        items: The items in the order in which they run.
-        needed: The values that are used after them; extended by what the items read.
-    """
-    closed: list[PlacedItem] = []
+def closed(items: Sequence[PlacedItem], needed: set[Var]) -> tuple[PlacedItem, ...]:
+    """`items`, with what each region reads and makes; `needed` are the values used after them."""
+    found: list[PlacedItem] = []
     for item in reversed(items):
         if isinstance(item, PlacedRegion) and not isinstance(item.region, Replace):
-            outputs = tuple(var for var in _defined(item.items) if var in needed)
-            inside = close_regions(item.items, set(outputs))
-            defined = set(_defined(inside))
-            inputs = tuple(var for var in dict.fromkeys(_read(inside)) if var not in defined)
+            outputs = tuple(var for var in _made(item.items) if var in needed)
+            inside = closed(item.items, set(outputs))
+            made = set(_made(inside))
+            inputs = tuple(var for var in dict.fromkeys(_read(inside)) if var not in made)
             item = PlacedRegion(item.region, inside, inputs, outputs)
         needed.update(_read([item]))
-        closed.append(item)
-    return tuple(reversed(closed))
+        found.append(item)
+    return tuple(reversed(found))
 
 
-def _defined(items: Iterable[PlacedItem]) -> Iterable[Var]:
+def _made(items: Iterable[PlacedItem]) -> Iterable[Var]:
     for item in items:
         match item:
             case PlacedEquation(_, eqn):
@@ -107,7 +89,7 @@ def _defined(items: Iterable[PlacedItem]) -> Iterable[Var]:
             case PlacedSync():
                 yield item.result
             case PlacedRegion():
-                yield from item.outputs or _defined(item.items)
+                yield from item.outputs or _made(item.items)
             case StageBoundary():
                 pass
             case _:

@@ -1,8 +1,7 @@
-"""Random numbers that each device draws for its own shards: how the draws of `fork_rng` are split.
+"""Random numbers that devices draw for their own shards: which draws these are, and how they are split.
 
-A draw of random numbers has a key and a shape, but no operand that is split: by itself it is whole
-on every device, and a dropout of a split value reads a part of it. A backward dataflow analysis
-finds how the readers of a draw split it, so that each device draws only its part, with its own key.
+A draw is whole by itself: a key and a shape. What uses it, a dropout of a split value, reads a part of it on each device. Here that
+is followed back to the draw, so that a device draws its part alone, from a key of its own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jax.extend.core import JaxprEqn, Var
 
 from autopar.directives.model_graph import ModelGraph, Node
-from autopar.directives.value_layouts import BODY_PARAM, EquationLayouts, propagate_jaxpr
+from autopar.directives.value_layouts import INNER, EquationLayouts, steps_of
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh, Spec, axes_of, replicated
 from autopar.primitives import op_factors
@@ -18,8 +17,8 @@ from autopar.primitives import op_factors
 DRAW = "random_bits"
 
 
-def random_draws(nodes: Iterable[Node]) -> list[Node]:
-    """Return the nodes that draw random numbers from a single key."""
+def draws_of(nodes: Iterable[Node]) -> list[Node]:
+    """The nodes that draw random numbers from a single key."""
     return [
         node
         for node in nodes
@@ -27,77 +26,71 @@ def random_draws(nodes: Iterable[Node]) -> list[Node]:
     ]
 
 
-def draw_specs(
+def splits(
     graph: ModelGraph,
     draws: Iterable[Node],
-    layouts: Mapping[str, EquationLayouts],
+    followed: Mapping[str, EquationLayouts],
     mesh: LogicalMesh,
 ) -> dict[Var, Spec]:
-    """Return how the readers of each draw split it.
-
-    Draws that are read whole, or split in more than one way, are left out.
+    """How what reads the draws wants them split; left out are those that are wanted whole, or in more than one way.
 
     Args:
-        graph: The model.
-        draws: Nodes of `graph` that draw random numbers.
-        layouts: How each node takes its operands when draws are whole, by the name of the node.
-        mesh: The mesh over which values are split.
+        followed: how each node takes its operands, by name, when draws are whole.
     """
     wanted: dict[Var, Spec] = {}
-    _propagate_backward([(node.eqn, layouts[node.name]) for node in graph.nodes], wanted, mesh)
-    results = (node.eqn.outvars[0] for node in draws)
-    return {var: wanted[var] for var in results if axes_of(wanted.get(var, ()))}
+    _wanted_before([(node.eqn, followed[node.name]) for node in graph.nodes], wanted, mesh)
+    made = (node.eqn.outvars[0] for node in draws)
+    return {var: wanted[var] for var in made if axes_of(wanted.get(var, ()))}
 
 
-def _propagate_backward(
+def _wanted_before(
     equations: Sequence[tuple[JaxprEqn, EquationLayouts]],
     wanted: dict[Var, Spec],
     mesh: LogicalMesh,
 ) -> None:
-    """Add to `wanted` how equations read their operands: whole where two of them disagree."""
-    for eqn, layouts in reversed(equations):
-        specs = _operand_specs(eqn, layouts, wanted, mesh)
+    """Add how equations want what they read, given how their results are wanted: whole where they disagree."""
+    for eqn, followed in reversed(equations):
+        specs = _wanted_operands(eqn, followed, wanted, mesh)
         for atom, spec in zip(eqn.invars, specs, strict=True):
             if isinstance(atom, Var) and wanted.setdefault(atom, spec) != spec:
                 wanted[atom] = replicated(len(spec))
 
 
-def _operand_specs(
-    eqn: JaxprEqn, layouts: EquationLayouts, wanted: Mapping[Var, Spec], mesh: LogicalMesh
+def _wanted_operands(
+    eqn: JaxprEqn, followed: EquationLayouts, wanted: Mapping[Var, Spec], mesh: LogicalMesh
 ) -> Iterable[Spec]:
-    """Return how an equation would read its operands if its results were split as `wanted`."""
+    """How an equation would take its operands if its results were split as they are wanted."""
     results = [
         wanted.get(var, result.dims)
-        for var, result in zip(eqn.outvars, layouts.results, strict=True)
+        for var, result in zip(eqn.outvars, followed.results, strict=True)
     ]
-    current = [result.dims for result in layouts.results]
-    if eqn.primitive in BODY_PARAM and results != current:
-        return _inner_operand_specs(eqn, layouts, results, mesh)
-    for number, (spec, current_spec) in enumerate(zip(results, current, strict=True)):
-        if spec != current_spec and eqn.primitive.name != DRAW and eqn.primitive not in BODY_PARAM:
+    if eqn.primitive in INNER and results != [result.dims for result in followed.results]:
+        return _wanted_inside(eqn, followed, results, mesh)
+    for number, (spec, result) in enumerate(zip(results, followed.results, strict=True)):
+        if spec != result.dims and eqn.primitive.name != DRAW and eqn.primitive not in INNER:
             factors = op_factors(eqn)
-            axes_by_factor = {
-                dim_factors[0]: axes
-                for dim_factors, axes in zip(factors.results[number], spec, strict=True)
-                if dim_factors
+            given = {
+                inside[0]: axes
+                for inside, axes in zip(factors.results[number], spec, strict=True)
+                if inside
             }
-            assignment = tuple(axes_by_factor.get(f, ()) for f in range(len(factors.sizes)))
+            assignment = tuple(given.get(f, ()) for f in range(len(factors.sizes)))
             if factors.result_spec(number, assignment) == spec and factors.allows(assignment, mesh):
                 return [factors.operand_spec(k, assignment) for k in range(len(eqn.invars))]
-    return [operand.dims for operand in layouts.operands]
+    return [operand.dims for operand in followed.operands]
 
 
-def _inner_operand_specs(
-    eqn: JaxprEqn, layouts: EquationLayouts, results: Sequence[Spec], mesh: LogicalMesh
+def _wanted_inside(
+    eqn: JaxprEqn, followed: EquationLayouts, results: Sequence[Spec], mesh: LogicalMesh
 ) -> list[Spec]:
-    """Return `_operand_specs` of an equation with a body, by propagation through the body."""
-    jaxpr = eqn.params[BODY_PARAM[eqn.primitive]]
-    steps, _ = propagate_jaxpr(jaxpr, layouts.operands, mesh)
+    """The same for what has a derivative of its own, or is called: through the equations inside."""
+    jaxpr = eqn.params[INNER[eqn.primitive]]
+    steps = steps_of(jaxpr, followed.operands, mesh)[0]
     wanted = {
         var: spec for var, spec in zip(jaxpr.outvars, results, strict=True) if isinstance(var, Var)
     }
-    _propagate_backward(steps, wanted, mesh)
+    _wanted_before(steps, wanted, mesh)
     return [
         wanted.get(var, operand.dims)
-        for var, operand in zip(jaxpr.invars, layouts.operands, strict=True)
+        for var, operand in zip(jaxpr.invars, followed.operands, strict=True)
     ]

@@ -26,7 +26,7 @@ from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import Atom, aval_of, read
 from autopar.layering.layer_clustering import Received, cluster_layers, received_bytes
-from autopar.primitives.equation_work import kernel_of
+from autopar.primitives import kernel_of
 
 boundary_p = Primitive("pipeline_boundary")
 boundary_p.multiple_results = True

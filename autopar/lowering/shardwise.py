@@ -13,10 +13,8 @@ from autopar.ir.evaluate import Apply, as_traced
 from autopar.ir.spec import AnyMesh, LogicalMesh, Spec, partition_spec, replicated
 from autopar.microbatch.accumulation import along, complete
 from autopar.plan import Stage
-from autopar.primitives import op_factors
+from autopar.primitives import bind_shards, is_partitioned_wrongly, op_factors
 from autopar.primitives.factors import assignment_of
-from autopar.primitives.partitioner_defects import is_shardwise
-from autopar.primitives.shards import bind_shards
 
 type PinnedSpecs = Mapping[tuple[int, str], Mapping[int, Spec]]
 """The specs that a plan pins, by number and side of the equation, and by position."""
@@ -39,7 +37,7 @@ def shardwise(mesh: AnyMesh, wanted: PinnedSpecs | None = None) -> Apply:
     specs = wanted or {}
 
     def apply(number: int, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        if not is_shardwise(eqn):
+        if not is_partitioned_wrongly(eqn):
             return as_traced(number, eqn, operands)
         return _on_shards(
             eqn, operands, specs.get((number, "in"), {}), specs.get((number, "out"), {}), mesh

@@ -1,7 +1,6 @@
-"""Helpers for SPMD programs that are written by hand inside `jax.shard_map`.
+"""Programs for many devices written by hand, inside `jax.shard_map`: what their authors need beside JAX itself.
 
-They require `check_vma=True`, the default of shard_map, with which JAX's types say along which mesh
-axes a value varies.
+All of it is for `check_vma=True`, shard_map's default, under which JAX knows along which mesh axes a value differs.
 """
 
 from autopar.manual.argument_shardings import shardings

@@ -16,20 +16,16 @@ from typing import Literal as OneOf
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core.primitives import broadcast_in_dim_p, div_p, iota_p
+from jax.lax import tile_p
 
 from autopar.ir import control_flow
 from autopar.ir.equation_groups import dependents, units
 from autopar.ir.graph import Atom, Where, aval_of, constant, source_line
 from autopar.ir.step_graph import MicrobatchError
-from autopar.microbatch.batch_scaling_rules import (
-    ADDS,
-    BatchScaling,
-    NotSeparable,
-    added,
-    is_linear,
-    power_of,
-)
-from autopar.primitives import PASS_THROUGH, op_factors
+from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable, power_of
+from autopar.primitives import op_factors, record_of
+from autopar.primitives.linearity import adds, data_operands, is_exact, is_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +115,7 @@ class BatchScalings:
                     repaired = self._repaired(number, eqn, whole) if number in self._body else None
                     found = repaired or self._results(eqn, whole)
                 if (
-                    eqn.primitive.name == "div"
+                    eqn.primitive is div_p
                     and isinstance(found[0], BatchScaling)
                     and found[0].per is eqn.invars[1]
                 ):
@@ -269,10 +265,10 @@ class BatchScalings:
 
     def _results(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling | NotSeparable]:
         operands = [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
-        if eqn.primitive.name in PASS_THROUGH:
+        if record_of(eqn).passes_through:
             return list(operands)
         where = Where(eqn)
-        if eqn.primitive.name == "div" and self._is_ratio(eqn, whole):
+        if eqn.primitive is div_p and self._is_ratio(eqn, whole):
             weight = eqn.invars[1]
             assert isinstance(weight, Var)
             return [replace(operands[0], per=weight)]
@@ -322,12 +318,9 @@ class BatchScalings:
 
     def _scaled(self, eqn: JaxprEqn, kinds: list[BatchScaling]) -> dict[int, int]:
         """Return the powers of `count` by which operands are to be divided so that they can be added; changes their `kinds`."""
-        name = eqn.primitive.name
-        if name not in ADDS | {"select_n"} or not np.issubdtype(
-            aval_of(eqn.outvars[0]).dtype, np.inexact
-        ):
+        if not adds(eqn) or is_exact(eqn.outvars[0]):
             return {}
-        known = {k: power for k in added(name, len(kinds)) if (power := kinds[k].power) is not None}
+        known = {k: power for k in data_operands(eqn) if (power := kinds[k].power) is not None}
         largest = max(known.values(), default=0)
         found = {k: largest - power for k, power in known.items() if power < largest}
         for k in found:
@@ -359,11 +352,7 @@ class BatchScalings:
             return False
         if len(eqn.outvars) != 1 or eqn.outvars[0] in self._inside:
             return False
-        if (
-            len(linear) == len(statistics)
-            and is_linear(eqn.primitive.name, linear)
-            and _adds_alike(eqn, operands)
-        ):
+        if len(linear) == len(statistics) and is_linear(eqn, linear) and _adds_alike(eqn, operands):
             return False
         scalars = not any(aval_of(atom).shape for atom in (*eqn.invars, *eqn.outvars))
         others = (
@@ -380,10 +369,10 @@ class BatchScalings:
         self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[BatchScaling], where: Where
     ) -> list[BatchScaling | NotSeparable]:
         """The kinds of what is linear in operands that are divided by a statistic of the batch."""
-        name, divided = eqn.primitive.name, [k for k, kind in enumerate(operands) if kind.per]
-        together = added(name, len(operands)) if name in ADDS | {"select_n"} else divided
+        divided = [k for k, kind in enumerate(operands) if kind.per]
+        together = data_operands(eqn) if adds(eqn) else divided
         pers = {operands[k].per for k in {*divided, *together} if operands[k].power is not None}
-        if len(pers) > 1 or not is_linear(name, divided):
+        if len(pers) > 1 or not is_linear(eqn, divided):
             raise NotSeparable(
                 f"{where} puts what is divided by a sum over the batch together with something else (a masked mean and a mean?)"
             )
@@ -396,8 +385,7 @@ class BatchScalings:
     def _plain(
         self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[BatchScaling], where: Where
     ) -> list[BatchScaling | NotSeparable]:
-        name = eqn.primitive.name
-        power = power_of(name, eqn, operands, where)
+        power = power_of(eqn, operands, where)
         linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
         rows = [k for k, kind in enumerate(operands) if kind.form == "rows"]
         if linear and rows:
@@ -405,7 +393,7 @@ class BatchScalings:
                 f"{where} mixes single examples with a statistic of the whole batch (batch normalisation?)"
             )
         if linear:
-            if not is_linear(name, linear):
+            if not is_linear(eqn, linear):
                 raise NotSeparable(
                     f"{where} is not linear in a statistic of the batch (a masked mean? a ratio of sums?)"
                 )
@@ -466,16 +454,15 @@ class BatchScalings:
         grown = [dim for dim, (a, b) in enumerate(zip(shape, full, strict=True)) if a != b]
         if not grown:
             return kind
-        name = eqn.primitive.name
-        uniform = name in ("broadcast_in_dim", "tile") or (
-            name == "iota" and eqn.params["dimension"] not in grown
+        uniform = eqn.primitive in (broadcast_in_dim_p, tile_p) or (
+            eqn.primitive is iota_p and eqn.params["dimension"] not in grown
         )
         if len(grown) > 1 or not uniform:
             raise NotSeparable(
                 f"{where} depends on the size of the batch or on an example's position in it"
             )
         self._check_rows(grown[0], shape, full, where)
-        if name == "tile":
+        if eqn.primitive is tile_p:
             self.copies[eqn.outvars[0]] = eqn.params["reps"][grown[0]]
         return replace(kind, form="rows", dim=grown[0])
 
@@ -520,34 +507,20 @@ def _shown(value: Any) -> str:
 
 def _adds_alike(eqn: JaxprEqn, operands: Sequence[BatchScaling]) -> bool:
     """Whether all that an equation adds up grows alike with the batch: a sum plus a constant does not."""
-    name = eqn.primitive.name
-    powers = (
-        {operands[k].power for k in added(name, len(operands))}
-        if name in ADDS | {"select_n"}
-        else set()
-    )
+    powers = {operands[k].power for k in data_operands(eqn)} if adds(eqn) else set()
     return len(powers - {None}) <= 1
 
 
-_COSTLY = {
-    "dot_general",
-    "conv_general_dilated",
-    "ragged_dot_general",
-    "shard_map",
-    "pallas_call",
-    "loop",
-}
-"""What is not computed a second time for a statistic."""
+def _is_costly(eqn: JaxprEqn) -> bool:
+    """Return whether an equation takes too long to compute a second time for a statistic."""
+    record = record_of(eqn)
+    return record.is_contraction or record.runs_body
 
 
 def _costly(jaxpr: Jaxpr) -> set[Var]:
     """Values that take more to compute than a pass over the batch."""
     numbered = list(enumerate(jaxpr.eqns))
-    costly = [
-        unit
-        for unit in units(numbered)
-        if any(eqn.primitive.name in _COSTLY for _, eqn in unit.eqns)
-    ]
+    costly = [unit for unit in units(numbered) if any(_is_costly(eqn) for _, eqn in unit.eqns)]
     return dependents(numbered, [var for unit in costly for var in unit.makes])
 
 

@@ -10,11 +10,13 @@ import jax
 from jax.extend.core import Primitive
 
 from autopar.layering.layers import layered_if_asked
+from autopar.primitives import PrimitiveRecord, register
 
 accumulate_p = Primitive("accumulate")
 """Identity on values that a microbatch contributes to. Only in traced steps, between `marking` and lowering."""
 accumulate_p.multiple_results = True
 accumulate_p.def_abstract_eval(lambda *avals: avals)
+register(accumulate_p, PrimitiveRecord(movement="identity", algebra="linear"))
 
 _marking: ContextVar[bool] = ContextVar("marking", default=False)
 

@@ -10,7 +10,8 @@ from functools import partial
 from math import gcd
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core.primitives import div_p, reduce_sum_p
 
 from autopar.ir.equation_groups import dependents
 from autopar.ir.evaluate import Numbered
@@ -21,10 +22,7 @@ from autopar.microbatch.batch_scaling_rules import BatchScaling
 from autopar.microbatch.deferred_division import divided_afterwards, equations, statistics
 from autopar.microbatch.gradients import accumulate_p
 from autopar.microbatch.whole_batch import joined, substituted
-
-_FOR_UNIT_DIMS = frozenset(
-    {"broadcast_in_dim", "copy", "expand_dims", "reduce_sum", "reshape", "squeeze", "transpose"}
-)
+from autopar.primitives import record_of
 
 
 def split(
@@ -76,7 +74,7 @@ def split(
     if (
         len(
             {
-                tuple(len(eqn.invars) for _, eqn in _named(each, accumulate_p.name))
+                tuple(len(eqn.invars) for _, eqn in _named(each, accumulate_p))
                 for each in (micro, whole, *sizes)
             }
         )
@@ -116,7 +114,7 @@ def split(
     jaxpr, numbers = joined(micro, whole, {n for n, _ in body}, {n for n, _ in once}, computed)
     combine: list[Combine] = []
     weights: list[list[Var | None]] = []
-    for position, (_, eqn) in enumerate(_named(sizes[0], accumulate_p.name)):
+    for position, (_, eqn) in enumerate(_named(sizes[0], accumulate_p)):
         kept = [
             (eqn.invars[k], kind)
             for k in range(len(eqn.invars))
@@ -229,10 +227,17 @@ def check_computation(micro: Jaxpr, larger: Jaxpr, batch: frozenset[int]) -> Non
         )
 
 
-def _computation(jaxpr: Jaxpr, batch: frozenset[int]) -> list[str]:
-    """Return the primitives that run for each microbatch, without those that tracing adds or leaves out for dims of size one."""
+def _computation(jaxpr: Jaxpr, batch: frozenset[int]) -> list[Primitive]:
+    """Return the primitives that run for each microbatch.
+
+    Left out are those that tracing adds or omits for dims of size one: sums over such a dim, and changes of shape.
+    """
     _, body, _ = _parts(jaxpr, batch)
-    return [name for _, eqn in body if (name := eqn.primitive.name) not in _FOR_UNIT_DIMS]
+    return [
+        eqn.primitive
+        for _, eqn in body
+        if record_of(eqn).movement != "shape" and eqn.primitive is not reduce_sum_p
+    ]
 
 
 def _check_sizes(micro: Jaxpr, whole: Jaxpr, sizes: tuple[Jaxpr, Jaxpr], count: int) -> None:
@@ -263,7 +268,7 @@ def _contributions(
     """
     depending = dependents(enumerate(micro.eqns), (micro.invars[i] for i in batch))
     contributions: dict[tuple[int, int], BatchScaling | None] = {}
-    marks = (_named(each, accumulate_p.name) for each in (micro, *sizes))
+    marks = (_named(each, accumulate_p) for each in (micro, *sizes))
     for position, ((_, mine), (_, small), (_, large)) in enumerate(zip(*marks, strict=True)):
         for k, atom in enumerate(mine.invars):
             depends = isinstance(atom, Var) and atom in depending
@@ -284,7 +289,7 @@ def _check_outputs(
 ) -> None:
     """Raise MicrobatchError if what runs once reads the batch."""
     batch_vars = {whole.invars[i] for i in batch}
-    accumulated = tuple(var for _, eqn in _named(whole, accumulate_p.name) for var in eqn.outvars)
+    accumulated = tuple(var for _, eqn in _named(whole, accumulate_p) for var in eqn.outvars)
 
     def reads_batch(eqns: Sequence[Numbered], results: Sequence[Atom]) -> bool:
         read = [*results, *(operand for _, eqn in eqns for operand in eqn.invars)]
@@ -336,7 +341,7 @@ def _divided_afterwards(
         traced: the trace that `found` and `weights` are of.
         jaxpr: the step as it runs, with equations of `micro` at `numbers`.
     """
-    ours, theirs = _named(micro, "div"), _named(traced, "div")
+    ours, theirs = _named(micro, div_p), _named(traced, div_p)
     scalars = [[not aval_of(eqn.invars[1]).shape for _, eqn in each] for each in (ours, theirs)]
     maker = {eqn.outvars[0]: eqn for eqn in micro.eqns if len(eqn.outvars) == 1}
     own: dict[Var, Var] = {}
@@ -363,7 +368,7 @@ def _divided_afterwards(
         if their_number in found.divided:
             pair(other.invars[1], mine.invars[1])
             here.add(number)
-    marks = _named(micro, accumulate_p.name), _named(traced, accumulate_p.name)
+    marks = _named(micro, accumulate_p), _named(traced, accumulate_p)
     for (_, mine), (_, other) in zip(*marks, strict=True):
         for a, b in zip(other.invars, mine.invars, strict=True):
             if isinstance(a, Var) and a in found.functions:
@@ -399,7 +404,7 @@ def _parts(
         ends: those of the marks before which the body ends, by default all.
         given: values that the body need not make.
     """
-    numbered, marks = list(enumerate(jaxpr.eqns)), _named(jaxpr, accumulate_p.name)
+    numbered, marks = list(enumerate(jaxpr.eqns)), _named(jaxpr, accumulate_p)
     accumulated = tuple(var for _, eqn in marks for var in eqn.outvars)
     acts = {number for number, eqn in numbered if eqn.effects and not eqn.outvars}
     repeated: set[int] = set()
@@ -422,11 +427,9 @@ def _vars(eqn: JaxprEqn) -> list[Var]:
     return [atom for atom in eqn.invars if isinstance(atom, Var)]
 
 
-def _named(jaxpr: Jaxpr, primitive: str) -> list[Numbered]:
+def _named(jaxpr: Jaxpr, primitive: Primitive) -> list[Numbered]:
     """The equations of one primitive."""
-    return [
-        (number, eqn) for number, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == primitive
-    ]
+    return [(number, eqn) for number, eqn in enumerate(jaxpr.eqns) if eqn.primitive is primitive]
 
 
 def _combine(kind: BatchScaling, atom: Atom, rows: bool) -> Combine:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jax.extend.core import Literal, Var
+from jax.extend.core.primitives import add_jaxvals_p, add_p
 
 from autopar.ir.array_sizes import array_bytes
 from autopar.ir.equation_groups import Unit, units
@@ -26,16 +27,7 @@ from autopar.ir.graph import Atom, aval_of
 from autopar.ir.step_graph import Combine, StepGraph
 from autopar.layering.layers import layer_of
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Partition, Task, Total
-
-_CASTS = {
-    "convert_element_type",
-    "transpose",
-    "reshape",
-    "squeeze",
-    "broadcast_in_dim",
-    "copy",
-    "copy_p",
-}
+from autopar.primitives import record_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +166,11 @@ class _PartitionBuilder:
         batch = {self.step.jaxpr.invars[i] for i in self.step.batch}
         for unit in self.body:
             task = self.task_of.get(unit.number)
-            if task is None or len(unit.eqns) != 1 or unit.eqns[0][1].primitive.name not in _CASTS:
+            if (
+                task is None
+                or len(unit.eqns) != 1
+                or record_of(unit.eqns[0][1]).movement not in ("shape", "cast")
+            ):
                 continue
             is_weight = all(
                 (var in self.inputs and var not in batch) or self._is_anywhere(var)
@@ -263,7 +259,7 @@ class _PartitionBuilder:
     def _adds_stages(self, unit: Unit, var: Var) -> bool:
         """Whether the unit adds results of different stages, and only the accumulation reads `var`."""
         eqn = unit.eqns[0][1]
-        if eqn.primitive.name not in ("add", "add_any") or self.num_readers[var] > 0:
+        if eqn.primitive not in (add_p, add_jaxvals_p) or self.num_readers[var] > 0:
             return False
         if len(unit.reads) != 2 or len(eqn.invars) != 2:
             return False

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 import jax
+from jax.extend.core.primitives import name_p
 
 from autopar._cpython import builds_graphs
 from autopar.analysis.axis_uses import with_axis_uses
@@ -13,8 +14,7 @@ from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
 from autopar.plan import MemorySplit, Plan, ShardingConstraint, Stage, TimeSplit, Value
-from autopar.primitives import is_replicated_only
-from autopar.primitives.partitioner_defects import is_shardwise
+from autopar.primitives import is_partitioned_wrongly, record_of
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import check_patterns
 from autopar.sharding.planner import Shardings, plan_shardings
@@ -92,7 +92,7 @@ def _left_to_xla(step: StepGraph, plan: Plan) -> Plan:
 
     def stays(constraint: ShardingConstraint) -> bool:
         eqn = eqns[constraint.eqn]
-        return is_shardwise(eqn) or (eqn.primitive.name == "name" and constraint.side == "out")
+        return is_partitioned_wrongly(eqn) or (eqn.primitive is name_p and constraint.side == "out")
 
     stage = stage.model_copy(update={"constraints": tuple(filter(stays, stage.constraints))})
     warning = (
@@ -165,7 +165,7 @@ def coverage_warnings(step: StepGraph) -> tuple[str, ...]:
     counts = Counter(
         eqn.primitive.name
         for eqn in step.jaxpr.eqns
-        if eqn.outvars and is_replicated_only(eqn.primitive.name)
+        if eqn.outvars and record_of(eqn).is_replicated_only
     )
     warnings = [
         f"{count} x {name}: computed whole on every device, there is no better rule for it in"

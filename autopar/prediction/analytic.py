@@ -25,7 +25,7 @@ from autopar.lowering.planned import Planned, PlannedStep, single_stage
 from autopar.microbatch.gradients import accumulate_p
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Task
 from autopar.pipeline.stage_graph import StageGraph
-from autopar.primitives.equation_work import kernel_of
+from autopar.primitives import kernel_of
 from autopar.sharding.memory_constraint import Memory
 from autopar.sharding.memory_roles import roles_at_peak
 from autopar.sharding.mesh_costs import Step

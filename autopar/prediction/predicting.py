@@ -21,7 +21,7 @@ from autopar.plan import Plan
 from autopar.planning.method_planning import any_cluster
 from autopar.planning.plan_step import planned_step
 from autopar.prediction.analytic import analytic_program
-from autopar.primitives.equation_work import kernel_of
+from autopar.primitives import kernel_of
 from autopar.tracing.arguments import (
     AUTO_ARGNUMS,
     DEFAULT_BATCH,

@@ -1,92 +1,125 @@
-"""The rule table: for each primitive, what its equation does to array dims (`OpFactors`).
+"""What planning knows of JAX's primitives, and the questions that it asks about an equation.
 
-To teach the planner a primitive, write a function from its equation to `OpFactors` and enter it in the `RULES` of its
-family; a pointwise one only needs its name in `POINTWISE`. tests/autopar/sharding/test_rules.py then runs every sharding that
-the rule allows and compares it with the unsharded equation.
+`autopar.primitives.registry` documents the records and how to add one. Each family of primitives
+has a module with its records.
 """
 
-from jax.core import ShapedArray
+from collections.abc import Sequence
+from typing import Any
+
 from jax.extend.core import JaxprEqn
 
+from autopar.ir.graph import aval_of
+from autopar.ir.spec import LogicalMesh, Spec, local_shape
 from autopar.primitives import (
+    collectives,
     contract,
     index,
     linalg,
     loops,
+    moves,
+    opaque,
     order,
+    pointwise,
     random,
     reduce,
     shape,
     shard_map,
 )
 from autopar.primitives.factors import OpFactors
-from autopar.primitives.pointwise import POINTWISE, pointwise
-from autopar.primitives.rule_helpers import Rule, replicated
+from autopar.primitives.local_forms import bind
+from autopar.primitives.registry import MissingRuleError, PrimitiveRecord, record_of, register
+from simulator.work import Kernel
 
 __all__ = [
-    "PASS_THROUGH",
-    "POINTWISE",
-    "REPLICATED",
-    "RULES",
+    "FAMILIES",
     "MissingRuleError",
-    "is_replicated_only",
+    "PrimitiveRecord",
+    "bind_shards",
+    "is_partitioned_wrongly",
+    "kernel_of",
     "op_factors",
+    "record_of",
+    "register",
 ]
 
-PASS_THROUGH = frozenset(
-    {"accumulate", "device_put", "optimization_barrier", "sharding_constraint"}
-)
-"""Primitives whose i-th result is their i-th operand."""
-
-REPLICATED = frozenset({
-    *("cholesky_update", "custom_linear_solve", "pure_callback", "random_gamma", "rng_bit_generator", "rng_uniform"),
-})  # fmt: skip
-"""Primitives that every device computes whole, for want of a better rule."""
-
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(POINTWISE, pointwise),
-    **shape.RULES,
-    **reduce.RULES,
-    **contract.RULES,
-    **loops.RULES,
-    **index.RULES,
-    **order.RULES,
-    **linalg.RULES,
-    **shard_map.RULES,
-    **random.RULES,
-    **dict.fromkeys(REPLICATED, replicated),
+FAMILIES = {
+    "collectives": collectives.RECORDS,
+    "contract": contract.RECORDS,
+    "index": index.RECORDS,
+    "linalg": linalg.RECORDS,
+    "loops": loops.RECORDS,
+    "moves": moves.RECORDS,
+    "opaque": opaque.RECORDS,
+    "order": order.RECORDS,
+    "pointwise": pointwise.RECORDS,
+    "random": random.RECORDS,
+    "reduce": reduce.RECORDS,
+    "shape": shape.RECORDS,
+    "shard_map": shard_map.RECORDS,
 }
+"""The records by family, and by primitive or JAX's name of it."""
 
-
-class MissingRuleError(NotImplementedError):
-    """The step uses a primitive that has no rule, and that can't be computed whole on every device either."""
-
-    def __init__(self, eqn: JaxprEqn) -> None:
-        shapes = ", ".join(str(atom.aval) for atom in eqn.invars)
-        results = ", ".join(str(var.aval) for var in eqn.outvars)
-        super().__init__(
-            f"no sharding rule for primitive {eqn.primitive.name!r}, used as ({shapes}) -> ({results})"
-            f" in {str(eqn.source_info.name_stack) or 'the step'}: it has effects, or works on something other than arrays;"
-            " rules live in autopar/primitives"
-        )
+for _family in FAMILIES.values():
+    for _primitive, _record in _family.items():
+        register(_primitive, _record)
 
 
 def op_factors(eqn: JaxprEqn) -> OpFactors:
-    """The factors of `eqn`, from the rule of its primitive; without one, every device computes it whole.
+    """Return the factors of `eqn`, which say how its dims may be sharded.
 
     Raises:
-        MissingRuleError: there is no rule for the primitive, which has effects or works on something other than arrays.
+        MissingRuleError: the primitive has no record, and has effects or works on something other
+            than arrays.
     """
-    rule = RULES.get(eqn.primitive.name)
-    if rule is None:
-        if eqn.effects or not all(
-            isinstance(atom.aval, ShapedArray) for atom in (*eqn.invars, *eqn.outvars)
-        ):
-            raise MissingRuleError(eqn)
-        rule = replicated
-    return rule(eqn)
+    return record_of(eqn).factors(eqn)
 
 
-def is_replicated_only(name: str) -> bool:
-    """Whether the primitive is planned as replicated for want of a better rule; a plan says so."""
-    return name in REPLICATED or name not in RULES.keys() | PASS_THROUGH
+def kernel_of(eqn: JaxprEqn, operands: Sequence[tuple[int, ...]], moved_bytes: float) -> Kernel:
+    """Return the kernel of `eqn`.
+
+    Args:
+        eqn: the equation.
+        operands: shapes of the shards it reads.
+        moved_bytes: bytes that it reads from and writes to device memory; less than the bytes of
+            its operands and results if it is fused.
+    """
+    return record_of(eqn).work(eqn, operands, moved_bytes)
+
+
+def bind_shards(
+    eqn: JaxprEqn,
+    operands: Sequence[Spec],
+    results: Sequence[Spec],
+    shards: Sequence[Any],
+    mesh: LogicalMesh,
+) -> list[Any]:
+    """Apply the primitive of `eqn` to the shards of its operands, on each device of a manual mesh.
+
+    Args:
+        eqn: the equation.
+        operands: specs of its operands.
+        results: specs of its results, before partial sums are completed.
+        shards: this device's shards of the operands.
+        mesh: the mesh.
+
+    Returns:
+        This device's shards of the results; partial sums where a summed dim is sharded.
+    """
+    specs = zip(eqn.outvars, results, strict=True)
+    shapes = [local_shape(aval_of(var).shape, spec, mesh) for var, spec in specs]
+    local = record_of(eqn).local
+    arrays = local(eqn, operands, results, shapes, shards) if local else bind(eqn, shards)
+    assert [array.shape for array in arrays] == shapes, (
+        f"{eqn.primitive.name}: its rule says shards of {shapes}, computed were {arrays}"
+    )
+    return arrays
+
+
+def is_partitioned_wrongly(eqn: JaxprEqn) -> bool:
+    """Return whether XLA's partitioner computes wrong numbers for the equation.
+
+    Such an equation runs on shards instead (`bind_shards`).
+    """
+    defect = record_of(eqn).is_partitioned_wrongly
+    return defect is not None and defect(eqn)

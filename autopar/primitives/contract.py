@@ -1,11 +1,19 @@
 """Products summed over dims: matrix products and convolutions."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from math import prod
+from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from autopar.ir.graph import aval_of
+from autopar.primitives.equation_work import contraction_kernel
 from autopar.primitives.factors import FactorBuilder, OpFactors
-from autopar.primitives.rule_helpers import Rule, shape_of
+from autopar.primitives.local_forms import Shapes, bind
+from autopar.primitives.operand_layouts import conv_layouts, dot_layouts
+from autopar.primitives.registry import PrimitiveRecord
+from autopar.primitives.rule_helpers import shape_of
+from simulator.work import Gemm
 
 
 def _dot_general(eqn: JaxprEqn) -> OpFactors:
@@ -13,7 +21,7 @@ def _dot_general(eqn: JaxprEqn) -> OpFactors:
 
 
 def _ragged_dot_general(eqn: JaxprEqn) -> OpFactors:
-    """A product whose rows (or inner elements) belong to groups of sizes known only when it runs: those dims are whole."""
+    """Keep the dims of groups whole: the sizes of groups are known only when the step runs."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     return _product(
         eqn,
@@ -54,17 +62,17 @@ def _product(
         tuple(rhs[d] for d in range(len(rhs_shape))),
     ]
     sizes = [build.dims(shape_of(atom), "whole") for atom in eqn.invars[2:]]
-    if (
-        extra := len(shape_of(eqn.outvars[0])) - len(result)
-    ) > 0:  # a ragged inner dim: one product per group
+    extra = len(shape_of(eqn.outvars[0])) - len(result)
+    if extra > 0:  # a ragged inner dim makes one product per group
         result = [build.new(size, "whole") for size in shape_of(eqn.outvars[0])[:extra]] + result
     return build.build([*operands, *sizes], [tuple(result)], decides=True)
 
 
 def _conv_general_dilated(eqn: JaxprEqn) -> OpFactors:
-    """Batch, channels in (summed) and channels out may be sharded, groups of channels or of batch with them; space is whole.
+    """Shard the batch, the input channels (summed), the output channels, and their groups.
 
-    Gradients are convolutions, too: that of the kernel sums over the examples, its channels in.
+    Spatial dims are whole. A gradient with respect to the kernel is a convolution whose input
+    channels are the examples.
     """
     params = eqn.params
     groups, batch_groups = params["feature_group_count"], params["batch_group_count"]
@@ -95,8 +103,88 @@ def _conv_general_dilated(eqn: JaxprEqn) -> OpFactors:
     return build.build([lhs, rhs], [out], decides=True)
 
 
-RULES: dict[str, Rule] = {
-    "conv_general_dilated": _conv_general_dilated,
-    "dot_general": _dot_general,
-    "ragged_dot_general": _ragged_dot_general,
+def _gemm(eqn: JaxprEqn, operands: Shapes) -> Gemm:
+    """Return the sizes of a matrix product of shards."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    lhs, rhs = operands
+
+    def free(shape: tuple[int, ...], taken: Sequence[int]) -> int:
+        return prod(size for dim, size in enumerate(shape) if dim not in taken)
+
+    return Gemm(
+        m=free(lhs, (*lhs_contract, *lhs_batch)),
+        n=free(rhs, (*rhs_contract, *rhs_batch)),
+        k=prod(lhs[dim] for dim in lhs_contract),
+        batch=prod(lhs[dim] for dim in lhs_batch),
+    )
+
+
+def _gemm_flops(eqn: JaxprEqn, operands: Shapes) -> float:
+    return _gemm(eqn, operands).flops
+
+
+def _ragged_flops(eqn: JaxprEqn, operands: Shapes) -> float:
+    """Return the FLOP of a product in which each row (or inner element) belongs to one group."""
+    lhs, rhs = operands[:2]
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contract), (_, batch) = numbers.dot_dimension_numbers
+    taken = {*contract, *batch, *numbers.rhs_group_dimensions}
+    return 2.0 * prod(lhs) * prod(size for dim, size in enumerate(rhs) if dim not in taken)
+
+
+def _conv_flops(eqn: JaxprEqn, operands: Shapes) -> float:
+    """Return two FLOP per element of the result, of the window and of the input channels.
+
+    Zeros that `lhs_dilation` inserts are free.
+    """
+    lhs, rhs = operands
+    params = eqn.params
+    numbers, batch_groups = params["dimension_numbers"], params["batch_group_count"]
+    out = aval_of(eqn.outvars[0]).shape
+    # Sharding the examples of several batch groups shards the groups, not the examples of each.
+    examples = lhs[numbers.lhs_spec[0]] if batch_groups == 1 else out[numbers.out_spec[0]]
+    space = prod(out[dim] for dim in numbers.out_spec[2:])
+    return 2.0 * examples * space * prod(rhs) / prod(params["lhs_dilation"])
+
+
+def _local_conv(eqn: JaxprEqn, _in: Any, _out: Any, shapes: Shapes, shards: Any) -> list[Any]:
+    numbers = eqn.params["dimension_numbers"]
+    batch = shards[0].shape[numbers.lhs_spec[0]] // shapes[0][numbers.out_spec[0]]
+    channels = shards[0].shape[numbers.lhs_spec[1]] // shards[1].shape[numbers.rhs_spec[1]]
+    return bind(eqn, shards, batch_group_count=batch, feature_group_count=channels)
+
+
+def _has_groups(eqn: JaxprEqn) -> bool:
+    """Return whether a convolution has groups, which XLA's partitioner (jaxlib 0.11.2) gets wrong.
+
+    The kernel gradient of a vmapped convolution has the examples as groups, and that of a grouped
+    convolution has `batch_group_count`. Under some shardings the partitioned program computes wrong
+    numbers, with plain `jax.jit` as well. tests/fuzz/test_splits.py compares every split of every
+    family of primitives with one device; it names the primitives that a new jaxlib gets wrong.
+    """
+    return eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1
+
+
+RECORDS = {
+    "conv_general_dilated": PrimitiveRecord(
+        factors=_conv_general_dilated,
+        local=_local_conv,
+        work=contraction_kernel("conv", _conv_flops),
+        fusion="contraction",
+        layouts=conv_layouts,
+        algebra="product",
+        is_partitioned_wrongly=_has_groups,
+    ),
+    "dot_general": PrimitiveRecord(
+        factors=_dot_general,
+        work=contraction_kernel("gemm", _gemm_flops, _gemm),
+        fusion="contraction",
+        layouts=dot_layouts,
+        algebra="product",
+    ),
+    "ragged_dot_general": PrimitiveRecord(
+        factors=_ragged_dot_general,
+        work=contraction_kernel("gemm", _ragged_flops),
+        algebra="product",
+    ),
 }

@@ -1,9 +1,10 @@
-"""What an equation does to array dims, told through *factors*, and the shardings that follow from it.
+"""Factors: how an equation acts on array dims, and which shardings follow from that.
 
-A factor is an index of the equation written as a loop nest, as in an einsum: `out[b, m, n] += lhs[b, m, k] * rhs[b, k, n]`
-has the factors b, m, n, k. A mesh axis that is given to a factor shards every dim in which the factor is outermost.
-Factors that are summed over leave partial results, which an all_reduce or reduce_scatter completes. (Shardy describes its
-operations in the same way.)
+A factor is an index of the equation written as a loop nest, as in an einsum:
+`out[b, m, n] += lhs[b, m, k] * rhs[b, k, n]` has the factors b, m, n and k. A mesh axis that is
+assigned to a factor shards every dim in which the factor is outermost. Factors that are summed over
+leave partial results, which an all_reduce or reduce_scatter completes. Shardy describes its
+operations in the same way.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,16 +15,20 @@ from typing import Literal
 from autopar.ir.spec import LogicalMesh, Spec, divides
 
 Kind = Literal["parallel", "sum", "max", "min", "whole"]
-"""Each shard on its own; partial results to be added (or the largest, or smallest, taken); or must not be sharded at all."""
+"""What sharding a factor means.
+
+parallel: shards are independent. sum, max, min: results are partial, and completed by that
+operation. whole: the factor must not be sharded.
+"""
 
 PARTIAL: frozenset[Kind] = frozenset({"sum", "max", "min"})
-"""The kinds that leave partial results."""
+"""The kinds of factors that leave partial results."""
 
 type Dims = tuple[tuple[int, ...], ...]
-"""For each dim of an array, its factors, major first; a dim of size one has none."""
+"""The factors of each dim of an array, major first; a dim of size one has none."""
 
 type Assignment = tuple[tuple[str, ...], ...]
-"""For each factor the mesh axes it is sharded over."""
+"""The mesh axes that each factor is sharded over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +40,11 @@ class OpFactors:
         kinds: what sharding each factor means.
         operands: the factors of each operand's dims.
         results: the factors of each result's dims.
-        decides: True when the choice is worth a decision of its own, False when it can follow its largest operand.
-        once: operands that count on one device only, the first, where results are partial sums: the array that a scatter
-            adds to. (XLA's partitioner does so, too.)
-        leader: the operand to follow, when it must be this one.
+        decides: True if the sharding of the equation is a decision of its own, False if the
+            equation follows the sharding of its largest operand.
+        once: operands that only the first device adds where results are partial sums: the array
+            that a scatter adds to. XLA's partitioner does the same.
+        leader: the operand to follow; None: the largest.
     """
 
     sizes: tuple[int, ...]
@@ -50,21 +56,25 @@ class OpFactors:
     leader: int | None = None
 
     def assignments(self, mesh: LogicalMesh) -> list[Assignment]:
-        """Every way to give each mesh axis to one factor or to none, with all dims divided evenly; none first."""
+        """Return every assignment of mesh axes to factors that divides all dims evenly.
+
+        An axis is assigned to one factor or to none. The assignment of no axis is the first.
+        """
         axes = [axis for axis in mesh.axis_names if mesh.sizes[axis] > 1]
         free = [f for f, kind in enumerate(self.kinds) if kind != "whole"]
-        found = []
+        allowed = []
         for chosen in product((None, *free), repeat=len(axes)):
-            factors = range(len(self.sizes))
+            factor_of = dict(zip(axes, chosen, strict=True))
             assignment = tuple(
-                tuple(a for a, c in zip(axes, chosen, strict=True) if c == f) for f in factors
+                tuple(axis for axis in axes if factor_of[axis] == factor)
+                for factor in range(len(self.sizes))
             )
             if self.allows(assignment, mesh):
-                found.append(assignment)
-        return found
+                allowed.append(assignment)
+        return allowed
 
     def allows(self, assignment: Assignment, mesh: LogicalMesh) -> bool:
-        """Whether every sharded factor is divided evenly and is outermost wherever it occurs."""
+        """Return whether each sharded factor is divided evenly and is outermost in its dims."""
         if not divides(self.sizes, assignment, mesh):
             return False
         for dims in (*self.operands, *self.results):
@@ -75,7 +85,7 @@ class OpFactors:
         return True
 
     def assign(self, operand: int, spec: Spec, mesh: LogicalMesh) -> Assignment | None:
-        """The assignment under which `operand` has exactly `spec`, or None when the equation can't keep it."""
+        """Return the assignment under which `operand` has exactly `spec`; None if there is none."""
         chosen: dict[int, tuple[str, ...]] = {}
         for factors, axes in zip(self.operands[operand], spec, strict=True):
             if not axes:
@@ -87,14 +97,15 @@ class OpFactors:
         return assignment if self.allows(assignment, mesh) else None
 
     def operand_spec(self, operand: int, assignment: Assignment) -> Spec:
+        """Return the spec that an operand must have under an assignment."""
         return _spec(self.operands[operand], assignment)
 
     def result_spec(self, result: int, assignment: Assignment) -> Spec:
-        """Spec of a result, completed: partial results are whole on every device of their group."""
+        """Return the spec of a result after its partial sums are completed by an all_reduce."""
         return _spec(self.results[result], assignment)
 
     def partial_axes(self, assignment: Assignment) -> tuple[str, ...]:
-        """The mesh axes over which results are partial."""
+        """Return the mesh axes over which results are partial."""
         kinds = zip(self.kinds, assignment, strict=True)
         return tuple(axis for kind, axes in kinds if kind in PARTIAL for axis in axes)
 
@@ -102,29 +113,34 @@ class OpFactors:
 def assignment_of(
     factors: OpFactors, operands: Sequence[Spec | None], results: Sequence[Spec | None] = ()
 ) -> Assignment:
-    """The assignment under which an equation reads its operands with these specs (None: whatever it needs).
+    """Return the assignment under which an equation has these specs.
 
-    The specs of results count for the factors that no operand with a spec has, less the axes that operands use: those were
-    scattered onto the result.
+    Args:
+        factors: the factors of the equation.
+        operands: specs of its operands; None for a spec that the others imply.
+        results: specs of its results. They decide only the factors that no operand with a spec has,
+            without the axes that operands use: over those the result was scattered.
     """
     chosen: dict[int, tuple[str, ...]] = {}
     used: set[str] = set()
 
-    def add(dims: Sequence[tuple[int, ...]], spec: Spec, known: frozenset[int]) -> None:
-        for of, axes in zip(dims, spec, strict=True):
+    def add(dims: Dims, spec: Spec, decided: frozenset[int]) -> None:
+        for dim, axes in zip(dims, spec, strict=True):
             free = tuple(axis for axis in axes if axis not in used)
-            if free and of and of[0] not in known and of[0] not in chosen:
-                chosen[of[0]] = free
+            if free and dim and dim[0] not in decided and dim[0] not in chosen:
+                chosen[dim[0]] = free
                 used.update(free)
 
     for dims, spec in zip(factors.operands, operands, strict=True):
         if spec is not None:
             add(dims, spec, frozenset())
-    known = zip(factors.operands, operands, strict=True)
-    read = frozenset(of[0] for dims, spec in known if spec is not None for of in dims if of)
+    with_spec = [
+        dims for dims, spec in zip(factors.operands, operands, strict=True) if spec is not None
+    ]
+    of_operands = frozenset(dim[0] for dims in with_spec for dim in dims if dim)
     for dims, spec in zip(factors.results, results, strict=False):
         if spec is not None:
-            add(dims, spec, read)
+            add(dims, spec, of_operands)
     return tuple(chosen.get(f, ()) for f in range(len(factors.sizes)))
 
 
@@ -133,14 +149,14 @@ def _spec(dims: Dims, assignment: Assignment) -> Spec:
 
 
 class FactorBuilder:
-    """Collects the factors of one equation; `build` gives the frozen result."""
+    """Collects the factors of one equation; `build` returns the frozen result."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.kinds: list[Kind] = []
 
     def new(self, size: int, kind: Kind = "parallel") -> tuple[int, ...]:
-        """A dim made of one new factor (none, when it has size one)."""
+        """Return a dim of one new factor; a dim of size one has no factor."""
         if size == 1:
             return ()
         self.sizes.append(size)
@@ -148,6 +164,7 @@ class FactorBuilder:
         return (len(self.sizes) - 1,)
 
     def dims(self, shape: Sequence[int], kind: Kind = "parallel") -> Dims:
+        """Return a new factor for each dim of `shape`."""
         return tuple(self.new(size, kind) for size in shape)
 
     def build(
@@ -157,6 +174,7 @@ class FactorBuilder:
         decides: bool = False,
         once: tuple[int, ...] = (),
     ) -> OpFactors:
+        """Return the factors of the equation; see `OpFactors` for the arguments."""
         return OpFactors(
             tuple(self.sizes), tuple(self.kinds), tuple(operands), tuple(results), decides, once
         )

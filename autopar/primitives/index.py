@@ -1,16 +1,26 @@
 """Primitives that read or write at indices known only when they run.
 
-Dims that are indexed one element at a time may be sharded all the same: each device looks up, or writes, what it has.
+A dim that is indexed one element at a time may be sharded: each device reads or writes the elements
+of its own shard.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import JaxprEqn
 
+from autopar.ir.graph import aval_of
+from autopar.ir.spec import Spec
 from autopar.primitives.factors import FactorBuilder, Kind, OpFactors
-from autopar.primitives.rule_helpers import Rule, shape_of
+from autopar.primitives.local_forms import Shapes, bind, own_indices
+from autopar.primitives.registry import Algebra, PrimitiveRecord
+from autopar.primitives.rule_helpers import ShardingRule, shape_of
 
 
 def _gather(eqn: JaxprEqn) -> OpFactors:
-    """Over an indexed dim the results add up: those who don't have the element contribute zero."""
+    """Sum over indexed dims: devices whose shard lacks an element contribute zero."""
     numbers, slice_sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand_shape, indices_shape, out_shape = (
         shape_of(atom) for atom in (*eqn.invars, *eqn.outvars)
@@ -39,9 +49,11 @@ def _gather(eqn: JaxprEqn) -> OpFactors:
     return build.build([tuple(operand), indices], [tuple(result)], decides=True)
 
 
-def _scatter(combine: Kind) -> Rule:
-    """Dims of the operand may be sharded where an update covers one element of them or all; dims of the updates as
-    `combine` says: `sum` counts the operand on one device only.
+def _scatter(combine: Kind) -> ShardingRule:
+    """Return the rule of a scatter.
+
+    A dim of the operand may be sharded if an update covers one element of it or all of them. Dims
+    of the updates are of kind `combine`; for "sum" only the first device adds the operand.
     """
 
     def rule(eqn: JaxprEqn) -> OpFactors:
@@ -85,12 +97,65 @@ def _scatter(combine: Kind) -> Rule:
     return rule
 
 
-RULES: dict[str, Rule] = {
-    "gather": _gather,
-    "scatter": _scatter("whole"),
-    "scatter-add": _scatter("sum"),
-    "scatter-max": _scatter("max"),
-    "scatter-min": _scatter("min"),
-    "scatter-mul": _scatter("whole"),
-    "scatter-sub": _scatter("sum"),
+def _local_gather(
+    eqn: JaxprEqn, specs: Sequence[Spec], _out: Any, shapes: Shapes, shards: Any
+) -> list[Any]:
+    """Read the elements of this device's shard; return zeros for the others."""
+    numbers, full_shape = eqn.params["dimension_numbers"], aval_of(eqn.invars[0]).shape
+    operand, indices = shards
+    sizes = [
+        local if axes and size == full else size
+        for size, full, local, axes in zip(
+            eqn.params["slice_sizes"], full_shape, operand.shape, specs[0], strict=True
+        )
+    ]
+    sizes = [1 if dim in numbers.operand_batching_dims else size for dim, size in enumerate(sizes)]
+    dims = [d for d in numbers.start_index_map if d in numbers.collapsed_slice_dims]
+    indices, own = own_indices(numbers.start_index_map, dims, eqn, specs[0], operand, indices)
+    (result,) = bind(eqn, (operand, indices), slice_sizes=tuple(sizes))
+    batch = [dim for dim in range(result.ndim) if dim not in numbers.offset_dims]
+    return [
+        jnp.where(lax.broadcast_in_dim(own, result.shape, batch), result, jnp.zeros_like(result))
+    ]
+
+
+def _local_scatter(
+    eqn: JaxprEqn, specs: Sequence[Spec], _out: Any, shapes: Shapes, shards: Any
+) -> list[Any]:
+    """Write the updates of this device's shard; drop the others."""
+    numbers = eqn.params["dimension_numbers"]
+    operand, indices, updates = shards
+    dims = [d for d in numbers.scatter_dims_to_operand_dims if d in numbers.inserted_window_dims]
+    indices, own = own_indices(
+        numbers.scatter_dims_to_operand_dims, dims, eqn, specs[0], operand, indices
+    )
+    indices = jnp.where(own[..., None], indices, max(operand.shape, default=0))
+    return bind(eqn, (operand, indices, updates), mode=lax.GatherScatterMode.FILL_OR_DROP)
+
+
+def _scatter_record(combine: Kind, algebra: Algebra | None = None) -> PrimitiveRecord:
+    return PrimitiveRecord(
+        factors=_scatter(combine),
+        local=_local_scatter,
+        fusion="update",
+        algebra=algebra,
+        data=slice(0, 3, 2),
+    )
+
+
+RECORDS = {
+    "gather": PrimitiveRecord(
+        factors=_gather,
+        local=_local_gather,
+        fusion="input",
+        movement="part",
+        algebra="linear",
+        data=slice(1),
+    ),
+    "scatter": _scatter_record("whole"),
+    "scatter-add": _scatter_record("sum", "sum"),
+    "scatter-max": _scatter_record("max"),
+    "scatter-min": _scatter_record("min"),
+    "scatter-mul": _scatter_record("whole"),
+    "scatter-sub": _scatter_record("sum", "sum"),
 }

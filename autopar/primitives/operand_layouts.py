@@ -1,29 +1,22 @@
-"""In which layouts and sizes products read their operands, and what it takes to bring them there."""
+"""Layouts and sizes in which cuBLAS and cuDNN read operands; others cost a copy."""
 
 from math import prod
 
 from jax.extend.core import JaxprEqn
 
 from autopar.ir.graph import aval_of
-
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
-
-type Layout = tuple[str, object]
-"""What is done to an array, and how."""
+from autopar.primitives.registry import OperandLayout
 
 ORDER, PADDED, KERNEL, GRADIENT = "order", "padded", "kernel", "gradient"
 
 
-def layouts(eqn: JaxprEqn) -> list[Layout | None]:
-    """How a product wants each operand, and leaves its result; None: as it is."""
-    return _dot_wants(eqn) if eqn.primitive.name == "dot_general" else _conv_wants(eqn)
+def dot_layouts(eqn: JaxprEqn) -> list[OperandLayout | None]:
+    """Return the layouts that a matrix product needs of its operands and leaves in its result.
 
-
-def _dot_wants(eqn: JaxprEqn) -> list[Layout | None]:
-    """For each operand and the result of a matrix product how it must be, if not as it is: batch dims lead, and sizes of half
-    precision are multiples of 8."""
+    Batch dims lead, and sizes of half-precision dims are multiples of 8.
+    """
     contracted, batched = eqn.params["dimension_numbers"]
-    wants: list[Layout | None] = []
+    wants: list[OperandLayout | None] = []
     for side, atom in enumerate(eqn.invars):
         aval = aval_of(atom)
         free = tuple(d for d in range(aval.ndim) if d not in (*contracted[side], *batched[side]))
@@ -36,8 +29,11 @@ def _dot_wants(eqn: JaxprEqn) -> list[Layout | None]:
     return [*wants, None]
 
 
-def _conv_wants(eqn: JaxprEqn) -> list[Layout | None]:
-    """The same for a convolution: its kernel, and the gradient of one, are transposed; uneven padding is written out."""
+def conv_layouts(eqn: JaxprEqn) -> list[OperandLayout | None]:
+    """Return the layouts that a convolution needs.
+
+    Its kernel and the gradient of a kernel are transposed; uneven padding is materialised.
+    """
     params = eqn.params
     numbers = params["dimension_numbers"]
     if numbers.lhs_spec[0] != 0:  # sums over examples: the gradient of a kernel
@@ -51,7 +47,7 @@ def _conv_wants(eqn: JaxprEqn) -> list[Layout | None]:
 def _product_order(
     ndim: int, contracted: tuple[int, ...], batched: tuple[int, ...], side: int
 ) -> tuple[int, ...] | None:
-    """The order of dims in which a product reads an operand; None: as it is."""
+    """Return the order of dims in which a product reads an operand; None: as it is."""
     free = tuple(d for d in range(ndim) if d not in (*contracted, *batched))
     for order in ((*batched, *free, *contracted), (*batched, *contracted, *free)):
         if sorted(batched) == list(range(len(batched))) and order[len(batched) :] == tuple(

@@ -1,25 +1,16 @@
-"""Primitives that work on each element alone."""
+"""Primitives that work on each element by itself."""
+
+from dataclasses import replace
 
 from jax.extend.core import JaxprEqn
 
 from autopar.primitives.factors import Dims, FactorBuilder, OpFactors
+from autopar.primitives.registry import PrimitiveRecord
 from autopar.primitives.rule_helpers import shape_of
-
-POINTWISE = frozenset({
-    *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e"),
-    *("bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "cos", "cosh"),
-    *("digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt"),
-    *("igamma", "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log"),
-    *("log1p", "log2", "logistic", "lt", "lt_to", "max", "min", "mul", "name", "ne", "neg", "nextafter"),
-    *("not", "one_minus_square", "or", "polygamma", "population_count", "pow", "real", "reduce_precision"),
-    *("regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic"),
-    *("shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"),
-    *("zeta",),
-})  # fmt: skip
-"""Primitives that work on each element alone; operands may be scalars or have dims of size one."""
 
 
 def pointwise(eqn: JaxprEqn) -> OpFactors:
+    """Give all operands the dims of the result; scalars and dims of size one have no factors."""
     build = FactorBuilder()
     out = shape_of(eqn.outvars[0])
     result = build.dims(out)
@@ -33,3 +24,54 @@ def pointwise(eqn: JaxprEqn) -> OpFactors:
         )
 
     return build.build([operand(shape_of(v)) for v in eqn.invars], [result] * len(eqn.outvars))
+
+
+_NONLINEAR = PrimitiveRecord(factors=pointwise, fusion="elementwise")
+_SYMMETRIC = replace(_NONLINEAR, commutes=True)
+_COSTLY = replace(_NONLINEAR, is_recomputed=False)
+_LINEAR = replace(_NONLINEAR, algebra="linear")
+_SUM = replace(_NONLINEAR, algebra="sum")
+_LARGEST = replace(_NONLINEAR, algebra="homogeneous", commutes=True)
+
+_PLAIN = """
+    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh
+    eq_to exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac is_finite le le_to log log1p
+    log2 logistic lt lt_to nextafter not one_minus_square polygamma population_count pow
+    reduce_precision regularized_incomplete_beta rem round rsqrt shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt tan zeta
+"""
+
+RECORDS = {
+    **dict.fromkeys(_PLAIN.split(), _NONLINEAR),
+    "abs": replace(_NONLINEAR, algebra="homogeneous"),
+    "add": replace(_SUM, commutes=True),
+    "add_any": replace(_SUM, commutes=True),
+    "and": _SYMMETRIC,
+    "complex": _SUM,
+    "conj": _LINEAR,
+    "convert_element_type": replace(_LINEAR, movement="cast"),
+    "copy": replace(_LINEAR, movement="shape"),
+    "digamma": _COSTLY,
+    "div": replace(_NONLINEAR, algebra="quotient"),
+    "eq": _SYMMETRIC,
+    "erf": _COSTLY,
+    "erf_inv": _COSTLY,
+    "erfc": _COSTLY,
+    "imag": _LINEAR,
+    "integer_pow": replace(_NONLINEAR, algebra="power"),
+    "lgamma": _COSTLY,
+    "max": _LARGEST,
+    "min": _LARGEST,
+    "mul": replace(_NONLINEAR, algebra="product", commutes=True),
+    "name": _LINEAR,
+    "ne": _SYMMETRIC,
+    "neg": _LINEAR,
+    "or": _SYMMETRIC,
+    "real": _LINEAR,
+    "select_n": replace(_NONLINEAR, algebra="selection", data=slice(1, None)),
+    "square": replace(_NONLINEAR, algebra="power"),
+    "stop_gradient": replace(_LINEAR, movement="shape"),
+    "sub": _SUM,
+    "tanh": _COSTLY,
+    "xor": _SYMMETRIC,
+}

@@ -1,17 +1,18 @@
-"""Random numbers that depend on a key and on the place of an element alone.
+"""Random numbers, which depend only on a key and on the position of an element.
 
-With JAX's default, partitionable threefry, a device can make its shard of them on its own.
+With JAX's default, partitionable threefry, each device generates its own shard.
 """
 
 from jax.extend.core import JaxprEqn
 
 from autopar.primitives.factors import FactorBuilder, OpFactors
 from autopar.primitives.pointwise import pointwise
-from autopar.primitives.rule_helpers import Rule, leading, shape_of
+from autopar.primitives.registry import PrimitiveRecord
+from autopar.primitives.rule_helpers import leading, shape_of
 
 
 def _per_key(eqn: JaxprEqn) -> OpFactors:
-    """Each key makes an array."""
+    """Shard the keys, each of which generates an array."""
     build = FactorBuilder()
     keys = build.dims(shape_of(eqn.invars[0]))
     made = build.dims(shape_of(eqn.outvars[0])[len(keys) :])
@@ -19,17 +20,17 @@ def _per_key(eqn: JaxprEqn) -> OpFactors:
 
 
 def _wrapping(eqn: JaxprEqn) -> OpFactors:
-    """Between keys and the integers they consist of."""
+    """Convert between keys and the integers that they consist of."""
     return leading(eqn, min(len(shape_of(eqn.invars[0])), len(shape_of(eqn.outvars[0]))))
 
 
-RULES: dict[str, Rule] = {
-    "random_bits": _per_key,
-    "random_clone": pointwise,
-    "random_fold_in": pointwise,
-    "random_seed": pointwise,
-    "random_split": _per_key,
-    "random_unwrap": _wrapping,
-    "random_wrap": _wrapping,
-    "threefry2x32": pointwise,
+RECORDS = {
+    "random_bits": PrimitiveRecord(factors=_per_key, is_recomputed=False),
+    "random_clone": PrimitiveRecord(factors=pointwise),
+    "random_fold_in": PrimitiveRecord(factors=pointwise),
+    "random_seed": PrimitiveRecord(factors=pointwise),
+    "random_split": PrimitiveRecord(factors=_per_key),
+    "random_unwrap": PrimitiveRecord(factors=_wrapping),
+    "random_wrap": PrimitiveRecord(factors=_wrapping),
+    "threefry2x32": PrimitiveRecord(factors=pointwise, is_recomputed=False),
 }

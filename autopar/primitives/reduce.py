@@ -1,15 +1,19 @@
-"""Reductions, over whole dims or over windows of them."""
+"""Reductions over dims, or over windows of dims."""
+
+from math import prod
 
 import numpy as np
 from jax.extend.core import JaxprEqn
 
 from autopar.ir.graph import aval_of
+from autopar.primitives.equation_work import Shapes, elements, memory_kernel
 from autopar.primitives.factors import FactorBuilder, Kind, OpFactors
-from autopar.primitives.rule_helpers import Rule, shape_of, whole_along
+from autopar.primitives.registry import Algebra, PrimitiveRecord
+from autopar.primitives.rule_helpers import ShardingRule, shape_of, whole_along
 
 
-def _reduction(kind: Kind, parameter: str = "axes") -> Rule:
-    """Reduced dims as `kind` says; initial values, where there are any, are scalars."""
+def _reduction(kind: Kind, parameter: str = "axes") -> ShardingRule:
+    """Return a rule whose reduced dims are of `kind`; initial values are scalars."""
 
     def rule(eqn: JaxprEqn) -> OpFactors:
         build = FactorBuilder()
@@ -26,8 +30,11 @@ def _reduction(kind: Kind, parameter: str = "axes") -> Rule:
     return rule
 
 
-def _logical(kind: Kind) -> Rule:
-    """`and` is the minimum of truth values, `or` the maximum; of integers they are neither."""
+def _logical(kind: Kind) -> ShardingRule:
+    """Return the rule of `and` (a minimum of booleans) or `or` (a maximum).
+
+    Reduced dims of integers are whole.
+    """
 
     def rule(eqn: JaxprEqn) -> OpFactors:
         return _reduction(kind if aval_of(eqn.invars[0]).dtype == np.bool_ else "whole")(eqn)
@@ -36,9 +43,12 @@ def _logical(kind: Kind) -> Rule:
 
 
 def _windowed(eqn: JaxprEqn) -> OpFactors:
-    """Dims with more than one element in a window, or with a stride, padding or dilation, are whole: no halos."""
+    """Keep dims whole that have windows of several elements, strides, padding or dilation.
+
+    Sharding them would need an exchange of halos.
+    """
     ones = (1,) * len(eqn.params["window_dimensions"])
-    each = zip(
+    windows = zip(
         eqn.params["window_dimensions"],
         eqn.params["window_strides"],
         eqn.params.get("base_dilation", ones),
@@ -48,26 +58,48 @@ def _windowed(eqn: JaxprEqn) -> OpFactors:
     )
     return whole_along(
         eqn,
-        [dim for dim, (*sizes, padding) in enumerate(each) if set(sizes) != {1} or any(padding)],
+        [dim for dim, (*sizes, padding) in enumerate(windows) if set(sizes) != {1} or any(padding)],
     )
 
 
-RULES: dict[str, Rule] = {
-    "argmax": _reduction("whole"),
-    "argmin": _reduction("whole"),
-    "reduce": _reduction("whole", "dimensions"),
-    "reduce_and": _logical("min"),
-    "reduce_max": _reduction("max"),
-    "reduce_min": _reduction("min"),
-    "reduce_or": _logical("max"),
-    "reduce_prod": _reduction("whole"),
-    "reduce_sum": _reduction("sum"),
-    "reduce_xor": _reduction("whole"),
-    "reduce_window": _windowed,
-    "reduce_window_max": _windowed,
-    "reduce_window_min": _windowed,
-    "reduce_window_sum": _windowed,
-    "select_and_gather_add": _windowed,
-    "select_and_scatter": _windowed,
-    "select_and_scatter_add": _windowed,
+def _window_flops(eqn: JaxprEqn, operands: Shapes) -> float:
+    """Count an element once for each window that reads it."""
+    windows = zip(eqn.params["window_dimensions"], eqn.params["window_strides"], strict=True)
+    return elements(eqn, operands) * prod(max(1.0, size / stride) for size, stride in windows)
+
+
+def _window_record(
+    algebra: Algebra | None = None, data: slice = slice(None), *, reduces: bool = True
+) -> PrimitiveRecord:
+    return PrimitiveRecord(
+        factors=_windowed,
+        work=memory_kernel(_window_flops),
+        fusion="reduction" if reduces else "kernel",
+        algebra=algebra,
+        data=data,
+    )
+
+
+def _reduction_record(kind: Kind, algebra: Algebra | None = None) -> PrimitiveRecord:
+    return PrimitiveRecord(factors=_reduction(kind), fusion="reduction", algebra=algebra)
+
+
+RECORDS = {
+    "argmax": PrimitiveRecord(factors=_reduction("whole"), fusion="input"),
+    "argmin": PrimitiveRecord(factors=_reduction("whole"), fusion="input"),
+    "reduce": PrimitiveRecord(factors=_reduction("whole", "dimensions")),
+    "reduce_and": PrimitiveRecord(factors=_logical("min"), fusion="reduction"),
+    "reduce_max": _reduction_record("max", "homogeneous"),
+    "reduce_min": _reduction_record("min", "homogeneous"),
+    "reduce_or": PrimitiveRecord(factors=_logical("max"), fusion="reduction"),
+    "reduce_prod": _reduction_record("whole"),
+    "reduce_sum": _reduction_record("sum", "linear"),
+    "reduce_xor": _reduction_record("whole"),
+    "reduce_window": _window_record(),
+    "reduce_window_max": _window_record("homogeneous"),
+    "reduce_window_min": _window_record(),
+    "reduce_window_sum": _window_record("linear"),
+    "select_and_gather_add": _window_record(reduces=False),
+    "select_and_scatter": _window_record(reduces=False),
+    "select_and_scatter_add": _window_record("linear", slice(1), reduces=False),
 }

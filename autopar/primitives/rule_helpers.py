@@ -1,4 +1,4 @@
-"""What the rules of every family of primitives share."""
+"""Building blocks of sharding rules, shared by the families of primitives."""
 
 from collections.abc import Callable, Collection
 
@@ -7,21 +7,22 @@ from jax.extend.core import JaxprEqn
 from autopar.ir.graph import Atom, aval_of
 from autopar.primitives.factors import Dims, FactorBuilder, OpFactors
 
-type Rule = Callable[[JaxprEqn], OpFactors]
-"""From an equation to its factors."""
+type ShardingRule = Callable[[JaxprEqn], OpFactors]
+"""Maps an equation to its factors (`autopar.primitives.factors`)."""
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:
+    """Return the shape of a value."""
     return aval_of(atom).shape
 
 
 def replicated(eqn: JaxprEqn) -> OpFactors:
-    """Every operand and result whole on every device."""
+    """Replicate every operand and result on every device."""
     return leading(eqn, 0)
 
 
 def leading(eqn: JaxprEqn, count: int) -> OpFactors:
-    """All operands and results share their first `count` dims; what comes after is whole."""
+    """Share the first `count` dims among all operands and results; keep the others whole."""
     build = FactorBuilder()
     shared = build.dims(shape_of(eqn.invars[0])[:count]) if count else ()
 
@@ -32,7 +33,7 @@ def leading(eqn: JaxprEqn, count: int) -> OpFactors:
 
 
 def whole_along(eqn: JaxprEqn, axes: Collection[int]) -> OpFactors:
-    """`axes` are whole in every operand and result, though their sizes may differ; other dims go through.
+    """Keep `axes` whole in operands and results, where their sizes may differ; share other dims.
 
     Operands of another rank (start indices, padding values) are whole.
     """
@@ -52,8 +53,8 @@ def whole_along(eqn: JaxprEqn, axes: Collection[int]) -> OpFactors:
     return build.build([dims(v) for v in eqn.invars], [dims(v) for v in eqn.outvars])
 
 
-def along(parameter: str) -> Rule:
-    """Primitives that need the dims named by `parameter` whole, and keep the others: sorts, scans, concatenation."""
+def along(parameter: str) -> ShardingRule:
+    """Return a rule that keeps whole the dims that `parameter` names, and shares the others."""
 
     def rule(eqn: JaxprEqn) -> OpFactors:
         axes = eqn.params[parameter]

@@ -1,12 +1,18 @@
-"""Primitives that rearrange elements: broadcasts, reshapes, transposes, slices, padding, joins and splits."""
+"""Primitives that rearrange elements: broadcasts, reshapes, transposes, slices, padding, joins."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
+from typing import Any
 
+from jax import lax
 from jax.extend.core import JaxprEqn
 
+from autopar.ir.spec import Spec
 from autopar.primitives.factors import FactorBuilder, OpFactors
-from autopar.primitives.rule_helpers import Rule, along, leading, shape_of, whole_along
+from autopar.primitives.local_forms import Shapes, bind, with_shape
+from autopar.primitives.registry import PrimitiveRecord
+from autopar.primitives.rule_helpers import along, leading, shape_of, whole_along
 
 
 def _broadcast_in_dim(eqn: JaxprEqn) -> OpFactors:
@@ -42,7 +48,7 @@ def _squeeze(eqn: JaxprEqn) -> OpFactors:
 
 
 def _tile(eqn: JaxprEqn) -> OpFactors:
-    """The copies of a dim are its major factor."""
+    """Give each dim its copies as major factor."""
     build = FactorBuilder()
     copies = [build.new(count) for count in eqn.params["reps"]]
     operand = build.dims(shape_of(eqn.invars[0]))
@@ -66,7 +72,7 @@ def _unstack(eqn: JaxprEqn) -> OpFactors:
 
 
 def _resized(eqn: JaxprEqn) -> OpFactors:
-    """Slices and their updates: dims that are taken in full go through."""
+    """Share the dims that slices and their updates take in full; keep the others whole."""
     out = shape_of(eqn.outvars[0])
     shapes = [shape for shape in map(shape_of, eqn.invars) if len(shape) == len(out)]
     return whole_along(
@@ -81,12 +87,12 @@ def _pad(eqn: JaxprEqn) -> OpFactors:
 
 
 def _bitcast(eqn: JaxprEqn) -> OpFactors:
-    """Between types of different width the last dim of the narrower one holds the pieces of one element."""
+    """Keep the last dim of the narrower type whole: it holds the pieces of one element."""
     return leading(eqn, min(len(shape_of(eqn.invars[0])), len(shape_of(eqn.outvars[0]))))
 
 
 def _reshape(eqn: JaxprEqn) -> OpFactors:
-    """Dims are matched from the left; a group of dims that merges or splits becomes one factor per piece, major first."""
+    """Match dims from the left; dims that merge or split have one factor per piece, major first."""
     build = FactorBuilder()
     source, target = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     operand: list[tuple[int, ...]] = []
@@ -117,7 +123,7 @@ def _reshape(eqn: JaxprEqn) -> OpFactors:
 
 
 def _refine(left: tuple[int, ...], right: tuple[int, ...]) -> list[int] | None:
-    """The coarsest list of sizes of which both `left` and `right` are groupings, or None."""
+    """Return the coarsest sizes of which `left` and `right` are both groupings, or None."""
 
     def cuts(sizes: tuple[int, ...]) -> set[int]:
         return {prod(sizes[:i]) for i in range(1, len(sizes) + 1)}
@@ -145,21 +151,76 @@ def _regroup(
     return dims
 
 
-RULES: dict[str, Rule] = {
-    "bitcast_convert_type": _bitcast,
-    "broadcast_in_dim": _broadcast_in_dim,
-    "concatenate": along("dimension"),
-    "dynamic_slice": _resized,
-    "dynamic_update_slice": _resized,
-    "iota": _iota,
-    "pad": _pad,
-    "reshape": _reshape,
-    "rev": along("dimensions"),
-    "slice": _resized,
-    "split": along("axis"),
-    "squeeze": _squeeze,
-    "stack": _stack,
-    "tile": _tile,
-    "transpose": _transpose,
-    "unstack": _unstack,
+def _local_iota(
+    eqn: JaxprEqn, _in: Any, specs: Sequence[Spec], shapes: Shapes, shards: Any
+) -> list[Any]:
+    (made,) = bind(eqn, shards, shape=shapes[0])
+    dim = eqn.params["dimension"]
+    return [
+        made + (lax.axis_index(specs[0][dim]) * shapes[0][dim]).astype(made.dtype)
+        if specs[0][dim]
+        else made
+    ]
+
+
+def _local_slice(
+    eqn: JaxprEqn, _in: Any, specs: Sequence[Spec], shapes: Shapes, shards: Any
+) -> list[Any]:
+    limits = [
+        size if axes else limit
+        for limit, size, axes in zip(eqn.params["limit_indices"], shapes[0], specs[0], strict=True)
+    ]
+    return bind(eqn, shards, limit_indices=tuple(limits))
+
+
+def _local_tile(eqn: JaxprEqn, _in: Any, _out: Any, shapes: Shapes, shards: Any) -> list[Any]:
+    reps = [result // size for result, size in zip(shapes[0], shards[0].shape, strict=True)]
+    return bind(eqn, shards, reps=tuple(reps))
+
+
+RECORDS = {
+    "bitcast_convert_type": PrimitiveRecord(factors=_bitcast),
+    "broadcast_in_dim": PrimitiveRecord(
+        factors=_broadcast_in_dim,
+        local=with_shape("shape"),
+        fusion="indexing",
+        movement="shape",
+        algebra="linear",
+    ),
+    "concatenate": PrimitiveRecord(factors=along("dimension"), fusion="input", algebra="sum"),
+    "dynamic_slice": PrimitiveRecord(
+        factors=_resized,
+        local=with_shape("slice_sizes"),
+        fusion="input",
+        movement="part",
+        algebra="linear",
+        data=slice(1),
+    ),
+    "dynamic_update_slice": PrimitiveRecord(
+        factors=_resized, fusion="update", algebra="sum", data=slice(2)
+    ),
+    "iota": PrimitiveRecord(factors=_iota, local=_local_iota, fusion="indexing"),
+    "pad": PrimitiveRecord(factors=_pad, fusion="input", algebra="sum"),
+    "reshape": PrimitiveRecord(
+        factors=_reshape,
+        local=with_shape("new_sizes"),
+        fusion="indexing",
+        movement="shape",
+        is_view=True,
+        algebra="linear",
+    ),
+    "rev": PrimitiveRecord(factors=along("dimensions"), is_view=True, algebra="linear"),
+    "slice": PrimitiveRecord(
+        factors=_resized, local=_local_slice, fusion="indexing", movement="part", algebra="linear"
+    ),
+    "split": PrimitiveRecord(factors=along("axis"), movement="part", algebra="linear"),
+    "squeeze": PrimitiveRecord(
+        factors=_squeeze, fusion="indexing", movement="shape", is_view=True, algebra="linear"
+    ),
+    "stack": PrimitiveRecord(factors=_stack, algebra="sum"),
+    "tile": PrimitiveRecord(factors=_tile, local=_local_tile, algebra="linear"),
+    "transpose": PrimitiveRecord(
+        factors=_transpose, fusion="indexing", movement="shape", algebra="linear"
+    ),
+    "unstack": PrimitiveRecord(factors=_unstack, algebra="linear"),
 }

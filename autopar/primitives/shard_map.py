@@ -1,4 +1,4 @@
-"""`jax.shard_map`: a region that somebody has sharded by hand, kept as it is."""
+"""`jax.shard_map`: a region that the user sharded by hand, and which is kept as it is."""
 
 from collections.abc import Iterable
 from math import prod
@@ -8,11 +8,15 @@ from jax.extend.core import JaxprEqn
 
 from autopar.ir.spec import from_partition_spec
 from autopar.primitives.factors import Dims, FactorBuilder, OpFactors
-from autopar.primitives.rule_helpers import Rule, shape_of
+from autopar.primitives.registry import PrimitiveRecord
+from autopar.primitives.rule_helpers import shape_of
 
 
 def _shard_map(eqn: JaxprEqn) -> OpFactors:
-    """A factor for every group of the region's mesh axes, which shards the dims that its specs say; the rest is whole."""
+    """Give each group of the region's mesh axes a factor, for the dims that its specs shard by it.
+
+    The rest of each dim is whole.
+    """
     build, known = FactorBuilder(), dict[tuple[str, ...], tuple[int, ...]]()
 
     def factor(axes: tuple[str, ...]) -> tuple[int, ...]:
@@ -44,7 +48,7 @@ def _shard_map(eqn: JaxprEqn) -> OpFactors:
 
 
 def region_axes(eqn: JaxprEqn) -> list[tuple[str, ...]]:
-    """The groups of the region's own mesh axes that shard a dim of an operand or result, in the order of its factors."""
+    """Return the groups of the region's mesh axes that shard a dim, in the order of the factors."""
 
     def entries() -> Iterable[tuple[str, ...]]:
         for spec in (*eqn.params["in_specs"], *eqn.params["out_specs"]):
@@ -54,4 +58,4 @@ def region_axes(eqn: JaxprEqn) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(axes for axes in entries() if prod(sizes[axis] for axis in axes) > 1))
 
 
-RULES: dict[str, Rule] = {"shard_map": _shard_map}
+RECORDS = {"shard_map": PrimitiveRecord(factors=_shard_map, runs_body=True)}

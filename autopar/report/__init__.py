@@ -18,6 +18,7 @@ from autopar.report.classify import Classification, ParameterClass, classify
 from autopar.report.decisions import decisions
 from autopar.report.diff import PlanDiff, diff
 from autopar.report.dump import DEBUG_FILES, dump_debug_info
+from autopar.report.primitive_coverage import primitives
 from autopar.report.program_text import (
     Status,
     TaskStatus,
@@ -54,6 +55,7 @@ __all__ = [
     "picture",
     "placed",
     "planned_collectives",
+    "primitives",
     "resharding_tasks",
     "stage_infos",
     "traced",

@@ -7,7 +7,7 @@ from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.graph import aval_of
 from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partition import Task
-from autopar.primitives.equation_work import kernel_of
+from autopar.primitives import kernel_of
 
 
 @dataclass(frozen=True, slots=True)

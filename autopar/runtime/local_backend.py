@@ -1,7 +1,4 @@
-"""Backends: the devices of this process, or the hosts of a Ray cluster.
-
-`autopar.hosts.ray_backend` has the latter.
-"""
+"""Backends: the devices of this process, or the hosts of a Ray cluster (`autopar.hosts.ray_backend`)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +32,7 @@ from autopar.runtime.local_executable import LocalExecutable
 from simulator.hardware.heterogeneous import AnyCluster
 
 type Present = Mapping[int, Device]
-"""Devices of this process by their number in plans; empty if the devices are on other hosts."""
+"""The devices of this process that a plan may use, by the numbers that plans give them; none where they are on other hosts."""
 
 
 class Backend(ABC):
@@ -255,11 +252,11 @@ _current: Backend = LOCAL
 
 
 def backend() -> Backend:
-    """Return the backend that steps are compiled for now."""
+    """Return where steps run now."""
     return _current
 
 
 def use_backend(new: Backend) -> None:
-    """Compile steps for another backend from now on."""
+    """Have steps that are compiled from now on run there."""
     global _current
     _current = new

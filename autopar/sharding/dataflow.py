@@ -11,7 +11,7 @@ from autopar.ir import control_flow
 from autopar.ir.graph import Atom
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
-from autopar.primitives import PASS_THROUGH, op_factors
+from autopar.primitives import op_factors, record_of
 from autopar.primitives.factors import OpFactors
 
 type Role = OneOf["batch", "parameter", "state", "received", "other"]
@@ -65,7 +65,7 @@ def step_factors(step: StepGraph) -> tuple[OpFactors | None, ...]:
 
 @memoized_on_step
 def _factors(jaxpr: Jaxpr) -> tuple[OpFactors | None, ...]:
-    passing = [eqn.primitive.name in PASS_THROUGH or not eqn.outvars for eqn in jaxpr.eqns]
+    passing = [record_of(eqn).passes_through or not eqn.outvars for eqn in jaxpr.eqns]
     return tuple(
         None if passes else op_factors(eqn) for eqn, passes in zip(jaxpr.eqns, passing, strict=True)
     )
@@ -143,7 +143,7 @@ def _parameters(step: StepGraph, marked: Sequence[frozenset[int]]) -> set[Var]:
 def _awaited(step: StepGraph, per_example: frozenset[Var]) -> frozenset[Var]:
     reached, reaching = {step.jaxpr.invars[i] for i in step.batch}, set(per_example)
     for eqn in step.jaxpr.eqns:
-        if eqn.primitive.name in PASS_THROUGH:
+        if record_of(eqn).passes_through:
             reached.update(
                 var
                 for atom, var in zip(eqn.invars, eqn.outvars, strict=True)
@@ -152,7 +152,7 @@ def _awaited(step: StepGraph, per_example: frozenset[Var]) -> frozenset[Var]:
         elif any(isinstance(atom, Var) and atom in reached for atom in eqn.invars):
             reached.update(eqn.outvars)
     for eqn in reversed(step.jaxpr.eqns):
-        if eqn.primitive.name in PASS_THROUGH:
+        if record_of(eqn).passes_through:
             passed = (
                 atom for atom, var in zip(eqn.invars, eqn.outvars, strict=True) if var in reaching
             )

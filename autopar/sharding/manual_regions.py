@@ -8,24 +8,13 @@ from autopar.ir.array_sizes import array_bytes
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import AnyMesh, LogicalMesh
-from autopar.primitives import op_factors
-from autopar.primitives.equation_work import kernel_of
+from autopar.primitives import kernel_of, op_factors, record_of
 from autopar.primitives.factors import Assignment
 from autopar.primitives.shard_map import region_axes
-from autopar.sharding.lifetimes import is_fusible
 from autopar.sharding.mesh_costs import MeshCosts
 from autopar.sharding.pins import ShardingError
-from simulator.work import CollectiveKind
 
 SHARD_MAP = "shard_map"
-
-_COLLECTIVES: dict[str, CollectiveKind] = {
-    **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax", "pmin"), "all_reduce"),
-    **dict.fromkeys(("all_gather", "all_gather_invariant"), "all_gather"),
-    "reduce_scatter": "reduce_scatter",
-    "all_to_all": "all_to_all",
-    "ppermute": "collective_permute",
-}
 
 
 def assignment(eqn: JaxprEqn, mesh: LogicalMesh) -> Assignment:
@@ -44,16 +33,16 @@ def seconds(eqn: JaxprEqn, costs: MeshCosts) -> tuple[float, float]:
     axes_of, kernels, collectives = _planned_axes(eqn, costs.mesh), 0.0, 0.0
     body = flatten(eqn.params["jaxpr"])
     for inner, times in zip(body.eqns, control_flow.repeats(body.eqns), strict=True):
-        name = inner.primitive.name
-        if inner.primitive in control_flow.MARKERS or is_fusible(name) or not inner.outvars:
+        record = record_of(inner)
+        is_kernel = not (record.is_inlined or record.passes_through)
+        if inner.primitive in control_flow.MARKERS or not is_kernel or not inner.outvars:
             continue
         avals = [aval_of(atom) for atom in (*inner.invars, *inner.outvars)]
         sizes = [array_bytes(aval.shape, aval.dtype) for aval in avals]
-        if name in _COLLECTIVES:
+        if kind := record.collective:
             along = inner.params["axes"] if "axes" in inner.params else inner.params["axis_name"]
             own = along if isinstance(along, tuple) else (along,)
             axes = tuple(axis for each in own if isinstance(each, str) for axis in axes_of[each])
-            kind = _COLLECTIVES[name]
             moved = sum(
                 sizes[len(inner.invars) :] if kind == "all_gather" else sizes[: len(inner.invars)]
             )

@@ -18,13 +18,13 @@ from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import LogicalMesh, Spec, Specs, local_shape
 from autopar.ir.step_graph import StepGraph
-from autopar.primitives.operand_layouts import PRODUCTS
+from autopar.primitives import record_of
 from autopar.sharding.distinct_options import each_once
-from autopar.sharding.lifetimes import is_relaid, is_view, lifetimes, readings
 from autopar.sharding.mesh_costs import COMBINED_BYTES
 from autopar.sharding.objective import Decisions
 from autopar.sharding.reshard_hoisting import passes_moves
 from autopar.sharding.selection_problem import CapacityConstraint
+from autopar.xla_fusion import is_relaid, is_view, lifetimes, readings
 from simulator.memory import Role
 
 
@@ -192,7 +192,7 @@ def _postpone(
     for number, eqn in enumerate(step.jaxpr.eqns):
         result = eqn.outvars[0] if eqn.outvars else None
         until, last = reads.get(result, (number, number)) if result else (number, number)
-        if eqn.primitive.name not in PRODUCTS or result not in alive or until <= number + 1:
+        if record_of(eqn).fusion != "contraction" or result not in alive or until <= number + 1:
             continue
         if any(start <= number <= end or start <= until <= end for start, end in loops):
             continue

@@ -13,6 +13,12 @@ from typing import Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core.primitives import (
+    broadcast_in_dim_p,
+    concatenate_p,
+    convert_element_type_p,
+    name_p,
+)
 
 from autopar.ir import control_flow
 from autopar.ir.array_sizes import array_bytes
@@ -20,8 +26,7 @@ from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import Specs, local_shape, partition_spec, replicated
 from autopar.ir.step_graph import StepGraph
 from autopar.microbatch.gradients import accumulate_p
-from autopar.primitives import POINTWISE
-from autopar.primitives.equation_work import kernel_of
+from autopar.primitives import kernel_of, record_of
 from autopar.primitives.factors import Assignment, OpFactors
 from autopar.sharding import manual_regions
 from autopar.sharding.candidates import (
@@ -37,13 +42,13 @@ from autopar.sharding.candidates import (
 from autopar.sharding.dataflow import Role, analyse
 from autopar.sharding.deferred_sync import fits, leads, partial_completions, synchronisations
 from autopar.sharding.distinct_options import each_once
-from autopar.sharding.fusion import PICKING, Moved, takes_two_kernels, traffic
 from autopar.sharding.heuristic import input_placed
 from autopar.sharding.mesh_costs import MeshCosts, Seconds, Step
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import Pins, ShardingError, check_batch_axis, input_specs
 from autopar.sharding.reshard_hoisting import moved_bytes
 from autopar.sharding.selection_problem import SelectionProblem
+from autopar.xla_fusion import Moved, takes_two_kernels, traffic
 from simulator.work import Kernel
 
 
@@ -88,7 +93,7 @@ class Decisions:
         shares: what `costs` and `edges` are made of, by equation: its number; a decision and the seconds of its options, kernels and
             what completes partial results, (2, options); or two decisions and seconds of resharding, by the options of both. What a
             step does to hand on its outputs counts as its last equation.
-        leaders: see `autopar.sharding.fusion.Traffic`.
+        leaders: see `autopar.xla_fusion.Traffic`.
         scattered: the equations whose results are reduce_scattered together with others: number, decision, bytes of one device before
             that, by option.
     """
@@ -243,7 +248,7 @@ class _Builder:
 
     def add_equation(self, number: int, eqn: JaxprEqn) -> None:
         placed = [self._placement(atom) for atom in eqn.invars]
-        if eqn.primitive.name in POINTWISE or eqn.primitive.name == "broadcast_in_dim":
+        if record_of(eqn).fusion == "elementwise" or eqn.primitive is broadcast_in_dim_p:
             self.content[eqn.outvars[0]] = max(map(self._content, eqn.invars), default=0)
         self.depth.update(
             dict.fromkeys(eqn.outvars, 1 + max((self._depth(a) for a in eqn.invars), default=0))
@@ -259,10 +264,7 @@ class _Builder:
             self.found.placements.update(zip(eqn.outvars, placed, strict=True))
             if eqn.primitive is accumulate_p:
                 self.found.decided.append((number, tuple(placed)))
-        elif (
-            eqn.primitive.name == "name"
-            and (pinned := self.pins.find(eqn.params["name"])) is not None
-        ):
+        elif eqn.primitive is name_p and (pinned := self.pins.find(eqn.params["name"])) is not None:
             assignment = factors.assign(0, pinned, self.mesh)
             if self.deferred and (assignment is None or not self._fits(number, assignment)):
                 raise ShardingError(f"{eqn.params['name']} is pinned to {partition_spec(pinned)}")
@@ -498,7 +500,7 @@ class _Builder:
         )
 
     def _kernel_seconds(self, eqn: JaxprEqn, shapes, operands, results, moved: Moved) -> float:
-        if eqn.primitive.name in PICKING:
+        if record_of(eqn).reads_part:
             operands = [min(size, max(results)) for size in operands]
         total = sum(n * size for n, size in zip(moved.reads, operands, strict=True))
         total += sum(n * size for n, size in zip(moved.writes, results, strict=True))
@@ -547,9 +549,7 @@ class _Builder:
             if placement is None or not isinstance(atom, Var):
                 continue
             maker = self.made_by.get(atom)
-            passes = (
-                2 if maker is not None and maker.primitive.name == "convert_element_type" else 3
-            )
+            passes = 2 if maker is not None and maker.primitive is convert_element_type_p else 3
             shapes = each_once(
                 partial(local_shape, aval_of(var).shape, mesh=self.mesh), placement.specs
             )
@@ -623,7 +623,7 @@ class _Builder:
         assert isinstance(atom, Var)
         num_bytes = moved_bytes(self.made_by.get(atom), atom)
         alike = 1  # operands that are moved together
-        if eqn is not None and self.step.jaxpr.eqns[eqn].primitive.name == "concatenate":
+        if eqn is not None and self.step.jaxpr.eqns[eqn].primitive is concatenate_p:
             alike = sum(a.aval == atom.aval for a in self.step.jaxpr.eqns[eqn].invars)
         matrix = self._costs_of(atom).reshard_matrix(alike * num_bytes, placement.specs, required)
         if matrix is None:

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
+from jax.extend.core.primitives import name_p
 from jax.sharding import PartitionSpec
 
 from autopar.ir.graph import aval_of
@@ -149,7 +150,7 @@ def _shapes(step: StepGraph) -> dict[str, tuple[int, ...]]:
     for path, atom in zip(step.out_paths, step.jaxpr.outvars, strict=True):
         shapes[f"result/{path}".removesuffix("/")] = aval_of(atom).shape
     for eqn in step.jaxpr.eqns:
-        if eqn.primitive.name == "name":
+        if eqn.primitive is name_p:
             shapes[eqn.params["name"]] = aval_of(eqn.outvars[0]).shape
     return shapes
 

@@ -14,7 +14,7 @@ from jax.extend.core import Literal, Var
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import LogicalMesh, Spec, replicated
 from autopar.ir.step_graph import MicrobatchError, StepGraph
-from autopar.primitives.partitioner_defects import is_shardwise
+from autopar.primitives import is_partitioned_wrongly
 from autopar.sharding.dataflow import Role
 from autopar.sharding.deferred_sync import Axes, candidates, check_parts
 from autopar.sharding.heuristic import propagate
@@ -330,7 +330,7 @@ def _shardings(
 
     moves = set(_before_passing(step, moves, pinned))
     for use in decisions.uses:  # the partitioner has no part in these: where they read is told them
-        if use.eqn is not None and is_shardwise(step.jaxpr.eqns[use.eqn]):
+        if use.eqn is not None and is_partitioned_wrongly(step.jaxpr.eqns[use.eqn]):
             moves.add(Constraint(use.eqn, "in", use.operand, use.required[choice[use.decision]]))
     for var in step.handed_on:
         placement = decisions.placements[var]

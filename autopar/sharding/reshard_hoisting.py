@@ -4,6 +4,7 @@ There it is as small as it gets, and a convolution finds the reversed kernel tha
 """
 
 from jax.extend.core import JaxprEqn, Var
+from jax.extend.core.primitives import convert_element_type_p, rev_p
 
 from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
@@ -11,8 +12,8 @@ from autopar.ir.graph import aval_of
 
 def passes_moves(eqn: JaxprEqn) -> bool:
     """Whether the operand of `eqn` may as well be moved as its result: same dims, and not more bytes."""
-    return eqn.primitive.name == "rev" or (
-        eqn.primitive.name == "convert_element_type" and _size(eqn, 0) < _size(eqn, 1)
+    return eqn.primitive is rev_p or (
+        eqn.primitive is convert_element_type_p and _size(eqn, 0) < _size(eqn, 1)
     )
 
 

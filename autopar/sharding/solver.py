@@ -17,6 +17,9 @@ _EXACT = 1e-6
 _ROUNDING = 1e-9
 """Relative difference of costs that may be rounding."""
 
+_NO_SHARE = 1e-12
+"""Share of a bound that counts as none: a step divided by its square would overflow."""
+
 _ENOUGH = 1e-2
 """Relative gap that will do for a large problem, one of more than `_SMALL` pairs of options; small ones are solved exactly. Sweeps
 go on to half of it, and from there while they find choices that are better by a share of `_BETTER`."""
@@ -155,7 +158,7 @@ class _Search:
     def set_prices(self, over: np.ndarray) -> None:
         """Move prices along what was used above bounds, which is a subgradient of the bound (Polyak 1969)."""
         share = over / self.scale
-        if not share.any():
+        if np.abs(share).max(initial=0.0) < _NO_SHARE:
             return
         target = self.best if self.choice else self.work.constant + 0.1 * abs(self.work.constant)
         step = max(0.0, target - self.work.constant) * share / (share @ share) / self.scale

@@ -1,7 +1,6 @@
-"""MLP and GPT as functions of the shards of one device.
+"""MLP and GPT as plain functions on what one device holds, written once over the few operations in which strategies differ.
 
-They are written over the operations in which strategies differ, the methods of `Layout`. They take
-the parameters of `experiments.models`, and on one device they give the same loss.
+They take the parameters of `experiments.models`, and on one device they give the same loss.
 """
 
 from collections.abc import Callable
@@ -19,54 +18,47 @@ type Params = dict[str, Any]
 
 
 class Layout:
-    """The part of each operation that a device computes: here all of it.
+    """What a device computes of each operation. As it stands, all of it; strategies that split operations override them.
 
-    Strategies that split operations override them. The features of activations are their last dim,
-    the tokens (the examples of an MLP) the one before.
+    The features of activations are their last dim, the tokens (of an MLP: the examples) the one before.
     """
 
     def layer(self, function: Callable[..., Any], remat: bool = False) -> Callable[..., Any]:
-        """Return a layer that takes the parameters of this device.
-
-        Args:
-            function: the layer, `function(params, *activations)`.
-            remat: whether to recompute the layer in the backward pass.
-        """
+        """`function(params, *activations)`, with the parameters that this device has; `remat` recomputes it in the backward pass."""
         return jax.checkpoint(function) if remat else function
 
     def column(self, params: Params, x: jax.Array) -> jax.Array:
-        """Apply a dense layer before `row`, into attention heads or a wide hidden layer."""
+        """A dense layer that leaves its outputs for `row`: attention heads, or a wide hidden layer."""
         return product(x, params) + params["bias"].astype(x.dtype)
 
     def row(self, params: Params, x: jax.Array) -> jax.Array:
-        """Apply the dense layer after `column`."""
+        """The dense layer after `column`."""
         return product(x, params) + params["bias"].astype(x.dtype)
 
     def feature_mean(self, x: jax.Array) -> jax.Array:
-        """Return the mean over all features, kept as a dim of size 1."""
+        """The mean over all features, kept as a dim of 1."""
         return x.mean(-1, keepdims=True)
 
     def embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Return the rows of `table`, (vocabulary, features), for token ids."""
+        """The rows of `table` (vocabulary, features) for `tokens`."""
         return table[tokens]
 
     def cross_entropy(self, table: jax.Array, x: jax.Array, labels: jax.Array) -> jax.Array:
-        """Return the mean over tokens of the cross-entropy of the logits `x @ table.T`."""
+        """The mean over tokens of the cross-entropy of the logits `x @ table.T`."""
         logits = (x @ table.T).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A model under some layout: an embedding, blocks and a loss.
+    """A model in three parts, under some layout.
 
     Attributes:
-        num_blocks: number of blocks.
-        split: returns the parameters of each block, and the rest.
-        join: the inverse of `split`.
-        first: returns the input of the first block from (rest, batch).
-        block: returns the output of a block from (its parameters, input), in the same shape.
-        last: returns the loss from (rest, output of the last block, batch).
+        num_blocks: how many blocks it has.
+        split: params -> (the parameters of each block, the rest); `join` turns them back.
+        first: (rest, batch) -> the activations that go into the first block.
+        block: (block, activations) -> activations of the same shape.
+        last: (rest, activations, batch) -> the loss.
     """
 
     num_blocks: int
@@ -77,7 +69,7 @@ class Network:
     last: Callable[..., jax.Array]
 
     def loss(self, params: Params, batch: Params) -> jax.Array:
-        """Return the loss of a forward pass on this device."""
+        """What the device computes of a forward pass."""
         blocks, rest = self.split(params)
         x = self.first(rest, batch)
         for block in blocks:
@@ -86,18 +78,13 @@ class Network:
 
 
 def network_of(model: Model, layout: Layout) -> Network:
-    """Return the network of a model.
-
-    Raises:
-        ValueError: the model is not written by hand.
-    """
+    """The network of `model`; a `ValueError` for one that isn't written by hand."""
     match model:
         case MLP(num_layers=layers) if layers % 2 == 0:
             return _mlp(model, layout)
         case MLP():
             raise ValueError(
-                "layers of an MLP by hand go in pairs;"
-                f" given num_layers={model.num_layers}, make it even"
+                f"layers of an MLP by hand go in pairs; given num_layers={model.num_layers}, make it even"
             )
         case GPT(scan_layers=False):
             return _gpt(model, layout)
@@ -109,7 +96,7 @@ def network_of(model: Model, layout: Layout) -> Network:
 
 
 def product(x: jax.Array, params: Params) -> jax.Array:
-    """Multiply `x` by a kernel, in the dtype of `x`."""
+    """`x` times a kernel, in the dtype of `x`."""
     return x @ params["kernel"].astype(x.dtype)
 
 
@@ -174,11 +161,7 @@ def _gpt_block(layout: Layout, head_dim: int, params: Params, x: jax.Array) -> j
 
 
 def _attention(layout: Layout, head_dim: int, params: Params, x: jax.Array) -> jax.Array:
-    """Apply causal attention with the heads of this device.
-
-    The columns of `qkv` are queries, keys and values of the first head, then of the second, and so
-    on.
-    """
+    """Causal attention by the heads of this device, whose queries, keys and values are next to one another in `qkv`."""
     qkv = layout.column(params["qkv"], x)
     batch, length, width = qkv.shape
     query, key, value = jnp.split(
@@ -193,7 +176,7 @@ def _attention(layout: Layout, head_dim: int, params: Params, x: jax.Array) -> j
 
 
 def _norm(layout: Layout, params: Params, x: jax.Array) -> jax.Array:
-    """Apply layer normalisation in float32."""
+    """Layer normalisation in float32."""
     wide = x.astype(jnp.float32)
     mean = layout.feature_mean(wide)
     variance = layout.feature_mean(wide**2) - mean**2

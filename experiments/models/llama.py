@@ -1,10 +1,7 @@
-"""A LLaMA-style decoder (Touvron et al., 2023).
-
-It has RMS norms, rotary positions, gated feed-forward layers and grouped-query attention.
-"""
+"""A LLaMA-style decoder (Touvron et al., 2023): RMS norms, rotary positions, gated feed-forward layers, keys shared by groups of heads."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, override
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +13,7 @@ from experiments.models.transformer import attend
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Rotate each pair of features by an angle that grows with the position (Su et al., 2021).
-
-    Args:
-        x: (batch, length, heads, features).
-    """
+    """`x`, (batch, length, heads, features), each pair of features turned by an angle that grows with the position (Su et al., 2021)."""
     length, half = x.shape[1], x.shape[-1] // 2
     angles = jnp.outer(jnp.arange(length), 10000.0 ** -(jnp.arange(half) / half))[:, None, :]
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
@@ -29,10 +22,7 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 class GroupedAttention(nn.Module):
-    """Causal grouped-query attention: several heads share a key and a value (Ainslie et al., 2023).
-
-    Maps (batch, length, hidden) to the same shape.
-    """
+    """Causal attention in which several heads share a key and a value (Ainslie et al., 2023). (batch, length, hidden) to the same."""
 
     num_heads: int
     num_kv_heads: int
@@ -49,8 +39,8 @@ class GroupedAttention(nn.Module):
 
         query, key = rotate(heads("query", self.num_heads)), rotate(heads("key", self.num_kv_heads))
         key, value = (
-            jnp.repeat(x, self.num_heads // self.num_kv_heads, axis=2)
-            for x in (key, heads("value", self.num_kv_heads))
+            jnp.repeat(each, self.num_heads // self.num_kv_heads, axis=2)
+            for each in (key, heads("value", self.num_kv_heads))
         )
         mixed = attend(query, key, value, causal=True)
         return nn.Dense(hidden, use_bias=False, dtype=self.dtype, name="out")(
@@ -59,7 +49,7 @@ class GroupedAttention(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """A SwiGLU feed-forward layer (Shazeer, 2020)."""
+    """SwiGLU (Shazeer, 2020)."""
 
     width: int
     dtype: Any
@@ -72,7 +62,7 @@ class GatedFeedForward(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Attention and a feed-forward layer, each after a norm and with a skip connection."""
+    """Attention and a feed-forward layer, each behind a norm and beside a skip connection."""
 
     num_heads: int
     num_kv_heads: int
@@ -90,7 +80,7 @@ class LlamaBlock(nn.Module):
 
 
 class LlamaDecoder(nn.Module):
-    """Maps token ids (batch, length) to float32 logits (batch, length, vocabulary)."""
+    """Token ids (batch, length) in, logits (batch, length, vocabulary) out, in float32."""
 
     num_layers: int
     hidden_size: int
@@ -117,13 +107,12 @@ class LlamaDecoder(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Llama(NextToken):
-    """LLaMA with next-token prediction.
+    """Next-token prediction with cross-entropy.
 
     Attributes:
-        num_kv_heads: number of keys and values, each shared by `num_heads / num_kv_heads` heads.
-        width: width of the feed-forward layers.
-        compute_dtype: dtype of activations and matrix products; parameters, softmax and loss are
-            float32.
+        num_kv_heads: keys and values, each shared by `num_heads / num_kv_heads` heads.
+        width: of the feed-forward layers.
+        compute_dtype: dtype of activations and matrix products; parameters, softmax and loss are float32.
         remat: recompute each block in the backward pass instead of keeping its activations.
     """
 
@@ -139,11 +128,9 @@ class Llama(NextToken):
     remat: bool = False
 
     @property
-    @override
     def dtype(self) -> str:
         return self.compute_dtype
 
-    @override
     def init_state(self, key: jax.Array) -> TrainState:
         module = LlamaDecoder(
             self.num_layers,

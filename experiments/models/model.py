@@ -1,8 +1,8 @@
-"""The interface of the sweep's models: a state, a batch and an ordinary training step."""
+"""What the sweep asks of a model: a state, a batch and an ordinary training step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, override
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,77 +15,63 @@ type ValueAndGrad = Callable[..., Callable]
 
 
 class Model(ABC):
-    """A model to train, of fixed sizes.
-
-    Subclasses are frozen dataclasses whose fields are the sizes.
-    """
+    """A model to train, with every size fixed. Subclasses are frozen dataclasses whose fields are the sizes."""
 
     batch_size: int
 
     @abstractmethod
     def init_state(self, key: jax.Array) -> TrainState:
-        """Return the initial parameters and optimizer state."""
+        """Parameters and Adam's moments."""
 
     @abstractmethod
     def make_batch(self, key: jax.Array) -> Batch:
-        """Return a batch of random training data; dim 0 of every array is the batch."""
+        """One batch of made-up training data; dim 0 of every array is the batch."""
 
     @abstractmethod
     def train_step(
         self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
     ) -> Any:
-        """Return the next state, or the next state and the loss.
+        """One step of training.
 
-        Args:
-            state: from `init_state`, or of the step before.
-            batch: from `make_batch`.
-            value_and_grad: a function with the interface of `jax.value_and_grad`, `has_aux`
-                included, that takes its place. `autopar.value_and_grad` accumulates gradients over
-                microbatches, the pmap strategy averages them over devices.
+        `value_and_grad` is the seam for whoever wants more of the gradient than JAX gives: `autopar.value_and_grad` accumulates
+        it over microbatches, the pmap strategy averages it over devices. Called as `jax.value_and_grad` is, `has_aux` included.
         """
 
     def abstract_args(self) -> tuple[TrainState, Batch]:
-        """Return the shapes and dtypes of (state, batch), without allocating them."""
+        """Shapes and dtypes of (state, batch); nothing is allocated."""
         key = jax.eval_shape(lambda: jax.random.key(0))
         return jax.eval_shape(self.init_state, key), jax.eval_shape(self.make_batch, key)
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters."""
         state, _ = self.abstract_args()
         return sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype of activations; parameters are float32."""
+        """What it computes in, in NumPy's spelling; parameters are float32."""
         return np.dtype(np.float32).name
 
 
 def adam_state(apply: Callable, params: Any) -> TrainState:
-    """Return a train state with the optimizer of Alpa's quickstart."""
+    """A train state with the quickstart's optimizer."""
     return train_state(apply, params, optax.adam(learning_rate=1e-3))
 
 
 def train_state(
     apply: Callable, params: Any, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """Return a train state whose leaves are all arrays."""
+    """A train state, all of it arrays."""
     state = TrainState.create(apply_fn=apply, params=params, tx=optimizer)
-    # Flax's own step, 0, is weakly typed until it has been on a device, so the step would retrace.
-    return state.replace(step=jnp.zeros((), jnp.int32))
+    return state.replace(
+        step=jnp.zeros((), jnp.int32)
+    )  # flax's own 0 is weakly typed until it has been on a device
 
 
 def cross_entropy_step(
     state: TrainState, inputs: jax.Array, labels: jax.Array, value_and_grad: ValueAndGrad
 ) -> tuple[TrainState, jax.Array]:
-    """Run a training step on the mean cross-entropy of the model's logits.
-
-    Args:
-        state: the train state, whose `apply_fn` returns logits.
-        inputs: what the model takes.
-        labels: class numbers.
-        value_and_grad: as of `Model.train_step`.
-    """
+    """A step on the mean cross-entropy of the logits that the model gives for `inputs`; labels are class numbers."""
 
     def loss(params: Any) -> jax.Array:
         logits = state.apply_fn(params, inputs)
@@ -96,19 +82,17 @@ def cross_entropy_step(
 
 
 class NextToken(Model):
-    """A model that predicts the next token, with cross-entropy."""
+    """Next-token prediction with cross-entropy."""
 
     sequence_length: int
     vocab_size: int
 
-    @override
     def make_batch(self, key: jax.Array) -> Batch:
         tokens = jax.random.randint(
             key, (self.batch_size, self.sequence_length + 1), 0, self.vocab_size
         )
         return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
-    @override
     def train_step(
         self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
     ) -> tuple[TrainState, jax.Array]:

@@ -1,8 +1,8 @@
-"""A Wide-ResNet (Zagoruyko and Komodakis, 2016) with batch normalisation."""
+"""A Wide-ResNet (Zagoruyko and Komodakis, 2016) for images of ImageNet's size, with batch normalisation."""
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, override
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,7 @@ class NormState(TrainState):
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions with a skip connection.
-
-    The 3 x 3 convolution has `width` x `channels`, the result 4 x `channels`.
-    """
+    """1 x 1, 3 x 3 (wider by `width`) and 1 x 1 convolutions around a skip connection; results have 4 x `channels`."""
 
     channels: int
     width: int
@@ -47,7 +44,7 @@ class Bottleneck(nn.Module):
 
 
 class WideResNetModule(nn.Module):
-    """Maps images (batch, height, width, 3) to logits (batch, classes)."""
+    """Images (batch, height, width, 3) in, logits (batch, classes) out."""
 
     num_layers: int
     channels: int
@@ -71,13 +68,7 @@ class WideResNetModule(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class WideResNet(Model):
-    """A Wide-ResNet for classification, in float32.
-
-    Attributes:
-        num_layers: one of `BLOCKS`.
-        channels: channels of the stem.
-        width: factor by which 3 x 3 convolutions have more channels.
-    """
+    """Classification with cross-entropy, in float32. `channels` is the width of the stem, `width` the factor of 3 x 3 convolutions."""
 
     num_layers: int
     channels: int
@@ -86,7 +77,6 @@ class WideResNet(Model):
     num_classes: int
     batch_size: int
 
-    @override
     def init_state(self, key: jax.Array) -> NormState:
         module = WideResNetModule(self.num_layers, self.channels, self.width, self.num_classes)
         variables = module.init(key, jnp.zeros((1, self.image_size, self.image_size, 3)))
@@ -97,9 +87,8 @@ class WideResNet(Model):
             batch_stats=variables["batch_stats"],
             tx=optax.adam(1e-3),
         )
-        return state.replace(step=jnp.zeros((), jnp.int32))  # see `train_state`
+        return state.replace(step=jnp.zeros((), jnp.int32))  # as in `adam_state`
 
-    @override
     def make_batch(self, key: jax.Array) -> Batch:
         pixels, classes = jax.random.split(key)
         shape = (self.batch_size, self.image_size, self.image_size, 3)
@@ -108,7 +97,6 @@ class WideResNet(Model):
             "labels": jax.random.randint(classes, (self.batch_size,), 0, self.num_classes),
         }
 
-    @override
     def train_step(
         self, state: Any, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
     ) -> tuple[NormState, jax.Array]:

@@ -1,7 +1,4 @@
-"""Plans each strategy of a job; started by `experiments.isolate`.
-
-python -m experiments.scripts.plan_cells JOB DIRECTORY
-"""
+"""Plan each strategy of a job: `python -m experiments.scripts.plan_cells JOB DIRECTORY` (through `experiments.isolate`)."""
 
 import sys
 from pathlib import Path
@@ -14,16 +11,12 @@ from experiments.strategies import STRATEGIES
 from experiments.sweep_job import Job
 from simulator import Cluster
 
-jax.config.update("jax_platforms", "cpu")  # planning uses no device, so it leaves GPUs alone
+jax.config.update(
+    "jax_platforms", "cpu"
+)  # touches no device, so it leaves GPUs alone where there are some
 
 
 def main(job_json: str, directory: str) -> None:
-    """Plan the remaining cells of a job.
-
-    Args:
-        job_json: the job, by `Job.to_json`.
-        directory: where plans and results go.
-    """
     job, results = Job.from_json(job_json), Path(directory)
     model, cluster = build_model(job.model, job.sizes), Cluster.load(job.cluster)
 

@@ -1,4 +1,4 @@
-"""FLOP of matrix products and convolutions: HLO's own, and calls of cuBLAS and cuDNN."""
+"""FLOP of matrix products and convolutions: HLO's own and the calls of cuBLAS and cuDNN that XLA:GPU makes of them."""
 
 import math
 import re
@@ -12,25 +12,22 @@ _BATCHED = ("lhs_batch_dim", "rhs_batch_dim")
 
 
 def is_gemm_call(target: str) -> bool:
-    """Return whether a custom call is a product of cuBLAS, e.g. `__cublas$lt$matmul$f8`."""
+    """Whether the custom call is one of cuBLAS: `__cublas$gemm`, `__cublas$lt$matmul`, `__cublas$lt$matmul$f8`."""
     return target.startswith("__cublas$") and "grouped" not in target
 
 
 def is_grouped_call(target: str) -> bool:
-    """Return whether a custom call is a grouped product of cuBLASLt, `__cublas$lt$groupedMatmul`.
-
-    XLA:GPU compiles `ragged-dot` to it.
-    """
+    """Whether the custom call is a grouped product of cuBLASLt, `__cublas$lt$groupedMatmul`, which `ragged-dot` becomes."""
     return target.startswith("__cublas$") and "grouped" in target
 
 
 def is_conv_call(target: str) -> bool:
-    """Return whether a custom call is a convolution of cuDNN."""
+    """Whether the custom call is a convolution of cuDNN."""
     return target.startswith("__cudnn$conv")
 
 
 def gemm_call(computation: Computation, call: Instruction) -> Kernel:
-    """Return the kernel of a cuBLAS call; the third operand is that of `beta` or of a bias."""
+    """The kernel of a cuBLAS call: `beta` adds a third operand, an epilogue a bias."""
     lhs, rhs = (operand.array for operand in computation.operands(call, least=2)[:2])
     dims = [_json_numbers(call, key + "ensions") for key in (*_CONTRACTED, *_BATCHED)]
     gemm = _gemm_of(call, lhs, rhs, *dims)
@@ -38,7 +35,7 @@ def gemm_call(computation: Computation, call: Instruction) -> Kernel:
 
 
 def grouped_call(computation: Computation, call: Instruction) -> Kernel:
-    """Return the kernel of a grouped product; the third operand is the sizes of its groups."""
+    """The kernel of such a call: the third operand are the sizes of its groups."""
     lhs, rhs = (operand.array for operand in computation.operands(call, least=3)[:2])
     dims = [_json_numbers(call, key + "ensions") for key in (*_CONTRACTED, *_BATCHED)]
     groups = _json_numbers(call, "rhs_group_dimensions")
@@ -47,7 +44,7 @@ def grouped_call(computation: Computation, call: Instruction) -> Kernel:
 
 
 def ragged_flops(computation: Computation, dot: Instruction) -> float:
-    """Return the FLOP of HLO's own `ragged-dot`."""
+    """FLOP of HLO's own `ragged-dot`."""
     lhs, rhs = (operand.array for operand in computation.operands(dot, least=3)[:2])
     dims = [dot.numbers(key + "s") for key in (*_CONTRACTED, *_BATCHED)]
     return _ragged_flops(dot, lhs, rhs, dims, dot.numbers("rhs_group_dims"))
@@ -60,19 +57,15 @@ def _ragged_flops(
     dims: list[tuple[int, ...]],
     groups: tuple[int, ...],
 ) -> float:
-    """Return the FLOP of a grouped product: each row (or inner element) is of one group."""
+    """As a product in which each row (or inner element) meets the one group that it belongs to."""
     _, contracted, _, batch = dims
     _check_dims(product, rhs, (*contracted, *batch, *groups))
-    shared = {*contracted, *batch, *groups}
-    columns = math.prod(size for dim, size in enumerate(rhs.dims) if dim not in shared)
-    return 2.0 * lhs.size * columns
+    taken = {*contracted, *batch, *groups}
+    return 2.0 * lhs.size * math.prod(size for dim, size in enumerate(rhs.dims) if dim not in taken)
 
 
 def conv_call(computation: Computation, call: Instruction, target: str) -> Kernel:
-    """Return the kernel of a cuDNN convolution, forward or backward.
-
-    Every element of y takes (elements of w / features of y) multiply-adds.
-    """
+    """The kernel of a cuDNN convolution, forward or backward: every element of y takes (elements of w / features of y) multiply-adds."""
     operands = computation.operands(call, least=2)
     x, w, y = operands[0].array, operands[1].array, call.array
     if "BackwardInput" in target:  # (dy, w) -> dx
@@ -89,7 +82,7 @@ def conv_call(computation: Computation, call: Instruction, target: str) -> Kerne
 
 
 def conv_flops(instruction: Instruction, w: Array, y: Array) -> float:
-    """Return the FLOP of a convolution with filter `w` and result `y`; padding counts."""
+    """FLOP of a convolution with filter `w` and result `y`; padding counts."""
     labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
     if labels is None:
         raise instruction.error(
@@ -103,7 +96,7 @@ def conv_flops(instruction: Instruction, w: Array, y: Array) -> float:
 
 
 def dot_of(computation: Computation, dot: Instruction) -> Gemm:
-    """Return the sizes of HLO's own `dot`."""
+    """Sizes of HLO's own `dot`."""
     lhs, rhs = (operand.array for operand in computation.operands(dot, least=2)[:2])
     return _gemm_of(dot, lhs, rhs, *(dot.numbers(key + "s") for key in (*_CONTRACTED, *_BATCHED)))
 
@@ -117,29 +110,27 @@ def _gemm_of(
     lhs_batch: tuple[int, ...] = (),
     rhs_batch: tuple[int, ...] = (),
 ) -> Gemm:
-    """Return the sizes of a product from its operands and their contracted and batch dims."""
+    """Sizes of a matrix product from the shapes of its operands and the dims that are summed over or kept apart."""
     _check_dims(product, lhs, (*lhs_contracted, *lhs_batch))
     _check_dims(product, rhs, (*rhs_contracted, *rhs_batch))
     k = math.prod(lhs.dims[dim] for dim in lhs_contracted)
     batch = math.prod(lhs.dims[dim] for dim in lhs_batch)
-    shared = {*rhs_contracted, *rhs_batch}
-    n = math.prod(size for dim, size in enumerate(rhs.dims) if dim not in shared)
+    taken = {*rhs_contracted, *rhs_batch}
+    n = math.prod(size for dim, size in enumerate(rhs.dims) if dim not in taken)
     return Gemm(lhs.size // max(k * batch, 1), n, k, batch)
 
 
 def _check_dims(product: Instruction, array: Array, dims: tuple[int, ...]) -> None:
     if dims and max(dims) >= len(array.dims):
         raise product.error(
-            f"contracts or batches dims {dims} of an operand of shape {array.dims}; they count "
-            "from 0"
+            f"contracts or batches dims {dims} of an operand of shape {array.dims}; they count from 0"
         )
 
 
 def _json_numbers(call: Instruction, key: str) -> tuple[int, ...]:
-    numbers = re.search(rf'"{key}": ?\[([^\]]*)\]', call.attributes)
-    if numbers is None:
+    found = re.search(rf'"{key}": ?\[([^\]]*)\]', call.attributes)
+    if found is None:
         raise call.error(
-            f"no {key!r} in its backend_config; expected the gemm_backend_config that XLA:GPU "
-            "writes"
+            f"no {key!r} in its backend_config; expected the gemm_backend_config that XLA:GPU writes"
         )
-    return tuple(int(number) for number in re.findall(r"\d+", numbers[1]))
+    return tuple(int(number) for number in re.findall(r"\d+", found[1]))

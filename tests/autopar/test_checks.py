@@ -1,4 +1,4 @@
-"""Options have allowed values; any other raises an error of one line that names them."""
+"""What options may be, and what the one line says about those that they may not."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The command line prints plans and clusters."""
+"""The command line."""
 
 from typer.testing import CliRunner
 

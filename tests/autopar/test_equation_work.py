@@ -1,4 +1,4 @@
-"""FLOP and bytes of single equations are those counted by hand."""
+"""Work of single equations, counted by hand."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +11,14 @@ from jax import lax
 
 from autopar.ir.array_sizes import array_bytes, hlo_dtype
 from autopar.ir.flatten import flatten
-from autopar.primitives.equation_work import kernel_of
+from autopar.primitives import kernel_of
 from simulator.work import Kernel
 
 
 def _kernel(
     name: str, fun: Callable[..., Any], *shapes: tuple[int, ...], shards: Any = None
 ) -> Kernel:
-    """Return the kernel of the primitive `name` in `fun`, for whole operands or for `shards`."""
+    """The kernel of the equation of primitive `name` in `fun`, of `shapes` or of `shards` of its operands."""
     jaxpr = flatten(
         jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes))
     )

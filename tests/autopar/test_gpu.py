@@ -1,7 +1,4 @@
-"""Steps, checkpoints and calibration on a GPU: `uv run --extra cuda13 pytest -m gpu`.
-
-Most of these tests also run on a CPU, in the slow tier.
-"""
+"""What a GPU may do otherwise than a CPU: `uv run --extra cuda13 pytest -m gpu`. A CPU runs most of it, too."""
 
 from dataclasses import replace
 
@@ -47,8 +44,9 @@ def device(request):
     ],
 )
 def test_losses_and_gradients_are_those_of_a_cpu(model, method, device):
-    # by default a GPU rounds the operands of products in float32
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision(
+        "highest"
+    ):  # a GPU rounds the operands of products in float32 otherwise
         with jax.default_device(jax.devices("cpu")[0]):
             args = model.init_state(jax.random.key(0)), model.make_batch(jax.random.key(1))
             expected = jax.jit(model.train_step)(*args)
@@ -63,16 +61,13 @@ def test_losses_and_gradients_are_those_of_a_cpu(model, method, device):
 
 
 def without_update(results):
-    """Return the results with Adam's first moments, a tenth of the gradients, for the state.
+    """Adam's first steps are as large for gradients that are rounding: its first moments are a tenth of the gradients."""
 
-    Adam's first update has full size even for gradients that are rounding error.
-    """
-
-    def is_state(node):
-        return isinstance(node, TrainState)
+    def is_state(each):
+        return isinstance(each, TrainState)
 
     return jax.tree.map(
-        lambda node: node.opt_state[0].mu if is_state(node) else node, results, is_leaf=is_state
+        lambda each: each.opt_state[0].mu if is_state(each) else each, results, is_leaf=is_state
     )
 
 
@@ -89,7 +84,7 @@ def test_a_state_is_made_where_the_step_runs_and_comes_back_from_a_checkpoint(de
 
 
 def test_a_device_is_calibrated_as_what_it_is_and_its_steps_are_predicted(device):
-    """`experiments.measurements.gpu` compares the seconds with measurements."""
+    """Whether seconds are right is told by `experiments.measurements.gpu`."""
     tiny = Effort(
         tuple(4**i for i in range(2, 9)), (8, 16), (64,), CPU.convolutions[:2], ("float32",), 1e-3
     )

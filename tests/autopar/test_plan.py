@@ -1,4 +1,4 @@
-"""Plans round-trip through JSON, print as tables, and refuse other steps and damaged files."""
+"""Plans survive JSON, read well, and refuse what they are not for."""
 
 import gc
 import json

@@ -371,6 +371,26 @@ def test_the_size_of_the_batch_is_that_of_the_whole_batch_outside_of_the_loss(me
 
 
 @over_methods
+def test_what_rounds_to_integers_is_rounded_once(method):
+    """The quotients of the microbatches' integers don't add up to that of the batch; a pipeline refuses them."""
+
+    def step(params, batch):
+        def loss(p):
+            rows = (batch["x"] * 0 + 5).astype(jnp.int32)
+            return (deep(p, batch["x"]) ** 2).mean(), jax.lax.div(rows.sum(), 7)
+
+        (value, seventh), gradients = autopar.value_and_grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value, seventh
+
+    trained = autopar.parallelize(step, method=method)
+    if isinstance(method, autopar.PipeshardParallel):
+        with pytest.raises(autopar.MicrobatchError, match=r"div .* is not linear in the size"):
+            trained(DEEP, BATCH)
+    else:
+        assert_allclose(trained(DEEP, BATCH), jax.jit(step)(DEEP, BATCH), rtol=1e-5, atol=1e-5)
+
+
+@over_methods
 def test_neighbouring_examples_stay_together(method):
     def step(params, batch):
         def loss(p):

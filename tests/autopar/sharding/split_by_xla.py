@@ -15,7 +15,7 @@ from autopar.plan import MemorySplit, Plan, TimeSplit
 from autopar.planning.step_planner import stage_of
 from autopar.primitives import op_factors
 from autopar.primitives.factors import OpFactors
-from autopar.primitives.shards import bind
+from autopar.primitives.local_forms import bind
 from autopar.sharding.candidates import Option
 from autopar.sharding.mesh_costs import Seconds
 from autopar.sharding.options import ShardingOptions

@@ -5,7 +5,7 @@ import pytest
 
 import autopar
 from autopar.ir.flatten import flatten
-from autopar.primitives import PASS_THROUGH, op_factors
+from autopar.primitives import op_factors, record_of
 from autopar.testing import assert_allclose
 from tests.autopar.sharding.flax_steps import STEPS
 from tests.tiers import tiers
@@ -16,7 +16,7 @@ def test_every_equation_of_a_step_has_a_rule(name: str) -> None:
     step, init, batch = STEPS[name]()
     jaxpr = flatten(jax.make_jaxpr(step)(jax.eval_shape(init), batch))
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name not in PASS_THROUGH and eqn.outvars:
+        if not record_of(eqn).passes_through and eqn.outvars:
             factors = op_factors(eqn)
             for atom, dims in zip(
                 (*eqn.invars, *eqn.outvars), (*factors.operands, *factors.results), strict=True

@@ -17,12 +17,10 @@ from autopar.ir.control_flow import MARKERS
 from autopar.ir.flatten import flatten
 from autopar.ir.spec import LogicalMesh
 from autopar.primitives import (
-    POINTWISE,
-    REPLICATED,
-    RULES,
+    FAMILIES,
     MissingRuleError,
-    is_replicated_only,
     op_factors,
+    record_of,
 )
 from tests.autopar.sharding.equation_cases import CASES, RANDOM, ints
 from tests.autopar.sharding.shard_by_shard import check, device_mesh, equations
@@ -58,10 +56,12 @@ def test_every_primitive_with_a_rule_has_a_case() -> None:
         | {marker.name for marker in MARKERS}
         | {"shard_map"}
     )
-    assert set(RULES) - POINTWISE - REPLICATED - covered == set()
+    special = {"collectives", "loops", "moves", "opaque", "pointwise"}
+    names = {name for family in FAMILIES.keys() - special for name in FAMILIES[family]}
+    assert names - covered == set()
 
 
-@pytest.mark.parametrize("name", sorted(POINTWISE))
+@pytest.mark.parametrize("name", sorted(map(str, FAMILIES["pointwise"])))
 def test_pointwise_primitives_work_on_shards(name: str) -> None:
     fun, args = pointwise_case(name, 4)
     ((eqn, operands),) = equations(name, fun, args)
@@ -87,7 +87,16 @@ _SPECIAL = {
     "stop_gradient": lambda x: lax.stop_gradient_p.bind(x),
 }
 _OF_INTEGERS = {
-    *("and", "clz", "not", "or", "population_count", "shift_left", "shift_right_arithmetic", "xor"),
+    *(
+        "and",
+        "clz",
+        "not",
+        "or",
+        "population_count",
+        "shift_left",
+        "shift_right_arithmetic",
+        "xor",
+    ),
     "shift_right_logical",
 }
 
@@ -149,6 +158,5 @@ def test_a_primitive_with_effects_and_without_a_rule_is_an_error() -> None:
 def test_a_primitive_without_a_better_rule_is_whole_and_says_so() -> None:
     jaxpr = jax.make_jaxpr(lambda k: lax.rng_bit_generator(k, (8, 8)))(np.zeros(4, np.uint32))
     (eqn,) = jaxpr.eqns
-    assert is_replicated_only(eqn.primitive.name)
+    assert record_of(eqn).is_replicated_only
     assert len(op_factors(eqn).assignments(MESHES[0])) == 1
-    assert not is_replicated_only("sort")

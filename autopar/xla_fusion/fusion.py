@@ -19,46 +19,24 @@ from itertools import combinations
 from math import prod
 
 from jax.extend.core import JaxprEqn, Var
+from jax.extend.core.primitives import dot_general_p
+from jax.lax import optimization_barrier_p, split_p
 
 from autopar.ir import control_flow
 from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
-from autopar.primitives import PASS_THROUGH
-from autopar.primitives.operand_layouts import GRADIENT, ORDER, PRODUCTS, Layout, layouts
-from autopar.sharding.epilogues import Values, find_epilogues, find_scattered
-from autopar.sharding.lifetimes import EXPENSIVE, FUSIBLE, READING, is_view
-
-_SCATTERS = frozenset(
-    {"scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min", "dynamic_update_slice"}
-)
+from autopar.primitives import record_of
+from autopar.primitives.operand_layouts import GRADIENT, ORDER
+from autopar.primitives.registry import OperandLayout
+from autopar.xla_fusion.epilogues import Values, find_epilogues, find_scattered
+from autopar.xla_fusion.lifetimes import is_view
 
 _LONGEST_ROW = 16384
 """Elements of a row that one kernel reduces; longer ones take two, with partial sums between."""
 
-PICKING = frozenset({"dynamic_slice", "gather", "slice", "split"})
-"""Primitives that read no more of an operand than they return."""
-
 _LONGEST_COLUMN = 4096
-
-_CHEAP = FUSIBLE | {"split"}
-"""Primitives that are computed wherever they are needed."""
-
-_MOVES = PASS_THROUGH | {
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "reshape",
-    "slice",
-    "split",
-    "squeeze",
-    "stop_gradient",
-}
-_MOVES |= {"transpose"}
-"""Of those, the ones that compute nothing."""
-
-_LOOKUPS = frozenset({"dynamic_slice", "gather"})
 
 _HANDFUL = 3
 """Operations on an element that are not done again for each of many others that it is spread over."""
@@ -159,7 +137,7 @@ class _Fusion:
             for var, (number, operand) in kernel.reads.items():
                 if var not in kernel.makes:
                     reads[number][operand] += 1
-        made: dict[Var, set[Layout]] = defaultdict(set)
+        made: dict[Var, set[OperandLayout]] = defaultdict(set)
         return tuple(
             self._of(n, eqn, reads[n], launches[n], made) for n, eqn in enumerate(self.eqns)
         )
@@ -170,12 +148,12 @@ class _Fusion:
         """The kernels that compute `var` if it is not written; a look-up computes no more than it looks up."""
         for reader in self.readers[var]:
             eqn = self.eqns[reader]
-            if eqn.primitive.name not in _LOOKUPS or eqn.invars[0] is not var:
+            if not _is_lookup(eqn) or eqn.invars[0] is not var:
                 yield from self.inside[reader]
 
     def _is_inside_row(self, eqn: JaxprEqn) -> bool:
         """Whether a reduction of rows is awaited by its rows alone: its result goes, spread over them, into one equation on their elements."""
-        if not eqn.primitive.name.startswith("reduce_") or len(eqn.outvars) != 1 or _is_cheap(eqn):
+        if not _is_reduction(eqn) or len(eqn.outvars) != 1 or _is_cheap(eqn):
             return False
         whole, axes = aval_of(eqn.invars[0]).shape, tuple(eqn.params.get("axes", ()))
         if axes != (len(whole) - 1,) or not 1 < whole[-1] <= _LONGEST_ROW or len(whole) < 2:
@@ -196,12 +174,10 @@ class _Fusion:
         wanted: set[Var] = set(self.values.outputs)  # by those that read memory only
         for number in reversed(range(len(self.eqns))):
             eqn = self.eqns[number]
-            name, operands = (
-                eqn.primitive.name,
-                [v for v in map(self.values.shown, eqn.invars) if v is not None],
-            )
+            operands = [v for v in map(self.values.shown, eqn.invars) if v is not None]
+            fusion = record_of(eqn).fusion
             users = tuple(dict.fromkeys(k for var in eqn.outvars for k in self._users(var)))
-            if eqn.primitive in control_flow.MARKERS or name == "optimization_barrier":
+            if eqn.primitive in control_flow.MARKERS or eqn.primitive is optimization_barrier_p:
                 self.written.update(eqn.outvars)
                 wanted.update(operands)
             elif number in self.epilogues:
@@ -226,12 +202,12 @@ class _Fusion:
                     self._open(number, eqn)
                 else:
                     self.inside[number] = users
-            elif name in READING or name.startswith(("reduce_", "arg")):
+            elif fusion in ("input", "reduction"):
                 self._open(number, eqn)
             else:
                 if number not in self.ends and self.scattered.isdisjoint(eqn.outvars):
                     self.written.update(eqn.outvars)
-                fresh = name in _SCATTERS and self.values.is_constant(eqn.invars[0])
+                fresh = fusion == "update" and self.values.is_constant(eqn.invars[0])
                 wanted.update(
                     operands[1:] if fresh and isinstance(eqn.invars[0], Var) else operands
                 )
@@ -243,7 +219,7 @@ class _Fusion:
                     if (
                         var in self.written
                         and not is_view(eqn)
-                        and not (operand == 0 and eqn.primitive.name in _LOOKUPS)
+                        and not (operand == 0 and _is_lookup(eqn))
                     ):
                         self.kernels[kernel].reads.setdefault(var, (number, operand))
 
@@ -251,7 +227,8 @@ class _Fusion:
         """The equation writes its results: it is the root of a kernel."""
         self.written.update(eqn.outvars)
         self.inside[number] = (number,)
-        reduces = eqn.primitive.name.startswith(("reduce_", "arg")) and number not in self.rows
+        is_input = record_of(eqn).fusion in ("input", "reduction")
+        reduces = is_input and "axes" in eqn.params and number not in self.rows
         over = aval_of(eqn.invars[0] if reduces else eqn.outvars[0]).shape
         axes = None
         if reduces:
@@ -267,7 +244,7 @@ class _Fusion:
     ) -> bool:
         """Whether a value that several kernels read is written rather than computed again in each."""
         eqn = self.eqns[number]
-        if eqn.primitive.name in EXPENSIVE:
+        if not record_of(eqn).is_recomputed:
             return True
         found = sources[eqn.outvars[0]]
         if found is None:
@@ -288,7 +265,7 @@ class _Fusion:
                 if isinstance(a, Var) and aval_of(a).size == aval_of(eqn.outvars[0]).size
             )
             before = max((found[maker] for maker in makers if maker is not None), default=0)
-            found.append(before + (eqn.primitive.name not in _MOVES))
+            found.append(before + (record_of(eqn).movement is None))
         return found
 
     def _is_spread(self, number: int, work: Sequence[int]) -> bool:
@@ -305,7 +282,6 @@ class _Fusion:
         """What each value is computed from if only what must be is written; None: from too much to say."""
         found: dict[Var, frozenset[Var] | None] = {}
         for number, eqn in enumerate(self.eqns):
-            name = eqn.primitive.name
             through = number not in self.epilogues and (
                 is_view(eqn) or number in self.rows or self.cheap[number]
             )
@@ -316,11 +292,11 @@ class _Fusion:
                 if (
                     not through
                     or eqn.primitive in control_flow.MARKERS
-                    or name == "optimization_barrier"
+                    or eqn.primitive is optimization_barrier_p
                 ):
                     found[var] = frozenset((var,))
                     continue
-                atoms = eqn.invars[r : r + 1] if name in PASS_THROUGH else eqn.invars
+                atoms = eqn.invars[r : r + 1] if record_of(eqn).passes_through else eqn.invars
                 parts = [found.get(a, frozenset((a,))) for a in atoms if isinstance(a, Var)]
                 union = frozenset().union(*(p for p in parts if p is not None))
                 found[var] = None if None in parts or len(union) > _MOST_SOURCES else union
@@ -423,9 +399,8 @@ class _Fusion:
         eqn: JaxprEqn,
         reads: Counter[int],
         launches: int,
-        made: dict[Var, set[Layout]],
+        made: dict[Var, set[OperandLayout]],
     ) -> Moved:
-        name = eqn.primitive.name
         if self.inside[number] or eqn.primitive in control_flow.MARKERS:
             writes = tuple(
                 int(var in self.written and number in self.kernels) for var in eqn.outvars
@@ -447,9 +422,9 @@ class _Fusion:
         if is_view(eqn) or (self.cheap[number] and not self.written.intersection(eqn.outvars)):
             return Moved((0,) * len(eqn.invars), (0,) * len(eqn.outvars), 0)
         if (
-            name in _SCATTERS
+            record_of(eqn).fusion == "update"
         ):  # into zeros that are made for it, or what is there already; updates are read, summed and written
-            updates = 1 if name == "dynamic_update_slice" else len(eqn.invars) - 1
+            updates = record_of(eqn).data_operands(len(eqn.invars))[-1]
             passes = tuple(
                 0 if i == 0 else 3 if i == updates else 1 for i in range(len(eqn.invars))
             )
@@ -476,13 +451,14 @@ class _Fusion:
                 isinstance(atom, Var) and len(self.readers[atom]) > 1
             )
             copies.append(
-                int(is_whole and shared and self.eqns[product].primitive.name == "dot_general")
+                int(is_whole and shared and self.eqns[product].primitive is dot_general_p)
             )
         return Moved(tuple(reads), (0,), 0, (*copies, 0))
 
-    def _copies(self, eqn: JaxprEqn, made: dict[Var, set[Layout]]) -> tuple[int, ...]:
+    def _copies(self, eqn: JaxprEqn, made: dict[Var, set[OperandLayout]]) -> tuple[int, ...]:
         """Copies of a product's operands and results in other layouts or sizes; one for all who want the same."""
-        if eqn.primitive.name not in PRODUCTS:
+        layouts = record_of(eqn).layouts
+        if layouts is None:
             return ()
         copies = []
         for atom, layout in zip((*eqn.invars, *eqn.outvars), layouts(eqn), strict=True):
@@ -502,9 +478,19 @@ class _Fusion:
 
 def _is_cheap(eqn: JaxprEqn) -> bool:
     """Whether an equation is computed wherever it is needed; sums over dims of size one are."""
-    if eqn.primitive.name.startswith("reduce_") and len(eqn.outvars) == 1:
+    if _is_reduction(eqn) and len(eqn.outvars) == 1:
         return aval_of(eqn.invars[0]).size == aval_of(eqn.outvars[0]).size
-    return eqn.primitive.name in _CHEAP
+    return record_of(eqn).is_inlined or eqn.primitive is split_p
+
+
+def _is_reduction(eqn: JaxprEqn) -> bool:
+    return record_of(eqn).fusion == "reduction"
+
+
+def _is_lookup(eqn: JaxprEqn) -> bool:
+    """Return whether the kernel of the equation reads only the elements of its operand that it returns."""
+    record = record_of(eqn)
+    return record.reads_part and record.fusion == "input"
 
 
 def takes_two_kernels(eqn: JaxprEqn, shape: Sequence[int]) -> bool:
@@ -512,7 +498,7 @@ def takes_two_kernels(eqn: JaxprEqn, shape: Sequence[int]) -> bool:
 
     XLA's tree reduction: more than 16384 of a row, or 4096 of a column; images are stored channel by channel, which makes rows.
     """
-    if not eqn.primitive.name.startswith("reduce_") or not shape:
+    if not _is_reduction(eqn) or not shape:
         return False
     axes = eqn.params.get("axes", ())
     length = prod(shape[axis] for axis in axes)

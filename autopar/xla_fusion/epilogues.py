@@ -3,12 +3,14 @@
 from collections import defaultdict
 
 from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core.primitives import broadcast_in_dim_p, scatter_add_p
+from jax.lax import optimization_barrier_p
 
 from autopar.ir import control_flow
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.step_graph import StepGraph
-from autopar.primitives.operand_layouts import PRODUCTS
-from autopar.sharding.lifetimes import is_view
+from autopar.primitives import record_of
+from autopar.xla_fusion.lifetimes import ADDITIONS, is_view
 
 
 class Values:
@@ -36,7 +38,7 @@ class Values:
         """For each view the value that it shows."""
         base: dict[Var, Var] = {}
         for eqn in self.eqns:
-            if is_view(eqn) and eqn.primitive.name != "optimization_barrier":
+            if is_view(eqn) and eqn.primitive is not optimization_barrier_p:
                 for atom, var in zip(eqn.invars, eqn.outvars, strict=False):
                     if isinstance(atom, Var):
                         base[var] = base.get(atom, atom)
@@ -62,7 +64,7 @@ class Values:
         eqn = self.eqns[self.makers[var]] if var in self.makers else None
         if (
             eqn is not None
-            and eqn.primitive.name == "broadcast_in_dim"
+            and eqn.primitive is broadcast_in_dim_p
             and isinstance(eqn.invars[0], Var)
         ):
             return eqn.invars[0]
@@ -71,7 +73,7 @@ class Values:
     def only_adds(self, var: Var) -> bool:
         """Whether `var` is only added to something."""
         reader = self.only_reader(var)
-        return reader is not None and self.eqns[reader].primitive.name in ("add", "add_any")
+        return reader is not None and self.eqns[reader].primitive in ADDITIONS
 
     def is_constant(self, atom: Atom) -> bool:
         """Whether all elements are the same, and known."""
@@ -79,14 +81,14 @@ class Values:
         if maker is None:
             return isinstance(atom, Literal)
         eqn = self.eqns[maker]
-        return eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
+        return eqn.primitive is broadcast_in_dim_p and isinstance(eqn.invars[0], Literal)
 
 
 def find_epilogues(values: Values) -> dict[int, int]:
     """For each equation that is part of a product, the number of the product: a bias that is added first, then a whole array."""
     found: dict[int, int] = {}
     for number, eqn in enumerate(values.eqns):
-        if eqn.primitive.name not in PRODUCTS:
+        if record_of(eqn).fusion != "contraction":
             continue
         result, biased = eqn.outvars[0], False
         while (reader := values.only_reader(result)) is not None and reader not in found:
@@ -109,13 +111,13 @@ def find_epilogues(values: Values) -> dict[int, int]:
 
 def find_scattered(values: Values) -> set[Var]:
     """Results of scatters that are only added to something: they scatter onto that, in place."""
-    scatters = (eqn.outvars[0] for eqn in values.eqns if eqn.primitive.name == "scatter-add")
+    scatters = (eqn.outvars[0] for eqn in values.eqns if eqn.primitive is scatter_add_p)
     return {var for var in scatters if values.only_adds(var)}
 
 
 def _added(values: Values, eqn: JaxprEqn, result: Var) -> Var | None:
     """What `eqn` adds to `result`, an array of its type."""
-    if eqn.primitive.name not in ("add", "add_any"):
+    if eqn.primitive not in ADDITIONS:
         return None
     others = [atom for atom in eqn.invars if values.shown(atom) is not values.shown(result)]
     if (

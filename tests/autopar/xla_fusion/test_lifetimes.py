@@ -8,8 +8,8 @@ from jax import lax
 import autopar
 from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import StepGraph
-from autopar.sharding.lifetimes import is_relaid, lifetimes, stored_values
 from autopar.tracing.trace import trace
+from autopar.xla_fusion import is_relaid, lifetimes, stored_values
 
 MATRIX = jax.ShapeDtypeStruct((8, 8), "float32")
 

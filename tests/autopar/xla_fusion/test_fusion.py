@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import pytest
 from jax import lax
@@ -11,12 +12,12 @@ from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
-from autopar.sharding.fusion import takes_two_kernels, traffic
 from autopar.sharding.memory_constraint import Memory
 from autopar.sharding.mesh_costs import COMBINED_BYTES, Combined, MeshCosts
 from autopar.sharding.objective import enumerate_decisions
 from autopar.sharding.options import AUTO, DATA_PARALLEL
 from autopar.tracing.trace import trace
+from autopar.xla_fusion import XLA_VERSION, takes_two_kernels, traffic
 from simulator.costs.cost_model import BandwidthOnly, ClusterCosts
 from simulator.hardware.cluster import Cluster
 from simulator.work import CollectiveKind, Kernel
@@ -214,3 +215,8 @@ def test_gradients_of_large_weights_from_small_batches_wait_for_their_update():
     inputs = 2 * size + 2 * 512 * 4
     peak = memory.of_values(choice).max() - inputs
     assert size <= peak < 2 * size  # one gradient at a time
+
+
+def test_the_model_is_of_the_xla_that_is_installed():
+    """With another jaxlib, compare the model with compiled programs (`experiments.validation.fidelity`) and say so."""
+    assert jaxlib.__version__ == XLA_VERSION

@@ -8,38 +8,22 @@ from collections import Counter
 from collections.abc import Mapping
 
 from jax.extend.core import JaxprEqn, Var
+from jax.extend.core.primitives import (
+    add_jaxvals_p,
+    add_p,
+    conv_general_dilated_p,
+    scatter_add_p,
+    select_and_scatter_add_p,
+    transpose_p,
+)
 
 from autopar.ir import control_flow
 from autopar.ir.graph import aval_of
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
-from autopar.primitives import PASS_THROUGH, POINTWISE
+from autopar.primitives import record_of
 
-FUSIBLE = POINTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze", "slice", "transpose"}
-"""Primitives whose results a fusion keeps in registers when only fusible equations or `READING` ones read them."""
-
-READING = frozenset({"argmax", "argmin", "concatenate", "dynamic_slice", "gather", "pad"})
-"""Primitives whose results are stored, but which compute what they read in their own kernel; reductions are of them, too."""
-
-_VIEWS = PASS_THROUGH - {"accumulate"} | {
-    "reshape",
-    "rev",
-    "squeeze",
-    "loop_carry",
-    "loop_const",
-    "loop_result",
-}
-"""Primitives that move nothing: a convolution takes a reversed kernel as it is, and a loop works in place."""
-
-EXPENSIVE = frozenset(
-    {"erf", "erfc", "erf_inv", "tanh", "threefry2x32", "random_bits", "lgamma", "digamma"}
-)
-"""Pointwise primitives that are not computed again for each of several readers."""
-
-
-def is_fusible(name: str) -> bool:
-    """Whether equations of the primitive become part of others' kernels."""
-    return name in FUSIBLE or name in PASS_THROUGH
+ADDITIONS = frozenset({add_p, add_jaxvals_p})
 
 
 @memoized_on_step
@@ -52,35 +36,35 @@ def stored_values(step: StepGraph) -> frozenset[Var]:
     makers = {var: eqn for eqn in eqns for var in eqn.outvars}
     stored, in_place = {*step.jaxpr.invars, *step.jaxpr.constvars, *outputs}, set()
     for eqn in reversed(eqns):
-        name, operands = eqn.primitive.name, _operands(eqn)
+        record, operands = record_of(eqn), _operands(eqn)
         if eqn.primitive in control_flow.MARKERS:
             stored.update((*eqn.outvars, *operands))
         elif is_view(eqn):
             stored.update(operands if not stored.isdisjoint(eqn.outvars) else ())
-        elif name in EXPENSIVE:
+        elif not record.is_recomputed:
             stored.update(var for var in eqn.outvars if readers[var] > 1)
-        elif name in ("add", "add_any") and (
+        elif eqn.primitive in ADDITIONS and (
             scattered := {a for a in operands if _is_sum(makers.get(a), readers)}
         ):
             stored.update(eqn.outvars)
             in_place.update(scattered)
-        elif name not in FUSIBLE:
+        elif not record.is_inlined:
             stored.update(eqn.outvars)
-            if name not in READING and not name.startswith("reduce_"):
+            if record.fusion not in ("input", "reduction"):
                 stored.update(operands)
     return frozenset(stored - (in_place - outputs))
 
 
 def is_view(eqn: JaxprEqn) -> bool:
     """Whether the result of `eqn` is its first operand in memory, seen otherwise: a product reads a matrix either way."""
-    return eqn.primitive.name in _VIEWS or (
-        eqn.primitive.name == "transpose" and aval_of(eqn.outvars[0]).ndim == 2
+    return record_of(eqn).is_view or (
+        eqn.primitive is transpose_p and aval_of(eqn.outvars[0]).ndim == 2
     )
 
 
 def is_relaid(eqn: JaxprEqn, operand: int) -> bool:
     """Whether an equation reads its operand in a layout of its own: a convolution's kernel, all but pointwise ones."""
-    if eqn.primitive.name != "conv_general_dilated" or operand != 1:
+    if eqn.primitive is not conv_general_dilated_p or operand != 1:
         return False
     window = [
         aval_of(eqn.invars[1]).shape[dim] for dim in eqn.params["dimension_numbers"].rhs_spec[2:]
@@ -134,7 +118,7 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
                 last[atom] = max(last[atom], last.get(var, 0))
     for eqn in eqns:
         if (
-            eqn.primitive.name == "select_and_scatter_add"
+            eqn.primitive is select_and_scatter_add_p
         ):  # onto zeros that are made together with what was pooled
             pooled = eqn.invars[1]
             first[eqn.outvars[0]] = first[pooled] if isinstance(pooled, Var) else 0
@@ -162,11 +146,7 @@ def readings(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
 
 def _is_sum(maker: JaxprEqn | None, readers: Counter[Var]) -> bool:
     """Whether this is a scatter that one equation reads: adding it to something scatters onto that, in place."""
-    return (
-        maker is not None
-        and maker.primitive.name == "scatter-add"
-        and readers[maker.outvars[0]] == 1
-    )
+    return maker is not None and maker.primitive is scatter_add_p and readers[maker.outvars[0]] == 1
 
 
 def _operands(eqn: JaxprEqn) -> set[Var]:

@@ -1,0 +1,26 @@
+"""A model of how XLA:GPU fuses a step into kernels, and of which values it then stores.
+
+This is the only interface to the model: `traffic` says what each equation adds to the reads and writes of its
+kernel, `stored_values` which values are written to device memory, `lifetimes` and `readings` when they are live.
+The model is written by hand for `XLA_VERSION`; `experiments.validation.fidelity` compares it with compiled programs,
+and has to run again when jaxlib changes.
+"""
+
+from autopar.xla_fusion.fusion import Moved, Traffic, takes_two_kernels, traffic
+from autopar.xla_fusion.lifetimes import is_relaid, is_view, lifetimes, readings, stored_values
+
+__all__ = [
+    "XLA_VERSION",
+    "Moved",
+    "Traffic",
+    "is_relaid",
+    "is_view",
+    "lifetimes",
+    "readings",
+    "stored_values",
+    "takes_two_kernels",
+    "traffic",
+]
+
+XLA_VERSION = "0.11.2"
+"""The version of jaxlib whose fusion the model describes."""
