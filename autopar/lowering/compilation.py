@@ -1,4 +1,4 @@
-"""The tasks of planned steps, ready to be compiled, and compiled for clusters that are not here."""
+"""Lowering of all tasks of a plan, and compilation for clusters that are not here."""
 
 import time
 from collections.abc import Mapping
@@ -21,21 +21,35 @@ from simulator.work import OpList, with_axes
 def lower_stage(
     planned: PlannedStep, stage: int, mesh: AnyMesh, donated: frozenset[int] = frozenset()
 ) -> list[TaskFunction]:
-    """Return the tasks of a stage on a mesh; `donated` are numbers of the step's inputs whose memory they may reuse."""
+    """Return the tasks of a stage as functions on a mesh.
+
+    Args:
+        planned: the step with its plan.
+        stage: number of the stage.
+        mesh: mesh of the stage, abstract or of devices.
+        donated: numbers of the step's inputs whose memory the tasks may reuse.
+    """
     last_reads = planned.instructions.last_reads
-    functions = StageLowering(
-        planned.graphs[stage], planned.plan.stages, mesh, donated, last_reads
-    ).functions()
-    return [each for each in functions if each.task.name in planned.tasks]
+    lowering = StageLowering(planned.graphs[stage], planned.plan.stages, mesh, donated, last_reads)
+    return [function for function in lowering.functions() if function.task.name in planned.tasks]
 
 
 def compile_planned(
     planned: PlannedStep, cluster: AnyCluster, donated: frozenset[int]
 ) -> tuple[Program, float]:
-    """Return the program with bodies and memory as XLA compiles its tasks for `cluster`, and the seconds that took.
+    """Compile the tasks of a plan for `cluster`.
 
-    Each stage is compiled for the devices of the pool that it is in; tasks that are the same program for the same devices, as those
-    of identical layers are, once.
+    Each stage is compiled for the devices of its pool. Tasks that are the same program for the same
+    devices, as those of identical layers are, are compiled once.
+
+    Args:
+        planned: the step with its plan.
+        cluster: the cluster; this process needs no device of it.
+        donated: numbers of the step's inputs whose memory the step may reuse.
+
+    Returns:
+        The program with the bodies and the memory of the compiled tasks, and the seconds that
+        compilation took.
 
     Raises:
         ClusterError: a stage has devices that the cluster lacks, or of several pools.
@@ -51,8 +65,8 @@ def compile_planned(
             key = function.jitted.lower(*function.in_avals).as_text(), mesh
             if key not in compiled:
                 target = compile_for(function.jitted, function.in_avals, pool)
-                found = with_axes(parse_hlo(target.hlo_text), stage.mesh.along)
-                compiled[key] = found, target.memory, memory_roles_at_peak(target.hlo_text)
+                body = with_axes(parse_hlo(target.hlo_text), stage.mesh.along)
+                compiled[key] = body, target.memory, memory_roles_at_peak(target.hlo_text)
             body, used, temporaries = compiled[key]
             bodies[function.task.name] = body
             memory.add_task(function.task, used, temporaries)

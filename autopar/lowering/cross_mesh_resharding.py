@@ -1,9 +1,11 @@
-"""Cross-mesh resharding: which device of one mesh sends which part of a value to which device of another.
+"""Cross-mesh resharding: the transfers that move a sharded value from one mesh to another.
 
-The shards of a value on either mesh are tiles. Every destination tile is cut along the source tiles that it overlaps, and each piece
-comes from one of the devices that hold it (Zhuang et al., "On Optimizing the Communication of Model Parallelism", MLSys'23).
-Where the destination keeps copies of a tile, each copy at first receives a part of it only, and the parts are gathered inside the
-destination mesh, whose links are usually faster: every byte crosses between the meshes once.
+The shards of a value on either mesh are tiles. Every destination tile is split along the source
+tiles that it overlaps, and each piece is sent by one of the devices that store it (Zhuang et al.,
+"On Optimizing the Communication of Model Parallelism", MLSys'23). Where several destination devices
+store the same tile, each of them at first receives only a part of it, and an all_gather within the
+destination mesh, whose links are usually faster, completes the copies. So every byte crosses
+between the meshes once.
 """
 
 from collections import Counter
@@ -17,12 +19,18 @@ from autopar.ir.spec import LogicalMesh, Spec, axes_of, divides, local_shape
 from simulator.work import Groups
 
 type Tile = tuple[tuple[int, int], ...]
-"""For each array dim the first index and the one after the last."""
+"""First index and the index after the last one, for each array dim."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`tile` of the value goes from device `source` of one mesh to device `destination` of the other, in row-major numbers."""
+    """A tile that one device sends to another.
+
+    Attributes:
+        source: device of the source mesh, in row-major order.
+        destination: device of the destination mesh, in row-major order.
+        tile: the part of the value.
+    """
 
     source: int
     destination: int
@@ -36,14 +44,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Resharding:
-    """How a value gets from one mesh to another.
+    """The transfers of a value from one mesh to another.
 
     Attributes:
-        shape: of the value.
-        pieces: what is sent; together they fill each destination device's shard of `landing` exactly once.
-        source: the mesh and the spec that it has; mesh: the one where it goes.
-        landing: the spec in which the value arrives.
-        spec: the spec that it should have. If it is not `landing`, an all_gather inside the destination mesh follows.
+        shape: shape of the value.
+        pieces: pieces that are sent. Together they fill each destination device's shard of
+            `landing` exactly once.
+        source: mesh and spec that the value has.
+        mesh: the destination mesh.
+        landing: spec in which the value arrives.
+        spec: spec that the value should have. If it is not `landing`, an all_gather within the
+            destination mesh follows.
     """
 
     shape: tuple[int, ...]
@@ -55,11 +66,12 @@ class Resharding:
 
     @property
     def gathers(self) -> bool:
+        """Whether an all_gather completes the value."""
         return self.landing != self.spec
 
     @property
     def gather_groups(self) -> Groups:
-        """The destination devices that gather from one another."""
+        """Groups of destination devices that gather from one another."""
         axes = [
             a
             for landed, wanted in zip(self.landing, self.spec, strict=True)
@@ -68,15 +80,19 @@ class Resharding:
         return self.mesh.groups(axes)
 
     def sent_bytes(self, item_bytes: int) -> int:
-        """Bytes that cross between the meshes, for elements of `item_bytes`."""
+        """Return the bytes that cross between the meshes, for elements of `item_bytes`."""
         return sum(piece.size for piece in self.pieces) * item_bytes
 
     def gathered_bytes(self, item_bytes: int) -> int:
-        """Bytes of one device's shard once it is complete."""
+        """Return the bytes of one device's complete shard, for elements of `item_bytes`."""
         return prod(local_shape(self.shape, self.spec, self.mesh)) * item_bytes
 
     def traffic(self, item_bytes: int) -> dict[tuple[int, int], int]:
-        """Bytes from each source device to each destination device, for elements of `item_bytes`."""
+        """Return the bytes from each source device to each destination device.
+
+        Args:
+            item_bytes: bytes of one element.
+        """
         links: Counter[tuple[int, int]] = Counter()
         for piece in self.pieces:
             links[piece.source, piece.destination] += piece.size * item_bytes
@@ -90,22 +106,26 @@ def reshard(
     destination: tuple[LogicalMesh, Spec],
     gather: bool = True,
 ) -> Resharding:
-    """Plan the way of a value of that shape from (mesh, spec) to (mesh, spec) of another mesh.
+    """Return the transfers of a value from one mesh to another.
 
     Args:
-        gather: whether copies on the destination may be completed by an all_gather there.
+        shape: shape of the value.
+        source: mesh and spec that it has.
+        destination: mesh and spec that it should have.
+        gather: whether an all_gather on the destination may complete copies.
 
     Raises:
         ValueError: a spec does not divide the shape evenly.
     """
     (source_mesh, source_spec), (mesh, spec) = source, destination
-    for each_mesh, each_spec in (source, destination):
-        if len(each_spec) != len(shape) or not divides(shape, each_spec, each_mesh):
+    for end_mesh, end_spec in (source, destination):
+        if len(end_spec) != len(shape) or not divides(shape, end_spec, end_mesh):
             raise ValueError(
-                f"spec {each_spec} on a mesh of {each_mesh.sizes} does not divide shape {shape} evenly; "
-                "every dim must be a multiple of the devices that shard it"
+                f"spec {end_spec} on a mesh of {end_mesh.sizes} does not divide shape {shape}"
+                " evenly; every dim must be a multiple of the devices that shard it"
             )
     landing = landing_spec(shape, mesh, spec) if gather else spec
+    # Each piece is sent by the device that has sent least so far, of those that store its tile.
     holders: dict[Tile, list[int]] = {}
     for device, tile in enumerate(tiles(shape, source_mesh, source_spec)):
         holders.setdefault(tile, []).append(device)
@@ -124,9 +144,15 @@ def reshard(
 
 
 def landing_spec(shape: Sequence[int], mesh: LogicalMesh, spec: Spec) -> Spec:
-    """`spec` with the axes that it leaves unused, as far as they divide a dim, so that no device receives what another has.
+    """Return `spec` with its unused axes added where they divide a dim.
 
-    They come last on the leading dim that they divide, where an all_gather needs no copies to put the parts in order.
+    No device then receives what another one receives as well. Each axis is added as the last one of
+    the first dim that it divides, where an all_gather needs no copies to put the parts in order.
+
+    Args:
+        shape: shape of the value.
+        mesh: the destination mesh.
+        spec: spec that the value should have.
     """
     landing = list(spec)
     for axis in mesh.axis_names:
@@ -139,23 +165,29 @@ def landing_spec(shape: Sequence[int], mesh: LogicalMesh, spec: Spec) -> Spec:
 
 
 def tiles(shape: Sequence[int], mesh: LogicalMesh, spec: Spec) -> list[Tile]:
-    """For each device of the mesh, in row-major order, the part of the value that it holds."""
+    """Return the part of a value that each device of a mesh stores, in row-major order.
+
+    Args:
+        shape: shape of the value.
+        mesh: the mesh.
+        spec: spec of the value.
+    """
     block = local_shape(shape, spec, mesh)
-    found = []
+    parts = []
     for position in product(*(range(size) for size in mesh.shape)):
-        at = dict(zip(mesh.axis_names, position, strict=True))
+        coordinates = dict(zip(mesh.axis_names, position, strict=True))
         tile = []
         for axes, size in zip(spec, block, strict=True):
             index = 0
             for axis in axes:  # major first
-                index = index * mesh.sizes[axis] + at[axis]
+                index = index * mesh.sizes[axis] + coordinates[axis]
             tile.append((index * size, (index + 1) * size))
-        found.append(tuple(tile))
-    return found
+        parts.append(tuple(tile))
+    return parts
 
 
 def _overlaps(tile: Tile, block: Sequence[int]) -> list[tuple[Tile, Tile]]:
-    """`tile` cut along blocks of a regular grid, each part with its block."""
+    """Split `tile` along blocks of a regular grid, and return each part with its block."""
     dims = []
     for (start, stop), size in zip(tile, block, strict=True):
         cuts = []

@@ -1,4 +1,8 @@
-"""The instructions of a plan: its schedule with every value named, sent where it is needed and freed after its last use."""
+"""The instructions of a plan: its schedule with named values, transfers, and frees after last uses.
+
+Liveness and transfers follow from the data dependences between tasks (`Partition.reads` and
+`Partition.results`).
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -18,47 +22,51 @@ from simulator.work import Collective
 
 @dataclass(frozen=True, slots=True)
 class ValueNames:
-    """What the values of a pipeline are called; `ValueNames.of_cut` makes them.
+    """The names of the values of a program.
 
-    A value of a microbatch has the microbatch's number after a dot: `in3.0`, `v17.0`. `in4` is an input that is whole, `t5` what
-    microbatches have added up to so far, `v18` a value of the update.
+    The name of a microbatch's value ends with a dot and the number of the microbatch: `in3.0`,
+    `v17.0`. `in4` is an input that is not divided into microbatches, `t5` a running sum over
+    microbatches, `v18` a value of the update.
 
     Attributes:
-        base: the name of each value, without that number.
-        per_microbatch: the values that each microbatch has.
+        base: name of each value, without the microbatch.
+        per_microbatch: values that each microbatch has one of.
     """
 
     base: Mapping[Var, str]
     per_microbatch: frozenset[Var]
 
     @classmethod
-    def of_cut(cls, partition: Partition) -> "ValueNames":
+    def of_partition(cls, partition: Partition) -> "ValueNames":
+        """Return the names of all values that tasks of `partition` read or compute for others."""
+        step = partition.step
         values = dict.fromkeys(var for reads in partition.reads.values() for var in reads)
-        values.update(
-            dict.fromkeys(var for results in partition.results.values() for var in results)
-        )
-        sums = [each.sum for totals in partition.totals.values() for each in totals]
+        values |= dict.fromkeys(var for results in partition.results.values() for var in results)
+        sums = [total.sum for totals in partition.totals.values() for total in totals]
         base = {var: f"v{k}" for k, var in enumerate(values)}
-        base.update((var, f"t{k}") for k, var in enumerate(sums))
-        base.update((var, f"in{i}") for i, var in enumerate(partition.step.jaxpr.invars))
-        batch = {
-            partition.step.jaxpr.invars[i]
-            for i in partition.step.batch
-            if not partition.is_whole_step
-        }
-        body = {
-            var
-            for var in values
-            if (task := partition.producers.get(var)) and task.phase not in ("U", "S")
-        }
-        return cls(base, frozenset(batch | body).difference(sums))
+        base |= {var: f"t{k}" for k, var in enumerate(sums)}
+        base |= {var: f"in{i}" for i, var in enumerate(step.jaxpr.invars)}
+        divided = () if partition.is_whole_step else step.batch
+        per_microbatch = {step.jaxpr.invars[i] for i in divided}
+        for var in values:
+            producer = partition.producers.get(var)
+            if producer is not None and producer.phase not in ("U", "S"):
+                per_microbatch.add(var)
+        return cls(base, frozenset(per_microbatch).difference(sums))
 
     def of(self, var: Var, micro_batch: int) -> str:
+        """Return the name of a value, for one microbatch if each has one of it."""
         return f"{self.base[var]}.{micro_batch}" if var in self.per_microbatch else self.base[var]
 
 
 class Crossing(NamedTuple):
-    """A value that a stage on one mesh has and a stage on another one reads."""
+    """A value that one stage computes and a stage on another mesh reads.
+
+    Attributes:
+        var: the value.
+        source: number of the stage that has it.
+        to: number of the first stage on the receiving mesh that reads it.
+    """
 
     var: Var
     source: int
@@ -66,28 +74,30 @@ class Crossing(NamedTuple):
 
 
 type Transfers = Callable[[Crossing], Resharding]
-"""How a value gets from the mesh of one stage to that of another."""
+"""(crossing) -> how the value is resharded from the mesh of one stage to that of the other."""
 
 
 def task_of(run: Run) -> Task:
-    """The task that an instruction runs; the rounds of an update are told by the number where others have the microbatch."""
+    """Return the task of an instruction. An update has its round in place of a microbatch."""
     return Task(run.stage, run.phase, run.micro_batch if run.phase == "U" else 0)
 
 
 def micro_batch_of(run: Run) -> int:
-    """Return the microbatch whose values an instruction reads and makes; what an update reads is the same in all of them."""
+    """Return the microbatch whose values an instruction reads and computes; 0 for an update."""
     return 0 if run.phase == "U" else run.micro_batch
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineProgram:
-    """The program of a cut step, and which values its instructions speak of.
+    """The program of a partitioned step, with the values that its instructions name.
 
     Attributes:
         program: the instructions.
-        readers: by mesh and name of every value that tasks read there, the first stage that does, and the value.
-        crossings: by name and mesh, each value that is sent there.
-        last_reads: for each task the values, of those that tasks made, that nothing on its mesh reads after it, whatever the microbatch.
+        readers: for the mesh and name of every value that tasks read, the first stage there that
+            reads it, and the value.
+        crossings: for the name and the receiving mesh, each value that is sent.
+        last_reads: for each task the results of tasks that nothing on its mesh reads after it, in
+            any microbatch.
     """
 
     program: Program
@@ -103,108 +113,129 @@ def pipeline_program(
     names: ValueNames,
     transfers: Transfers,
 ) -> PipelineProgram:
-    """The program of a cut step on `meshes`, the devices of each mesh."""
-    builder = _Builder(partition, schedule, names, transfers)
+    """Return the program of a partitioned step.
+
+    Args:
+        partition: the step as tasks.
+        schedule: the order of tasks on each mesh.
+        meshes: devices of each mesh.
+        names: names of the values.
+        transfers: resharding of each value that crosses between meshes.
+    """
+    builder = _ProgramBuilder(partition, schedule, names, transfers)
     program = Program(meshes, tuple(map(tuple, builder.rows())))
     return PipelineProgram(program, builder.readers, builder.crossings, builder.last_reads())
 
 
-class _Builder:
+class _ProgramBuilder:
+    """Adds transfers and frees to the tasks of a schedule.
+
+    Attributes:
+        runs: tasks of each mesh that have something to do, in order.
+        readers, crossings: see `PipelineProgram`.
+        reading_meshes: meshes that read each value.
+        source: stage that has each value which other meshes may read.
+        outputs: names of the values that live until the end of the step.
+    """
+
     def __init__(
-        self, partition: Partition, schedule: Schedule, names: ValueNames, transfers: Transfers
+        self,
+        partition: Partition,
+        schedule: Schedule,
+        names: ValueNames,
+        transfers: Transfers,
     ) -> None:
-        self._partition, self._schedule, self._names, self._transfers = (
-            partition,
-            schedule,
-            names,
-            transfers,
-        )
-        mesh_of = schedule.mesh_of
-        self._all_runs = [list(self._runs(row)) for row in schedule.rows]
+        self._partition = partition
+        self._schedule = schedule
+        self._names = names
+        self._transfers = transfers
+        self.runs = [list(self._runs(row)) for row in schedule.rows]
         self.readers: dict[tuple[int, str], tuple[int, Var]] = {}
-        self._meshes: dict[str, list[int]] = defaultdict(list)  # that read a value
-        self._source: dict[
-            str, int
-        ] = {}  # the stage that has a value which others may have to be sent
-        inputs = set(partition.step.jaxpr.invars)
-        for mesh, row in enumerate(self._all_runs):
-            for run in row:
-                for var in partition.reads[task_of(run)]:
-                    name = names.of(var, micro_batch_of(run))
-                    self.readers.setdefault((mesh, name), (run.stage, var))
-                    self._meshes[name].append(mesh)
-                    if var not in inputs:
-                        self._source[name] = partition.producers[var].stage
-        for i, stages in partition.input_stages.items():
-            if i not in partition.step.batch and i in partition.step.carried.values():
-                self._source[f"in{i}"] = stages[0]
-        self._outputs = {
-            names.of(a, 0)
-            for a in partition.step.jaxpr.outvars
-            if isinstance(a, Var) and a in partition.producers
-        }
-        batches = range(schedule.pipeline.num_micro_batches)
-        self._outputs |= {
-            names.of(part, b) for part in partition.concatenated.values() for b in batches
-        }
-        self._outputs |= {f"in{i}" for i in range(len(partition.step.jaxpr.invars))}
+        self.reading_meshes: dict[str, list[int]] = defaultdict(list)
+        self.source: dict[str, int] = {}
+        self._collect_reads()
+        self.outputs = self._output_names()
         self.crossings = {
             (name, mesh): Crossing(self.readers[mesh, name][1], source, self.readers[mesh, name][0])
-            for name, source in self._source.items()
-            for mesh in dict.fromkeys(self._meshes[name])
-            if mesh != mesh_of(source)
+            for name, source in self.source.items()
+            for mesh in dict.fromkeys(self.reading_meshes[name])
+            if mesh != schedule.mesh_of(source)
         }
 
     def _runs(self, row: tuple[Run, ...]) -> Iterator[Run]:
-        """The tasks of a mesh, the update in as many rounds as it takes; tasks with nothing to do are left out.
+        """Yield the tasks of a mesh that have something to do, and all rounds of its updates.
 
-        A forward pass has an update, too, if its results are sums or means: what completes them.
+        A schedule without updates has them as well if results of the step are sums or means: they
+        complete these.
         """
-        update = [run.stage for run in row if run.phase == "U"] or list(
-            dict.fromkeys(run.stage for run in row)
-        )
-        yield from (run for run in row if run.phase != "U" and self._does_something(task_of(run)))
-        rounds = (
-            max((task.round for task in self._partition.eqns if task.phase == "U"), default=-1) + 1
-        )
-        for turn in range(rounds):
-            yield from (
-                Run(stage, "U", turn)
-                for stage in update
-                if self._does_something(Task(stage, "U", turn))
-            )
+        updating = [run.stage for run in row if run.phase == "U"]
+        stages = updating or list(dict.fromkeys(run.stage for run in row))
+        yield from (run for run in row if run.phase != "U" and self._has_work(task_of(run)))
+        rounds = max((task.round for task in self._partition.eqns if task.phase == "U"), default=-1)
+        for round_ in range(rounds + 1):
+            for stage in stages:
+                if self._has_work(Task(stage, "U", round_)):
+                    yield Run(stage, "U", round_)
 
-    def _does_something(self, task: Task) -> bool:
+    def _has_work(self, task: Task) -> bool:
+        partition = self._partition
         return any(
-            found.get(task)
-            for found in (self._partition.eqns, self._partition.totals, self._partition.completed)
+            work.get(task) for work in (partition.eqns, partition.totals, partition.completed)
         )
+
+    def _collect_reads(self) -> None:
+        partition = self._partition
+        inputs = set(partition.step.jaxpr.invars)
+        for mesh, runs in enumerate(self.runs):
+            for run in runs:
+                for var in partition.reads[task_of(run)]:
+                    name = self._names.of(var, micro_batch_of(run))
+                    self.readers.setdefault((mesh, name), (run.stage, var))
+                    self.reading_meshes[name].append(mesh)
+                    if var not in inputs:
+                        self.source[name] = partition.producers[var].stage
+        for i, stages in partition.input_stages.items():
+            if i not in partition.step.batch and i in partition.step.carried.values():
+                self.source[f"in{i}"] = stages[0]
+
+    def _output_names(self) -> set[str]:
+        """Return the names of inputs and of outputs of the step: they are never freed."""
+        partition = self._partition
+        jaxpr = partition.step.jaxpr
+        outputs = [atom for atom in jaxpr.outvars if isinstance(atom, Var)]
+        names = {self._names.of(var, 0) for var in outputs if var in partition.producers}
+        for micro_batch in range(self._schedule.pipeline.num_micro_batches):
+            names |= {self._names.of(part, micro_batch) for part in partition.concatenated.values()}
+        return names | {f"in{i}" for i in range(len(jaxpr.invars))}
 
     def rows(self) -> Iterator[Iterator[Instruction]]:
-        for mesh, runs in enumerate(self._all_runs):
+        """Yield the instructions of each mesh."""
+        for mesh, runs in enumerate(self.runs):
             yield self._row(mesh, runs)
 
     def last_reads(self) -> dict[Task, frozenset[Var]]:
-        found: dict[Task, frozenset[Var]] = {}
-        for runs in self._all_runs:
-            last = self._last_reader(runs)
+        """Return `PipelineProgram.last_reads`."""
+        partition = self._partition
+        last_reads: dict[Task, frozenset[Var]] = {}
+        for runs in self.runs:
+            last_reader = self._last_reader(runs)
             for run in runs:
                 task = task_of(run)
                 names = {
-                    var: self._names.of(var, micro_batch_of(run))
-                    for var in self._partition.reads[task]
+                    var: self._names.of(var, micro_batch_of(run)) for var in partition.reads[task]
                 }
-                mine = frozenset(
+                last = frozenset(
                     var
                     for var, name in names.items()
-                    if last[name] == run
-                    and name not in self._outputs
-                    and var in self._partition.producers
+                    if last_reader[name] == run
+                    and name not in self.outputs
+                    and var in partition.producers
                 )
-                found[task] = found.get(task, mine) & mine
-        return found
+                last_reads[task] = last_reads.get(task, last) & last
+        return last_reads
 
     def _last_reader(self, runs: list[Run]) -> dict[str, Run]:
+        """Return the last of the tasks that reads each value."""
         return {
             self._names.of(var, micro_batch_of(run)): run
             for run in runs
@@ -212,43 +243,42 @@ class _Builder:
         }
 
     def _row(self, mesh: int, runs: list[Run]) -> Iterator[Instruction]:
-        partition, names = self._partition, self._names
-        last = self._last_reader(runs)
-        here: set[str] = set()
-        for name, source in self._source.items():
+        """Yield the instructions of a mesh: each task with its receives, sends and frees."""
+        last_reader = self._last_reader(runs)
+        received: set[str] = set()
+        for name, source in self.source.items():
             if name.startswith("in") and self._schedule.mesh_of(source) == mesh:
                 yield from self._sends(name)
         for run in runs:
-            task = task_of(run)
-            for var in partition.reads[task]:
-                name = names.of(var, micro_batch_of(run))
-                if (name, mesh) in self.crossings and name not in here:
-                    here.add(name)
+            task, micro_batch = task_of(run), micro_batch_of(run)
+            for var in self._partition.reads[task]:
+                name = self._names.of(var, micro_batch)
+                if (name, mesh) in self.crossings and name not in received:
+                    received.add(name)
                     yield self._recv(name, mesh)
             yield run
-            made = [names.of(var, micro_batch_of(run)) for var in partition.results[task]]
-            for name in made:
+            results = [self._names.of(var, micro_batch) for var in self._partition.results[task]]
+            for name in results:
                 yield from self._sends(name)
-            done = [
-                name for name, final in last.items() if final == run and name not in self._outputs
-            ]
-            done += [name for name in made if name not in last and name not in self._outputs]
-            if done:
-                yield Free(tuple(done))
+            unread = [name for name in results if name not in last_reader]
+            read = [name for name, last in last_reader.items() if last == run]
+            dead = [name for name in (*read, *unread) if name not in self.outputs]
+            if dead:
+                yield Free(tuple(dead))
 
     def _sends(self, name: str) -> Iterator[Send]:
-        for mesh in dict.fromkeys(self._meshes.get(name, ())):
+        for mesh in dict.fromkeys(self.reading_meshes.get(name, ())):
             if (name, mesh) in self.crossings:
                 crossing = self.crossings[name, mesh]
-                item = array_bytes((), aval_of(crossing.var).dtype)
-                yield Send(name, mesh, self._transfers(crossing).sent_bytes(item))
+                item_bytes = array_bytes((), aval_of(crossing.var).dtype)
+                yield Send(name, mesh, self._transfers(crossing).sent_bytes(item_bytes))
 
     def _recv(self, name: str, mesh: int) -> Recv:
         crossing = self.crossings[name, mesh]
         return Recv(name, self._schedule.mesh_of(crossing.source), self._gather(name, crossing))
 
     def _gather(self, name: str, crossing: Crossing) -> Collective | None:
-        """What completes a value that has arrived in parts."""
+        """Return the all_gather that completes a value that arrives in parts, if it does."""
         resharding = self._transfers(crossing)
         if not resharding.gathers:
             return None

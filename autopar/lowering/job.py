@@ -1,6 +1,7 @@
-"""A job: a planned step as those that run it know it, plain data that can be sent, without anything traced.
+"""The job of a planned step: the instructions and arrays that workers execute.
 
-A job names values as the program does. Devices are numbered host by host, as plans number them.
+A job is plain data that can be sent to other processes; it contains nothing traced. It names values
+as the program does and numbers devices as plans do, host by host.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StageMesh:
-    """The devices of a stage and the logical mesh that they form."""
+    """The devices of a stage and the logical mesh that they form.
+
+    Attributes:
+        devices: numbers of the devices in the plan, in row-major order of the mesh.
+        shape: shape of the logical mesh.
+        axis_names: names of its axes.
+    """
 
     devices: tuple[int, ...]
     shape: tuple[int, ...]
@@ -30,24 +37,29 @@ class StageMesh:
 
     @property
     def logical(self) -> LogicalMesh:
+        """The logical mesh without devices."""
         return LogicalMesh(self.shape, self.axis_names)
 
     def on(self, devices: Mapping[int, Any]) -> Mesh:
-        """The mesh of these devices, given by number."""
-        here = np.array([devices[number] for number in self.devices]).reshape(self.shape)
-        return Mesh(here, self.axis_names, axis_types=(AxisType.Auto,) * len(self.shape))
+        """Return the mesh of JAX devices.
+
+        Args:
+            devices: JAX devices by their number in the plan.
+        """
+        array = np.array([devices[number] for number in self.devices]).reshape(self.shape)
+        return Mesh(array, self.axis_names, axis_types=(AxisType.Auto,) * len(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an array is: the devices, and which of them has which part."""
+    """The mesh that an array is on, and how it is sharded over it."""
 
     mesh: StageMesh
     spec: Spec
 
     @staticmethod
     def of(placement: "PlacementSpec") -> "Place":
-        """Where a step wants an array: the first of its meshes, which is its home."""
+        """Return where a step expects an array: on the first of its meshes, its home."""
         sharding, devices = placement.sharding_specs[0], placement.devices[0]
         mesh = StageMesh(devices, sharding.mesh.axis_sizes, sharding.mesh.axis_names)
         return Array.of(
@@ -55,21 +67,29 @@ class Place:
         ).place
 
     def sharding(self, devices: Mapping[int, Any]) -> NamedSharding:
-        """On these devices, given by number."""
+        """Return the sharding over JAX devices.
+
+        Args:
+            devices: JAX devices by their number in the plan.
+        """
         return NamedSharding(self.mesh.on(devices), partition_spec(self.spec))
 
     def abstract(self) -> NamedSharding:
-        """On devices that are elsewhere."""
+        """Return the sharding over devices that are not in this process."""
         return NamedSharding(self.mesh.logical.abstract(), partition_spec(self.spec))
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A value of a mesh: what it is and where.
+    """A value on one mesh.
 
     Attributes:
-        dtype: of its elements; of random keys that are keys.
-        impl: of random keys that are sent as the numbers that they consist of, in one dim more, what they are made by.
+        name: name of the value in the program.
+        shape: shape of the whole value.
+        dtype: dtype of its elements; a key dtype for random keys that are stored as keys.
+        place: its mesh and sharding.
+        impl: PRNG implementation of random keys that are stored as key data, the numbers that they
+            consist of, in one more dim. None for other values.
     """
 
     name: str
@@ -82,32 +102,37 @@ class Array:
     def of(
         cls, name: str, aval: Any, mesh: StageMesh, spec: Spec, keys_as_data: bool = True
     ) -> "Array":
-        """Return the value of that aval, which `spec` shards.
+        """Return the value with a given aval and spec.
 
         Args:
-            keys_as_data: whether random keys are sent as the numbers that they consist of: between processes.
+            name: name of the value in the program.
+            aval: its shape and dtype for the user.
+            mesh: its mesh.
+            spec: its spec.
+            keys_as_data: whether random keys are stored as key data, as between processes.
         """
         if is_key(aval.dtype) and not keys_as_data:
             return cls(name, aval.shape, aval.dtype, Place(mesh, spec))
-        data, impl = data_aval(aval), impl_of(aval.dtype) if is_key(aval.dtype) else None
+        data = data_aval(aval)
+        impl = impl_of(aval.dtype) if is_key(aval.dtype) else None
         spec += ((),) * (data.ndim - len(spec))
         return cls(name, data.shape, np.dtype(data.dtype), Place(mesh, spec), impl)
 
     @property
     def raw(self) -> jax.ShapeDtypeStruct:
-        """What it is on workers."""
+        """Shape and dtype on workers."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
-        """What it is to the user, to whom keys are keys."""
+        """Shape and dtype for the user, with random keys as keys."""
         if self.impl is None:
             return self.raw
         return jax.ShapeDtypeStruct(self.shape[:-1], key_dtype(self.impl))
 
     @property
     def sharding(self) -> NamedSharding:
-        """How it is sharded to the user, on a mesh without devices."""
+        """Sharding for the user, on a mesh without devices."""
         return NamedSharding(
             self.place.mesh.logical.abstract(), partition_spec(self.place.spec[: self.aval.ndim])
         )
@@ -115,10 +140,12 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a run instruction calls.
+    """The call that a run instruction makes.
 
     Attributes:
-        program: the key of the exported program; the name of the task where the devices are those of this process.
+        program: key of the exported program; within one process, the name of the task.
+        operands: arrays that it reads.
+        results: arrays that it computes.
         donated: positions of operands whose memory the results may take.
     """
 
@@ -129,17 +156,21 @@ class Call:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Those that it runs on; none if it has nothing to do."""
+        """Devices that it runs on; none if it has nothing to do."""
         values = self.results or self.operands
         return values[0].place.mesh.devices if values else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A value that is sent from mesh to mesh, as often as there are steps.
+    """A value that every step sends from one mesh to another.
 
     Attributes:
-        number: tells it from the other deliveries of the job.
+        number: number of the delivery, unique in its job.
+        plan: how the value is resharded.
+        dtype: dtype of its elements.
+        source: mesh that sends it.
+        to: mesh that receives it.
     """
 
     number: int
@@ -151,12 +182,15 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input of the step on its way to the values of a mesh.
+    """An input of the step, and the values that it becomes on one mesh.
 
     Attributes:
-        number: of the input.
-        home: the whole input, where the step wants it; the mesh may be another one, and gets it by one of the job's `spreads`.
-        parts: what it becomes: itself, or microbatches (`autopar.microbatch.batch_rows`).
+        number: number of the input.
+        mesh: number of the mesh.
+        home: the whole input where the step expects it. If that is another mesh, one of the job's
+            `spreads` brings it to this one.
+        parts: its values on the mesh: itself, or its microbatches
+            (`autopar.microbatch.batch_rows`).
     """
 
     number: int
@@ -167,10 +201,15 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output of the step, made of a value of a mesh, or of those of all microbatches, example by example.
+    """An output of the step, assembled from values of one mesh.
 
     Attributes:
-        is_copy: whether it is a copy of its value, which is another output, too, or an argument that the caller keeps.
+        number: number of the output.
+        mesh: number of the mesh.
+        parts: its value, or its values for all microbatches, whose rows are put together.
+        whole: the output.
+        is_copy: whether it is a copy, because its value is also another output or an argument that
+            the caller keeps.
     """
 
     number: int
@@ -182,16 +221,21 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A step, for workers.
+    """A step as workers execute it.
 
     Attributes:
-        programs: serialised `jax.export.Exported`, by key; none where the devices are those of this process.
-        order: the instructions with their meshes, in the order of `walk`.
-        meshes: the devices of each mesh.
-        spreads: deliveries before the first instruction, by input and mesh: of inputs that other meshes read, too, than that which is
-            their home.
+        programs: serialised `jax.export.Exported` by key; empty within one process.
+        meshes: devices of each mesh.
+        order: instructions with their meshes, in the order of `walk`.
+        calls: call of each run instruction.
+        deliveries: values that meshes send to one another, by name and receiving mesh.
+        inputs: inputs of the step on each mesh that reads them.
+        outputs: outputs of the step that are not constants.
         zeros: for each mesh the sums that microbatches are added to.
-        chunks: runs of neighbouring examples that a microbatch consists of (`autopar.microbatch.batch_rows`).
+        spreads: deliveries before the first instruction, by input and receiving mesh: inputs that
+            several meshes read.
+        chunks: runs of neighbouring examples that a microbatch consists of
+            (`autopar.microbatch.batch_rows`).
     """
 
     programs: Mapping[str, bytes]
@@ -207,52 +251,65 @@ class Job:
 
     @property
     def num_deliveries(self) -> int:
-        """How many values a step sends from mesh to mesh."""
+        """Number of values that a step sends from mesh to mesh."""
         return len(self.deliveries) + len(self.spreads)
 
     def of(self, devices: Sequence[int]) -> "Job":
-        """The part that concerns a worker with these devices."""
-        mine = {
-            mesh for mesh, members in enumerate(self.meshes) if not set(devices).isdisjoint(members)
-        }
-        order = tuple((mesh, instruction) for mesh, instruction in self.order if mesh in mine)
+        """Return the part of the job that concerns a worker.
+
+        Args:
+            devices: numbers of the worker's devices.
+        """
+        own = set(devices)
+        meshes = {mesh for mesh, members in enumerate(self.meshes) if not own.isdisjoint(members)}
+        order = tuple((mesh, instruction) for mesh, instruction in self.order if mesh in meshes)
         runs = {instruction for _, instruction in order if isinstance(instruction, Run)}
         calls = {run: call for run, call in self.calls.items() if run in runs}
-
-        def concerns(delivery: Delivery) -> bool:
-            return not set(devices).isdisjoint((*delivery.source.devices, *delivery.to.devices))
-
+        keys = dict.fromkeys(call.program for call in calls.values())
         return replace(
             self,
-            programs={
-                key: self.programs[key]
-                for key in dict.fromkeys(call.program for call in calls.values())
-            },
+            programs={key: self.programs[key] for key in keys},
             order=order,
             calls=calls,
-            deliveries={at: each for at, each in self.deliveries.items() if concerns(each)},
-            spreads={at: each for at, each in self.spreads.items() if concerns(each)},
-            inputs=tuple(each for each in self.inputs if each.mesh in mine),
-            outputs=tuple(each for each in self.outputs if each.mesh in mine),
-            zeros=tuple(each if mesh in mine else () for mesh, each in enumerate(self.zeros)),
+            deliveries=_deliveries_of(own, self.deliveries),
+            spreads=_deliveries_of(own, self.spreads),
+            inputs=tuple(input_ for input_ in self.inputs if input_.mesh in meshes),
+            outputs=tuple(output for output in self.outputs if output.mesh in meshes),
+            zeros=tuple(sums if mesh in meshes else () for mesh, sums in enumerate(self.zeros)),
         )
+
+
+def _deliveries_of[Key](
+    devices: set[int], deliveries: Mapping[Key, Delivery]
+) -> dict[Key, Delivery]:
+    """Return the deliveries that some of these devices send or receive."""
+    return {
+        key: delivery
+        for key, delivery in deliveries.items()
+        if not devices.isdisjoint((*delivery.source.devices, *delivery.to.devices))
+    }
 
 
 def worker_groups(
     meshes: Iterable[Sequence[int]], owner: Mapping[int, int]
 ) -> frozenset[tuple[int, ...]]:
-    """The workers that form one distributed JAX with others, to share `meshes`, by the worker of each device.
+    """Return the groups of workers that share meshes, each a distributed JAX of its own.
+
+    Args:
+        meshes: devices of each mesh.
+        owner: worker of each device.
 
     Raises:
-        ValueError: a worker would belong to two.
+        ValueError: a worker would belong to two groups.
     """
-    found = {tuple(sorted({owner[device] for device in mesh})) for mesh in meshes}
-    found = {group for group in found if len(group) > 1}
-    for worker in {worker for group in found for worker in group}:
-        several = [group for group in found if worker in group]
-        if len(several) > 1:
+    owners = {tuple(sorted({owner[device] for device in mesh})) for mesh in meshes}
+    groups = {group for group in owners if len(group) > 1}
+    for worker in {worker for group in groups for worker in group}:
+        joined = [group for group in groups if worker in group]
+        if len(joined) > 1:
             raise ValueError(
-                f"host {worker} has devices in stages that span hosts {several[0]} and {several[1]}; a host can share only one"
-                " stage with other hosts: choose submeshes of whole hosts, or within one"
+                f"host {worker} has devices in stages that span hosts {joined[0]} and {joined[1]};"
+                " a host can share only one stage with other hosts: choose submeshes of whole"
+                " hosts, or within one"
             )
-    return frozenset(found)
+    return frozenset(groups)

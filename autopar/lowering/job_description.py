@@ -1,7 +1,8 @@
-"""The job of a planned step: every value named, and where each is."""
+"""From a planned step to its job: the name, place and shape of every value."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from autopar.ir.graph import Atom, aval_of
 from autopar.ir.keys import is_key
 from autopar.lowering.cross_mesh_resharding import reshard
 from autopar.lowering.instructions import micro_batch_of, task_of
-from autopar.lowering.job import Array, Call, Delivery, Input, Job, Output, StageMesh
+from autopar.lowering.job import Array, Call, Delivery, Input, Job, Output, Place, StageMesh
 from autopar.lowering.planned import PlannedStep
 from autopar.lowering.stage_lowering import TaskFunction
 from autopar.pipeline.partition import Task
@@ -23,13 +24,14 @@ type Constant = jax.Array | np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class JobDescription:
-    """A job, and what its caller knows of the step's arguments and results.
+    """A job with what its caller needs to call it.
 
     Attributes:
-        inputs: each input of the step, where it is before.
-        outputs: each output, where it is afterwards; a constant as itself.
-        donated: numbers of the inputs whose memory it may reuse.
-        functions: what tasks run, by name.
+        job: the job.
+        inputs: each input of the step, where it is before the step.
+        outputs: each output where it is after the step; a constant as itself.
+        donated: numbers of the inputs whose memory the step may reuse.
+        functions: function of each task, by the task's name.
     """
 
     job: Job
@@ -50,12 +52,13 @@ def describe_job(
     donated: frozenset[int],
     keys_as_data: bool,
 ) -> JobDescription:
-    """Return the job of a planned step; its calls name programs by task.
+    """Return the job of a planned step, whose calls name programs by task.
 
     Args:
-        functions: what tasks run.
+        planned: the step with its plan.
+        functions: function of each task.
         donated: numbers of the inputs whose memory the step may reuse.
-        keys_as_data: whether random keys are the numbers that they consist of: between processes.
+        keys_as_data: whether random keys are stored as key data, as between processes.
     """
     return _Describer(planned, functions, donated, keys_as_data).description()
 
@@ -68,22 +71,21 @@ class _Describer:
         donated: frozenset[int],
         keys_as_data: bool,
     ) -> None:
-        self._planned, self._functions, self._donated, self._keys_as_data = (
-            planned,
-            functions,
-            donated,
-            keys_as_data,
-        )
-        self._step, self._partition, self._names = planned.step, planned.partition, planned.names
+        self._planned = planned
+        self._functions = functions
+        self._donated = donated
+        self._keys_as_data = keys_as_data
+        self._step = planned.step
+        self._partition = planned.partition
+        self._names = planned.names
         self._meshes = [mesh_of(stage) for stage in planned.plan.stages]
-        self._count = self._step.num_micro_batches
 
     def description(self) -> JobDescription:
         program = self._planned.program
         order = tuple(walk(program))
         homes = tuple(self._home(i) for i in range(len(self._step.jaxpr.invars)))
+        inputs = tuple(input_ for i, home in enumerate(homes) for input_ in self._inputs(i, home))
         outputs = self._outputs()
-        inputs = tuple(each for i, home in enumerate(homes) for each in self._inputs(i, home))
         deliveries = self._deliveries()
         job = Job(
             programs={},
@@ -93,78 +95,78 @@ class _Describer:
             deliveries=deliveries,
             spreads=_spreads(inputs, len(deliveries)),
             inputs=inputs,
-            outputs=tuple(each for each in outputs if isinstance(each, Output)),
+            outputs=tuple(output for output in outputs if isinstance(output, Output)),
             zeros=self._zeros(),
             chunks=self._step.chunks,
         )
-        wholes = tuple(each.whole if isinstance(each, Output) else each for each in outputs)
+        whole_outputs = tuple(
+            output.whole if isinstance(output, Output) else output for output in outputs
+        )
         functions = {task.name: function for task, function in self._functions.items()}
-        return JobDescription(job, homes, wholes, self._donated, functions)
+        return JobDescription(job, homes, whole_outputs, self._donated, functions)
 
     def _array(self, stage: int, var: Var, name: str) -> Array:
         values = self._planned.values[stage]
         aval = jax.ShapeDtypeStruct(values.shape(var), aval_of(var).dtype)
         return Array.of(name, aval, self._meshes[stage], values.spec(var), self._keys_as_data)
 
-    def _named(self, stage: int, variables: Sequence[Var], micro_batch: int) -> tuple[Array, ...]:
-        return tuple(self._array(stage, v, self._names.of(v, micro_batch)) for v in variables)
+    def _arrays(self, stage: int, variables: Sequence[Var], micro_batch: int) -> tuple[Array, ...]:
+        return tuple(self._array(stage, var, self._names.of(var, micro_batch)) for var in variables)
 
     def _call(self, run: Run) -> Call:
-        function, micro_batch = self._functions[task_of(run)], micro_batch_of(run)
-        operands = self._named(run.stage, (*function.reads, *function.sums), micro_batch)
-        results = self._named(run.stage, (*function.results, *function.sums), micro_batch)
+        function = self._functions[task_of(run)]
+        micro_batch = micro_batch_of(run)
+        operands = self._arrays(run.stage, (*function.reads, *function.sums), micro_batch)
+        results = self._arrays(run.stage, (*function.results, *function.sums), micro_batch)
         return Call(run.task, operands, results, function.donated)
 
     def _deliveries(self) -> dict[tuple[str, int], Delivery]:
-        found = {}
-        for number, ((name, to), crossing) in enumerate(
-            self._planned.instructions.crossings.items()
-        ):
-            sent, wanted = (
-                self._array(stage, crossing.var, name) for stage in (crossing.source, crossing.to)
-            )
-            ends = [(each.place.mesh.logical, each.place.spec) for each in (sent, wanted)]
-            plan = reshard(sent.shape, ends[0], ends[1])
-            found[name, to] = Delivery(number, plan, sent.dtype, sent.place.mesh, wanted.place.mesh)
-        return found
+        deliveries = {}
+        crossings = self._planned.instructions.crossings
+        for number, ((name, mesh), crossing) in enumerate(crossings.items()):
+            sent = self._array(crossing.source, crossing.var, name)
+            received = self._array(crossing.to, crossing.var, name)
+            deliveries[name, mesh] = _delivery(number, sent, received.place)
+        return deliveries
 
     def _mesh_of(self, stage: int) -> int:
         return self._planned.schedule.mesh_of(stage)
 
     def _home(self, i: int) -> Array:
-        """Input `i` before the step."""
+        """Return input `i` as it is before the step."""
         aval = jax.tree.leaves(self._step.in_avals)[i]
-        stage, var = self._partition.input_stages[i][0], self._step.jaxpr.invars[i]
-        spec = self._planned.values[stage].spec(var)
+        stage = self._partition.input_stages[i][0]
+        spec = self._planned.values[stage].spec(self._step.jaxpr.invars[i])
         return Array.of(f"in{i}", aval, self._meshes[stage], spec, self._keys_as_data)
 
     def _inputs(self, i: int, home: Array) -> list[Input]:
-        """Input `i` for every mesh that reads it and is not sent it."""
-        var, stages = self._step.jaxpr.invars[i], self._partition.input_stages[i]
-        is_sent = i in self._step.carried.values()  # by an instruction, to all but the first
+        """Return input `i` for every mesh that reads it, unless an instruction sends it there."""
+        var = self._step.jaxpr.invars[i]
+        stages = self._partition.input_stages[i]
+        if i in self._step.carried.values():  # instructions send it to the other stages
+            stages = stages[:1]
         names = [self._names.of(var, k) for k in range(self._partition.input_microbatches(i))]
-        found = []
-        for mesh in dict.fromkeys(map(self._mesh_of, stages[:1] if is_sent else stages)):
-            reader, read = self._planned.instructions.readers.get(
-                (mesh, names[0]), (stages[0], var)
-            )
+        readers = self._planned.instructions.readers
+        inputs = []
+        for mesh in dict.fromkeys(map(self._mesh_of, stages)):
+            reader, read = readers.get((mesh, names[0]), (stages[0], var))
             parts = tuple(self._array(reader, read, name) for name in names)
-            found.append(Input(i, mesh, home, parts))
-        return found
+            inputs.append(Input(i, mesh, home, parts))
+        return inputs
 
     def _zeros(self) -> tuple[tuple[Array, ...], ...]:
-        found: list[list[Array]] = [[] for _ in self._planned.program.meshes]
+        """Return for each mesh the sums that microbatches are added to."""
+        sums: list[list[Array]] = [[] for _ in self._planned.program.meshes]
         for task, totals in self._partition.totals.items():
-            for each in totals:
-                found[self._mesh_of(task.stage)].append(
-                    self._array(task.stage, each.sum, self._names.of(each.sum, 0))
-                )
-        return tuple(map(tuple, found))
+            variables = [total.sum for total in totals]
+            sums[self._mesh_of(task.stage)] += self._arrays(task.stage, variables, 0)
+        return tuple(map(tuple, sums))
 
     def _outputs(self) -> list[Output | Constant]:
-        """Every output, each an array of its own, which the next step may be given as an argument whose memory it reuses.
+        """Return every output as an array that shares its memory with no other one.
 
-        An output that is also another one, or an argument that the caller keeps, is copied.
+        The caller may donate an output to the next step. So an output that is also another output,
+        or an argument that the caller keeps, is copied.
         """
         taken = {f"in{i}" for i in range(len(self._step.jaxpr.invars)) if i not in self._donated}
         outputs = []
@@ -178,43 +180,52 @@ class _Describer:
         return outputs
 
     def _output(self, o: int, atom: Atom) -> Output | Constant:
-        step, partition = self._step, self._partition
-        if isinstance(atom, Literal) or atom in step.jaxpr.constvars:
-            value = (
-                atom.val
-                if isinstance(atom, Literal)
-                else step.jaxpr.consts[step.jaxpr.constvars.index(atom)]
-            )
-            return value if is_key(aval_of(atom).dtype) else np.asarray(value, aval_of(atom).dtype)
+        jaxpr, partition = self._step.jaxpr, self._partition
+        if isinstance(atom, Literal):
+            return _constant(atom.val, atom)
+        if atom in jaxpr.constvars:
+            return _constant(jaxpr.consts[jaxpr.constvars.index(atom)], atom)
         if atom in partition.concatenated:
             part = partition.concatenated[atom]
             stage = partition.producers[part].stage
-            parts = tuple(
-                self._array(stage, part, self._names.of(part, k)) for k in range(self._count)
-            )
-            shape = (parts[0].shape[0] * self._count, *parts[0].shape[1:])
-            return Output(
-                o, self._mesh_of(stage), parts, replace(parts[0], name=f"out{o}", shape=shape)
-            )
+            count = self._step.num_micro_batches
+            parts = tuple(self._array(stage, part, self._names.of(part, k)) for k in range(count))
+            shape = (parts[0].shape[0] * count, *parts[0].shape[1:])
+            whole = replace(parts[0], name=f"out{o}", shape=shape)
+            return Output(o, self._mesh_of(stage), parts, whole)
         if atom in partition.producers:
             stage = partition.producers[atom].stage
-            made = self._array(stage, atom, self._names.of(atom, 0))
-        else:  # an input as it is
-            i = step.jaxpr.invars.index(atom)
-            stage, made = partition.input_stages[i][0], self._home(i)
-        return Output(o, self._mesh_of(stage), (made,), made)
+            value = self._array(stage, atom, self._names.of(atom, 0))
+        else:  # an input that the step returns
+            i = jaxpr.invars.index(atom)
+            stage = partition.input_stages[i][0]
+            value = self._home(i)
+        return Output(o, self._mesh_of(stage), (value,), value)
 
 
-def _spreads(inputs: Sequence[Input], number: int) -> dict[tuple[int, int], Delivery]:
-    """What brings inputs from their homes to the other meshes that read them, as these want them; numbered from `number` on."""
-    found = {}
-    for each in inputs:
-        home, place = each.home.place, each.parts[0].place
-        if place.mesh.devices != home.mesh.devices:
-            plan = reshard(
-                each.home.shape, (home.mesh.logical, home.spec), (place.mesh.logical, place.spec)
-            )
-            found[each.number, each.mesh] = Delivery(
-                number + len(found), plan, each.home.dtype, home.mesh, place.mesh
-            )
-    return found
+def _constant(value: Any, atom: Atom) -> Constant:
+    return value if is_key(aval_of(atom).dtype) else np.asarray(value, aval_of(atom).dtype)
+
+
+def _delivery(number: int, value: Array, destination: Place) -> Delivery:
+    source = value.place
+    plan = reshard(
+        value.shape,
+        (source.mesh.logical, source.spec),
+        (destination.mesh.logical, destination.spec),
+    )
+    return Delivery(number, plan, value.dtype, source.mesh, destination.mesh)
+
+
+def _spreads(inputs: Sequence[Input], first_number: int) -> dict[tuple[int, int], Delivery]:
+    """Return the deliveries of inputs from their homes to the other meshes that read them.
+
+    They are numbered from `first_number` on.
+    """
+    spreads = {}
+    for input_ in inputs:
+        place = input_.parts[0].place
+        if place.mesh.devices != input_.home.place.mesh.devices:
+            number = first_number + len(spreads)
+            spreads[input_.number, input_.mesh] = _delivery(number, input_.home, place)
+    return spreads

@@ -1,4 +1,4 @@
-"""Bytes on one device of each mesh of a plan, instruction by instruction, by what they hold."""
+"""Memory of a pipeline over time: the bytes of one device of each mesh by role."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -12,18 +12,25 @@ from simulator.memory import Level, MemoryUse, Role, added, apportioned, with_ro
 from simulator.program import Free, Program, Recv, Run, Send
 
 type Levels = tuple[tuple[tuple[Level, Level], ...], ...]
-"""For each mesh what it holds while each instruction runs, and after it, arguments included: `simulator.program.Program.levels`."""
+"""For each mesh and instruction the bytes by role while it runs and after it, arguments included.
+
+See `simulator.program.Program.levels`.
+"""
 
 
 class _Value(NamedTuple):
-    """A value that lives on a mesh: bytes of a device's shard."""
+    """A value that lives on a mesh, with the bytes of one device's shard."""
 
     role: Role
     num_bytes: int
 
 
 class MeshMemory:
-    """Follows what lives on each mesh: the state, what microbatches add up to, values until they are freed, and temporaries."""
+    """Liveness on each mesh: its state, the sums of microbatches, and values until they are freed.
+
+    Attributes:
+        planned: the step with its plan.
+    """
 
     def __init__(self, planned: PlannedStep) -> None:
         self.planned = planned
@@ -32,112 +39,117 @@ class MeshMemory:
     def add_task(
         self, task: Task, used: MemoryUse, temporaries: Mapping[Role, float] | None = None
     ) -> None:
-        """Add what a task needs while it runs, and what its temporaries are, if that is known."""
+        """Add the memory that a task needs while it runs.
+
+        Args:
+            task: the task.
+            used: its arguments, outputs and temporaries.
+            temporaries: its temporaries by role, if they are known.
+        """
         self._tasks[task] = used, apportioned(temporaries or {}, used.temporaries, "temporaries")
 
     def peaks(self, levels: Levels) -> tuple[MemoryUse, ...]:
-        """Return the memory of each mesh when it is fullest. Inputs are its arguments; all else that lives then is temporary.
+        """Return the memory of each mesh at its peak.
 
-        The memory of a step that is one program is that program's.
+        Inputs of the step are arguments, and everything else is temporary. For a step that is one
+        program, the memory is that of the program.
         """
         if self.planned.partition.is_whole_step:
             return (self._whole_step(),)
         return tuple(
-            self._peak(mesh, [during for during, _ in each]) for mesh, each in enumerate(levels)
+            self._peak(mesh, [during for during, _ in mesh_levels])
+            for mesh, mesh_levels in enumerate(levels)
         )
 
     def levels(self, program: Program) -> Levels:
-        """Return what lives on each mesh, instruction by instruction."""
-        return tuple(tuple(self._held(mesh, program)) for mesh in range(len(program.meshes)))
+        """Return the memory of each mesh during and after each instruction."""
+        meshes = range(len(program.meshes))
+        return tuple(tuple(self._mesh_levels(mesh, program)) for mesh in meshes)
 
     def _whole_step(self) -> MemoryUse:
-        """The memory of the one program of a step that is not cut."""
+        """Return the memory of the one program of a step that is not partitioned."""
         used, temporaries = self._tasks.get(WHOLE_STEP_TASK, (MemoryUse(), {}))
         return used if used.roles else with_roles(used, self._arguments(0), temporaries)
 
     def _peak(self, mesh: int, levels: Iterable[Level]) -> MemoryUse:
         fixed = self._arguments(mesh)
         arguments = sum(fixed.values())
-        most = max(levels, key=lambda level: sum(level.values()), default=fixed)
-        return MemoryUse(arguments, temporaries=sum(most.values()) - arguments, roles=most)
+        peak = max(levels, key=lambda level: sum(level.values()), default=fixed)
+        return MemoryUse(arguments, temporaries=sum(peak.values()) - arguments, roles=peak)
 
     def _arguments(self, mesh: int) -> Level:
+        """Return the memory of the step's inputs on a mesh."""
         partition, mesh_of = self.planned.partition, self.planned.schedule.mesh_of
-        arguments: dict[Role, int] = {}
+        memory: dict[Role, int] = {}
         for i, stages in partition.input_stages.items():
-            here = [stage for stage in stages if mesh_of(stage) == mesh]
-            if here:
+            local_stages = [stage for stage in stages if mesh_of(stage) == mesh]
+            if local_stages:
                 var = partition.step.jaxpr.invars[i]
-                size = self._bytes(here[0], var) * partition.input_microbatches(i)
-                arguments = added(arguments, {self._role(here[0], var): size})
-        return arguments
+                size = self._bytes(local_stages[0], var) * partition.input_microbatches(i)
+                memory = added(memory, {self._role(local_stages[0], var): size})
+        return memory
 
-    def _held(self, mesh: int, program: Program) -> Iterator[tuple[Level, Level]]:
-        """What lives on a mesh while each instruction runs, and after it."""
-        fixed, held, read = self._arguments(mesh), self._sums(mesh), self._read(mesh, program)
-        now = _together(fixed, held)
+    def _mesh_levels(self, mesh: int, program: Program) -> Iterator[tuple[Level, Level]]:
+        """Yield the memory of a mesh during and after each instruction."""
+        fixed = self._arguments(mesh)
+        live = self._sums(mesh)
+        reads = self._reads(mesh, program)
+        now = _total(fixed, live)
         for instruction in program.instructions[mesh]:
             before = during = now
             match instruction:
                 case Run(phase="S"):
                     during = self._whole_step().roles
                 case Run():
-                    made = self._made(instruction)
-                    now, temporaries = self._grown(before, task_of(instruction), made)
+                    results = self._results(instruction)
+                    now, temporaries = self._after(before, task_of(instruction), results)
                     during = added(now, temporaries)
-                    if (
-                        instruction.phase == "U"
-                    ):  # what an update makes takes the place of what was there
+                    if instruction.phase == "U":  # results replace the state that they update
                         now = before
                     else:
-                        held.update(made)
+                        live.update(results)
                 case Recv(value):
-                    held[value] = read.get(value, _Value("activations", 0))
-                    during = now = added(before, {held[value].role: held[value].num_bytes})
+                    live[value] = reads.get(value, _Value("activations", 0))
+                    during = now = added(before, {live[value].role: live[value].num_bytes})
                 case Free(values):
                     for value in values:
-                        held.pop(value, None)
-                    now = _together(fixed, held)
+                        live.pop(value, None)
+                    now = _total(fixed, live)
                 case Send():
                     pass
             yield during, now
 
-    def _grown(
-        self, before: Level, task: Task, made: Mapping[str, _Value]
+    def _after(
+        self, before: Level, task: Task, results: Mapping[str, _Value]
     ) -> tuple[Level, Mapping[Role, int]]:
-        """What lives after a task has run, and what it needs on top of that while it runs."""
+        """Return the memory after a task, and the temporaries that it needs while it runs."""
         used, temporaries = self._tasks.get(task, (MemoryUse(), {}))
-        sums = sum(
-            self._bytes(task.stage, each.sum)
-            for each in self.planned.partition.totals.get(task, ())
-        )
-        written_over = max(0, used.aliased - sums)  # sums grow where they are
-        new = sum(value.num_bytes for value in made.values()) - written_over
+        totals = self.planned.partition.totals.get(task, ())
+        sums = sum(self._bytes(task.stage, total.sum) for total in totals)
+        written_over = max(0, used.aliased - sums)  # sums are aliased, but are no results
+        new = sum(value.num_bytes for value in results.values()) - written_over
         return added(before, {_role_of(task): new}), temporaries
 
     def _sums(self, mesh: int) -> dict[str, _Value]:
-        """What microbatches add up to."""
-        mesh_of = self.planned.schedule.mesh_of
+        """Return the sums of microbatches on a mesh."""
+        names, mesh_of = self.planned.names, self.planned.schedule.mesh_of
         return {
-            self.planned.names.of(each.sum, 0): _Value(
-                "gradients", self._bytes(task.stage, each.sum)
-            )
+            names.of(total.sum, 0): _Value("gradients", self._bytes(task.stage, total.sum))
             for task, totals in self.planned.partition.totals.items()
             if mesh_of(task.stage) == mesh
-            for each in totals
+            for total in totals
         }
 
-    def _made(self, run: Run) -> dict[str, _Value]:
-        """What a task hands on."""
+    def _results(self, run: Run) -> dict[str, _Value]:
+        """Return the values that a task computes for others."""
+        names, task = self.planned.names, task_of(run)
         return {
-            self.planned.names.of(var, micro_batch_of(run)): _Value(
-                _role_of(task_of(run)), self._bytes(run.stage, var)
-            )
-            for var in self.planned.partition.results[task_of(run)]
+            names.of(var, micro_batch_of(run)): _Value(_role_of(task), self._bytes(run.stage, var))
+            for var in self.planned.partition.results[task]
         }
 
-    def _read(self, mesh: int, program: Program) -> dict[str, _Value]:
-        """What the tasks of a mesh read."""
+    def _reads(self, mesh: int, program: Program) -> dict[str, _Value]:
+        """Return the values that the tasks of a mesh read."""
         return {
             self.planned.names.of(var, micro_batch_of(run)): _Value(
                 self._role(run.stage, var), self._bytes(run.stage, var)
@@ -148,20 +160,23 @@ class MeshMemory:
         }
 
     def _role(self, stage: int, var: Var) -> Role:
-        maker = self.planned.partition.producers.get(var)
-        return _role_of(maker) if maker else self.planned.values[stage].roles.get(var, "inputs")
+        producer = self.planned.partition.producers.get(var)
+        if producer is not None:
+            return _role_of(producer)
+        return self.planned.values[stage].roles.get(var, "inputs")
 
     def _bytes(self, stage: int, var: Var) -> int:
         return self.planned.values[stage].device_bytes(var)
 
 
 def _role_of(task: Task) -> Role:
-    """What the results of a task are: gradients of activations come and go."""
+    """Return the role of a task's results. Gradients of activations are temporaries."""
     return "activations" if task.phase == "F" else "outputs" if task.phase == "U" else "temporaries"
 
 
-def _together(fixed: Level, held: Mapping[str, _Value]) -> Level:
-    found = dict(fixed)
-    for role, size in held.values():
-        found[role] = found.get(role, 0) + size
-    return found
+def _total(fixed: Level, live: Mapping[str, _Value]) -> Level:
+    """Return the memory of values on top of fixed memory."""
+    memory = dict(fixed)
+    for role, size in live.values():
+        memory[role] = memory.get(role, 0) + size
+    return memory

@@ -1,4 +1,4 @@
-"""Placement of the inputs and outputs of a step, in the step's own structure."""
+"""Placement specs: where the inputs and outputs of a step are, in the step's own structure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,15 @@ from autopar.plan import Stage, Value, spec_text
 
 @dataclass(frozen=True, slots=True)
 class PlacementSpec:
-    """Where one array lives.
+    """The place of one array.
 
     Attributes:
         aval: shape and dtype of the whole array.
-        mesh_ids: the stages on whose meshes it is.
-        sharding_specs: how it is sharded over each of these meshes; they name axes and sizes, but no devices.
-        devices: the devices of each of these meshes, in its order: their ids in JAX if the step runs in this process, else their
-            numbers in the plan, which are those of the devices of all hosts, host by host.
+        mesh_ids: stages on whose meshes the array is.
+        sharding_specs: sharding over each of these meshes, with axes and sizes but no devices.
+        devices: devices of each of these meshes, in its order. They are ids in JAX if the step runs
+            in this process. Otherwise they are numbers in the plan, which counts the devices of all
+            hosts, host by host.
     """
 
     aval: jax.ShapeDtypeStruct
@@ -37,17 +38,18 @@ class PlacementSpec:
         return f"PlacementSpec({array_text(self.aval)}, {where})"
 
     def sharding(self) -> NamedSharding:
-        """The array's sharding over devices of this process: on the first of its meshes, which is its home.
+        """Return the array's sharding over devices of this process, on the first of its meshes.
 
         Raises:
-            ValueError: not all of its devices are here.
+            ValueError: some of its devices are not in this process.
         """
         here = {device.id: device for device in jax.local_devices()}
         missing = sorted(set(self.devices[0]) - set(here))
         if missing:
             raise ValueError(
-                f"{self} is on devices {list(self.devices[0])}, but this process has no devices {missing}; compile the step for"
-                " the devices that are here, and take its placements"
+                f"{self} is on devices {list(self.devices[0])}, but this process has no devices"
+                f" {missing}; compile the step for the devices that are here, and take its"
+                " placements"
             )
         spec = self.sharding_specs[0]
         devices = np.array([here[number] for number in self.devices[0]]).reshape(
@@ -59,10 +61,14 @@ class PlacementSpec:
 
 
 def input_placement_specs(planned: Planned, devices: Sequence[int] | None = None) -> Any:
-    """A tuple like the (dynamic) arguments of the step, with a PlacementSpec for every array.
+    """Return the placement of the inputs of a step that is not a pipeline.
 
     Args:
-        devices: the ids of the devices it runs on; by default those that the plan names.
+        planned: the step with its plan.
+        devices: ids of the devices it runs on; by default the numbers in the plan.
+
+    Returns:
+        A tuple like the dynamic arguments of the step, with a PlacementSpec for every array.
     """
     step, (stage,) = planned.step, planned.plan.stages
     avals = map(aval_of, step.jaxpr.invars)
@@ -70,7 +76,15 @@ def input_placement_specs(planned: Planned, devices: Sequence[int] | None = None
 
 
 def output_placement_specs(planned: Planned, devices: Sequence[int] | None = None) -> Any:
-    """A pytree like the result of the step, with a PlacementSpec for every array; `devices` as for the inputs."""
+    """Return the placement of the outputs of a step that is not a pipeline.
+
+    Args:
+        planned: the step with its plan.
+        devices: ids of the devices it runs on; by default the numbers in the plan.
+
+    Returns:
+        A pytree like the result of the step, with a PlacementSpec for every array.
+    """
     step, (stage,) = planned.step, planned.plan.stages
     avals = map(aval_of, step.jaxpr.outvars)
     return jax.tree.unflatten(step.out_tree, _specs(stage, stage.outputs, avals, devices))
@@ -79,7 +93,14 @@ def output_placement_specs(planned: Planned, devices: Sequence[int] | None = Non
 def placed(
     aval: Any, sharding: NamedSharding, mesh_id: int, devices: Sequence[int] | None = None
 ) -> PlacementSpec:
-    """The PlacementSpec of an array that is on one mesh of a pipeline; `devices`: that mesh's, if the sharding has none."""
+    """Return the placement of an array that is on one mesh of a pipeline.
+
+    Args:
+        aval: shape and dtype of the array.
+        sharding: its sharding.
+        mesh_id: stage on whose mesh the array is.
+        devices: devices of the mesh, in its order; by default the ids of the devices of `sharding`.
+    """
     abstract = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
     struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
     if devices is None:
@@ -89,7 +110,7 @@ def placed(
 
 
 def array_text(array: Any) -> str:
-    """`float32[32,256]`, as JAX writes an abstract value."""
+    """Return the text of an array's type as JAX writes it, e.g. `float32[32,256]`."""
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 

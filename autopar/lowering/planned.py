@@ -1,4 +1,4 @@
-"""A step and the plan for it: what runs a plan and what simulates it both start here."""
+"""A traced step with its plan: the common input of execution, simulation and reports."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,23 +18,35 @@ from simulator.program import Program, Run
 
 
 class Planned(Protocol):
-    """A step and the plan for it: an `Executable`, or a `PlannedStep`."""
+    """A step with its plan: an `Executable` or a `PlannedStep`."""
 
     @property
-    def step(self) -> StepGraph: ...
+    def step(self) -> StepGraph:
+        """The traced step."""
+        ...
+
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> Plan:
+        """The plan."""
+        ...
 
 
 def as_planned(planned: Planned) -> "PlannedStep":
-    """Return a step and its plan as a `PlannedStep`; an executable has one, in which the step is cut already."""
-    known = getattr(planned, "planned", planned)
-    return known if isinstance(known, PlannedStep) else PlannedStep(planned.step, planned.plan)
+    """Return a step and its plan as a `PlannedStep`.
+
+    An executable has one already, whose step is already partitioned.
+    """
+    inner = getattr(planned, "planned", planned)
+    return inner if isinstance(inner, PlannedStep) else PlannedStep(planned.step, planned.plan)
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A traced step and the plan for it, for devices that need not be here, and what follows from the two.
+    """A traced step, the plan for it, and what follows from the two; no device is needed.
+
+    Attributes:
+        step: the traced step.
+        plan: the plan.
 
     Raises:
         PlanError: the plan is for another step.
@@ -48,7 +60,7 @@ class PlannedStep:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The schedule with all tasks of a step."""
+        """Schedule with all tasks of a step."""
         name, num_chunks = self.plan.schedule.name, self.plan.schedule.num_chunks
         meshes = len(self.plan.stages) // num_chunks
         return make_schedule(name, Pipeline(meshes, self.plan.num_micro_batches, num_chunks))
@@ -71,23 +83,24 @@ class PlannedStep:
 
     @cached_property
     def names(self) -> ValueNames:
-        """What the program calls the values."""
-        return ValueNames.of_cut(self.partition)
+        """Names of the values in the program."""
+        return ValueNames.of_partition(self.partition)
 
     @cached_property
     def values(self) -> list[StageValues]:
-        """Where each stage has its values."""
-        return [StageValues(*each) for each in zip(self.graphs, self.plan.stages, strict=True)]
+        """Shapes and specs of each stage's values."""
+        pairs = zip(self.graphs, self.plan.stages, strict=True)
+        return [StageValues(graph, stage) for graph, stage in pairs]
 
     def transfer(self, crossing: Crossing) -> Resharding:
-        """Return how a value gets from one stage to another."""
+        """Return how a value is resharded from one stage to another."""
+        var = crossing.var
         source, to = self.values[crossing.source], self.values[crossing.to]
-        shape, spec = source.shape(crossing.var), source.spec(crossing.var)
-        return reshard(shape, (source.mesh, spec), (to.mesh, to.spec(crossing.var)))
+        return reshard(source.shape(var), (source.mesh, source.spec(var)), (to.mesh, to.spec(var)))
 
     @cached_property
     def instructions(self) -> PipelineProgram:
-        """The program and what its sends carry."""
+        """The program with the values that its instructions name."""
         meshes = tuple(
             stage.devices for stage in self.plan.stages[: self.schedule.pipeline.num_meshes]
         )
@@ -95,38 +108,50 @@ class PlannedStep:
 
     @property
     def program(self) -> Program:
-        """The instructions, without bodies."""
+        """The instructions, without bodies of tasks."""
         return self.instructions.program
 
     @cached_property
     def tasks(self) -> frozenset[str]:
-        """The names of the tasks that the program runs; those with nothing to do are left out."""
-        return frozenset(
-            each.task for row in self.program.instructions for each in row if isinstance(each, Run)
-        )
+        """Names of the tasks that the program runs. Tasks with nothing to do are left out."""
+        instructions = (instruction for row in self.program.instructions for instruction in row)
+        return frozenset(run.task for run in instructions if isinstance(run, Run))
 
 
 def single_stage(planned: Planned, stage: int | None) -> Planned:
-    """What is asked to be inspected: the plan itself, or one stage of a pipeline.
+    """Return what a report is about: the plan itself, or one stage of a pipeline.
+
+    Args:
+        planned: a step with its plan.
+        stage: number of the stage; None for a plan that is not a pipeline.
 
     Raises:
         ValueError: the plan is a pipeline and `stage` is none of its stages.
     """
     if planned.plan.schedule.is_whole_step:
         return planned
-    one = stage_plan(planned.plan, stage)
+    plan = stage_plan(planned.plan, stage)
     step = as_planned(planned).graphs[stage or 0].step
-    return PlannedStep(step, one.model_copy(update={"fingerprint": step.fingerprint}))
+    return PlannedStep(step, plan.model_copy(update={"fingerprint": step.fingerprint}))
 
 
 def stage_plan(plan: Plan, stage: int | None) -> Plan:
-    """Return one stage of a plan as a plan. Raises ValueError as `single_stage` does."""
+    """Return one stage of a plan as a plan.
+
+    Args:
+        plan: a plan.
+        stage: number of the stage; None for a plan that is not a pipeline.
+
+    Raises:
+        ValueError: the plan is a pipeline and `stage` is none of its stages.
+    """
     if plan.schedule.is_whole_step:
         return plan
     last = len(plan.stages) - 1
     if stage is None or not 0 <= stage <= last:
         given = "no stage is given" if stage is None else f"stage {stage} is given"
         raise ValueError(
-            f"{given}, but the plan is a pipeline and its stages are looked at one by one: give stage=0 to {last}"
+            f"{given}, but the plan is a pipeline and its stages are looked at one by one:"
+            f" give stage=0 to {last}"
         )
     return plan.model_copy(update={"stages": (plan.stages[stage],), "schedule": WHOLE_STEP})

@@ -1,4 +1,4 @@
-"""Run equations on each device's shards where XLA's partitioner would divide them wrongly."""
+"""Shardwise equations: equations that run on shards, where XLA's partitioner would be wrong."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,24 +17,26 @@ from autopar.primitives import bind_shards, is_partitioned_wrongly, op_factors
 from autopar.primitives.factors import assignment_of
 
 type PinnedSpecs = Mapping[tuple[int, str], Mapping[int, Spec]]
-"""The specs that a plan pins, by number and side of the equation, and by position."""
+"""Specs that a plan pins, by number and side of the equation, then by position."""
 
 
 def pinned_specs(stage: Stage) -> PinnedSpecs:
     """Return the specs of a stage's constraints."""
-    wanted: dict[tuple[int, str], dict[int, Spec]] = defaultdict(dict)
+    pinned: dict[tuple[int, str], dict[int, Spec]] = defaultdict(dict)
     for constraint in stage.constraints:
-        wanted[constraint.eqn, constraint.side][constraint.index] = constraint.spec
-    return wanted
+        pinned[constraint.eqn, constraint.side][constraint.index] = constraint.spec
+    return pinned
 
 
-def shardwise(mesh: AnyMesh, wanted: PinnedSpecs | None = None) -> Apply:
-    """How equations run on `mesh`: the partitioner divides them, but for those that run on shards.
+def shardwise(mesh: AnyMesh, pinned: PinnedSpecs | None = None) -> Apply:
+    """Return how equations run on `mesh`: through XLA's partitioner, or on shards.
 
     Args:
-        wanted: where operands and results are. A shardwise equation without any runs whole on every device.
+        mesh: the mesh.
+        pinned: specs of operands and results. A shardwise equation without any runs whole on every
+            device.
     """
-    specs = wanted or {}
+    specs = pinned or {}
 
     def apply(number: int, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if not is_partitioned_wrongly(eqn):
@@ -55,32 +57,31 @@ def _on_shards(
 ) -> list[Any]:
     """Run an equation on the shards of its operands, and complete its results.
 
-    Inside of `jax.shard_map` operands are a device's part along the axes that are manual there; the other axes divide that.
+    Inside of `jax.shard_map`, operands are one device's part along the manual axes, which the other
+    axes divide further.
     """
     context = get_abstract_mesh()
     manual = () if context.empty else context.manual_axes
     free = tuple(axis for axis in mesh.shape if axis not in manual)
     logical = LogicalMesh(tuple(mesh.shape[axis] for axis in free), free)
 
-    def planned(specs: Mapping[int, Spec], count: int) -> list[Spec | None]:
-        return [along(specs[k], free) if k in specs else None for k in range(count)]
-
     factors = op_factors(eqn)
-    pinned = planned(results, len(eqn.outvars))
-    assignment = assignment_of(factors, planned(reads, len(eqn.invars)), pinned)
+    read_specs = [along(reads[k], free) if k in reads else None for k in range(len(eqn.invars))]
+    pinned = [along(results[r], free) if r in results else None for r in range(len(eqn.outvars))]
+    assignment = assignment_of(factors, read_specs, pinned)
     if not factors.allows(assignment, logical):
         assignment = ((),) * len(assignment)
     partial = factors.partial_axes(assignment)
     sources = [factors.operand_spec(k, assignment) for k in range(len(eqn.invars))]
-    made = [factors.result_spec(r, assignment) for r in range(len(eqn.outvars))]
+    produced = [factors.result_spec(r, assignment) for r in range(len(eqn.outvars))]
     scattered = [
         along(spec, partial) if spec else replicated(len(own))
-        for spec, own in zip(pinned, made, strict=True)
+        for spec, own in zip(pinned, produced, strict=True)
     ]
-    completed_specs = [tuple(map(add, *each)) for each in zip(made, scattered, strict=True)]
+    completed_specs = [tuple(map(add, *specs)) for specs in zip(produced, scattered, strict=True)]
 
     def local(*shards: Any) -> list[Any]:
-        values = bind_shards(eqn, sources, made, shards, logical)
+        values = bind_shards(eqn, sources, produced, shards, logical)
         return [
             complete(value, spec, partial) for value, spec in zip(values, scattered, strict=True)
         ]

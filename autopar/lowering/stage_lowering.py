@@ -1,4 +1,4 @@
-"""The tasks of a plan as jitted functions, each on the mesh of its stage."""
+"""Lowering of a stage: its tasks as jitted functions on the mesh of the stage."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,13 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.ir import graph
 from autopar.ir.evaluate import Numbered, compiler_options, evaluate
 from autopar.ir.spec import AnyMesh, Spec, partition_spec, replicated
-from autopar.ir.step_graph import Combine
 from autopar.lowering.shardwise import pinned_specs, shardwise
 from autopar.lowering.stage_values import StageValues
 from autopar.microbatch.accumulation import (
-    Apart,
+    LocalAccumulation,
     accumulate,
-    accumulate_apart,
+    accumulate_locally,
     added,
     gathered,
     scaled,
@@ -30,21 +29,23 @@ from autopar.pipeline.stage_graph import StageGraph, numbers_of
 from autopar.plan import Stage
 from autopar.sharding.manual_regions import on_devices
 
-type Place = Callable[[Spec], NamedSharding | PartitionSpec | None]
+type _ShardingOfSpec = Callable[[Spec], NamedSharding | PartitionSpec | None]
+"""(spec) -> the sharding to constrain a value to; None for no constraint."""
 
 
 @dataclass(frozen=True)
 class TaskFunction:
-    """A task, ready to be compiled.
+    """A task as a jitted function of a flat list of arrays.
 
     Attributes:
-        reads: values it takes first.
-        results: values it gives first.
-        sums: what it accumulates, taken after `reads` and given back after `results`.
-        jitted: a function of a flat list of arrays, to a flat list; sums are donated. It is named after the step.
-        in_avals, in_shardings: of its operands.
+        task: the task.
+        reads: values of its first operands.
+        results: values of its first results.
+        sums: values that it accumulates: operands after `reads`, and results after `results`.
+        jitted: the function; its sums are donated.
+        in_avals: shapes and dtypes of its operands.
+        in_shardings: shardings of its operands.
         donated: positions of the operands whose memory the results may take.
-        reused: those operands.
     """
 
     task: Task
@@ -58,302 +59,336 @@ class TaskFunction:
 
     @property
     def reused(self) -> tuple[Var, ...]:
+        """Operands whose memory the results may take."""
         operands = (*self.reads, *self.sums)
         return tuple(operands[k] for k in self.donated)
 
 
 class StageLowering:
-    """What a stage's plan means for its tasks on a mesh.
+    """Lowers the tasks of one stage to functions on its mesh.
 
-    To a device that computes apart (`StageValues`) a batch is as small as its part, and so the gradient of a mean over examples is
-    larger: what comes from stages that see parts of another size is scaled.
+    With deferred axes, each device accumulates over examples of its own (`StageValues`). To such a
+    device the batch is as small as its part, so its gradient of a mean over examples is larger.
+    What it receives from stages that divide microbatches otherwise is scaled by that factor.
+
+    Attributes:
+        partition: the whole step as tasks.
+        graph: the stage.
+        stage: the plan of the stage.
+        mesh: the mesh that it is lowered for.
+        values: shapes and specs of the stage's values.
+        donated: inputs of the step whose memory the tasks may reuse.
+        last_reads: for each task, results of tasks whose memory it may reuse.
     """
 
     def __init__(
         self,
-        found: StageGraph,
+        stage_graph: StageGraph,
         stages: Sequence[Stage],
         mesh: AnyMesh,
         donated: frozenset[int] = frozenset(),
         last_reads: Mapping[Task, frozenset[Var]] | None = None,
     ) -> None:
-        """Lower the stage for `mesh`.
+        """Lower a stage for `mesh`.
 
         Args:
-            stages: the plans of all stages.
+            stage_graph: the stage.
+            stages: plans of all stages.
+            mesh: mesh of the stage, abstract or of devices.
             donated: numbers of the step's inputs whose memory it may reuse.
-            last_reads: for each task, the values whose memory it may reuse because nobody reads them after it.
+            last_reads: for each task, results of tasks that nothing reads after it.
         """
-        stage = stages[found.stage]
-        self.partition, self.graph, self.stage, self.mesh = found.partition, found, stage, mesh
-        self.values = StageValues(found, stage)
+        number = stage_graph.stage
+        self.partition = stage_graph.partition
+        self.graph = stage_graph
+        self.stage = stages[number]
+        self.mesh = mesh
+        self.values = StageValues(stage_graph, self.stage)
         self.donated = {
             self.partition.step.jaxpr.invars[i]
             for i in donated
-            if self.partition.input_stages[i][0] == found.stage
+            if self.partition.input_stages[i][0] == number
         }
         self.last_reads = last_reads or {}
-        self._local = (
-            found.divided(self.values.ways)
-            if stage.deferred and not self.partition.is_whole_step
-            else found
-        )
-        self._scales = self._scales_of([each.mesh.ways(each.deferred) for each in stages])
-        self._wanted = pinned_specs(stage)
+        self._local_graph = stage_graph  # what one device computes
+        if self.stage.deferred and not self.partition.is_whole_step:
+            self._local_graph = stage_graph.divided(self.values.ways)
+        self._scales = self._received_scales([other.mesh.ways(other.deferred) for other in stages])
+        self._pinned = pinned_specs(self.stage)
 
-    def _scales_of(self, ways: Sequence[int]) -> dict[Var, float]:
-        """The factor of what comes from stages that see larger or smaller parts of a microbatch."""
-        found: dict[Var, float] = {}
-        made = numbers_of(self.partition.step)
+    def _received_scales(self, ways: Sequence[int]) -> dict[Var, float]:
+        """Return the factors of values from stages that divide microbatches into other parts.
+
+        Args:
+            ways: number of parts in each stage.
+        """
+        scales: dict[Var, float] = {}
+        numbers = numbers_of(self.partition.step)
         for var in self.graph.received:
-            maker = self.partition.producers.get(var)
-            if (
-                maker is None
-                or maker.phase == "U"
-                or var not in self.partition.batch_facts.rows
-                or ways[maker.stage] == self.values.ways
-            ):
+            producer = self.partition.producers.get(var)
+            if producer is None or producer.phase == "U":
                 continue
-            micro = self.partition.step.cut(max(self.values.ways, ways[maker.stage])).microbatching
-            assert micro is not None
-            if power := micro.powers[made[var]]:
-                found[var] = (self.values.ways / ways[maker.stage]) ** -power
-        return found
+            source_ways = ways[producer.stage]
+            if var not in self.partition.batch_facts.rows or source_ways == self.values.ways:
+                continue
+            divided = self.partition.step.cut(max(self.values.ways, source_ways))
+            assert divided.microbatching is not None
+            if power := divided.microbatching.powers[numbers[var]]:
+                scales[var] = (self.values.ways / source_ways) ** -power
+        return scales
 
     def sharding(self, var: Var) -> NamedSharding:
-        """Where a value is when a task gets or gives it."""
+        """Return the sharding of a value between tasks."""
         return NamedSharding(self.mesh, partition_spec(self.values.spec(var)))
 
     def functions(self) -> list[TaskFunction]:
-        """All tasks of the stage."""
+        """Return all tasks of the stage."""
         return [self._function(task) for task in self.graph.tasks]
 
     def _function(self, task: Task) -> TaskFunction:
         reads, results = self.partition.reads[task], self.partition.results[task]
-        sums = tuple(each.sum for each in self.partition.totals.get(task, ()))
+        sums = tuple(total.sum for total in self.partition.totals.get(task, ()))
         if task.phase == "S":
-            run = partial(self._whole_step, task)
+            run = partial(self._run_whole_step, task)
         elif task.phase == "U":
-            run = partial(self._update, task)
+            run = partial(self._run_update, task)
         elif self.stage.deferred:
-            run = self._run_apart(task)
+            run = self._local_run(task)
         else:
-            run = partial(self._run, self.graph, self._placed, task)
+            run = partial(self._run, self.graph, self._sharding_of, task)
         operands = (*reads, *sums)
         in_shardings = tuple(map(self.sharding, operands))
-        avals = tuple(
+        in_avals = tuple(
             jax.ShapeDtypeStruct(
-                self.values.shape(v), graph.aval_of(v).dtype, weak_type=graph.aval_of(v).weak_type
+                self.values.shape(var),
+                graph.aval_of(var).dtype,
+                weak_type=graph.aval_of(var).weak_type,
             )
-            for v in operands
+            for var in operands
         )
-        donated = *self._used_up(task, sums), *range(len(reads), len(operands))
+        donated = *self._reusable(task, sums), *range(len(reads), len(operands))
         jitted = jax.jit(
             run,
             in_shardings=in_shardings,
             out_shardings=[*map(self.sharding, (*results, *sums))],
             donate_argnums=donated,
-            keep_unused=True,  # what runs is told by the program's text, so that must show every operand
+            keep_unused=True,  # programs identify tasks, and so must show every operand
             compiler_options=compiler_options(
                 (eqn for _, eqn in self.graph.tasks[task]), self.mesh
             ),
         )
-        return TaskFunction(task, reads, results, sums, jitted, avals, in_shardings, donated)
+        return TaskFunction(task, reads, results, sums, jitted, in_avals, in_shardings, donated)
 
-    def _run(self, found: StageGraph, place: Place, task: Task, *operands: Any) -> list[Any]:
-        """A forward or backward task; `found` is the stage's graph or that of a device's part."""
-        accumulated = found.partition.totals.get(task, ())
-        read = (*found.partition.reads[task], *(each.sum for each in accumulated))
-        env = self._constants(found) | dict(zip(read, operands, strict=True))
-        for mine, var in zip(self.partition.reads[task], found.partition.reads[task], strict=True):
-            if mine in self._scales:
-                env[var] = (env[var] * self._scales[mine]).astype(env[var].dtype)
-        self.run_eqns(found.tasks[task], env, place)
-        totals = []
-        for each in accumulated:
-            part, total = jnp.asarray(graph.read(each.part, env)), env[each.sum]
-            totals.append(added(each.combine, total, part, self.partition.step.num_micro_batches))
-        return [*(env[var] for var in found.partition.results[task]), *totals]
+    def _run(
+        self, stage_graph: StageGraph, sharding_of: _ShardingOfSpec, task: Task, *operands: Any
+    ) -> list[Any]:
+        """Run a forward or backward task.
 
-    def _whole_step(self, task: Task, *operands: Any) -> list[Any]:
-        """The whole step, microbatches one after the other."""
+        Args:
+            stage_graph: graph of the stage, or of one device's part of it.
+            sharding_of: sharding that a spec stands for.
+            task: the task.
+            operands: the values that the task reads, then its sums.
+        """
+        totals = stage_graph.partition.totals.get(task, ())
+        reads = stage_graph.partition.reads[task]
+        env = self._constants(stage_graph)
+        env |= dict(zip((*reads, *(total.sum for total in totals)), operands, strict=True))
+        for whole_var, var in zip(self.partition.reads[task], reads, strict=True):
+            if whole_var in self._scales:
+                env[var] = (env[var] * self._scales[whole_var]).astype(env[var].dtype)
+        self.run_eqns(stage_graph.tasks[task], env, sharding_of)
+        sums = []
+        count = self.partition.step.num_micro_batches
+        for total in totals:
+            part = jnp.asarray(graph.read(total.part, env))
+            sums.append(added(total.combine, env[total.sum], part, count))
+        return [*(env[var] for var in stage_graph.partition.results[task]), *sums]
+
+    def _run_whole_step(self, task: Task, *operands: Any) -> list[Any]:
+        """Run the whole step, microbatches one after the other."""
         step = self.partition.step
-        env = self._constants(self.graph) | dict(
-            zip(self.partition.reads[task], operands, strict=True)
-        )
+        env = self._constants(self.graph)
+        env |= dict(zip(self.partition.reads[task], operands, strict=True))
         if step.microbatching is None:
             self.run_eqns(enumerate(step.jaxpr.eqns), env)
+        elif self.stage.deferred:
+            run_eqns = partial(self.run_eqns, sharding_of=self._local_sharding_of)
+            pin = partial(self._constrain, self._local_sharding_of, "out")
+            accumulate_locally(step, self._local_accumulation(), env, run_eqns, pin)
+            self.run_eqns(step.microbatching.tail, env)
         else:
-            if self.stage.deferred:
-                local = self._local_accumulation()
-                pin = partial(self._constrain, self._placed_apart, "out")
-                accumulate_apart(
-                    step, local, env, partial(self.run_eqns, place=self._placed_apart), pin
-                )
-            else:
-                pin = partial(self._constrain, self._placed, "out")
-                accumulate(step, env, self.run_eqns, pin)
+            pin = partial(self._constrain, self._sharding_of, "out")
+            accumulate(step, env, self.run_eqns, pin)
             self.run_eqns(step.microbatching.tail, env)
         return [env[var] for var in self.partition.results[task]]
 
-    def _local_accumulation(self) -> Apart:
-        """How devices accumulate gradients of the whole step for themselves, along the deferred axes."""
+    def _local_accumulation(self) -> LocalAccumulation:
+        """Return how each device accumulates the whole step's gradients along the deferred axes."""
         step, stage = self.partition.step, self.stage
         assert step.microbatching is not None
         results = tuple(
-            self._wanted.get((number, "out"), {}).get(r, replicated(graph.aval_of(var).ndim))
+            self._pinned.get((number, "out"), {}).get(r, replicated(graph.aval_of(var).ndim))
             for number, eqn in step.microbatching.marks
             for r, var in enumerate(eqn.outvars)
         )
         inputs = tuple(value.spec for value in stage.inputs)
-        return Apart(step.cut(self.values.ways), self.mesh, stage.deferred, inputs, results)
+        parts = step.cut(self.values.ways)
+        return LocalAccumulation(parts, self.mesh, stage.deferred, inputs, results)
 
-    def _update(self, task: Task, *operands: Any) -> list[Any]:
-        """A round of the update; the first completes what was accumulated."""
-        env = self._constants(self.graph) | dict(
-            zip(self.partition.reads[task], operands, strict=True)
-        )
-        count, parts = self.partition.step.num_micro_batches, self._local.step.num_micro_batches
-        kinds: list[Combine] = [
-            each.combine for each in self._local.partition.completed.get(task, ())
-        ]
-        for each, combine in zip(self.partition.completed.get(task, ()), kinds, strict=True):
-            value = scaled(combine, env[each.sum], count, parts)
+    def _run_update(self, task: Task, *operands: Any) -> list[Any]:
+        """Run a round of the update. The first round completes what was accumulated."""
+        env = self._constants(self.graph)
+        env |= dict(zip(self.partition.reads[task], operands, strict=True))
+        count = self.partition.step.num_micro_batches
+        num_parts = self._local_graph.step.num_micro_batches
+        totals = self.partition.completed.get(task, ())
+        local_totals = self._local_graph.partition.completed.get(task, ())
+        for total, local_total in zip(totals, local_totals, strict=True):
+            combine = local_total.combine
+            value = scaled(combine, env[total.sum], count, num_parts)
             if self.stage.deferred:
                 value = value[0] if combine == "same" else value.sum(0)
-            env[each.total] = jax.lax.with_sharding_constraint(value, self.sharding(each.total))
+            sharding = self.sharding(total.total)
+            env[total.total] = jax.lax.with_sharding_constraint(value, sharding)
         self.run_eqns(self.graph.tasks[task], env)
         return [env[var] for var in self.partition.results[task]]
 
-    def _run_apart(self, task: Task) -> Callable[..., list[Any]]:
-        """A forward or backward task in which each device along the deferred axes has examples of its own."""
-        deferred, sums = (
-            self.stage.deferred,
-            [each.sum for each in self.partition.totals.get(task, ())],
-        )
-        operands, results = (
-            (*self.partition.reads[task], *sums),
-            (*self.partition.results[task], *sums),
-        )
-
-        def along(var: Var) -> Spec:
-            return tuple(
-                tuple(axis for axis in axes if axis in deferred) for axes in self.values.spec(var)
-            )
+    def _local_run(self, task: Task) -> Callable[..., list[Any]]:
+        """Return a forward or backward task that each device runs on examples of its own."""
+        sums = [total.sum for total in self.partition.totals.get(task, ())]
+        operands = (*self.partition.reads[task], *sums)
+        results = (*self.partition.results[task], *sums)
 
         def local(*shards: Any) -> list[Any]:
-            given = []
-            for var, shard in zip(operands, shards, strict=True):
-                if var in self.values.apart:
-                    given.append(shard[0])
-                else:  # a parameter may be in parts; examples stay where they are
-                    given.append(
-                        shard
-                        if var in self.partition.batch_facts.rows
-                        else gathered(shard, along(var))
-                    )
-            made = self._run(self._local, self._placed_apart, task, *given)
+            values = self._run(
+                self._local_graph,
+                self._local_sharding_of,
+                task,
+                *map(self._local_operand, operands, shards),
+            )
             return [
-                value[None] if var in self.values.apart else value
-                for var, value in zip(results, made, strict=True)
+                value[None] if var in self.values.per_device else value
+                for var, value in zip(results, values, strict=True)
             ]
 
         ones = (axis for axis, size in self.mesh.shape.items() if size == 1)
         return jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=tuple(partition_spec(along(var)) for var in operands),
-            out_specs=[partition_spec(along(var)) for var in results],
-            axis_names={*deferred, *ones},
-            check_vma=False,  # the equations were traced without a mesh, and nothing is differentiated through this
+            in_specs=tuple(partition_spec(self._deferred_spec(var)) for var in operands),
+            out_specs=[partition_spec(self._deferred_spec(var)) for var in results],
+            axis_names={*self.stage.deferred, *ones},
+            # The equations were traced without a mesh, and nothing is differentiated through this.
+            check_vma=False,
         )
 
-    def _constants(self, found: StageGraph) -> dict[Var, Any]:
-        return dict(zip(found.step.jaxpr.constvars, found.step.jaxpr.consts, strict=True))
+    def _deferred_spec(self, var: Var) -> Spec:
+        """Return the spec of a value with its deferred axes alone."""
+        deferred = self.stage.deferred
+        return tuple(
+            tuple(axis for axis in axes if axis in deferred) for axes in self.values.spec(var)
+        )
+
+    def _local_operand(self, var: Var, shard: Any) -> Any:
+        """Return a value as one device computes with it.
+
+        Examples stay on their device. A parameter that is sharded along a deferred axis is
+        gathered.
+        """
+        if var in self.values.per_device:
+            return shard[0]
+        if var in self.partition.batch_facts.rows:
+            return shard
+        return gathered(shard, self._deferred_spec(var))
+
+    def _constants(self, stage_graph: StageGraph) -> dict[Var, Any]:
+        jaxpr = stage_graph.step.jaxpr
+        return dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
 
     def run_eqns(
-        self, eqns: Iterable[Numbered], env: dict[Var, Any], place: Place | None = None
+        self,
+        eqns: Iterable[Numbered],
+        env: dict[Var, Any],
+        sharding_of: _ShardingOfSpec | None = None,
     ) -> None:
-        """Run numbered equations on the values in `env`, with their operands and results put where the plan wants them.
+        """Run numbered equations with the shardings that the plan pins.
 
         Args:
-            place: what a spec means for a value; by default a sharding over the mesh.
+            eqns: numbered equations of the stage.
+            env: values by variable; results are added.
+            sharding_of: sharding that a spec stands for; by default over the whole mesh.
         """
-        place = place or self._placed
-        here = [(number, on_devices(eqn, self.mesh)) for number, eqn in eqns]
-        before, after = (
-            partial(self._constrain, place, "in"),
-            partial(self._constrain, place, "out"),
-        )
-        evaluate(here, env, before, after, shardwise(self.mesh, self._wanted))
+        sharding_of = sharding_of or self._sharding_of
+        numbered = [(number, on_devices(eqn, self.mesh)) for number, eqn in eqns]
+        before = partial(self._constrain, sharding_of, "in")
+        after = partial(self._constrain, sharding_of, "out")
+        evaluate(numbered, env, before, after, shardwise(self.mesh, self._pinned))
 
-    def _constrain(self, place: Place, side: str, number: int, values: Sequence[Any]) -> list[Any]:
+    def _constrain(
+        self, sharding_of: _ShardingOfSpec, side: str, number: int, values: Sequence[Any]
+    ) -> list[Any]:
+        """Return operands or results of an equation, constrained to their pinned shardings."""
         values = list(values)
-        for index, spec in self._wanted.get((number, side), {}).items():
-            sharding = place(spec)
-            if sharding is not None and values[index] is not None:  # a branch sees its own
+        for index, spec in self._pinned.get((number, side), {}).items():
+            sharding = sharding_of(spec)
+            if sharding is not None and values[index] is not None:  # None belongs to another branch
                 values[index] = jax.lax.with_sharding_constraint(values[index], sharding)
         return values
 
-    def _placed(self, spec: Spec) -> NamedSharding:
+    def _sharding_of(self, spec: Spec) -> NamedSharding:
         return NamedSharding(self.mesh, partition_spec(spec))
 
-    def _placed_apart(self, spec: Spec) -> PartitionSpec | None:
-        """For a device that computes apart; None where the compiler has nothing to partition."""
-        free = [
-            axis
-            for axis, size in self.mesh.shape.items()
-            if size > 1 and axis not in self.stage.deferred
-        ]
-        return (
-            partition_spec(tuple(tuple(a for a in axes if a in free) for axes in spec))
-            if free
-            else None
-        )
+    def _local_sharding_of(self, spec: Spec) -> PartitionSpec | None:
+        """Return the sharding along the axes that are not deferred; None if there are none."""
+        deferred = self.stage.deferred
+        free = {axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in deferred}
+        if not free:
+            return None
+        return partition_spec(tuple(tuple(axis for axis in axes if axis in free) for axes in spec))
 
-    def _used_up(self, task: Task, sums: Sequence[Var]) -> list[int]:
-        """The operands, sums aside, whose memory a result takes: nothing reads them later, and a result is like them.
+    def _reusable(self, task: Task, sums: Sequence[Var]) -> list[int]:
+        """Return positions of the operands, sums aside, whose memory a result may take.
 
-        A state that is updated comes first, then what nobody reads any more.
+        Nothing reads such an operand later, and a result has the same shape, dtype and spec. State
+        that the task updates comes first, then other values after their last use.
         """
         reads, results = self.partition.reads[task], self.partition.results[task]
-        if task.phase == "S":  # XLA pairs them, and uses the memory of the others for temporaries
-            kept = {
-                var for var in self.partition.step.jaxpr.outvars if isinstance(var, Var)
-            }.difference(results)
-            return [k for k, var in enumerate(reads) if var in self.donated - kept]
-
-        def kind(var: Var) -> tuple[tuple[int, ...], Any]:
-            return self.values.shape(var), graph.aval_of(var).dtype
-
+        if task.phase == "S":  # XLA pairs them itself, and uses the rest for temporaries
+            outvars = {var for var in self.partition.step.jaxpr.outvars if isinstance(var, Var)}
+            returned_inputs = outvars.difference(results)
+            reusable = self.donated - returned_inputs
+            return [k for k, var in enumerate(reads) if var in reusable]
         specs: dict[Any, set[Spec]] = defaultdict(set)
         for var in (*results, *sums):
-            specs[kind(var)].add(self.values.spec(var))
-        left = Counter(map(kind, results))
+            specs[self._array_type(var)].add(self.values.spec(var))
+        num_left = Counter(map(self._array_type, results))
         updated = self._updated(task)
-        last = self.last_reads.get(task, ())
-        found = []
+        dead = updated.union(self.last_reads.get(task, ()))
+        positions = []
         for k in sorted(range(len(reads)), key=lambda k: reads[k] not in updated):
-            var = reads[k]
-            # The compiler pairs operands with results by their shape alone.
-            if (
-                (var in updated or var in last)
-                and left[kind(var)]
-                and specs[kind(var)] == {self.values.spec(var)}
-            ):
-                left[kind(var)] -= 1
-                found.append(k)
-        return found
+            array_type = self._array_type(reads[k])
+            # XLA pairs operands with results by shape alone, so all such results need this spec.
+            is_paired = specs[array_type] == {self.values.spec(reads[k])}
+            if reads[k] in dead and num_left[array_type] and is_paired:
+                num_left[array_type] -= 1
+                positions.append(k)
+        return positions
+
+    def _array_type(self, var: Var) -> tuple[tuple[int, ...], Any]:
+        return self.values.shape(var), graph.aval_of(var).dtype
 
     def _updated(self, task: Task) -> set[Var]:
-        """The donated inputs that an update reads last, and whose next values it makes."""
+        """Return the donated inputs that an update reads last and computes the next values of."""
+        if task.phase != "U":
+            return set()
         step = self.partition.step
         later = [t for t in self.graph.tasks if t.phase == "U" and t.round > task.round]
-        after = {var for other in later for var in self.partition.reads[other]}
-        next_of = {step.jaxpr.invars[i]: step.jaxpr.outvars[o] for o, i in step.carried.items()}
-        made = set(self.partition.results[task]) if task.phase == "U" else set()
+        read_later = {var for other in later for var in self.partition.reads[other]}
+        next_value = {step.jaxpr.invars[i]: step.jaxpr.outvars[o] for o, i in step.carried.items()}
+        results = set(self.partition.results[task])
         return {
             var
             for var in self.partition.reads[task]
-            if var in self.donated - after and next_of.get(var) in made
+            if var in self.donated - read_later and next_value.get(var) in results
         }

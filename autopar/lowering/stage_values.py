@@ -1,4 +1,4 @@
-"""Where a stage has its values, and in which shape, as its plan says."""
+"""Shapes, specs and memory roles of a stage's values between its tasks."""
 
 from jax.extend.core import Var
 
@@ -12,67 +12,64 @@ from simulator.memory import Role as MemoryRole
 
 
 class StageValues:
-    """The values of a stage between its tasks.
+    """The values of a stage between its tasks, as its plan shards them.
 
-    Along deferred axes (`autopar.sharding.deferred_sync`) each device computes with examples of its own. What it adds up, and what it
-    hands on that depends on its examples without having a row for each, gets a leading dim: an entry per device.
+    Along deferred axes (`autopar.sharding.deferred_sync`) each device computes with examples of its
+    own. Its sums, and values that depend on its examples without a row for each, differ from device
+    to device. They get a leading dim with an entry per device.
 
     Attributes:
-        ways: number of devices that compute apart.
-        apart: the values with a leading dim.
-        roles: what memory the stage's inputs take.
+        mesh: logical mesh of the stage.
+        deferred: its deferred axes.
+        ways: number of devices along the deferred axes.
+        per_device: values with an entry per device.
+        roles: memory role of each input.
     """
 
-    def __init__(self, found: StageGraph, stage: Stage) -> None:
-        self.mesh, self.deferred = stage.mesh, stage.deferred
+    def __init__(self, stage_graph: StageGraph, stage: Stage) -> None:
+        self.mesh = stage.mesh
+        self.deferred = stage.deferred
         self.ways = self.mesh.ways(stage.deferred)
-        jaxpr = found.step.jaxpr
-        # A program of the whole step takes whole batches and cuts them itself; its equations are those of a microbatch.
-        whole = found.partition.is_whole_step
-        self._shapes: dict[Var, tuple[int, ...]] = {}
-        if whole:
-            self._shapes = {
-                v: value.shape for v, value in zip(jaxpr.invars, stage.inputs, strict=True)
-            }
-        self._specs: dict[Var, Spec] = {
-            v: value.spec for v, value in zip(jaxpr.invars, stage.inputs, strict=True)
-        }
+        jaxpr = stage_graph.step.jaxpr
+        is_whole_step = stage_graph.partition.is_whole_step
+        inputs = dict(zip(jaxpr.invars, stage.inputs, strict=True))
+        # A whole step takes whole batches and divides them itself; its jaxpr is of one microbatch.
+        self._shapes: dict[Var, tuple[int, ...]] = (
+            {var: value.shape for var, value in inputs.items()} if is_whole_step else {}
+        )
+        self._specs: dict[Var, Spec] = {var: value.spec for var, value in inputs.items()}
         self.roles: dict[Var, MemoryRole] = {
-            v: MEMORY_ROLES[value.role] for v, value in zip(jaxpr.invars, stage.inputs, strict=True)
+            var: MEMORY_ROLES[value.role] for var, value in inputs.items()
         }
         for constraint in stage.constraints:
             if constraint.side == "out":
-                self._specs.setdefault(
-                    jaxpr.eqns[constraint.eqn].outvars[constraint.index], constraint.spec
-                )
+                var = jaxpr.eqns[constraint.eqn].outvars[constraint.index]
+                self._specs.setdefault(var, constraint.spec)
         for atom, value in zip(jaxpr.outvars, stage.outputs, strict=True):
             if isinstance(atom, Var) and atom not in jaxpr.invars:
                 self._specs[atom] = value.spec
-        totals = [each for task in found.tasks for each in found.partition.totals.get(task, ())]
-        for each in totals:
-            spec = self._specs.get(each.total, replicated(aval_of(each.total).ndim))
-            self._specs[each.sum] = tuple(
-                tuple(a for a in axes if a not in stage.deferred) for axes in spec
+        partition = stage_graph.partition
+        totals = [total for task in stage_graph.tasks for total in partition.totals.get(task, ())]
+        for total in totals:
+            spec = self._specs.get(total.total, replicated(aval_of(total.total).ndim))
+            self._specs[total.sum] = tuple(
+                tuple(axis for axis in axes if axis not in stage.deferred) for axes in spec
             )
-        apart = stage.deferred and not whole
-        self.apart = (
-            {each.sum for each in totals} | found.partition.batch_facts.mixed
-            if apart
-            else frozenset()
-        )
+        self.per_device: frozenset[Var] = frozenset()
+        if stage.deferred and not is_whole_step:
+            self.per_device = partition.batch_facts.mixed.union(total.sum for total in totals)
 
     def shape(self, var: Var) -> tuple[int, ...]:
-        """Return the shape of a value as tasks get and give it."""
+        """Return the shape of a value between tasks."""
         shape: tuple[int, ...] = self._shapes.get(var) or aval_of(var).shape
-        return (self.ways, *shape) if var in self.apart else shape
+        return (self.ways, *shape) if var in self.per_device else shape
 
     def spec(self, var: Var) -> Spec:
-        """Return the spec of a value as tasks get and give it."""
+        """Return the spec of a value between tasks."""
         spec = self._specs.get(var, replicated(aval_of(var).ndim))
-        return (self.deferred, *spec) if var in self.apart else spec
+        return (self.deferred, *spec) if var in self.per_device else spec
 
     def device_bytes(self, var: Var) -> int:
         """Return the bytes of one device's shard of a value."""
-        return array_bytes(
-            local_shape(self.shape(var), self.spec(var), self.mesh), aval_of(var).dtype
-        )
+        shape = local_shape(self.shape(var), self.spec(var), self.mesh)
+        return array_bytes(shape, aval_of(var).dtype)

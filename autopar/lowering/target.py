@@ -1,6 +1,6 @@
-"""Compile a step for GPUs that are not here: XLA:GPU runs on this machine, for the devices of a `Cluster`.
+"""Compilation of a step for GPUs that are not here: XLA:GPU runs on this machine for a `Cluster`.
 
-The executable can't run, but its scheduled HLO and its memory are what the real cluster would get.
+The executable cannot run, but its scheduled HLO and its memory are those of the real cluster.
 """
 
 import math
@@ -20,15 +20,18 @@ from simulator.hlo import parse_hlo
 from simulator.memory import MemoryUse
 from simulator.program import Program
 
-# Without a device there is no autotuning, and untuned Triton GEMMs get tiny tiles: take cuBLAS, as a tuned build mostly would.
-# CUB's sort asks the CUDA driver how much scratch memory it needs, and there is none.
+# There is no autotuning without a device, and untuned Triton GEMMs get tiny tiles. cuBLAS is what a
+# tuned build would mostly choose. CUB's sort asks the CUDA driver for its scratch memory, and there
+# is no driver.
 _OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cub_radix_sort": False}
 
 
 class Lowerable(Protocol):
-    """What `jax.jit` and `jax.pmap` return."""
+    """A function that `jax.jit` or `jax.pmap` returns."""
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any: ...
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lower the function for arguments of these shapes."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,10 @@ class TargetExecutable:
     """A step compiled for a cluster.
 
     Attributes:
-        hlo_text: what one device runs, scheduled; `simulator.hlo.parse_hlo` reads it.
-        memory: bytes on one device, by the compiler's buffer assignment.
-        compile_seconds: tracing, lowering and compiling, on this machine.
-        num_devices: how many devices take part.
+        hlo_text: scheduled HLO of one device, which `simulator.hlo.parse_hlo` reads.
+        memory: bytes of one device, by the compiler's buffer assignment.
+        compile_seconds: seconds of tracing, lowering and compiling, on this machine.
+        num_devices: number of devices that take part.
     """
 
     hlo_text: str
@@ -54,34 +57,63 @@ class TargetExecutable:
 
 
 def target_devices(cluster: Cluster, count: int | None = None) -> tuple[Device, ...]:
-    """The first `count` (default: all) devices of `cluster`, to compile for but not to run on.
+    """Return devices of `cluster` to compile for; they cannot run anything.
 
-    To compile a `jax.pmap`ped step for the cluster give them as its devices: `jax.pmap(step, "i", devices=target_devices(cluster))`.
-    Raises `ClusterError` for more devices than there are, parts of several hosts, or a cluster whose devices are not GPUs.
+    To compile a step under `jax.pmap`, pass them as its devices: `jax.pmap(step, "i",
+    devices=target_devices(cluster))`.
+
+    Args:
+        cluster: the cluster.
+        count: number of devices, the first ones of the cluster; by default all.
+
+    Raises:
+        ClusterError: the cluster has fewer devices or no GPUs, or `count` is parts of several
+            hosts.
     """
     part = cluster.first_devices(cluster.num_devices if count is None else count)
     return compile_only_devices(part.device.xla_target_config(), part.hosts, part.devices_per_host)
 
 
 def target_mesh(cluster: Cluster, shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh:
-    """A mesh of Auto axes over the first devices of `cluster`, row by row; errors as `target_devices`."""
+    """Return a mesh of Auto axes over the first devices of `cluster`, in row-major order.
+
+    Args:
+        cluster: the cluster.
+        shape: shape of the mesh.
+        axis_names: names of its axes.
+
+    Raises:
+        ClusterError: see `target_devices`.
+        ValueError: there is not one name for each axis.
+    """
     if len(shape) != len(axis_names):
         raise ValueError(
-            f"mesh shape {shape} has {len(shape)} axes but {len(axis_names)} names {axis_names}; one each"
+            f"mesh shape {shape} has {len(shape)} axes but {len(axis_names)} names {axis_names};"
+            " one each"
         )
     devices = np.array(target_devices(cluster, math.prod(shape))).reshape(shape)
     return Mesh(devices, axis_names, axis_types=(AxisType.Auto,) * len(shape))
 
 
 def compile_for(step: Lowerable, args: tuple[Any, ...], cluster: Cluster) -> TargetExecutable:
-    """Compile `step` (a jitted or pmapped function) for the shapes of `args` on `cluster`.
+    """Compile `step` for the shapes of `args` on `cluster`.
 
-    The devices must be the cluster's: a jitted step takes them from its `in_shardings` or from the shardings of `args`
-    (ShapeDtypeStructs, say), which are over a `target_mesh`; a pmapped one from its `devices`. Raises ValueError if they are not.
+    The devices must be those of the cluster. A jitted step takes them from its `in_shardings` or
+    from the shardings of `args` (for example ShapeDtypeStructs), which are over a `target_mesh`; a
+    step under `jax.pmap` takes them from its `devices`.
+
+    Args:
+        step: a function that `jax.jit` or `jax.pmap` returned.
+        args: its arguments.
+        cluster: the cluster.
+
+    Raises:
+        ValueError: the step was compiled for other devices.
     """
     start = time.perf_counter()
     with warnings.catch_warnings():
-        # What was compiled without a device can't be read from JAX's compilation cache (jaxlib 0.11.2): it is compiled again.
+        # JAX's compilation cache cannot read a program that was compiled without a device (jaxlib
+        # 0.11.2). It is compiled again.
         warnings.filterwarnings(
             "ignore", message="Error reading persistent compilation cache entry"
         )
@@ -92,7 +124,8 @@ def compile_for(step: Lowerable, args: tuple[Any, ...], cluster: Cluster) -> Tar
     if devices != set(target_devices(cluster, len(devices))):
         kinds = ", ".join(sorted({device.device_kind for device in devices})) or "no device"
         raise ValueError(
-            f"the step was compiled for {len(devices)} x {kinds}, not for devices of cluster {cluster.name!r}; give it "
-            "shardings over target_mesh(cluster, ...), or for pmap devices=target_devices(cluster)"
+            f"the step was compiled for {len(devices)} x {kinds}, not for devices of cluster"
+            f" {cluster.name!r}; give it shardings over target_mesh(cluster, ...), or for pmap"
+            " devices=target_devices(cluster)"
         )
     return TargetExecutable(compiled.as_text(), memory_of(compiled), seconds, len(devices))

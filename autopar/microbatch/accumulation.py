@@ -34,8 +34,8 @@ def accumulate(step: StepGraph, env: Env, evaluate: Callable[..., None], pin: Ho
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
-    """How devices accumulate apart.
+class LocalAccumulation:
+    """How each device accumulates over examples of its own.
 
     Attributes:
         parts: the step for one device's examples of a microbatch, `StepGraph.cut`.
@@ -51,23 +51,27 @@ class Apart:
     results: tuple[Spec, ...]
 
 
-def accumulate_apart(
-    step: StepGraph, apart: Apart, env: Env, evaluate: Callable[..., None], pin: Hook
+def accumulate_locally(
+    step: StepGraph,
+    accumulation: LocalAccumulation,
+    env: Env,
+    evaluate: Callable[..., None],
+    pin: Hook,
 ) -> None:
-    """As `accumulate`, with one synchronisation along `apart.axes`, after the last microbatch.
+    """As `accumulate`, with one synchronisation along `accumulation.axes`, after the last microbatch.
 
-    Right whatever the shardings are: each device computes with plain arrays along `apart.axes`, and how their results are put
+    Right whatever the shardings are: each device computes with plain arrays along `accumulation.axes`, and how their results are put
     together was proved by `microbatch.split` for as many microbatches.
     """
-    parts = apart.parts
+    parts = accumulation.parts
     micro = parts.microbatching
     assert micro is not None
     combine = _combine(parts)
     inputs = [
-        ((*apart.axes,), *spec[1:]) if i in step.batch else along(spec, apart.axes)
-        for i, spec in enumerate(apart.inputs)
+        ((*accumulation.axes,), *spec[1:]) if i in step.batch else along(spec, accumulation.axes)
+        for i, spec in enumerate(accumulation.inputs)
     ]
-    results = [along(spec, apart.axes) for spec in apart.results]
+    results = [along(spec, accumulation.axes) for spec in accumulation.results]
     sharded = {
         var: spec
         for i, (var, spec) in enumerate(zip(parts.jaxpr.invars, inputs, strict=True))
@@ -89,17 +93,19 @@ def accumulate_apart(
             for var, total in _loop(parts, loop, count, inner, one, pin).items():
                 value = scaled(combine[var], total, count, parts.num_micro_batches)
                 inner[var] = (
-                    value if combine[var] == "same" else complete(value, places[var], apart.axes)
+                    value
+                    if combine[var] == "same"
+                    else complete(value, places[var], accumulation.axes)
                 )
         return [inner[var] for var in accumulated]
 
-    ones = (axis for axis, size in apart.mesh.shape.items() if size == 1)
+    ones = (axis for axis, size in accumulation.mesh.shape.items() if size == 1)
     run = jax.shard_map(
         local,
-        mesh=apart.mesh,
+        mesh=accumulation.mesh,
         in_specs=tuple(map(partition_spec, inputs)),
         out_specs=list(map(partition_spec, results)),
-        axis_names={*apart.axes, *ones},
+        axis_names={*accumulation.axes, *ones},
         check_vma=False,  # the equations were traced without a mesh, and nothing is differentiated through this
     )
     values = run(*(env[var] for var in step.jaxpr.invars))
