@@ -11,8 +11,8 @@ a cluster.
     @autopar.parallelize(method=autopar.ShardParallel())
     def train_step(state, batch): ...
 
-The import keeps JAX from starting XLA's CUDA 12 plugin where it cannot run, and sets
-RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 unless it is set, so that Ray workers share this environment.
+The import keeps JAX from starting XLA's CUDA 12 plugin where it cannot run. It changes nothing
+else in the process.
 """
 
 from importlib import import_module

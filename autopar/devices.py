@@ -214,10 +214,16 @@ def submeshes(
 
 
 def cluster_of(mesh: Mesh) -> Cluster:
-    """Return the shipped cluster that describes the devices of `mesh`.
+    """Return the shipped cluster that describes the devices of a mesh.
 
     A GPU of an unknown kind counts as an A100, with a warning: plans stay correct, but may not be
     the fastest.
+
+    Args:
+        mesh: a mesh of devices of this process.
+
+    Returns:
+        The cluster with at least as many devices: part of a host, or whole hosts.
     """
     device = mesh.devices.flat[0]
     count = mesh.devices.size

@@ -1,6 +1,6 @@
-"""Transfers between the devices of Ray hosts, and the loading of a step there, to time one by one.
+"""Benchmarks of transfers between Ray hosts, and of loading a step on them.
 
-The hosts are those that `autopar.init` has joined.
+They use the hosts of `autopar.init("ray")`.
 """
 
 import time
@@ -23,12 +23,12 @@ def transfer_seconds(devices: tuple[int, int], num_bytes: int, count: int, repea
     """Return the seconds that a value takes from one device to another.
 
     Args:
-        devices: numbers of the two devices among those of all hosts.
-        num_bytes: size of the value.
-        count: round trips in the long chain. A chain of one round trip is subtracted from it, so
-            that the overhead of a step cancels.
-        repeat: how often each chain runs. The fastest run counts, since any disturbance only adds
-            to a transfer.
+        devices: numbers of the two devices in the cluster.
+        num_bytes: bytes of the value.
+        count: number of round trips in the long chain. The time of a chain of one round trip is
+            subtracted, so that the overhead of a step cancels.
+        repeat: number of runs of each chain, after a first one that warms up. The fastest run
+            counts, because disturbances only add time.
 
     Raises:
         HostsError: no hosts are joined.
@@ -46,6 +46,11 @@ def transfer_seconds(devices: tuple[int, int], num_bytes: int, count: int, repea
 
 def transfer_chain(devices: tuple[int, int], num_bytes: int, length: int) -> Callable[[], None]:
     """Return a function that sends a value between two devices and back `length` times, and blocks.
+
+    Args:
+        devices: numbers of the two devices in the cluster.
+        num_bytes: bytes of the value.
+        length: number of round trips.
 
     Raises:
         HostsError: no hosts are joined.
@@ -87,11 +92,11 @@ def _round_trips(array: Array, target: StageMesh, length: int) -> Job:
 
 @dataclass(frozen=True, slots=True)
 class LoadSeconds:
-    """Seconds of what happens once for a step over hosts.
+    """Seconds of the work that is done once for a step on hosts.
 
     Attributes:
-        export: the driver exports the tasks.
-        compile: the slowest worker compiles its tasks.
+        export: seconds in which the driver exports the tasks.
+        compile: seconds in which the slowest worker compiles its tasks.
     """
 
     export: float
@@ -99,9 +104,13 @@ class LoadSeconds:
 
 
 def load_seconds(executable: Executable) -> LoadSeconds:
-    """Return the seconds of loading a step that has just been compiled for hosts.
+    """Return the seconds of loading a step on the hosts of a Ray cluster.
 
-    It is exported again, to time that.
+    The step is exported again to time that. The seconds of compilation are those of the last step
+    that the hosts loaded.
+
+    Args:
+        executable: the executable that was loaded last.
 
     Raises:
         ValueError: the step runs in this process.

@@ -80,15 +80,18 @@ def memory_of(compiled: Any) -> MemoryUse:
 
 
 def zeros(avals: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]) -> list[jax.Array]:
-    """Return zeros of the given shapes and dtypes, created on their devices; keys are `key(0)`."""
+    """Return zeros as dummy inputs, created on their devices; random keys are `key(0)`.
+
+    Args:
+        avals: their shapes and dtypes.
+        shardings: the sharding of each.
+    """
 
     def make(aval: jax.ShapeDtypeStruct) -> jax.Array:
         if is_key(aval.dtype):
             return jnp.broadcast_to(jax.random.key(0, impl=impl_of(aval.dtype)), aval.shape)
         return jnp.zeros(aval.shape, aval.dtype)
 
-    return (
-        jax.jit(lambda: [make(aval) for aval in avals], out_shardings=list(shardings))()
-        if avals
-        else []
-    )
+    if not avals:
+        return []
+    return jax.jit(lambda: [make(aval) for aval in avals], out_shardings=list(shardings))()
