@@ -1,4 +1,4 @@
-"""Parameters of the cost models from measurements, with what was held out and the errors there."""
+"""Calibration: parameters of cost models fitted to measurements, with errors on held-out rows."""
 
 from simulator.calibration.fit_profiles import COLUMNS, fit_collective_profile
 from simulator.calibration.fit_shared_cpu import MeasuredStep, fit_links, fit_processes

@@ -1,6 +1,7 @@
-"""Fits the GEMM model to measured products: least squares of the logarithm of predicted over measured, robust to outliers.
+"""Fits the GEMM model to measured products by least squares of the log error, robust to outliers.
 
-A fifth of the shapes, by a hash of their sizes, is never fitted: errors are quoted on those.
+A fifth of the shapes, by a hash of their sizes, is held out of the fit; errors are those on that
+fifth.
 """
 
 import zlib
@@ -14,7 +15,6 @@ from simulator.costs.gemm import GemmModel
 from simulator.hardware.cluster import Device
 from simulator.hardware.kernel_profile import KernelProfile
 
-# start, and bounds, of what is fitted
 _PARAMETERS = {
     "launch_us": (2.0, 0.5, 5.0),
     "efficiency": (0.88, 0.5, 1.0),
@@ -28,12 +28,15 @@ _PARAMETERS = {
     "throttling": (0.1, 1e-3, 0.5),
     "split_k_us": (2.0, 0.1, 10.0),
 }
-_OUTLIER = 0.05  # relative errors above this count linearly, not squared
+"""Start, lower and upper bound of each fitted field of a kernel profile."""
+
+_OUTLIER = 0.05
+"""Relative error above which errors count linearly, not squared."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredGemms:
-    """Products and their seconds, as arrays of one length."""
+    """Measured products of (m, k) by (k, n) and their seconds, as arrays of one length."""
 
     m: NDArray[np.int64]
     n: NDArray[np.int64]
@@ -42,17 +45,22 @@ class MeasuredGemms:
 
     @classmethod
     def of(cls, m: ArrayLike, n: ArrayLike, k: ArrayLike, seconds: ArrayLike) -> "MeasuredGemms":
+        """Return measurements from array-likes.
+
+        Raises:
+            ValueError: their lengths differ, there are none, or a time is not above 0.
+        """
         measured = cls(
             np.asarray(m, np.int64),
             np.asarray(n, np.int64),
             np.asarray(k, np.int64),
             np.asarray(seconds, np.float64),
         )
-        if not len(measured.m) == len(measured.n) == len(measured.k) == len(
-            measured.seconds
-        ) or not len(measured.m):
+        lengths = {len(measured.m), len(measured.n), len(measured.k), len(measured.seconds)}
+        if len(lengths) > 1 or 0 in lengths:
             raise ValueError(
-                f"{len(measured.m)} products and {len(measured.seconds)} times; expected as many, not none"
+                f"{len(measured.m)} products and {len(measured.seconds)} times; expected as many, "
+                "not none"
             )
         if not (measured.seconds > 0).all():
             raise ValueError(f"times down to {measured.seconds.min()} s; expected all above 0")
@@ -62,24 +70,34 @@ class MeasuredGemms:
         return MeasuredGemms(self.m[rows], self.n[rows], self.k[rows], self.seconds[rows])
 
     def held_out(self) -> NDArray[np.bool_]:
-        """Which rows are for checking only: a fifth, by the CRC of their sizes."""
+        """Return which rows are held out of the fit: a fifth, by the CRC of their sizes."""
         return np.array([is_held_out(*sizes) for sizes in zip(self.m, self.n, self.k, strict=True)])
 
 
 def is_held_out(m: int, n: int, k: int) -> bool:
-    """Whether a shape is kept away from fits."""
+    """Return whether a shape is held out of fits."""
     return zlib.crc32(f"{m},{n},{k}".encode()) % 5 == 0
 
 
 def errors(model: GemmModel, measured: MeasuredGemms) -> NDArray[np.float64]:
-    """Predicted over measured, minus one."""
+    """Return predicted over measured seconds, minus one."""
     return model.seconds_of(measured.m, measured.n, measured.k) / measured.seconds - 1
 
 
 def fit_gemms(
     device: Device, dtype: str, measured: MeasuredGemms, max_rows: int = 2500
 ) -> KernelProfile:
-    """The kernels of `device` with eleven parameters fitted to at most `max_rows` of the products that are not held out."""
+    """Return a kernel profile with eleven parameters fitted to products, with its held-out error.
+
+    Args:
+        device: the device, with the other fields of its kernel profile.
+        dtype: HLO's name of the type of the products.
+        measured: the products.
+        max_rows: number of products to fit, chosen at random among those that are not held out.
+
+    Raises:
+        ValueError: there are fewer rows to fit than parameters.
+    """
     rows = np.flatnonzero(~measured.held_out())
     if len(rows) < len(_PARAMETERS):
         raise ValueError(
@@ -109,6 +127,8 @@ def fit_gemms(
         max_nfev=80,
     )
     best = profile(solution.x)
-    held = measured.held_out()
-    error = float(np.abs(errors(model(best), measured[held])).mean()) if held.any() else None
+    held_out = measured.held_out()
+    error = None
+    if held_out.any():
+        error = float(np.abs(errors(model(best), measured[held_out])).mean())
     return best.model_copy(update={"held_out_error": error})

@@ -1,4 +1,4 @@
-"""Fits a cluster whose hosts are processes of one machine to transfers and steps that were measured there."""
+"""Fits a cluster whose hosts are processes of one machine to measured transfers and steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,18 +15,19 @@ from simulator.hardware.collective_profile import SizeCurve
 from simulator.hardware.description import ClusterError
 from simulator.program import Program
 
-_LEAST = 1e-6
-"""Microseconds that count as none, so that there is a logarithm."""
+_ZERO_US = 1e-6
+"""Microseconds that stand for none, as parameters are fitted by their logarithms."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step over several hosts.
+    """A measured step over several hosts.
 
     Attributes:
-        shape: hosts, and devices of each.
-        task_seconds: of each task by itself.
-        seconds: of the step.
+        program: the program of the step.
+        shape: number of hosts, and of devices of each.
+        task_seconds: seconds of each task alone, by its name.
+        seconds: seconds of the step.
     """
 
     program: Program
@@ -35,7 +36,7 @@ class MeasuredStep:
     seconds: float
 
     def predicted(self, cluster: Cluster) -> float:
-        """Seconds of the step on so many hosts of `cluster`."""
+        """Return the predicted seconds of the step on as many hosts of a cluster."""
         return simulate_processes(
             self.program, cluster.with_size(*self.shape), self.task_seconds
         ).makespan
@@ -44,7 +45,16 @@ class MeasuredStep:
 def fit_links(
     base: Cluster, within: Sequence[tuple[float, float]], between: Sequence[tuple[float, float]]
 ) -> Cluster:
-    """The cluster with the transfers between two devices that were measured: (bytes, seconds), within a host and between two."""
+    """Return a cluster with links that are fitted to transfers between two devices.
+
+    Args:
+        base: the cluster, with a section `inter_host`.
+        within: bytes and seconds of transfers within a host.
+        between: bytes and seconds of transfers between two hosts.
+
+    Raises:
+        ClusterError: the cluster has no section `inter_host`.
+    """
     if base.inter_host is None:
         raise ClusterError(
             f"cluster {base.name!r} has one host; expected one with a section inter_host"
@@ -69,28 +79,42 @@ def fit_links(
 
 
 def fit_processes(base: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
-    """The cluster with what steps and tasks cost a host, and how many instructions go on at once, as fits the steps best.
+    """Return a cluster with the section `processes` that fits steps best.
 
-    Least squares of the logarithm of predicted over measured, by the simplex of Nelder and Mead, as tasks that change places make kinks.
+    The fit is least squares of the log error by the simplex method of Nelder and Mead: the error
+    has kinks where the order of tasks changes.
+
+    Args:
+        base: the cluster with the other sections.
+        steps: the measured steps.
+
+    Raises:
+        ValueError: there are fewer steps than numbers in the section.
     """
     if len(steps) < len(Processes.model_fields):
         raise ValueError(
-            f"{len(steps)} steps; expected {len(Processes.model_fields)} at least, one for each number"
+            f"{len(steps)} steps; expected {len(Processes.model_fields)} at least, one for each "
+            "number"
         )
 
     def cluster(values: NDArray) -> Cluster:
-        step, task, more = (each if each > 10 * _LEAST else 0.0 for each in np.exp(values).tolist())
+        step, task, extra = (
+            number if number > 10 * _ZERO_US else 0.0 for number in np.exp(values).tolist()
+        )
         return base.model_copy(
             update={
-                "processes": Processes(step_us=step, task_us=task, concurrent_instructions=1 + more)
+                "processes": Processes(
+                    step_us=step, task_us=task, concurrent_instructions=1 + extra
+                )
             }
         )
 
     def error(values: NDArray) -> float:
-        found = cluster(values)
-        return sum(log(each.predicted(found) / each.seconds) ** 2 for each in steps)
+        candidate = cluster(values)
+        return sum(log(step.predicted(candidate) / step.seconds) ** 2 for step in steps)
 
-    low, high = np.log([_LEAST, _LEAST, _LEAST]), np.log([1e6, 1e5, 63.0])
+    low = np.log([_ZERO_US, _ZERO_US, _ZERO_US])
+    high = np.log([1e6, 1e5, 63.0])
     start = np.log([1e3, 1e2, 0.2])
     best = minimize(
         error,

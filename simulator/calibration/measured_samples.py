@@ -1,4 +1,7 @@
-"""The samples of measured products and collectives that come with the package; `data/README.md` says where they are from."""
+"""Shipped samples of measured products and collectives.
+
+`simulator/validation/data/README.md` lists their origins.
+"""
 
 from pathlib import Path
 
@@ -17,11 +20,15 @@ GPUS = {
     "h200": "h200_sxm_141gb",
     "b200": "b200_sxm_180gb",
 }
-"""The GPUs with measured products, and the names of their profiles."""
+"""Names of kernel profiles by GPU with measured products."""
 
 
 def measured_gemms(gpu: str) -> tuple[str, MeasuredGemms]:
-    """The profile's name and the sample of products of one of `GPUS`."""
+    """Return the name of the profile of a GPU and its measured products.
+
+    Raises:
+        ValueError: the GPU is none of `GPUS`.
+    """
     if gpu not in GPUS:
         raise ValueError(f"no measured products of {gpu!r}; there are some of {', '.join(GPUS)}")
     rows = np.loadtxt(DATA / f"gemm_{gpu}.csv", delimiter=",", skiprows=1)
@@ -29,7 +36,15 @@ def measured_gemms(gpu: str) -> tuple[str, MeasuredGemms]:
 
 
 def measured_collectives(gpu: str, kind: CollectiveKind) -> MeasuredCollectives:
-    """The measured collectives of one kind within a host, by the device's name."""
+    """Return the measured collectives of one kind within a host.
+
+    Args:
+        gpu: name of the device.
+        kind: kind of the collectives.
+
+    Raises:
+        ValueError: there are none.
+    """
     rows = pd.read_csv(DATA / "collectives.csv")
     rows = rows[(rows.gpu == gpu) & (rows.kind == kind)]
     if rows.empty:
@@ -38,6 +53,6 @@ def measured_collectives(gpu: str, kind: CollectiveKind) -> MeasuredCollectives:
 
 
 def collective_kinds(gpu: str) -> tuple[CollectiveKind, ...]:
-    """The kinds of collectives that were measured on a device."""
+    """Return the kinds of collectives that were measured on a device."""
     rows = pd.read_csv(DATA / "collectives.csv")
     return tuple(rows[rows.gpu == gpu].kind.unique())

@@ -1,4 +1,7 @@
-"""Makes the shipped profiles again from the measurements that ship with them: `python -m simulator calibrate`."""
+"""Fits the shipped profiles to the measurements that ship with them.
+
+The command is `python -m simulator calibrate`.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +24,10 @@ from simulator.hardware.description import Description, read, validate
 
 
 def fit_profiles() -> Iterator[tuple[Path, Description]]:
-    """Every profile that has measurements of its own, fitted anew, with the path of its file. Takes about 20 seconds."""
+    """Yield each profile that has shipped measurements, fitted to them, with the path of its file.
+
+    All fits together take about 20 seconds.
+    """
     for gpu in GPUS:
         name, measured = measured_gemms(gpu)
         profile = fit_gemms(shipped_device(name), "bf16", measured, max_rows=len(measured.m))
@@ -36,22 +42,30 @@ def fit_profiles() -> Iterator[tuple[Path, Description]]:
 def _fitted(
     profile: CollectiveProfile, measured: Sequence[MeasuredCollectives]
 ) -> dict[str, Description]:
-    """A curve for each kind; where the profile tells the switch's sums from rings, of groups that fill the host and of smaller ones."""
+    """Return a curve for each kind.
+
+    In a profile with `nvls`, the switch sums all_reduces of groups that fill the host; smaller
+    groups use rings.
+    """
     curves: dict[str, Description] = {}
     for rows in measured:
         if rows.kind != "all_reduce" or profile.nvls is None:
             curves[rows.kind] = fit_curve(rows)
             continue
-        whole = rows.size == rows.size.max()
+        fills_host = rows.size == rows.size.max()
         ring = None
-        if not whole.all():
-            ring = curves[rows.kind] = fit_curve(rows[~whole])
-        curves["nvls"] = fit_switch(rows[whole], ring)
+        if not fills_host.all():
+            ring = curves[rows.kind] = fit_curve(rows[~fills_host])
+        curves["nvls"] = fit_switch(rows[fills_host], ring)
     return curves
 
 
 def write_profile(path: Path, profile: Description) -> None:
-    """`profile` as YAML, with four digits of each number."""
+    """Write a profile as YAML, with four digits of each number.
+
+    Raises:
+        FileError: the file can't be written.
+    """
     write_text(
         path,
         yaml.safe_dump(_rounded(profile.model_dump(exclude_none=True)), sort_keys=False, width=130),
@@ -59,6 +73,7 @@ def write_profile(path: Path, profile: Description) -> None:
 
 
 def _rounded(value: object) -> object:
+    """Return fields with rounded numbers, without empty sections."""
     match value:
         case dict():
             return {key: _rounded(item) for key, item in value.items() if item != {}}
