@@ -17,7 +17,7 @@ from rich.table import Table
 from autopar.ir.spec import LogicalMesh, Spec, local_shape, partition_spec
 from autopar.layering.layers import LayerOption
 from autopar.progress import ranges
-from autopar.sharding.dataflow import Role
+from autopar.sharding.dataflow import InputRole
 from autopar.sharding.options import ShardingOptions
 from simulator.files import brief, one_line, parse_json, read_text, write_text
 from simulator.memory import Role as MemoryRole
@@ -88,7 +88,7 @@ class Value(_Array):
     """
 
     path: str
-    role: Role | Literal["output"]
+    role: InputRole | Literal["output"]
     axes: tuple[AxisUse, ...] = ()
 
 
@@ -201,7 +201,7 @@ class TimeSplit(_Model):
 
 
 class MemorySplit(_Model):
-    """Bytes on one device at its peak, by `simulator.memory.Role`."""
+    """Bytes on one device at its peak, by `simulator.memory.InputRole`."""
 
     parameters: int = 0
     optimizer: int = 0

@@ -107,7 +107,7 @@ def replay(planned: Planned) -> Replay:
         in_microbatches |= {number for number, _ in step.microbatching.marks}
     equations = []
     for number, (eqn, factors, batch) in enumerate(
-        zip(step.jaxpr.eqns, flow.factors, flow.marked, strict=True)
+        zip(step.jaxpr.eqns, flow.factors, flow.batch_factors, strict=True)
     ):
         sources = tuple(None if isinstance(a, Literal) else values.get(a) for a in eqn.invars)
         read = [pins.get((number, "in", k), source) for k, source in enumerate(sources)]

@@ -71,9 +71,9 @@ class StepGraph:
         retrace: the same step, traced for another number of microbatches.
         name: what the user calls the function.
         microbatching: how microbatches are put together, in which case the jaxpr is that of one microbatch; None otherwise.
-        received: of a stage of a pipeline, the inputs that come from other stages, with their batch dims.
-        handed_on: of a stage of a pipeline, the values that go from one of its programs to another.
-        held: of a stage of a pipeline, the values that stay from the forward pass of a microbatch until its backward pass.
+        received_inputs: of a stage of a pipeline, the inputs that other stages send, with their batch dims.
+        cross_task_values: of a stage of a pipeline, the values that go from one of its programs to another.
+        saved_for_backward: of a stage of a pipeline, the values that stay from the forward pass of a microbatch until its backward pass.
         in_flight: of a stage of a pipeline, of how many microbatches it holds those at the same time.
     """
 
@@ -87,9 +87,9 @@ class StepGraph:
     retrace: "Callable[[int], StepGraph]" = field(repr=False)
     name: str = "the step"
     microbatching: Microbatching | None = None
-    received: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    handed_on: tuple[Var, ...] = ()
-    held: tuple[Var, ...] = ()
+    received_inputs: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    cross_task_values: tuple[Var, ...] = ()
+    saved_for_backward: tuple[Var, ...] = ()
     in_flight: int = 1
 
     def leaves(self, args: Sequence[Any]) -> list[Any]:

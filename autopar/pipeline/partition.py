@@ -17,7 +17,7 @@ from autopar.ir.graph import Atom
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import Combine, StepGraph
 from autopar.microbatch.gradients import accumulate_p
-from autopar.sharding.dataflow import batch_factors, step_factors
+from autopar.sharding.dataflow import find_batch_factors, step_factors
 from simulator.program import Phase, Run
 
 
@@ -80,7 +80,7 @@ class BatchFacts:
 @memoized_on_step
 def batch_facts(step: StepGraph) -> BatchFacts:
     """Return the values of `step` that depend on the batch."""
-    _, dims = batch_factors(step, step_factors(step))
+    _, dims = find_batch_factors(step, step_factors(step))
     rows = {var: min(var_dims) for var, var_dims in dims.items() if len(var_dims) == 1}
     reached = {step.jaxpr.invars[i] for i in step.batch}
     while True:  # the carries of loops take more than one pass

@@ -115,10 +115,12 @@ def stage_graph(partition: Partition, stage: int) -> StageGraph:
         out_tree=jax.tree.structure(outvars),
         microbatching=stage_eqns.microbatching,
         name=f"{whole.name}, stage {stage}",
-        handed_on=_passed_between(partition, tasks, stage_eqns),
-        held=_saved_for_backward(partition, tasks, received),
+        cross_task_values=_passed_between(partition, tasks, stage_eqns),
+        saved_for_backward=_saved_for_backward(partition, tasks, received),
         retrace=_DividedSteps(partition, stage, tuple(tasks), (*received, *sent)),
-        received={len(inputs) + k: dims.get(var, frozenset()) for k, var in enumerate(received)},
+        received_inputs={
+            len(inputs) + k: dims.get(var, frozenset()) for k, var in enumerate(received)
+        },
     )
     return StageGraph(
         partition,

@@ -46,7 +46,7 @@ class ComposedStage:
         Only the layer with the largest temporaries counts with them.
         """
         points = [point for _, point in self.layers]
-        activations = sum(point.priced.held_bytes for point in points)
+        activations = sum(point.priced.saved_bytes for point in points)
         resident = sum(point.priced.resident_bytes for point in points)
         return StageCost(
             seconds=sum(point.seconds for point in points),

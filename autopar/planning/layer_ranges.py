@@ -183,7 +183,7 @@ def graph_key(graph: StageGraph) -> Hashable:
         step.fingerprint,
         step.batch,
         tuple(step.carried.items()),
-        tuple(step.received.items()),
+        tuple(step.received_inputs.items()),
         micro.count,
         micro.combine,
     )

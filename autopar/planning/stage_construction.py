@@ -460,8 +460,8 @@ def _state_bytes(ranges: LayerRanges, layer: int) -> dict[Var, int]:
 def _saved_bytes(ranges: LayerRanges, layer: int) -> int:
     """Return the bytes that a layer receives and saves for its backward pass, in any stage."""
     step = ranges.layers[layer].step
-    received = {step.jaxpr.invars[i] for i in step.received}
-    return sum(_bytes(var) for var in step.held if var in received)
+    received = {step.jaxpr.invars[i] for i in step.received_inputs}
+    return sum(_bytes(var) for var in step.saved_for_backward if var in received)
 
 
 def _bytes(var: Var) -> int:

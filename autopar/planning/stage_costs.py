@@ -57,12 +57,12 @@ class SolvedStage:
     @property
     def fixed_bytes(self) -> float:
         """Memory of one device without the activations of microbatches in flight."""
-        return self.shardings.peak_bytes - self.shardings.held_bytes
+        return self.shardings.peak_bytes - self.shardings.saved_bytes
 
     @property
     def micro_batch_bytes(self) -> float:
         """Memory of one device for the activations of each microbatch in flight."""
-        return self.shardings.held_bytes
+        return self.shardings.saved_bytes
 
     def bytes(self, in_flight: int) -> float:
         """Return the memory of one device with `in_flight` microbatches in flight."""
@@ -317,7 +317,7 @@ class StageCosts:
         shardings = plan_shardings(
             step, costs.mesh, self.model, self.options, self.budget, costs, start
         )
-        one_in_flight = shardings.peak_bytes - (in_flight - 1) * shardings.held_bytes
+        one_in_flight = shardings.peak_bytes - (in_flight - 1) * shardings.saved_bytes
         return SolvedStage(
             shape,
             replace(shardings, peak_bytes=one_in_flight),
@@ -329,7 +329,7 @@ class StageCosts:
         specs: dict[Var, Spec] = {}
         for layer, (front, point) in enumerate(composed.layers, composed.start):
             step = self.ranges.layers[layer].step
-            received = {step.jaxpr.invars[i] for i in step.received}
+            received = {step.jaxpr.invars[i] for i in step.received_inputs}
             for var, spec in zip(values_of(step), front.problem.specs(point.priced), strict=True):
                 if spec is not None and var not in received:
                     specs[var] = spec

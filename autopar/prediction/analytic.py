@@ -148,7 +148,11 @@ class _StageModel:
 
         Inputs and outputs of the stage's tasks do not count.
         """
-        task_values = {*self._step.jaxpr.invars, *self._step.jaxpr.outvars, *self._step.handed_on}
+        task_values = {
+            *self._step.jaxpr.invars,
+            *self._step.jaxpr.outvars,
+            *self._step.cross_task_values,
+        }
         for _, mark in self._step.microbatching.marks if self._step.microbatching else ():
             task_values.update((*mark.invars, *mark.outvars))
         return _rounded(roles_at_peak(self._memory, self._choices.selected, numbers, task_values))

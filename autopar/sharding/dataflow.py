@@ -14,7 +14,7 @@ from autopar.ir.step_graph import StepGraph
 from autopar.primitives import op_factors, record_of
 from autopar.primitives.factors import OpFactors
 
-type Role = OneOf["batch", "parameter", "state", "received", "other"]
+type InputRole = OneOf["batch", "parameter", "state", "received", "other"]
 """What an input is: per example; carried and used per example; carried for the optimizer's sake; what another stage of a pipeline
 sends; none of these."""
 
@@ -25,18 +25,18 @@ class Dataflow:
 
     Attributes:
         factors: of each equation; None for those that pass values through or have no result.
-        marked: for each equation, the factors that run over the batch.
+        batch_factors: for each equation, the factors that run over the batch.
         per_example: the values that have a batch dim.
-        awaited: values without one that are made of the batch and that others per example are made of: a batch's mean, say.
+        batch_statistics: values without one that are made of the batch and that others per example are made of: a batch's mean, say.
         roles: of each input.
         readers: how many deciding equations read each value.
     """
 
     factors: tuple[OpFactors | None, ...]
-    marked: tuple[frozenset[int], ...]
+    batch_factors: tuple[frozenset[int], ...]
     per_example: frozenset[Var]
-    awaited: frozenset[Var]
-    roles: tuple[Role, ...]
+    batch_statistics: frozenset[Var]
+    roles: tuple[InputRole, ...]
     readers: Counter[Var]
 
 
@@ -45,14 +45,14 @@ def analyse(step: StepGraph) -> Dataflow:
     """The facts about `step`. Raises MissingRuleError when an equation has no sharding rule."""
     eqns = step.jaxpr.eqns
     factors = step_factors(step)
-    marked, per_example = batch_factors(step, factors)
+    marked, per_example = find_batch_factors(step, factors)
     deciding = [eqn for eqn, op in zip(eqns, factors, strict=True) if op is not None and op.decides]
     readers = Counter(atom for eqn in deciding for atom in eqn.invars if isinstance(atom, Var))
     return Dataflow(
         factors=factors,
-        marked=tuple(marked),
+        batch_factors=tuple(marked),
         per_example=frozenset(per_example),
-        awaited=_awaited(step, frozenset(per_example)),
+        batch_statistics=_batch_statistics(step, frozenset(per_example)),
         roles=_roles(step, marked),
         readers=readers,
     )
@@ -71,13 +71,13 @@ def _factors(jaxpr: Jaxpr) -> tuple[OpFactors | None, ...]:
     )
 
 
-def _roles(step: StepGraph, marked: Sequence[frozenset[int]]) -> tuple[Role, ...]:
+def _roles(step: StepGraph, marked: Sequence[frozenset[int]]) -> tuple[InputRole, ...]:
     parameters, carried = _parameters(step, marked), set(step.carried.values())
 
-    def role(i: int, var: Var) -> Role:
+    def role(i: int, var: Var) -> InputRole:
         if i in step.batch:
             return "batch"
-        if i in step.received:
+        if i in step.received_inputs:
             return "received"
         if i in carried:
             return "parameter" if var in parameters else "state"
@@ -86,7 +86,7 @@ def _roles(step: StepGraph, marked: Sequence[frozenset[int]]) -> tuple[Role, ...
     return tuple(role(i, var) for i, var in enumerate(step.jaxpr.invars))
 
 
-def batch_factors(
+def find_batch_factors(
     step: StepGraph, factors: Sequence[OpFactors | None]
 ) -> tuple[list[frozenset[int]], dict[Var, frozenset[int]]]:
     """For each equation the factors that run over the batch, and the batch dims of the values that have some.
@@ -95,11 +95,11 @@ def batch_factors(
     """
     eqns = step.jaxpr.eqns
     dims_of: dict[Var, frozenset[int]] = {step.jaxpr.invars[i]: frozenset({0}) for i in step.batch}
-    dims_of.update((step.jaxpr.invars[i], dims) for i, dims in step.received.items())
-    handed_on: dict[Var, frozenset[int]] = {}
+    dims_of.update((step.jaxpr.invars[i], dims) for i, dims in step.received_inputs.items())
+    carried_dims: dict[Var, frozenset[int]] = {}
     while True:
         marked: list[frozenset[int]] = []
-        known = dict(handed_on)
+        known = dict(carried_dims)
         for eqn, op in zip(eqns, factors, strict=True):
             marks = [
                 frozenset() if isinstance(a, Literal) else dims_of.get(a, frozenset())
@@ -118,12 +118,12 @@ def batch_factors(
             marked.append(found)
             for var, result in zip(eqn.outvars, op.results, strict=True):
                 dims = frozenset(dim for dim, of in enumerate(result) if of and of[0] in found)
-                dims_of[var] = dims | handed_on.get(var, frozenset())
+                dims_of[var] = dims | carried_dims.get(var, frozenset())
             if eqn.primitive is control_flow.loop_result_p:
                 carry, result = eqn.invars[0], eqn.outvars[0]
                 assert isinstance(carry, Var)
-                handed_on[carry] = dims_of[carry] | dims_of[result]
-        if handed_on == known:
+                carried_dims[carry] = dims_of[carry] | dims_of[result]
+        if carried_dims == known:
             return marked, {var: dims for var, dims in dims_of.items() if dims}
 
 
@@ -140,7 +140,7 @@ def _parameters(step: StepGraph, marked: Sequence[frozenset[int]]) -> set[Var]:
             return {var for var in step.jaxpr.invars if var in reaching}
 
 
-def _awaited(step: StepGraph, per_example: frozenset[Var]) -> frozenset[Var]:
+def _batch_statistics(step: StepGraph, per_example: frozenset[Var]) -> frozenset[Var]:
     reached, reaching = {step.jaxpr.invars[i] for i in step.batch}, set(per_example)
     for eqn in step.jaxpr.eqns:
         if record_of(eqn).passes_through:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.ir.spec import LogicalMesh, Spec, Specs, replicated
-from autopar.sharding.dataflow import Role
+from autopar.sharding.dataflow import InputRole
 from autopar.sharding.options import Mode
 from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem, Solution
 
 
 def input_placed(
-    role: Role, shape: Sequence[int], allowed: Specs, mesh: LogicalMesh, mode: Mode
+    role: InputRole, shape: Sequence[int], allowed: Specs, mesh: LogicalMesh, mode: Mode
 ) -> Spec:
     """The one spec of an input that a mode without solver takes, of those `allowed`.
 

@@ -28,7 +28,7 @@ class Priced:
         choice: the option of each decision.
         seconds: of a step, without the price.
         bound: the least that seconds and what memory costs at that price can be together, as far as was proven.
-        resident_bytes: on one device between forward and backward pass, with one microbatch; held_bytes: what each microbatch
+        resident_bytes: on one device between forward and backward pass, with one microbatch; saved_bytes: what each microbatch
             holds of that; extra_bytes: by how much more the fullest moment has.
     """
 
@@ -36,12 +36,12 @@ class Priced:
     seconds: float
     bound: float
     resident_bytes: float
-    held_bytes: float
+    saved_bytes: float
     extra_bytes: float
 
     def bytes(self, in_flight: int) -> float:
         """Resident with so many microbatches."""
-        return self.resident_bytes + (in_flight - 1) * self.held_bytes
+        return self.resident_bytes + (in_flight - 1) * self.saved_bytes
 
 
 class PricedProblem:
@@ -66,14 +66,16 @@ class PricedProblem:
         self.decisions = enumerate_decisions(step, costs, options, deferred)
         self._memory = Memory(step, self.decisions, costs.mesh)
         # What comes from other parts and goes to them is held where it is kept, if it is.
-        passing = {step.jaxpr.invars[i] for i in step.received}.difference(step.held)
+        passing = {step.jaxpr.invars[i] for i in step.received_inputs}.difference(
+            step.saved_for_backward
+        )
         passing.update(
             v
             for o, v in enumerate(step.jaxpr.outvars)
             if o not in step.carried and isinstance(v, Var)
         )
-        self._resident = self._memory.limit(moment, np.inf, passing)
-        self._held = self._memory.held()
+        self._resident = self._memory.capacity_constraint(moment, np.inf, passing)
+        self._held = self._memory.saved_for_backward()
 
     def solve(self, price: float, in_flight: int, tolerance: float) -> Priced:
         """The cheapest choice when a resident byte costs `price` seconds per step, or one proven to be near it, relative.
@@ -88,7 +90,7 @@ class PricedProblem:
             found = propagate(self.decisions.problem())
         choice, gap = found.choice, found.gap or 0.0
         held, resident = self._held.used(choice), self._resident.used(choice)
-        used = self._memory.of_values(choice) + self._memory.of_copies(choice)
+        used = self._memory.value_bytes(choice) + self._memory.copy_bytes(choice)
         seconds = self.decisions.problem().cost(choice)
         return Priced(
             choice,

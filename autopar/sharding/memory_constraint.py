@@ -48,20 +48,20 @@ class Memory:
 
     def __init__(self, step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> None:
         self.step, self.decisions, self.mesh = step, decisions, mesh
-        self.moments = len(step.jaxpr.eqns) + 1
+        self.num_points = len(step.jaxpr.eqns) + 1
         self.moved_for = {
             eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if passes_moves(eqn)
         }
         self.lifetimes = _lifetimes(step, decisions, mesh)
 
-    def of_values(self, choice: Sequence[int], without: Collection[Var] = ()) -> np.ndarray:
+    def value_bytes(self, choice: Sequence[int], without: Collection[Var] = ()) -> np.ndarray:
         """Bytes of the values alive at each moment, some left out, shape (moments,)."""
         lives = (life for life in self.lifetimes if life.var not in without)
         return self._sum(
             (life.start, life.end, life.sizes[choice[life.decision]]) for life in lives
         )
 
-    def of_copies(self, choice: Sequence[int]) -> np.ndarray:
+    def copy_bytes(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes of resharded copies alive at each moment, shape (moments,).
 
         The compiler makes one copy for all who want the same, and keeps it from the first to the last of them.
@@ -83,14 +83,14 @@ class Memory:
             for (atom, spec), (first, last) in alive.items()
         )
 
-    def held(self) -> CapacityConstraint:
+    def saved_for_backward(self) -> CapacityConstraint:
         """Bytes that stay of each microbatch until its backward pass; any number is within the limit."""
         uses: dict[int, np.ndarray] = {}
-        for decision, sizes in _held(self.step, self.decisions, self.mesh):
+        for decision, sizes in _saved(self.step, self.decisions, self.mesh):
             uses[decision] = uses.get(decision, 0) + sizes
         return CapacityConstraint(uses, np.inf)
 
-    def limit(
+    def capacity_constraint(
         self, moment: int, budget: float, without: Collection[Var] = ()
     ) -> CapacityConstraint:
         """That the values alive at `moment`, some left out, and the copies made for it must fit into `budget` bytes."""
@@ -118,7 +118,7 @@ class Memory:
             pairs[key] = pairs.get(key, 0) + copied
         return CapacityConstraint(uses, budget, pairs)
 
-    def least(self) -> float:
+    def lower_bound(self) -> float:
         """Bytes that no choice gets below: at some moment, when every decision takes what is smallest then."""
         smallest = self._sum((life.start, life.end, life.sizes.min()) for life in self.lifetimes)
         return float(smallest.max())
@@ -131,7 +131,7 @@ class Memory:
         return _sizes(atom, specs, self.mesh)
 
     def _sum(self, lives: Iterable[tuple[int, int, float]]) -> np.ndarray:
-        change = np.zeros(self.moments + 1)
+        change = np.zeros(self.num_points + 1)
         for start, end, size in lives:
             change[start] += size
             change[end + 1] -= size
@@ -163,7 +163,7 @@ def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list
     whole = {step.jaxpr.invars[i] for i in step.batch}  # all microbatches of it
     others = step.in_flight - 1
     end = len(step.jaxpr.eqns)
-    held = _held(step, decisions, mesh) if others else ()
+    held = _saved(step, decisions, mesh) if others else ()
     found = [Lifetime(d, 0, end, others * s, role="activations") for d, s in held]
     for var, start, end in lives:
         if (placement := decisions.placements.get(var)) is not None:
@@ -237,9 +237,11 @@ def _waiting(
                 yield Lifetime(decision, min(start, last), last, sizes, role="gradients")
 
 
-def _held(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list[tuple[int, np.ndarray]]:
+def _saved(
+    step: StepGraph, decisions: Decisions, mesh: LogicalMesh
+) -> list[tuple[int, np.ndarray]]:
     """What each microbatch in flight holds: decisions, and bytes per option."""
-    placed = ((var, decisions.placements.get(var)) for var in step.held)
+    placed = ((var, decisions.placements.get(var)) for var in step.saved_for_backward)
     return [(p.decision, _sizes(var, p.specs, mesh)) for var, p in placed if p is not None]
 
 

@@ -31,8 +31,8 @@ def roles_at_peak(
         moments: those to look at; by default all.
         without: values that are not to be counted.
     """
-    copies = memory.of_copies(choice)
-    alive = memory.of_values(choice, without) + copies
+    copies = memory.copy_bytes(choice)
+    alive = memory.value_bytes(choice, without) + copies
     moment = max(moments or range(len(alive)), key=lambda moment: alive[moment])
     held: dict[Role, float] = {"communication": float(copies[moment])}
     roles = _Roles(memory)

@@ -39,7 +39,7 @@ from autopar.sharding.candidates import (
     is_compilable,
     scattered_if_possible,
 )
-from autopar.sharding.dataflow import Role, analyse
+from autopar.sharding.dataflow import InputRole, analyse
 from autopar.sharding.deferred_sync import fits, leads, partial_completions, synchronisations
 from autopar.sharding.distinct_options import each_once
 from autopar.sharding.heuristic import input_placed
@@ -107,7 +107,7 @@ class Decisions:
     outputs: dict[int, Placement] = field(default_factory=dict)
     decided: list[tuple[int, tuple[Placement | None, ...]]] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
-    roles: list[Role] = field(default_factory=list)
+    roles: list[InputRole] = field(default_factory=list)
     shares: list[tuple[int, tuple[int, ...], np.ndarray]] = field(default_factory=list)
     leaders: Mapping[int, int] = field(default_factory=dict)
     scattered: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
@@ -210,7 +210,7 @@ class _Builder:
                 )
             if self.deferred:
                 specs = self._apart(
-                    path, {0} if role == "batch" else self.step.received.get(i, ()), specs
+                    path, {0} if role == "batch" else self.step.received_inputs.get(i, ()), specs
                 )
             placement = self._decide(path, specs)
             self.found.inputs.append(placement)
@@ -279,7 +279,7 @@ class _Builder:
 
     def _decides(self, number: int, eqn: JaxprEqn, factors: OpFactors) -> bool:
         """Whether there is more to choose than what operands imply; a sum over examples (a bias's gradient) may scatter."""
-        sums = any(factors.kinds[f] == "sum" for f in self.flow.marked[number])
+        sums = any(factors.kinds[f] == "sum" for f in self.flow.batch_factors[number])
         return factors.decides or (sums and aval_of(eqn.outvars[0]).ndim > 0)
 
     def _follow(
@@ -343,7 +343,7 @@ class _Builder:
             leader,
             specs,
             self._results(eqn),
-            self.flow.marked[number],
+            self.flow.batch_factors[number],
             self._apart_at(number),
         )
         if key not in self._known_candidates:
@@ -360,7 +360,7 @@ class _Builder:
         return self._known_candidates[key]
 
     def _candidates(self, number: int, eqn: JaxprEqn, factors: OpFactors) -> Candidates:
-        marked = self.flow.marked[number]
+        marked = self.flow.batch_factors[number]
         if (
             eqn.primitive.name == manual_regions.SHARD_MAP
         ):  # what it may do is not told by factors alone
@@ -493,7 +493,7 @@ class _Builder:
         """Seconds of a collective on what a kernel leaves; sums that are ready at the same time are copied together and completed so."""
         costs = self._costs_of(var)
         kind, num_bytes, axes = step
-        if together == 1 or kind != "all_reduce" or var not in self.flow.awaited:
+        if together == 1 or kind != "all_reduce" or var not in self.flow.batch_statistics:
             return costs.collective(kind, num_bytes, axes)
         return costs.collective(kind, together * num_bytes, axes) / together + self.costs.copy(
             4 * num_bytes
@@ -525,7 +525,7 @@ class _Builder:
 
     def _fits(self, number: int, assignment: Assignment) -> bool:
         return not self._apart_at(number) or fits(
-            assignment, self.flow.marked[number], self.deferred
+            assignment, self.flow.batch_factors[number], self.deferred
         )
 
     def _apart(self, path: str, rows: Collection[int], specs: Specs) -> Specs:
@@ -655,7 +655,7 @@ class _Builder:
         """Costs of collectives on this value; those of weights and their gradients are combined by the compiler."""
         return (
             self.costs
-            if atom in self.flow.per_example or atom in self.flow.awaited
+            if atom in self.flow.per_example or atom in self.flow.batch_statistics
             else self.combined
         )
 

@@ -22,7 +22,7 @@ from autopar.ir.spec import (
     partition_spec,
 )
 from autopar.ir.step_graph import StepGraph
-from autopar.sharding.dataflow import Role
+from autopar.sharding.dataflow import InputRole
 from autopar.sharding.options import Freedom, ShardingOptions
 
 
@@ -31,7 +31,7 @@ class ShardingError(ValueError):
 
 
 def input_specs(
-    role: Role,
+    role: InputRole,
     path: str,
     shape: Sequence[int],
     mesh: LogicalMesh,

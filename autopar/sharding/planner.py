@@ -15,7 +15,7 @@ from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import LogicalMesh, Spec, replicated
 from autopar.ir.step_graph import MicrobatchError, StepGraph
 from autopar.primitives import is_partitioned_wrongly
-from autopar.sharding.dataflow import Role
+from autopar.sharding.dataflow import InputRole
 from autopar.sharding.deferred_sync import Axes, candidates, check_parts
 from autopar.sharding.heuristic import propagate
 from autopar.sharding.memory_constraint import Memory
@@ -67,14 +67,14 @@ class Shardings:
         deferred: mesh axes along which gradients are completed once, after all microbatches.
         warnings: what the plan does without, and why.
         eqn_seconds: what each equation takes in a step, bringing its operands where it wants them included.
-        held_bytes: of a stage of a pipeline, what one device keeps of each microbatch from its forward to its backward pass.
+        saved_bytes: of a stage of a pipeline, what one device keeps of each microbatch from its forward to its backward pass.
         roles_at_peak: what `peak_bytes` are for.
     """
 
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
     constraints: tuple[Constraint, ...]
-    roles: tuple[Role, ...]
+    roles: tuple[InputRole, ...]
     seconds: float
     split: Seconds
     peak_bytes: float
@@ -83,7 +83,7 @@ class Shardings:
     deferred: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     eqn_seconds: tuple[float, ...] = ()
-    held_bytes: float = 0.0
+    saved_bytes: float = 0.0
     roles_at_peak: Mapping[MemoryRole, float] = field(default_factory=dict)
 
 
@@ -202,12 +202,12 @@ def _plan_deferring(
         solution, peak_bytes = _solve_within(memory, decisions.problem(), budget, options, start)
     else:
         solution, peak_bytes = _propagate_within(memory, decisions.problem(), budget)
-    held = memory.held().used(solution.choice)
+    held = memory.saved_for_backward().used(solution.choice)
     found = _shardings(step, decisions, solution, peak_bytes)
     return replace(
         found,
         deferred=deferred,
-        held_bytes=held,
+        saved_bytes=held,
         roles_at_peak=roles_at_peak(memory, solution.choice),
     )
 
@@ -226,7 +226,7 @@ def _solve_within(
     """
 
     def used(choice: Sequence[int]) -> np.ndarray:
-        return memory.of_values(choice) + memory.of_copies(choice)
+        return memory.value_bytes(choice) + memory.copy_bytes(choice)
 
     def allowed(choice: Sequence[int]) -> bool:
         return math.isinf(budget) or bool(used(choice).max() <= budget)
@@ -247,15 +247,15 @@ def _solve_within(
         except InfeasibleError as error:
             if not limits:
                 raise
-            raise MemoryBudgetError(budget, memory.least(), memory.step.name) from error
+            raise MemoryBudgetError(budget, memory.lower_bound(), memory.step.name) from error
         peaks = used(solution.choice)
         moment = int(peaks.argmax())
         if peaks[moment] <= budget:
             return solution, float(peaks[moment])
         bound = max(bound, solution.bound)
-        kept = peaks[moment] - memory.limit(moment, budget).used(solution.choice)
+        kept = peaks[moment] - memory.capacity_constraint(moment, budget).used(solution.choice)
         tightened = 0.98 * limits[moment].bound if moment in limits else budget
-        limits[moment] = memory.limit(moment, min(tightened, budget - kept))
+        limits[moment] = memory.capacity_constraint(moment, min(tightened, budget - kept))
 
 
 def _like(
@@ -292,7 +292,7 @@ def _propagate_within(
 ) -> tuple[Solution, float]:
     """What propagation from the inputs chooses, and its peak memory, if that is within `budget`."""
     solution = propagate(problem)
-    peak = float((memory.of_values(solution.choice) + memory.of_copies(solution.choice)).max())
+    peak = float((memory.value_bytes(solution.choice) + memory.copy_bytes(solution.choice)).max())
     if peak > budget:
         raise MemoryBudgetError(budget, peak, memory.step.name)
     return solution, peak
@@ -332,7 +332,7 @@ def _shardings(
     for use in decisions.uses:  # the partitioner has no part in these: where they read is told them
         if use.eqn is not None and is_partitioned_wrongly(step.jaxpr.eqns[use.eqn]):
             moves.add(Constraint(use.eqn, "in", use.operand, use.required[choice[use.decision]]))
-    for var in step.handed_on:
+    for var in step.cross_task_values:
         placement = decisions.placements[var]
         spec = (
             placement.specs[choice[placement.decision]]

@@ -32,7 +32,7 @@ class Values:
         self.base = self._bases()
         self.inputs = {*step.jaxpr.invars, *step.jaxpr.constvars}
         returned = (atom for atom in step.jaxpr.outvars if isinstance(atom, Var))
-        self.outputs = {self.base.get(var, var) for var in (*returned, *step.handed_on)}
+        self.outputs = {self.base.get(var, var) for var in (*returned, *step.cross_task_values)}
 
     def _bases(self) -> dict[Var, Var]:
         """For each view the value that it shows."""

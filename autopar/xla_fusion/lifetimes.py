@@ -31,7 +31,7 @@ def stored_values(step: StepGraph) -> frozenset[Var]:
     """The values that are written to memory: inputs, outputs, what the tasks of a stage hand on to one another, and what a kernel other
     than a fusion writes or reads."""
     eqns, outputs = step.jaxpr.eqns, {atom for atom in step.jaxpr.outvars if isinstance(atom, Var)}
-    outputs.update(step.handed_on)
+    outputs.update(step.cross_task_values)
     readers = Counter(atom for eqn in eqns for atom in _operands(eqn))
     makers = {var: eqn for eqn in eqns for var in eqn.outvars}
     stored, in_place = {*step.jaxpr.invars, *step.jaxpr.constvars, *outputs}, set()
@@ -87,9 +87,9 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
     eqns = step.jaxpr.eqns
     stored, end, loops = stored_values(step), len(eqns), control_flow.spans(eqns)
     outputs = {atom for atom in step.jaxpr.outvars if isinstance(atom, Var)}
-    apart = outputs.union(step.handed_on)  # stored in a place of their own
+    apart = outputs.union(step.cross_task_values)  # stored in a place of their own
     first: dict[Var, int] = dict.fromkeys((*step.jaxpr.invars, *step.jaxpr.constvars), 0)
-    received = {step.jaxpr.invars[i] for i in step.received}
+    received = {step.jaxpr.invars[i] for i in step.received_inputs}
     last: dict[Var, int] = dict.fromkeys(first.keys() - received, end)
     last.update(dict.fromkeys(outputs, end))
     views: set[Var] = set()
@@ -122,9 +122,11 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
         ):  # onto zeros that are made together with what was pooled
             pooled = eqn.invars[1]
             first[eqn.outvars[0]] = first[pooled] if isinstance(pooled, Var) else 0
-    if step.microbatching and step.handed_on:
+    if step.microbatching and step.cross_task_values:
         done = max((number for number, _ in step.microbatching.body), default=0)
-        through = (var for var in (*step.handed_on, *received) if first.get(var, done) < done)
+        through = (
+            var for var in (*step.cross_task_values, *received) if first.get(var, done) < done
+        )
         last.update((var, max(done, last.get(var, 0))) for var in through)
     return {var: (first[var], last.get(var, first[var])) for var in stored - views}
 

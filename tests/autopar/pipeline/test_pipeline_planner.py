@@ -281,7 +281,7 @@ def test_memory_grows_with_microbatches_in_flight(mlp):
 
 
 def graph_bytes(graph) -> int:
-    return sum(var.aval.size * var.aval.dtype.itemsize for var in graph.step.held)
+    return sum(var.aval.size * var.aval.dtype.itemsize for var in graph.step.saved_for_backward)
 
 
 def test_gpipe_needs_the_memory_of_all_microbatches(mlp):

@@ -56,4 +56,4 @@ def test_each_price_bounds_what_was_found_at_all_others(found):
 
 def test_microbatches_in_flight_cost_what_they_hold(found):
     one = found[0.0]
-    assert one.bytes(3) == one.bytes(1) + 2 * one.held_bytes
+    assert one.bytes(3) == one.bytes(1) + 2 * one.saved_bytes
