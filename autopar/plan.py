@@ -21,7 +21,7 @@ from autopar.sharding.dataflow import InputRole
 from autopar.sharding.options import ShardingOptions
 from simulator.files import brief, one_line, parse_json, read_text, write_text
 from simulator.memory import Role as MemoryRole
-from simulator.memory import apportioned
+from simulator.memory import apportion
 
 VERSION = 3
 
@@ -215,7 +215,7 @@ class MemorySplit(_Model):
     @classmethod
     def of(cls, roles: Mapping[MemoryRole, float], total: int) -> Self:
         """Return the split of `total` bytes into `roles`; the remainder counts as temporaries."""
-        return cls(**apportioned(roles, total, "temporaries"))
+        return cls(**apportion(roles, total, "temporaries"))
 
     def __str__(self) -> str:
         """Return the parts of at least one percent, largest first."""

@@ -1,16 +1,21 @@
-"""Simulates programs on clusters that need not be here: describe the hardware, what runs on it, and read the timeline.
+"""Simulation of programs on clusters that need not exist on this machine.
+
+Describe the hardware and the program, and read the timeline.
 
 >>> from simulator import Cluster, Gemm, Kernel, Program, Run, simulate
->>> product = Kernel("matmul", "gemm", flops=2 * 4096**3, bytes=3 * 4 * 4096**2, gemm=Gemm(4096, 4096, 4096))
+>>> sizes = Gemm(4096, 4096, 4096)
+>>> product = Kernel("matmul", "gemm", flops=sizes.flops, bytes=3 * 4 * 4096**2, gemm=sizes)
 >>> program = Program.single((product,))
 >>> timeline = simulate(program, Cluster.load("p3.16xlarge"))
 >>> f"{timeline.makespan * 1e3:.1f} ms"
 '9.7 ms'
 
-`predict` says where the time goes, what a device holds and how well it is used; `Clock` finds the time alone, in no time.
+`predict` adds the breakdown of the time, the memory by role and the utilization. `Clock` computes
+the time alone, in a millisecond.
 
-It knows nothing of JAX: `simulator.hlo` reads compiled programs as text, everything else is plain numbers. `simulator.transformer` predicts
-transformers by their sizes, `python -m simulator` does so from files and compares with published numbers.
+The package doesn't import JAX: `simulator.hlo` reads compiled programs as text, and all other input
+is plain numbers. `simulator.transformer` predicts transformers from their sizes. `python -m
+simulator` predicts from files, and compares predictions with published measurements.
 """
 
 from simulator.backend import BACKENDS, Backend

@@ -1,3 +1,5 @@
+"""Entry point of `python -m simulator`."""
+
 from simulator.cli import app
 
 if __name__ == "__main__":

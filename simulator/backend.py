@@ -1,4 +1,4 @@
-"""The software that drives devices: what it costs the host, for scenarios and for programs."""
+"""The software that drives devices: its costs on the host, for scenarios and for programs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,16 +6,21 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What a launch costs the host, how well things are fused, and how the network is used.
+    """Costs of launches on the host, fusion of the update, and use of the network.
 
     Attributes:
-        kernel_us: of the host for a kernel; a device that computes faster than that waits for the host.
-        step_us: of the host for a step, beside its kernels.
-        update_bytes: read and written per parameter by the optimizer, clipping and unscaling included; a program has its own kernels.
-        max_nics: NICs of a host that a group spreads over, at most; None for all of them. Only scenarios read it.
-        regathers: whether parameters divided over the data axis are gathered once more to recompute activations. Only scenarios
-            read it.
-        instruction_us: of the host for an instruction of a program: handing over a task, a send or a receive.
+        name: the name that users give.
+        kernel_us: microseconds of the host for a kernel. A device that computes a kernel faster
+            waits for the host.
+        step_us: microseconds of the host for a step, beside its kernels.
+        update_bytes: bytes per parameter that the optimizer reads and writes, clipping and
+            unscaling included. Only scenarios read it; a program has its own kernels.
+        max_nics: NICs of a host that a group spreads over, at most; None for all of them. Only
+            scenarios read it.
+        regathers: whether parameters sharded over the data axis are gathered once more for remat.
+            Only scenarios read it.
+        instruction_us: microseconds of the host for an instruction of a program: the issue of a
+            task, a send or a receive.
     """
 
     name: str
@@ -28,19 +33,21 @@ class Backend:
 
 
 EAGER = Backend("eager", kernel_us=54.4, step_us=5.1e3, update_bytes=60.0, instruction_us=54.4)
-"""PyTorch as Megatron-LM uses it, kernel by kernel. Both times of the host are fitted to 40 rows of vTrain's single-node table; a send is
-taken to be a launch like any other."""
+"""PyTorch as Megatron-LM uses it, kernel by kernel. Both times of the host are fitted to 40 rows of
+vTrain's single-node table. The issue of an instruction is assumed to cost as much as a launch."""
 
 ZERO_2021 = replace(EAGER, name="zero-2021", max_nics=1, regathers=True)
-"""The first ZeRO-3 of DeepSpeed: a gather is one ring, through one NIC of each host."""
+"""The first ZeRO-3 of DeepSpeed: an all_gather is one ring, through one NIC of each host."""
 
 JITTED = Backend("jitted", kernel_us=1.0, step_us=200.0, update_bytes=32.0, instruction_us=20.0)
-"""A compiled step: launches are cheap, the update is one fusion. Estimates: nothing was fitted to them."""
+"""A compiled step: launches are cheap and the update is one fusion. The numbers are estimates, not
+fitted to measurements."""
 
 CUDA_GRAPH = replace(JITTED, name="cuda-graph", kernel_us=0.6, instruction_us=15.0)
-"""A compiled step whose kernels are recorded and launched together: 15 us a launch and 0.6 us a kernel, measured with kernels that do
-nothing on an RTX 5070 Ti (github.com/ahrefs/ocannl, issue 488), where kernels launched one by one take 2.7. What a step costs besides is taken
-to be as in `JITTED`. The gap between kernels on the device stays as it is."""
+"""A compiled step whose kernels are recorded and launched together: 15 us a launch and 0.6 us a
+kernel. Both were measured with empty kernels on an RTX 5070 Ti (github.com/ahrefs/ocannl, issue
+488), where kernels launched one by one take 2.7 us. All other costs are assumed to be those of
+`JITTED`. The gap between kernels on the device is unchanged."""
 
 BACKENDS: Mapping[str, Backend] = {
     backend.name: backend for backend in (EAGER, JITTED, CUDA_GRAPH, ZERO_2021)
@@ -48,7 +55,11 @@ BACKENDS: Mapping[str, Backend] = {
 
 
 def backend_named(name: str) -> Backend:
-    """One of `BACKENDS`; an unknown name: `ValueError`."""
+    """Return one of `BACKENDS`.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; expected one of {', '.join(BACKENDS)}")
     return BACKENDS[name]

@@ -1,4 +1,4 @@
-"""The simulator's own command line: `python -m simulator`."""
+"""The simulator's command line: `python -m simulator`."""
 
 import json
 from pathlib import Path
@@ -34,13 +34,13 @@ from simulator.validation.report import (
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Predicts training steps on clusters that need not be here.",
+    help="Predict training steps on clusters that need not exist on this machine.",
 )
 
 
 @app.callback()
 def main() -> None:
-    """Predicts training steps on clusters that need not be here."""
+    """Predict training steps on clusters that need not exist on this machine."""
 
 
 @app.command("predict")
@@ -48,7 +48,8 @@ def predict_file(
     file: Annotated[
         Path,
         typer.Argument(
-            help="A program, .json, as simulator.save_program writes it; or a scenario: YAML with the sections `model` and `execution`.",
+            help="A program, .json, as simulator.save_program writes it; or a scenario: YAML with"
+            " the sections `model` and `execution`.",
             exists=True,
             dir_okay=False,
         ),
@@ -59,7 +60,8 @@ def predict_file(
     backend: Annotated[
         str | None,
         typer.Option(
-            help=f"The software that runs it: {', '.join(BACKENDS)}. Scenarios: eager by default; programs: devices alone by default."
+            help=f"The software that drives the devices: {', '.join(BACKENDS)}. By default eager"
+            " for scenarios, none for programs."
         ),
     ] = None,
     change: Annotated[
@@ -67,7 +69,8 @@ def predict_file(
         typer.Option(
             "--set",
             "--what-if",
-            help="section.field=value of cluster, or of a scenario's model or execution; or a factor, e.g. cluster.inter_host.bandwidth_gb_per_s=2x.",
+            help="section.field=value of cluster, or of a scenario's model or execution; or a"
+            " factor, e.g. cluster.inter_host.bandwidth_gb_per_s=2x.",
         ),
     ] = None,
     gantt: Annotated[
@@ -79,20 +82,23 @@ def predict_file(
     ] = None,
     as_text: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Predicts a training step: time, where it goes, and memory. Several clusters make several columns."""
+    """Predict a training step: its time, the breakdown of the time, and memory.
+
+    Several clusters make several columns.
+    """
     names = cluster or ["dgx_a100_80"]
     try:
         check_writable(gantt, trace)
         changes = [Change.parse(text) for text in change or []]
         if file.suffix == ".json":
-            driver = None if backend is None else backend_named(backend)
-            predictions = _of_program(file, names, changes, driver, gantt, trace)
+            software = None if backend is None else backend_named(backend)
+            predictions = _predict_program(file, names, changes, software, gantt, trace)
         else:
             if gantt is not None or trace is not None:
                 raise ValueError(
                     "a scenario has no timeline; --gantt and --trace are for programs (.json)"
                 )
-            predictions = _of_scenario(file, names, changes, backend or "eager")
+            predictions = _predict_scenario(file, names, changes, backend or "eager")
     except (ValueError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None
     if as_text:
@@ -103,20 +109,20 @@ def predict_file(
         console.print(prediction_table(predictions))
 
 
-def _of_scenario(
+def _predict_scenario(
     file: Path, names: list[str], changes: list[Change], backend: str
 ) -> dict[str, Prediction]:
-    of_cluster = [each for each in changes if each.path[0] == "cluster"]
-    scenario = Scenario.load(file, [each for each in changes if each.path[0] != "cluster"])
+    cluster_changes = [change for change in changes if change.path[0] == "cluster"]
+    scenario = Scenario.load(file, [change for change in changes if change.path[0] != "cluster"])
     devices = scenario.execution.devices
-    machines = {name: load_machine(name, devices, backend, of_cluster) for name in names}
+    machines = {name: load_machine(name, devices, backend, cluster_changes) for name in names}
     return {
         name: predict(scenario.model, scenario.execution, machine)
         for name, machine in machines.items()
     }
 
 
-def _of_program(
+def _predict_program(
     file: Path,
     names: list[str],
     changes: list[Change],
@@ -124,9 +130,11 @@ def _of_program(
     gantt: Path | None,
     trace: Path | None,
 ) -> dict[str, Prediction]:
-    if elsewhere := [each.text for each in changes if each.path[0] != "cluster"]:
+    other_changes = [change.text for change in changes if change.path[0] != "cluster"]
+    if other_changes:
         raise ValueError(
-            f"{elsewhere[0]!r}: a program can't be changed, only its cluster: cluster.field=value"
+            f"{other_changes[0]!r}: a program can't be changed, only its cluster:"
+            " cluster.field=value"
         )
     if (gantt or trace) and len(names) > 1:
         raise ValueError(f"--gantt and --trace are of one timeline; given {len(names)} clusters")
@@ -134,9 +142,9 @@ def _of_program(
     devices = 1 + max(map(max, program.meshes), default=0)
     predictions = {}
     for name in names:
-        where = load_for_program(name, devices, changes)
-        timeline = simulate(program, where, backend=backend)
-        predictions[name] = prediction_of(timeline, where)
+        cluster = load_for_program(name, devices, changes)
+        timeline = simulate(program, cluster, backend=backend)
+        predictions[name] = prediction_of(timeline, cluster)
         if gantt is not None:
             save_gantt(timeline, gantt)
         if trace is not None:
@@ -152,7 +160,8 @@ def validate(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="A folder with other rows of these sets, as CSV files of the same names and columns; sets without a file there are left out.",
+            help="A folder with other rows of these sets, as CSV files of the same names and"
+            " columns; sets without a file there are left out.",
             exists=True,
             file_okay=False,
         ),
@@ -168,14 +177,19 @@ def validate(
         bool, typer.Option("--json", help="Print everything as JSON instead of a table.")
     ] = False,
     worst: Annotated[
-        int, typer.Option(help="Also show so many rows of each set with the largest errors.")
+        int, typer.Option(help="Also show this many rows of each set with the largest errors.")
     ] = 0,
 ) -> None:
-    """Compares predictions with published measurements: errors, rank correlation, and the cost of choosing plans by prediction."""
-    known = {published.name: published for published in published_sets()}
-    if unknown := [name for name in sets or [] if name not in known]:
-        raise typer.BadParameter(f"unknown set {unknown[0]!r}; expected some of {', '.join(known)}")
-    chosen = [known[name] for name in sets or known]
+    """Compare predictions with published measurements.
+
+    Prints errors, rank correlation, and the cost of choosing plans by prediction.
+    """
+    sets_by_name = {published.name: published for published in published_sets()}
+    if unknown := [name for name in sets or [] if name not in sets_by_name]:
+        raise typer.BadParameter(
+            f"unknown set {unknown[0]!r}; expected some of {', '.join(sets_by_name)}"
+        )
+    chosen = [sets_by_name[name] for name in sets or sets_by_name]
     if data is not None:
         chosen = [
             published
@@ -183,9 +197,7 @@ def validate(
             if any((data / f"{name}.csv").exists() for name in published.files)
         ]
     console, errors = Console(), Console(stderr=True)
-    console.width = max(
-        console.width, 105
-    )  # room for the table where nobody reads it on a terminal
+    console.width = max(console.width, 105)  # room for the table if the output is not a terminal
     comparisons = []
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), console=errors, transient=True
@@ -201,7 +213,9 @@ def validate(
                 raise typer.BadParameter(f"{published.name}: {error}") from None
             progress.advance(task)
     if not comparisons:
-        names = ", ".join(f"{name}.csv" for published in known.values() for name in published.files)
+        names = ", ".join(
+            f"{name}.csv" for published in sets_by_name.values() for name in published.files
+        )
         raise typer.BadParameter(f"{data}: no rows to compare; expected some of {names}")
     if as_text:
         typer.echo(json.dumps(as_json(comparisons), indent=1))
@@ -230,7 +244,8 @@ def _print_worst(console: Console, comparison: Comparison, count: int) -> None:
     for case in sorted(comparison.cases, key=lambda case: -abs(case.error))[:count]:
         unit = comparison.published.unit
         console.print(
-            f"{comparison.published.name}: {case.name}: {case.predicted:.4g} {unit}, measured {case.measured:.4g} ({case.error:+.1%})",
+            f"{comparison.published.name}: {case.name}: {case.predicted:.4g} {unit},"
+            f" measured {case.measured:.4g} ({case.error:+.1%})",
             highlight=False,
         )
 
@@ -241,7 +256,7 @@ def schema(
         str, typer.Argument(help=f"Of a file that describes: {', '.join(SCHEMAS)}.")
     ] = "cluster",
 ) -> None:
-    """Prints the JSON schema of files that describe hardware, with what each field means, for editors and checkers."""
+    """Print the JSON schema of files that describe hardware, for editors and checkers."""
     if kind not in SCHEMAS:
         raise typer.BadParameter(
             f"unknown kind of file {kind!r}; expected one of {', '.join(SCHEMAS)}"
@@ -260,8 +275,10 @@ def calibrate(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="The profile to write, .yaml.")] = None,
 ) -> None:
-    """Fits the curves of collectives to a table of measurements, a fifth of which is held out for the errors; without a table, the shipped
-    profiles of GPUs and links anew to the measurements that come with them, in place.
+    """Fit the curves of collectives to a table of measurements.
+
+    A fifth of the rows is not fitted to; the errors are those on that fifth. Without a table, fit
+    the shipped profiles of GPUs and links again, in place, to the measurements shipped with them.
 
     (`autopar calibrate` measures the devices of this machine, and writes a cluster file.)
     """

@@ -1,4 +1,7 @@
-"""Reads and writes text, YAML and JSON files; an error is one bounded line that names the file and says what was expected."""
+"""Reading and writing of text, YAML and JSON files.
+
+An error is one bounded line that names the file and says what was expected.
+"""
 
 import json
 import reprlib
@@ -43,7 +46,7 @@ def brief(value: object) -> str:
     """Return `repr(value)`, shortened where it is long."""
     try:
         return _BRIEF.repr(value)
-    except ValueError:  # Python prints no whole number of more than 4300 digits
+    except ValueError:  # Python prints no integer of more than 4300 digits.
         return f"a {type(value).__name__} too long to print"
 
 
@@ -59,6 +62,7 @@ def read_text(
     """Return the text in a file.
 
     Args:
+        path: the file.
         expected: what the file should be, for errors.
         error: the class of errors.
 
@@ -71,7 +75,7 @@ def read_text(
         raise error(
             f"{one_line(path)}: can't be read ({reason.strerror}); expected {expected}"
         ) from None
-    except ValueError as reason:  # a path with a null character
+    except ValueError as reason:  # The path has a null character.
         raise error(
             f"{one_line(repr(str(path)))}: can't be read ({reason}); expected {expected}"
         ) from None
@@ -88,7 +92,7 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a file.
 
     Raises:
-        FileError: it can't be written, e.g. because its folder is not there.
+        FileError: it can't be written, e.g. because its folder doesn't exist.
     """
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -104,10 +108,13 @@ def unwritable(path: str | Path, reason: OSError) -> FileError:
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Check before long work that files can be written after it; None stands for an output that nobody wants.
+    """Check before long work that files can be written after it.
+
+    Args:
+        paths: the files; None for an output that is not wanted.
 
     Raises:
-        FileError: a path is a folder, or its folder is not there.
+        FileError: a path is a folder, or its folder doesn't exist.
     """
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
@@ -125,6 +132,7 @@ def parse_json(text: str, source: object, error: type[ValueError] = FileError) -
     """Return the value of a JSON text.
 
     Args:
+        text: the JSON.
         source: what errors call the text, e.g. its path.
         error: the class of errors.
 
@@ -140,9 +148,10 @@ def parse_json(text: str, source: object, error: type[ValueError] = FileError) -
 
 
 def parse_yaml(text: str, source: object, error: type[ValueError] = FileError) -> Any:
-    """Return the value of a YAML text, of which no key is given twice.
+    """Return the value of a YAML text. A mapping must not have a key twice.
 
     Args:
+        text: the YAML.
         source: what errors call the text, e.g. its path.
         error: the class of errors.
 
@@ -168,7 +177,8 @@ def parse_yaml(text: str, source: object, error: type[ValueError] = FileError) -
         raise error(
             f"{source}: is not YAML: {where}{one_line(reason.problem or reason.context)}"
         ) from None
-    # PyYAML's own errors, and those of Python where a value isn't what its form or its tag promises: a date such as 2026-13-01, `!!int x`
+    # PyYAML's own errors, and those of Python where a value isn't what its form or its tag
+    # promises: a date such as 2026-13-01, `!!int x`.
     except (
         yaml.YAMLError,
         ValueError,
@@ -183,7 +193,7 @@ def parse_yaml(text: str, source: object, error: type[ValueError] = FileError) -
 def read_yaml(
     path: str | Path, expected: str = "a YAML file", error: type[ValueError] = FileError
 ) -> Any:
-    """Return the value in a YAML file; errors are those of `read_text` and `parse_yaml`."""
+    """Return the value in a YAML file, or raise an error as `read_text` and `parse_yaml` do."""
     return parse_yaml(read_text(path, expected, error), path, error)
 
 
@@ -191,12 +201,13 @@ def read_table(path: str | Path, error: type[ValueError] = FileError) -> "pd.Dat
     """Return the table in a CSV file.
 
     Args:
+        path: the file.
         error: the class of errors.
 
     Raises:
         error: the file can't be read, or holds no table.
     """
-    import pandas as pd  # which takes long to import
+    import pandas as pd  # slow to import
 
     text = read_text(path, "a CSV file", error)
     try:
@@ -206,7 +217,17 @@ def read_table(path: str | Path, error: type[ValueError] = FileError) -> "pd.Dat
 
 
 def _check(node: yaml.Node, sizes: dict[int, int], depth: int) -> int:
-    """Return how many values a node has once aliases are expanded; refuse what is too large or given twice."""
+    """Return how many values a node has once aliases are expanded.
+
+    Args:
+        node: the node.
+        sizes: the result for each node that was visited, by id; 0 for a node that is being visited.
+        depth: levels of nodes above this one.
+
+    Raises:
+        MarkedYAMLError: the node has too many values, a key twice, or an alias of itself.
+        RecursionError: the node is nested too deeply.
+    """
     if id(node) in sizes:
         if not sizes[id(node)]:
             raise yaml.MarkedYAMLError(

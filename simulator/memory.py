@@ -1,4 +1,4 @@
-"""Memory of one device over one step."""
+"""Memory of one device during a step, by role."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,12 +14,20 @@ Role = Literal[
     "communication",
     "temporaries",
 ]
-"""What memory holds: parameters; the state carried beside them; gradients of parameters, added up or waiting for the update; what
-the forward pass leaves for the backward pass; the batch and other inputs; results in a place of their own; copies of what other
-devices hold; and all that is needed for a moment."""
+"""What memory stores.
+
+- parameters: the parameters.
+- optimizer: the state that the step updates beside them.
+- gradients: gradients of parameters, accumulated or waiting for the update.
+- activations: values saved for the backward pass.
+- inputs: the batch and other inputs.
+- outputs: results that don't reuse an input.
+- communication: copies of what other devices store.
+- temporaries: everything else.
+"""
 
 Level = Mapping[Role, int]
-"""Bytes on one device at some moment, by what they hold."""
+"""Bytes on one device at one time, by role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +37,9 @@ class MemoryUse:
     Attributes:
         arguments: inputs of the step, donated ones included.
         outputs: results of the step, those that reuse a donated input included.
-        aliased: the part of `outputs` that lives in donated inputs.
-        temporaries: what is alive only while the step runs.
-        roles: the total by what it holds; empty if nobody says.
+        aliased: the part of `outputs` that reuses donated inputs.
+        temporaries: what is live only while the step runs.
+        roles: the total by role; empty if unknown.
     """
 
     arguments: int = 0
@@ -43,7 +51,8 @@ class MemoryUse:
     def __post_init__(self) -> None:
         if self.roles and sum(self.roles.values()) != self.total:
             raise ValueError(
-                f"roles {dict(self.roles)} sum up to {sum(self.roles.values())}, expected {self.total}"
+                f"roles {dict(self.roles)} sum up to {sum(self.roles.values())},"
+                f" expected {self.total}"
             )
 
     @property
@@ -52,26 +61,37 @@ class MemoryUse:
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     def parts(self) -> dict[str, int]:
-        """The total by what it holds: by role, or else as the compiler counts, outputs without those that live in arguments."""
+        """Return the parts of the total.
+
+        These are the roles if they are known. Otherwise they are the compiler's categories, where
+        outputs are those that don't reuse arguments.
+        """
         if self.roles:
             return {**self.roles}
         new = self.outputs - self.aliased
         return {"arguments": self.arguments, "outputs": new, "temporaries": self.temporaries}
 
 
-def apportioned(parts: Mapping[Role, float], total: int, rest: Role) -> dict[Role, int]:
-    """`parts` as whole bytes that sum up to `total`: what they lack is of the role `rest`, where they are too many all shrink alike."""
+def apportion(parts: Mapping[Role, float], total: int, rest: Role) -> dict[Role, int]:
+    """Return `parts` as whole bytes that sum up to `total`.
+
+    Args:
+        parts: estimates of the bytes of each role. If they exceed `total`, all shrink by the same
+            factor.
+        total: bytes that are exact.
+        rest: the role of the bytes that `parts` lack.
+    """
     shrink = min(1.0, total / (sum(parts.values()) or 1.0))
-    found: dict[Role, int] = {role: int(shrink * size) for role, size in parts.items()}
-    found[rest] = found.get(rest, 0) + total - sum(found.values())
-    return {role: size for role, size in found.items() if size}
+    whole: dict[Role, int] = {role: int(shrink * size) for role, size in parts.items()}
+    whole[rest] = whole.get(rest, 0) + total - sum(whole.values())
+    return {role: size for role, size in whole.items() if size}
 
 
-def added[Bytes: (int, float)](*several: Mapping[Role, Bytes]) -> dict[Role, Bytes]:
-    """The sum, role by role."""
+def sum_roles[Bytes: (int, float)](*mappings: Mapping[Role, Bytes]) -> dict[Role, Bytes]:
+    """Return the sum of bytes, role by role."""
     total: dict[Role, Bytes] = {}
-    for each in several:
-        for role, size in each.items():
+    for sizes in mappings:
+        for role, size in sizes.items():
             total[role] = total[role] + size if role in total else size
     return total
 
@@ -79,22 +99,30 @@ def added[Bytes: (int, float)](*several: Mapping[Role, Bytes]) -> dict[Role, Byt
 def with_roles(
     use: MemoryUse, arguments: Mapping[Role, float], temporaries: Mapping[Role, float]
 ) -> MemoryUse:
-    """`use`, with what its arguments and its temporaries hold; it has the last word on how many bytes these are."""
-    roles = added(
-        apportioned(arguments, use.arguments, "inputs"),
-        apportioned({"outputs": use.outputs - use.aliased}, use.outputs - use.aliased, "outputs"),
-        apportioned(temporaries, use.temporaries, "temporaries"),
+    """Return `use` with roles.
+
+    Args:
+        use: the memory of a device, whose numbers of bytes are exact.
+        arguments: estimated bytes of the arguments by role.
+        temporaries: estimated bytes of the temporaries by role.
+    """
+    outputs = use.outputs - use.aliased
+    roles = sum_roles(
+        apportion(arguments, use.arguments, "inputs"),
+        apportion({"outputs": outputs}, outputs, "outputs"),
+        apportion(temporaries, use.temporaries, "temporaries"),
     )
     return replace(use, roles=roles)
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a device holds when it is fullest, and whether it can.
+    """Peak memory of a device, and its capacity.
 
     Attributes:
-        parts: bytes by what they are: parameters, activations, ...
-        reserve: bytes that no step gets: the driver's, workspaces of libraries, communication buffers.
+        parts: bytes by role, or by category of the compiler; empty if unknown.
+        reserve: bytes that no step gets: those of the driver, workspaces of libraries,
+            communication buffers.
         capacity: bytes of the device.
     """
 
@@ -109,12 +137,16 @@ class Footprint:
 
     @property
     def reserved(self) -> float:
-        """Bytes that are taken, whoever has them."""
+        """Bytes that are taken, by the step or by the reserve."""
         return self.total + self.reserve
 
     @property
     def fits(self) -> bool:
-        """Whether the device has room. Without parts, nobody knows: `ValueError`."""
+        """Whether the device has room.
+
+        Raises:
+            ValueError: the memory is unknown.
+        """
         if not self.parts:
             raise ValueError(
                 "nothing is known of the memory; give the program `memory`, one MemoryUse per mesh"

@@ -1,6 +1,7 @@
-"""Programs: for each mesh the instructions it runs, and the one order in which anybody reads them.
+"""Programs: the instructions of each mesh, and `walk`, an order that respects sends and receives.
 
-The executor dispatches what `walk` yields, the engine puts clocks on it, a checker exhausts it: one meaning, several readers.
+A program has several readers. A runtime dispatches the instructions that `walk` yields, the event
+engine times them, and a check for deadlocks exhausts it.
 """
 
 import re
@@ -14,12 +15,15 @@ from simulator.memory import Level, MemoryUse
 from simulator.work import Collective, Groups, OpList, matrix_flops, unmodelled_kernels
 
 Phase = Literal["F", "B", "I", "W", "U", "S"]
-"""Forward, backward (or its input- and weight-gradient halves), update; S is a whole step that is not cut into phases."""
+"""Forward; backward or its halves, input and weight gradients; update; whole step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run one task: stage, phase and microbatch, printed `1F0`. An update may take several rounds, told by `micro_batch`."""
+    """Run one task: stage, phase and microbatch, printed `1F0`.
+
+    An update may take several rounds, which `micro_batch` numbers.
+    """
 
     stage: int
     phase: Phase
@@ -30,7 +34,7 @@ class Run:
 
     @property
     def task(self) -> str:
-        """The key of its body: the same for every microbatch, another for every round of an update."""
+        """The key of its body: one for all microbatches, but one for each round of an update."""
         return (
             f"{self.stage}U{self.micro_batch}" if self.phase == "U" else f"{self.stage}{self.phase}"
         )
@@ -38,7 +42,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Start sending `value` to mesh `to`, printed `send x>1`; `num_bytes` is what all devices of the mesh send together."""
+    """Start to send `value` to mesh `to`, printed `send x>1`.
+
+    `num_bytes` is the sum over all devices of the mesh.
+    """
 
     value: str
     to: int
@@ -50,7 +57,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Wait for `value` from mesh `source`, printed `recv x<0`; devices that got parts of it `gather` the rest from one another."""
+    """Wait for `value` from mesh `source`, printed `recv x<0`.
+
+    Devices that receive a part of the value `gather` the rest from each other.
+    """
 
     value: str
     source: int
@@ -62,7 +72,7 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Forget values that nothing needs any more, printed `free x,y`."""
+    """Free the memory of values after their last use, printed `free x,y`."""
 
     values: tuple[str, ...]
 
@@ -74,16 +84,22 @@ Instruction = Run | Send | Recv | Free
 
 
 def parse_instruction(text: str) -> Instruction:
-    """The instruction that prints as `text` (`num_bytes` of a send and the gather of a receive are not printed and don't come back)."""
+    """Return the instruction that prints as `text`.
+
+    The text lacks `num_bytes` of a send and the gather of a receive, so the result does too.
+
+    Raises:
+        ValueError: no instruction prints so.
+    """
     phases = "".join(get_args(Phase))
-    if found := re.fullmatch(rf"(\d+)([{phases}])(\d+)", text):
-        return Run(int(found[1]), found[2], int(found[3]))  # pyright: ignore[reportArgumentType]
-    if found := re.fullmatch(r"send (.+)>(\d+)", text):
-        return Send(found[1], int(found[2]))
-    if found := re.fullmatch(r"recv (.+)<(\d+)", text):
-        return Recv(found[1], int(found[2]))
-    if found := re.fullmatch(r"free (.+)", text):
-        return Free(tuple(found[1].split(",")))
+    if match := re.fullmatch(rf"(\d+)([{phases}])(\d+)", text):
+        return Run(int(match[1]), match[2], int(match[3]))  # pyright: ignore[reportArgumentType]
+    if match := re.fullmatch(r"send (.+)>(\d+)", text):
+        return Send(match[1], int(match[2]))
+    if match := re.fullmatch(r"recv (.+)<(\d+)", text):
+        return Recv(match[1], int(match[2]))
+    if match := re.fullmatch(r"free (.+)", text):
+        return Free(tuple(match[1].split(",")))
     raise ValueError(
         f"{text!r} is not an instruction; expected e.g. '1F0', 'send x>1', 'recv x<0' or 'free x,y'"
     )
@@ -91,19 +107,22 @@ def parse_instruction(text: str) -> Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What every mesh does in one step.
+    """One step: what every mesh does.
 
     Attributes:
         meshes: for each mesh, the ids of its devices in the cluster.
         instructions: for each mesh, its instructions in order.
-        bodies: what one device launches for a task (`Run.task`); needed to simulate, not to run.
-        memory: for each mesh, the memory of one of its devices.
-        levels: for each mesh, what one of its devices holds while each instruction runs, and after it.
-        model_flops: FLOP of the products and convolutions that the step needs, nothing computed twice, of all devices; None if nobody
-            says.
-        examples: that the step learns from; 0 if nobody says.
-        costed_for: the cluster whose seconds the bodies have, as `simulator.costs.cost_fingerprint` writes it; nothing where they leave that to a cost
-            model, so that any cluster can time them.
+        bodies: for each task (`Run.task`), what one device launches. A simulation needs it, a run
+            does not.
+        memory: for each mesh, the memory of one of its devices; empty if unknown.
+        levels: for each mesh and instruction, the memory of one device during the instruction and
+            after it, by role; empty if unknown.
+        model_flops: FLOP of the products and convolutions that the step needs, without remat, on
+            all devices; None if unknown.
+        examples: examples that the step learns from; 0 if unknown.
+        costed_for: the cluster whose seconds the bodies store, as `cost_fingerprint` of
+            `simulator.costs.cost_fingerprint` writes it; empty if they store none, so that any
+            cluster can time them.
     """
 
     meshes: tuple[tuple[int, ...], ...]
@@ -121,7 +140,8 @@ class Program:
 
         Args:
             body: what each device launches.
-            memory: of one device.
+            num_devices: the number of devices.
+            memory: the memory of one device, if known.
         """
         run = Run(0, "S")
         used = () if memory is None else (memory,)
@@ -131,51 +151,64 @@ class Program:
         for mesh, devices in enumerate(self.meshes):
             if not devices or min(devices) < 0:
                 raise ValueError(
-                    f"mesh {mesh} has devices {devices}; expected at least one, by numbers from 0 on"
+                    f"mesh {mesh} has devices {devices};"
+                    " expected at least one, by numbers from 0 on"
                 )
         if len(self.meshes) != len(self.instructions):
             raise ValueError(
-                f"{len(self.meshes)} meshes but {len(self.instructions)} instruction lists; one each"
+                f"{len(self.meshes)} meshes but {len(self.instructions)} instruction lists;"
+                " one each"
             )
         if self.memory and len(self.memory) != len(self.meshes):
             raise ValueError(
                 f"{len(self.meshes)} meshes but memory of {len(self.memory)}; one each, or none"
             )
         if self.levels and list(map(len, self.levels)) != list(map(len, self.instructions)):
-            counts = list(map(len, self.instructions)), list(map(len, self.levels))
             raise ValueError(
-                f"meshes with {counts[0]} instructions but {counts[1]} levels of memory; one each, or none"
+                f"meshes with {list(map(len, self.instructions))} instructions but"
+                f" {list(map(len, self.levels))} levels of memory; one each, or none"
             )
 
     def body(self, run: Run) -> OpList:
-        """What one device launches for a task; one that has no body: `ValueError`."""
+        """Return what one device launches for a task.
+
+        Raises:
+            ValueError: the task has no body.
+        """
         if run.task not in self.bodies:
-            known = one_line(", ".join(sorted(self.bodies)) or "none")
+            tasks = one_line(", ".join(sorted(self.bodies)) or "none")
             raise ValueError(
-                f"task {run.task} has no body, so it can't be simulated; the program has bodies of: {known}"
+                f"task {run.task} has no body, so it can't be simulated;"
+                f" the program has bodies of: {tasks}"
             )
         return self.bodies[run.task]
 
     def matrix_flops(self) -> dict[str, float]:
-        """FLOP of all products and convolutions of the step, on all devices, by what they compute in."""
-        of_body = {task: matrix_flops(body) for task, body in self.bodies.items()}
-        done: Counter[str] = Counter()
+        """Return FLOP of all products and convolutions of the step, on all devices, by dtype."""
+        flops_by_task = {task: matrix_flops(body) for task, body in self.bodies.items()}
+        total: Counter[str] = Counter()
         for devices, row in zip(self.meshes, self.instructions, strict=True):
-            for task, count in Counter(each.task for each in row if isinstance(each, Run)).items():
-                for dtype, flops in of_body[task].items():
-                    done[dtype] += len(devices) * count * flops  # pyright: ignore[reportArgumentType]
-        return dict(done)
+            runs = Counter(op.task for op in row if isinstance(op, Run))
+            for task, count in runs.items():
+                for dtype, flops in flops_by_task[task].items():
+                    total[dtype] += len(devices) * count * flops  # pyright: ignore[reportArgumentType]
+        return dict(total)
 
     def unmodelled_kernels(self) -> dict[str, int]:
-        """How many kernels of the step one device of each mesh launches whose cost is not known, by what they are."""
-        of_body = {task: unmodelled_kernels(body) for task, body in self.bodies.items()}
-        found: Counter[str] = Counter()
-        for each in (each for row in self.instructions for each in row if isinstance(each, Run)):
-            found.update(of_body[each.task])
-        return dict(found)
+        """Return how many kernels of each sort without a cost model the step launches.
+
+        One device of each mesh counts.
+        """
+        kernels_by_task = {task: unmodelled_kernels(body) for task, body in self.bodies.items()}
+        launches: Counter[str] = Counter()
+        for row in self.instructions:
+            for op in row:
+                if isinstance(op, Run):
+                    launches.update(kernels_by_task[op.task])
+        return dict(launches)
 
     def pairs(self, mesh: int, to: int) -> Groups:
-        """Who sends to whom, from mesh to mesh; the larger one goes round the smaller one."""
+        """Return the (source, target) devices of a send; the smaller mesh's devices repeat."""
         source, target = self.meshes[mesh], self.meshes[to]
         count = max(len(source), len(target))
         return tuple((source[i % len(source)], target[i % len(target)]) for i in range(count))
@@ -188,14 +221,17 @@ class Program:
 
 
 class DeadlockError(ValueError):
-    """Every mesh waits for a value that no mesh can send any more."""
+    """Every unfinished mesh waits for a value that no mesh can send any more."""
 
 
 def walk(program: Program) -> Iterator[tuple[int, Instruction]]:
     """Yield (mesh, instruction) in an order in which every value is sent before it is received.
 
-    Meshes take turns; one goes on until it must wait. A deadlock raises `DeadlockError` with the grid, `>` before the
-    instruction at which each mesh is stuck.
+    Meshes take turns; each continues until it must wait.
+
+    Raises:
+        DeadlockError: no mesh can continue. The text shows the instructions of each mesh, with `>`
+            before the one at which it is stuck.
     """
     position = [0] * len(program.meshes)
     in_flight: set[tuple[str, int, int]] = set()  # (value, source, target)

@@ -1,4 +1,4 @@
-"""Programs as files: JSON with all that is needed to simulate them, so that they are made in one place and simulated in another."""
+"""Program files: JSON with all that a simulation needs, on another machine than the compiler's."""
 
 from pathlib import Path
 from typing import Literal
@@ -9,11 +9,12 @@ from simulator.files import brief, one_line, parse_json, read_text, write_text
 from simulator.program import Program
 
 VERSION = 2
-"""Format of the files: 2 since collectives are called `collective_permute` and fields of kernels `unmodelled` and `phase`."""
+"""The format of the files: 2 since collectives include `collective_permute`, and kernels have the
+fields `unmodelled` and `phase`."""
 
 
 class ProgramError(ValueError):
-    """A file that holds no program that can be read."""
+    """A file without a readable program."""
 
 
 class _File(BaseModel):
@@ -29,7 +30,11 @@ def save_program(program: Program, path: str | Path) -> None:
 
 
 def load_program(path: str | Path) -> Program:
-    """The program that `save_program` wrote; for anything else `ProgramError`, which says what is wrong where."""
+    """Read a program that `save_program` wrote.
+
+    Raises:
+        ProgramError: the file is something else. The text says what is wrong, and where.
+    """
     text = read_text(path, "a program that save_program wrote", ProgramError)
     try:
         return _File.model_validate_json(text).program
@@ -43,7 +48,8 @@ def load_program(path: str | Path) -> Program:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ProgramError(
-            f"{path}: {one_line(f'{where}: {first["msg"]}')}; expected a program that save_program wrote"
+            f"{path}: {one_line(f'{where}: {first["msg"]}')};"
+            " expected a program that save_program wrote"
         ) from None
 
 
@@ -60,13 +66,13 @@ def _of_other_version(text: str, path: str | Path) -> str:
     ):
         return ""
     return (
-        f"is a program of version {brief(data.get('version'))}, expected {VERSION}; compile it again "
-        "(autopar.compile_step) and write it with simulator.save_program"
+        f"is a program of version {brief(data.get('version'))}, expected {VERSION}; compile it"
+        " again (autopar.compile_step) and write it with simulator.save_program"
     )
 
 
 def _of_plan(text: str, path: str | Path) -> str:
-    """Where the text is a plan of autopar: how to make a program of it, and what it predicts itself; nothing for any other text."""
+    """Return how to compile a plan of autopar, and what it predicts; empty for any other text."""
     try:
         data = parse_json(text, path)
     except ValueError:
@@ -75,13 +81,15 @@ def _of_plan(text: str, path: str | Path) -> str:
         return ""
     step, cluster = data.get("step", "step"), data.get("cluster", "a cluster")
     seconds, num_bytes = data.get("predicted_seconds"), data.get("predicted_bytes")
-    known = (
-        f" The planner's own estimate of the step on {cluster} is {seconds * 1e3:.4g} ms and {num_bytes / 1e9:.3g} GB a device."
-        if isinstance(seconds, int | float) and isinstance(num_bytes, int | float)
-        else ""
-    )
+    estimate = ""
+    if isinstance(seconds, int | float) and isinstance(num_bytes, int | float):
+        estimate = (
+            f" The planner's own estimate of the step on {cluster} is {seconds * 1e3:.4g} ms and"
+            f" {num_bytes / 1e9:.3g} GB a device."
+        )
     return (
-        f"is a plan of autopar for {step!r}, which holds no program; expected one that save_program wrote. To make it, where the step and the shapes of its arguments are: "
-        f'simulator.save_program(autopar.compile_step(step, args, autopar.Plan.load("{path}"), "{cluster}", fidelity="analytic"), '
-        f'"step.json") (or fidelity="compiled").{known}'
+        f"is a plan of autopar for {step!r}, which holds no program; expected one that"
+        " save_program wrote. To make it, where the step and the shapes of its arguments are: "
+        f'simulator.save_program(autopar.compile_step(step, args, autopar.Plan.load("{path}"), '
+        f'"{cluster}", fidelity="analytic"), "step.json") (or fidelity="compiled").{estimate}'
     )

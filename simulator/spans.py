@@ -1,4 +1,4 @@
-"""The spans of a timeline: what a stream of a mesh does from when to when, and values on their way from mesh to mesh."""
+"""Spans of a timeline: intervals in which a stream of a mesh is busy or waits; and sent values."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -25,8 +25,15 @@ Category = Literal[
     "bubble",
     "host",
 ]
-"""Kinds of kernel and of collective; `task` is a whole task whose kernels are not told apart, `wait` is compute waiting for its own
-communication, `bubble` for another mesh, `host` for the host, which is busy with `dispatch`."""
+"""Kinds of kernel and of collective, and others.
+
+- task: a task whose kernels are not distinguished.
+- send: a value on its way to another mesh.
+- dispatch: the host issues instructions or launches kernels.
+- wait: the compute stream waits for communication of its own mesh.
+- bubble: the compute stream waits for another mesh.
+- host: the compute stream waits for the host.
+"""
 
 
 Link = Literal["within hosts", "between hosts"]
@@ -35,16 +42,23 @@ LINKS: tuple[Link, ...] = ("within hosts", "between hosts")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of one stream of one mesh, in seconds from the start of the step.
+    """An interval of one stream of one mesh, in seconds from the start of the step.
 
     Attributes:
-        task: the instruction it belongs to, as it prints: `1F0`.
-        busy: seconds it stands for, where that is less than its length: the iterations of a loop are summed up as one span per
-            category.
+        name: the kernel, collective or instruction.
+        mesh: the number of the mesh.
+        stream: the stream.
+        start: when it starts.
+        end: when it ends.
+        category: what the stream does or waits for.
+        task: the instruction that it belongs to, as it prints: `1F0`.
+        busy: seconds of its category, if they are fewer than its length. One span per category
+            stands for the iterations of a loop.
         awaited: the kind of the collective that a `wait` waits for.
-        axis: the mesh axes that communication lies along, or that of the collective that a `wait` waits for; nothing if nobody says.
-        link: what communication goes over.
-        part: of a kernel, the part of the training step.
+        link: the class of links that communication uses.
+        phase: the part of the training step that a kernel belongs to.
+        axis: the mesh axes that communication lies along, or the collective that a `wait` waits
+            for; empty if unknown.
     """
 
     name: str
@@ -62,12 +76,21 @@ class Span:
 
     @property
     def seconds(self) -> float:
+        """Seconds of its category."""
         return self.end - self.start if self.busy is None else self.busy
 
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """A value on its way: mesh `source` starts to send it at `sent`, mesh `to` goes on with it at `received`."""
+    """A value sent from mesh to mesh.
+
+    Attributes:
+        value: the value.
+        source: the mesh that sends it.
+        sent: when `source` starts to send it.
+        to: the mesh that receives it.
+        received: when `to` can use it.
+    """
 
     value: str
     source: int

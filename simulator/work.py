@@ -1,7 +1,8 @@
-"""What devices are asked to do, in FLOP and bytes. Seconds come from a cost model (`simulator.costs.cost_model`).
+"""The work of devices, in FLOP and bytes. Its seconds come from a cost model (`simulator.costs`).
 
-A *body* is the ordered list of what one device launches for one task: kernels, collectives (started, then waited for) and
-loops of them. Both front ends produce it: the compiled one from scheduled HLO (`simulator.hlo`), the analytic one from a plan.
+A *body* is the ordered list of what one device launches for one task: kernels, collectives, which
+are started and later waited for, and loops of them. The compiled front end makes it from scheduled
+HLO (`simulator.hlo`), the analytic one from a plan.
 """
 
 from collections import Counter
@@ -10,18 +11,19 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
 KernelKind = Literal["gemm", "conv", "attention", "attention backward", "memory"]
-"""What bounds a kernel: matrix units fed by a GEMM, by a convolution, by fused attention, or memory (fusions, copies, gathers,
-reductions)."""
+"""What bounds a kernel: matrix units fed by a GEMM, a convolution or fused attention; or memory
+(fusions, copies, gathers, reductions)."""
 
 TrainingPhase = Literal["", "forward", "recompute", "backward", "update"]
-"""What a kernel is for in a training step; nothing where nobody says."""
+"""The part of a training step that a kernel belongs to; empty if unknown."""
 
 CollectiveKind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
 ]
 
 Groups = tuple[tuple[int, ...], ...]
-"""Device ids that communicate with one another; all groups do so at the same time. For `collective_permute`: (source, target) pairs."""
+"""Ids of the devices of each group. The devices of a group communicate with each other; all groups
+do so at the same time. For `collective_permute`, the groups are (source, target) pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Gemm:
 
     @property
     def flops(self) -> float:
+        """FLOP of the product; a multiply-add is two."""
         return 2.0 * self.batch * self.m * self.n * self.k
 
 
@@ -43,13 +46,16 @@ class Kernel:
     """One kernel launch on one device.
 
     Attributes:
-        flops: floating point operations (a multiply-add is two).
+        name: the name in timelines.
+        kind: what bounds the kernel.
+        flops: floating point operations; a multiply-add is two.
         bytes: bytes read from and written to device memory.
-        dtype: what it computes in, in HLO's spelling ("f32", "bf16", ...).
-        gemm: the sizes, when `kind` is "gemm" and they are known.
-        unmodelled: what it is, where nobody knows what that costs: it is priced by the bytes that it must move.
-        seconds: what it takes, if that is known, and not for a cost model to say.
-        part: of the training step.
+        dtype: the dtype of its arithmetic, as HLO spells it ("f32", "bf16", ...).
+        gemm: the sizes of its product, if `kind` is "gemm" and they are known.
+        unmodelled: the sort of kernel, if no model has its cost. It is priced by the bytes that it
+            must move.
+        seconds: its seconds, if they are known and need no cost model.
+        phase: the part of the training step that it belongs to.
     """
 
     name: str
@@ -68,10 +74,14 @@ class Collective:
     """One collective, seen from one participant.
 
     Attributes:
-        num_bytes: bytes per device of the *whole* array of the group: operand of an all_reduce, result of an all_gather,
-            operand of a reduce_scatter, operand of an all_to_all, message of a collective_permute.
-        seconds: what it takes, if that is known, and not for a cost model to say.
-        axis: the mesh axes that its groups lie along, `x` or `x,y`; nothing where nobody says.
+        name: the name by which a task waits for it.
+        kind: the kind of collective.
+        num_bytes: bytes per device of the *whole* array of the group: operand of an all_reduce,
+            result of an all_gather, operand of a reduce_scatter, operand of an all_to_all, message
+            of a collective_permute.
+        groups: the groups, in positions of the mesh, which count from 0.
+        seconds: its seconds, if they are known and need no cost model.
+        axis: the mesh axes that its groups lie along, `x` or `x,y`; empty if unknown.
     """
 
     name: str
@@ -84,21 +94,21 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The collective is handed to the communication stream; the compute stream goes on."""
+    """The issue of a collective to its communication stream; the compute stream continues."""
 
     collective: Collective
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The compute stream waits until the collective of that name has finished."""
+    """A wait of the compute stream for the end of the collective of that name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """`body` repeated `count` times."""
+    """A body that runs `count` times."""
 
     count: int
     body: "OpList"
@@ -110,7 +120,13 @@ OpList = tuple[Op, ...]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Sums over a body: FLOP by dtype, bytes of device memory traffic, bytes by collective kind."""
+    """Sums over a body.
+
+    Attributes:
+        flops: FLOP by dtype.
+        bytes: bytes of traffic to and from device memory.
+        collectives: bytes by kind of collective, counted as in `Collective`.
+    """
 
     flops: Mapping[str, float] = field(default_factory=dict)
     bytes: float = 0.0
@@ -130,33 +146,47 @@ class Work:
 
 
 def with_axes(body: OpList, along: Callable[[Groups], str]) -> OpList:
-    """The same body, whose collectives say which mesh axes they lie `along`."""
-    found: list[Op] = []
+    """Return `body` with the mesh axes of its collectives.
+
+    Args:
+        body: the body of a task.
+        along: the mesh axes that groups lie along, `x` or `x,y`; empty if there are none.
+    """
+    labelled: list[Op] = []
     for op in body:
         match op:
             case Start(collective):
-                found.append(Start(replace(collective, axis=along(collective.groups))))
+                labelled.append(Start(replace(collective, axis=along(collective.groups))))
             case Loop(count, inner):
-                found.append(Loop(count, with_axes(inner, along)))
+                labelled.append(Loop(count, with_axes(inner, along)))
             case Kernel() | Done():
-                found.append(op)
+                labelled.append(op)
             case _:
                 assert_never(op)
-    return tuple(found)
+    return tuple(labelled)
 
 
 def on_devices(collective: Collective, devices: tuple[int, ...]) -> Groups:
-    """Its groups in ids of the cluster; a body counts the `devices` of its mesh from 0."""
+    """Return the groups of a collective in ids of the cluster.
+
+    Args:
+        collective: the collective, with groups in positions of its mesh.
+        devices: ids of the devices of the mesh.
+
+    Raises:
+        ValueError: a group has a position that the mesh lacks.
+    """
     try:
         return tuple(tuple(devices[i] for i in group) for group in collective.groups)
     except IndexError:
         raise ValueError(
-            f"{collective.name} has groups {collective.groups}; its mesh has positions 0 to {len(devices) - 1}"
+            f"{collective.name} has groups {collective.groups}; its mesh has positions"
+            f" 0 to {len(devices) - 1}"
         ) from None
 
 
 def work_of(body: OpList) -> Work:
-    """The work of everything in `body`, loops multiplied out."""
+    """Return the work of everything in `body`; that of a loop counts in each iteration."""
     total = Work()
     for op in body:
         match op:
@@ -180,30 +210,30 @@ def _add(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, flo
 
 
 def matrix_flops(body: OpList) -> dict[str, float]:
-    """FLOP of the products and convolutions in `body` by what they compute in, loops multiplied out."""
-    done: Counter[str] = Counter()
+    """Return FLOP of the products and convolutions in `body` by dtype, loops included."""
+    total: Counter[str] = Counter()
     for op in body:
         match op:
             case Kernel() if op.kind != "memory":
-                done[op.dtype] += op.flops  # pyright: ignore[reportArgumentType]
+                total[op.dtype] += op.flops  # pyright: ignore[reportArgumentType]
             case Loop(count, inner):
-                done.update({dtype: count * flops for dtype, flops in matrix_flops(inner).items()})  # pyright: ignore
+                for dtype, flops in matrix_flops(inner).items():
+                    total[dtype] += count * flops  # pyright: ignore[reportArgumentType]
             case _:
                 pass
-    return dict(done)
+    return dict(total)
 
 
 def unmodelled_kernels(body: OpList) -> Counter[str]:
-    """How many kernels there are in `body` whose cost is not known, by what they are, loops multiplied out."""
-    found: Counter[str] = Counter()
+    """Return how often `body` launches each sort of kernel whose cost no model has."""
+    launches: Counter[str] = Counter()
     for op in body:
         match op:
             case Kernel() if op.unmodelled:
-                found[op.unmodelled] += 1
+                launches[op.unmodelled] += 1
             case Loop(count, inner):
-                found.update(
-                    {name: count * each for name, each in unmodelled_kernels(inner).items()}
-                )
+                for sort, number in unmodelled_kernels(inner).items():
+                    launches[sort] += count * number
             case _:
                 pass
-    return found
+    return launches

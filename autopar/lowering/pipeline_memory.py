@@ -8,7 +8,7 @@ from jax.extend.core import Var
 from autopar.lowering.instructions import micro_batch_of, task_of
 from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Task
-from simulator.memory import Level, MemoryUse, Role, added, apportioned, with_roles
+from simulator.memory import Level, MemoryUse, Role, apportion, sum_roles, with_roles
 from simulator.program import Free, Program, Recv, Run, Send
 
 type Levels = tuple[tuple[tuple[Level, Level], ...], ...]
@@ -46,7 +46,7 @@ class MeshMemory:
             used: its arguments, outputs and temporaries.
             temporaries: its temporaries by role, if they are known.
         """
-        self._tasks[task] = used, apportioned(temporaries or {}, used.temporaries, "temporaries")
+        self._tasks[task] = used, apportion(temporaries or {}, used.temporaries, "temporaries")
 
     def peaks(self, levels: Levels) -> tuple[MemoryUse, ...]:
         """Return the memory of each mesh at its peak.
@@ -86,7 +86,7 @@ class MeshMemory:
             if local_stages:
                 var = partition.step.jaxpr.invars[i]
                 size = self._bytes(local_stages[0], var) * partition.input_microbatches(i)
-                memory = added(memory, {self._role(local_stages[0], var): size})
+                memory = sum_roles(memory, {self._role(local_stages[0], var): size})
         return memory
 
     def _mesh_levels(self, mesh: int, program: Program) -> Iterator[tuple[Level, Level]]:
@@ -103,14 +103,14 @@ class MeshMemory:
                 case Run():
                     results = self._results(instruction)
                     now, temporaries = self._after(before, task_of(instruction), results)
-                    during = added(now, temporaries)
+                    during = sum_roles(now, temporaries)
                     if instruction.phase == "U":  # results replace the state that they update
                         now = before
                     else:
                         live.update(results)
                 case Recv(value):
                     live[value] = reads.get(value, _Value("activations", 0))
-                    during = now = added(before, {live[value].role: live[value].num_bytes})
+                    during = now = sum_roles(before, {live[value].role: live[value].num_bytes})
                 case Free(values):
                     for value in values:
                         live.pop(value, None)
@@ -128,7 +128,7 @@ class MeshMemory:
         sums = sum(self._bytes(task.stage, total.sum) for total in totals)
         written_over = max(0, used.aliased - sums)  # sums are aliased, but are no results
         new = sum(value.num_bytes for value in results.values()) - written_over
-        return added(before, {_role_of(task): new}), temporaries
+        return sum_roles(before, {_role_of(task): new}), temporaries
 
     def _sums(self, mesh: int) -> dict[str, _Value]:
         """Return the sums of microbatches on a mesh."""

@@ -44,7 +44,7 @@ from autopar.sharding.planner import MemoryBudgetError
 from simulator.costs.cost_model import CostModel, costs_of
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import AnyCluster
-from simulator.memory import Role, added, apportioned
+from simulator.memory import Role, apportion, sum_roles
 
 TOLERANCE = 0.01
 """Relative gap to the cheapest sharding at which a stage counts as solved.
@@ -326,9 +326,9 @@ def _fullest_device(
     memory: dict[int, dict[Role, int]] = defaultdict(dict)
     for number, stage in enumerate(stages):
         num_bytes = round(stage.bytes(in_flight[number]))
-        roles = apportioned(stage.shardings.roles_at_peak, num_bytes, "activations")
+        roles = apportion(stage.shardings.roles_at_peak, num_bytes, "activations")
         mesh = schedule.mesh_of(number)
-        memory[mesh] = added(memory[mesh], roles)
+        memory[mesh] = sum_roles(memory[mesh], roles)
     return max(memory.values(), key=lambda roles: sum(roles.values()))
 
 

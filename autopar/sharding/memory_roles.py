@@ -7,7 +7,7 @@ from jax.extend.core import JaxprEqn, Var
 from autopar.microbatch.gradients import accumulate_p
 from autopar.sharding.memory_constraint import Lifetime, Memory
 from simulator.hlo.provenance import Pass, pass_of
-from simulator.memory import Role, added
+from simulator.memory import Role, sum_roles
 
 MEMORY_ROLES: Mapping[str, Role] = {
     "parameter": "parameters",
@@ -38,7 +38,7 @@ def roles_at_peak(
     roles = _Roles(memory)
     for life in memory.lifetimes:
         if life.start <= moment <= life.end and life.var not in without:
-            held = added(held, {roles.of(life): float(life.sizes[choice[life.decision]])})
+            held = sum_roles(held, {roles.of(life): float(life.sizes[choice[life.decision]])})
     return {role: size for role, size in held.items() if size}
 
 

@@ -1,19 +1,22 @@
-"""Seconds of collectives on a cluster, by the algorithm that is fastest: rings, trees, and the reductions of the switch.
+"""Seconds of collectives by the fastest algorithm: ring, tree, or reduction in the switch.
 
-A ring over n devices moves each byte of the array past n - 1 of them, so each device sends (n - 1) / n of the array (twice for an
-all_reduce) and the slowest link of the ring sets the pace:
+A ring over n devices moves each byte of the array past n - 1 of them. Each device therefore sends
+(n - 1) / n of the array, twice for an all_reduce, and the slowest link of the ring sets the pace:
 
     launch + latency of the hops + max over links of (S + sqrt(S * S_half)) / bandwidth
 
-It is good for long messages. Across hosts an all_reduce may go up and down two trees of hosts instead, whose depth is a logarithm of
-their number; each link then carries twice the array. As in NCCL (src/graph/tuning.cc) trees reach 0.92 of the bandwidth of rings.
-Where the switch adds (NVLS), each device sends its array once and gets the sum; across hosts (NVLSTree) the switches' sums go up and
-down the trees, once each way between two hosts. Only all_reduces are taken to do so: of other kinds there are no measurements that tell.
+A ring is fast for long messages. Across hosts, an all_reduce may use two trees of hosts instead,
+whose depth is the logarithm of the number of hosts; each link then carries twice the array. As in
+NCCL (src/graph/tuning.cc), trees reach 0.92 of the bandwidth of rings. Where the switch reduces
+(NVLS), each device sends its array once and receives the sum. Across hosts (NVLSTree), the sums of
+the switches pass up and down the trees, once each way between two hosts. Only all_reduces are
+assumed to use NVLS, because there are no measurements of other kinds.
 
-What goes between leaf switches gets `Cluster.oversubscription` times less bandwidth, whoever else sends. On rails it stays with the card
-it starts from: rings go from each host to the same cards of the next, and an all_to_all brings what is for other rails to their cards
-within the host (NCCL's PXN); messages go to the card of the device they are for. Ports that devices of a host share (`bridges_per_host`)
-are divided among the groups that leave them, as cards are.
+Traffic between leaf switches gets `Cluster.oversubscription` times less bandwidth, whatever else is
+sent. On rails, traffic stays on the rail of its NIC: rings connect the same NICs of all hosts, and
+an all_to_all first moves what other rails carry to their NICs within the host (NCCL's PXN). A
+message arrives at the NIC of its target device. Groups that leave a host's ports (see
+`bridges_per_host`) share them as they share NICs.
 """
 
 from dataclasses import dataclass
@@ -36,32 +39,41 @@ _TREE_EFFICIENCY = 0.92
 
 @dataclass(frozen=True)
 class Network:
-    """What collectives cost on a cluster."""
+    """A cost model of collectives on a cluster."""
 
     cluster: Cluster
 
     @cached_property
     def curves(self) -> CollectiveProfile:
-        """Collectives within a host."""
+        """The curves of collectives within a host."""
         return self.cluster.curves
 
     def ring(self, size: int, stride: int = 1) -> Ring:
-        """The ring of `size` devices that are `stride` apart, where all devices of the cluster form such groups at the same time."""
+        """Return the ring of `size` devices that are `stride` apart.
+
+        All devices of the cluster form such groups at the same time.
+        """
         return strided_ring(self.cluster, size, stride)
 
     def link(self, far: bool) -> Link:
-        """What devices of one host communicate over, or of several."""
+        """Return the link within a host, or between hosts if `far`."""
         inter = self.cluster.inter_host
         return inter if far and inter is not None else self.cluster.intra_host
 
     def collective_seconds(self, kind: CollectiveKind, num_bytes: float, routes: Routes) -> float:
-        """Seconds until the slowest group has finished; 0 where nobody has a partner."""
+        """Return the seconds until the slowest group ends; 0 if no device has a partner.
+
+        Args:
+            kind: the kind of collective.
+            num_bytes: bytes of the whole array, as in `simulator.work.Collective`.
+            routes: the rings of the groups, or the flows of a collective_permute.
+        """
         if isinstance(routes, Flows):
             return self._permute_seconds(num_bytes, routes)
         return max(self.seconds(kind, num_bytes, ring) for ring in routes)
 
     def seconds(self, kind: CollectiveKind, num_bytes: float, ring: Ring) -> float:
-        """Seconds of a collective of one group; 0 for a group of one."""
+        """Return the seconds of a collective of one group; 0 for a group of one device."""
         return (
             min(self.seconds_by_algorithm(kind, num_bytes, ring).values()) if ring.size > 1 else 0.0
         )
@@ -69,7 +81,7 @@ class Network:
     def seconds_by_algorithm(
         self, kind: CollectiveKind, num_bytes: float, ring: Ring
     ) -> dict[str, float]:
-        """Seconds of a collective of one group by each algorithm that NCCL has for it, which takes the fastest."""
+        """Return the seconds of a collective of one group by each algorithm of NCCL."""
         curve, nvls, inter = self.curves.curve(kind), self.curves.nvls, self.cluster.inter_host
         if ring.hosts == 1 or inter is None:
             sent = sent_fraction(kind, ring.size) * num_bytes
@@ -87,7 +99,7 @@ class Network:
         return seconds
 
     def send_seconds(self, num_bytes: float, stride: int) -> float:
-        """Seconds of a message to the device `stride` further on, while all devices send one."""
+        """Return the seconds of a message to the device `stride` further, while all send one."""
         cluster, local = self.cluster, self.cluster.devices_per_host
         if stride < local or cluster.inter_host is None:
             at_port = local // (cluster.bridges_per_host or local)
@@ -110,66 +122,67 @@ class Network:
         if inter is None or not flows.across:
             return within
         latency = (self.cluster.collective_launch_us + inter.latency_us) * 1e-6
-        return max(within, latency + _over_cards(num_bytes * flows.across, inter, 1.0))
+        return max(within, latency + _over_nics(num_bytes * flows.across, inter, 1.0))
 
 
 def _ring_seconds(
     kind: CollectiveKind, num_bytes: float, ring: Ring, curve: SizeCurve, inter: Link
 ) -> float:
-    """Seconds round a ring over several hosts."""
+    """Return the seconds of a ring over several hosts."""
     sent = sent_fraction(kind, ring.size) * num_bytes
-    cards = _over_cards(sent, inter, ring.nics / ring.oversubscription)
+    network = _over_nics(sent, inter, ring.nics / ring.oversubscription)
     hops = curve.hop_us * (ring.size - ring.hosts) + inter.latency_us * ring.hosts
-    if (
-        kind == "all_to_all"
-    ):  # no ring: each device of the host sends over the network what is for the other hosts
-        each = ring.per_host * num_bytes / ring.size
-        cards = _over_cards(each * (ring.size - ring.per_host), inter, ring.nics)
+    if kind == "all_to_all":
+        # There is no ring: the devices of a host send directly to those of the other hosts.
+        per_target = ring.per_host * num_bytes / ring.size
+        network = _over_nics(per_target * (ring.size - ring.per_host), inter, ring.nics)
         if ring.oversubscription > 1:
-            cards = max(
-                cards,
-                _over_cards(
-                    each * (ring.size - max(ring.per_host, ring.per_pod)),
-                    inter,
-                    ring.nics / ring.oversubscription,
-                ),
-            )
+            upward = per_target * (ring.size - max(ring.per_host, ring.per_pod))
+            network = max(network, _over_nics(upward, inter, ring.nics / ring.oversubscription))
         hops = max(curve.hop_us, inter.latency_us)
     latency = curve.start(ring.per_host) + hops * (2 if kind == "all_reduce" else 1)
-    return latency * 1e-6 + max(_within(kind, num_bytes, sent, ring, curve), cards)
+    return latency * 1e-6 + max(_within(kind, num_bytes, sent, ring, curve), network)
 
 
 def _tree_seconds(num_bytes: float, ring: Ring, curve: SizeCurve, inter: Link) -> float:
-    """Seconds of an all_reduce up and down two trees of hosts, each for half of the array; within a host, a chain of its devices."""
+    """Return the seconds of an all_reduce over two trees of hosts, each for half of the array.
+
+    Within a host, the devices form a chain.
+    """
     moved = 2 * num_bytes / _TREE_EFFICIENCY
     hops = curve.hop_us * (ring.per_host - 1) + inter.latency_us * ceil(log2(ring.hosts))
-    within, across = (
-        _within("all_reduce", num_bytes, moved, ring, curve),
-        _over_cards(moved, inter, ring.nics / ring.oversubscription),
-    )
+    within = _within("all_reduce", num_bytes, moved, ring, curve)
+    across = _over_nics(moved, inter, ring.nics / ring.oversubscription)
     return (curve.start(ring.per_host) + 2 * hops) * 1e-6 + max(within, across)
 
 
 def _nvls_tree_seconds(num_bytes: float, ring: Ring, nvls: SwitchCurve, inter: Link) -> float:
-    """Seconds of an all_reduce in which the sums of the switches go up and down two trees of hosts."""
+    """Return the seconds of an all_reduce of the switches' sums over two trees of hosts."""
     moved = (1 if ring.hosts == 2 else 2) * num_bytes
     latency = nvls.launch_us + 2 * inter.latency_us * ceil(log2(ring.hosts))
-    across = _over_cards(moved, inter, ring.nics / ring.oversubscription)
+    across = _over_nics(moved, inter, ring.nics / ring.oversubscription)
     return latency * 1e-6 + max(nvls.transfer(num_bytes, ring.per_host), across)
 
 
 def _within(
     kind: CollectiveKind, num_bytes: float, sent: float, ring: Ring, curve: SizeCurve
 ) -> float:
-    """Seconds in which each device sends so many bytes to the next one of its host, some of them from port to port."""
-    if (
-        kind == "all_to_all" and ring.per_port
-    ):  # no ring: what a port's devices have for the others of the host leaves it at once
+    """Return the seconds of traffic within a host, over ports where there are any.
+
+    Args:
+        kind: the kind of collective.
+        num_bytes: bytes of the whole array.
+        sent: bytes that each device sends to the next of its host in a ring.
+        ring: the ring.
+        curve: the curve of the collective.
+    """
+    if kind == "all_to_all" and ring.per_port:
+        # There is no ring: the devices of a port send directly to the others of the host.
         sent = max(sent, ring.per_port * (ring.per_host - ring.per_port) / ring.size * num_bytes)
     return curve.transfer(sent / ring.ports, ring.per_host) if ring.per_host > 1 else 0.0
 
 
-def _over_cards(num_bytes: float, inter: Link, cards: float) -> float:
+def _over_nics(num_bytes: float, inter: Link, nics: float) -> float:
     return transfer_seconds(
-        num_bytes, inter.half_size_mb * 1e6, inter.bandwidth_gb_per_s * 1e9 * cards
+        num_bytes, inter.half_size_mb * 1e6, inter.bandwidth_gb_per_s * 1e9 * nics
     )

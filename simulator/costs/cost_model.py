@@ -1,4 +1,4 @@
-"""Cost models: what turns work into seconds. The planner and the engine ask the same one."""
+"""Cost models: the seconds of work. The planner and the event engine use the same one."""
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
@@ -18,50 +18,71 @@ from simulator.work import Collective, CollectiveKind, Groups, Kernel
 
 
 class CostModel(Protocol):
-    """Seconds of work on one cluster."""
+    """The seconds of work on one cluster."""
 
     def kernel(self, kernel: Kernel, /, device: int = 0) -> float:
-        """Seconds that a kernel occupies the compute stream of a device (an id in the cluster)."""
+        """Return the seconds of a kernel on the compute stream of a device.
+
+        Args:
+            kernel: the kernel.
+            device: an id in the cluster.
+        """
         ...
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
-        """Seconds of a collective whose `groups` (ids in the cluster) all communicate at once.
+        """Return the seconds of a collective.
 
-        `num_bytes` counts as in `simulator.work.Collective`.
+        Args:
+            kind: the kind of collective.
+            num_bytes: bytes, counted as in `simulator.work.Collective`.
+            groups: ids in the cluster. All groups communicate at the same time.
         """
         ...
 
     def contention_factor(self, groups: Groups) -> float:
-        """How many times longer a collective of these groups, and computation beside it, take while both go on."""
+        """Return the contention factor of a collective of these groups and of kernels beside it.
+
+        While both run together, each takes this many times longer.
+        """
         ...
 
     def link(self, groups: Groups) -> Link:
-        """What these groups communicate over, one collective after the other."""
+        """Return the class of links that these groups use, one collective after the other."""
         ...
 
     def nics(self, pairs: Groups) -> Mapping[Hashable, float]:
-        """The network cards that messages along these pairs pass, in and out, and what part of the time of each they take.
+        """Return the NICs that messages along these pairs pass, out and in.
 
-        It is 1 for the card that sets the pace. Empty where they pass none, or where cards are not taken to be shared.
+        Returns:
+            For each NIC, the part of its time that the messages take: 1 for the one that sets the
+            pace. Empty if they pass no NIC, or if the model assumes that messages share none.
         """
         ...
 
 
 def kernel_seconds(costs: CostModel, kernel: Kernel, device: int = 0) -> float:
-    """What a kernel takes: as it says itself, or else the costs."""
+    """Return the seconds that a kernel stores, or else those of the cost model."""
     return costs.kernel(kernel, device) if kernel.seconds is None else kernel.seconds
 
 
 def collective_seconds(costs: CostModel, collective: Collective, groups: Groups) -> float:
-    """What a collective takes between `groups`, in ids of the cluster: as it says itself, or else the costs."""
-    known = collective.seconds
-    return (
-        costs.collective(collective.kind, collective.num_bytes, groups) if known is None else known
-    )
+    """Return the seconds that a collective stores, or else those of the cost model.
+
+    Args:
+        costs: the cost model.
+        collective: the collective.
+        groups: its groups in ids of the cluster.
+    """
+    if collective.seconds is not None:
+        return collective.seconds
+    return costs.collective(collective.kind, collective.num_bytes, groups)
 
 
 class ClusterCosts:
-    """Costs on a described cluster (`simulator.costs.kernel_model`, `simulator.costs.collective_model`); answers are remembered."""
+    """The cost model of a `Cluster`, with a cache.
+
+    It combines `simulator.costs.kernel_model` and `simulator.costs.collective_model`.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -69,7 +90,7 @@ class ClusterCosts:
         self.network = network = Network(cluster)
 
         @lru_cache(maxsize=1 << 16)
-        def kernel_like(kind, flops, num_bytes, dtype, gemm) -> float:  # whatever its name
+        def kernel(kind, flops, num_bytes, dtype, gemm) -> float:  # Kernels differ in their names.
             return kernels.seconds(Kernel("", kind, flops, num_bytes, dtype, gemm))
 
         @lru_cache(maxsize=1 << 12)
@@ -88,55 +109,71 @@ class ClusterCosts:
         def nics(pairs: Groups) -> Mapping[Hashable, float]:
             return _nic_loads(cluster, pairs)
 
-        self._kernel = kernel_like
+        self._kernel = kernel
         self._link = link
         self._nics = nics
         self._collective = collective
 
     @property
     def pools(self) -> "tuple[ClusterCosts, ...]":
-        """Costs of each pool of the cluster, which is one."""
+        """The cost models of the cluster's pools, of which it has one."""
         return (self,)
 
     def kernel(self, kernel: Kernel, /, device: int = 0) -> float:
+        """Return the seconds of a kernel, which are the same on all devices."""
         return self._kernel(kernel.kind, kernel.flops, kernel.bytes, kernel.dtype, kernel.gemm)
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
+        """Return the seconds of a collective, as `CostModel.collective`."""
         return self._collective(kind, num_bytes, groups)
 
     def contention_factor(self, groups: Groups) -> float:
+        """Return the contention factor of the links that the groups use."""
         return self.network.link(self._link(groups) == "between hosts").contention_factor
 
     def link(self, groups: Groups) -> Link:
+        """Return the class of links that the groups use."""
         return self._link(groups)
 
     def nics(self, pairs: Groups) -> Mapping[Hashable, float]:
+        """Return the loads of the NICs that messages pass, as `CostModel.nics`."""
         return self._nics(pairs)
 
 
 class HeterogeneousCosts:
-    """Costs on a cluster of several pools: what happens within one costs what it does there.
+    """The cost model of a cluster of several pools.
 
-    Only messages cross from pool to pool. Each passes a network card of either; the card that is busy longest sets the pace.
+    Work within a pool costs what it costs there. Only messages cross from pool to pool. Each passes
+    a NIC of both pools; the NIC that is busy longest sets the pace.
 
     Attributes:
-        pools: costs of each pool by itself, its devices counted from 0.
+        cluster: the cluster.
+        pools: the cost model of each pool alone, whose devices count from 0.
     """
 
     def __init__(self, cluster: HeterogeneousCluster) -> None:
         self.cluster = cluster
         self.pools = tuple(map(ClusterCosts, cluster.pools))
-        self._collective = lru_cache(maxsize=1 << 16)(self._collective_anew)
+        self._collective = lru_cache(maxsize=1 << 16)(self._collective_uncached)
 
     def kernel(self, kernel: Kernel, /, device: int = 0) -> float:
+        """Return the seconds of a kernel on a device."""
         return self.pools[self.cluster.pool_of((device,))].kernel(kernel)
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
-        """As `CostModel.collective`. Groups over several pools, other than the pairs of a collective_permute: `ClusterError`."""
+        """Return the seconds of a collective, as `CostModel.collective`.
+
+        Raises:
+            ClusterError: a group is in several pools, and not a pair of a collective_permute.
+        """
         return self._collective(kind, num_bytes, groups)
 
     def contention_factor(self, groups: Groups) -> float:
-        """As `CostModel.contention_factor`. Groups over several pools: `ClusterError`."""
+        """Return the contention factor in the pool of the groups.
+
+        Raises:
+            ClusterError: the groups are in several pools.
+        """
         devices = [device for group in groups for device in group]
         pool = self.cluster.pool_of(devices)
         start = self.cluster.pool_starts[pool]
@@ -145,34 +182,34 @@ class HeterogeneousCosts:
         )
 
     def link(self, groups: Groups) -> Link:
+        """Return the class of links that the groups use."""
         return _link(self.cluster, groups)
 
     def nics(self, pairs: Groups) -> Mapping[Hashable, float]:
+        """Return the loads of the NICs that messages pass, as `CostModel.nics`."""
         return _nic_loads(self.cluster, pairs)
 
-    def _collective_anew(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
-        inside: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # groups of each pool
-        cards: Counter[tuple[int, str, int]] = (
-            Counter()
-        )  # messages out of and into each network card of each pool
+    def _collective_uncached(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
+        groups_within: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # by pool
+        messages_across: Counter[tuple[int, str, int]] = Counter()  # by pool, direction and NIC
         for group in groups:
-            of_members = [self.cluster.pool_of((device,)) for device in group]
+            pools = [self.cluster.pool_of((device,)) for device in group]
             local = [
                 device - self.cluster.pool_starts[pool]
-                for device, pool in zip(group, of_members, strict=True)
+                for device, pool in zip(group, pools, strict=True)
             ]
-            if kind != "collective_permute" or len(set(of_members)) == 1:
-                inside[self.cluster.pool_of(group)].append(tuple(local))
+            if kind != "collective_permute" or len(set(pools)) == 1:
+                groups_within[self.cluster.pool_of(group)].append(tuple(local))
             else:
-                for pool, device, way in zip(of_members, local, ("out", "in"), strict=True):
-                    cards[pool, way, self.cluster.pools[pool].nic_of(device)] += 1
+                for pool, device, direction in zip(pools, local, ("out", "in"), strict=True):
+                    messages_across[pool, direction, self.cluster.pools[pool].nic_of(device)] += 1
         seconds = [
-            self.pools[pool].collective(kind, num_bytes, tuple(each))
-            for pool, each in inside.items()
+            self.pools[pool].collective(kind, num_bytes, tuple(local_groups))
+            for pool, local_groups in groups_within.items()
         ]
-        for (pool, *_), messages in cards.items():
-            of_card = Flows(0, messages / self.cluster.pools[pool].nics_per_device)
-            seconds.append(self.pools[pool].network.collective_seconds(kind, num_bytes, of_card))
+        for (pool, *_), messages in messages_across.items():
+            flows = Flows(0, messages / self.cluster.pools[pool].nics_per_device)
+            seconds.append(self.pools[pool].network.collective_seconds(kind, num_bytes, flows))
         return max(seconds)
 
 
@@ -186,21 +223,22 @@ def _nic_loads(cluster: AnyCluster, pairs: Groups) -> Mapping[Hashable, float]:
     for source, target in pairs:
         if cluster.host_of(source) != cluster.host_of(target):
             upward = _goes_up(cluster, source, target)
-            for way, device in (("out", source), ("in", target)):
+            for direction, device in (("out", source), ("in", target)):
                 number = cluster.pool_of((device,))
                 pool = cluster.pools[number]
                 nic = pool.nic_of(device - cluster.pool_starts[number])
-                assert pool.inter_host is not None  # else there were no other hosts
+                assert pool.inter_host is not None  # A single host has no other hosts.
                 seconds = 1 / (pool.inter_host.bandwidth_gb_per_s * pool.nics_per_device)
-                busy[number, way, nic] += seconds
+                busy[number, direction, nic] += seconds
                 if upward:
-                    busy[number, f"{way} of the switch", nic] += pool.oversubscription * seconds
-    most = max(busy.values(), default=1.0)
-    return {card: each / most for card, each in busy.items()}
+                    switch = f"{direction} of the switch"
+                    busy[number, switch, nic] += pool.oversubscription * seconds
+    longest = max(busy.values(), default=1.0)
+    return {nic: seconds / longest for nic, seconds in busy.items()}
 
 
 def _goes_up(cluster: AnyCluster, source: int, target: int) -> bool:
-    """Whether a message goes between leaf switches that have less bandwidth upwards; pools are not taken to."""
+    """Return whether a message passes oversubscribed links between leaf switches of a pool."""
     number = cluster.pool_of((source,))
     if number != cluster.pool_of((target,)) or cluster.pools[number].oversubscription == 1:
         return False
@@ -211,34 +249,41 @@ def _goes_up(cluster: AnyCluster, source: int, target: int) -> bool:
 
 
 def costs_of(cluster: AnyCluster) -> ClusterCosts | HeterogeneousCosts:
-    """The costs that a described cluster implies."""
+    """Return the cost model of a cluster."""
     return ClusterCosts(cluster) if isinstance(cluster, Cluster) else HeterogeneousCosts(cluster)
 
 
 @dataclass(frozen=True, slots=True)
 class BandwidthOnly:
-    """A toy cluster without latency, every device with the same bandwidth to every other: planners are easy to check on it.
+    """The cost model of a toy cluster, on which planners are easy to check.
+
+    There is no latency, and each device has the same bandwidth to all others.
 
     Attributes:
         bandwidth: bytes per second that each device sends.
-        flop_per_s: speed of all arithmetic; infinite makes compute free.
+        flop_per_s: speed of all arithmetic; infinity makes computation free.
     """
 
     bandwidth: float = 1e9
     flop_per_s: float = inf
 
     def kernel(self, kernel: Kernel, /, device: int = 0) -> float:
+        """Return the seconds of a kernel's arithmetic."""
         return kernel.flops / self.flop_per_s
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
-        size = max(len(set(group)) for group in groups)  # a device that sends to itself is alone
+        """Return the seconds of a collective, as `CostModel.collective`."""
+        size = max(len(set(group)) for group in groups)  # A device that sends to itself is alone.
         return sent_fraction(kind, size) * num_bytes / self.bandwidth if size > 1 else 0.0
 
     def contention_factor(self, groups: Groups) -> float:
+        """Return 1: nothing contends."""
         return 1.0
 
     def link(self, groups: Groups) -> Link:
+        """Return the only class of links."""
         return "within hosts"
 
     def nics(self, pairs: Groups) -> Mapping[Hashable, float]:
+        """Return no NICs."""
         return {}

@@ -1,10 +1,12 @@
-"""Seconds of a matrix product on a device: tiles, waves of tiles, the latency of an inner step, memory, and the clock under load.
+"""Seconds of a matrix product: tiles, wave quantization, split-K, memory traffic and throttling.
 
-A product (m, k) by (k, n) is computed in tiles of the result, one per core at a time. A tile costs a prologue and epilogue, and for each
-element of the inner dimension the slowest of its multiplications, its loads from the second-level cache and the latency of a step. The
-inner dimension may be split over several cores, which then sum partial results in f32. Tiles beyond a whole wave cost a part of another
-wave (all of one on A100, little on H100, whose kernels are persistent). Traffic to memory goes on meanwhile, and long products run at the
-lower clock that the power budget leaves. The library is taken to choose the best tiling.
+A product (m, k) by (k, n) is computed in tiles of the result, one per core at a time. A tile costs
+a prologue and an epilogue and, for each element of the inner dimension, the slowest of its
+multiplications, its loads from the second-level cache and the latency of a step. The inner
+dimension may be split over several cores, which then sum partial results in f32. Tiles beyond a
+whole wave cost a part of another wave: all of it on A100, little on H100, whose kernels are
+persistent. Memory traffic overlaps with that, and long products run at the lower clock that the
+power budget allows. The library is assumed to choose the best tiling.
 """
 
 from dataclasses import dataclass, field
@@ -31,22 +33,25 @@ _TILES = tuple(
     for rows, columns in {(rows, columns): 0, (columns, rows): 0}
 )
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-_STEP = 32  # elements of the inner dimension that a core multiplies at once
-_PACE = 4  # exponent of the norm that joins what paces a tile
-_THROTTLING_SECONDS = 3e-3  # of full load after which half of the clock's throttling is seen
+_STEP = 32  # elements of the inner dimension that a core multiplies in one step
+_PACE = 4  # exponent of the norm that joins the times that bound a tile
+_THROTTLING_SECONDS = 3e-3  # of full load, after which half of the throttling is reached
 _WIDTHS = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class GemmModel:
-    """Times of products of one dtype on one device, in SI units; `simulator.hardware.kernel_profile` says what its numbers mean.
+    """A cost model of products of one dtype on one device, in SI units.
+
+    `simulator.hardware.kernel_profile.KernelProfile` documents the fields that are not listed here.
 
     Attributes:
         peak: FLOP/s of the device.
         core: FLOP/s of one core inside a tile.
         bandwidth: bytes per second of long transfers.
         width: bytes of an element of operands and result.
-        hot: whether the device has been under load for long; otherwise products are measured one by one.
+        hot: whether the device has been under load for long. Otherwise it was idle before each
+            product.
     """
 
     peak: float
@@ -68,7 +73,10 @@ class GemmModel:
 
     @classmethod
     def of(cls, device: Device, dtype: str, hot: bool = False) -> Self:
-        """The products of a device; dtypes that its matrix units don't know run at the speed of elementwise arithmetic."""
+        """Return the model of a device's products.
+
+        Products of a dtype that the matrix units lack run at the speed of elementwise arithmetic.
+        """
         profile = device.kernels
         peak = 1e12 * device.peak_tflop_per_s.get(dtype, device.vector_tflop_per_s)
         launch = device.kernel_launch_us if profile.launch_us is None else profile.launch_us
@@ -95,27 +103,35 @@ class GemmModel:
         object.__setattr__(self, "_paces", paces)
 
     def seconds(self, m: int, n: int, k: int, batch: int = 1, moved: float | None = None) -> float:
-        """Seconds of one product, from the end of the previous kernel; sizes below 1: `ValueError`.
+        """Return the seconds of one product, from the end of the previous kernel.
 
         Args:
-            moved: bytes to and from memory; those of operands and result by default.
+            m: rows of the result.
+            n: columns of the result.
+            k: the inner dimension.
+            batch: products of these sizes.
+            moved: bytes to and from memory; by default those of operands and result.
+
+        Raises:
+            ValueError: a size is below 1.
         """
         if min(m, n, k, batch) < 1:
             raise ValueError(
-                f"a product of ({m}, {k}) by ({k}, {n}), batch {batch}; expected sizes of at least 1"
+                f"a product of ({m}, {k}) by ({k}, {n}), batch {batch};"
+                " expected sizes of at least 1"
             )
         return _seconds(self, m, n, k, batch, moved)
 
     def seconds_of(
         self, m: ArrayLike, n: ArrayLike, k: ArrayLike, batch: ArrayLike = 1
     ) -> NDArray[np.float64]:
-        """Seconds of many products at once; the sizes broadcast against each other."""
+        """Return the seconds of many products; the sizes broadcast against each other."""
         m, n, k, batch = np.broadcast_arrays(
             *(np.asarray(size, np.float64) for size in (m, n, k, batch))
         )
         result = m * n * batch
         memory = self.transfer(self.width * (batch * (m * k + k * n) + result), np.sqrt)
-        heat = self.heat(2 * result * k)
+        throttled = self.throttling_factor(2 * result * k)
         best = np.full(m.shape, np.inf)
         for rows, columns, pace in self._paces:
             tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
@@ -124,8 +140,8 @@ class GemmModel:
                     tiles * split / self.cores, self.wave_quantization, np.ceil, np.maximum
                 )
                 depth = np.ceil(k / split / _STEP) * _STEP
-                busy = joined(
-                    waves * (self.tile + depth * pace) * heat,
+                busy = overlap_norm(
+                    waves * (self.tile + depth * pace) * throttled,
                     memory,
                     self.overlap,
                     np.maximum,
@@ -138,18 +154,18 @@ class GemmModel:
         return self.launch + best
 
     def transfer(self, num_bytes, root=sqrt):
-        """Seconds to move bytes to and from memory, which takes a while to get going."""
+        """Return the seconds of memory traffic; short transfers reach less bandwidth."""
         return (num_bytes + root(num_bytes * self.half_size)) / self.bandwidth
 
-    def heat(self, flops):
-        """By how much a product of so many FLOP takes longer than on a cool device."""
+    def throttling_factor(self, flops):
+        """Return the factor by which throttling lengthens a product of `flops`."""
         if self.hot:
             return 1 + self.throttling
         load = flops / self.peak
         return 1 + self.throttling * load / (load + _THROTTLING_SECONDS)
 
     def _pace(self, rows: int, columns: int) -> float:
-        """Seconds of one element of the inner dimension of a tile."""
+        """Return the seconds of a tile for one element of the inner dimension."""
         loads = self.width * (rows + columns) / self.cache
         return ((2 * rows * columns / self.core) ** _PACE + loads**_PACE + self.step**_PACE) ** (
             1 / _PACE
@@ -157,12 +173,12 @@ class GemmModel:
 
 
 def width_of(dtype: str) -> int:
-    """Bytes of an element, by HLO dtype."""
+    """Return the bytes of an element of an HLO dtype."""
     return _WIDTHS.get(dtype, 2)
 
 
-def joined(one, other, power: float, maximum=max, minimum=min):
-    """The norm of two times that overlap: their sum for a power of 1, the longer for an infinite one."""
+def overlap_norm(one, other, power: float, maximum=max, minimum=min):
+    """Return the p-norm of two times that overlap: the sum for power 1, the maximum for inf."""
     longer = maximum(one, other)
     return longer * (1 + (minimum(one, other) / longer) ** power) ** (1 / power)
 
@@ -173,13 +189,13 @@ def _waves(waves, whole: float, ceiling, maximum):
 
 @lru_cache(maxsize=1 << 16)
 def _seconds(model: GemmModel, m: int, n: int, k: int, batch: int, moved: float | None) -> float:
-    """`GemmModel.seconds_of` for one product, without the overhead of arrays."""
+    """Return `GemmModel.seconds_of` for one product, without the overhead of arrays."""
     cores, whole, tile, power = model.cores, model.wave_quantization, model.tile, model.overlap
     result = m * n * batch
     memory = model.transfer(
         model.width * (batch * (m * k + k * n) + result) if moved is None else moved
     )
-    heat = model.heat(2.0 * result * k)
+    throttled = model.throttling_factor(2.0 * result * k)
     unsplit, few = inf, []
     for rows, columns, pace in model._paces:
         tiles = -(-m // rows) * -(-n // columns) * batch
@@ -190,10 +206,10 @@ def _seconds(model: GemmModel, m: int, n: int, k: int, batch: int, moved: float 
         )
         if tiles < 2 * cores:
             few.append((tiles, pace))
-    best = joined(unsplit * heat, memory, power)
+    best = overlap_norm(unsplit * throttled, memory, power)
     for split in _SPLITS[1:]:
         sums = model.split + (split + 1) * 4 * result / model.bandwidth
-        if not few or sums + memory >= best:  # more parts take longer to sum still
+        if not few or sums + memory >= best:  # Larger splits take even longer to sum.
             break
         depth = ceil(k / split / _STEP) * _STEP
         fastest = inf
@@ -203,5 +219,5 @@ def _seconds(model: GemmModel, m: int, n: int, k: int, batch: int, moved: float 
                 fastest,
                 (whole * ceil(waves) + (1 - whole) * max(waves, 1.0)) * (tile + depth * pace),
             )
-        best = min(best, sums + joined(fastest * heat, memory, power))
+        best = min(best, sums + overlap_norm(fastest * throttled, memory, power))
     return model.launch + best

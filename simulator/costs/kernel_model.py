@@ -1,18 +1,23 @@
-"""Seconds of a kernel on a device: products by tiles (`simulator.costs.gemm`), everything else by its arithmetic and its traffic."""
+"""Seconds of a kernel on a device.
+
+Products are computed by tiles (`simulator.costs.gemm`), everything else by arithmetic and traffic.
+"""
 
 from collections.abc import Callable
 from functools import cache, partial
 
-from simulator.costs.gemm import GemmModel, joined
+from simulator.costs.gemm import GemmModel, overlap_norm
 from simulator.hardware.cluster import Device
 from simulator.work import Kernel
 
 
 class KernelModel:
-    """What kernels cost on one device.
+    """A cost model of the kernels on one device.
 
     Attributes:
-        hot: whether the device has been under load for so long that its clock has dropped; otherwise it does so within long products.
+        device: the device.
+        hot: whether the device has been under load long enough to throttle its clock. Otherwise
+            long products throttle it.
         products: the model of matrix products of an HLO dtype.
     """
 
@@ -23,10 +28,11 @@ class KernelModel:
         self.products = cache(partial(GemmModel.of, device, hot=hot))
 
     def seconds(self, kernel: Kernel) -> float:
-        """Seconds from the end of the previous kernel to the end of this one.
+        """Return the seconds from the end of the previous kernel to the end of this one.
 
-        Arithmetic and traffic of a product overlap, but not wholly where both are long; those of an elementwise kernel do, and those of fused
-        attention, which is three kernels in the backward pass and taken to be of the second generation (`FusedAttention`).
+        Arithmetic and traffic of a product overlap, but not fully where both are long. Those of an
+        elementwise kernel overlap fully. So do those of fused attention, which is three kernels in
+        the backward pass and assumed to be of the second generation (`FusedAttention`).
         """
         model, launch = self.products(kernel.dtype), self.device.kernel_launch_us * 1e-6
         traffic = model.transfer(kernel.bytes)
@@ -44,12 +50,12 @@ class KernelModel:
         if kernel.kind == "conv":
             efficiency = self.device.kernels.conv_efficiency_by_dtype.get(kernel.dtype)
             rate = rate if efficiency is None else efficiency * model.peak
-        arithmetic = model.heat(kernel.flops) * kernel.flops / rate
+        arithmetic = model.throttling_factor(kernel.flops) * kernel.flops / rate
         return launch + (
-            joined(arithmetic, traffic, model.overlap) if arithmetic or traffic else 0.0
+            overlap_norm(arithmetic, traffic, model.overlap) if arithmetic or traffic else 0.0
         )
 
     def elementwise(self, num_bytes: float, kernels: int) -> float:
-        """Seconds of elementwise kernels that move so many bytes altogether, in equal parts."""
+        """Return the seconds of elementwise kernels that together move `num_bytes` bytes."""
         launch = self.device.kernel_launch_us * 1e-6
         return kernels * (launch + self.products("f32").transfer(num_bytes / kernels))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from simulator.hlo.op_list import branches
 from simulator.hlo.provenance import Pass, instruction_pass
 from simulator.hlo.text import Array, Computation, Instruction, Module, blamed, read_module
-from simulator.memory import Role, added
+from simulator.memory import Role, sum_roles
 
 _SAME = frozenset(
     ("bitcast", "opt-barrier", "add-dependency", "domain", "while", "get-tuple-element", "tuple")
@@ -151,7 +151,7 @@ def _fullest(
     for moment in range(moments):
         for role, change in changes[moment]:
             now[role] += change
-        held = added(now, inside[moment])
+        held = sum_roles(now, inside[moment])
         if sum(held.values()) > sum(most.values()):
             most = held
     return {role: size for role, size in most.items() if size}

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.memory import MemoryUse, added, apportioned, with_roles
+from simulator.memory import MemoryUse, apportion, sum_roles, with_roles
 
 ROLES = st.sampled_from(["parameters", "gradients", "activations", "communication"])
 PARTS = st.dictionaries(ROLES, st.floats(0, 1e9), max_size=4)
@@ -10,7 +10,7 @@ PARTS = st.dictionaries(ROLES, st.floats(0, 1e9), max_size=4)
 
 @given(PARTS, st.integers(0, 10**9))
 def test_parts_are_made_to_sum_up_to_the_total(parts, total: int) -> None:
-    found = apportioned(parts, total, "temporaries")
+    found = apportion(parts, total, "temporaries")
     assert sum(found.values()) == total
     assert all(size > 0 for size in found.values())
 
@@ -19,11 +19,11 @@ def test_parts_are_made_to_sum_up_to_the_total(parts, total: int) -> None:
 def test_parts_that_fit_keep_their_size(parts, more: int) -> None:
     parts = {role: int(size) for role, size in parts.items() if int(size)}
     rest = {"temporaries": more} if more else {}
-    assert apportioned(parts, sum(parts.values()) + more, "temporaries") == parts | rest
+    assert apportion(parts, sum(parts.values()) + more, "temporaries") == parts | rest
 
 
 def test_parts_that_are_too_many_shrink_alike() -> None:
-    assert apportioned({"gradients": 30, "activations": 10}, 20, "temporaries") == {
+    assert apportion({"gradients": 30, "activations": 10}, 20, "temporaries") == {
         "gradients": 15,
         "activations": 5,
     }
@@ -58,4 +58,4 @@ def test_without_roles_the_compiler_s_own_parts_are_given() -> None:
 
 
 def test_levels_add_up_role_by_role() -> None:
-    assert added({"inputs": 1}, {"inputs": 2, "outputs": 3}) == {"inputs": 3, "outputs": 3}
+    assert sum_roles({"inputs": 1}, {"inputs": 2, "outputs": 3}) == {"inputs": 3, "outputs": 3}
